@@ -1,0 +1,133 @@
+"""Everything a user can set: one dataclass per theme, named as in transformers' ``run_clm.py``.
+
+``hope_hf.training.parsing`` turns a command line, or a YAML file of the same keys, into these.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from transformers import SchedulerType
+
+
+def _flag(default, help):
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class ModelArguments:
+    """Which model is trained. Without any of them: a new HOPE of the size `tiny`."""
+
+    _argument_group_name = "model"
+
+    model_name_or_path: str | None = _flag(None, "Start from these weights (folder or Hub name) instead of new ones.")
+    model_type: str | None = _flag(None, "Architecture of a new model: hope (default) or any causal LM of transformers.")
+    config_name: str | None = _flag(None, "Config of a new model: folder, Hub name, or a HOPE size (tiny pilot mid target).")
+    config_overrides: str | None = _flag(
+        None, "Fields of a new model's config: 'hidden_size=256,num_hidden_layers=4' or a JSON object."
+    )
+    tokenizer_name: str | None = _flag(None, "Tokenizer, where it is not the model's own (folder or Hub name).")
+    trust_remote_code: bool = _flag(False, "Allow model code from the Hub to run on this machine.")
+    attn_implementation: str | None = _flag(None, "Attention kernel: sdpa, eager, flash_attention_2, ...")
+
+
+@dataclass
+class DataArguments:
+    """Which text is read, and how it is cut. Without a data set or file: the built-in corpus."""
+
+    _argument_group_name = "data"
+
+    dataset_name: str | None = _flag(None, "Hub name or folder of a data set; 'synthetic' gives seeded random tokens.")
+    dataset_config_name: str | None = _flag(None, "Configuration of that data set.")
+    train_file: str | None = _flag(None, "Training text: .txt, .json, .jsonl or .parquet; a glob pattern is allowed.")
+    validation_file: str | None = _flag(None, "Validation text, of the same kinds.")
+    validation_split_percentage: float = _flag(
+        5.0, "Share of the training documents held out where there is no validation set."
+    )
+    max_train_samples: int | None = _flag(None, "Use only the first N training documents.")
+    max_eval_samples: int | None = _flag(None, "Use only the first N validation documents.")
+    streaming: bool = _flag(False, "Read the data set as a stream; needs --max_train_steps.")
+    preprocessing_num_workers: int | None = _flag(None, "Processes that tokenize.")
+    block_size: int | None = _flag(None, "Tokens per row (default: the model's longest input, at most 1,024).")
+    document_boundary: Literal["reset", "carry"] = _flag(
+        "reset",
+        "reset: memories and attention start anew with every document. "
+        "carry: row b continues in row b of the next step and its memories are handed over.",
+    )
+    dataloader_num_workers: int = _flag(0, "Background workers that prepare batches; 0 prepares them in the loop.")
+    dataloader_pin_memory: bool = _flag(True, "Copy batches to a GPU from page-locked memory.")
+
+
+@dataclass
+class OptimizationArguments:
+    """How the weights change. Batch per optimizer step = per_device x accumulation x processes."""
+
+    _argument_group_name = "optimization"
+
+    per_device_train_batch_size: int = _flag(8, "Rows per process and forward pass, in training and evaluation.")
+    gradient_accumulation_steps: int = _flag(1, "Forward passes per optimizer step.")
+    learning_rate: float = _flag(3e-4, "Peak learning rate of the fastest level and of everything outside the levels.")
+    weight_decay: float = _flag(0.1, "Decoupled weight decay of matrices.")
+    adam_beta1: float = _flag(0.9, "AdamW: decay of the first moment.")
+    adam_beta2: float = _flag(0.95, "AdamW: decay of the second moment.")
+    adam_epsilon: float = _flag(1e-8, "AdamW: added to the root of the second moment.")
+    max_grad_norm: float = _flag(1.0, "Clip the global gradient norm of each step to this; 0 switches it off.")
+    max_train_steps: int | None = _flag(None, "Optimizer steps in all; goes before --num_train_epochs.")
+    num_train_epochs: float = _flag(1.0, "Passes over the training data, where --max_train_steps is not given.")
+    lr_scheduler_type: SchedulerType = _flag(SchedulerType.COSINE, "Schedule after the warm-up.")
+    num_warmup_steps: int | None = _flag(None, "Steps of linear warm-up (default: a tenth of the run, at most 1,000).")
+    optimizer: Literal["adamw", "muon"] = _flag(
+        "adamw", "muon: hidden matrices by Muon, everything else and the memories' initial states by AdamW."
+    )
+    level_optimizers: str | None = _flag(
+        None, "JSON object or file, keyed by CMS level: optimizer, lr_factor, betas, weight_decay."
+    )
+    gradient_checkpointing: bool = _flag(False, "Recompute activations in backward: less memory, more time.")
+    torch_compile: bool = _flag(False, "Compile the model with torch.compile.")
+    tf32: bool = _flag(True, "CUDA only: TF32 matrix products; memory state, gates and solves stay fp32.")
+
+
+@dataclass
+class RunArguments:
+    """Where the run writes, how often, and what it reports."""
+
+    _argument_group_name = "run"
+
+    output_dir: str | None = _flag(None, "Folder of the run: weights, tokenizer, metrics.jsonl, checkpoint-<step>/.")
+    resume_from_checkpoint: str | None = _flag(
+        None, "A checkpoint folder, or 'latest'. Not needed to continue the run in --output_dir: that is automatic."
+    )
+    checkpointing_steps: int = _flag(500, "Write a resumable checkpoint every N steps; 0: only at SIGTERM and the end.")
+    save_total_limit: int = _flag(2, "Checkpoints kept; older ones are removed.")
+    logging_steps: int = _flag(10, "Write a metrics row every N steps, and after the first.")
+    eval_steps: int = _flag(500, "Evaluate every N steps; 0: only at the end.")
+    seed: int = _flag(42, "Seed of weights, data order and sampling.")
+    cpu_threads: int | None = _flag(None, "Threads per process (default: cores / processes on this machine).")
+    report_to: str = _flag("none", "Trackers besides metrics.jsonl: none, all, or names with commas (wandb,tensorboard).")
+    run_name: str | None = _flag(None, "Name of the run in the trackers (default: the folder's name).")
+    project_name: str = _flag("hope_hf", "Project of the run in the trackers.")
+    push_to_hub: bool = _flag(False, "Not available yet: refused.")
+
+
+@dataclass
+class Arguments(ModelArguments, DataArguments, OptimizationArguments, RunArguments):
+    """All flags of a run, flat; `demo` says that neither model nor data was named."""
+
+    _argument_group_name = None
+
+    demo: bool = False
+
+    # What may change between the two halves of one run without making it another run.
+    FREE = frozenset(
+        "output_dir resume_from_checkpoint checkpointing_steps save_total_limit logging_steps eval_steps cpu_threads "
+        "report_to run_name project_name preprocessing_num_workers dataloader_num_workers dataloader_pin_memory "
+        "trust_remote_code push_to_hub demo".split()
+    )
+
+    def identity(self) -> dict:
+        """The flags that define the run, JSON-able: a folder with others holds another run."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in self.FREE}
+        return {name: str(value.value) if isinstance(value, SchedulerType) else value for name, value in values.items()}
+
+
+GROUPS = (ModelArguments, DataArguments, OptimizationArguments, RunArguments)
+FLAGS = tuple(f.name for group in GROUPS for f in fields(group))

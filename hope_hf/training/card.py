@@ -1,0 +1,50 @@
+"""The run card: what is about to happen, before it happens."""
+
+import warnings
+
+import torch
+from accelerate import Accelerator
+
+from .arguments import Arguments
+
+FEWEST_PERIODS = 4
+
+
+def run_card(args: Arguments, accelerator: Accelerator, model, optimizer, data, plan) -> str:
+    """The card as text; `plan` is the trainer's Plan. Warns about levels that hardly ever step."""
+    rows = {
+        "model": f"{model.config.model_type}, {model.num_parameters():,} parameters"
+        + (f", from {args.model_name_or_path}" if args.model_name_or_path else f", {_size(args)}"),
+        "data": data.description,
+        "batch": f"{plan.tokens_per_step:,} tokens per step = {args.per_device_train_batch_size} rows x "
+        f"{plan.block_size:,} tokens x {args.gradient_accumulation_steps} accumulated x "
+        f"{accelerator.num_processes} process(es)",
+        "steps": f"{plan.total_steps:,}, of which {plan.warmup_steps:,} warm-up; {plan.total_tokens:,} tokens",
+        "optimizer": f"{args.optimizer}, learning rate {args.learning_rate:g}, {args.lr_scheduler_type.value}, "
+        f"weight decay {args.weight_decay:g}, clip {args.max_grad_norm:g}",
+        "device": f"{_device(accelerator)}, {torch.get_num_threads()} thread(s) per process, "
+        f"precision {'bf16 autocast' if accelerator.mixed_precision == 'bf16' else 'fp32'}",
+    }
+    for level, report in sorted(optimizer.level_report().items()):
+        updates = plan.total_steps // report["period_steps"]
+        rows[f"level {level}"] = f"every {report['period_steps']} step(s), {updates} updates"
+        if updates < FEWEST_PERIODS:
+            warnings.warn(
+                f"Level {level} steps only {updates} time(s) in this run: train longer, or give it a period below "
+                f"{report['period_tokens']:,} tokens (level_periods in --config_overrides).",
+                stacklevel=2,
+            )
+    rows["output"] = args.output_dir
+    width = max(len(name) for name in rows)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
+
+
+def _size(args: Arguments) -> str:
+    name = args.config_name or ("tiny" if args.model_type in (None, "hope") else "default size")
+    return f"new: {name}" + (f" with {args.config_overrides}" if args.config_overrides else "")
+
+
+def _device(accelerator: Accelerator) -> str:
+    if accelerator.device.type == "cuda":
+        return torch.cuda.get_device_name(accelerator.device)
+    return accelerator.device.type

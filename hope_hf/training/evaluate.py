@@ -1,0 +1,38 @@
+"""Validation: loss, perplexity and bits per byte, weighted by token over all processes."""
+
+import math
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+
+from .launch import sum_over_processes
+from .objective import count_valid, model_inputs, summed_loss
+
+
+@torch.no_grad()
+def evaluate(model, data, accelerator: Accelerator) -> dict[str, float]:
+    """Rows `eval/...` over `data.validation`, each process taking every W-th batch.
+
+    Bits per byte: loss in bits over the bytes of the text the scored tokens stand for, comparable across tokenizers.
+    """
+    was_training = model.training
+    model.eval()
+    # Processes may hold unequal numbers of batches, so the forward pass must not communicate: no DDP wrapper.
+    model = accelerator.unwrap_model(model)
+    loss_sum, tokens = 0.0, 0
+    for index, batch in enumerate(data.validation):
+        if index % accelerator.num_processes != accelerator.process_index:
+            continue
+        batch = send_to_device(batch, accelerator.device)
+        logits = model(**model_inputs(batch), use_cache=False).logits
+        loss_sum += float(summed_loss(logits, batch["labels"]))
+        tokens += count_valid(batch["labels"])
+    model.train(was_training)
+    loss_sum, tokens = sum_over_processes(accelerator, loss_sum, tokens)
+    loss = loss_sum / tokens
+    row = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0)), "eval/tokens": int(tokens)}
+    bytes_per_token = getattr(data, "validation_bytes_per_token", None)
+    if bytes_per_token:
+        row["eval/bits_per_byte"] = loss / math.log(2) / bytes_per_token
+    return row

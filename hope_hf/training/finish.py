@@ -1,0 +1,64 @@
+"""The end of a run: model and tokenizer in the output folder, a sample, the curves, and how to load it all."""
+
+import json
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from .arguments import Arguments
+from .plot import plot
+
+SAMPLE_TOKENS = 96
+PROMPT_TOKENS = 32
+
+
+def finish(args: Arguments, accelerator: Accelerator, run, evaluation: dict):
+    """Write weights (safetensors), config, generation config, tokenizer, all_results.json and loss.png; show a sample."""
+    if accelerator.is_main_process:
+        folder = Path(args.output_dir)
+        run.model.save_pretrained(folder)
+        run.data.tokenizer.save_pretrained(folder)
+        results = {name.replace("/", "_"): value for name, value in evaluation.items()}
+        results["perplexity"] = evaluation["eval/perplexity"]
+        (folder / "all_results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        prompt, continuation = sample(run.model, run.data, args.seed)
+        print(f"\nA sampled continuation, after '>>>':\n{prompt}>>>{continuation}\n")
+        picture = plot([folder], folder / "loss.png")
+        if picture:
+            print(f"Curves: {picture}")
+        print(f"Metrics: {folder / 'metrics.jsonl'}\nLoad the model:\n{loading_lines(run.model, folder)}", flush=True)
+    accelerator.wait_for_everyone()
+
+
+@torch.no_grad()
+def sample(model, data, seed: int) -> tuple[str, str]:
+    """The beginning of the validation text and the model's continuation, (prompt, text); the same for the same seed."""
+    batch = next(iter(data.validation))
+    prompt = batch["input_ids"][:1, :PROMPT_TOKENS].to(model.device)
+    model.eval()
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        tokens = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=SAMPLE_TOKENS,
+            do_sample=True,
+            temperature=0.8,
+            top_k=50,
+            pad_token_id=data.tokenizer.pad_token_id or data.tokenizer.eos_token_id,
+        )
+    decode = data.tokenizer.decode
+    return decode(prompt[0]), decode(tokens[0, prompt.shape[1] :])
+
+
+def loading_lines(model, folder: Path) -> str:
+    """The lines of Python that load what was written."""
+    first = "import hope_hf; " if model.config.model_type == "hope" else ""
+    return (
+        f"  {first}from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        f'  tokenizer = AutoTokenizer.from_pretrained("{folder}")\n'
+        f'  model = AutoModelForCausalLM.from_pretrained("{folder}")'
+    )
+

@@ -1,0 +1,155 @@
+"""The model of a run: loaded, or new from a config with the user's overrides."""
+
+import json
+import re
+from dataclasses import fields, is_dataclass
+
+import torch
+import yaml
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from .arguments import Arguments
+from .parsing import nearest
+
+DEFAULT_PRESET = "tiny"
+
+
+def build_config(args: Arguments, tokenizer, presets: dict):
+    """The config of the run's model, its vocabulary size and special tokens taken from the tokenizer for a new model.
+
+    `presets` are HOPE's named sizes. Raises ValueError for unknown names, fields and values.
+    """
+    if args.model_name_or_path:
+        return _load_config(args.model_name_or_path, "model_name_or_path", args)
+    overrides = parse_overrides(args.config_overrides)
+    model_type = args.model_type or "hope"
+    if args.config_name in presets or (args.config_name is None and model_type == "hope"):
+        if model_type != "hope":
+            raise ValueError(f"--config_name {args.config_name} is a size of HOPE, but --model_type is {model_type}.")
+        config_class, given = _config_class("hope"), presets[args.config_name or DEFAULT_PRESET]
+    elif args.config_name is None:
+        config_class, given = _config_class(model_type), {}
+    else:
+        base = _load_config(args.config_name, "config_name", args, presets)
+        if args.model_type and base.model_type != args.model_type:
+            raise ValueError(f"--config_name {args.config_name} is a {base.model_type}, but --model_type is {model_type}.")
+        config_class, given = type(base), _plain(base)
+    # Fields that a config derives from others (heads from width) must be derived from the overridden ones: pass only
+    # what was given, never the finished default config.
+    example = _make(config_class, given)
+    _check_names(overrides, example)
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
+    return _make(config_class, {**given, "vocab_size": len(tokenizer), **special, **_as_declared(overrides, example)})
+
+
+def build_model(args: Arguments, config, tokenizer) -> PreTrainedModel:
+    """The model in fp32 on the CPU, checked against the tokenizer."""
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"The tokenizer has {len(tokenizer):,} entries but the model's vocab_size is {config.vocab_size:,}: "
+            "choose another --tokenizer_name, or leave vocab_size out of --config_overrides."
+        )
+    options = {"attn_implementation": args.attn_implementation} if args.attn_implementation else {}
+    options |= {"dtype": torch.float32, "trust_remote_code": args.trust_remote_code}
+    try:
+        if args.model_name_or_path:
+            model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, **options)
+        else:
+            model = AutoModelForCausalLM.from_config(config, **options)
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"The model cannot be built: {_one_line(error)}") from error
+    if args.gradient_checkpointing:
+        _recompute_activations(model)
+    return model
+
+
+def parse_overrides(text: str | None) -> dict:
+    """`a=b,c=[1,2]` or a JSON object as a dict; values read as YAML scalars and lists."""
+    if not text:
+        return {}
+    try:
+        if text.lstrip().startswith("{"):
+            return json.loads(text)
+        # Commas inside brackets belong to a list's value.
+        pairs = [pair.partition("=") for pair in re.split(r",(?![^\[]*\])", text)]
+        if not all(name and equals for name, equals, _ in pairs):
+            raise ValueError("write name=value,name=value")
+        return {name.strip(): _scalar(value) for name, _, value in pairs}
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"--config_overrides {text!r} cannot be read: {_one_line(error)}.") from None
+
+
+def is_hope(config) -> bool:
+    """Whether the config is HOPE's."""
+    return config.model_type == "hope"
+
+
+def _scalar(text: str):
+    value = yaml.safe_load(text)
+    try:
+        # YAML 1.1 reads 1e-3 as a word.
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _load_config(source: str, flag: str, args: Arguments, presets: dict | None = None):
+    try:
+        return AutoConfig.from_pretrained(source, trust_remote_code=args.trust_remote_code)
+    except (OSError, ValueError) as error:
+        hint = f" (sizes of HOPE: {', '.join(presets)})" if presets else ""
+        raise ValueError(f"--{flag} {source} cannot be loaded{hint}: {_one_line(error)}") from error
+
+
+def _config_class(model_type: str):
+    if model_type not in CONFIG_MAPPING:
+        known = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "hope"]
+        raise ValueError(f"--model_type {model_type} is unknown to transformers{nearest(model_type, known)}")
+    return CONFIG_MAPPING[model_type]
+
+
+def _check_names(overrides: dict, config):
+    declared = {f.name for f in fields(config)} if is_dataclass(config) else set()
+    known = {name for name in declared | set(_plain(config)) if not name.startswith("_")}
+    for name in overrides:
+        if name not in known:
+            raise ValueError(
+                f"--config_overrides: {type(config).__name__} has no field {name!r}{nearest(name, known)}"
+            )
+
+
+def _as_declared(overrides: dict, config) -> dict:
+    """Integers given for float fields become floats: strict configs refuse '1' for a rate."""
+    def convert(name, value):
+        return float(value) if type(value) is int and isinstance(getattr(config, name, None), float) else value
+
+    return {name: convert(name, value) for name, value in overrides.items()}
+
+
+def _plain(config) -> dict:
+    values = config.to_dict()
+    for key in ("model_type", "transformers_version", "architectures", "_name_or_path"):
+        values.pop(key, None)
+    return values
+
+
+def _make(config_class, values: dict):
+    try:
+        return config_class(**values)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise ValueError(f"The config of the model is not valid (--config_overrides): {_one_line(error)}") from error
+
+
+def _recompute_activations(model: PreTrainedModel):
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    else:
+        # transformers before 5.23
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,36 @@
+"""The next-token loss, as a sum: whoever divides it by the number of valid tokens decides over what it is a mean."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+IGNORED = -100
+
+
+def count_valid(labels: Tensor) -> int:
+    """Number of tokens of `labels` [B, T] that are predicted: the first of a row never is."""
+    return int((labels[:, 1:] != IGNORED).sum())
+
+
+def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of -log p(label) in nats over the valid tokens, an fp32 scalar; logits [B, T, V], labels [B, T] not shifted."""
+    predictions = logits[:, :-1].flatten(0, 1).float()
+    targets = labels[:, 1:].flatten().to(logits.device)
+    return F.cross_entropy(predictions, targets, ignore_index=IGNORED, reduction="sum")
+
+
+def model_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The part of a batch that the model reads."""
+    return {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
+
+
+@torch.no_grad()
+def check_token_ids(batch: dict[str, Tensor], vocab_size: int):
+    """ValueError where a token id has no row in the embedding; `batch` on the CPU."""
+    low, high = (int(bound) for bound in batch["input_ids"].aminmax())
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise ValueError(
+            f"The data holds token id {wrong}, outside the model's vocabulary of {vocab_size:,}: "
+            "tokenize it with the tokenizer of this model (--tokenizer_name)."
+        )

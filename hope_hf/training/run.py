@@ -1,0 +1,31 @@
+"""The command line's entry: errors of the user become one sentence and an exit status."""
+
+import sys
+
+from .launch import is_first_process
+from .parsing import parse
+
+
+def main(argv: list[str]) -> int:
+    """Parse `argv` and train. Returns 0, or 2 after a mistake of the user, or 1 where training diverged.
+
+    A ValueError is one sentence for the user; any other exception is ours or the machine's and keeps its traceback.
+    """
+    try:
+        args = parse(argv)
+        # Not at the top: --help and misspelled flags answer before models and data sets are imported.
+        from .trainer import TrainingDiverged, train
+    except ValueError as error:
+        return _complain(error, 2)
+    try:
+        return train(args)
+    except TrainingDiverged as error:
+        return _complain(error, 1)
+    except ValueError as error:
+        return _complain(error, 2)
+
+
+def _complain(error: Exception, status: int) -> int:
+    if is_first_process():
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    return status

@@ -1,0 +1,119 @@
+"""`run.json`: what run an output folder holds, so that no other run overwrites it and a finished one is not repeated."""
+
+import json
+import platform
+import subprocess
+import sys
+import uuid
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+RUN_FILE = "run.json"
+# A folder that holds one of these without a run.json belongs to something else.
+OURS = ("config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json", "metrics.jsonl")
+
+
+class RunFolder:
+    """The output folder of one run. Methods are called by all processes; rank 0 reads and writes, all learn the result."""
+
+    def __init__(self, output_dir: str, accelerator: Accelerator):
+        self.path = Path(output_dir)
+        self._accelerator = accelerator
+
+    def check(self, identity: dict) -> dict | None:
+        """The record of the run in this folder, or None for a new one; ValueError where it is another run's.
+
+        Keys missing on one side (the data's fingerprint, before the data are read) are not compared.
+        """
+        return on_first_process(self._accelerator, lambda: self._check(identity))
+
+    def open(self, identity: dict) -> dict:
+        """Check once more with the whole identity and write the record of a new run."""
+
+        def create():
+            record = self._check(identity)
+            if record is None:
+                record = {"identity": identity, "complete": False, "run_id": uuid.uuid4().hex[:12], **_provenance()}
+                self._write(record)
+            return record
+
+        return on_first_process(self._accelerator, create)
+
+    def close(self, record: dict):
+        """Mark the run as complete."""
+        if self._accelerator.is_main_process:
+            self._write({**record, "complete": True})
+
+    def _check(self, identity: dict) -> dict | None:
+        file = self.path / RUN_FILE
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"--output_dir {self.path} is a file: name a folder.")
+        if not file.exists():
+            foreign = [name for name in OURS if (self.path / name).exists()]
+            foreign += [path.name for path in self.path.glob("checkpoint-*")] if self.path.exists() else []
+            if foreign:
+                raise ValueError(
+                    f"--output_dir {self.path} holds {foreign[0]} but no {RUN_FILE}: choose an empty or new folder."
+                )
+            return None
+        try:
+            record = json.loads(file.read_text(encoding="utf-8"))
+            theirs = record["identity"]
+        except (ValueError, KeyError, OSError):
+            raise ValueError(f"{file} cannot be read: choose another --output_dir, or delete the folder.") from None
+        ours = json.loads(json.dumps(identity))
+        for name in ours.keys() & theirs.keys():
+            if ours[name] != theirs[name]:
+                raise ValueError(
+                    f"--output_dir {self.path} holds another run: {name} was {theirs[name]!r} and is now "
+                    f"{ours[name]!r}; repeat its flags to continue it, or choose another folder."
+                )
+        return record
+
+    def _write(self, record: dict):
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            temporary = self.path / f"{RUN_FILE}.tmp"
+            temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            temporary.replace(self.path / RUN_FILE)
+        except OSError as error:
+            raise ValueError(f"--output_dir {self.path} cannot be written: {error.strerror}.") from None
+
+
+def on_first_process(accelerator: Accelerator, function):
+    """Call `function` on rank 0 and give its result, or its ValueError, to all processes."""
+    outcome = [None, None]
+    if accelerator.is_main_process:
+        try:
+            outcome[0] = function()
+        except ValueError as error:
+            outcome[1] = str(error)
+    broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise ValueError(outcome[1])
+    return outcome[0]
+
+
+def _provenance() -> dict:
+    def installed(name):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return None
+
+    def git(*arguments):
+        try:
+            command = ["git", "-C", str(Path(__file__).parent), *arguments]
+            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            return None
+
+    packages = ("hope_hf", "torch", "transformers", "accelerate", "datasets", "tokenizers")
+    return {
+        "command": sys.argv,
+        "versions": {"python": platform.python_version(), **{name: installed(name) for name in packages}},
+        "git": {"commit": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain"))},
+    }

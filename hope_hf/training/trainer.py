@@ -1,0 +1,199 @@
+"""The training loop, top to bottom: set up, continue or begin, step, report, finish."""
+
+import math
+from dataclasses import asdict, dataclass
+
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import send_to_device, set_seed
+
+from .arguments import Arguments
+from .card import run_card
+from .evaluate import evaluate
+from .finish import finish
+from .launch import StopSignal, leave, make_accelerator, prepare_process, sum_over_processes
+from .objective import check_token_ids, count_valid, model_inputs, summed_loss
+from .resume import Resumable
+from .run_folder import RunFolder
+from .setup import build_all
+from .telemetry import (
+    Stopwatch,
+    flops_per_token,
+    initial_state_gradients,
+    level_rows,
+    memory_statistics,
+    peak_flops,
+    peak_memory_gib,
+)
+from .tracking import Tracker, eval_line, tracker_names, train_line
+
+MOST_SKIPS_IN_A_ROW = 10
+
+
+class TrainingDiverged(RuntimeError):
+    """Too many steps in a row had a non-finite loss or gradient."""
+
+
+@dataclass
+class Progress:
+    """Where the run stands: everything the loop itself must remember, JSON-able."""
+
+    step: int = 0
+    """Optimizer steps done, skipped ones included."""
+    tokens: int = 0
+    """Tokens read by the model, over all processes."""
+    skipped: int = 0
+    """Steps skipped for a non-finite loss or gradient."""
+    skipped_in_a_row: int = 0
+    loss_sum: float = 0.0
+    """Summed loss since the last log, in nats."""
+    loss_tokens: int = 0
+    """Valid tokens since the last log."""
+
+
+def train(args: Arguments) -> int:
+    """Run, or continue, the training that `args` describe; returns the exit status.
+
+    Raises ValueError with one sentence for mistakes of the user, and TrainingDiverged.
+    """
+    accelerator = make_accelerator(args, tracker_names(args.report_to))
+    prepare_process(args, accelerator)
+    folder = RunFolder(args.output_dir, accelerator)
+    identity = args.identity() | {"num_processes": accelerator.num_processes}
+    record = folder.check(identity)
+    if record and record["complete"]:
+        accelerator.print(f"The run in {args.output_dir} is complete; choose another --output_dir for a new one.")
+        leave(accelerator)
+        return 0
+
+    resumable = Resumable(args, accelerator)
+    run = build_all(args, accelerator, resumable.data_state)
+    record = folder.open(identity | {"data": run.data.fingerprint})
+    config, plan = run.model.config, run.plan
+    model, optimizer = accelerator.prepare(run.model, run.optimizer)
+    # The scheduler is not prepared: accelerate would step it once per process.
+    scheduler = transformers.get_scheduler(
+        args.lr_scheduler_type, run.optimizer, num_warmup_steps=plan.warmup_steps, num_training_steps=plan.total_steps
+    )
+    if args.torch_compile:
+        run.model.compile()
+    set_seed(args.seed, device_specific=True)
+    progress = Progress(**resumable.restore(run, scheduler))
+    memory, start_step = resumable.memory, progress.step
+
+    accelerator.print(run_card(args, accelerator, run.model, run.optimizer, run.data, plan))
+    if start_step:
+        accelerator.print(f"Continuing from {resumable.source} at step {start_step}.")
+    tracker = Tracker(accelerator, args, plan.total_steps, start_step, record["run_id"])
+    watch = Stopwatch()
+    flops, peak = flops_per_token(run.model, plan.block_size), peak_flops(accelerator.device)
+    model.train()
+    batches = iter(run.data.train)
+
+    def save():
+        resumable.save(run, scheduler, asdict(progress), data_state, memory)
+
+    with StopSignal() as stop:
+        while progress.step < plan.total_steps:
+            watch.step_begins()
+            # The whole window of accumulated batches is read first: its valid tokens, over all processes, divide the loss.
+            with watch.loading():
+                window = [next(batches) for _ in range(args.gradient_accumulation_steps)]
+            counted = sum(count_valid(batch["labels"]) for batch, _ in window)
+            valid_tokens, stopping = sum_over_processes(accelerator, counted, stop.received)
+            if stopping:
+                break
+            rows, step_loss = {}, 0.0
+            logs = progress.step == 0 or (progress.step + 1) % args.logging_steps == 0
+
+            for index, (batch, data_state) in enumerate(window):
+                check_token_ids(batch, config.vocab_size)
+                batch = send_to_device(batch, accelerator.device, non_blocking=True)
+                with accelerator.accumulate(model):
+                    with memory_statistics(run.model, rows, enabled=logs and index == 0):
+                        output = model(**model_inputs(batch), **memory.inputs())
+                    loss = summed_loss(output.logits, batch["labels"])
+                    # Gradients are averaged over processes and divided by the accumulation steps: undo both, so that
+                    # what remains is the sum over all valid tokens divided by their number.
+                    scale = accelerator.num_processes * accelerator.gradient_accumulation_steps / max(valid_tokens, 1)
+                    accelerator.backward(loss * scale)
+                memory.hand_over(output)
+                step_loss += loss.detach()
+
+            if logs:
+                rows |= initial_state_gradients(run.model)
+            grad_norm = float(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf))
+            (step_loss,) = sum_over_processes(accelerator, float(step_loss))
+            progress.step += 1
+            progress.tokens += plan.tokens_per_step
+            # Both numbers are the same on all processes, so all of them skip or none.
+            if math.isfinite(step_loss) and math.isfinite(grad_norm):
+                optimizer.step()
+                progress.skipped_in_a_row = 0
+                progress.loss_sum += step_loss
+                progress.loss_tokens += int(valid_tokens)
+            else:
+                progress.skipped += 1
+                progress.skipped_in_a_row += 1
+                memory.restart()
+                tracker.say(
+                    f"step {progress.step} skipped: loss {step_loss / max(valid_tokens, 1):g}, gradient norm {grad_norm:g}"
+                )
+                _stop_if_diverged(progress, args, resumable)
+            learning_rate = scheduler.get_last_lr()[0]
+            scheduler.step()
+            optimizer.zero_grad()
+            watch.step_ends(plan.tokens_per_step)
+            tracker.advance()
+
+            if logs:
+                speed = watch.read(plan.total_steps - progress.step)
+                rows = {
+                    "train/loss": progress.loss_sum / progress.loss_tokens if progress.loss_tokens else None,
+                    "train/grad_norm": grad_norm if math.isfinite(grad_norm) else None,
+                    "train/learning_rate": learning_rate,
+                    "train/skipped_steps": progress.skipped,
+                    "train/peak_memory_gib": peak_memory_gib(accelerator.device),
+                    **speed,
+                    **{name: float(value) for name, value in rows.items()},
+                    **level_rows(run.optimizer, plan.tokens_per_step),
+                }
+                if peak:
+                    used = speed["train/tokens_per_second"] * flops / accelerator.num_processes
+                    rows["train/mfu_percent"] = 100 * used / peak
+                tracker.log(progress.step, progress.tokens, rows, train_line(rows))
+                progress.loss_sum, progress.loss_tokens = 0.0, 0
+            if args.eval_steps and progress.step % args.eval_steps == 0 and progress.step < plan.total_steps:
+                row = evaluate(model, run.data, accelerator)
+                tracker.log(progress.step, progress.tokens, row, eval_line(row))
+            # A streak of skipped steps is no good place to come back to.
+            due = args.checkpointing_steps and progress.step % args.checkpointing_steps == 0
+            if not progress.skipped_in_a_row and (due or progress.step == plan.total_steps):
+                save()
+
+        if progress.step < plan.total_steps:
+            if progress.step > start_step and not progress.skipped_in_a_row:
+                save()
+            tracker.say(f"Stopped at step {progress.step}: run the same command again to continue.")
+            tracker.close()
+            leave(accelerator)
+            return 0
+
+    row = evaluate(model, run.data, accelerator)
+    tracker.log(progress.step, progress.tokens, row, eval_line(row))
+    tracker.close()
+    finish(args, accelerator, run, row)
+    folder.close(record)
+    leave(accelerator)
+    return 0
+
+
+def _stop_if_diverged(progress: Progress, args: Arguments, resumable: Resumable):
+    if progress.skipped_in_a_row >= MOST_SKIPS_IN_A_ROW:
+        last = resumable.latest() or "none was written yet"
+        raise TrainingDiverged(
+            f"The loss or its gradient was not finite in {MOST_SKIPS_IN_A_ROW} steps in a row, the last one "
+            f"{progress.step}: lower --learning_rate (now {args.learning_rate:g}) or raise --num_warmup_steps; "
+            f"last good checkpoint: {last}."
+        )
