@@ -1,0 +1,18 @@
+"""Optimizers for models whose parameters change at different clocks; torch only."""
+
+from .adamw import AdamWRule
+from .build import build_optimizer
+from .level_clock import LevelClock, warn_short_levels
+from .level_options import LevelOptions, parse_level_optimizers
+from .muon import MuonRule, newton_schulz
+
+__all__ = [
+    "AdamWRule",
+    "LevelClock",
+    "LevelOptions",
+    "MuonRule",
+    "build_optimizer",
+    "newton_schulz",
+    "parse_level_optimizers",
+    "warn_short_levels",
+]

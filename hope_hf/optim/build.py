@@ -1,0 +1,131 @@
+"""Which parameter is updated how, how often and with which decay: the one place that decides it."""
+
+from torch import nn
+
+from .level_clock import RULES, LevelClock
+from .level_options import FLAG, LevelOptions, parse_level_optimizers
+
+# Slow levels see means over more gradients and step less often, which a larger rate makes up for, within reason.
+LR_FACTOR_MAX = 4.0
+
+MUON_MOMENTUM = 0.95
+
+
+def build_optimizer(
+    model: nn.Module,
+    name: str,
+    learning_rate: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    eps: float,
+    tokens_per_step: int,
+    level_optimizers: str | dict | None = None,
+) -> LevelClock:
+    """One optimizer for all of a causal LM's trainable parameters.
+
+    A parameter's group is decided by three questions.
+
+    - Which level? That of the module around it that has the attributes `level` and `period` (in tokens). Without one
+      it steps every time.
+    - Muon or AdamW? Muon, if `name` or the level's entry says so, for matrices and stacks of matrices. AdamW for
+      embeddings, the output embeddings, convolutions, memories' initial states and all that takes no decay.
+    - Weight decay? Not for vectors, biases, norms, memories' initial states (`is_initial_state`), and what a module
+      lists in `_no_weight_decay`.
+
+    A level steps every `max(1, round(period / tokens_per_step))` calls. Tied parameters appear once.
+
+    Args:
+        model: as `from_config` or `from_pretrained` gives it, not wrapped.
+        name: "adamw" or "muon".
+        learning_rate: of AdamW, at the schedule's top; Muon shares it.
+        weight_decay, betas, eps: AdamW's; Muon takes the decay too.
+        tokens_per_step: over all processes and accumulated micro-batches.
+        level_optimizers: see `parse_level_optimizers`; a level without an entry takes the run's settings, and as
+            learning-rate factor the square root of its period over the fastest level's, at most 4.
+
+    Raises:
+        ValueError: unknown optimizer, or a wrong entry in `level_optimizers`.
+    """
+    if name not in RULES:
+        raise ValueError(f"--optimizer is {name!r}: use {' or '.join(RULES)}.")
+    periods, level_of = _levels(model)
+    options = parse_level_optimizers(level_optimizers)
+    _check_levels(options, periods)
+    # A period below one step's tokens passes in one step: no more gradients are averaged than in the fastest level.
+    lengths = {level: max(period, tokens_per_step) for level, period in periods.items()}
+
+    kinds = _Kinds(model)
+    groups: dict[tuple, dict] = {}
+    for parameter_name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        level = level_of.get(parameter)
+        own = options.get(level, LevelOptions())
+        decays, is_matrix = kinds.decays(parameter_name, parameter), kinds.is_matrix(parameter_name, parameter)
+        rule = "muon" if (own.optimizer or name) == "muon" and is_matrix else "adamw"
+        key = (-1 if level is None else level, rule, decays)
+        if key not in groups:
+            factor = own.lr_factor
+            if factor is None:
+                factor = 1.0 if level is None else min(LR_FACTOR_MAX, (lengths[level] / lengths[min(lengths)]) ** 0.5)
+            decay = weight_decay if own.weight_decay is None else own.weight_decay
+            groups[key] = {
+                "params": [],
+                "optimizer": rule,
+                "level": level,
+                "period_tokens": periods.get(level, 0),
+                "period_steps": max(1, round(periods.get(level, 0) / tokens_per_step)),
+                "lr": learning_rate * factor,
+                "weight_decay": decay if decays else 0.0,
+                **({"momentum": MUON_MOMENTUM} if rule == "muon" else {"betas": own.betas or betas, "eps": eps}),
+            }
+        groups[key]["params"].append(parameter)
+    return LevelClock([groups[key] for key in sorted(groups)])
+
+
+def _levels(model: nn.Module) -> tuple[dict[int, int], dict[nn.Parameter, int]]:
+    """Period in tokens of every level, and the level of every parameter that has one."""
+    periods: dict[int, int] = {}
+    level_of: dict[nn.Parameter, int] = {}
+    for module in model.modules():
+        if hasattr(module, "level") and hasattr(module, "period"):
+            assert periods.setdefault(module.level, module.period) == module.period, "a level has one period"
+            level_of.update(dict.fromkeys(module.parameters(), module.level))
+    return periods, level_of
+
+
+def _check_levels(options: dict[int, LevelOptions], periods: dict[int, int]) -> None:
+    for level in options:
+        if not periods:
+            raise ValueError(f"{FLAG} names level {level}, but this model has no levels: leave the flag out.")
+        if level not in periods:
+            raise ValueError(f"{FLAG} names level {level}, but this model has levels 0 to {max(periods)}: use those.")
+
+
+class _Kinds:
+    """What each parameter is, judged by the modules that own it (a tied parameter has several)."""
+
+    def __init__(self, model: nn.Module):
+        self.exempt: set[nn.Parameter] = set()
+        self.not_matrix: set[nn.Parameter] = set()
+        for module in model.modules():
+            named = dict(module.named_parameters(remove_duplicate=False))
+            # A listed parameter of an option that is switched off does not exist.
+            self.exempt.update(named[n] for n in getattr(module, "_no_weight_decay", ()) if n in named)
+            if getattr(module, "is_initial_state", False):
+                self.exempt.update(named.values())
+            if isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):
+                self.not_matrix.update(module.parameters(recurse=False))
+        for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+            if module is not None:
+                self.not_matrix.update(module.parameters())
+
+    def decays(self, name: str, parameter: nn.Parameter) -> bool:
+        owner, _, own_name = name.rpartition(".")
+        is_norm = "norm" in own_name.lower() or "norm" in owner.rpartition(".")[2].lower()
+        is_bias = own_name == "bias" or own_name.endswith("_bias")
+        return parameter.ndim >= 2 and not is_norm and not is_bias and parameter not in self.exempt
+
+    def is_matrix(self, name: str, parameter: nn.Parameter) -> bool:
+        # A depthwise convolution [channels, 1, width] outside a convolution module is a stack of vectors.
+        return self.decays(name, parameter) and parameter not in self.not_matrix and min(parameter.shape[-2:]) > 1

@@ -1,0 +1,180 @@
+"""One optimizer whose parameter groups step at clocks of their own."""
+
+import warnings
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .adamw import AdamWRule
+from .muon import MuonRule
+
+
+class UpdateRule(Protocol):
+    """How a group's parameters change when its clock fires; holds nothing, its tensors live in the clock's state."""
+
+    @staticmethod
+    def initial_state(parameter: Tensor) -> dict[str, Tensor]:
+        """The rule's own tensors for one parameter, before its first step."""
+
+    @staticmethod
+    def update(parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Tensor]], group: dict):
+        """Change `parameters` and `states` in place by one step and add 1 to each state's `step`."""
+
+
+RULES: dict[str, type[UpdateRule]] = {"adamw": AdamWRule, "muon": MuonRule}
+
+# Keys a checkpoint may not change: they say what the state's tensors mean.
+STRUCTURE = ("level", "optimizer", "period_steps")
+
+
+class LevelClock(torch.optim.Optimizer):
+    """Steps a group once per `period_steps` calls, on the mean gradient since the group's last step.
+
+    From outside it is an ordinary `torch.optim.Optimizer`: schedulers scale `group["lr"]`, and a group uses the rate
+    of the call in which it fires. Bias correction and weight decay count a group's own steps. To skip a step as a
+    whole, do not call `step()`: the clocks stand still.
+
+    Args:
+        groups: dicts with `params`, `optimizer` (a key of `RULES`), `lr`, `weight_decay` and the rule's own keys;
+            `level` (None, or 0 for the fastest level) and `period_steps` (at least 1) default to None and 1,
+            `period_tokens` (the period as the model states it) to 0.
+
+    State per parameter, created for all of them by the first `step()`:
+        step: float32 scalar, the parameter's own steps so far (torch's name and type).
+        tick: int64 scalar on the CPU, calls since its last step; only where `period_steps` > 1.
+        gradient_sum: sum of the gradients since its last step, at least float32; only where `period_steps` > 1.
+        and the rule's own tensors.
+
+    A parameter without a gradient takes no part in a call, and its clock stands still. (The clock is kept per
+    parameter because sharding engines call `step()` once per part of a group.)
+    """
+
+    def __init__(self, groups: list[dict]):
+        super().__init__(groups, {"level": None, "period_steps": 1, "period_tokens": 0})
+        for group in self.param_groups:
+            assert group["optimizer"] in RULES and group["period_steps"] >= 1, group
+            group.setdefault("initial_lr", group["lr"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """Take in one gradient per parameter; groups whose period is full change their parameters.
+
+        Returns what `closure` (which recomputes the loss and the gradients) returns, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if not self.state[parameter]:
+                    self.state[parameter] = _initial_state(parameter, group)
+        for group in self.param_groups:
+            ready = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if group["period_steps"] == 1:
+                self._update(group, ready, [parameter.grad for parameter in ready])
+                continue
+            ready = [parameter for parameter in ready if self._count(parameter) == group["period_steps"]]
+            # Divided in place and emptied afterwards: a copy of the sums would be a third moment in the memory's peak.
+            sums = [self.state[parameter]["gradient_sum"].div_(group["period_steps"]) for parameter in ready]
+            self._update(group, ready, [mean.to(p.dtype) for mean, p in zip(sums, ready, strict=True)])
+            for parameter in ready:
+                self.state[parameter]["gradient_sum"].zero_()
+                self.state[parameter]["tick"].zero_()
+        return loss
+
+    def _count(self, parameter: Tensor) -> int:
+        """Add the gradient to the parameter's sum; how many it holds now."""
+        state = self.state[parameter]
+        state["gradient_sum"].add_(parameter.grad)
+        state["tick"] += 1
+        return int(state["tick"])
+
+    def _update(self, group: dict, parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        if parameters:
+            RULES[group["optimizer"]].update(parameters, gradients, [self.state[p] for p in parameters], group)
+
+    def load_state_dict(self, state_dict: dict):
+        """Continue from `state_dict()`, a partly filled period included.
+
+        Raises:
+            ValueError: the state is of other levels, rules or periods.
+        """
+        saved_groups = state_dict["param_groups"]
+        saved, own = ([_structure(group) for group in groups] for groups in (saved_groups, self.param_groups))
+        if saved != own:
+            there, here = next(
+                ((a, b) for a, b in zip(saved, own, strict=False) if a != b),
+                (f"{len(saved)} groups", f"{len(own)} groups"),
+            )
+            raise ValueError(
+                f"The optimizer's state is of another run ({there} there, {here} here): resume with the batch size, "
+                "--optimizer and --level_optimizers that it was written with."
+            )
+        super().load_state_dict(state_dict)
+        # torch casts what it loads to the parameter's dtype, in which a bfloat16 model would lose its sums.
+        indices = [index for group in saved_groups for index in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, parameter in zip(indices, parameters, strict=True):
+            source, state = state_dict["state"].get(index, {}), self.state.get(parameter, {})
+            for key, device in (("step", parameter.device), ("tick", "cpu"), ("gradient_sum", parameter.device)):
+                if key in source:
+                    state[key] = source[key].to(device, copy=True)
+
+    def level_report(self) -> dict[int, dict[str, int]]:
+        """Where each level's clock stands: {level: {updates, steps_since_update, period_steps, period_tokens}}."""
+        report: dict[int, dict[str, int]] = {}
+        for group in self.param_groups:
+            if group["level"] is None:
+                continue
+            row = report.setdefault(
+                group["level"],
+                {
+                    "updates": 0,
+                    "steps_since_update": 0,
+                    "period_steps": group["period_steps"],
+                    "period_tokens": group["period_tokens"],
+                },
+            )
+            # The parameters of a level step together; one of them that never had a gradient says nothing.
+            for parameter in group["params"]:
+                state = self.state.get(parameter)
+                if state:
+                    row["updates"] = max(row["updates"], int(state["step"]))
+                    row["steps_since_update"] = max(row["steps_since_update"], int(state.get("tick", 0)))
+        return dict(sorted(report.items()))
+
+
+def _initial_state(parameter: Tensor, group: dict) -> dict[str, Tensor]:
+    # torch's fused kernels want the count beside the parameter; the clock's tick is read in every call, so on the CPU.
+    state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
+    if group["period_steps"] > 1:
+        state["tick"] = torch.zeros((), dtype=torch.int64)
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        state["gradient_sum"] = torch.zeros_like(parameter, dtype=wide)
+    return state | RULES[group["optimizer"]].initial_state(parameter)
+
+
+def _structure(group: dict) -> dict:
+    return {key: group.get(key) for key in STRUCTURE} | {"parameters": len(group["params"])}
+
+
+def warn_short_levels(optimizer: LevelClock, max_train_steps: int, least_periods: int = 4) -> list[str]:
+    """Warn of every level that a run of `max_train_steps` optimizer steps brings to fewer than `least_periods` steps.
+
+    Returns the sentences it warned with. With several processes call it on one of them.
+    """
+    sentences = []
+    for level, row in optimizer.level_report().items():
+        periods = max_train_steps // row["period_steps"]
+        if periods < least_periods:
+            sentences.append(
+                f"Level {level} steps once per {row['period_steps']} optimizer steps ({row['period_tokens']} tokens), "
+                f"so {periods} times in this run of {max_train_steps}: shorten its period in the config's "
+                "level_periods or train longer."
+            )
+    for sentence in sentences:
+        warnings.warn(sentence, stacklevel=2)
+    return sentences

@@ -1,0 +1,93 @@
+"""`--level_optimizers`: what a level's optimizer does differently."""
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from .level_clock import RULES
+
+FLAG = "--level_optimizers"
+
+
+@dataclass(frozen=True)
+class LevelOptions:
+    """A level's own settings; None leaves the run's.
+
+    Attributes:
+        optimizer: "adamw" or "muon" (matrices only; a level's other parameters stay with AdamW).
+        lr_factor: the level's learning rate divided by the run's.
+        betas: AdamW's two decay rates.
+        weight_decay: of the level's matrices.
+    """
+
+    optimizer: str | None = None
+    lr_factor: float | None = None
+    betas: tuple[float, float] | None = None
+    weight_decay: float | None = None
+
+
+def parse_level_optimizers(source: str | dict | None) -> dict[int, LevelOptions]:
+    """Read `--level_optimizers`: JSON text, the path of a JSON file, or the mapping itself.
+
+    Example: `{"2": {"optimizer": "muon", "lr_factor": 2.0, "betas": [0.9, 0.95], "weight_decay": 0.0}}`.
+
+    Raises:
+        ValueError: not readable, not JSON, or a key or value that is not known.
+    """
+    if source is None:
+        return {}
+    if isinstance(source, str):
+        source = _read_json(source)
+    if not isinstance(source, dict):
+        raise ValueError(f'{FLAG} is a {type(source).__name__}: give an object keyed by level, {{"0": {{...}}}}.')
+    options = {}
+    for level, entry in source.items():
+        if not str(level).isdecimal():
+            raise ValueError(f'{FLAG} has the level "{level}": give its number, 0 for the fastest.')
+        if not isinstance(entry, dict):
+            raise ValueError(f'{FLAG} has {json.dumps(entry)} for level {level}: give an object, {{"lr_factor": 2.0}}.')
+        if int(level) in options:
+            raise ValueError(f"{FLAG} names level {level} twice: leave one of the two out.")
+        options[int(level)] = _level_options(level, entry)
+    return options
+
+
+def _read_json(source: str) -> object:
+    text, what = source, FLAG
+    if not source.lstrip().startswith(("{", "[")):
+        what = f"{FLAG} {source}"
+        try:
+            text = Path(source).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{what} cannot be read ({error}): give JSON text or the path of a JSON file.") from error
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{what} is not JSON ({error}): mend the text there.") from error
+
+
+def _level_options(level: str, entry: dict) -> LevelOptions:
+    known = [field.name for field in fields(LevelOptions)]
+    for key in entry:
+        if key not in known:
+            raise ValueError(f'{FLAG} has the unknown key "{key}" for level {level}: use {", ".join(known)}.')
+    requirements = {
+        "optimizer": (lambda value: isinstance(value, str) and value in RULES, " or ".join(RULES)),
+        "lr_factor": (lambda value: _is_number(value) and value > 0, "a number above 0"),
+        "betas": (
+            lambda value: isinstance(value, list | tuple)
+            and len(value) == 2
+            and all(_is_number(beta) and 0 <= beta < 1 for beta in value),
+            "two numbers from 0 to below 1",
+        ),
+        "weight_decay": (lambda value: _is_number(value) and value >= 0, "a number, 0 or above"),
+    }
+    for key, value in entry.items():
+        holds, wanted = requirements[key]
+        if not holds(value):
+            raise ValueError(f"{FLAG} has {key} {json.dumps(value)} for level {level}: give {wanted}.")
+    return LevelOptions(**{key: tuple(value) if key == "betas" else value for key, value in entry.items()})
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
