@@ -1,0 +1,53 @@
+# make train      install into .venv, then train the demo (preset tiny, built-in corpus) into runs/demo
+# make test       install into .venv, then run the tests that need neither minutes nor a GPU
+# make test-long  the tests marked `long`       make test-gpu  the tests marked `gpu`
+# make lint       ruff                          make clean     remove .venv (never runs/)
+#
+# PYTHON=python3.12                the interpreter that .venv is made with
+# PIP_ARGS="--extra-index-url …"   handed to pip, for example an index of CPU wheels
+# TRAIN_ARGS="--max_train_steps 9" handed to run_clm.py
+# PYTEST_ARGS="tests/data -x"      handed to pytest
+PYTHON ?= python3
+PIP_ARGS ?=
+TRAIN_ARGS ?=
+PYTEST_ARGS ?= -n 2 --dist loadscope
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --constraint constraints.txt $(PIP_ARGS) --editable
+
+.PHONY: train test test-long test-gpu lint clean
+.DELETE_ON_ERROR:
+
+train: $(VENV)/.installed-plot
+	$(BIN)/accelerate launch --config_file accelerate_configs/single.yaml run_clm.py --output_dir runs/demo $(TRAIN_ARGS)
+
+# One thread per worker: two workers with a thread pool each would fight over the same cores.
+test test-long test-gpu: export OMP_NUM_THREADS := 1
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-long: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+
+clean:
+	rm -rf $(VENV)
+
+# The stamp is written after pip has succeeded and is older than pyproject.toml or constraints.txt once these change:
+# a second `make` installs nothing, an interrupted one begins again.
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/pip
+	$(INSTALL) '.[$*]'
+	@touch $@
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "hope_hf needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1): install one and run make PYTHON=/path/to/it" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "'$(PYTHON) -m venv' failed: install the venv module of this Python (on Debian and Ubuntu the package python3-venv)" >&2; exit 1; }
