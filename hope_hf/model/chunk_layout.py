@@ -1,0 +1,187 @@
+"""Which token goes to which chunk: counts of real tokens of a row since its document began.
+
+A memory takes its errors at the weights of the chunk's start, so the chunk a token falls in is part of the model. It
+must not depend on how a text was cut into calls, on padding, or on the documents that share a row. Rows without
+padding and documents are cut by plain slices; all others are laid out anew in *slots*, in which every document starts
+at a multiple of the chunk and padding is left out.
+
+Axes: B sequence in batch, T token of the call, S slot (a multiple of the chunk), P piece.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from .cache_hope import HopeMemoryLayer
+from .configuration_hope import HopeConfig
+
+
+@dataclass
+class ChunkLayout:
+    """The pieces in which one call's tokens are written: parts of chunks, in order.
+
+    Without padding and documents the tensors are `None`, a slot is a token, and `closes` holds Python booleans.
+    """
+
+    # (start, stop) in slots of each piece
+    pieces: list[tuple[int, int]]
+    # whether the chunk ends with the piece: the weights then become the next chunk's start, per piece bool or [B] bool
+    closes: list
+    # token that fills each slot [B, S]; padding slots hold any
+    token_of_slot: torch.Tensor | None = None
+    # slot of each token [B, T]; padding tokens hold any
+    slot_of_token: torch.Tensor | None = None
+    # slots that hold a token [B, S]
+    valid: torch.Tensor | None = None
+    # tokens of the document before the slot's own [B, S]
+    position: torch.Tensor | None = None
+    # rows in which a document begins with the piece, per piece [B] bool
+    resets: list | None = None
+    # slots left empty in the first piece, by the tokens of the chunk that earlier calls wrote [B]
+    offset: torch.Tensor | None = None
+    # slots of the piece up to its last token, per piece [B]; `offset` (or 0) where it has none
+    ends: list | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all rows are cut alike."""
+        return self.valid is None
+
+    def to_slots(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T, ...] -> [B, S, ...]."""
+        return x if self.token_of_slot is None else _gather(x, self.token_of_slot)
+
+    def to_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, S, ...] -> [B, T, ...]."""
+        return x if self.slot_of_token is None else _gather(x, self.slot_of_token)
+
+
+def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return x.gather(1, index.reshape(*index.shape, *(1,) * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
+
+
+def plain_layout(length: int, chunk: int, seen: int) -> ChunkLayout:
+    """Layout of `length` tokens in rows that have all read `seen` tokens of their document."""
+    pieces, start = [], 0
+    while start < length:
+        stop = min(start + chunk - (seen + start) % chunk, length)
+        pieces.append((start, stop))
+        start = stop
+    return ChunkLayout(pieces, [(seen + stop) % chunk == 0 for _, stop in pieces])
+
+
+@dataclass
+class TokenPositions:
+    """Where each token of a call stands in its document; shared by the layouts of both chunk sizes."""
+
+    # real tokens [B, T]
+    valid: torch.Tensor
+    # real tokens that begin a document [B, T]
+    begins: torch.Tensor
+    # real tokens of the row's current document in earlier calls [B]
+    seen: torch.Tensor
+
+    def __post_init__(self):
+        self.rank = self.valid.long().cumsum(1) - 1
+        # rank of the first token of the token's document, -1 for the document that earlier calls began
+        self.first = torch.where(self.begins, self.rank, -1).cummax(1).values
+        self.position = torch.where(self.first >= 0, self.rank - self.first, self.rank + self.seen[:, None])
+
+    def seen_after(self) -> torch.Tensor:
+        """Real tokens of the row's then current document after the call [B]."""
+        any_valid = self.valid.any(1)
+        last = torch.where(self.valid, torch.arange(self.valid.shape[1], device=self.valid.device), -1).amax(1)
+        return torch.where(any_valid, self.position.gather(1, last.clamp(min=0)[:, None])[:, 0] + 1, self.seen)
+
+
+def ragged_layout(positions: TokenPositions, chunk: int) -> ChunkLayout:
+    """Layout of rows with padding, documents or unequal history. One host synchronisation: the number of slots."""
+    valid, begins, seen = positions.valid, positions.begins, positions.seen
+    batch_size, length = valid.shape
+    offset = seen % chunk
+    if length == 1:
+        closes = ((positions.position[:, 0] + 1) % chunk == 0) & valid[:, 0]
+        return ChunkLayout(
+            [(0, 1)], [closes], valid=valid, position=positions.position, resets=[begins[:, 0]],
+            ends=[valid[:, 0].long()],
+        )  # fmt: skip
+    # At a document's first token: the chunks its predecessor fills. Before the first document of the call the row
+    # continues one from earlier calls, whose tokens occupy `offset` slots of the first chunk.
+    previous = torch.nn.functional.pad(positions.first, (1, 0), value=-1)[:, :-1]
+    filled = torch.where(previous >= 0, positions.rank - previous, positions.rank + offset[:, None])
+    chunks_before = torch.where(begins, -(-filled // chunk), 0).cumsum(1)
+    within = torch.where(positions.first >= 0, positions.position, positions.rank + offset[:, None])
+    slot_of_token = chunks_before * chunk + within
+    num_slots = -(-(int(torch.where(valid, slot_of_token, 0).max()) + 1) // chunk) * chunk
+    # padding tokens go to one slot too many, which is cut off
+    target = torch.where(valid, slot_of_token, num_slots)
+    filler = torch.zeros(batch_size, num_slots + 1, dtype=torch.long, device=valid.device)
+    token_of_slot = filler.scatter(1, target, torch.arange(length, device=valid.device).expand(batch_size, -1))
+    position = filler.scatter(1, target, positions.position)[:, :-1]
+    slot_valid = filler.bool().scatter(1, target, valid)[:, :-1]
+    starts = range(0, num_slots, chunk)
+    last = torch.arange(1, chunk + 1, device=valid.device)
+    ends = [(slot_valid[:, start : start + chunk] * last).amax(1) for start in starts]
+    ends[0] = torch.where(ends[0] == 0, offset, ends[0])
+    return ChunkLayout(
+        pieces=[(start, start + chunk) for start in starts],
+        closes=[slot_valid[:, start + chunk - 1] for start in starts],
+        token_of_slot=token_of_slot[:, :-1],
+        slot_of_token=torch.where(valid, slot_of_token, 0),
+        valid=slot_valid,
+        position=position,
+        resets=[slot_valid[:, start] & (position[:, start] == 0) for start in starts],
+        offset=offset,
+        ends=ends,
+    )
+
+
+@dataclass
+class ChunkPlan:
+    """One call's tokens in the chunks of both scans."""
+
+    projection: ChunkLayout
+    content: ChunkLayout
+    # real tokens of each row's document after the call [B]
+    seen_after: torch.Tensor
+    # whether all rows have read the same number of tokens, all real, of one document
+    is_uniform: bool
+
+
+def plan_chunks(
+    config: HopeConfig,
+    shape: tuple[int, int],
+    device: torch.device,
+    cached: HopeMemoryLayer | None,
+    padding_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+) -> ChunkPlan:
+    """Lay out the tokens of one call.
+
+    Args:
+        shape: (B, T) of the call.
+        cached: any memory layer of the cache before the call.
+        padding_mask: [B, T], 0 for padding, or `None` where there is none.
+        position_ids: [B or 1, T]; a token at position 0 begins a document.
+    """
+    batch_size, length = shape
+    fresh = cached is None or cached.state is None
+    uniform = fresh or cached.is_uniform
+    begins = None
+    if position_ids is not None:
+        begins = (position_ids == 0).expand(shape)
+        # a fresh row begins a document anyway
+        later = begins[:, 1:] if fresh else begins
+        begins = begins if bool(later.any()) else None
+    chunks = (config.projection_chunk_size, config.memory_chunk_size)
+    if uniform and padding_mask is None and begins is None:
+        seen = 0 if fresh else cached.cumulative_length
+        layouts = [plain_layout(length, chunk, seen) for chunk in chunks]
+        return ChunkPlan(*layouts, torch.full((batch_size,), seen + length, device=device), True)
+    everything = torch.ones(shape, dtype=torch.bool, device=device)
+    valid = everything if padding_mask is None else padding_mask.bool()
+    begins = ~everything if begins is None else begins & valid
+    seen = torch.zeros(batch_size, dtype=torch.long, device=device) if fresh else cached.state["seen"]
+    positions = TokenPositions(valid, begins, seen)
+    layouts = [ragged_layout(positions, chunk) for chunk in chunks]
+    return ChunkPlan(*layouts, positions.seen_after(), False)

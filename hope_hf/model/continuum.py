@@ -1,0 +1,68 @@
+"""Continuum memory system: MLP levels that change at different clocks, fast to slow (equations 70 to 74).
+
+A level's period is the number of tokens between two of its updates. Periods of at least one optimizer step drive the
+optimizer (`hope_hf.optim`), which finds the levels by their attributes `level` and `period`; inside a forward every
+level is an ordinary MLP.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .configuration_hope import HopeConfig
+from .self_modifying import HopeRMSNorm
+
+
+class ContinuumLevel(nn.Module):
+    """One level: a SwiGLU MLP behind its own normalisation, without the residual connection.
+
+    `level` counts from 0, the fastest; `period` is in tokens. All its parameters learn at that clock.
+    """
+
+    def __init__(self, config: HopeConfig, level: int):
+        super().__init__()
+        self.level = level
+        self.period = config.level_periods[level]
+        width, hidden = config.hidden_size, config.level_intermediate_sizes[level]
+        self.norm = HopeRMSNorm(width, config.rms_norm_eps)
+        self.gate_proj = nn.Linear(width, hidden, bias=False)
+        self.up_proj = nn.Linear(width, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(hidden_states)
+        return self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
+
+
+class ContinuumMemory(nn.Module):
+    """The levels of a block, with their residual connections.
+
+    `sequential` (73): each level reads the one before, `x <- x + MLP_l(norm(x))`, fast to slow. `independent` (74): all
+    levels read the mixer's output, `x + sum_l w_l MLP_l(norm(x))` with learned weights that start at 1.
+    """
+
+    def __init__(self, config: HopeConfig):
+        super().__init__()
+        self.levels = nn.ModuleList([ContinuumLevel(config, level) for level in range(len(config.level_periods))])
+        if config.level_variant == "independent":
+            self.mix = LevelMix(len(self.levels))
+        else:
+            self.mix = None
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.mix is not None:
+            return hidden_states + self.mix([level(hidden_states) for level in self.levels])
+        for level in self.levels:
+            hidden_states = hidden_states + level(hidden_states)
+        return hidden_states
+
+
+class LevelMix(nn.Module):
+    """Learned weighted sum of the levels' outputs (`Agg` of equation 74)."""
+
+    def __init__(self, num_levels: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(num_levels))
+
+    def forward(self, outputs: list[torch.Tensor]) -> torch.Tensor:
+        return sum(weight * output for weight, output in zip(self.weight, outputs, strict=True))

@@ -1,0 +1,293 @@
+"""PyTorch HOPE model: wiring of mixers and levels into transformers' classes."""
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .attention import HopeAttention
+from .cache_hope import HopeCache, HopeMemoryLayer
+from .chunk_layout import ChunkPlan, plan_chunks
+from .configuration_hope import HopeConfig
+from .continuum import ContinuumMemory, LevelMix
+from .self_modifying import HopeRMSNorm, InitialMemory, MemoryGates, SelfModifyingTitans, ShortConvolution
+
+
+# Above this width the logits of a fresh model grow beyond the loss of a uniform guess: the head starts smaller.
+_HEAD_WIDTH = 768
+
+
+def local_padding_mask(attention_mask: torch.Tensor | None, query_length: int) -> torch.Tensor | None:
+    """The columns of a 2-D padding mask that belong to this call's tokens; `None` where they hold no padding.
+
+    Unlike transformers' own mask for recurrent models, a call of one token may be padding, too: a chunked prefill can
+    end on it.
+    """
+    if attention_mask is None or attention_mask.ndim != 2:
+        return None
+    local = attention_mask[:, -query_length:]
+    return None if bool(local.all()) else local
+
+
+class HopeBlock(GradientCheckpointingLayer):
+    """A mixer, then the continuum memory, each behind its normalisation and residual connection.
+
+    Functional in the memory: state in, state out. The model writes the cache, so that a checkpointed block can be run
+    again in the backward pass without a second write.
+    """
+
+    def __init__(self, config: HopeConfig, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.is_recurrent = config.mixer == "self_modifying"
+        self.input_layernorm = HopeRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mixer = SelfModifyingTitans(config, layer_idx) if self.is_recurrent else HopeAttention(config, layer_idx)
+        self.continuum = ContinuumMemory(config)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        state: dict[str, torch.Tensor] | None = None,
+        plan: ChunkPlan | None = None,
+        need_state: bool = False,
+        **kwargs,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor] | None]:
+        """Hidden states [B, T, hidden_size] of the next block, and the mixer's new state.
+
+        Args:
+            state: of a self-modifying mixer before these tokens.
+            plan: how the tokens fall into its chunks.
+            need_state: whether to return the state after them.
+            kwargs: of an attention mixer: mask, rotary positions, key-value cache.
+        """
+        normed = self.input_layernorm(hidden_states)
+        if self.is_recurrent:
+            mixed, state = self.mixer(normed, plan, state, need_state)
+        else:
+            mixed, _ = self.mixer(normed, **kwargs)
+        return self.continuum(hidden_states + mixed), state
+
+
+class HopePreTrainedModel(PreTrainedModel):
+    """Base of the HOPE models: initialisation, and what transformers' tools ask of a model class."""
+
+    config: HopeConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    model_tags = ["hope", "nested-learning"]
+    _no_split_modules = ["HopeBlock"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _can_record_outputs = {"hidden_states": HopeBlock}
+    _is_stateful = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_attention_backend = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """All initial values of a HOPE model.
+
+        | parameters | initial value |
+        |---|---|
+        | linear maps, embedding | normal, `initializer_range` |
+        | o_proj, down_proj | normal, `initializer_range / sqrt(2 * num_hidden_layers)` |
+        | embedding and head wider than 768 | times `sqrt(768 / hidden_size)` |
+        | norms, level mix | 1 |
+        | initial memories | W2 orthogonal times 2, W1 normal with 0.05 / sqrt(width) |
+        | convolutions | uniform, +-1/sqrt(kernel) |
+        | gates | see `MemoryGates` |
+        """
+        super()._init_weights(module)
+        std = self.config.initializer_range
+        if isinstance(module, (InitialMemory, ShortConvolution, MemoryGates)):
+            module.reset_parameters()
+        elif isinstance(module, LevelMix):
+            init.ones_(module.weight)
+        elif isinstance(module, HopeBlock):
+            # two residual branches a layer keep the stream's scale at any depth
+            small = std / (2 * self.config.num_hidden_layers) ** 0.5
+            init.normal_(module.mixer.o_proj.weight, std=small)
+            for level in module.continuum.levels:
+                init.normal_(level.down_proj.weight, std=small)
+        elif isinstance(module, nn.Embedding) or getattr(module, "is_head", False):
+            init.normal_(module.weight, std=std * min(1.0, _HEAD_WIDTH / self.config.hidden_size) ** 0.5)
+
+
+class HopeModel(HopePreTrainedModel):
+    """HOPE without a head: embedding, blocks, final normalisation.
+
+    Example:
+
+    ```python
+    >>> from hope_hf import HopeConfig, HopeModel
+    >>> model = HopeModel(HopeConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2))
+    >>> model(input_ids=torch.tensor([[1, 2, 3]])).last_hidden_state.shape
+    torch.Size([1, 3, 64])
+    ```
+    """
+
+    def __init__(self, config: HopeConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList([HopeBlock(config, layer_idx) for layer_idx in range(config.num_hidden_layers)])
+        self.norm = HopeRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config) if config.mixer == "attention" else None
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPast:
+        """Hidden states [B, T, hidden_size] after the last block.
+
+        Args:
+            input_ids: [B, T]; or `inputs_embeds` [B, T, hidden_size] instead.
+            attention_mask: [B, columns seen + T], 0 for padding, which neither writes to a memory nor advances it.
+            position_ids: [B, T]; position 0 begins a document, whose memories start from their initial state.
+            past_key_values: a `HopeCache`; read and updated whenever it is given.
+            use_cache: make a cache where none is given.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        if use_cache and past_key_values is None:
+            past_key_values = HopeCache(self.config)
+        if self.config.mixer == "self_modifying":
+            hidden_states = self._read(inputs_embeds, attention_mask, position_ids, past_key_values)
+        else:
+            hidden_states = self._attend(inputs_embeds, attention_mask, position_ids, past_key_values, **kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+    def _read(self, hidden_states, attention_mask, position_ids, cache) -> torch.Tensor:
+        """All blocks of self-modifying memories; the cache is written here, outside the blocks."""
+        length = hidden_states.shape[1]
+        cached: list[HopeMemoryLayer | None] = [None] * len(self.layers) if cache is None else cache.layers
+        plan = plan_chunks(
+            self.config,
+            hidden_states.shape[:2],
+            hidden_states.device,
+            cached[0],
+            local_padding_mask(attention_mask, length),
+            position_ids,
+        )
+        need_state = cache is not None
+        for block, layer in zip(self.layers, cached, strict=True):
+            hidden_states, state = block(hidden_states, layer and layer.state, plan, need_state)
+            if need_state:
+                layer.update_state(state, length, plan.is_uniform)
+        return hidden_states
+
+    def _attend(self, hidden_states, attention_mask, position_ids, cache, **kwargs) -> torch.Tensor:
+        """All blocks of softmax attention."""
+        if position_ids is None:
+            seen = 0 if cache is None else cache.get_seq_length()
+            position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + seen).unsqueeze(0)
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=hidden_states,
+            attention_mask=attention_mask,
+            past_key_values=cache,
+            position_ids=position_ids,
+        )
+        rotary = self.rotary_emb(hidden_states, position_ids=position_ids)
+        for block in self.layers:
+            hidden_states, _ = block(
+                hidden_states, attention_mask=mask, position_embeddings=rotary, past_key_values=cache, **kwargs
+            )
+        return hidden_states
+
+
+class HopeForCausalLM(HopePreTrainedModel, GenerationMixin):
+    """HOPE with a language-modelling head.
+
+    Example:
+
+    ```python
+    >>> from hope_hf import HopeConfig, HopeForCausalLM
+    >>> model = HopeForCausalLM(HopeConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2))
+    >>> ids = torch.tensor([[1, 2, 3]])
+    >>> model(input_ids=ids, labels=ids).loss.backward()
+    >>> model.generate(ids, max_new_tokens=2, do_sample=False).shape
+    torch.Size([1, 5])
+    ```
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
+
+    def __init__(self, config: HopeConfig):
+        super().__init__(config)
+        self.model = HopeModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head.is_head = True
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CausalLMOutputWithPast:
+        """Logits [B, T, vocab_size] and, with labels, the mean next-token loss in nats.
+
+        Args:
+            labels: [B, T], the inputs themselves (they are shifted here); -100 is not scored.
+            logits_to_keep: number of last positions, or their indices, for which logits are made; 0 is all.
+            kwargs: `num_items_in_batch`, the number of scored tokens by which the summed loss is divided, among others.
+
+        The other arguments are those of `HopeModel.forward`.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+__all__ = ["HopeForCausalLM", "HopeModel", "HopePreTrainedModel"]

@@ -1,0 +1,303 @@
+"""Self-modifying Titans: memories that write keys, values, learning rates, retentions, and themselves.
+
+Two scans over the sequence. Scan 1 runs the memories that make k, v, eta and alpha (equation 83), which never depend on
+the content memory; scan 2 runs the content memory on what scan 1 made and reads it (equation 86). Both walk over chunks
+in Python and are parallel over sequences, heads, memories and the tokens of a chunk.
+
+Axes: B sequence in batch, T token of the call, S slot (`chunk_layout`), H head, N memory of a group, D head width,
+M memory width, K width of the convolution.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+
+from .chunk_layout import ChunkLayout, ChunkPlan
+from .configuration_hope import HopeConfig
+from .memory_scan import GateFunctions, ProjectionInputs, Projections, scan_content, scan_projections
+from .memory_update import MemoryRule, MemoryState, Weights, unit
+
+
+# standard deviation of a memory's output layer at initialisation, times 1 / sqrt(its input width)
+_OUTPUT_STD = 0.05
+_INNER_GAIN = 2.0
+_READOUT_STD = 0.02
+
+
+class HopeRMSNorm(nn.Module):
+    """Root-mean-square normalisation over the last axis, in the input's dtype but for its float32 statistics."""
+
+    def __init__(self, width: int, eps: float = 1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.variance_epsilon = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return self.weight * F.rms_norm(wide, wide.shape[-1:], eps=self.variance_epsilon).to(x.dtype)
+
+
+class InitialMemory(nn.Module):
+    """Learned initial weights of a group of memories: W2 [H, N, M, D] and W1 [H, N, D, M], or W [H, N, D, D].
+
+    A module of its own, read through `forward`: sharding engines gather parameters around a module's forward and free
+    them after it, so what it returns owns its storage.
+    """
+
+    is_initial_state = True
+
+    def __init__(self, config: HopeConfig, num_memories: int, expansion: int):
+        super().__init__()
+        heads, width = config.num_attention_heads, config.head_dim
+        hidden = width * expansion if config.memory_depth == 2 else width
+        self.inner = None
+        if config.memory_depth == 2:
+            self.inner = nn.Parameter(torch.empty(heads, num_memories, hidden, width))
+        self.outer = nn.Parameter(torch.empty(heads, num_memories, width, hidden))
+
+    def forward(self, dtype: torch.dtype) -> Weights:
+        layers = (self.outer,) if self.inner is None else (self.inner, self.outer)
+        return tuple(layer.to(dtype, copy=True) for layer in layers)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Near the identity: W1 small; the rows of W2, or its columns where those are fewer, orthogonal."""
+        init.normal_(self.outer, std=_OUTPUT_STD / self.outer.shape[-1] ** 0.5)
+        if self.inner is not None:
+            noise = torch.randn(self.inner.shape, device=self.inner.device)
+            tall = noise.shape[-2] >= noise.shape[-1]
+            basis = torch.linalg.qr(noise if tall else noise.mT).Q
+            init.copy_(self.inner, _INNER_GAIN * (basis if tall else basis.mT))
+
+
+class ShortConvolution(nn.Module):
+    """Weights [H * D, 1, K] of a causal depthwise convolution over tokens, without bias.
+
+    `forward` hands them out as taps [K, H, D]: scan 1 applies those of keys, values and queries together.
+    """
+
+    def __init__(self, config: HopeConfig):
+        super().__init__()
+        self.heads = config.num_attention_heads
+        self.weight = nn.Parameter(torch.empty(config.hidden_size, 1, config.conv_kernel_size))
+
+    def forward(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.weight.to(dtype, copy=True).view(self.heads, -1, self.weight.shape[-1]).permute(2, 0, 1)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Uniform between -1/sqrt(K) and 1/sqrt(K)."""
+        bound = self.weight.shape[-1] ** -0.5
+        init.uniform_(self.weight, -bound, bound)
+
+
+class MemoryGates(nn.Module):
+    """Learning rate eta and retention alpha of every token and head, read from memories' outputs or from the input."""
+
+    _no_weight_decay = {"learning_rate_readout", "retention_readout", "learning_rate_bias", "retention_bias"}
+
+    def __init__(self, config: HopeConfig):
+        super().__init__()
+        self.config = config
+        heads, width = config.num_attention_heads, config.head_dim
+        if config.gate_mode == "memory":
+            self.learning_rate_readout = nn.Parameter(torch.empty(heads, width))
+            self.retention_readout = nn.Parameter(torch.empty(heads, width))
+        else:
+            self.gate_proj = nn.Linear(config.hidden_size, 2 * heads, bias=False)
+        self.learning_rate_bias = nn.Parameter(torch.empty(heads))
+        self.retention_bias = nn.Parameter(torch.empty(heads))
+
+    def forward(self, dtype: torch.dtype) -> GateFunctions:
+        """The gates as functions of tensors in `dtype`, over weights that own their storage."""
+        rate_bias = self.learning_rate_bias.to(dtype, copy=True).unsqueeze(-1)
+        retention_bias = self.retention_bias.to(dtype, copy=True).unsqueeze(-1)
+        largest = self.config.memory_learning_rate_max
+        readouts = None
+        if self.config.gate_mode == "memory":
+            readouts = torch.stack([self.learning_rate_readout, self.retention_readout], 1).to(dtype).unsqueeze(-1)
+
+        def logits(outputs: torch.Tensor) -> torch.Tensor:
+            return (unit(outputs) @ readouts).squeeze(-1)
+
+        def squash(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            rate, retention = logits.unbind(2)
+            return largest * (rate + rate_bias).sigmoid(), F.logsigmoid(retention + retention_bias)
+
+        return GateFunctions(logits, squash)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Learning rates near the middle of their range, horizons of retention spread over the heads."""
+        config = self.config
+        if config.gate_mode == "memory":
+            init.normal_(self.learning_rate_readout, std=_READOUT_STD)
+            init.normal_(self.retention_readout, std=_READOUT_STD)
+        init.constant_(self.learning_rate_bias, config.memory_learning_rate_bias)
+        spread = torch.linspace(config.retention_bias_min, config.retention_bias_max, config.num_attention_heads)
+        init.copy_(self.retention_bias, spread)
+
+
+class SelfModifyingTitans(nn.Module):
+    """The sequence mixer of HOPE, equations (83) to (96).
+
+    Static maps make the memories' input and the query; memories make k, v, eta and alpha from that input; k, v and q
+    pass a short convolution, SiLU and (k, q) normalisation; the content memory is written and read; per head its output
+    is normalised, gated and projected. Everything between the static maps is float32 (float64 in a float64 model),
+    whatever autocast or the weights' dtype say.
+    """
+
+    def __init__(self, config: HopeConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.rule = MemoryRule(
+            depth=config.memory_depth,
+            erase=config.memory_erase,
+            hidden_norm=config.memory_hidden_norm,
+            inner_rate=float(config.inner_layer_rate),
+            error_clip=config.memory_error_clip,
+            gradient_factor=float(config.memory_gradient_factor),
+            target_norm=config.memory_target_norm,
+            read_mode=config.memory_read_mode,
+            decay_to_initial=config.memory_decay_to == "initial",
+            momentum=config.memory_momentum,
+        )
+        self.memory_names = ["k", "v"]
+        self.memory_names += ["learning_rate", "retention"] if config.gate_mode == "memory" else []
+        self.memory_names += ["q"] if config.adaptive_q else []
+        width = config.hidden_size
+        self.in_proj = nn.Linear(width, width, bias=False)
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.g_proj = nn.Linear(width, width, bias=False)
+        self.o_proj = nn.Linear(width, width, bias=False)
+        self.k_conv1d = ShortConvolution(config)
+        self.v_conv1d = ShortConvolution(config)
+        self.q_conv1d = ShortConvolution(config)
+        self.projection_memory = InitialMemory(config, len(self.memory_names), config.projection_memory_expansion)
+        self.content_memory = InitialMemory(config, 1, config.memory_expansion)
+        self.gates = MemoryGates(config)
+        if config.memory_momentum:
+            self.momentum_proj = nn.Linear(width, config.num_attention_heads)
+        self.o_norm = HopeRMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        plan: ChunkPlan,
+        state: dict[str, torch.Tensor] | None = None,
+        need_state: bool = False,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor] | None]:
+        """Read a piece of text and learn from it.
+
+        Args:
+            hidden_states: [B, T, hidden_size].
+            plan: which chunk each token falls in.
+            state: what the call before returned, or `None` at a text's start.
+            need_state: whether to return the state after the last token.
+
+        Returns:
+            The mixer's output [B, T, hidden_size], and the new state: batch-first tensors by name.
+        """
+        made, after = self._make_projections(hidden_states, plan, state, need_state)
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            made = self._relay(made, plan.projection, plan.content)
+            reads, content = scan_content(
+                made,
+                self.content_memory(made.step.dtype),
+                None if state is None else unpack_state(state, "content"),
+                plan.content,
+                self.rule,
+                self.config.recompute_chunks,
+                need_state,
+            )
+            normed = self.o_norm(plan.content.to_tokens(reads.transpose(1, 2)))
+        gate = F.silu(self.g_proj(hidden_states))
+        output = self.o_proj(normed.flatten(2).to(gate.dtype) * gate)
+        if not need_state:
+            return output, None
+        return output, {**after, **pack_state(content, "content"), "seen": plan.seen_after}
+
+    def _make_projections(
+        self, hidden_states: torch.Tensor, plan: ChunkPlan, state: dict[str, torch.Tensor] | None, need_state: bool
+    ) -> tuple[Projections, dict[str, torch.Tensor]]:
+        """Scan 1 on the slots of its layout, and its part of the new state."""
+        config, layout = self.config, plan.projection
+        static = [self.in_proj(hidden_states), self.q_proj(hidden_states)]
+        static_gates = self.gates.gate_proj(hidden_states) if config.gate_mode == "static" else None
+        momentum = self.momentum_proj(hidden_states) if config.memory_momentum else None
+        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+
+        def per_head(x: torch.Tensor, *shape: int) -> torch.Tensor:
+            """[B, T, product of shape] to [B, S, *shape] in the scans' dtype."""
+            return layout.to_slots(x).to(dtype).unflatten(-1, shape)
+
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            heads = config.num_attention_heads
+            x, q = (per_head(part, heads, config.head_dim).transpose(1, 2).contiguous() for part in static)
+            memory_input = x.unsqueeze(2)
+            if config.adaptive_q:
+                others = memory_input.expand(-1, -1, len(self.memory_names) - 1, -1, -1)
+                memory_input = torch.cat([others, q.unsqueeze(2)], dim=2)
+            inputs = ProjectionInputs(
+                memory_input,
+                None if config.adaptive_q else q,
+                None if static_gates is None else per_head(static_gates, 2, heads).permute(0, 3, 2, 1),
+                None if momentum is None else F.logsigmoid(per_head(momentum, heads)).transpose(1, 2),
+            )
+            taps = torch.stack([conv(dtype) for conv in (self.k_conv1d, self.v_conv1d, self.q_conv1d)], dim=2)
+            made, projection, tail = scan_projections(
+                inputs,
+                self.projection_memory(dtype),
+                taps,
+                self.gates(dtype),
+                None if state is None else unpack_state(state, "projection"),
+                None if state is None else state["conv_tail"],
+                layout,
+                self.rule,
+                float(config.projection_memory_rate),
+                config.recompute_chunks,
+                need_state,
+            )
+        return made, {**pack_state(projection, "projection"), "conv_tail": tail} if need_state else {}
+
+    @staticmethod
+    def _relay(made: Projections, source: ChunkLayout, target: ChunkLayout) -> Projections:
+        """Move what scan 1 made from its slots to those of scan 2."""
+        if source.token_of_slot is None:
+            return made
+        index = source.slot_of_token.gather(1, target.token_of_slot)
+
+        def move(x: torch.Tensor | None, axis: int) -> torch.Tensor | None:
+            if x is None:
+                return None
+            spread = index.view(index.shape[0], *(1,) * (axis - 1), -1, *(1,) * (x.ndim - axis - 1))
+            return x.gather(axis, spread.expand(*x.shape[:axis], -1, *x.shape[axis + 1 :]))
+
+        valid = target.valid[:, None]
+        return Projections(
+            move(made.streams, 3),
+            torch.where(valid, move(made.step, 2), 0.0),
+            torch.where(valid, move(made.log_retention, 2), 0.0),
+            move(made.log_momentum, 2),
+        )
+
+
+def pack_state(state: MemoryState, group: str) -> dict[str, torch.Tensor]:
+    """A memory's state as tensors by name: `<group>.<run|snap|momentum>.<layer>`."""
+    return {
+        f"{group}.{field}.{layer}": tensor
+        for field, weights in state._asdict().items()
+        for layer, tensor in enumerate(weights)
+    }
+
+
+def unpack_state(tensors: dict[str, torch.Tensor], group: str) -> MemoryState:
+    """The inverse of `pack_state`."""
+
+    def collect(field: str) -> Weights:
+        prefix = f"{group}.{field}."
+        return tuple(tensors[name] for name in sorted(tensors) if name.startswith(prefix))
+
+    return MemoryState(*(collect(field) for field in MemoryState._fields))
