@@ -45,7 +45,7 @@ def parse_level_optimizers(source: str | dict | None) -> dict[int, LevelOptions]
         if not str(level).isdecimal():
             raise ValueError(f'{FLAG} has the level "{level}": give its number, 0 for the fastest.')
         if not isinstance(entry, dict):
-            raise ValueError(f'{FLAG} has {json.dumps(entry)} for level {level}: give an object, {{"lr_factor": 2.0}}.')
+            raise ValueError(f'{FLAG} has {json.dumps(entry)} for level {level}: give an object, {{"lr_factor": 2}}.')
         if int(level) in options:
             raise ValueError(f"{FLAG} names level {level} twice: leave one of the two out.")
         options[int(level)] = _level_options(level, entry)

@@ -1,0 +1,235 @@
+"""A run's whole state in one folder, from which it continues bit for bit.
+
+    checkpoint-<step>/            appears complete, by a rename
+        config.json, model.safetensors, tokenizer files     what `from_pretrained` loads
+        optimizer.{json,safetensors}, scheduler.json, trainer.json
+        rank_<r>.{json,safetensors}                          random generators, data position, carried memories
+        manifest.json                                        sizes and SHA-256 of all the others
+
+Nothing is pickled. Every process calls every function; processes agree on errors, so that none is left waiting.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .manifest import latest_checkpoint, publish, remove_leftovers, rotate, temporary_name, verify
+from .state_files import load_state, restore_rng, rng_state, save_state
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A verified checkpoint as this process needs it before model and data exist.
+
+    Attributes:
+        path: the checkpoint's folder.
+        step: optimizer steps done.
+        trainer_state: as given to `save_checkpoint`.
+        data_state: as this process gave it.
+        carried: this process's carried memories by name, on the CPU; empty where none were given.
+    """
+
+    path: Path
+    step: int
+    trainer_state: dict
+    data_state: dict
+    carried: dict[str, Tensor]
+
+
+def save_checkpoint(
+    output_dir: str | Path,
+    step: int,
+    *,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    optimizer: Optimizer,
+    scheduler: LRScheduler,
+    trainer_state: dict,
+    data_state: dict,
+    carried: dict[str, Tensor] | None = None,
+    save_total_limit: int | None = None,
+) -> Path:
+    """Write `output_dir/checkpoint-<step>`, then delete the oldest beyond `save_total_limit` (None keeps all).
+
+    Model (not wrapped), tokenizer, optimizer, scheduler and `trainer_state` are taken from the first process;
+    `data_state`, `carried` and the random generators from each. The two states are plain values, not tensors.
+
+    Returns:
+        The folder. An existing one of the same step is replaced.
+
+    Raises:
+        ValueError: the disk is full or cannot be written; the checkpoints written before are intact.
+    """
+    output_dir = Path(output_dir)
+    process = PartialState()
+    folder = broadcast_object_list([temporary_name(output_dir, step)])[0]
+
+    def make_folder() -> None:
+        if process.is_main_process:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(output_dir)
+            folder.mkdir()
+
+    def write() -> None:
+        own = {"rng": rng_state(), "data": data_state, "carried": carried or {}}
+        save_state(folder / f"rank_{process.process_index}", own)
+        if process.is_main_process:
+            # The names of the model as it runs: what some families rename for export could not be loaded strictly.
+            model.save_pretrained(folder, save_original_format=False)
+            tokenizer.save_pretrained(folder)
+            save_state(folder / "optimizer", optimizer.state_dict())
+            save_state(folder / "scheduler", scheduler.state_dict())
+            save_state(folder / "trainer", trainer_state)
+
+    def seal() -> None:
+        if process.is_main_process:
+            rotate(output_dir, publish(folder, step, {"num_processes": process.num_processes}), save_total_limit)
+
+    for stage in (make_folder, write, seal):
+        problem = _agree(stage)
+        if problem is not None:
+            raise ValueError(_abandon(folder, problem))
+    return output_dir / f"checkpoint-{step}"
+
+
+def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | None) -> SavedRun | None:
+    """Choose the checkpoint to continue from, verify every byte of it, and read what is needed first.
+
+    Args:
+        output_dir: of the run.
+        resume_from_checkpoint: a checkpoint's folder; "latest": the newest complete one in `output_dir`; None: the
+            same, where there is one.
+
+    Raises:
+        ValueError: the named one is not complete, or none is, or another number of processes wrote it.
+    """
+    process = PartialState()
+    # One process reads; the others take its choice, whatever they see of a shared disk.
+    choice: list = [None, None]
+    if process.is_main_process:
+        try:
+            choice[0] = _choose(Path(output_dir), resume_from_checkpoint)
+        except ValueError as error:
+            choice[1] = str(error)
+    path, problem = broadcast_object_list(choice)
+    if problem is not None:
+        raise ValueError(problem)
+    if path is None:
+        return None
+    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    if manifest["num_processes"] != process.num_processes:
+        raise ValueError(
+            f"{path} was written by {manifest['num_processes']} processes and this run has {process.num_processes}: "
+            f"launch it with --num_processes {manifest['num_processes']}."
+        )
+    own = load_state(path / f"rank_{process.process_index}")
+    return SavedRun(path, manifest["step"], load_state(path / "trainer"), own["data"], own["carried"])
+
+
+def restore_checkpoint(
+    saved: SavedRun, *, model: PreTrainedModel, optimizer: Optimizer, scheduler: LRScheduler
+) -> None:
+    """Put a checkpoint into a run that is built (and prepared), its random generators last of all.
+
+    Raises:
+        ValueError: the model or the optimizer is not the one that was saved; the model's weights are then untouched.
+    """
+    load_weights(model, saved.path)
+    optimizer.load_state_dict(load_state(saved.path / "optimizer"))
+    scheduler.load_state_dict(load_state(saved.path / "scheduler"))
+    restore_rng(load_state(saved.path / f"rank_{PartialState().process_index}")["rng"])
+
+
+@torch.no_grad()
+def load_weights(model: PreTrainedModel, folder: Path) -> None:
+    """Copy the safetensors in `folder` into `model`: same names, shapes and dtypes, or nothing is changed.
+
+    Raises:
+        ValueError: names, shapes or dtypes differ.
+    """
+    index = folder / "model.safetensors.index.json"
+    files = {"model.safetensors"}
+    if index.exists():
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    saved: dict[str, Tensor] = {}
+    for file in sorted(files):
+        saved |= load_file(folder / file)
+    own = model.state_dict()
+    # Tied weights lie in the file once.
+    present = {own[name].data_ptr() for name in saved if name in own}
+    differences = [f"{name} is only in the checkpoint" for name in saved if name not in own]
+    differences += [
+        f"{name} is only in the model" for name in own if name not in saved and own[name].data_ptr() not in present
+    ]
+    differences += [
+        f"{name} is {_describe(saved[name])} in the checkpoint and {_describe(own[name])} in the model"
+        for name in saved
+        if name in own and _describe(saved[name]) != _describe(own[name])
+    ]
+    if differences:
+        more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
+        raise ValueError(
+            f"{folder} does not fit this model, {differences[0]}{more}: repeat the flags of the run that wrote it."
+        )
+    for name, tensor in saved.items():
+        own[name].copy_(tensor)
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _choose(output_dir: Path, resume_from_checkpoint: str | None) -> Path | None:
+    if resume_from_checkpoint not in (None, "latest"):
+        path = Path(resume_from_checkpoint)
+        verify(path)
+        return path
+    path = latest_checkpoint(output_dir)
+    if path is None and resume_from_checkpoint == "latest":
+        raise ValueError(
+            f"--resume_from_checkpoint latest: {output_dir} holds no checkpoint, so leave the flag out to begin."
+        )
+    return path
+
+
+def _agree(stage: Callable[[], None]) -> str | None:
+    """Run `stage` on every process; what kept the first one from writing, or None where all are through."""
+    error = None
+    try:
+        stage()
+    except Exception as caught:
+        error = caught
+    reason = None if error is None else getattr(error, "strerror", None) or str(error)
+    reasons = gather_object([reason])
+    # The tokenizers library reports a full disk as a bare Exception. Anything else is a mistake of ours.
+    if error is not None and not isinstance(error, OSError | SafetensorError) and type(error) is not Exception:
+        raise error
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _abandon(folder: Path, problem: str) -> str:
+    """Give a full disk its space back; the sentence that says what is left."""
+    sentence = None
+    if PartialState().is_main_process:
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            last = latest_checkpoint(folder.parent)
+        except ValueError:
+            last = None
+        sentence = (
+            f"No checkpoint could be written in --output_dir {folder.parent} ({problem}): free space there or make it "
+            f"writable, then continue; last good checkpoint: {last or 'none yet'}."
+        )
+    return broadcast_object_list([sentence])[0]

@@ -1,0 +1,177 @@
+"""Folders that are complete or are not chosen: `checkpoint-<step>/`, told by the manifest inside and not by trust."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import uuid
+import warnings
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+
+# A folder is `.replaced` while a newer one of the same step takes its name.
+_NAME = re.compile(r"checkpoint-(\d+)(\.replaced)?")
+
+
+def temporary_name(output_dir: Path, step: int) -> Path:
+    """A new name for a checkpoint being written; a killed process that is still writing never shares it."""
+    return output_dir / f"checkpoint-{step}.tmp-{uuid.uuid4().hex[:8]}"
+
+
+def remove_leftovers(output_dir: Path) -> None:
+    """Delete what killed processes left half written or half deleted."""
+    for folder in output_dir.glob("checkpoint-*.tmp-*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def publish(folder: Path, step: int, facts: dict) -> Path:
+    """Make a written folder durable, seal it with its manifest and give it its final name.
+
+    Args:
+        folder: from `temporary_name`, everything else already in it.
+        step: optimizer steps done.
+        facts: JSON-able; `verify` returns them.
+
+    Returns:
+        `checkpoint-<step>` beside `folder`. At every moment either it or what stood there before is complete on disk.
+    """
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as handle:
+            os.fsync(handle.fileno())
+        files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+    content = {"step": step, **facts, "files": files}
+    with (folder / MANIFEST).open("w", encoding="utf-8") as handle:
+        json.dump({**content, "sha256": _seal(content)}, handle, indent=1)
+        handle.flush()
+        os.fsync(handle.fileno())
+    for directory in {folder, *(path for path in folder.rglob("*") if path.is_dir())}:
+        _sync_directory(directory)
+
+    final = folder.with_name(f"checkpoint-{step}")
+    replaced = final.with_name(f"{final.name}.replaced")
+    if final.exists():
+        if replaced.exists():
+            _remove(replaced)
+        final.rename(replaced)
+    folder.rename(final)
+    _sync_directory(final.parent)
+    if replaced.exists():
+        _remove(replaced)
+    return final
+
+
+def verify(folder: Path) -> dict:
+    """Read every byte of a checkpoint and compare it with its manifest.
+
+    Returns:
+        The manifest: `step`, `files`, and the facts given to `publish`.
+
+    Raises:
+        ValueError: unfinished, truncated or changed.
+    """
+    mend = "resume from another checkpoint"
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder: name a checkpoint-<step> of a run.")
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        seal = manifest.pop("sha256")
+    except FileNotFoundError:
+        raise ValueError(f"{folder} has no {MANIFEST}, so it was never finished: {mend}.") from None
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        raise ValueError(f"{folder / MANIFEST} cannot be read: {mend}.") from None
+    if seal != _seal(manifest):
+        raise ValueError(f"{folder / MANIFEST} was changed after it was written: {mend}.")
+    for name, expected in manifest["files"].items():
+        path = folder / name
+        try:
+            size = path.stat().st_size
+            changed = size == expected["size"] and _sha256(path) != expected["sha256"]
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read ({error.strerror}): {mend}.") from error
+        if size != expected["size"]:
+            raise ValueError(f"{path} has {size} bytes instead of {expected['size']}: {mend}.")
+        if changed:
+            raise ValueError(f"{path} was changed after it was written (SHA-256 differs): {mend}.")
+    return manifest
+
+
+def latest_checkpoint(output_dir: str | Path) -> Path | None:
+    """The newest checkpoint in `output_dir` whose manifest verifies; None if there is none at all.
+
+    Warns of every newer one that it passes over.
+
+    Raises:
+        ValueError: there are checkpoints, and none of them is complete.
+    """
+    problem = None
+    for folder in _checkpoints(Path(output_dir)):
+        try:
+            verify(folder)
+        except ValueError as error:
+            problem = problem or error
+            warnings.warn(f"Not chosen: {error}", stacklevel=2)
+        else:
+            return folder
+    if problem is not None:
+        raise ValueError(f"{output_dir} holds no complete checkpoint; delete its checkpoint folders to begin again.")
+    return None
+
+
+def rotate(output_dir: Path, newest: Path, save_total_limit: int | None) -> None:
+    """Delete the oldest checkpoints until `save_total_limit` complete ones are left; `newest` always stays.
+
+    Broken ones do not count, and go with the old ones. None keeps all.
+    """
+    if save_total_limit is None:
+        return
+    older = [folder for folder in _checkpoints(output_dir) if folder != newest and _step(folder) <= _step(newest)]
+    # Sizes tell here: the newest was sealed a moment ago, and reading all others through would double each save.
+    keep = [folder for folder in older if _has_all_bytes(folder)][: max(0, save_total_limit - 1)]
+    for folder in older:
+        if folder not in keep:
+            _remove(folder)
+
+
+def _checkpoints(output_dir: Path) -> list[Path]:
+    """Newest first; of two of one step the one that bears the final name first."""
+    folders = [path for path in output_dir.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(folders, key=lambda path: (-_step(path), path.name))
+
+
+def _step(folder: Path) -> int:
+    return int(_NAME.fullmatch(folder.name)[1])
+
+
+def _has_all_bytes(folder: Path) -> bool:
+    try:
+        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        return all((folder / name).stat().st_size == entry["size"] for name, entry in files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _remove(folder: Path) -> None:
+    # Renamed first, so that a kill half-way leaves no half of a checkpoint under a checkpoint's name.
+    doomed = folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex[:8]}")
+    folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def _seal(content: dict) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _sync_directory(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

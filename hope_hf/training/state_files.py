@@ -1,0 +1,89 @@
+"""Any nest of tensors and plain values as two files that nobody can hide code in: safetensors and JSON."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+
+def save_state(stem: Path, state: object) -> None:
+    """Write `state` to `<stem>.json` and, where it holds tensors, `<stem>.safetensors`.
+
+    `state`: dicts (any plain keys), lists, tuples, tensors, None, bool, int, float, str, nested at will. Numbers come
+    back bit for bit.
+    """
+    tensors: dict[str, Tensor] = {}
+    structure = _pack(state, "state", tensors, set())
+    stem.with_name(f"{stem.name}.json").write_text(json.dumps(structure), encoding="utf-8")
+    if tensors:
+        save_file(tensors, stem.with_name(f"{stem.name}.safetensors"))
+
+
+def load_state(stem: Path) -> object:
+    """What `save_state` wrote; tensors on the CPU."""
+    structure = json.loads(stem.with_name(f"{stem.name}.json").read_text(encoding="utf-8"))
+    file = stem.with_name(f"{stem.name}.safetensors")
+    return _unpack(structure, load_file(file) if file.exists() else {})
+
+
+def _pack(value: object, name: str, tensors: dict[str, Tensor], storages: set[int]) -> object:
+    def inner(item: object, key: object) -> object:
+        return _pack(item, f"{name}.{key}", tensors, storages)
+
+    if isinstance(value, Tensor):
+        # safetensors refuses tensors that share memory; a part of a larger one would keep all of it alive.
+        storage = value.untyped_storage()
+        shared = storage.data_ptr() in storages or storage.nbytes() != value.nbytes
+        storages.add(storage.data_ptr())
+        tensors[name] = (value.detach().clone() if shared else value.detach()).cpu().contiguous()
+        return {"$tensor": name}
+    if isinstance(value, dict):
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: inner(item, key) for key, item in value.items()}
+        return {"$dict": [[key, inner(item, key)] for key, item in value.items()]}
+    if isinstance(value, list | tuple):
+        items = [inner(item, index) for index, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    assert value is None or isinstance(value, bool | int | float | str), f"{name} is a {type(value)}"
+    return value
+
+
+def _unpack(value: object, tensors: dict[str, Tensor]) -> object:
+    if isinstance(value, list):
+        return [_unpack(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match value:
+        case {"$tensor": name}:
+            return tensors[name]
+        case {"$tuple": items}:
+            return tuple(_unpack(item, tensors) for item in items)
+        case {"$dict": pairs}:
+            return {key: _unpack(item, tensors) for key, item in pairs}
+    return {key: _unpack(item, tensors) for key, item in value.items()}
+
+
+def rng_state() -> dict:
+    """The states of this process's random generators (Python, NumPy, torch, the current CUDA device)."""
+    numpy_state = np.random.get_state(legacy=False)
+    numpy_state["state"]["key"] = numpy_state["state"]["key"].tolist()
+    return {
+        "python": random.getstate(),
+        "numpy": numpy_state,
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def restore_rng(state: dict) -> None:
+    """Set this process's random generators as they were at `rng_state()`."""
+    random.setstate(state["python"])
+    inner = state["numpy"]["state"]
+    np.random.set_state({**state["numpy"], "state": {**inner, "key": np.array(inner["key"], dtype=np.uint32)}})
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
