@@ -123,10 +123,13 @@ class Arguments(ModelArguments, DataArguments, OptimizationArguments, RunArgumen
         "trust_remote_code push_to_hub demo".split()
     )
 
+    def __post_init__(self):
+        self.lr_scheduler_type = SchedulerType(self.lr_scheduler_type)
+
     def identity(self) -> dict:
         """The flags that define the run, JSON-able: a folder with others holds another run."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in self.FREE}
-        return {name: str(value.value) if isinstance(value, SchedulerType) else value for name, value in values.items()}
+        return values | {"lr_scheduler_type": self.lr_scheduler_type.value}
 
 
 GROUPS = (ModelArguments, DataArguments, OptimizationArguments, RunArguments)

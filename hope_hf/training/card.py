@@ -1,17 +1,15 @@
 """The run card: what is about to happen, before it happens."""
 
-import warnings
-
 import torch
 from accelerate import Accelerator
 
-from .arguments import Arguments
+from hope_hf.optim import warn_short_levels
 
-FEWEST_PERIODS = 4
+from .arguments import Arguments
 
 
 def run_card(args: Arguments, accelerator: Accelerator, model, optimizer, data, plan) -> str:
-    """The card as text; `plan` is the trainer's Plan. Warns about levels that hardly ever step."""
+    """The card as text; `plan` is the trainer's Plan. Warns, on rank 0, of levels that hardly ever step."""
     rows = {
         "model": f"{model.config.model_type}, {model.num_parameters():,} parameters"
         + (f", from {args.model_name_or_path}" if args.model_name_or_path else f", {_size(args)}"),
@@ -28,12 +26,8 @@ def run_card(args: Arguments, accelerator: Accelerator, model, optimizer, data, 
     for level, report in sorted(optimizer.level_report().items()):
         updates = plan.total_steps // report["period_steps"]
         rows[f"level {level}"] = f"every {report['period_steps']} step(s), {updates} updates"
-        if updates < FEWEST_PERIODS:
-            warnings.warn(
-                f"Level {level} steps only {updates} time(s) in this run: train longer, or give it a period below "
-                f"{report['period_tokens']:,} tokens (level_periods in --config_overrides).",
-                stacklevel=2,
-            )
+    if accelerator.is_main_process:
+        warn_short_levels(optimizer, plan.total_steps)
     rows["output"] = args.output_dir
     width = max(len(name) for name in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())

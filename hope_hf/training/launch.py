@@ -10,6 +10,7 @@ import signal
 import sys
 
 import torch
+import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
@@ -53,6 +54,8 @@ def prepare_process(args: Arguments, accelerator: Accelerator):
     if accelerator.device.type == "cuda" and args.tf32:
         torch.set_float32_matmul_precision("high")
     set_seed(args.seed)
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
     _die_with_launcher()
 
 

@@ -1,33 +1,39 @@
 """The memories a run carries from one step to the next (`--document_boundary carry`)."""
 
+import torch
 from torch import Tensor
+
+from hope_hf import HopeCache, HopeConfig
 
 
 class CarriedMemory:
-    """Hands the model's cache from batch to batch, cut from the graph; without carrying it does nothing."""
+    """Hands the model's cache from batch to batch, cut from the graph; without a config it does nothing."""
 
-    def __init__(self, carries: bool):
-        self._carries = carries
+    def __init__(self, config: HopeConfig | None):
+        self._config = config
         self._cache = None
+        self.restart()
 
     def inputs(self) -> dict:
         """Arguments of the next forward pass."""
-        return {"past_key_values": self._cache, "use_cache": True} if self._carries else {"use_cache": False}
+        return {"use_cache": False} if self._cache is None else {"past_key_values": self._cache}
 
-    def hand_over(self, output):
-        """Keep the memories of a finished forward pass; gradients end here."""
-        if self._carries:
-            self._cache = output.past_key_values
+    def hand_over(self):
+        """After backward: the memories the forward pass left behind go on, without their gradient."""
+        if self._cache is not None:
             self._cache.detach_()
 
     def restart(self):
         """Forget everything: after a non-finite step the memories may be non-finite, too."""
-        self._cache = None
+        if self._config is not None:
+            self._cache = HopeCache(self._config)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The memories by name, for a checkpoint; empty where there are none."""
+        """The memories by name, for a checkpoint; empty where none are carried."""
         return {} if self._cache is None else self._cache.state_tensors()
 
-    def load(self, cache):
+    def load(self, tensors: dict[str, Tensor], device: torch.device):
         """Continue with the memories of a checkpoint."""
-        self._cache = cache
+        if self._config is not None and tensors:
+            tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+            self._cache = HopeCache.from_state_tensors(self._config, tensors)

@@ -42,6 +42,9 @@ def build_config(args: Arguments, tokenizer, presets: dict):
     example = _make(config_class, given)
     _check_names(overrides, example)
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
+    # An embedding never learns the row of its padding token, and this one ends documents.
+    if special["pad_token_id"] == special["eos_token_id"]:
+        special["pad_token_id"] = None
     return _make(config_class, {**given, "vocab_size": len(tokenizer), **special, **_as_declared(overrides, example)})
 
 

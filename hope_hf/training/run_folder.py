@@ -64,13 +64,7 @@ class RunFolder:
             theirs = record["identity"]
         except (ValueError, KeyError, OSError):
             raise ValueError(f"{file} cannot be read: choose another --output_dir, or delete the folder.") from None
-        ours = json.loads(json.dumps(identity))
-        for name in ours.keys() & theirs.keys():
-            if ours[name] != theirs[name]:
-                raise ValueError(
-                    f"--output_dir {self.path} holds another run: {name} was {theirs[name]!r} and is now "
-                    f"{ours[name]!r}; repeat its flags to continue it, or choose another folder."
-                )
+        require_same_run(f"--output_dir {self.path}", identity, theirs)
         return record
 
     def _write(self, record: dict):
@@ -81,6 +75,17 @@ class RunFolder:
             temporary.replace(self.path / RUN_FILE)
         except OSError as error:
             raise ValueError(f"--output_dir {self.path} cannot be written: {error.strerror}.") from None
+
+
+def require_same_run(place: object, ours: dict, theirs: dict):
+    """ValueError where a run's identity differs from that of the run in `place`; keys on one side only do not count."""
+    ours = json.loads(json.dumps(ours))
+    for name in ours.keys() & theirs.keys():
+        if ours[name] != theirs[name]:
+            raise ValueError(
+                f"{place} holds another run: {name} was {theirs[name]!r} and is now {ours[name]!r}; "
+                "repeat its flags to continue it, or choose another folder."
+            )
 
 
 def on_first_process(accelerator: Accelerator, function):

@@ -61,7 +61,11 @@ class Tracker:
             options = {"wandb": {"name": run_name, "dir": args.output_dir}}
             if os.environ.get("WANDB_MODE") != "offline":
                 options["wandb"] |= {"id": run_id, "resume": "allow"}
-            accelerator.init_trackers(args.project_name, config=config, init_kwargs=options)
+            try:
+                accelerator.init_trackers(args.project_name, config=config, init_kwargs=options)
+            # Every tracker has error types of its own: not logged in, no network, no space.
+            except Exception as error:
+                raise ValueError(f"--report_to {args.report_to} could not start: {' '.join(str(error).split())}") from error
 
     def advance(self):
         """One optimizer step was done."""

@@ -10,12 +10,14 @@ from accelerate.utils import send_to_device, set_seed
 
 from .arguments import Arguments
 from .card import run_card
+from .checkpoint import find_checkpoint, restore_checkpoint, save_checkpoint
 from .evaluate import evaluate
 from .finish import finish
 from .launch import StopSignal, leave, make_accelerator, prepare_process, sum_over_processes
+from .manifest import latest_checkpoint
+from .memory import CarriedMemory
 from .objective import check_token_ids, count_valid, model_inputs, summed_loss
-from .resume import Resumable
-from .run_folder import RunFolder
+from .run_folder import RunFolder, require_same_run
 from .setup import build_all
 from .telemetry import (
     Stopwatch,
@@ -67,9 +69,12 @@ def train(args: Arguments) -> int:
         leave(accelerator)
         return 0
 
-    resumable = Resumable(args, accelerator)
-    run = build_all(args, accelerator, resumable.data_state)
-    record = folder.open(identity | {"data": run.data.fingerprint})
+    saved = find_checkpoint(args.output_dir, args.resume_from_checkpoint)
+    run = build_all(args, accelerator, saved.data_state if saved else None)
+    identity |= {"data": run.data.fingerprint}
+    if saved:
+        require_same_run(saved.path, identity, saved.trainer_state["identity"])
+    record = folder.open(identity)
     config, plan = run.model.config, run.plan
     model, optimizer = accelerator.prepare(run.model, run.optimizer)
     # The scheduler is not prepared: accelerate would step it once per process.
@@ -79,12 +84,17 @@ def train(args: Arguments) -> int:
     if args.torch_compile:
         run.model.compile()
     set_seed(args.seed, device_specific=True)
-    progress = Progress(**resumable.restore(run, scheduler))
-    memory, start_step = resumable.memory, progress.step
+    memory = CarriedMemory(config if args.document_boundary == "carry" else None)
+    progress, start_step = Progress(), 0
+    if saved:
+        restore_checkpoint(saved, model=run.model, optimizer=run.optimizer, scheduler=scheduler)
+        memory.load(saved.carried, accelerator.device)
+        progress = Progress(**saved.trainer_state["progress"])
+        start_step = progress.step
 
     accelerator.print(run_card(args, accelerator, run.model, run.optimizer, run.data, plan))
     if start_step:
-        accelerator.print(f"Continuing from {resumable.source} at step {start_step}.")
+        accelerator.print(f"Continuing from {saved.path} at step {start_step}.")
     tracker = Tracker(accelerator, args, plan.total_steps, start_step, record["run_id"])
     watch = Stopwatch()
     flops, peak = flops_per_token(run.model, plan.block_size), peak_flops(accelerator.device)
@@ -92,7 +102,18 @@ def train(args: Arguments) -> int:
     batches = iter(run.data.train)
 
     def save():
-        resumable.save(run, scheduler, asdict(progress), data_state, memory)
+        save_checkpoint(
+            args.output_dir,
+            progress.step,
+            model=run.model,
+            tokenizer=run.data.tokenizer,
+            optimizer=run.optimizer,
+            scheduler=scheduler,
+            trainer_state={"progress": asdict(progress), "identity": identity},
+            data_state=data_state,
+            carried=memory.state_tensors(),
+            save_total_limit=args.save_total_limit,
+        )
 
     with StopSignal() as stop:
         while progress.step < plan.total_steps:
@@ -118,7 +139,7 @@ def train(args: Arguments) -> int:
                     # what remains is the sum over all valid tokens divided by their number.
                     scale = accelerator.num_processes * accelerator.gradient_accumulation_steps / max(valid_tokens, 1)
                     accelerator.backward(loss * scale)
-                memory.hand_over(output)
+                memory.hand_over()
                 step_loss += loss.detach()
 
             if logs:
@@ -140,7 +161,7 @@ def train(args: Arguments) -> int:
                 tracker.say(
                     f"step {progress.step} skipped: loss {step_loss / max(valid_tokens, 1):g}, gradient norm {grad_norm:g}"
                 )
-                _stop_if_diverged(progress, args, resumable)
+                _stop_if_diverged(progress, args)
             learning_rate = scheduler.get_last_lr()[0]
             scheduler.step()
             optimizer.zero_grad()
@@ -189,9 +210,9 @@ def train(args: Arguments) -> int:
     return 0
 
 
-def _stop_if_diverged(progress: Progress, args: Arguments, resumable: Resumable):
+def _stop_if_diverged(progress: Progress, args: Arguments):
     if progress.skipped_in_a_row >= MOST_SKIPS_IN_A_ROW:
-        last = resumable.latest() or "none was written yet"
+        last = latest_checkpoint(args.output_dir) or "none was written yet"
         raise TrainingDiverged(
             f"The loss or its gradient was not finite in {MOST_SKIPS_IN_A_ROW} steps in a row, the last one "
             f"{progress.step}: lower --learning_rate (now {args.learning_rate:g}) or raise --num_warmup_steps; "
