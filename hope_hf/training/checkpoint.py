@@ -211,7 +211,7 @@ def _agree(stage: Callable[[], None]) -> str | None:
         stage()
     except Exception as caught:
         error = caught
-    reason = None if error is None else getattr(error, "strerror", None) or str(error)
+    reason = None if error is None else getattr(error, "strerror", None) or str(error) or repr(error)
     reasons = gather_object([reason])
     # The tokenizers library reports a full disk as a bare Exception. Anything else is a mistake of ours.
     if error is not None and not isinstance(error, OSError | SafetensorError) and type(error) is not Exception:

@@ -1,0 +1,49 @@
+"""`--level_optimizers`: what is understood, and one clear sentence for what is not."""
+
+import json
+
+import pytest
+
+from hope_hf.optim import LevelOptions, parse_level_optimizers
+
+ENTRY = {"0": {"lr_factor": 2, "betas": [0.9, 0.99]}, "2": {"optimizer": "muon", "weight_decay": 0.0}}
+PARSED = {0: LevelOptions(lr_factor=2, betas=(0.9, 0.99)), 2: LevelOptions(optimizer="muon", weight_decay=0.0)}
+
+
+def test_text_file_and_mapping_say_the_same(tmp_path):
+    file = tmp_path / "levels.json"
+    file.write_text(json.dumps(ENTRY))
+    for source in (json.dumps(ENTRY), str(file), ENTRY):
+        assert parse_level_optimizers(source) == PARSED
+    assert parse_level_optimizers(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("no_such_file.json", "no_such_file.json cannot be read"),
+        ('{"0": ', "is not JSON"),
+        ("[1]", "is a list"),
+        ('{"fast": {}}', 'has the level "fast"'),
+        ('{"-1": {}}', 'has the level "-1"'),
+        ('{"0": 2.0}', "has 2.0 for level 0"),
+        ('{"0": {}, "00": {}}', "names level 00 twice"),
+        ('{"0": {"lr": 2.0}}', 'unknown key "lr" for level 0: use optimizer, lr_factor, betas, weight_decay'),
+        ('{"1": {"optimizer": "sgd"}}', 'has optimizer "sgd" for level 1: give adamw or muon'),
+        ('{"1": {"optimizer": ["adamw"]}}', "give adamw or muon"),
+        ('{"1": {"lr_factor": 0}}', "has lr_factor 0 for level 1"),
+        ('{"1": {"lr_factor": true}}', "has lr_factor true"),
+        ('{"1": {"lr_factor": Infinity}}', "has lr_factor Infinity"),
+        ('{"1": {"betas": [0.9]}}', "give two numbers"),
+        ('{"1": {"betas": [0.9, 1.0]}}', "give two numbers"),
+        ('{"1": {"weight_decay": -0.1}}', "has weight_decay -0.1"),
+        ('{"1": {"weight_decay": NaN}}', "has weight_decay NaN"),
+    ],
+)
+def test_mistakes_get_one_sentence(source, said):
+    with pytest.raises(ValueError) as caught:
+        parse_level_optimizers(source)
+    message = str(caught.value)
+    assert message.startswith("--level_optimizers")
+    assert said in message
+    assert "\n" not in message
