@@ -98,9 +98,7 @@ def save_checkpoint(
             rotate(output_dir, publish(folder, step, {"num_processes": process.num_processes}), save_total_limit)
 
     for stage in (make_folder, write, seal):
-        problem = _agree(stage)
-        if problem is not None:
-            raise ValueError(_abandon(folder, problem))
+        _together(stage, folder)
     return output_dir / f"checkpoint-{step}"
 
 
@@ -204,19 +202,21 @@ def _choose(output_dir: Path, resume_from_checkpoint: str | None) -> Path | None
     return path
 
 
-def _agree(stage: Callable[[], None]) -> str | None:
-    """Run `stage` on every process; what kept the first one from writing, or None where all are through."""
+def _together(stage: Callable[[], None], folder: Path) -> None:
+    """Run `stage` on every process; where it fails on one, all give `folder` up and raise."""
     error = None
     try:
         stage()
     except Exception as caught:
         error = caught
     reason = None if error is None else getattr(error, "strerror", None) or str(error) or repr(error)
-    reasons = gather_object([reason])
-    # The tokenizers library reports a full disk as a bare Exception. Anything else is a mistake of ours.
-    if error is not None and not isinstance(error, OSError | SafetensorError) and type(error) is not Exception:
+    reasons = [reason for reason in gather_object([reason]) if reason is not None]
+    if reasons:
+        sentence = _abandon(folder, reasons[0])
+        # The tokenizers library reports a full disk as a bare Exception. Anything else is a mistake of ours.
+        if error is None or isinstance(error, OSError | SafetensorError) or type(error) is Exception:
+            raise ValueError(sentence) from None
         raise error
-    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _abandon(folder: Path, problem: str) -> str:

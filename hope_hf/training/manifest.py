@@ -21,9 +21,12 @@ def temporary_name(output_dir: Path, step: int) -> Path:
 
 
 def remove_leftovers(output_dir: Path) -> None:
-    """Delete what killed processes left half written or half deleted."""
+    """Delete what killed processes left half written, half deleted or replaced."""
     for folder in output_dir.glob("checkpoint-*.tmp-*"):
         shutil.rmtree(folder, ignore_errors=True)
+    for folder in output_dir.glob("checkpoint-*.replaced"):
+        if _has_all_bytes(folder.with_suffix("")):
+            _remove(folder)
 
 
 def publish(folder: Path, step: int, facts: dict) -> Path:
