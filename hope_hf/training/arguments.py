@@ -20,8 +20,8 @@ class ModelArguments:
     _argument_group_name = "model"
 
     model_name_or_path: str | None = _flag(None, "Start from these weights (folder or Hub name) instead of new ones.")
-    model_type: str | None = _flag(None, "Architecture of a new model: hope (default) or any causal LM of transformers.")
-    config_name: str | None = _flag(None, "Config of a new model: folder, Hub name, or a HOPE size (tiny pilot mid target).")
+    model_type: str | None = _flag(None, "Architecture of a new model: hope (default) or any other causal LM.")
+    config_name: str | None = _flag(None, "Config of a new model: folder, Hub name, or a size of HOPE (tiny, pilot, ...).")
     config_overrides: str | None = _flag(
         None, "Fields of a new model's config: 'hidden_size=256,num_hidden_layers=4' or a JSON object."
     )
@@ -74,7 +74,7 @@ class OptimizationArguments:
     max_train_steps: int | None = _flag(None, "Optimizer steps in all; goes before --num_train_epochs.")
     num_train_epochs: float = _flag(1.0, "Passes over the training data, where --max_train_steps is not given.")
     lr_scheduler_type: SchedulerType = _flag(SchedulerType.COSINE, "Schedule after the warm-up.")
-    num_warmup_steps: int | None = _flag(None, "Steps of linear warm-up (default: a tenth of the run, at most 1,000).")
+    num_warmup_steps: int | None = _flag(None, "Linear warm-up in steps (default: a tenth of the run, at most 1,000).")
     optimizer: Literal["adamw", "muon"] = _flag(
         "adamw", "muon: hidden matrices by Muon, everything else and the memories' initial states by AdamW."
     )
@@ -102,7 +102,7 @@ class RunArguments:
     eval_steps: int = _flag(500, "Evaluate every N steps; 0: only at the end.")
     seed: int = _flag(42, "Seed of weights, data order and sampling.")
     cpu_threads: int | None = _flag(None, "Threads per process (default: cores / processes on this machine).")
-    report_to: str = _flag("none", "Trackers besides metrics.jsonl: none, all, or names with commas (wandb,tensorboard).")
+    report_to: str = _flag("none", "Trackers beside metrics.jsonl: none, all, or names with commas (wandb,mlflow).")
     run_name: str | None = _flag(None, "Name of the run in the trackers (default: the folder's name).")
     project_name: str = _flag("hope_hf", "Project of the run in the trackers.")
     push_to_hub: bool = _flag(False, "Not available yet: refused.")

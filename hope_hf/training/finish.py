@@ -14,7 +14,7 @@ PROMPT_TOKENS = 32
 
 
 def finish(args: Arguments, accelerator: Accelerator, run, evaluation: dict):
-    """Write weights (safetensors), config, generation config, tokenizer, all_results.json and loss.png; show a sample."""
+    """Write weights, config, generation config, tokenizer, all_results.json and loss.png; show a sample."""
     if accelerator.is_main_process:
         folder = Path(args.output_dir)
         run.model.save_pretrained(folder)
@@ -33,7 +33,7 @@ def finish(args: Arguments, accelerator: Accelerator, run, evaluation: dict):
 
 @torch.no_grad()
 def sample(model, data, seed: int) -> tuple[str, str]:
-    """The beginning of the validation text and the model's continuation, (prompt, text); the same for the same seed."""
+    """The beginning of the validation text and the model's continuation; the same for the same seed."""
     batch = next(iter(data.validation))
     prompt = batch["input_ids"][:1, :PROMPT_TOKENS].to(model.device)
     model.eval()

@@ -41,7 +41,7 @@ def make_accelerator(args: Arguments, trackers: list[str]) -> Accelerator:
         )
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(
-            f"mixed_precision {accelerator.mixed_precision} is not supported: use 'no' or bf16 in the accelerate config."
+            f"mixed_precision {accelerator.mixed_precision} is not supported: use 'no' or bf16 in the launcher's config."
         )
     return accelerator
 

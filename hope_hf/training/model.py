@@ -17,13 +17,11 @@ from .parsing import nearest
 DEFAULT_PRESET = "tiny"
 
 
-def build_config(args: Arguments, tokenizer, presets: dict):
-    """The config of the run's model, its vocabulary size and special tokens taken from the tokenizer for a new model.
+def build_config(args: Arguments, tokenizer, vocab_size: int, presets: dict):
+    """The config of a new model, its special tokens taken from the tokenizer.
 
     `presets` are HOPE's named sizes. Raises ValueError for unknown names, fields and values.
     """
-    if args.model_name_or_path:
-        return _load_config(args.model_name_or_path, "model_name_or_path", args)
     overrides = parse_overrides(args.config_overrides)
     model_type = args.model_type or "hope"
     if args.config_name in presets or (args.config_name is None and model_type == "hope"):
@@ -33,7 +31,7 @@ def build_config(args: Arguments, tokenizer, presets: dict):
     elif args.config_name is None:
         config_class, given = _config_class(model_type), {}
     else:
-        base = _load_config(args.config_name, "config_name", args, presets)
+        base = load_config(args.config_name, "config_name", args, presets)
         if args.model_type and base.model_type != args.model_type:
             raise ValueError(f"--config_name {args.config_name} is a {base.model_type}, but --model_type is {model_type}.")
         config_class, given = type(base), _plain(base)
@@ -45,7 +43,16 @@ def build_config(args: Arguments, tokenizer, presets: dict):
     # An embedding never learns the row of its padding token, and this one ends documents.
     if special["pad_token_id"] == special["eos_token_id"]:
         special["pad_token_id"] = None
-    return _make(config_class, {**given, "vocab_size": len(tokenizer), **special, **_as_declared(overrides, example)})
+    return _make(config_class, {**given, "vocab_size": vocab_size, **special, **_as_declared(overrides, example)})
+
+
+def load_config(source: str, flag: str, args: Arguments, presets: dict | None = None):
+    """The config of a folder or Hub name that was given with `--flag`."""
+    try:
+        return AutoConfig.from_pretrained(source, trust_remote_code=args.trust_remote_code)
+    except (OSError, ValueError) as error:
+        hint = f" (sizes of HOPE: {', '.join(presets)})" if presets else ""
+        raise ValueError(f"--{flag} {source} cannot be loaded{hint}: {_one_line(error)}") from error
 
 
 def build_model(args: Arguments, config, tokenizer) -> PreTrainedModel:
@@ -97,14 +104,6 @@ def _scalar(text: str):
         return float(value) if isinstance(value, str) else value
     except ValueError:
         return value
-
-
-def _load_config(source: str, flag: str, args: Arguments, presets: dict | None = None):
-    try:
-        return AutoConfig.from_pretrained(source, trust_remote_code=args.trust_remote_code)
-    except (OSError, ValueError) as error:
-        hint = f" (sizes of HOPE: {', '.join(presets)})" if presets else ""
-        raise ValueError(f"--{flag} {source} cannot be loaded{hint}: {_one_line(error)}") from error
 
 
 def _config_class(model_type: str):

@@ -13,7 +13,10 @@ def count_valid(labels: Tensor) -> int:
 
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of -log p(label) in nats over the valid tokens, an fp32 scalar; logits [B, T, V], labels [B, T] not shifted."""
+    """Sum of -log p(label) in nats over the valid tokens, an fp32 scalar.
+
+    logits [B, T, V] of any float type; labels [B, T] not shifted.
+    """
     predictions = logits[:, :-1].flatten(0, 1).float()
     targets = labels[:, 1:].flatten().to(logits.device)
     return F.cross_entropy(predictions, targets, ignore_index=IGNORED, reduction="sum")

@@ -43,7 +43,8 @@ def parse(argv: list[str]) -> Arguments:
     Raises ValueError with one sentence that names the flag or file and the mend.
     """
     recipe, argv = ([], argv) if not argv or argv[0].startswith("-") else (_read_recipe(argv[0]), argv[1:])
-    parser = _Parser(GROUPS, prog="run_clm.py", usage="%(prog)s [recipe.yaml] --output_dir DIR [flags]", allow_abbrev=False)
+    usage = "%(prog)s [recipe.yaml] --output_dir DIR [flags]"
+    parser = _Parser(GROUPS, prog="run_clm.py", usage=usage, allow_abbrev=False)
     named = _named(parser, recipe + argv)
     demo = not named & (NAMES_A_MODEL | NAMES_DATA)
     if demo:
@@ -63,7 +64,7 @@ def _named(parser, words: list[str]) -> set[str]:
         if flag.startswith("-"):
             known = [f"--{name}" for name in FLAGS]
             raise ValueError(f"There is no flag {flag}{nearest(flag.replace('-', '_').replace('__', '--', 1), known)}")
-        raise ValueError(f"The word {word!r} follows no flag: write it as --flag {word}, or a YAML file as first word.")
+        raise ValueError(f"The word {word!r} follows no flag: write --flag {word}, or a YAML file as first word.")
     flags = [word.split("=")[0][2:].replace("-", "_") for word in words if word.startswith("--")]
     return {flag.removeprefix("no_") if flag not in FLAGS else flag for flag in flags}
 
@@ -108,14 +109,14 @@ def _check(args: Arguments, named: set[str]):
         if not 0 <= getattr(args, name) < 1:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must lie in [0, 1).")
     if not 0 < args.validation_split_percentage < 100:
-        raise ValueError(f"--validation_split_percentage is {args.validation_split_percentage}: it must lie in (0, 100).")
+        raise ValueError(f"--validation_split_percentage is {args.validation_split_percentage}: choose one in (0, 100).")
     if args.model_name_or_path and (args.config_name or args.config_overrides or args.model_type):
         flag = next(n for n in ("config_name", "config_overrides", "model_type") if getattr(args, n))
         raise ValueError(f"--{flag} shapes a new model and --model_name_or_path loads one: give only one of them.")
     if args.streaming and args.max_train_steps is None:
         raise ValueError("--streaming has no known length: give --max_train_steps.")
     if args.dataset_name and (args.train_file or args.validation_file):
-        raise ValueError("--dataset_name and --train_file/--validation_file exclude each other: give only one of them.")
+        raise ValueError("--dataset_name and --train_file exclude each other: give only one of them.")
     if args.validation_file and not args.train_file:
         raise ValueError("--validation_file needs --train_file.")
     for name in ("train_file", "validation_file"):

@@ -1,4 +1,4 @@
-"""`run.json`: what run an output folder holds, so that no other run overwrites it and a finished one is not repeated."""
+"""`run.json`: what run a folder holds, so that no other overwrites it and a finished one is not repeated."""
 
 import json
 import platform
@@ -17,7 +17,7 @@ OURS = ("config.json", "model.safetensors", "model.safetensors.index.json", "tok
 
 
 class RunFolder:
-    """The output folder of one run. Methods are called by all processes; rank 0 reads and writes, all learn the result."""
+    """The output folder of one run. All processes call the methods; rank 0 reads and writes, all learn the result."""
 
     def __init__(self, output_dir: str, accelerator: Accelerator):
         self.path = Path(output_dir)
@@ -78,7 +78,7 @@ class RunFolder:
 
 
 def require_same_run(place: object, ours: dict, theirs: dict):
-    """ValueError where a run's identity differs from that of the run in `place`; keys on one side only do not count."""
+    """ValueError where the identity `ours` is not `theirs`, that of the run in `place`; keys of one side do not count."""
     ours = json.loads(json.dumps(ours))
     for name in ours.keys() & theirs.keys():
         if ours[name] != theirs[name]:

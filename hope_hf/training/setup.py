@@ -1,17 +1,20 @@
 """Data, model, optimizer and plan of a run, built and checked before anything is written."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 
 from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 import hope_hf
-from hope_hf.data import DataConfig, build_data
+from hope_hf.data import Data, DataConfig, build_data
+from hope_hf.data.vocabulary import DEFAULT_VOCAB_SIZE
 from hope_hf.optim import LevelClock, build_optimizer
 
-from .arguments import Arguments
-from .model import build_config, build_model, is_hope
+from .arguments import FLAGS, Arguments
+from .model import build_config, build_model, is_hope, load_config, parse_overrides
 
+SYNTHETIC = "synthetic"
 LONGEST_DEFAULT_BLOCK = 1024
 MOST_WARM_UP_STEPS = 1000
 
@@ -36,7 +39,7 @@ class Plan:
 class Run:
     """The parts of a run, none of them wrapped."""
 
-    data: object
+    data: Data
     model: PreTrainedModel
     optimizer: LevelClock
     plan: Plan
@@ -47,14 +50,22 @@ def build_all(args: Arguments, accelerator: Accelerator, data_state: dict | None
 
     Raises ValueError with one sentence that names the flag or file.
     """
+    pretrained = load_config(args.model_name_or_path, "model_name_or_path", args) if args.model_name_or_path else None
+    vocab_size = pretrained.vocab_size if pretrained else parse_overrides(args.config_overrides).get("vocab_size")
+    if vocab_size is None and args.dataset_name == SYNTHETIC and not args.tokenizer_name:
+        vocab_size = DEFAULT_VOCAB_SIZE
     # One process prepares what the others then find in the cache.
     with accelerator.local_main_process_first():
         data = build_data(
-            data_config(args), rank=accelerator.process_index, world_size=accelerator.num_processes, state=data_state
+            data_config(args, accelerator, pretrained, vocab_size),
+            rank=accelerator.process_index,
+            world_size=accelerator.num_processes,
+            state=data_state,
         )
-    config = build_config(args, data.tokenizer, hope_hf.PRESETS)
-    model = build_model(args, config, data.tokenizer)
+    config = pretrained or build_config(args, data.tokenizer, vocab_size or len(data.tokenizer), hope_hf.PRESETS)
+    _check_length(data.block_size, config)
     _check_carry(args, config)
+    model = build_model(args, config, data.tokenizer)
     tokens_per_step = (
         args.per_device_train_batch_size
         * data.block_size
@@ -62,6 +73,9 @@ def build_all(args: Arguments, accelerator: Accelerator, data_state: dict | None
         * accelerator.num_processes
     )
     total_steps = args.max_train_steps
+    if total_steps is None:
+        batches = args.num_train_epochs * data.train.batches_per_epoch
+        total_steps = max(1, math.ceil(batches / args.gradient_accumulation_steps))
     optimizer = build_optimizer(
         model,
         args.optimizer,
@@ -78,10 +92,28 @@ def build_all(args: Arguments, accelerator: Accelerator, data_state: dict | None
     return Run(data, model, optimizer, Plan(data.block_size, tokens_per_step, total_steps, warmup))
 
 
-def data_config(args: Arguments) -> DataConfig:
-    """The part of the flags that the data need."""
-    return DataConfig(
-    )
+def data_config(args: Arguments, accelerator: Accelerator, pretrained, vocab_size: int | None) -> DataConfig:
+    """The part of the flags that the data need.
+
+    `pretrained` is the config of a loaded model or None, `vocab_size` the embedding's where it is fixed already.
+    """
+    values = {f.name: getattr(args, f.name) for f in fields(DataConfig) if f.name in FLAGS}
+    if args.block_size is None:
+        values["block_size"] = min(LONGEST_DEFAULT_BLOCK, getattr(pretrained, "max_position_embeddings", math.inf))
+    if pretrained is not None:
+        values["tokenizer_name"] = args.tokenizer_name or args.model_name_or_path
+    values["vocab_size"] = vocab_size
+    values["dataloader_pin_memory"] = args.dataloader_pin_memory and accelerator.device.type == "cuda"
+    return DataConfig(**values)
+
+
+def _check_length(block_size: int, config):
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and block_size > longest:
+        raise ValueError(
+            f"--block_size {block_size} is longer than the model's {longest} positions (max_position_embeddings): "
+            "choose shorter blocks."
+        )
 
 
 def _check_carry(args: Arguments, config):

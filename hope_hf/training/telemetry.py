@@ -13,7 +13,7 @@ PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 9
 
 
 class Stopwatch:
-    """Training seconds, of which data loading; evaluation, checkpoints and the first steps stay outside the averages."""
+    """Training seconds, of which data loading; evaluation, checkpoints and first steps stay outside the averages."""
 
     WARM_UP_STEPS = 3
 

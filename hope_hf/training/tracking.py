@@ -65,7 +65,8 @@ class Tracker:
                 accelerator.init_trackers(args.project_name, config=config, init_kwargs=options)
             # Every tracker has error types of its own: not logged in, no network, no space.
             except Exception as error:
-                raise ValueError(f"--report_to {args.report_to} could not start: {' '.join(str(error).split())}") from error
+                reason = " ".join(str(error).split())
+                raise ValueError(f"--report_to {args.report_to} could not start: {reason}") from error
 
     def advance(self):
         """One optimizer step was done."""

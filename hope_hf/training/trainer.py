@@ -3,9 +3,7 @@
 import math
 from dataclasses import asdict, dataclass
 
-import torch
 import transformers
-from accelerate import Accelerator
 from accelerate.utils import send_to_device, set_seed
 
 from .arguments import Arguments
@@ -118,7 +116,7 @@ def train(args: Arguments) -> int:
     with StopSignal() as stop:
         while progress.step < plan.total_steps:
             watch.step_begins()
-            # The whole window of accumulated batches is read first: its valid tokens, over all processes, divide the loss.
+            # The whole window of accumulated batches is read first: the number of its valid tokens divides the loss.
             with watch.loading():
                 window = [next(batches) for _ in range(args.gradient_accumulation_steps)]
             counted = sum(count_valid(batch["labels"]) for batch, _ in window)
@@ -128,7 +126,7 @@ def train(args: Arguments) -> int:
             rows, step_loss = {}, 0.0
             logs = progress.step == 0 or (progress.step + 1) % args.logging_steps == 0
 
-            for index, (batch, data_state) in enumerate(window):
+            for index, (batch, _) in enumerate(window):
                 check_token_ids(batch, config.vocab_size)
                 batch = send_to_device(batch, accelerator.device, non_blocking=True)
                 with accelerator.accumulate(model):
@@ -146,6 +144,7 @@ def train(args: Arguments) -> int:
                 rows |= initial_state_gradients(run.model)
             grad_norm = float(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf))
             (step_loss,) = sum_over_processes(accelerator, float(step_loss))
+            data_state = window[-1][1]
             progress.step += 1
             progress.tokens += plan.tokens_per_step
             # Both numbers are the same on all processes, so all of them skip or none.
@@ -158,9 +157,8 @@ def train(args: Arguments) -> int:
                 progress.skipped += 1
                 progress.skipped_in_a_row += 1
                 memory.restart()
-                tracker.say(
-                    f"step {progress.step} skipped: loss {step_loss / max(valid_tokens, 1):g}, gradient norm {grad_norm:g}"
-                )
+                mean = step_loss / max(valid_tokens, 1)
+                tracker.say(f"step {progress.step} skipped: loss {mean:g}, gradient norm {grad_norm:g}")
                 _stop_if_diverged(progress, args)
             learning_rate = scheduler.get_last_lr()[0]
             scheduler.step()

@@ -1,0 +1,46 @@
+"""A small corpus, its tokenizer, and runs of the trainer inside the test's process."""
+
+import json
+import random
+
+import pytest
+import torch
+from training_runs import LLAMA, make_tokenizer, read_rows, reset_accelerate
+
+from hope_hf.training import main
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> list[str]:
+    """Flags that name a training file, a validation file and a tokenizer; 120 documents of a small language."""
+    folder = tmp_path_factory.mktemp("corpus")
+    generator = random.Random(0)
+    words = ["".join(generator.choices("abcdefghij", k=generator.randint(2, 7))) for _ in range(60)]
+    documents = [" ".join(generator.choices(words, k=generator.randint(20, 80))) for _ in range(120)]
+    for name, part in (("train", documents[:100]), ("validation", documents[100:])):
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in part)
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    make_tokenizer(documents).save_pretrained(folder / "tokenizer")
+    return [
+        "--train_file", str(folder / "train.jsonl"), "--validation_file", str(folder / "validation.jsonl"),
+        "--tokenizer_name", str(folder / "tokenizer"),
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path, corpus, monkeypatch):
+    """`run(name, *flags, model=LLAMA)` trains in `tmp_path/name` on the corpus and returns (exit status, rows)."""
+    threads = torch.get_num_threads()
+
+    def start(name: str, *flags, model=LLAMA, data=corpus):
+        reset_accelerate()
+        folder = tmp_path / name
+        small = ["--block_size", "32", "--per_device_train_batch_size", "4", "--max_train_steps", "8"]
+        small += ["--logging_steps", "1", "--learning_rate", "5e-3", "--cpu_threads", "1"]
+        status = main([*model, *data, *small, "--output_dir", str(folder), *map(str, flags)])
+        return status, read_rows(folder)
+
+    yield start
+    reset_accelerate()
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(False)

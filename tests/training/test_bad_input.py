@@ -1,0 +1,128 @@
+"""Mistakes of the user: one sentence that names the flag or file, an exit status, and nothing overwritten."""
+
+import json
+import shutil
+
+import pytest
+from training_runs import HOPE, LLAMA, make_tokenizer
+
+
+def refuse(run, capsys, sentence, name="a", **keywords):
+    """Run with `keywords` and expect a refusal that contains `sentence`; returns the whole complaint."""
+    status, _ = run(name, *keywords.pop("flags", []), **keywords)
+    complaint = capsys.readouterr().err.strip().splitlines()[-1]
+    assert status == 2
+    assert complaint.startswith("error: ") and sentence in complaint
+    return complaint
+
+
+def hope(**fields) -> list[str]:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "level_intermediate_sizes": [32], "level_periods": [256]}
+    return ["--config_overrides", json.dumps(sizes | fields)]
+
+
+@pytest.mark.parametrize(
+    "model, sentence",
+    [
+        (hope(hiden_size=64), "HopeConfig has no field 'hiden_size'; did you mean hidden_size?"),
+        (["--model_type", "llama", "--config_overrides", "num_layers=2"], "LlamaConfig has no field 'num_layers'; did"),
+        (["--model_type", "lama"], "--model_type lama is unknown to transformers; did you mean llama?"),
+        (["--config_name", "tinny"], "--config_name tinny cannot be loaded (sizes of HOPE: tiny, pilot, mid, target)"),
+        (["--config_overrides", "hidden_size"], "--config_overrides 'hidden_size' cannot be read"),
+        (["--config_overrides", "{'hidden_size': 1"], "cannot be read"),
+        (hope(memory_chunk_size=0), "memory_chunk_size"),
+        (hope(level_periods=[256, 512]), "level_"),
+        (hope(hidden_size="wide"), "hidden_size"),
+        (hope(level_variant="nested"), "nested"),
+        (hope(vocab_size=100), "The tokenizer has 300 entries but the model's vocab_size is 100"),
+        ([*LLAMA, "--document_boundary", "carry"], "the llama has none: use --document_boundary reset"),
+        ([*hope(mixer="attention"), "--document_boundary", "carry"], "the attention mixer has none"),
+        ([*LLAMA[:3], LLAMA[3] + ",max_position_embeddings=16"], "--block_size 32 is longer than the model's 16 po"),
+        ([*HOPE, "--level_optimizers", '{"7": {}}'], "--level_optimizers names level 7"),
+        ([*LLAMA, "--report_to", "wandbb"], "--report_to wandbb is no tracker; did you mean wandb?"),
+    ],
+)
+def test_wrong_flag_or_field(run, capsys, tmp_path, model, sentence):
+    refuse(run, capsys, sentence, model=model)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    "flags, difference",
+    [
+        (["--seed", "7"], "seed was 42 and is now 7"),
+        (["--model_type", "gpt2"], "model_type was 'llama' and is now 'gpt2'"),
+    ],
+)
+def test_folder_of_another_run(run, capsys, tmp_path, flags, difference):
+    run("a", "--max_train_steps", "2")
+    before = {path: path.read_bytes() for path in (tmp_path / "a").rglob("*") if path.is_file()}
+    refuse(run, capsys, difference, flags=["--max_train_steps", "2", *flags])
+    assert before == {path: path.read_bytes() for path in (tmp_path / "a").rglob("*") if path.is_file()}
+
+
+def test_folder_whose_run_had_other_data(run, capsys, tmp_path, corpus):
+    run("a", "--max_train_steps", "2")
+    record = json.loads((tmp_path / "a" / "run.json").read_text())
+    (tmp_path / "a" / "run.json").write_text(json.dumps(record | {"complete": False}))
+    file = tmp_path / "train.jsonl"
+    shutil.copy(corpus[1], file)
+    with file.open("a") as handle:
+        handle.write('{"text": "one more document"}\n')
+    # The same flags, but the file has changed since.
+    record["identity"]["train_file"] = str(file)
+    (tmp_path / "a" / "run.json").write_text(json.dumps(record | {"complete": False}))
+    refuse(run, capsys, "data was", flags=["--max_train_steps", "2"], data=["--train_file", str(file), *corpus[2:]])
+
+
+def test_folder_with_someone_elses_model(run, capsys, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.json").write_text("{}")
+    refuse(run, capsys, "holds config.json but no run.json")
+    assert (tmp_path / "a" / "config.json").read_text() == "{}"
+
+
+def test_output_dir_is_a_file(run, capsys, tmp_path):
+    (tmp_path / "a").write_text("mine")
+    refuse(run, capsys, "is a file: name a folder")
+    assert (tmp_path / "a").read_text() == "mine"
+
+
+def test_truncated_checkpoint(run, capsys, tmp_path):
+    run("a", "--checkpointing_steps", "4")
+    checkpoint = tmp_path / "a" / "checkpoint-4"
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    refuse(run, capsys, "model.safetensors has", name="b", flags=["--resume_from_checkpoint", checkpoint])
+    refuse(run, capsys, "is not a folder", name="b", flags=["--resume_from_checkpoint", tmp_path / "checkpoint-9"])
+    assert not (tmp_path / "b").exists()
+
+
+def test_checkpoint_of_another_model(run, capsys, tmp_path):
+    run("a", "--checkpointing_steps", "4")
+    flags = ["--resume_from_checkpoint", tmp_path / "a" / "checkpoint-4"]
+    wider = [*LLAMA[:3], LLAMA[3].replace("intermediate_size=64", "intermediate_size=96")]
+    refuse(run, capsys, "holds another run: config_overrides was", name="b", flags=flags, model=wider)
+    assert not (tmp_path / "b").exists()
+
+
+def test_empty_file_and_single_document(run, capsys, tmp_path, corpus):
+    empty, single = tmp_path / "empty.txt", tmp_path / "single.jsonl"
+    empty.write_text("")
+    single.write_text(json.dumps({"text": "alone " * 500}) + "\n")
+    refuse(run, capsys, "empty.txt", data=["--train_file", str(empty), *corpus[4:]])
+    refuse(run, capsys, "single.jsonl", data=["--train_file", str(single), *corpus[4:]])
+
+
+def test_block_longer_than_the_data(run, capsys, corpus):
+    refuse(run, capsys, "--block_size", flags=["--block_size", "100000"], model=HOPE)
+
+
+def test_tokenizer_larger_than_a_loaded_model(run, capsys, tmp_path, corpus):
+    run("a", "--max_train_steps", "1")
+    tokenizer = make_tokenizer(["abab cdcd"], vocab_size=270)
+    tokenizer.add_tokens([f"<{number}>" for number in range(60)])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    flags = ["--model_name_or_path", tmp_path / "a"]
+    data = [*corpus[:4], "--tokenizer_name", str(tmp_path / "tokenizer")]
+    refuse(run, capsys, "--tokenizer_name", name="b", flags=flags, data=data, model=[])

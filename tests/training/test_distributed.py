@@ -1,0 +1,78 @@
+"""Two processes are one process with the same global batch."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from training_runs import HOPE, LLAMA, curve, read_rows
+
+from hope_hf.training.arguments import Arguments
+from hope_hf.training.launch import default_threads, make_accelerator
+
+ROOT = Path(__file__).parents[2]
+WORKER = str(Path(__file__).with_name("ddp_worker.py"))
+ONE = [sys.executable]
+TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+# What README tells users: the launcher, the config, the variable.
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+ACCELERATE += [str(ROOT / "accelerate_configs" / "ddp.yaml"), "--num_processes", "2"]
+
+
+def start(launcher, folder, corpus, *flags, model=LLAMA, script=WORKER, **environment):
+    small = ["--block_size", "32", "--max_train_steps", "6", "--logging_steps", "1", "--learning_rate", "5e-3"]
+    small += ["--max_grad_norm", "0.5", "--cpu_threads", "1", "--output_dir", str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"} | environment
+    command = [*launcher, script, *model, *corpus, *small, *flags]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finished(process, folder):
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    return output, read_rows(folder)
+
+
+@pytest.mark.parametrize("model", [LLAMA, HOPE], ids=["llama", "hope"])
+def test_two_processes_give_the_curve_of_one(tmp_path, corpus, model):
+    batch = "--per_device_train_batch_size"
+    one = start(ONE, tmp_path / "one", corpus, batch, "4", model=model)
+    launcher = TWO if model is LLAMA else ACCELERATE
+    flags = [batch, "1", "--gradient_accumulation_steps", "2"] if model is LLAMA else [batch, "2"]
+    two = start(launcher, tmp_path / "two", corpus, *flags, model=model)
+    _, single = finished(one, tmp_path / "one")
+    output, double = finished(two, tmp_path / "two")
+    assert "x 2 process(es)" in output
+    assert len(curve(single)) == 6
+    assert curve(double) == pytest.approx(curve(single), rel=1e-5)
+    assert curve(double, "train/grad_norm") == pytest.approx(curve(single, "train/grad_norm"), rel=1e-4)
+    assert curve(double, "eval/loss") == pytest.approx(curve(single, "eval/loss"), rel=1e-5)
+    # The masks differ between processes: a mean of each process's mean would not pass this.
+    assert curve(double, "eval/tokens") == curve(single, "eval/tokens")
+    assert output.count("step 6/6 | loss") == 1
+
+
+def arguments(tmp_path) -> Arguments:
+    return Arguments(output_dir=str(tmp_path))
+
+
+def test_launch_that_fell_apart_is_refused(tmp_path, monkeypatch, run):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="WORLD_SIZE is 2 but 1 process"):
+        make_accelerator(arguments(tmp_path), [])
+
+
+@pytest.mark.parametrize("variable", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
+def test_engine_that_would_not_run_is_refused(tmp_path, monkeypatch, variable):
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(ValueError, match="launch with accelerate_configs/ddp.yaml"):
+        make_accelerator(arguments(tmp_path), [])
+
+
+def test_threads_are_shared_between_the_processes_of_a_machine(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert default_threads() == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert default_threads() == 2

@@ -1,0 +1,92 @@
+"""Command line and recipe files: what overrides what, and one sentence for each mistake."""
+
+import pytest
+from transformers import SchedulerType
+
+from hope_hf.training.arguments import FLAGS
+from hope_hf.training.parsing import parse
+
+# The flags that the project promises, beside --output_dir and --document_boundary.
+PROMISED = """
+model_name_or_path model_type config_name config_overrides tokenizer_name trust_remote_code attn_implementation
+dataset_name dataset_config_name train_file validation_file validation_split_percentage max_train_samples
+max_eval_samples streaming preprocessing_num_workers block_size per_device_train_batch_size
+gradient_accumulation_steps learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm
+max_train_steps num_train_epochs lr_scheduler_type num_warmup_steps optimizer level_optimizers gradient_checkpointing
+torch_compile tf32 cpu_threads logging_steps eval_steps checkpointing_steps save_total_limit resume_from_checkpoint
+seed report_to run_name project_name dataloader_num_workers dataloader_pin_memory push_to_hub
+""".split()
+
+
+def test_flags_are_exactly_the_promised_ones():
+    assert sorted(FLAGS) == sorted([*PROMISED, "output_dir", "document_boundary"])
+
+
+def test_flags_override_the_recipe_and_the_recipe_the_defaults(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model_type: llama\nlearning_rate: 1e-2\nmax_train_steps: 7\ntf32: false\nlr_scheduler_type: linear\n"
+        "level_optimizers: {'0': {lr_factor: 2.0}}\n"
+    )
+    args = parse([str(recipe), "--max_train_steps", "9", "--output_dir", "x"])
+    assert (args.learning_rate, args.max_train_steps, args.tf32, args.seed) == (1e-2, 9, False, 42)
+    assert args.lr_scheduler_type is SchedulerType.LINEAR
+    assert args.level_optimizers == '{"0": {"lr_factor": 2.0}}'
+
+
+def test_demo_applies_only_where_neither_model_nor_data_is_named():
+    demo = parse(["--output_dir", "x", "--learning_rate", "0.5"])
+    assert demo.demo and demo.config_name == "tiny" and demo.max_train_steps >= 320 and demo.learning_rate == 0.5
+    for named in (["--model_type", "llama"], ["--dataset_name", "synthetic"]):
+        args = parse(["--output_dir", "x", *named])
+        assert not args.demo and args.config_name is None and args.max_train_steps is None
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (["--learnin_rate", "1"], "no flag --learnin_rate; did you mean --learning_rate?"),
+        (["--learnin-rate=1"], "did you mean --learning_rate?"),
+        (["--max_train_step", "1"], "did you mean --max_train_steps?"),
+        (["--seed", "1", "more"], "'more' follows no flag"),
+        (["--seed", "one"], "--seed"),
+        (["--optimizer", "sgd"], "--optimizer"),
+        (["--lr_scheduler_type", "cosin"], "--lr_scheduler_type"),
+        (["--push_to_hub"], "--push_to_hub is not available yet"),
+        (["--block_size", "0"], "--block_size is 0"),
+        (["--per_device_train_batch_size", "0"], "--per_device_train_batch_size is 0"),
+        (["--learning_rate", "nan"], "--learning_rate is nan"),
+        (["--adam_beta2", "1"], "--adam_beta2 is 1.0"),
+        (["--train_file", "nowhere.txt"], "--train_file: there is no file nowhere.txt"),
+        (["--model_name_or_path", "m", "--config_name", "tiny"], "--config_name shapes a new model"),
+        (["--dataset_name", "d", "--streaming"], "give --max_train_steps"),
+        (["missing.yaml"], "missing.yaml cannot be read"),
+    ],
+)
+def test_one_sentence_for_a_wrong_command_line(words, sentence):
+    with pytest.raises(ValueError) as caught:
+        parse([*words, "--output_dir", "x"])
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_output_dir_is_needed():
+    with pytest.raises(ValueError, match="--output_dir is missing"):
+        parse(["--seed", "1"])
+
+
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        ("learnin_rate: 1\n", "unknown key 'learnin_rate'; did you mean learning_rate?"),
+        ("- a list\n", "must hold lines of the form"),
+        ("seed: [1, 2\n", "cannot be read"),
+        ("seed: many\n", "--seed"),
+    ],
+)
+def test_one_sentence_for_a_wrong_recipe(tmp_path, text, sentence):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+    with pytest.raises(ValueError) as caught:
+        parse([str(recipe), "--output_dir", "x"])
+    assert sentence in str(caught.value)

@@ -1,0 +1,91 @@
+"""A run that stops goes on as if it had not: bit for bit on one process."""
+
+import json
+import shutil
+import signal
+
+import pytest
+from training_runs import HOPE, LLAMA, curve
+
+from hope_hf.training import trainer
+
+SAVES = ["--checkpointing_steps", "3", "--eval_steps", "2"]
+
+
+def forget_the_end(folder, *steps):
+    """Put a finished run back to where it stood before `steps` were saved, as a killed process leaves it."""
+    for step in steps:
+        shutil.rmtree(folder / f"checkpoint-{step}")
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**record, "complete": False}))
+
+
+@pytest.mark.parametrize(
+    "model, flags",
+    [
+        (LLAMA, ["--gradient_accumulation_steps", "2", "--optimizer", "muon"]),
+        (HOPE, []),
+        (HOPE, ["--document_boundary", "carry"]),
+    ],
+    ids=["llama-muon", "hope", "hope-carry"],
+)
+def test_continued_run_equals_the_uninterrupted_one(run, tmp_path, model, flags):
+    status, whole = run("a", *SAVES, "--save_total_limit", "9", *flags, model=model)
+    assert status == 0 and len(curve(whole)) == 8
+    forget_the_end(tmp_path / "a", 6, 8)
+    status, continued = run("a", *SAVES, *flags, model=model)
+    assert status == 0
+    assert curve(continued) == curve(whole)
+    assert curve(continued, "train/grad_norm") == curve(whole, "train/grad_norm")
+    assert curve(continued, "eval/loss") == curve(whole, "eval/loss")
+    assert [row["step"] for row in continued] == [row["step"] for row in whole]
+
+
+def test_logging_interval_survives_the_break(run, tmp_path):
+    _, whole = run("a", *SAVES, "--logging_steps", "4", "--save_total_limit", "9")
+    forget_the_end(tmp_path / "a", 6, 8)
+    _, continued = run("a", *SAVES, "--logging_steps", "4")
+    assert curve(continued) == curve(whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_saves_at_the_step_boundary_and_the_same_command_continues(run, tmp_path, monkeypatch, capsys, number):
+    _, whole = run("whole")
+    steps = []
+
+    def interrupted_loss(*arguments):
+        steps.append(1)
+        if len(steps) == 4:
+            signal.raise_signal(number)
+        return trainer_loss(*arguments)
+
+    trainer_loss = trainer.summed_loss
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "summed_loss", interrupted_loss)
+        status, rows = run("stopped")
+    assert status == 0
+    assert rows[-1]["step"] == 4
+    assert [path.name for path in (tmp_path / "stopped").glob("checkpoint-*")] == ["checkpoint-4"]
+    assert "run the same command again" in capsys.readouterr().out
+    assert not (tmp_path / "stopped" / "model.safetensors").exists()
+    status, rows = run("stopped")
+    assert status == 0
+    assert curve(rows) == curve(whole)
+    assert curve(rows, "eval/loss") == curve(whole, "eval/loss")
+
+
+def test_complete_run_is_not_repeated(run, tmp_path, capsys):
+    run("a")
+    before = (tmp_path / "a" / "model.safetensors").stat().st_mtime_ns
+    status, _ = run("a")
+    assert status == 0
+    assert "is complete" in capsys.readouterr().out
+    assert (tmp_path / "a" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_named_checkpoint_is_taken_and_later_rows_are_replaced(run, tmp_path, capsys):
+    _, whole = run("a", *SAVES, "--save_total_limit", "9")
+    forget_the_end(tmp_path / "a", 8)
+    _, rows = run("a", *SAVES, "--resume_from_checkpoint", tmp_path / "a" / "checkpoint-3")
+    assert "checkpoint-3 at step 3" in capsys.readouterr().out
+    assert curve(rows) == curve(whole)

@@ -1,0 +1,145 @@
+"""What a run writes and reports, and how it treats losses that are not finite."""
+
+import json
+import math
+
+import pytest
+import torch
+import yaml
+from training_runs import HOPE, LLAMA, curve
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hope_hf.training import trainer
+
+
+def test_run_leaves_a_model_that_loads_and_metrics_of_every_kind(run, tmp_path, capsys):
+    status, rows = run("a", "--eval_steps", "4", model=HOPE)
+    folder, out = tmp_path / "a", capsys.readouterr().out
+    assert status == 0
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
+    assert [row["tokens"] for row in rows if "train/loss" in row] == [128 * step for step in range(1, 9)]
+    train, evaluation = rows[-2], rows[-1]
+    assert train["train/loss"] < rows[0]["train/loss"] < 1.05 * math.log(300)
+    for name in ("grad_norm", "learning_rate", "tokens_per_second", "peak_memory_gib"):
+        assert train[f"train/{name}"] > 0
+    assert 0 <= train["train/data_loading_percent"] <= 100 and train["train/eta_seconds"] == 0
+    for layer in (0, 1):
+        for name in ("learning_rate_mean", "retention_mean", "surprise_before", "surprise_after", "state_norm_ratio"):
+            assert math.isfinite(train[f"memory/{layer}/{name}"])
+        for name in ("key_norm", "value_norm", "target_norm", "initial_state_grad_norm"):
+            assert train[f"memory/{layer}/{name}"] > 0
+    # Periods of 256 and 512 tokens are 2 and 4 steps of 128.
+    assert [row["level/1/updates"] for row in rows if "level/1/updates" in row] == [0, 0, 0, 1, 1, 1, 1, 2]
+    assert [row["level/0/tokens_since_update"] for row in rows if "train/loss" in row] == [128, 0] * 4
+    assert evaluation["eval/perplexity"] == pytest.approx(math.exp(evaluation["eval/loss"]))
+    assert evaluation["eval/bits_per_byte"] > 0
+    # The file that readers of transformers' examples look for.
+    assert json.loads((folder / "all_results.json").read_text())["perplexity"] == evaluation["eval/perplexity"]
+    assert (folder / "loss.png").read_bytes()[:4] == b"\x89PNG" and (folder / "generation_config.json").exists()
+    assert "level 1" in out and "every 4 step(s), 2 updates" in out and "AutoModelForCausalLM" in out
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert len(AutoTokenizer.from_pretrained(folder)) == model.config.vocab_size
+
+
+def test_evaluation_is_the_mean_over_tokens_and_the_bytes_they_stand_for(run, tmp_path, corpus):
+    _, rows = run("a")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a")
+    texts = [json.loads(line)["text"] for line in open(corpus[3], encoding="utf-8")]
+    bytes_per_token = sum(len(text.encode()) for text in texts) / sum(len(tokenizer(text).input_ids) for text in texts)
+    # Where documents are cut moves the figure by a few percent; a missing ln 2 or factor would move it far more.
+    estimate = rows[-1]["eval/loss"] / math.log(2) / bytes_per_token
+    assert rows[-1]["eval/bits_per_byte"] == pytest.approx(estimate, rel=0.1)
+    assert model.num_parameters() > 0
+
+
+def test_non_finite_steps_are_skipped_and_counted(run, monkeypatch, capsys):
+    calls = []
+
+    def loss(logits, labels):
+        calls.append(1)
+        return trainer_loss(logits, labels) * (math.nan if len(calls) in (3, 5) else 1.0)
+
+    trainer_loss = trainer.summed_loss
+    monkeypatch.setattr(trainer, "summed_loss", loss)
+    status, rows = run("a", "--checkpointing_steps", "3", "--save_total_limit", "9")
+    train = [row for row in rows if "train/loss" in row]
+    assert status == 0
+    assert [row["train/skipped_steps"] for row in train] == [0, 0, 1, 1, 2, 2, 2, 2]
+    assert [row["train/loss"] is None for row in train] == [False, False, True, False, True, False, False, False]
+    assert "step 3 skipped" in capsys.readouterr().out
+
+
+def test_infinite_gradient_behind_a_finite_loss_leaves_the_weights_alone(run, monkeypatch, tmp_path):
+    def finite_loss(logits, labels):
+        logits.register_hook(lambda gradient: gradient * math.inf)
+        return trainer_loss(logits, labels)
+
+    trainer_loss = trainer.summed_loss
+    monkeypatch.setattr(trainer, "summed_loss", finite_loss)
+    status, rows = run("a", "--max_train_steps", "5", "--learning_rate", "1")
+    assert status == 0 and curve(rows, "train/skipped_steps") == [1, 2, 3, 4, 5]
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "a").state_dict()
+    assert all(torch.isfinite(weight).all() for weight in weights.values())
+    assert not list((tmp_path / "a").glob("checkpoint-*"))
+
+
+def test_ten_non_finite_steps_in_a_row_stop_the_run_with_its_checkpoint_intact(run, monkeypatch, tmp_path, capsys):
+    calls = []
+
+    def loss(logits, labels):
+        calls.append(1)
+        return trainer_loss(logits, labels) * (math.nan if len(calls) > 3 else 1.0)
+
+    trainer_loss = trainer.summed_loss
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "summed_loss", loss)
+        status, _ = run("a", "--max_train_steps", "30", "--checkpointing_steps", "2")
+    error = capsys.readouterr().err
+    assert status == 1
+    assert "not finite in 10 steps in a row" in error and "checkpoint-2" in error and "--learning_rate" in error
+    assert len(calls) == 13
+    status, rows = run("a", "--max_train_steps", "30", "--checkpointing_steps", "2")
+    assert status == 0 and rows[-1]["step"] == 30
+
+
+def test_recipe_stands_first_and_flags_override_it(run, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({"model_type": "llama", "config_overrides": LLAMA[3], "weight_decay": 0.3}))
+    status, rows = run("a", "--max_train_steps", "2", model=[str(recipe)])
+    record = json.loads((tmp_path / "a" / "run.json").read_text())
+    assert status == 0 and rows[-1]["step"] == 2
+    assert (record["identity"]["weight_decay"], record["identity"]["max_train_steps"]) == (0.3, 2)
+
+
+def test_accumulated_batches_equal_one_large_batch(run):
+    _, whole = run("whole", "--per_device_train_batch_size", "4")
+    _, parts = run("parts", "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "4")
+    assert curve(parts) == pytest.approx(curve(whole), rel=1e-5)
+    assert curve(parts, "train/grad_norm") == pytest.approx(curve(whole, "train/grad_norm"), rel=1e-4)
+
+
+def test_carried_memories_change_what_a_row_begins_with(run):
+    _, reset = run("reset", model=HOPE)
+    _, carry = run("carry", "--document_boundary", "carry", model=HOPE)
+    assert len(curve(carry)) == 8
+    assert curve(carry)[1:] != curve(reset)[1:]
+
+
+@pytest.mark.parametrize(
+    "flags", [["--gradient_checkpointing"], ["--gradient_checkpointing", "--document_boundary", "carry"]]
+)
+def test_gradient_checkpointing_changes_memory_and_not_the_curve(run, flags):
+    _, plain = run("plain", *flags[1:], model=HOPE)
+    _, recomputed = run("recomputed", *flags, model=HOPE)
+    assert curve(recomputed) == pytest.approx(curve(plain), rel=1e-6)
+
+
+def test_wandb_offline(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    names = ["--run_name", "name", "--project_name", "project"]
+    status, _ = run("a", "--report_to", "wandb", "--max_train_steps", "2", *names)
+    assert status == 0
+    assert list((tmp_path / "a" / "wandb").glob("offline-run-*/*.wandb"))
