@@ -1,0 +1,27 @@
+"""Text in, batches out: sources, tokenizer, packing, and loaders that can be continued exactly.
+
+    data = build_data(DataConfig(train_file="books/*.txt", block_size=512), rank=0, world_size=1, state=None)
+    for batch, state in data.train:      # endless; see `hope_hf.data.packing` for the batch, `.loader` for the state
+        ...
+    for batch in data.validation:        # finite, the same on every rank and in every pass
+        ...
+
+`data` (class `Data`) has tokenizer, train, validation, block_size, fingerprint, description and
+validation_bytes_per_token. Every mistake of the user raises ValueError with one sentence that names the flag or file.
+"""
+
+from .build import Data, build_data, check_vocabulary
+from .config import DataConfig
+from .corpus import corpus_documents
+from .vocabulary import load_tokenizer, save_tokenizer, train_tokenizer
+
+__all__ = [
+    "Data",
+    "DataConfig",
+    "build_data",
+    "check_vocabulary",
+    "corpus_documents",
+    "load_tokenizer",
+    "save_tokenizer",
+    "train_tokenizer",
+]

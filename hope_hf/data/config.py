@@ -1,0 +1,60 @@
+"""What defines a run's data; the fields are named as the flags of `run_clm.py`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass
+class DataConfig:
+    """Sources, tokenizer and batches of a run. Without `dataset_name` and `train_file`: the built-in corpus."""
+
+    dataset_name: str | None = None
+    """Hub name or folder; `synthetic` gives seeded random tokens."""
+    dataset_config_name: str | None = None
+    train_file: str | None = None
+    """A .txt, .json, .jsonl or .parquet file, or a glob pattern of files of one kind."""
+    validation_file: str | None = None
+    validation_split_percentage: float = 5.0
+    """Share of the training documents held out where the source has no validation set."""
+    max_train_samples: int | None = None
+    """Use the first N training documents (rows of `block_size` for `synthetic`)."""
+    max_eval_samples: int | None = None
+    streaming: bool = False
+    preprocessing_num_workers: int | None = None
+
+    tokenizer_name: str | None = None
+    """Folder or Hub name. Without it a byte-level BPE of 4,096 entries is trained on the training documents."""
+    trust_remote_code: bool = False
+    vocab_size: int | None = None
+    """Entries of the model's embedding, where they are fixed already: the tokenizer must fit."""
+
+    block_size: int = 1024
+    """Tokens per row."""
+    per_device_train_batch_size: int = 8
+    """Rows per rank and batch, in training and in validation."""
+    document_boundary: Literal["reset", "carry"] = "reset"
+    seed: int = 42
+    dataloader_num_workers: int = 0
+    """More than 0: a background thread reads as many batches ahead."""
+    dataloader_pin_memory: bool = False
+
+    def __post_init__(self):
+        if self.dataset_name and self.train_file:
+            raise ValueError("--dataset_name and --train_file both name the training text: give one of them.")
+        if self.dataset_config_name and not self.dataset_name:
+            raise ValueError("--dataset_config_name belongs to a --dataset_name: add it.")
+        if not 0 < self.validation_split_percentage < 100:
+            raise ValueError(
+                f"--validation_split_percentage must lie between 0 and 100, not {self.validation_split_percentage:g}: "
+                "5 holds out a twentieth of the documents."
+            )
+        if self.document_boundary not in ("reset", "carry"):
+            raise ValueError(f"--document_boundary is reset or carry, not '{self.document_boundary}'.")
+        if self.block_size < 2:
+            raise ValueError(f"--block_size must be at least 2, not {self.block_size}: a token predicts the next.")
+        for name in "per_device_train_batch_size max_train_samples max_eval_samples preprocessing_num_workers".split():
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name} must be at least 1, not {value}.")
+        if self.dataloader_num_workers < 0:
+            raise ValueError(f"--dataloader_num_workers must be at least 0, not {self.dataloader_num_workers}.")

@@ -1,0 +1,122 @@
+"""Local files: found, checked and read as documents.
+
+What a document is: in .json, .jsonl and .parquet a row; in .txt the file, or what stands between lines that hold only
+`<|endoftext|>` where there are any.
+"""
+
+import glob
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from datasets import Dataset, IterableDataset, load_dataset
+from datasets.exceptions import DatasetGenerationError
+
+from .vocabulary import END_OF_TEXT
+
+_BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+
+
+def find_files(pattern: str, flag: str) -> list[str]:
+    """The files that a path or glob pattern names, sorted; none is empty, all are of one kind.
+
+    Raises ValueError naming `flag` and the file.
+    """
+    if os.path.isdir(pattern):
+        raise ValueError(f"{flag} {pattern} is a folder: name its files, for example {os.path.join(pattern, '*.txt')}")
+    found = sorted(filter(os.path.isfile, glob.iglob(pattern, recursive=True)))
+    paths = [pattern] if os.path.exists(pattern) else found
+    if not paths:
+        kind = "matches no file" if glob.has_magic(pattern) else "does not exist"
+        raise ValueError(f"{flag} {pattern} {kind}: check the path.")
+    for path in paths:
+        if Path(path).suffix.lower() not in _BUILDERS:
+            raise ValueError(f"{flag} {path} is none of .txt, .json, .jsonl, .parquet: convert or rename it.")
+        if not os.access(path, os.R_OK):
+            raise ValueError(f"{flag} {path} cannot be read: check its permissions.")
+        if os.path.getsize(path) == 0:
+            raise ValueError(f"{flag} {path} is empty: give a file with text.")
+    if len({_builder([path]) for path in paths}) > 1:
+        raise ValueError(f"{flag} {pattern} matches files of several kinds: name those of one kind, such as '*.txt'.")
+    return paths
+
+
+def load_files(paths: list[str], flag: str, streaming: bool = False) -> Dataset | IterableDataset:
+    """The documents of files of one kind, as the one column `text`. Raises ValueError naming the file.
+
+    A stream reports an unreadable file when it gets there.
+    """
+    if _builder(paths) == "text":
+        if streaming:
+            return IterableDataset.from_generator(_rows, gen_kwargs={"paths": paths, "flag": flag})
+        # In memory: a cache of plain text on disk would be found by its path and not notice that the file has changed.
+        return Dataset.from_dict({"text": list(_texts(paths, flag))})
+    try:
+        dataset = load_dataset(_builder(paths), data_files=paths, split="train", streaming=streaming)
+        return text_column(dataset, f"{flag} {_names(paths)}")
+    except (DatasetGenerationError, OSError, UnicodeDecodeError) as error:
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        kind = _builder(paths)
+        raise ValueError(f"{flag} {_names(paths)} cannot be read as {kind}, write it again: {reason}") from error
+
+
+def read_documents(paths: list[str], flag: str) -> Iterator[str]:
+    """The texts of `load_files`, one after another."""
+    for row in load_files(paths, flag):
+        if row["text"]:
+            yield row["text"]
+
+
+def text_column(dataset: Dataset | IterableDataset, source: str) -> Dataset | IterableDataset:
+    """Only the column with the text, named `text`: the one of this name or the only one of strings.
+
+    Raises ValueError naming `source` where no column or more than one might be meant.
+    """
+    features = dataset.features
+    if features is None:
+        dataset = dataset._resolve_features()
+        features = dataset.features
+    kinds = ("string", "large_string")
+    strings = [name for name, feature in features.items() if getattr(feature, "dtype", None) in kinds]
+    if "text" not in strings and len(strings) != 1:
+        raise ValueError(
+            f"{source} has no column 'text' among {', '.join(sorted(features))}: rename the one that holds the text."
+        )
+    name = "text" if "text" in strings else strings[0]
+    dataset = dataset.select_columns([name])
+    return dataset if name == "text" else dataset.rename_column(name, "text")
+
+
+def _builder(paths: list[str]) -> str:
+    return _BUILDERS[Path(paths[0]).suffix.lower()]
+
+
+def _names(paths: list[str]) -> str:
+    return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+
+
+def _rows(paths: list[str], flag: str) -> Iterator[dict[str, str]]:
+    for text in _texts(paths, flag):
+        yield {"text": text}
+
+
+def _texts(paths: list[str], flag: str) -> Iterator[str]:
+    for path in paths:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{flag} {path} is not UTF-8 text (byte {error.start}): convert it.") from error
+        except OSError as error:
+            raise ValueError(f"{flag} {path} cannot be read: {error.strerror}.") from error
+        yield from _documents(text)
+
+
+def _documents(text: str) -> Iterator[str]:
+    lines: list[str] = []
+    for line in text.splitlines(keepends=True):
+        if line.strip() == END_OF_TEXT:
+            yield "".join(lines)
+            lines = []
+        else:
+            lines.append(line)
+    yield "".join(lines)

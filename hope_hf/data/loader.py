@@ -1,0 +1,255 @@
+"""Endless batches of training data, each with the state that continues after it.
+
+Both loaders yield `(batch, state)`: batches as described in `hope_hf.data.packing`, the state a small JSON-able dict
+that describes this rank after this batch. A loader given the state goes on with the batch that would have come next,
+whatever was read ahead when it was saved.
+
+Global order: rank r of W takes rows r, r+W, r+2W, ... of the row sequence, so the ranks' batches together hold the
+rows that one process with W times the rows per batch would read, and no row twice.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from datasets import IterableDataset
+from datasets.distributed import split_dataset_by_node
+from torch import Tensor
+
+from .packing import Block, collate, stable_seed
+
+Batch = tuple[dict[str, Tensor], dict]
+
+_DOCUMENTS_ENCODED_TOGETHER = 64
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The batches of one rank among all."""
+
+    block_size: int
+    batch_size: int
+    """Rows per rank."""
+    rank: int
+    world_size: int
+    carry: bool
+    """Row b of a batch continues row b of the batch before."""
+
+    @property
+    def global_rows(self) -> int:
+        """Rows of one batch over all ranks."""
+        return self.batch_size * self.world_size
+
+
+class BlockLoader:
+    """Batches from blocks that can be had by index.
+
+    reset: every epoch is a new permutation of all blocks, from seed and epoch; epochs follow without a gap.
+    carry: row b of the global batch reads its own contiguous share of the blocks, and after it goes on into the share
+    of the next row; so row b of one batch continues row b of the batch before, always.
+
+    State: {"rows": rows read by all ranks together} and, for carry, {"streams": rows per global batch}.
+    """
+
+    def __init__(self, blocks: Sequence[Block], layout: Layout, positions: bool, seed: int, state: dict | None = None):
+        self.blocks, self.layout, self.positions, self.seed = blocks, layout, positions, seed
+        self._rows = 0
+        self._order: dict[int, Tensor] = {}
+        if state is not None:
+            self._load(state)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches of this rank that read every block about once."""
+        return max(1, len(self.blocks) // self.layout.global_rows)
+
+    def __iter__(self) -> Iterator[Batch]:
+        layout = self.layout
+        index = self._carried if layout.carry else self._shuffled
+        while True:
+            rows = range(self._rows + layout.rank, self._rows + layout.global_rows, layout.world_size)
+            blocks = [self.blocks[index(row)] for row in rows]
+            self._rows += layout.global_rows
+            state = {"rows": self._rows} | ({"streams": layout.global_rows} if layout.carry else {})
+            yield collate(blocks, layout.block_size, 0, self.positions), state
+
+    def _shuffled(self, row: int) -> int:
+        epoch, place = divmod(row, len(self.blocks))
+        if epoch not in self._order:
+            generator = torch.Generator().manual_seed(stable_seed(self.seed, epoch))
+            # A batch may straddle two epochs, never three epochs' worth of permutations are needed.
+            self._order = {old: order for old, order in self._order.items() if old == epoch - 1}
+            self._order[epoch] = torch.randperm(len(self.blocks), generator=generator)
+        return int(self._order[epoch][place])
+
+    def _carried(self, row: int) -> int:
+        step, stream = divmod(row, self.layout.global_rows)
+        return (stream * self.batches_per_epoch + step) % len(self.blocks)
+
+    def _load(self, state: dict):
+        saved, now = state.get("streams"), self.layout.global_rows if self.layout.carry else None
+        if saved != now:
+            raise ValueError(
+                f"The checkpoint carries {saved or 'no'} rows on and this run {now or 'none'}: keep "
+                "--document_boundary, --per_device_train_batch_size and the number of processes."
+            )
+        self._rows = state["rows"]
+
+
+class StreamLoader:
+    """Batches from a stream of documents, in its own order, encoded on the way.
+
+    reset: rank r packs documents r, r+W, ... into consecutive rows.
+    carry: every row of every rank packs documents of its own (row b of S in the global batch takes b, b+S, ...), so
+    row b of one batch continues row b of the batch before.
+
+    State: {"packers": [one per contiguous stream of this rank]}, see `_Packer.state`.
+    """
+
+    batches_per_epoch = None
+
+    def __init__(self, documents: IterableDataset, encode: Callable, layout: Layout, state: dict | None = None):
+        self.layout = layout
+        shares = [(layout.rank, layout.world_size)]
+        if layout.carry:
+            shares = [(layout.rank + row * layout.world_size, layout.global_rows) for row in range(layout.batch_size)]
+        states = state["packers"] if state else [None] * len(shares)
+        if state and [packer["share"] for packer in states] != [list(share) for share in shares]:
+            raise ValueError(
+                "The checkpoint's stream was shared out in another way: keep --document_boundary, the number of "
+                "processes and, with carry, --per_device_train_batch_size."
+            )
+        self._packers = [
+            _Packer(split_dataset_by_node(documents, *share), encode, layout.block_size, share, packer_state)
+            for share, packer_state in zip(shares, states, strict=True)
+        ]
+
+    def __iter__(self) -> Iterator[Batch]:
+        layout = self.layout
+        while True:
+            rows = [self._packers[row % len(self._packers)].next_block() for row in range(layout.batch_size)]
+            state = {"packers": [packer.state() for packer in self._packers]}
+            yield collate(rows, layout.block_size, 0, restart=not layout.carry), state
+
+
+class _Packer:
+    """One contiguous stream of tokens from a share of the documents, endless."""
+
+    def __init__(
+        self, documents: IterableDataset, encode: Callable, block_size: int, share: tuple[int, int], state: dict | None
+    ):
+        self.documents, self.encode, self.block_size, self.share = documents, encode, block_size, share
+        self._beginning = documents.state_dict()
+        # The stream's state before the documents in `_encoded` were read: on resuming they are read and encoded again,
+        # which keeps the state small however long a document is.
+        self._before = state["before"] if state else self._beginning
+        self._encoded: list[list[int]] = []
+        self._document = self._offset = 0
+        self._open(self._before)
+        if state and state["read"]:
+            self._read()
+            self._document, self._offset = state["document"], state["offset"]
+
+    def state(self) -> dict:
+        """JSON-able: which documents were read last, and the next token's document and offset among them."""
+        return {
+            "share": list(self.share),
+            "before": self._before,
+            "read": bool(self._encoded),
+            "document": self._document,
+            "offset": self._offset,
+        }
+
+    def next_block(self) -> Block:
+        tokens, starts = [], []
+        while len(tokens) < self.block_size:
+            if self._document == len(self._encoded):
+                self._read()
+            document = self._encoded[self._document]
+            if self._offset == 0:
+                starts.append(len(tokens))
+            part = document[self._offset : self._offset + self.block_size - len(tokens)]
+            tokens += part
+            self._offset += len(part)
+            if self._offset == len(document):
+                self._document, self._offset = self._document + 1, 0
+        return Block(torch.tensor(tokens), torch.tensor(starts, dtype=torch.int64))
+
+    def _open(self, state: dict):
+        self.documents.load_state_dict(state)
+        self._iterator = iter(self.documents)
+
+    def _read(self):
+        """The next documents, from the beginning again after the last."""
+        self._encoded, self._document, self._offset = [], 0, 0
+        restarted = False
+        while not self._encoded:
+            self._before = self.documents.state_dict()
+            texts = [row["text"] for _, row in zip(range(_DOCUMENTS_ENCODED_TOGETHER), self._iterator, strict=False)]
+            if not texts:
+                if restarted:
+                    raise ValueError(
+                        f"--streaming: there is no document for share {self.share[0] + 1} of {self.share[1]}: use "
+                        "fewer processes or rows per batch, or leave out --streaming."
+                    )
+                restarted = True
+                self._open(self._beginning)
+            self._encoded = self.encode(texts)
+
+
+class Prefetched:
+    """A loader whose batches are read ahead by one background thread and, if wanted, page-locked.
+
+    One thread and not worker processes: encoding and copying release the interpreter, and the order stays what it was.
+    """
+
+    def __init__(self, loader: BlockLoader | StreamLoader, ahead: int, pin_memory: bool):
+        self.loader, self.ahead, self.pin_memory = loader, ahead, pin_memory and torch.cuda.is_available()
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        """As the loader inside."""
+        return self.loader.batches_per_epoch
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = map(self._pin, self.loader) if self.pin_memory else iter(self.loader)
+        return _read_ahead(batches, self.ahead) if self.ahead else batches
+
+    @staticmethod
+    def _pin(item: Batch) -> Batch:
+        batch, state = item
+        return {name: tensor.pin_memory() for name, tensor in batch.items()}, state
+
+
+def _read_ahead(items: Iterator, count: int) -> Iterator:
+    waiting: queue.Queue = queue.Queue(maxsize=count)
+    stopped = threading.Event()
+
+    def put(entry) -> bool:
+        while not stopped.is_set():
+            try:
+                waiting.put(entry, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def work():
+        try:
+            for item in items:
+                if not put((item, None)):
+                    return
+        except Exception as error:
+            put((None, error))
+
+    threading.Thread(target=work, daemon=True, name="batches").start()
+    try:
+        while True:
+            item, error = waiting.get()
+            if error is not None:
+                raise error
+            yield item
+    finally:
+        stopped.set()

@@ -1,0 +1,168 @@
+"""Documents to tokens, tokens to blocks of one length, blocks to batches.
+
+Every document is preceded by the EOS token, which is also where its positions start again:
+
+    tokens     <eos> a0 a1 a2 <eos> b0 b1 ...
+    positions    0    1  2  3   0    1  2 ...
+
+So a model whose memories restart there still learns both ends: a2 predicts <eos> from its own document, and <eos>
+predicts b0 from a fresh memory, as generation from an empty prompt and evaluation harnesses do. No target is masked.
+
+Blocks are consecutive pieces of `block_size` tokens; a block that begins inside a document is read from a fresh memory
+(its positions start at 0), unless boundaries are carried.
+
+A batch: `input_ids` and `labels` int64 [B, T] (labels not shifted; -100 only in the padding of the last validation
+block), and with document_boundary "reset" `position_ids` int64 [B, T].
+"""
+
+import bisect
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from datasets import Dataset, Features, Value
+from datasets import List as ListFeature
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+IGNORED = -100
+
+
+@dataclass
+class Block:
+    tokens: Tensor
+    """int64 [T]."""
+    starts: Tensor
+    """int64 [n]: where in the block documents begin."""
+
+
+def make_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[str | None]], list[list[int]]]:
+    """A function from texts to token lists, each beginning with EOS; blank texts give none."""
+    eos = tokenizer.eos_token_id
+
+    def encode(texts: Sequence[str | None]) -> list[list[int]]:
+        texts = [text for text in texts if text and not text.isspace()]
+        if not texts:
+            return []
+        # A text that spells a special token must not become one; no warning that a text exceeds the model's input.
+        rows = tokenizer(
+            texts,
+            add_special_tokens=False,
+            split_special_tokens=True,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        return [[eos, *row] for row in rows["input_ids"]]
+
+    return encode
+
+
+def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase, num_workers: int | None = None) -> "TokenStream":
+    """All documents as one stream of tokens."""
+    encode = make_encoder(tokenizer)
+    tokens = documents.map(
+        lambda rows: {"input_ids": encode(rows["text"])},
+        batched=True,
+        num_proc=num_workers,
+        remove_columns=documents.column_names,
+        features=Features({"input_ids": ListFeature(Value("int32"))}),
+        desc="Tokenizing",
+    )
+    return TokenStream(tokens)
+
+
+class TokenStream:
+    """The documents' tokens one after another; on disk where the data set is, read piece by piece."""
+
+    def __init__(self, documents: Dataset):
+        columns = documents.data.column("input_ids").chunks if len(documents) else []
+        self._pieces = [column.flatten().to_numpy() for column in columns]
+        self._ends = torch.tensor([len(piece) for piece in self._pieces], dtype=torch.int64).cumsum(0).tolist()
+        lengths = [torch.tensor(column.value_lengths().to_numpy(), dtype=torch.int64) for column in columns]
+        ends = torch.cat(lengths).cumsum(0) if lengths else torch.zeros(0, dtype=torch.int64)
+        self.starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends[:-1]]) if len(ends) else ends
+        """int64 [documents]: position of every document's EOS."""
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Tokens start..stop-1 as int64, fewer at the end of the stream."""
+        parts = []
+        index = bisect.bisect_right(self._ends, start)
+        while index < len(self._pieces) and start < stop:
+            piece_start = self._ends[index] - len(self._pieces[index])
+            part = self._pieces[index][start - piece_start : stop - piece_start]
+            parts.append(torch.tensor(part, dtype=torch.int64))
+            start += len(part)
+            index += 1
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+
+    def highest_id(self) -> int:
+        return max(int(piece.max()) for piece in self._pieces if len(piece))
+
+    def digest(self) -> str:
+        """A hash of the tokens, the same for the same text and tokenizer wherever it is stored."""
+        state = hashlib.blake2b(digest_size=16)
+        for piece in self._pieces:
+            state.update(piece)
+        return state.hexdigest()
+
+
+class TokenBlocks(Sequence):
+    """A stream cut into blocks of `block_size` tokens; the incomplete last one only with `keep_last`."""
+
+    def __init__(self, stream: TokenStream, block_size: int, keep_last: bool = False):
+        self.stream, self.block_size = stream, block_size
+        self._count = -(-len(stream) // block_size) if keep_last else len(stream) // block_size
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Block:
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        start = index * self.block_size
+        first, last = torch.searchsorted(self.stream.starts, torch.tensor([start, start + self.block_size])).tolist()
+        return Block(self.stream.read(start, start + self.block_size), self.stream.starts[first:last] - start)
+
+
+class RandomBlocks(Sequence):
+    """Blocks of uniformly random tokens: the same for the same seed and index."""
+
+    def __init__(self, count: int, block_size: int, vocab_size: int, seed: int):
+        self.count, self.block_size, self.vocab_size, self.seed = count, block_size, vocab_size, seed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Block:
+        if not 0 <= index < self.count:
+            raise IndexError(index)
+        generator = torch.Generator().manual_seed(stable_seed(self.seed, index))
+        tokens = torch.randint(self.vocab_size, (self.block_size,), generator=generator)
+        return Block(tokens, torch.zeros(1, dtype=torch.int64))
+
+
+def collate(blocks: list[Block], block_size: int, padding: int, restart: bool) -> dict[str, Tensor]:
+    """A batch of blocks; a short one is filled with `padding`, which nothing is asked to predict."""
+    input_ids = torch.full((len(blocks), block_size), padding)
+    labels = torch.full((len(blocks), block_size), IGNORED)
+    begins = torch.zeros(len(blocks), block_size, dtype=torch.bool)
+    for row, block in enumerate(blocks):
+        input_ids[row, : len(block.tokens)] = block.tokens
+        labels[row, : len(block.tokens)] = block.tokens
+        begins[row, block.starts] = True
+    batch = {"input_ids": input_ids, "labels": labels}
+    if restart:
+        column = torch.arange(block_size).expand_as(begins)
+        batch["position_ids"] = column - torch.where(begins, column, 0).cummax(dim=1).values
+    return batch
+
+
+def stable_seed(*parts: int) -> int:
+    """One seed from several numbers, so that neither (seed, epoch) nor (seed, row) pairs collide by addition."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -1,0 +1,135 @@
+"""Where documents come from, and which of them are for validation."""
+
+import warnings
+from dataclasses import dataclass
+from itertools import islice
+
+from datasets import Dataset, IterableDataset, load_dataset
+from datasets.exceptions import DatasetGenerationError
+
+from .config import DataConfig
+from .corpus import corpus_documents
+from .files import find_files, load_files, text_column
+from .split import held_out, split_documents
+
+_VALIDATION_DOCUMENTS_OF_A_STREAM = 256
+
+
+@dataclass
+class Sources:
+    """Documents as data sets with the one column `text`."""
+
+    train: Dataset | IterableDataset
+    validation: Dataset
+    description: str
+    """Where they come from, for people."""
+
+
+def open_sources(config: DataConfig) -> Sources:
+    """Find and split the documents that `config` names; raises ValueError naming the flag or file."""
+    held = None
+    if config.dataset_name:
+        train, held, description = _from_hub(config)
+    elif config.train_file:
+        files = find_files(config.train_file, "--train_file")
+        train = load_files(files, "--train_file", config.streaming)
+        description = f"{config.train_file} ({len(files)} files)" if len(files) > 1 else config.train_file
+    else:
+        train, description = _builtin(config)
+    if config.validation_file:
+        held = load_files(find_files(config.validation_file, "--validation_file"), "--validation_file")
+        description += f", validation {config.validation_file}"
+    if isinstance(train, IterableDataset):
+        train, held = _split_stream(train, held, config)
+    elif held is None:
+        train, held = _split(train, config, description)
+    return Sources(_first(train, config.max_train_samples), _first(held, config.max_eval_samples), description)
+
+
+def _builtin(config: DataConfig) -> tuple[Dataset, str]:
+    if config.streaming:
+        warnings.warn("--streaming is ignored: the built-in corpus is read as a whole.", stacklevel=2)
+    names, texts = zip(*corpus_documents(), strict=True)
+    return Dataset.from_dict({"text": texts, "name": names}), "built-in corpus"
+
+
+def _from_hub(config: DataConfig):
+    name = config.dataset_name
+    source = f"--dataset_name {name}" + (f" ({config.dataset_config_name})" if config.dataset_config_name else "")
+    try:
+        splits = load_dataset(name, config.dataset_config_name, streaming=config.streaming)
+    except (OSError, ValueError, DatasetGenerationError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"{source} could not be loaded, check its name and the connection: {reason}") from error
+    if "train" not in splits:
+        raise ValueError(f"{source} has no split 'train' among {', '.join(splits)}: name its files with --train_file.")
+    held = text_column(splits["validation"], source) if "validation" in splits else None
+    return text_column(splits["train"], source), held, source.removeprefix("--dataset_name ")
+
+
+def _split(documents: Dataset, config: DataConfig, source: str) -> tuple[Dataset, Dataset]:
+    key = "name" if "name" in documents.column_names else "text"
+    keys = (row[key] for row in documents.select_columns([key]))
+    train, held = split_documents(keys, config.validation_split_percentage)
+    if not train:
+        raise ValueError(f"{_flag(config)} {source} holds no text: give a file with text.")
+    if held:
+        return documents.select(train).select_columns(["text"]), documents.select(held).select_columns(["text"])
+    parts = _part_at_blank_line(documents[train[0]]["text"], config.validation_split_percentage)
+    if parts is None:
+        raise ValueError(
+            f"{_flag(config)} {source} holds one document, which cannot be split into training and validation: "
+            "add documents or pass --validation_file."
+        )
+    return Dataset.from_dict({"text": parts[:1]}), Dataset.from_dict({"text": parts[1:]})
+
+
+def _part_at_blank_line(text: str, percentage: float) -> tuple[str, str] | None:
+    """Head and tail of one long text, the tail about `percentage` of it; None where no blank line parts it.
+
+    A book in one file is the usual case: its paragraphs stay together as one document on each side.
+    """
+    target = round(len(text) * (1 - percentage / 100))
+    before, after = text.rfind("\n\n", 0, target), text.find("\n\n", target)
+    cuts = [cut for cut in (before, after) if cut >= 0 and text[:cut].strip() and text[cut:].strip()]
+    if not cuts:
+        return None
+    cut = min(cuts, key=lambda position: abs(position - target)) + 2
+    return text[:cut], text[cut:]
+
+
+def _split_stream(train: IterableDataset, held: Dataset | IterableDataset | None, config: DataConfig):
+    percentage = config.validation_split_percentage
+    if held is None:
+        held = train.filter(_is_held_out, fn_kwargs={"percentage": percentage})
+        train = train.filter(_is_for_training, fn_kwargs={"percentage": percentage})
+    if isinstance(held, IterableDataset):
+        count = config.max_eval_samples or _VALIDATION_DOCUMENTS_OF_A_STREAM
+        texts = [row["text"] for row in islice(held, count)]
+        if not texts:
+            raise ValueError(
+                f"--streaming found no document to hold out among {percentage:g} % of {_flag(config)}: "
+                "raise --validation_split_percentage or pass --validation_file."
+            )
+        held = Dataset.from_dict({"text": texts})
+    return train, held
+
+
+def _is_held_out(row: dict, percentage: float) -> bool:
+    return held_out(row["text"] or "", percentage)
+
+
+def _is_for_training(row: dict, percentage: float) -> bool:
+    return not held_out(row["text"] or "", percentage)
+
+
+def _first(documents, count: int | None):
+    if count is None:
+        return documents
+    if isinstance(documents, IterableDataset):
+        return documents.take(count)
+    return documents.select(range(min(count, len(documents))))
+
+
+def _flag(config: DataConfig) -> str:
+    return "--dataset_name" if config.dataset_name else "--train_file"

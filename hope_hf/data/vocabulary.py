@@ -1,0 +1,104 @@
+"""Byte-level BPE: trained, saved and loaded.
+
+Any text survives encoding and decoding unchanged. `<|endoftext|>` stands at the head of every document and is what the
+model predicts at its end (so it is the BOS and the EOS token, as in GPT-2); `<|pad|>` fills batches.
+"""
+
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+DEFAULT_VOCAB_SIZE = 4096
+END_OF_TEXT = "<|endoftext|>"
+PAD = "<|pad|>"
+_SMALLEST = 256 + 2
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int = DEFAULT_VOCAB_SIZE) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with at most `vocab_size` entries, both special tokens counted; the same for the same texts.
+
+    Fewer entries come out where the texts have no more pairs to merge. Raises ValueError below 258 entries.
+    """
+    if vocab_size < _SMALLEST:
+        raise ValueError(f"--vocab_size must be at least {_SMALLEST} (256 bytes, 2 special tokens), not {vocab_size}.")
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT, PAD],
+        # All 256 bytes, in a fixed order: every text can be encoded, and the ids do not depend on a set's order.
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=PAD,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or Hub name. Raises ValueError where there is none, or none with an EOS token."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"--tokenizer_name {name} holds no tokenizer that can be loaded: {reason}") from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"--tokenizer_name {name} has no EOS token to put between documents: set its eos_token and save it."
+        )
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, output_dir: str | Path):
+    """Write tokenizer.json and tokenizer_config.json. Raises ValueError where another tokenizer lies there."""
+    folder = Path(output_dir)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output_dir {folder} is a file: name a folder.")
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer.save_pretrained(scratch)
+        for written in Path(scratch).iterdir():
+            there = folder / written.name
+            if there.exists() and there.read_bytes() != written.read_bytes():
+                raise ValueError(
+                    f"--output_dir {folder} holds another tokenizer ({written.name} differs): "
+                    "name another folder or remove that one."
+                )
+    tokenizer.save_pretrained(folder)
+
+
+def bytes_per_id(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Bytes of text that each id stands for; special tokens stand for none.
+
+    Exact for byte-level BPE, where every character of an entry is one byte. For other kinds the entry's text is
+    counted, with the word mark `▁` as a space and `<0x41>` as one byte.
+    """
+    entries = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    special = set(tokenizer.all_special_ids)
+    byte_level = "ByteLevel" in _decoder(tokenizer)
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    return [
+        0 if index in special or entry is None else _bytes_of_entry(entry, byte_level and alphabet.issuperset(entry))
+        for index, entry in enumerate(entries)
+    ]
+
+
+def _bytes_of_entry(entry: str, byte_level: bool) -> int:
+    if byte_level:
+        return len(entry)
+    if len(entry) == 6 and entry.startswith("<0x"):
+        return 1
+    return len(entry.replace("▁", " ").encode("utf-8"))
+
+
+def _decoder(tokenizer: PreTrainedTokenizerBase) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return repr(backend.decoder) if backend is not None else ""
