@@ -111,9 +111,10 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int):
     """Raise ValueError where the tokenizer's ids go beyond the model's `vocab_size` embeddings."""
     highest = max(tokenizer.get_vocab().values())
     if highest >= vocab_size:
+        name = tokenizer.name_or_path or "the tokenizer made from the text"
         raise ValueError(
-            f"--tokenizer_name: {tokenizer.name_or_path or 'the tokenizer made from the text'} has ids up to {highest}, but "
-            f"the model's vocab_size is {vocab_size}: use the model's own tokenizer or raise it with --config_overrides."
+            f"--tokenizer_name: {name} has ids up to {highest}, but the model's vocab_size is {vocab_size}: use the "
+            "model's own tokenizer or raise vocab_size with --config_overrides."
         )
 
 
