@@ -21,7 +21,7 @@ class ModelArguments:
 
     model_name_or_path: str | None = _flag(None, "Start from these weights (folder or Hub name) instead of new ones.")
     model_type: str | None = _flag(None, "Architecture of a new model: hope (default) or any other causal LM.")
-    config_name: str | None = _flag(None, "Config of a new model: folder, Hub name, or a size of HOPE (tiny, pilot, ...).")
+    config_name: str | None = _flag(None, "Config of a new model: folder, Hub name, or HOPE size (tiny, pilot, ...).")
     config_overrides: str | None = _flag(
         None, "Fields of a new model's config: 'hidden_size=256,num_hidden_layers=4' or a JSON object."
     )
@@ -96,13 +96,13 @@ class RunArguments:
     resume_from_checkpoint: str | None = _flag(
         None, "A checkpoint folder, or 'latest'. Not needed to continue the run in --output_dir: that is automatic."
     )
-    checkpointing_steps: int = _flag(500, "Write a resumable checkpoint every N steps; 0: only at SIGTERM and the end.")
+    checkpointing_steps: int = _flag(500, "Write a resumable checkpoint every N steps; 0: only at SIGTERM and end.")
     save_total_limit: int = _flag(2, "Checkpoints kept; older ones are removed.")
     logging_steps: int = _flag(10, "Write a metrics row every N steps, and after the first.")
     eval_steps: int = _flag(500, "Evaluate every N steps; 0: only at the end.")
     seed: int = _flag(42, "Seed of weights, data order and sampling.")
     cpu_threads: int | None = _flag(None, "Threads per process (default: cores / processes on this machine).")
-    report_to: str = _flag("none", "Trackers beside metrics.jsonl: none, all, or names with commas (wandb,mlflow).")
+    report_to: str = _flag("none", "Trackers beside metrics.jsonl: none, all, or names with commas (wandb,aim).")
     run_name: str | None = _flag(None, "Name of the run in the trackers (default: the folder's name).")
     project_name: str = _flag("hope_hf", "Project of the run in the trackers.")
     push_to_hub: bool = _flag(False, "Not available yet: refused.")

@@ -41,7 +41,7 @@ def make_accelerator(args: Arguments, trackers: list[str]) -> Accelerator:
         )
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(
-            f"mixed_precision {accelerator.mixed_precision} is not supported: use 'no' or bf16 in the launcher's config."
+            f"mixed_precision {accelerator.mixed_precision} is not supported: set 'no' or bf16 in the config."
         )
     return accelerator
 

@@ -33,7 +33,7 @@ def build_config(args: Arguments, tokenizer, vocab_size: int, presets: dict):
     else:
         base = load_config(args.config_name, "config_name", args, presets)
         if args.model_type and base.model_type != args.model_type:
-            raise ValueError(f"--config_name {args.config_name} is a {base.model_type}, but --model_type is {model_type}.")
+            raise ValueError(f"--config_name {args.config_name} is a {base.model_type} and --model_type {model_type}.")
         config_class, given = type(base), _plain(base)
     # Fields that a config derives from others (heads from width) must be derived from the overridden ones: pass only
     # what was given, never the finished default config.
@@ -55,13 +55,8 @@ def load_config(source: str, flag: str, args: Arguments, presets: dict | None = 
         raise ValueError(f"--{flag} {source} cannot be loaded{hint}: {_one_line(error)}") from error
 
 
-def build_model(args: Arguments, config, tokenizer) -> PreTrainedModel:
-    """The model in fp32 on the CPU, checked against the tokenizer."""
-    if len(tokenizer) > config.vocab_size:
-        raise ValueError(
-            f"The tokenizer has {len(tokenizer):,} entries but the model's vocab_size is {config.vocab_size:,}: "
-            "choose another --tokenizer_name, or leave vocab_size out of --config_overrides."
-        )
+def build_model(args: Arguments, config) -> PreTrainedModel:
+    """The model in fp32 on the CPU; ValueError where it cannot be built or loaded."""
     options = {"attn_implementation": args.attn_implementation} if args.attn_implementation else {}
     options |= {"dtype": torch.float32, "trust_remote_code": args.trust_remote_code}
     try:

@@ -109,7 +109,7 @@ def _check(args: Arguments, named: set[str]):
         if not 0 <= getattr(args, name) < 1:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must lie in [0, 1).")
     if not 0 < args.validation_split_percentage < 100:
-        raise ValueError(f"--validation_split_percentage is {args.validation_split_percentage}: choose one in (0, 100).")
+        raise ValueError(f"--validation_split_percentage is {args.validation_split_percentage}: not in (0, 100).")
     if args.model_name_or_path and (args.config_name or args.config_overrides or args.model_type):
         flag = next(n for n in ("config_name", "config_overrides", "model_type") if getattr(args, n))
         raise ValueError(f"--{flag} shapes a new model and --model_name_or_path loads one: give only one of them.")

@@ -78,7 +78,7 @@ class RunFolder:
 
 
 def require_same_run(place: object, ours: dict, theirs: dict):
-    """ValueError where the identity `ours` is not `theirs`, that of the run in `place`; keys of one side do not count."""
+    """ValueError where the identity `ours` is not that of the run in `place`; keys of one side do not count."""
     ours = json.loads(json.dumps(ours))
     for name in ours.keys() & theirs.keys():
         if ours[name] != theirs[name]:

@@ -65,7 +65,7 @@ def build_all(args: Arguments, accelerator: Accelerator, data_state: dict | None
     config = pretrained or build_config(args, data.tokenizer, vocab_size or len(data.tokenizer), hope_hf.PRESETS)
     _check_length(data.block_size, config)
     _check_carry(args, config)
-    model = build_model(args, config, data.tokenizer)
+    model = build_model(args, config)
     tokens_per_step = (
         args.per_device_train_batch_size
         * data.block_size

@@ -1,6 +1,7 @@
 """Where metrics go: `metrics.jsonl` always, one console line per log, and accelerate's trackers by name."""
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -98,8 +99,8 @@ class Tracker:
 def train_line(row: dict) -> str:
     """The console's fixed fields of a training row."""
     fields = [
-        f"loss {row['train/loss']:7.4f}",
-        f"grad {row['train/grad_norm']:7.3f}",
+        f"loss {_or_nan(row['train/loss']):7.4f}",
+        f"grad {_or_nan(row['train/grad_norm']):7.3f}",
         f"lr {row['train/learning_rate']:.2e}",
         f"{row['train/tokens_per_second']:>9,.0f} tok/s",
         f"mem {row['train/peak_memory_gib']:5.2f} GiB",
@@ -117,6 +118,10 @@ def eval_line(row: dict) -> str:
     """The console's fixed fields of an evaluation row."""
     line = f"eval loss {row['eval/loss']:.4f} | perplexity {row['eval/perplexity']:,.2f}"
     return line + (f" | bits per byte {row['eval/bits_per_byte']:.4f}" if "eval/bits_per_byte" in row else "")
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def _clock(seconds: float) -> str:

@@ -4,10 +4,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from training_runs import HOPE, LLAMA, curve, read_rows
 
+from hope_hf.training import launch
 from hope_hf.training.arguments import Arguments
 from hope_hf.training.launch import default_threads, make_accelerator
 
@@ -57,8 +59,9 @@ def arguments(tmp_path) -> Arguments:
     return Arguments(output_dir=str(tmp_path))
 
 
-def test_launch_that_fell_apart_is_refused(tmp_path, monkeypatch, run):
+def test_launch_that_fell_apart_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(launch, "Accelerator", lambda **options: SimpleNamespace(num_processes=1))
     with pytest.raises(ValueError, match="WORLD_SIZE is 2 but 1 process"):
         make_accelerator(arguments(tmp_path), [])
 
