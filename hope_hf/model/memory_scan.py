@@ -23,9 +23,9 @@ from .memory_update import (
     apply_memory,
     effective_weights,
     initial_state,
-    unit,
     update_chunk,
 )
+from .vector_norms import unit
 
 
 class ProjectionInputs(NamedTuple):

@@ -22,10 +22,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .vector_norms import back_through_unit_silu, clip_norm, unit, unit_silu
+
 
 # One triangular solve covers at most this many tokens: its cost grows with the square of the tile.
 TILE = 64
-_EPSILON = 1e-12
 # Below this norm of the hidden activation its normalisation is treated as a constant scale, or the error explodes.
 _HIDDEN_NORM_FLOOR = 0.1
 
@@ -78,18 +79,6 @@ class Gates(NamedTuple):
         return Gates(*(None if gate is None else gate[..., start:stop] for gate in self))
 
 
-def unit(x: torch.Tensor) -> torch.Tensor:
-    """`x` scaled to norm 1 over its last axis; 0 stays 0."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPSILON)
-
-
-def clip_norm(x: torch.Tensor, limit: float | None) -> torch.Tensor:
-    """`x` scaled down to norm `limit` over its last axis where it is longer; unchanged for `None`."""
-    if limit is None:
-        return x
-    return x * (limit * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPSILON)).clamp(max=1.0)
-
-
 def initial_state(initial: Weights, batch_size: int, rule: MemoryRule) -> MemoryState:
     """The state of a memory that has read nothing. `initial`: the learned weights, each [H, N, o, i]."""
     shape = (batch_size, -1, -1, -1, -1)
@@ -107,8 +96,7 @@ def effective_weights(stored: Weights, initial: Weights, rule: MemoryRule) -> We
 
 def activate(pre: torch.Tensor, rule: MemoryRule) -> torch.Tensor:
     """Hidden activation of a two-layer memory, with norm 1 for `hidden_norm="unit"`."""
-    hidden = F.silu(pre)
-    return unit(hidden) if rule.hidden_norm == "unit" else hidden
+    return unit_silu(pre)[0] if rule.hidden_norm == "unit" else F.silu(pre)
 
 
 def apply_memory(weights: Weights, z: torch.Tensor, rule: MemoryRule) -> torch.Tensor:
@@ -150,28 +138,33 @@ def linearise(weights: Weights, keys: torch.Tensor, values: torch.Tensor, rule: 
     """
     target = apply_memory(weights, unit(values) if rule.target_norm else values, rule)
     if rule.depth == 1:
-        error = rule.gradient_factor * (keys + keys @ weights[0].mT - target)
+        error = _error(keys, keys, weights[0], target, rule)
         return [LayerWrite(keys, clip_norm(error, rule.error_clip), 1.0, rule.erase != "none")]
     inner, outer = weights
     pre = keys @ inner.mT
-    gate = torch.sigmoid(pre)
-    activation = pre * gate
-    hidden, inverse_norm = activation, None
     if rule.hidden_norm == "unit":
-        inverse_norm = torch.rsqrt(activation.square().sum(-1, keepdim=True) + _EPSILON)
-        hidden = activation * inverse_norm
-    error = rule.gradient_factor * (keys + hidden @ outer.mT - target)
+        hidden, inverse_norm = unit_silu(pre)
+    else:
+        hidden = F.silu(pre)
+    error = _error(keys, hidden, outer, target, rule)
     # the inner layer's error is formed from the unclipped outer one
     back = error @ outer
-    if inverse_norm is not None:
-        back = back - hidden * (hidden * back).sum(-1, keepdim=True)
-        back = back * inverse_norm.clamp(max=1 / _HIDDEN_NORM_FLOOR)
-    inner_error = back * (gate + activation * (1 - gate))
+    if rule.hidden_norm == "unit":
+        inner_error = back_through_unit_silu(back, pre, hidden, inverse_norm, 1 / _HIDDEN_NORM_FLOOR)
+    else:
+        gate = torch.sigmoid(pre)
+        inner_error = back * (gate + hidden * (1 - gate))
     scale = 1 / hidden.square().sum(-1).clamp(min=1.0) if rule.hidden_norm == "step" else 1.0
     return [
         LayerWrite(keys, clip_norm(inner_error, rule.error_clip), rule.inner_rate, rule.erase == "both"),
         LayerWrite(hidden, clip_norm(error, rule.error_clip), scale, rule.erase != "none"),
     ]
+
+
+def _error(keys, hidden, weight, target, rule: MemoryRule) -> torch.Tensor:
+    """Gradient of the loss at the output: `M(k) - target` times the factor of equation (93) or (88)."""
+    error = (keys - target) + hidden @ weight.mT
+    return error if rule.gradient_factor == 1 else rule.gradient_factor * error
 
 
 def decay_matrix(rows: torch.Tensor, columns: torch.Tensor, strict: bool) -> torch.Tensor:

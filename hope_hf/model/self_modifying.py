@@ -16,7 +16,8 @@ from transformers import initialization as init
 from .chunk_layout import ChunkLayout, ChunkPlan
 from .configuration_hope import HopeConfig
 from .memory_scan import GateFunctions, ProjectionInputs, Projections, scan_content, scan_projections
-from .memory_update import MemoryRule, MemoryState, Weights, unit
+from .memory_update import MemoryRule, MemoryState, Weights
+from .vector_norms import unit
 
 
 # standard deviation of a memory's output layer at initialisation, times 1 / sqrt(its input width)
