@@ -28,10 +28,8 @@ def newton_schulz(matrices: Tensor, dtype: torch.dtype | None = None, eps: float
         dtype = torch.promote_types(matrices.dtype, torch.float32) if matrices.device.type == "cpu" else torch.bfloat16
     # The products below are of the smaller side squared.
     tall = matrices.size(-2) > matrices.size(-1)
-    x = matrices.mT if tall else matrices
-    # Scaled before the cast: the gradient of a large model is too small for the squares of a low precision.
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    x = (x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)).to(dtype)
+    x = (matrices.mT if tall else matrices).to(dtype)
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
     a, b, c = QUINTIC
     for _ in range(STEPS):
         gram = x @ x.mT

@@ -46,7 +46,7 @@ def test_dtypes():
     torch.testing.assert_close(low, newton_schulz(gradient.bfloat16().float()).bfloat16(), rtol=0, atol=0)
     assert (newton_schulz(gradient, dtype=torch.bfloat16) - exact).abs().max() > 1e-3
     assert newton_schulz(torch.zeros(4, 4)).abs().max() == 0
-    # The squares of a large model's small gradient underflow in half precisions and must not get there.
+    # A large model's gradients are small.
     torch.testing.assert_close(newton_schulz(gradient * 1e-6, dtype=torch.bfloat16), exact.float(), rtol=0, atol=0.1)
 
 
@@ -67,7 +67,7 @@ def test_steps_equal_torch_muon(shape):
     assert (ours - theirs).norm() < 0.02 * moved
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (32, 128), (3, 128, 32)])
+@pytest.mark.parametrize("shape", [(64, 64), (32, 128), (3, 128, 32), (200, 16, 32)])
 def test_an_update_has_the_size_of_an_adamw_update(shape):
     parameter = torch.nn.Parameter(torch.zeros(shape))
     optimizer = LevelClock(

@@ -18,6 +18,7 @@ from accelerate import PartialState
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -139,7 +140,14 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path):
 
 def test_carried_memories_come_back_as_they_were(tmp_path):
     whole = torch.randn(4, 6)
-    carried = {"part": whole[:, :3], "half": torch.randn(2).bfloat16(), "count": torch.tensor(3), "same": whole[:, :3]}
+    carried = {
+        "all": whole,
+        "columns": whole[:, :3],
+        "rows": whole[2:],
+        "same": whole,
+        "half": torch.randn(2).bfloat16(),
+        "count": torch.tensor(3),
+    }
     Run().save(tmp_path, carried=carried)
     found = find_checkpoint(tmp_path, None).carried
     assert found.keys() == carried.keys()
@@ -164,6 +172,19 @@ def test_the_folder_loads_with_the_auto_classes(tmp_path, tied):
     fresh = Run(seed=3, tie_word_embeddings=tied).model
     load_weights(fresh, folder)
     assert torch.equal(fresh.lm_head.weight, run.model.lm_head.weight)
+
+
+def test_a_family_that_renames_its_weights_for_export_continues(tmp_path):
+    """Mixtral's experts are stacked in the model and apart in the files of the Hub."""
+    config = AutoConfig.for_model("mixtral", **CONFIG | {"num_local_experts": 2, "num_key_value_heads": 2})
+    torch.manual_seed(0)
+    model, fresh = AutoModelForCausalLM.from_config(config), AutoModelForCausalLM.from_config(config)
+    folder = Run().save(tmp_path, model=model)
+    load_weights(fresh, folder)
+    for (name, a), (_, b) in zip(model.named_parameters(), fresh.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
 
 
 def test_weights_in_several_files(tmp_path):
@@ -314,6 +335,20 @@ def test_a_kill_at_any_moment_leaves_the_last_checkpoint(output_dir, monkeypatch
     assert names(output_dir) == ["checkpoint-3", "checkpoint-5"]
 
 
+def test_what_a_kill_between_two_renames_leaves(output_dir):
+    """The replaced folder counts until the one that replaces it is there."""
+    replaced = output_dir / "checkpoint-5.replaced"
+    (output_dir / "checkpoint-5").rename(replaced)
+    run = Run()
+    assert run.restore(output_dir).path == replaced
+    run.save(output_dir)
+    shutil.copytree(output_dir / "checkpoint-5", replaced)
+    assert latest_checkpoint(output_dir) == output_dir / "checkpoint-5"
+    run.step = 6
+    run.save(output_dir)
+    assert names(output_dir) == ["checkpoint-3", "checkpoint-5", "checkpoint-6"]
+
+
 def test_rotation_keeps_the_newest(tmp_path):
     run = Run()
     for expected in (["1"], ["1", "2"], ["2", "3"], ["3", "4"]):
@@ -335,6 +370,24 @@ def test_rotation_does_not_count_broken_ones_and_keeps_later_ones(output_dir):
     run.step = 4
     run.save(output_dir, save_total_limit=1)
     assert names(output_dir) == ["checkpoint-4", "checkpoint-6"]
+
+
+def test_a_kill_while_deleting_leaves_no_half_checkpoint(output_dir, monkeypatch):
+    def delete_one_file(folder, **_):
+        (Path(folder) / "model.safetensors").unlink()
+        raise Killed
+
+    run = Run()
+    run.step = 6
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(shutil, "rmtree", delete_one_file)
+        run.save(output_dir, save_total_limit=1)
+    whole = [name for name in names(output_dir) if ".tmp-" not in name]
+    assert whole == ["checkpoint-3", "checkpoint-6"]
+    for name in whole:
+        verify(output_dir / name)
+    run.save(output_dir, save_total_limit=1)
+    assert names(output_dir) == ["checkpoint-6"]
 
 
 def test_a_full_disk_gets_one_sentence_and_its_space_back(output_dir):
