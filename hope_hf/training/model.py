@@ -1,6 +1,7 @@
 """The model of a run: loaded, or new from a config with the user's overrides."""
 
 import json
+import os
 import re
 from dataclasses import fields, is_dataclass
 
@@ -31,7 +32,10 @@ def build_config(args: Arguments, tokenizer, vocab_size: int, presets: dict):
     elif args.config_name is None:
         config_class, given = _config_class(model_type), {}
     else:
-        base = load_config(args.config_name, "config_name", args, presets)
+        hint = nearest(args.config_name, presets)
+        if hint and not os.path.isdir(args.config_name):
+            raise ValueError(f"--config_name {args.config_name} is no folder and no size of HOPE{hint}")
+        base = load_config(args.config_name, "config_name", args)
         if args.model_type and base.model_type != args.model_type:
             raise ValueError(f"--config_name {args.config_name} is a {base.model_type} and --model_type {model_type}.")
         config_class, given = type(base), _plain(base)
@@ -46,13 +50,12 @@ def build_config(args: Arguments, tokenizer, vocab_size: int, presets: dict):
     return _make(config_class, {**given, "vocab_size": vocab_size, **special, **_as_declared(overrides, example)})
 
 
-def load_config(source: str, flag: str, args: Arguments, presets: dict | None = None):
+def load_config(source: str, flag: str, args: Arguments):
     """The config of a folder or Hub name that was given with `--flag`."""
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError) as error:
-        hint = f" (sizes of HOPE: {', '.join(presets)})" if presets else ""
-        raise ValueError(f"--{flag} {source} cannot be loaded{hint}: {_one_line(error)}") from error
+        raise ValueError(f"--{flag} {source} cannot be loaded: {_one_line(error)}") from error
 
 
 def build_model(args: Arguments, config) -> PreTrainedModel:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from training_runs import LLAMA, make_tokenizer, read_rows, reset_accelerate
 
-from hope_hf.training import main
+from hope_hf.training import finish, main
 
 
 @pytest.fixture(scope="session")
@@ -31,6 +31,8 @@ def corpus(tmp_path_factory) -> list[str]:
 def run(tmp_path, corpus, monkeypatch):
     """`run(name, *flags, model=LLAMA)` trains in `tmp_path/name` on the corpus and returns (exit status, rows)."""
     threads = torch.get_num_threads()
+    # The sample at the end would take longer than the training.
+    monkeypatch.setattr(finish, "SAMPLE_TOKENS", 4)
 
     def start(name: str, *flags, model=LLAMA, data=corpus):
         reset_accelerate()

@@ -27,7 +27,7 @@ def hope(**fields) -> list[str]:
         (hope(hiden_size=64), "HopeConfig has no field 'hiden_size'; did you mean hidden_size?"),
         (["--model_type", "llama", "--config_overrides", "num_layers=2"], "LlamaConfig has no field 'num_layers'"),
         (["--model_type", "lama"], "--model_type lama is unknown to transformers; did you mean llama?"),
-        (["--config_name", "tinny"], "--config_name tinny cannot be loaded (sizes of HOPE: tiny, pilot, mid, target)"),
+        (["--config_name", "tinny"], "--config_name tinny is no folder and no size of HOPE; did you mean tiny?"),
         (["--config_overrides", "hidden_size"], "--config_overrides 'hidden_size' cannot be read"),
         (["--config_overrides", "{'hidden_size': 1"], "cannot be read"),
         (hope(memory_chunk_size=0), "memory_chunk_size"),

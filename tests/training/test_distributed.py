@@ -6,27 +6,27 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import ddp_worker
 import pytest
 from training_runs import HOPE, LLAMA, curve, read_rows
 
-from hope_hf.training import launch
+from hope_hf.training import launch, setup
 from hope_hf.training.arguments import Arguments
 from hope_hf.training.launch import default_threads, make_accelerator
 
 ROOT = Path(__file__).parents[2]
 WORKER = str(Path(__file__).with_name("ddp_worker.py"))
-ONE = [sys.executable]
+SMALL = ["--block_size", "32", "--max_train_steps", "6", "--logging_steps", "1", "--learning_rate", "5e-3"]
+SMALL += ["--max_grad_norm", "0.5", "--cpu_threads", "1"]
 TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 # What README tells users: the launcher, the config, the variable.
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
 ACCELERATE += [str(ROOT / "accelerate_configs" / "ddp.yaml"), "--num_processes", "2"]
 
 
-def start(launcher, folder, corpus, *flags, model=LLAMA, script=WORKER, **environment):
-    small = ["--block_size", "32", "--max_train_steps", "6", "--logging_steps", "1", "--learning_rate", "5e-3"]
-    small += ["--max_grad_norm", "0.5", "--cpu_threads", "1", "--output_dir", str(folder)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"} | environment
-    command = [*launcher, script, *model, *corpus, *small, *flags]
+def start(launcher, folder, corpus, *flags, model):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    command = [*launcher, WORKER, *model, *corpus, *SMALL, "--output_dir", str(folder), *flags]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -37,14 +37,16 @@ def finished(process, folder):
 
 
 @pytest.mark.parametrize("model", [LLAMA, HOPE], ids=["llama", "hope"])
-def test_two_processes_give_the_curve_of_one(tmp_path, corpus, model):
+def test_two_processes_give_the_curve_of_one(run, tmp_path, corpus, monkeypatch, model):
     batch = "--per_device_train_batch_size"
-    one = start(ONE, tmp_path / "one", corpus, batch, "4", model=model)
     launcher = TWO if model is LLAMA else ACCELERATE
     flags = [batch, "1", "--gradient_accumulation_steps", "2"] if model is LLAMA else [batch, "2"]
     two = start(launcher, tmp_path / "two", corpus, *flags, model=model)
-    _, single = finished(one, tmp_path / "one")
+    # Meanwhile, in this process:
+    monkeypatch.setattr(setup, "build_data", ddp_worker.masked_data)
+    status, single = run("one", batch, "4", *SMALL, model=model)
     output, double = finished(two, tmp_path / "two")
+    assert status == 0
     assert "x 2 process(es)" in output
     assert len(curve(single)) == 6
     assert curve(double) == pytest.approx(curve(single), rel=1e-5)

@@ -9,7 +9,7 @@ from training_runs import HOPE, LLAMA, curve
 
 from hope_hf.training import trainer
 
-SAVES = ["--checkpointing_steps", "3", "--eval_steps", "2"]
+SAVES = ["--checkpointing_steps", "2", "--eval_steps", "3", "--max_train_steps", "5"]
 
 
 def forget_the_end(folder, *steps):
@@ -31,8 +31,8 @@ def forget_the_end(folder, *steps):
 )
 def test_continued_run_equals_the_uninterrupted_one(run, tmp_path, model, flags):
     status, whole = run("a", *SAVES, "--save_total_limit", "9", *flags, model=model)
-    assert status == 0 and len(curve(whole)) == 8
-    forget_the_end(tmp_path / "a", 6, 8)
+    assert status == 0 and len(curve(whole)) == 5
+    forget_the_end(tmp_path / "a", 4, 5)
     status, continued = run("a", *SAVES, *flags, model=model)
     assert status == 0
     assert curve(continued) == curve(whole)
@@ -42,9 +42,9 @@ def test_continued_run_equals_the_uninterrupted_one(run, tmp_path, model, flags)
 
 
 def test_logging_interval_survives_the_break(run, tmp_path):
-    _, whole = run("a", *SAVES, "--logging_steps", "4", "--save_total_limit", "9")
-    forget_the_end(tmp_path / "a", 6, 8)
-    _, continued = run("a", *SAVES, "--logging_steps", "4")
+    _, whole = run("a", *SAVES, "--logging_steps", "3", "--save_total_limit", "9")
+    forget_the_end(tmp_path / "a", 4, 5)
+    _, continued = run("a", *SAVES, "--logging_steps", "3")
     assert curve(continued) == curve(whole)
 
 
@@ -85,7 +85,7 @@ def test_complete_run_is_not_repeated(run, tmp_path, capsys):
 
 def test_named_checkpoint_is_taken_and_later_rows_are_replaced(run, tmp_path, capsys):
     _, whole = run("a", *SAVES, "--save_total_limit", "9")
-    forget_the_end(tmp_path / "a", 8)
-    _, rows = run("a", *SAVES, "--resume_from_checkpoint", tmp_path / "a" / "checkpoint-3")
-    assert "checkpoint-3 at step 3" in capsys.readouterr().out
+    forget_the_end(tmp_path / "a", 5)
+    _, rows = run("a", *SAVES, "--resume_from_checkpoint", tmp_path / "a" / "checkpoint-2")
+    assert "checkpoint-2 at step 2" in capsys.readouterr().out
     assert curve(rows) == curve(whole)
