@@ -16,8 +16,8 @@ def newton_schulz(matrices: Tensor, dtype: torch.dtype | None = None, eps: float
 
     Args:
         matrices: [..., rows, columns]; every leading index is a matrix of its own (a head, an expert).
-        dtype: what to compute in. Default: bfloat16 on an accelerator, where it is twice as fast; the input's own (at
-            least float32) on the CPU, where bfloat16 saves no time and its rounding (1e-4 in the loss) would hide
+        dtype: what to compute in. Default: bfloat16 on an accelerator, where it is the fast one; the input's own (at
+            least float32) on the CPU, where bfloat16 may be ten times slower and its rounding (1e-4 in the loss) hides
             whether two launches compute the same.
         eps: lower bound of the norm by which a matrix is scaled, so that a zero matrix stays zero.
 
