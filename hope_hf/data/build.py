@@ -58,7 +58,7 @@ class Data:
     train_tokens: int | None
     """Tokens of one epoch; None for a stream."""
     fingerprint: str
-    """A hash of what defines the stream of training tokens; the batch size and the number of ranks are not in it."""
+    """A hash of what defines the tokens and their order; the batch size and the number of ranks are not in it."""
     description: str
     """Source and size, for people."""
 
@@ -102,7 +102,9 @@ def build_data(config: DataConfig, *, rank: int = 0, world_size: int = 1, state:
         block_size=config.block_size,
         validation_bytes_per_token=_bytes_per_token(validation, tokenizer),
         train_tokens=tokens,
-        fingerprint=_hash(identity, len(tokenizer), config.block_size, config.document_boundary, config.seed),
+        fingerprint=_hash(
+            identity, held.digest(), len(tokenizer), config.block_size, config.document_boundary, config.seed
+        ),
         description=f"{sources.description}: {extent}; validation {held_extent}",
     )
 

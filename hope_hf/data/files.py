@@ -53,11 +53,12 @@ def load_files(paths: list[str], flag: str, streaming: bool = False) -> Dataset 
         return Dataset.from_dict({"text": list(_texts(paths, flag))})
     try:
         dataset = load_dataset(_builder(paths), data_files=paths, split="train", streaming=streaming)
-        return text_column(dataset, f"{flag} {_names(paths)}")
-    except (DatasetGenerationError, OSError, UnicodeDecodeError) as error:
+        columns = column_kinds(dataset)
+    except (DatasetGenerationError, OSError, ValueError) as error:
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         kind = _builder(paths)
         raise ValueError(f"{flag} {_names(paths)} cannot be read as {kind}, write it again: {reason}") from error
+    return text_column(dataset, columns, f"{flag} {_names(paths)}")
 
 
 def read_documents(paths: list[str], flag: str) -> Iterator[str]:
@@ -67,20 +68,25 @@ def read_documents(paths: list[str], flag: str) -> Iterator[str]:
             yield row["text"]
 
 
-def text_column(dataset: Dataset | IterableDataset, source: str) -> Dataset | IterableDataset:
+def column_kinds(dataset: Dataset | IterableDataset) -> dict[str, bool]:
+    """Every column's name, and whether it holds strings; of a stream of unknown columns the first row is read."""
+    if dataset.features is None:
+        return {name: isinstance(value, str) for name, value in next(iter(dataset), {}).items()}
+    kinds = ("string", "large_string")
+    return {name: getattr(feature, "dtype", None) in kinds for name, feature in dataset.features.items()}
+
+
+def text_column(
+    dataset: Dataset | IterableDataset, columns: dict[str, bool], source: str
+) -> Dataset | IterableDataset:
     """Only the column with the text, named `text`: the one of this name or the only one of strings.
 
-    Raises ValueError naming `source` where no column or more than one might be meant.
+    `columns` as from `column_kinds`. Raises ValueError naming `source` where no column or more than one might be meant.
     """
-    features = dataset.features
-    if features is None:
-        dataset = dataset._resolve_features()
-        features = dataset.features
-    kinds = ("string", "large_string")
-    strings = [name for name, feature in features.items() if getattr(feature, "dtype", None) in kinds]
+    strings = [name for name, is_string in columns.items() if is_string]
     if "text" not in strings and len(strings) != 1:
         raise ValueError(
-            f"{source} has no column 'text' among {', '.join(sorted(features))}: rename the one that holds the text."
+            f"{source} has no column 'text' among {', '.join(sorted(columns))}: rename the one that holds the text."
         )
     name = "text" if "text" in strings else strings[0]
     dataset = dataset.select_columns([name])
@@ -103,7 +109,8 @@ def _rows(paths: list[str], flag: str) -> Iterator[dict[str, str]]:
 def _texts(paths: list[str], flag: str) -> Iterator[str]:
     for path in paths:
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            # Not read_text, which would rewrite line ends; a byte order mark is not text.
+            text = Path(path).read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(f"{flag} {path} is not UTF-8 text (byte {error.start}): convert it.") from error
         except OSError as error:

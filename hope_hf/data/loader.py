@@ -144,11 +144,11 @@ class _Packer:
         self._beginning = documents.state_dict()
         # The stream's state before the documents in `_encoded` were read: on resuming they are read and encoded again,
         # which keeps the state small however long a document is.
-        self._before = state["before"] if state else self._beginning
+        self._before = self._after = self._beginning
         self._encoded: list[list[int]] = []
         self._document = self._offset = 0
-        self._open(self._before)
-        if state and state["read"]:
+        self._open(state["before"] if state else self._beginning)
+        if state:
             self._read()
             self._document, self._offset = state["document"], state["offset"]
 
@@ -157,7 +157,6 @@ class _Packer:
         return {
             "share": list(self.share),
             "before": self._before,
-            "read": bool(self._encoded),
             "document": self._document,
             "offset": self._offset,
         }
@@ -180,14 +179,17 @@ class _Packer:
     def _open(self, state: dict):
         self.documents.load_state_dict(state)
         self._iterator = iter(self.documents)
+        # Until the first row is read the data set's own state is that of its beginning, whatever was loaded.
+        self._after = state
 
     def _read(self):
         """The next documents, from the beginning again after the last."""
         self._encoded, self._document, self._offset = [], 0, 0
         restarted = False
         while not self._encoded:
-            self._before = self.documents.state_dict()
+            self._before = self._after
             texts = [row["text"] for _, row in zip(range(_DOCUMENTS_ENCODED_TOGETHER), self._iterator, strict=False)]
+            self._after = self.documents.state_dict()
             if not texts:
                 if restarted:
                     raise ValueError(

@@ -1,5 +1,6 @@
 """Where documents come from, and which of them are for validation."""
 
+import re
 import warnings
 from dataclasses import dataclass
 from itertools import islice
@@ -9,7 +10,7 @@ from datasets.exceptions import DatasetGenerationError
 
 from .config import DataConfig
 from .corpus import corpus_documents
-from .files import find_files, load_files, text_column
+from .files import column_kinds, find_files, load_files, text_column
 from .split import held_out, split_documents
 
 _VALIDATION_DOCUMENTS_OF_A_STREAM = 256
@@ -63,8 +64,9 @@ def _from_hub(config: DataConfig):
         raise ValueError(f"{source} could not be loaded, check its name and the connection: {reason}") from error
     if "train" not in splits:
         raise ValueError(f"{source} has no split 'train' among {', '.join(splits)}: name its files with --train_file.")
-    held = text_column(splits["validation"], source) if "validation" in splits else None
-    return text_column(splits["train"], source), held, source.removeprefix("--dataset_name ")
+    columns = column_kinds(splits["train"])
+    held = text_column(splits["validation"], columns, source) if "validation" in splits else None
+    return text_column(splits["train"], columns, source), held, source.removeprefix("--dataset_name ")
 
 
 def _split(documents: Dataset, config: DataConfig, source: str) -> tuple[Dataset, Dataset]:
@@ -90,11 +92,10 @@ def _part_at_blank_line(text: str, percentage: float) -> tuple[str, str] | None:
     A book in one file is the usual case: its paragraphs stay together as one document on each side.
     """
     target = round(len(text) * (1 - percentage / 100))
-    before, after = text.rfind("\n\n", 0, target), text.find("\n\n", target)
-    cuts = [cut for cut in (before, after) if cut >= 0 and text[:cut].strip() and text[cut:].strip()]
+    cuts = [match.end() for match in re.finditer(r"\n[ \t\r]*\n\s*(?=\S)", text) if text[: match.start()].strip()]
     if not cuts:
         return None
-    cut = min(cuts, key=lambda position: abs(position - target)) + 2
+    cut = min(cuts, key=lambda position: abs(position - target))
     return text[:cut], text[cut:]
 
 

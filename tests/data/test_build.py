@@ -1,0 +1,181 @@
+"""build_data: from a configuration to batches, on a corpus that is a handful of sentences."""
+
+import json
+import os
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from hope_hf.data import DataConfig, build_data, check_vocabulary, save_tokenizer, train_tokenizer
+from hope_hf.data.packing import IGNORED
+
+TEXTS = [
+    f"Document {index} tells of naïve £{index * 37} cats, dogs and numbers. " * (1 + index % 7) for index in range(80)
+]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture(scope="module")
+def tokenizer_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(train_tokenizer(TEXTS, 300), folder)
+    return str(folder)
+
+
+@pytest.fixture
+def config(tmp_path, tokenizer_dir):
+    file = tmp_path / "texts.jsonl"
+    file.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+
+    def make(**changes):
+        defaults = {"train_file": str(file), "tokenizer_name": tokenizer_dir, "block_size": 32}
+        return DataConfig(**defaults | {"per_device_train_batch_size": 4, "validation_split_percentage": 20} | changes)
+
+    return make
+
+
+def test_training_and_validation_tokens_are_those_of_the_documents(config):
+    data = build_data(config())
+    rows = [batch["input_ids"] for batch, _ in islice(data.train, data.train.batches_per_epoch)]
+    assert len(rows) * 4 * 32 <= data.train_tokens < (len(rows) + 1) * 4 * 32
+    held = [batch["labels"][batch["labels"] != IGNORED] for batch in data.validation]
+    decoded = data.tokenizer.decode(torch.cat(held)).split("<|endoftext|>")
+    assert decoded[0] == "" and set(decoded[1:]) < set(TEXTS)
+    assert len(data.description.splitlines()) == 1 and f"{data.train_tokens:,} tokens" in data.description
+
+
+def test_validation_is_the_same_in_every_pass_and_on_every_rank(config):
+    one, other = build_data(config()), build_data(config(), rank=1, world_size=2)
+    for batches in (list(one.validation), list(other.validation)):
+        for left, right in zip(list(one.validation), batches, strict=True):
+            assert all(torch.equal(left[name], right[name]) for name in left)
+    shapes = [tuple(batch["input_ids"].shape) for batch in one.validation]
+    assert set(shapes[:-1]) <= {(4, 32)} and shapes[-1][1] == 32
+
+
+def test_bytes_per_token_counts_the_text_of_scored_tokens_only(config):
+    data = build_data(config())
+    text, count = b"", 0
+    for batch in data.validation:
+        for row in batch["labels"]:
+            scored = row[1:][row[1:] != IGNORED]
+            count += len(scored)
+            # Pieces of characters are bytes too, so decode to bytes through the byte alphabet.
+            pieces = data.tokenizer.convert_ids_to_tokens(scored.tolist())
+            text += b"".join(b"" if piece == "<|endoftext|>" else b"." * len(piece) for piece in pieces)
+    assert data.validation_bytes_per_token == pytest.approx(len(text) / count)
+    # One block over everything: all bytes of the documents but nothing else.
+    whole = build_data(config(block_size=2048, max_train_samples=None, max_eval_samples=1))
+    (batch,) = whole.validation
+    labels = batch["labels"][0]
+    document = whole.tokenizer.decode(labels[1:][labels[1:] != IGNORED])
+    assert whole.validation_bytes_per_token * int((labels[1:] != IGNORED).sum()) == len(document.encode())
+
+
+@pytest.mark.parametrize("boundary", ["reset", "carry"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_state_continues_the_data(config, streaming, boundary):
+    options = config(streaming=streaming, document_boundary=boundary, dataloader_num_workers=2)
+    whole = list(islice(build_data(options).train, 40))
+    state = json.loads(json.dumps(whole[24][1]))
+    resumed = list(islice(build_data(options, state=state).train, 15))
+    for (batch, _), (again, _) in zip(whole[25:], resumed, strict=True):
+        assert batch.keys() == again.keys() and all(torch.equal(batch[name], again[name]) for name in batch)
+    assert ("position_ids" in whole[0][0]) == (boundary == "reset")
+    assert len({tuple(batch["input_ids"].flatten().tolist()) for batch, _ in whole[:5]}) == 5
+
+
+def test_fingerprint_tells_other_data_from_the_same_data(config, tmp_path):
+    same = build_data(config()).fingerprint
+    assert build_data(config(), rank=1, world_size=2).fingerprint == same
+    assert build_data(config(per_device_train_batch_size=2, dataloader_num_workers=1)).fingerprint == same
+    others = [{"block_size": 16}, {"seed": 1}, {"document_boundary": "carry"}, {"max_train_samples": 50}]
+    found = {build_data(config(**changes)).fingerprint for changes in others} | {same}
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS[1:]))
+    assert len(found | {build_data(config()).fingerprint}) == 6
+
+
+def test_fingerprint_of_a_stream(config):
+    fingerprints = [
+        build_data(config(streaming=True, **changes)).fingerprint
+        for changes in ({}, {}, {"block_size": 16}, {"max_train_samples": 9}, {"validation_split_percentage": 30})
+    ]
+    assert fingerprints[0] == fingerprints[1] and len(set(fingerprints)) == 4
+
+
+def test_a_tokenizer_is_made_from_the_training_text_where_none_is_named(config):
+    data = build_data(config(tokenizer_name=None))
+    again = build_data(config(tokenizer_name=None))
+    assert data.tokenizer.get_vocab() == again.tokenizer.get_vocab()
+    assert 300 < len(data.tokenizer) <= 4096
+    assert data.tokenizer.tokenize("Document") == ["Document"]
+
+
+def test_synthetic_rows_are_seeded_and_within_the_vocabulary():
+    config = DataConfig(dataset_name="synthetic", vocab_size=500, block_size=16, max_train_samples=8)
+    data = build_data(config)
+    batch, state = next(iter(data.train))
+    assert batch.keys() == {"input_ids", "labels"} and batch["input_ids"].shape == (8, 16)
+    assert 258 < int(batch["input_ids"].max()) < 500
+    again = iter(build_data(config).train)
+    assert torch.equal(next(again)[0]["input_ids"], batch["input_ids"])
+    following = next(iter(build_data(config, state=state).train))[0]["input_ids"]
+    assert torch.equal(following, next(again)[0]["input_ids"]) and not torch.equal(following, batch["input_ids"])
+    assert data.validation_bytes_per_token == 1.0
+    held = {tuple(row.tolist()) for batch in data.validation for row in batch["input_ids"]}
+    assert held.isdisjoint(tuple(row.tolist()) for row in batch["input_ids"])
+
+
+BAD = {
+    "block too long": ({"block_size": 100_000}, "--block_size 100000 is longer than the training text of"),
+    "vocabulary too small": (
+        {"vocab_size": 299},
+        "--tokenizer_name: .* ids up to 299, but the model's vocab_size is 299",
+    ),
+    "no such tokenizer": ({"tokenizer_name": "none/here"}, "--tokenizer_name none/here holds no tokenizer"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_told_in_one_sentence(config, monkeypatch, case):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    changes, message = BAD[case]
+    with pytest.raises(ValueError, match=message) as caught:
+        build_data(config(**changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hub_data_set_needs_a_tokenizer(config, tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    os.rename(tmp_path / "texts.jsonl", folder / "train.jsonl")
+    with pytest.raises(ValueError, match="--dataset_name .* needs a --tokenizer_name"):
+        build_data(config(train_file=None, dataset_name=str(folder), tokenizer_name=None))
+    assert build_data(config(train_file=None, dataset_name=str(folder))).train_tokens > 0
+
+
+def test_check_vocabulary_admits_a_larger_embedding():
+    tokenizer = train_tokenizer([], 258)
+    check_vocabulary(tokenizer, 258)
+    check_vocabulary(tokenizer, 320)
+    with pytest.raises(ValueError, match="the tokenizer made from the text has ids up to 257"):
+        check_vocabulary(tokenizer, 257)
+
+
+@pytest.mark.skipif("HOPE_TEST_DATA" not in os.environ, reason="HOPE_TEST_DATA names no folder with real texts")
+@pytest.mark.parametrize("name", ["tinyshakespeare.txt", "gutenberg_2701_moby_dick.txt"])
+def test_real_texts_in_one_file(name):
+    file = Path(os.environ["HOPE_TEST_DATA"]) / "text" / name
+    data = build_data(DataConfig(train_file=str(file), block_size=256))
+    batches = list(islice(data.train, data.train.batches_per_epoch))
+    assert sum(batch["input_ids"].numel() for batch, _ in batches) > 0.98 * data.train_tokens
+    held = torch.cat([batch["labels"][batch["labels"] != IGNORED] for batch in data.validation])
+    text = file.read_bytes().decode("utf-8-sig")
+    assert text.endswith(data.tokenizer.decode(held[1:]))
+    assert 0.04 < len(data.tokenizer.decode(held)) / len(text) < 0.06

@@ -1,0 +1,123 @@
+"""The tokenizer: exact, deterministic, loadable, and never written over another one."""
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from hope_hf.data.tokenizer import main
+from hope_hf.data.vocabulary import bytes_per_id, load_tokenizer, save_tokenizer, train_tokenizer
+
+TEXT = inspect.getsource(json.decoder) + "  # naïve, 3 × 7, ½, 🐍\r\n\tπ = 3.14159\n"
+ODD = "\x00\x07 \u200b\u202e tabs\t\tand  spaces \n\n\r\n 🏴󠁧󠁢󠁳󠁣󠁴󠁿 e\u0301 é <|endoftext|> <|pad|> ﷽ "
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer([TEXT], 400)
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    file = tmp_path / "book.txt"
+    file.write_text(TEXT, encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize("text", [TEXT, ODD, " leading", "trailing ", "\n"])
+def test_round_trip_is_exact(tokenizer, text):
+    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert tokenizer.decode(ids) == text
+
+
+def test_training_is_deterministic_and_fills_the_vocabulary(tokenizer):
+    again = train_tokenizer([TEXT], 400)
+    assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    assert len(tokenizer) == 400
+    assert len(tokenizer(TEXT)["input_ids"]) < len(TEXT.encode()) / 2
+
+
+def test_saved_tokenizer_loads_through_the_auto_class(tokenizer, tmp_path):
+    save_tokenizer(tokenizer, tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded(ODD)["input_ids"] == tokenizer(ODD)["input_ids"]
+    assert (loaded.eos_token_id, loaded.bos_token_id, loaded.pad_token_id) == (
+        tokenizer.eos_token_id,
+        tokenizer.bos_token_id,
+        tokenizer.pad_token_id,
+    )
+    assert loaded.eos_token_id != loaded.pad_token_id
+    assert load_tokenizer(str(tmp_path)).decode(loaded(TEXT)["input_ids"]) == TEXT
+
+
+@pytest.mark.parametrize("text", [TEXT, ODD])
+def test_bytes_of_a_byte_level_tokenizer_are_exact(tokenizer, text):
+    table = bytes_per_id(tokenizer)
+    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert sum(table[index] for index in ids) == len(text.encode())
+    assert table[tokenizer.eos_token_id] == table[tokenizer.pad_token_id] == 0
+
+
+def test_bytes_of_a_tokenizer_with_word_marks():
+    entries = ["<unk>", "▁the", "▁", "é", "<0x0A>", "</s>"]
+    backend = Tokenizer(models.BPE(vocab={entry: index for index, entry in enumerate(entries)}, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+    assert bytes_per_id(tokenizer) == [0, 4, 1, 2, 1, 0]
+
+
+def test_command_line_writes_the_same_tokenizer_as_the_function(text_file, tmp_path, capsys):
+    assert main(["--files", str(text_file), "--vocab_size", "400", "--output_dir", str(tmp_path / "out")]) == 0
+    written = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert written.get_vocab() == train_tokenizer([TEXT], 400).get_vocab()
+    assert "--tokenizer_name" in capsys.readouterr().out
+    # The same command again finds its own result and leaves it.
+    assert main(["--files", str(text_file), "--vocab_size", "400", "--output_dir", str(tmp_path / "out")]) == 0
+
+
+def test_another_tokenizer_is_not_overwritten(text_file, tmp_path, capsys):
+    target = tmp_path / "out"
+    assert main(["--files", str(text_file), "--vocab_size", "400", "--output_dir", str(target)]) == 0
+    before = {file.name: file.read_bytes() for file in target.iterdir()}
+    assert main(["--files", str(text_file), "--vocab_size", "300", "--output_dir", str(target)]) == 2
+    assert f"--output_dir {target} holds another tokenizer" in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in target.iterdir()} == before
+
+
+def test_bad_arguments_give_one_sentence_each(text_file, tmp_path, capsys):
+    for arguments, message in [
+        (["--files", str(tmp_path / "none.txt")], "--files .*none.txt does not exist"),
+        (["--files", str(text_file), "--vocab_size", "200"], "--vocab_size must be at least 258"),
+    ]:
+        assert main([*arguments, "--output_dir", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert re.search(message, error)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(SystemExit):
+        main(["--file", str(text_file), "--output_dir", str(tmp_path / "out")])
+
+
+def test_the_module_runs_as_a_program():
+    result = subprocess.run(
+        [sys.executable, "-m", "hope_hf.data.tokenizer", "--help"], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0 and "--vocab_size" in result.stdout
+    assert "RuntimeWarning" not in result.stderr
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(ValueError, match=f"--tokenizer_name {tmp_path} holds no tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_without_eos_is_refused(tmp_path):
+    backend = train_tokenizer([TEXT], 300).backend_tokenizer
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no EOS token"):
+        load_tokenizer(str(tmp_path))
