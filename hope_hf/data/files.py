@@ -81,7 +81,7 @@ def text_column(
 ) -> Dataset | IterableDataset:
     """Only the column with the text, named `text`: the one of this name or the only one of strings.
 
-    `columns` as from `column_kinds`. Raises ValueError naming `source` where no column or more than one might be meant.
+    `columns` as from `column_kinds`. Raises ValueError naming `source` where none, or more than one, might be meant.
     """
     strings = [name for name, is_string in columns.items() if is_string]
     if "text" not in strings and len(strings) != 1:
