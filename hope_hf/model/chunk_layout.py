@@ -47,6 +47,16 @@ class ChunkLayout:
         """Whether all rows are cut alike."""
         return self.valid is None
 
+    @property
+    def sizes(self) -> list[int]:
+        """Slots of each piece."""
+        return [stop - start for start, stop in self.pieces]
+
+    def valid_piece(self, index: int) -> torch.Tensor | None:
+        """Slots of a piece that hold a token [B, 1, C], or `None` where all do."""
+        start, stop = self.pieces[index]
+        return None if self.valid is None else self.valid[:, None, start:stop]
+
     def to_slots(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, ...] -> [B, S, ...]."""
         return x if self.token_of_slot is None else _gather(x, self.token_of_slot)

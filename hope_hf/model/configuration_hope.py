@@ -121,8 +121,9 @@ class HopeConfig(PreTrainedConfig):
             Whether writes are carried on by a momentum with a gate of its own.
         conv_kernel_size (`int`, *optional*, defaults to 4):
             Width of the causal depthwise convolutions on queries, keys and values, in tokens.
-        recompute_chunks (`int`, *optional*, defaults to 4):
-            Chunks whose activations are recomputed together in the backward pass; 0 keeps all activations.
+        recompute_chunks (`int`, *optional*, defaults to 8):
+            Chunks whose activations are recomputed together in the backward pass (the last such group keeps its own);
+            0 keeps all activations.
         level_periods (`list[int]`, *optional*, defaults to `[1000000, 4000000, 16000000]`):
             Continuum memory: tokens per update of each MLP level, fast to slow.
         level_intermediate_sizes (`list[int]`, *optional*):
@@ -174,7 +175,7 @@ class HopeConfig(PreTrainedConfig):
     memory_gradient_factor: float | int = 1.0
     memory_momentum: bool = False
     conv_kernel_size: int = 4
-    recompute_chunks: int = 4
+    recompute_chunks: int = 8
 
     level_periods: list[int] | None = None
     level_intermediate_sizes: list[int] | None = None

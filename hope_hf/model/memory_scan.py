@@ -23,6 +23,7 @@ from .memory_update import (
     apply_memory,
     effective_weights,
     initial_state,
+    split_tokens,
     update_chunk,
 )
 from .vector_norms import unit
@@ -66,7 +67,7 @@ class GateFunctions(NamedTuple):
 def scan(step: Callable, carry: Any, num_pieces: int, group: int) -> tuple[list, Any]:
     """Run `output, carry = step(index, carry)` over all pieces; recompute `group` pieces at a time in backward.
 
-    `group` 0 keeps all activations.
+    The last group keeps its activations, which the backward pass asks for first; `group` 0 keeps all.
     """
     outputs = []
 
@@ -81,7 +82,7 @@ def scan(step: Callable, carry: Any, num_pieces: int, group: int) -> tuple[list,
     stride = group if recompute else num_pieces
     for start in range(0, num_pieces, stride):
         stop = min(start + stride, num_pieces)
-        if recompute:
+        if recompute and stop < num_pieces:
             made, carry = checkpoint(run, carry, start, stop, use_reentrant=False, preserve_rng_state=False)
         else:
             made, carry = run(carry, start, stop)
@@ -109,6 +110,31 @@ def end_piece(state: MemoryState, layout: ChunkLayout, index: int) -> MemoryStat
     return state._replace(snap=select_rows(layout.closes[index], state.run, state.snap))
 
 
+class _ShortConvolution(torch.autograd.Function):
+    """`sum_j taps[K - 1 - j] x_{t - j}` over `padded`, which begins K - 1 tokens early, as one autograd node."""
+
+    @staticmethod
+    def forward(ctx, padded, taps, inside):
+        length = padded.shape[-2] - taps.shape[0] + 1
+        mixed = taps[-1].unsqueeze(-2) * padded[..., padded.shape[-2] - length :, :]
+        for tap in range(taps.shape[0] - 1):
+            term = padded[..., tap : tap + length, :]
+            mixed.addcmul_(taps[tap].unsqueeze(-2), term if inside is None else term * inside[tap])
+        ctx.save_for_backward(padded, taps, inside)
+        return mixed
+
+    @staticmethod
+    def backward(ctx, gradient):
+        padded, taps, inside = ctx.saved_tensors
+        length = gradient.shape[-2]
+        grad_padded, grad_taps = torch.zeros_like(padded), torch.empty_like(taps)
+        for tap in range(taps.shape[0]):
+            part = gradient if inside is None or tap == taps.shape[0] - 1 else gradient * inside[tap]
+            grad_padded[..., tap : tap + length, :].addcmul_(taps[tap].unsqueeze(-2), part)
+            grad_taps[tap] = (part * padded[..., tap : tap + length, :]).sum((0, -2))
+        return grad_padded, grad_taps, None
+
+
 def short_convolution(
     raw: torch.Tensor, tail: torch.Tensor, taps: torch.Tensor, layout: ChunkLayout, index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,16 +151,13 @@ def short_convolution(
     if index == 0 and layout.offset is not None:
         # the first piece begins with empty slots: put the tail right before its first token
         padded = padded.scatter(-2, _row_index(layout.offset[:, None] + around, tail), tail)
-    mixed = taps[reach].unsqueeze(-2) * raw
-    start, stop = layout.pieces[index]
-    for back in range(1, reach + 1):
-        term = taps[reach - back].unsqueeze(-2) * padded[..., reach - back : reach - back + length, :]
-        if layout.position is not None:
-            inside = layout.position[:, start:stop] >= back
-            term = term * inside[:, None, None, :, None]
-        mixed = mixed + term
     if layout.is_plain:
-        return mixed, padded[..., length:, :]
+        return _ShortConvolution.apply(padded, taps, None), padded[..., length:, :]
+    # a tap that reaches back beyond the document's first token reads nothing
+    start, stop = layout.pieces[index]
+    back = torch.arange(reach, 0, -1, device=raw.device)[:, None, None]
+    inside = (layout.position[:, start:stop] >= back).to(raw.dtype)[:, :, None, None, :, None]
+    mixed = _ShortConvolution.apply(padded, taps, inside)
     return mixed, padded.gather(-2, _row_index(layout.ends[index][:, None] + around, tail))
 
 
@@ -170,32 +193,34 @@ def scan_projections(
         state = fresh
         tail = inputs.memory_input.new_zeros(batch, heads, 3, taps.shape[0] - 1, width)
     last = len(layout.pieces) - 1
+    memory_inputs = split_tokens(inputs.memory_input, layout.sizes, -2)
+    query_inputs = split_tokens(inputs.query_input, layout.sizes, -2)
+    gate_logits = split_tokens(inputs.gate_logits, layout.sizes, -1)
+    log_momentum = split_tokens(inputs.log_momentum, layout.sizes, -1)
 
     def step(index: int, carry: tuple) -> tuple[Projections, tuple]:
         state, tail = carry
-        start, stop = layout.pieces[index]
         state = begin_piece(state, fresh, layout, index)
         weights = effective_weights(state.snap, initial, rule)
-        made = apply_memory(weights, inputs.memory_input[..., start:stop, :], rule)
-        query = made[:, :, -1:] if inputs.query_input is None else inputs.query_input[:, :, None, start:stop]
-        streams, tail = short_convolution(torch.cat([made[:, :, :2], query], dim=2), tail, taps, layout, index)
+        made = apply_memory(weights, memory_inputs[index], rule)
+        parts = made.split([2, made.shape[2] - 2], dim=2)
+        others = parts[1].unbind(2)
+        query = query_inputs[index] if inputs.query_input is not None else others[-1]
+        streams, tail = short_convolution(torch.cat([parts[0], query.unsqueeze(2)], dim=2), tail, taps, layout, index)
         streams = F.silu(streams)
-        if inputs.gate_logits is None:
-            logits = gate.logits(made[:, :, 2:4])
-        else:
-            logits = inputs.gate_logits[..., start:stop]
+        logits = gate.logits(torch.stack(others[:2], dim=2)) if inputs.gate_logits is None else gate_logits[index]
         learning_rate, log_retention = gate.squash(logits)
         valid = None
         if layout.valid is not None:
             # padding neither writes nor forgets
-            valid = layout.valid[:, None, start:stop]
+            valid = layout.valid_piece(index)
             learning_rate = torch.where(valid, learning_rate, 0.0)
             log_retention = torch.where(valid, log_retention, 0.0)
-        momentum = None if inputs.log_momentum is None else inputs.log_momentum[..., start:stop]
-        output = Projections(streams, learning_rate, log_retention, momentum)
+        output = Projections(streams, learning_rate, log_retention, log_momentum[index])
         if need_state or index < last:
-            gates = Gates(rate * learning_rate, log_retention, momentum, valid)
-            _, state = update_chunk(state, initial, unit(streams[:, :, 0]), streams[:, :, 1], gates, rule)
+            gates = Gates(rate * learning_rate, log_retention, log_momentum[index], valid)
+            key, value, _ = streams.unbind(2)
+            _, state = update_chunk(state, initial, unit(key), value, gates, rule)
             state = end_piece(state, layout, index)
         return output, (state, tail)
 
@@ -220,18 +245,17 @@ def scan_content(
 ) -> tuple[torch.Tensor, MemoryState]:
     """Scan 2: write keys and values into the content memory, read it at every token [B, H, S, D] (equation 86)."""
     fresh = initial_state(initial, made.step.shape[0], rule)
-    keys, values, queries = unit(made.streams[:, :, 0]), made.streams[:, :, 1], unit(made.streams[:, :, 2])
+    keys, values, queries = made.streams.unbind(2)
+    keys, values, queries = (split_tokens(part, layout.sizes, -2) for part in (unit(keys), values, unit(queries)))
+    gates = Gates(made.step, made.log_retention, made.log_momentum).split(layout.sizes)
     last = len(layout.pieces) - 1
 
     def step(index: int, state: MemoryState) -> tuple[torch.Tensor, MemoryState]:
-        start, stop = layout.pieces[index]
         state = begin_piece(state, fresh, layout, index)
-        valid = None if layout.valid is None else layout.valid[:, None, start:stop]
-        gates = Gates(made.step, made.log_retention, made.log_momentum).tokens(start, stop)._replace(valid=valid)
-        here = slice(start, stop)
+        here = gates[index]._replace(valid=layout.valid_piece(index))
         keep = need_state or index < last
         reads, after = update_chunk(
-            state, initial, keys[:, :, here], values[:, :, here], gates, rule, queries[:, :, here], need_state=keep
+            state, initial, keys[index], values[index], here, rule, queries[index], need_state=keep
         )
         return reads, end_piece(after, layout, index) if keep else state
 

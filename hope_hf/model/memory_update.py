@@ -74,9 +74,14 @@ class Gates(NamedTuple):
     # 1 for tokens, 0 for padding, or None where all are tokens. Only momentum needs it: it moves weights without a write.
     valid: torch.Tensor | None = None
 
-    def tokens(self, start: int, stop: int) -> "Gates":
-        """The gates of the tokens `start` to `stop`."""
-        return Gates(*(None if gate is None else gate[..., start:stop] for gate in self))
+    def split(self, sizes: list[int]) -> list["Gates"]:
+        """The gates of successive runs of tokens."""
+        return [Gates(*part) for part in zip(*(split_tokens(gate, sizes, -1) for gate in self), strict=True)]
+
+
+def split_tokens(x: torch.Tensor | None, sizes: list[int], axis: int) -> tuple:
+    """`x` in successive runs of tokens: one autograd node, where a slice each would pad every gradient with zeros."""
+    return (None,) * len(sizes) if x is None else x.split(sizes, dim=axis)
 
 
 def initial_state(initial: Weights, batch_size: int, rule: MemoryRule) -> MemoryState:
@@ -117,10 +122,14 @@ class LayerWrite(NamedTuple):
     # whether the layer erases along u before it writes
     erase: bool
 
-    def tokens(self, start: int, stop: int) -> "LayerWrite":
-        """What the tokens `start` to `stop` write."""
-        scale = self.scale if isinstance(self.scale, float) else self.scale[..., start:stop]
-        return LayerWrite(self.inputs[..., start:stop, :], self.errors[..., start:stop, :], scale, self.erase)
+    def split(self, sizes: list[int]) -> list["LayerWrite"]:
+        """What successive runs of tokens write."""
+        if len(sizes) == 1:
+            return [self]
+        fixed = isinstance(self.scale, float)
+        scales = (self.scale,) * len(sizes) if fixed else split_tokens(self.scale, sizes, -1)
+        parts = zip(split_tokens(self.inputs, sizes, -2), split_tokens(self.errors, sizes, -2), scales, strict=True)
+        return [LayerWrite(*part, self.erase) for part in parts]
 
 
 def linearise(weights: Weights, keys: torch.Tensor, values: torch.Tensor, rule: MemoryRule) -> list[LayerWrite]:
@@ -136,9 +145,9 @@ def linearise(weights: Weights, keys: torch.Tensor, values: torch.Tensor, rule: 
     Returns:
         One `LayerWrite` per layer, in the order of `weights`.
     """
-    target = apply_memory(weights, unit(values) if rule.target_norm else values, rule)
+    values = unit(values) if rule.target_norm else values
     if rule.depth == 1:
-        error = _error(keys, keys, weights[0], target, rule)
+        error = _error(keys, values, keys, values, weights[0], rule)
         return [LayerWrite(keys, clip_norm(error, rule.error_clip), 1.0, rule.erase != "none")]
     inner, outer = weights
     pre = keys @ inner.mT
@@ -146,7 +155,7 @@ def linearise(weights: Weights, keys: torch.Tensor, values: torch.Tensor, rule: 
         hidden, inverse_norm = unit_silu(pre)
     else:
         hidden = F.silu(pre)
-    error = _error(keys, hidden, outer, target, rule)
+    error = _error(keys, values, hidden, activate(values @ inner.mT, rule), outer, rule)
     # the inner layer's error is formed from the unclipped outer one
     back = error @ outer
     if rule.hidden_norm == "unit":
@@ -161,9 +170,9 @@ def linearise(weights: Weights, keys: torch.Tensor, values: torch.Tensor, rule: 
     ]
 
 
-def _error(keys, hidden, weight, target, rule: MemoryRule) -> torch.Tensor:
-    """Gradient of the loss at the output: `M(k) - target` times the factor of equation (93) or (88)."""
-    error = (keys - target) + hidden @ weight.mT
+def _error(keys, values, hidden_keys, hidden_values, weight, rule: MemoryRule) -> torch.Tensor:
+    """`M(k) - M(v)`, the gradient at the output, times the factor of equation (93) or (88)."""
+    error = (keys - values) + (hidden_keys - hidden_values) @ weight.mT
     return error if rule.gradient_factor == 1 else rule.gradient_factor * error
 
 
@@ -178,7 +187,7 @@ def decay_matrix(rows: torch.Tensor, columns: torch.Tensor, strict: bool) -> tor
 
 
 class TileGates:
-    """Products of the gates over a tile, shared by all layers and memories of a group. [B, H, 1, C(, C)] each."""
+    """Products of the gates over a tile, shared by all layers and memories of a group. [B, H, 1, C(, 1 or C)] each."""
 
     def __init__(self, gates: Gates, exclusive_read: bool):
         self.step = gates.step.unsqueeze(2)
@@ -187,7 +196,7 @@ class TileGates:
         self.decay_before = decay_matrix(before, total, strict=True).unsqueeze(2)
         self.keep_before = before.exp().unsqueeze(2).unsqueeze(-1)
         self.keep_all = total[..., -1:].exp().unsqueeze(2).unsqueeze(-1)
-        self.keep_after = (total[..., -1:] - total).exp().unsqueeze(2).unsqueeze(-1)
+        self.keep_after = (total[..., -1:] - total).exp().unsqueeze(2)
         if exclusive_read:
             self.decay_read, self.keep_read = self.decay_before, self.keep_before
         else:
@@ -201,31 +210,32 @@ class TileGates:
         carried = gates.log_momentum.cumsum(-1)
         spread = decay_matrix(carried, carried, strict=False)
         growth = carried.exp().unsqueeze(-1)
+        # momentum multiplies the effective step by 1 / (1 - coefficient): the write gives that back
+        self.write_step = self.step * -torch.expm1(gates.log_momentum).unsqueeze(2)
         self.momentum_keep = carried[..., -1:].exp().unsqueeze(2).unsqueeze(-1)
-        self.momentum_after = (carried[..., -1:] - carried).exp().unsqueeze(2).unsqueeze(-1)
+        self.momentum_after = (carried[..., -1:] - carried).exp().unsqueeze(2)
         valid = 1.0 if gates.valid is None else gates.valid.to(total.dtype).unsqueeze(-2)
         upto = decay_matrix(total, total, strict=False) * valid
         until = decay_matrix(before, total, strict=True) * valid
-        # momentum multiplies the effective step by 1 / (1 - coefficient): the write gives that back
-        self.write_share = -torch.expm1(gates.log_momentum).unsqueeze(2).unsqueeze(-1)
         self.momentum_before = (until @ spread).unsqueeze(2)
         self.growth_before = (until @ growth).unsqueeze(2)
         momentum_upto, growth_upto = (upto @ spread).unsqueeze(2), (upto @ growth).unsqueeze(2)
         self.momentum_read = self.momentum_before if exclusive_read else momentum_upto
         self.growth_read = self.growth_before if exclusive_read else growth_upto
-        self.momentum_end, self.growth_end = momentum_upto[..., -1:, :].mT, growth_upto[..., -1:, :]
+        self.momentum_end, self.growth_end = momentum_upto[..., -1, :], growth_upto[..., -1:, :]
 
 
 class LayerTile:
     """One layer over one tile: solved once, then read at any token and carried to the tile's end.
 
-    With `D` the stored weights at the tile's start, `W_init` the initial weights (0 unless retention leads there) and
-    `a_t = e_t W_{t-1} u_t` plus, without momentum, `w_t delta_t`:
+    With `D` the stored weights at the tile's start, `W_init` the initial weights (0 unless retention leads there), `w_i`
+    the steps, and `w_i a_i u_i^T` what token i takes from the weights:
 
-        (I + L) A = diag(e) [keep_before U D^T + U W_init^T] + diag(w) Delta,     L = diag(e) decay_before * (U U^T)
-        W_t x = keep_t D x + W_init x - sum_{i <= t} decay_ti (u_i . x) a_i
+        (I + L) A = keep_before U D^T + U W_init^T + Delta,           L_ti = decay_before_ti (u_t . u_i) w_i
+        W_t x = keep_t D x + W_init x - sum_{i <= t} decay_ti (u_i . x) w_i a_i
 
-    and with momentum the terms of the carried writes beside them.
+    Without erasing `A = Delta`. With momentum `Delta` leaves the solve and is carried on: see `TileGates`. The steps
+    scale the [C, C] matrices and never the [C, o] ones, and nothing is divided by them: they may be 0.
     """
 
     def __init__(
@@ -237,25 +247,22 @@ class LayerTile:
         gates: TileGates,
     ):
         self.stored, self.initial, self.momentum, self.gates = stored, initial, momentum, gates
-        self.inputs = write.inputs
-        rate = (gates.step * write.scale).unsqueeze(-1)
-        self.writes = rate * write.errors
-        if momentum is not None:
-            self.writes = gates.write_share * self.writes
+        self.inputs, self.errors = write.inputs, write.errors
+        self.step = gates.step * write.scale
+        self.write_step = None if momentum is None else gates.write_step * write.scale
         if not write.erase:
-            self.corrections = None if momentum is not None else self.writes
+            self.corrections = self.errors if momentum is None else None
             return
         gram = self.inputs @ self.inputs.mT
-        erased = gates.keep_before * (self.inputs @ stored.mT)
+        right = gates.keep_before * (self.inputs @ stored.mT)
         if initial is not None:
-            erased = erased + self.inputs @ initial.mT
-        if momentum is not None:
-            erased = erased + gates.growth_before * (self.inputs @ momentum.mT)
-            erased = erased - (gram * gates.momentum_before) @ self.writes
-            right = rate * erased
+            right = right + self.inputs @ initial.mT
+        if momentum is None:
+            right = right + self.errors
         else:
-            right = rate * erased + self.writes
-        lower = rate * gates.decay_before * gram
+            right = right + gates.growth_before * (self.inputs @ momentum.mT)
+            right = right - (gram * _scale_columns(gates.momentum_before, self.write_step)) @ self.errors
+        lower = gram * _scale_columns(gates.decay_before, self.step)
         # unitriangular: the diagonal of ones is not read, so (I + L) is never formed
         self.corrections = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
 
@@ -267,10 +274,10 @@ class LayerTile:
             result = result + queries @ self.initial.mT
         similarity = queries @ self.inputs.mT
         if self.corrections is not None:
-            result = result - (similarity * gates.decay_read) @ self.corrections
+            result = result - (similarity * _scale_columns(gates.decay_read, self.step)) @ self.corrections
         if self.momentum is not None:
             result = result + gates.growth_read * (queries @ self.momentum.mT)
-            result = result - (similarity * gates.momentum_read) @ self.writes
+            result = result - (similarity * _scale_columns(gates.momentum_read, self.write_step)) @ self.errors
         return result
 
     def end(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -278,12 +285,22 @@ class LayerTile:
         gates = self.gates
         stored = gates.keep_all * self.stored
         if self.corrections is not None:
-            stored = stored - (gates.keep_after * self.corrections).mT @ self.inputs
+            stored = stored - self._sum(self.corrections, self.step * gates.keep_after)
         if self.momentum is None:
             return stored, None
-        stored = stored + gates.growth_end * self.momentum - (gates.momentum_end * self.writes).mT @ self.inputs
-        carried = gates.momentum_keep * self.momentum - (gates.momentum_after * self.writes).mT @ self.inputs
-        return stored, carried
+        stored = stored + gates.growth_end * self.momentum - self._sum(
+            self.errors, self.write_step * gates.momentum_end
+        )
+        carried = gates.momentum_keep * self.momentum
+        return stored, carried - self._sum(self.errors, self.write_step * gates.momentum_after)
+
+    def _sum(self, vectors: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Sum over tokens of `weight vector input^T` [B, H, N, o, i]."""
+        return vectors.mT @ (weights.unsqueeze(-1) * self.inputs)
+
+
+def _scale_columns(matrix: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return matrix * scale.unsqueeze(-2)
 
 
 def update_chunk(
@@ -316,25 +333,25 @@ def update_chunk(
     base = initial if rule.decay_to_initial else (None,) * len(initial)
     snap = effective_weights(state.snap, initial, rule)
     writes = linearise(snap, keys.unsqueeze(2), values.unsqueeze(2), rule)
-    reads = []
-    if queries is not None:
-        queries = queries.unsqueeze(2)
-        if rule.read_mode == "start":
-            reads, queries = [apply_memory(snap, queries, rule)], None
-    run, momentum = state.run, state.momentum or (None,) * len(initial)
     length = keys.shape[-2]
-    for start in range(0, length, tile):
-        stop = min(start + tile, length)
-        tile_gates = TileGates(gates.tokens(start, stop), rule.read_mode == "exclusive")
-        layers = [
-            LayerTile(run[i], base[i], momentum[i], write.tokens(start, stop), tile_gates)
-            for i, write in enumerate(writes)
-        ]
-        if queries is not None:
-            reads.append(read_tile(layers, queries[..., start:stop, :], rule))
-        if need_state or stop < length:
+    sizes = [min(tile, length - start) for start in range(0, length, tile)]
+    reads, query_tiles = [], (None,) * len(sizes)
+    if queries is not None and rule.read_mode == "start":
+        reads.append(apply_memory(snap, queries.unsqueeze(2), rule))
+    elif queries is not None:
+        query_tiles = split_tokens(queries.unsqueeze(2), sizes, -2)
+    run, momentum = state.run, state.momentum or (None,) * len(initial)
+    write_tiles = zip(*(write.split(sizes) for write in writes), strict=True)
+    for index, (layer_writes, tile_queries, tile_gates) in enumerate(
+        zip(write_tiles, query_tiles, gates.split(sizes), strict=True)
+    ):
+        products = TileGates(tile_gates, rule.read_mode == "exclusive")
+        layers = [LayerTile(*parts, products) for parts in zip(run, base, momentum, layer_writes, strict=True)]
+        if tile_queries is not None:
+            reads.append(read_tile(layers, tile_queries, rule))
+        if need_state or index < len(sizes) - 1:
             run, momentum = zip(*(layer.end() for layer in layers), strict=True)
-    output = None if not reads else torch.cat(reads, dim=-2)
+    output = None if not reads else reads[0] if len(reads) == 1 else torch.cat(reads, dim=-2)
     if not need_state:
         return output, None
     return output, MemoryState(tuple(run), state.snap, tuple(momentum) if rule.momentum else ())

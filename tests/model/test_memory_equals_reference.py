@@ -44,6 +44,7 @@ VARIANTS = {
     "chunk-4-8": dict(memory_chunk_size=4, projection_chunk_size=8),
     "chunk-12-5": dict(memory_chunk_size=12, projection_chunk_size=5),
     "chunk-longer-than-text": dict(memory_chunk_size=64, projection_chunk_size=256),
+    "recompute-each-chunk": dict(recompute_chunks=1),
     "no-recompute": dict(recompute_chunks=0),
     "no-convolution": dict(conv_kernel_size=1),
 }
