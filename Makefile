@@ -47,7 +47,9 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/pip
 	@touch $@
 
 $(BIN)/pip:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "hope_hf needs Python 3.11 or newer, and there is no '$(PYTHON)': install one or run make PYTHON=/path/to/it" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "hope_hf needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1): install one and run make PYTHON=/path/to/it" >&2; exit 1; }
+	  echo "hope_hf needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1): run make PYTHON=/path/to/one" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "'$(PYTHON) -m venv' failed: install the venv module of this Python (on Debian and Ubuntu the package python3-venv)" >&2; exit 1; }
