@@ -199,14 +199,15 @@ class HopeModel(HopePreTrainedModel):
 
     def _attend(self, hidden_states, attention_mask, position_ids, cache, **kwargs) -> torch.Tensor:
         """All blocks of softmax attention."""
+        seen = 0 if cache is None else cache.get_seq_length()
         if position_ids is None:
-            seen = 0 if cache is None else cache.get_seq_length()
             position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + seen).unsqueeze(0)
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=hidden_states,
             attention_mask=attention_mask,
-            past_key_values=cache,
+            # transformers finds packed documents in the positions only where there is no cache
+            past_key_values=cache if seen else None,
             position_ids=position_ids,
         )
         rotary = self.rotary_emb(hidden_states, position_ids=position_ids)

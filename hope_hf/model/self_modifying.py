@@ -236,6 +236,12 @@ class SelfModifyingTitans(nn.Module):
 
         with torch.autocast(hidden_states.device.type, enabled=False):
             heads = config.num_attention_heads
+            log_momentum = None
+            if momentum is not None:
+                log_momentum = F.logsigmoid(per_head(momentum, heads)).transpose(1, 2)
+                if layout.valid is not None:
+                    # padding carries the momentum on unchanged
+                    log_momentum = torch.where(layout.valid[:, None], log_momentum, 0.0)
             x, q = (per_head(part, heads, config.head_dim).transpose(1, 2).contiguous() for part in static)
             memory_input = x.unsqueeze(2)
             if config.adaptive_q:
@@ -245,7 +251,7 @@ class SelfModifyingTitans(nn.Module):
                 memory_input,
                 None if config.adaptive_q else q,
                 None if static_gates is None else per_head(static_gates, 2, heads).permute(0, 3, 2, 1),
-                None if momentum is None else F.logsigmoid(per_head(momentum, heads)).transpose(1, 2),
+                log_momentum,
             )
             taps = torch.stack([conv(dtype) for conv in (self.k_conv1d, self.v_conv1d, self.q_conv1d)], dim=2)
             made, projection, tail = scan_projections(
@@ -270,19 +276,14 @@ class SelfModifyingTitans(nn.Module):
             return made
         index = source.slot_of_token.gather(1, target.token_of_slot)
 
-        def move(x: torch.Tensor | None, axis: int) -> torch.Tensor | None:
-            if x is None:
-                return None
+        def move(x: torch.Tensor, axis: int) -> torch.Tensor:
             spread = index.view(index.shape[0], *(1,) * (axis - 1), -1, *(1,) * (x.ndim - axis - 1))
             return x.gather(axis, spread.expand(*x.shape[:axis], -1, *x.shape[axis + 1 :]))
 
-        valid = target.valid[:, None]
-        return Projections(
-            move(made.streams, 3),
-            torch.where(valid, move(made.step, 2), 0.0),
-            torch.where(valid, move(made.log_retention, 2), 0.0),
-            move(made.log_momentum, 2),
-        )
+        def move_gate(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else torch.where(target.valid[:, None], move(x, 2), 0.0)
+
+        return Projections(move(made.streams, 3), *(move_gate(gate) for gate in made[1:]))
 
 
 def pack_state(state: MemoryState, group: str) -> dict[str, torch.Tensor]:

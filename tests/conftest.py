@@ -1,0 +1,48 @@
+"""What the tests share: tiny configurations, and the environment that a process of the project sets up."""
+
+import pytest
+import torch
+
+from hope_hf import HopeConfig, HopeForCausalLM
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _flush_denormals():
+    torch.set_flush_denormal(True)
+
+
+@pytest.fixture
+def tiny_config():
+    """Build a `HopeConfig` of two layers and two heads of 16 whose chunks are a few tokens long."""
+
+    def build(**options) -> HopeConfig:
+        defaults = dict(
+            vocab_size=64,
+            hidden_size=32,
+            num_hidden_layers=2,
+            head_dim=16,
+            memory_chunk_size=4,
+            projection_chunk_size=8,
+            level_periods=[1, 4],
+            level_intermediate_sizes=[24, 24],
+        )
+        return HopeConfig(**{**defaults, **options})
+
+    return build
+
+
+@pytest.fixture
+def tiny_model(tiny_config):
+    """Build a seeded `HopeForCausalLM` with memories that write strongly, in evaluation mode."""
+
+    def build(dtype: torch.dtype = torch.float32, seed: int = 0, **options) -> HopeForCausalLM:
+        torch.manual_seed(seed)
+        model = HopeForCausalLM(tiny_config(**options)).to(dtype).eval()
+        with torch.no_grad():
+            for module in model.modules():
+                if getattr(module, "is_initial_state", False):
+                    # far from the near-identity start, so that which document a memory holds is seen in the logits
+                    module.outer.mul_(20)
+        return model
+
+    return build
