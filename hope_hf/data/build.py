@@ -128,7 +128,7 @@ def _tokenizer(config: DataConfig, train: Dataset | IterableDataset) -> PreTrain
             f"--dataset_name {config.dataset_name} needs a --tokenizer_name: a folder or Hub name, or one made with "
             "python -m hope_hf.data.tokenizer."
         )
-    return train_tokenizer(_sample(train))
+    return train_tokenizer(_sample(train), config.vocab_size or DEFAULT_VOCAB_SIZE)
 
 
 def _sample(documents: Dataset | IterableDataset):

@@ -23,7 +23,8 @@ class DataConfig:
     preprocessing_num_workers: int | None = None
 
     tokenizer_name: str | None = None
-    """Folder or Hub name. Without it a byte-level BPE of 4,096 entries is trained on the training documents."""
+    """Folder or Hub name. Without it a byte-level BPE is trained on the training documents, of `vocab_size` or 4,096
+    entries; a Hub data set always needs one."""
     trust_remote_code: bool = False
     vocab_size: int | None = None
     """Entries of the model's embedding, where they are fixed already: the tokenizer must fit."""

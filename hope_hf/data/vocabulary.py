@@ -23,7 +23,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = DEFAULT_VOCAB_SIZE) 
     Fewer entries come out where the texts have no more pairs to merge. Raises ValueError below 258 entries.
     """
     if vocab_size < _SMALLEST:
-        raise ValueError(f"--vocab_size must be at least {_SMALLEST} (256 bytes, 2 special tokens), not {vocab_size}.")
+        raise ValueError(
+            f"vocab_size {vocab_size} is too small: a byte-level tokenizer has at least {_SMALLEST} entries."
+        )
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -115,6 +115,7 @@ def test_a_tokenizer_is_made_from_the_training_text_where_none_is_named(config):
     assert data.tokenizer.get_vocab() == again.tokenizer.get_vocab()
     assert 300 < len(data.tokenizer) <= 4096
     assert data.tokenizer.tokenize("Document") == ["Document"]
+    assert len(build_data(config(tokenizer_name=None, vocab_size=280)).tokenizer) == 280
 
 
 def test_synthetic_rows_are_seeded_and_within_the_vocabulary():

@@ -92,7 +92,7 @@ def test_another_tokenizer_is_not_overwritten(text_file, tmp_path, capsys):
 def test_bad_arguments_give_one_sentence_each(text_file, tmp_path, capsys):
     for arguments, message in [
         (["--files", str(tmp_path / "none.txt")], "--files .*none.txt does not exist"),
-        (["--files", str(text_file), "--vocab_size", "200"], "--vocab_size must be at least 258"),
+        (["--files", str(text_file), "--vocab_size", "200"], "vocab_size 200 is too small"),
     ]:
         assert main([*arguments, "--output_dir", str(tmp_path / "out")]) == 2
         error = capsys.readouterr().err
