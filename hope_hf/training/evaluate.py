@@ -24,8 +24,8 @@ def evaluate(model, data, accelerator: Accelerator) -> dict[str, float]:
     for index, batch in enumerate(data.validation):
         if index % accelerator.num_processes != accelerator.process_index:
             continue
-        batch = send_to_device(batch, accelerator.device)
-        logits = model(**model_inputs(batch), use_cache=False).logits
+        inputs = send_to_device(model_inputs(batch), accelerator.device)
+        logits = model(**inputs, use_cache=False).logits
         loss_sum += float(summed_loss(logits, batch["labels"]))
         tokens += count_valid(batch["labels"])
     model.train(was_training)

@@ -128,10 +128,10 @@ def train(args: Arguments) -> int:
 
             for index, (batch, _) in enumerate(window):
                 check_token_ids(batch, config.vocab_size)
-                batch = send_to_device(batch, accelerator.device, non_blocking=True)
+                inputs = send_to_device(model_inputs(batch), accelerator.device, non_blocking=True)
                 with accelerator.accumulate(model):
                     with memory_statistics(run.model, rows, enabled=logs and index == 0):
-                        output = model(**model_inputs(batch), **memory.inputs())
+                        output = model(**inputs, **memory.inputs())
                     loss = summed_loss(output.logits, batch["labels"])
                     # Gradients are averaged over processes and divided by the accumulation steps: undo both, so that
                     # what remains is the sum over all valid tokens divided by their number.
