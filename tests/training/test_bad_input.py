@@ -62,17 +62,15 @@ def test_folder_of_another_run(run, capsys, tmp_path, flags, difference):
 
 
 def test_folder_whose_run_had_other_data(run, capsys, tmp_path, corpus):
-    run("a", "--max_train_steps", "2")
-    record = json.loads((tmp_path / "a" / "run.json").read_text())
-    (tmp_path / "a" / "run.json").write_text(json.dumps(record | {"complete": False}))
     file = tmp_path / "train.jsonl"
     shutil.copy(corpus[1], file)
+    data = ["--train_file", str(file), *corpus[2:]]
+    run("a", "--max_train_steps", "2", data=data)
+    record = json.loads((tmp_path / "a" / "run.json").read_text())
+    (tmp_path / "a" / "run.json").write_text(json.dumps(record | {"complete": False}))
     with file.open("a") as handle:
         handle.write('{"text": "one more document"}\n')
-    # The same flags, but the file has changed since.
-    record["identity"]["train_file"] = str(file)
-    (tmp_path / "a" / "run.json").write_text(json.dumps(record | {"complete": False}))
-    refuse(run, capsys, "data was", flags=["--max_train_steps", "2"], data=["--train_file", str(file), *corpus[2:]])
+    refuse(run, capsys, "data was", flags=["--max_train_steps", "2"], data=data)
 
 
 def test_folder_with_someone_elses_model(run, capsys, tmp_path):
