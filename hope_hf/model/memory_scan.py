@@ -261,3 +261,34 @@ def scan_content(
 
     reads, state = scan(step, fresh if state is None else state, last + 1, group)
     return torch.cat(reads, dim=-2).squeeze(2), state
+
+
+def measure_surprise(
+    made: Projections, initial: Weights, layout: ChunkLayout, rule: MemoryRule
+) -> dict[str, torch.Tensor]:
+    """How far the content memory misses its targets at each chunk's first and last weights, and how far it moves.
+
+    For plain layouts, from the initial state. Means over sequences, heads and tokens.
+    """
+    state = initial_state(initial, made.step.shape[0], rule)
+    keys, values, _ = made.streams.unbind(2)
+    keys, values = (split_tokens(part, layout.sizes, -2) for part in (unit(keys), values))
+    gates = Gates(made.step, made.log_retention, made.log_momentum).split(layout.sizes)
+    before, after, targets = [], [], []
+    for index, (key, value) in enumerate(zip(keys, values, strict=True)):
+        weights = effective_weights(state.snap, initial, rule)
+        target = apply_memory(weights, (unit(value) if rule.target_norm else value).unsqueeze(2), rule)
+        _, state = update_chunk(state, initial, key, value, gates[index], rule)
+        written = effective_weights(state.run, initial, rule)
+        targets.append(target.norm(dim=-1))
+        before.append((apply_memory(weights, key.unsqueeze(2), rule) - target).norm(dim=-1))
+        after.append((apply_memory(written, key.unsqueeze(2), rule) - target).norm(dim=-1))
+        state = end_piece(state, layout, index)
+    moved = sum((weight - base).square().sum((-1, -2)) for weight, base in zip(written, initial, strict=True)).sqrt()
+    start = sum(base.square().sum((-1, -2)) for base in initial).sqrt()
+    return {
+        "surprise_before": torch.cat(before, -1).mean(),
+        "surprise_after": torch.cat(after, -1).mean(),
+        "state_norm_ratio": (moved / start).mean(),
+        "target_norm": torch.cat(targets, -1).mean(),
+    }

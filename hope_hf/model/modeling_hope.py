@@ -20,6 +20,7 @@ from .cache_hope import HopeCache, HopeMemoryLayer
 from .chunk_layout import ChunkPlan, plan_chunks
 from .configuration_hope import HopeConfig
 from .continuum import ContinuumMemory, LevelMix
+from .memory_update import TILE
 from .self_modifying import HopeRMSNorm, InitialMemory, MemoryGates, SelfModifyingTitans, ShortConvolution
 
 
@@ -245,6 +246,31 @@ class HopeForCausalLM(HopePreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.lm_head.is_head = True
         self.post_init()
+
+    def flops_per_token(self, sequence_length: int) -> int:
+        """Matrix FLOPs of forward and backward per token of a text of `sequence_length` tokens.
+
+        6 per parameter of a matrix that every token meets (embedding rows are looked up, the head counts), and three
+        times the forward cost of the mixer's own products: in the memories, per head of width D, hidden width M and
+        tiles of C tokens, 22 D M for writing and 10 D M + 8 C (D + M) for making or reading (depth 2); in attention,
+        2 T per channel. Recomputation is not counted.
+        """
+        config = self.config
+        matrices = sum(p.numel() for n, p in self.named_parameters() if p.ndim == 2 and "embed_tokens" not in n)
+        if config.tie_word_embeddings:
+            matrices += self.lm_head.weight.numel()
+        if config.mixer == "attention":
+            mixing = 2 * sequence_length * config.hidden_size
+        else:
+            width = config.head_dim
+            others = len(self.model.layers[0].mixer.memory_names)
+            sizes = [(1, config.memory_expansion, config.memory_chunk_size)]
+            sizes += [(others, config.projection_memory_expansion, config.projection_chunk_size)]
+            mixing = config.num_attention_heads * sum(
+                number * (32 * width * width * expansion + 8 * min(chunk, TILE) * width * (1 + expansion))
+                for number, expansion, chunk in sizes
+            )
+        return 6 * matrices + 3 * config.num_hidden_layers * mixing
 
     @can_return_tuple
     def forward(

@@ -13,9 +13,16 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
-from .chunk_layout import ChunkLayout, ChunkPlan
+from .chunk_layout import ChunkLayout, ChunkPlan, plan_chunks
 from .configuration_hope import HopeConfig
-from .memory_scan import GateFunctions, ProjectionInputs, Projections, scan_content, scan_projections
+from .memory_scan import (
+    GateFunctions,
+    ProjectionInputs,
+    Projections,
+    measure_surprise,
+    scan_content,
+    scan_projections,
+)
 from .memory_update import MemoryRule, MemoryState, Weights
 from .vector_norms import unit
 
@@ -219,6 +226,29 @@ class SelfModifyingTitans(nn.Module):
         if not need_state:
             return output, None
         return output, {**after, **pack_state(content, "content"), "seen": plan.seen_after}
+
+    @torch.no_grad()
+    def statistics(self, hidden_states: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the memories do with a text that begins with `hidden_states` [B, T, hidden_size]: means, 0-dim tensors.
+
+        | name | meaning |
+        |---|---|
+        | learning_rate_mean, retention_mean | eta and alpha of equation (88) |
+        | surprise_before, surprise_after | norm of M(k) - target at the chunk's first and last weights |
+        | state_norm_ratio | norm of the content memory's change over the norm of its initial state |
+        | key_norm, value_norm, target_norm | norms before normalisation; the target's as it is |
+        """
+        plan = plan_chunks(self.config, hidden_states.shape[:2], hidden_states.device, None, None, None)
+        made, _ = self._make_projections(hidden_states, plan, None, need_state=False)
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            initial = self.content_memory(made.step.dtype)
+            return {
+                "learning_rate_mean": made.step.mean(),
+                "retention_mean": made.log_retention.exp().mean(),
+                "key_norm": made.streams[:, :, 0].norm(dim=-1).mean(),
+                "value_norm": made.streams[:, :, 1].norm(dim=-1).mean(),
+                **measure_surprise(made, initial, plan.content, self.rule),
+            }
 
     def _make_projections(
         self, hidden_states: torch.Tensor, plan: ChunkPlan, state: dict[str, torch.Tensor] | None, need_state: bool
