@@ -44,6 +44,8 @@ class MemoryRule(NamedTuple):
     read_mode: str = "inclusive"
     decay_to_initial: bool = True
     momentum: bool = False
+    # learning rate 0 and retention towards the initial state: nothing is ever written
+    frozen: bool = False
 
 
 # The weights of a group of memories in the order in which they act: (W,) or (W2, W1); each [..., N, o, i].
@@ -330,6 +332,8 @@ def update_chunk(
         Reads [B, H, N, C, D] (`None` without queries), and the state after the last token with `snap` unchanged
         (`None` unless needed).
     """
+    if rule.frozen:
+        return None if queries is None else apply_memory(initial, queries.unsqueeze(2), rule), state
     base = initial if rule.decay_to_initial else (None,) * len(initial)
     snap = effective_weights(state.snap, initial, rule)
     writes = linearise(snap, keys.unsqueeze(2), values.unsqueeze(2), rule)

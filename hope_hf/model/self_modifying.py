@@ -171,6 +171,7 @@ class SelfModifyingTitans(nn.Module):
             read_mode=config.memory_read_mode,
             decay_to_initial=config.memory_decay_to == "initial",
             momentum=config.memory_momentum,
+            frozen=config.memory_learning_rate_max == 0 and config.memory_decay_to == "initial",
         )
         self.memory_names = ["k", "v"]
         self.memory_names += ["learning_rate", "retention"] if config.gate_mode == "memory" else []

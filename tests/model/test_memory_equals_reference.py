@@ -32,6 +32,8 @@ VARIANTS = {
     "hidden-plain": dict(memory_hidden_norm="none"),
     "raw-target": dict(memory_target_norm=False, memory_error_clip=0.5),
     "factor-2": dict(memory_gradient_factor=2.0),
+    "frozen": dict(memory_learning_rate_max=0.0),
+    "frozen-decaying": dict(memory_learning_rate_max=0.0, memory_decay_to="zero"),
     "largest-rate-2": dict(memory_learning_rate_max=2.0),
     "full-rates": dict(inner_layer_rate=1.0, projection_memory_rate=1.0),
     "momentum": dict(memory_momentum=True),
@@ -75,7 +77,11 @@ def output_and_gradients(function, mixer, hidden_states, weight):
     output = function(mixer, hidden_states)
     mixer.zero_grad()
     (output * weight).sum().backward()
-    gradients = {name: parameter.grad.clone() for name, parameter in mixer.named_parameters()}
+    gradients = {
+        # a frozen memory's gates have no gradient in one of the two forms and zeros in the other
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        for name, parameter in mixer.named_parameters()
+    }
     return output.detach(), {**gradients, "input": hidden_states.grad}
 
 
