@@ -151,6 +151,12 @@ class _Packer:
         if state:
             self._read()
             self._document, self._offset = state["document"], state["offset"]
+            lengths = [*map(len, self._encoded), 1]
+            if self._document >= len(lengths) or self._offset >= lengths[self._document]:
+                raise ValueError(
+                    "--streaming: the documents are not those that the checkpoint was reading: give the same data and "
+                    "tokenizer, or begin in another --output_dir."
+                )
 
     def state(self) -> dict:
         """JSON-able: which documents were read last, and the next token's document and offset among them."""

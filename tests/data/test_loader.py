@@ -172,6 +172,14 @@ def test_a_state_of_another_number_of_ranks_is_refused(kind):
         KINDS[kind](rank=0, world_size=2, state=state)
 
 
+@pytest.mark.parametrize("place", [{"document": 65}, {"offset": 99}, {"document": 64, "offset": 1}])
+def test_a_stream_that_changed_under_the_checkpoint_is_refused(place):
+    ((_, state),) = take(stream_loader(), 1)
+    state["packers"][0] |= place
+    with pytest.raises(ValueError, match="not those that the checkpoint was reading"):
+        stream_loader(state=state)
+
+
 def test_shuffled_blocks_continue_on_another_number_of_ranks():
     whole = take(block_loader(batch_size=4), 10)
     resumed = [take(block_loader(batch_size=2, rank=rank, world_size=2, state=whole[4][1]), 5) for rank in range(2)]
