@@ -1,5 +1,6 @@
 """Configuration of HOPE, and its named sizes."""
 
+from copy import deepcopy
 from difflib import get_close_matches
 from typing import Literal
 
@@ -212,7 +213,7 @@ class HopeConfig(PreTrainedConfig):
             raise ValueError(f"unknown preset '{name}': choose one of {', '.join(PRESETS)}")
         for field in overrides:
             cls.check_field(field)
-        return cls(**{**PRESETS[name], **overrides})
+        return cls(**{**deepcopy(PRESETS[name]), **overrides})
 
     @classmethod
     def check_field(cls, name: str) -> None:
@@ -239,9 +240,7 @@ class HopeConfig(PreTrainedConfig):
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}")
-        for name in (
-            "memory_learning_rate_max", "inner_layer_rate", "projection_memory_rate", "recompute_chunks",
-        ):  # fmt: skip
+        for name in ("inner_layer_rate", "projection_memory_rate", "recompute_chunks"):
             if getattr(self, name) < 0:
                 raise ValueError(f"`{name}` must not be negative, got {getattr(self, name)}")
         if self.num_attention_heads * self.head_dim != self.hidden_size:
@@ -264,6 +263,11 @@ class HopeConfig(PreTrainedConfig):
             raise ValueError(f"`memory_error_clip` must be positive or None, got {self.memory_error_clip}")
         if self.memory_gradient_factor not in (1, 2):
             raise ValueError(f"`memory_gradient_factor` must be 1 or 2, got {self.memory_gradient_factor}")
+        if not 0 <= self.memory_learning_rate_max <= 2:
+            # a step beyond 2 turns the erased part of a weight over and makes it larger, token after token
+            raise ValueError(
+                f"`memory_learning_rate_max` must be between 0 and 2, got {self.memory_learning_rate_max}"
+            )
         if self.memory_learning_rate_max > 1 and self.memory_error_clip is None:
             raise ValueError(
                 f"`memory_learning_rate_max` above 1 ({self.memory_learning_rate_max}) diverges without "

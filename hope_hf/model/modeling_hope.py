@@ -138,6 +138,8 @@ class HopeModel(HopePreTrainedModel):
     """
 
     def __init__(self, config: HopeConfig):
+        # fields set after the config was made, as `from_pretrained(..., field=value)` sets them, are not checked yet
+        config.validate()
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList([HopeBlock(config, layer_idx) for layer_idx in range(config.num_hidden_layers)])
