@@ -6,7 +6,6 @@ from .model.cache_hope import HopeCache
 from .model.configuration_hope import PRESETS, HopeConfig
 from .model.modeling_hope import HopeForCausalLM, HopeModel, HopePreTrainedModel
 
-
 AutoConfig.register("hope", HopeConfig, exist_ok=True)
 AutoModel.register(HopeConfig, HopeModel, exist_ok=True)
 AutoModelForCausalLM.register(HopeConfig, HopeForCausalLM, exist_ok=True)

@@ -7,9 +7,8 @@ from typing import Literal
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
-
 PRESETS = {
-    # about 8 M parameters at a vocabulary of 4,096: the demo and the tests. Periods are 1, 4 and 16 steps of 2,048 tokens.
+    # about 8 M parameters at a vocabulary of 4,096: the demo and the tests; periods for steps of 2,048 tokens
     "tiny": dict(
         vocab_size=4096,
         hidden_size=256,
@@ -50,11 +49,11 @@ PRESETS = {
 @strict
 class HopeConfig(PreTrainedConfig):
     r"""
-    Configuration of a HOPE model: self-modifying memories (or softmax attention) followed by a chain of MLP levels that
-    learn at different clocks. Equation numbers are those of the Nested Learning paper (arXiv 2512.24695).
+    Configuration of a HOPE model: self-modifying memories (or softmax attention) followed by a chain of MLP levels
+    that learn at different clocks. Equation numbers are those of the Nested Learning paper (arXiv 2512.24695).
 
-    `HopeConfig(vocab_size=..., hidden_size=..., num_hidden_layers=...)` alone is a good model for every width divisible
-    by 64; the other defaults are the project's measured choices.
+    `HopeConfig(vocab_size=..., hidden_size=..., num_hidden_layers=...)` alone is a good model for every width
+    divisible by 64; the other defaults are the project's measured choices.
 
     Args:
         vocab_size (`int`, *optional*, defaults to 32000):
@@ -72,11 +71,11 @@ class HopeConfig(PreTrainedConfig):
         mixer (`str`, *optional*, defaults to `"self_modifying"`):
             `"self_modifying"` (self-modifying Titans, HOPE) or `"attention"` (softmax attention, Hope-Attention).
         memory_chunk_size (`int`, *optional*, defaults to 64):
-            Tokens after which the errors of the content memory are taken at its new weights (section 8.2). Use the same
-            value in training and inference: it is part of the model.
+            Tokens after which the errors of the content memory are taken at its new weights (section 8.2). Use the
+            same value in training and inference: it is part of the model.
         projection_chunk_size (`int`, *optional*, defaults to 256):
-            The same for the memories that make keys, values, learning rates and retentions. Train on blocks of at least
-            four of these chunks: in a block of one they never learn.
+            The same for the memories that make keys, values, learning rates and retentions. Train on blocks of at
+            least four of these chunks: in a block of one they never learn.
         memory_depth (`int`, *optional*, defaults to 2):
             Layers of a memory: 2 is equation (89), 1 is `M(z) = z + W z`.
         memory_expansion (`int`, *optional*, defaults to 1):
@@ -287,8 +286,8 @@ class HopeConfig(PreTrainedConfig):
             raise ValueError(f"`level_periods` must go from fast to slow, got {periods}")
         if self.level_variant == "nested":
             raise ValueError(
-                "`level_variant='nested'` needs updates inside a sequence, which do not exist yet: use 'sequential' or "
-                "'independent'"
+                "`level_variant='nested'` needs updates inside a sequence, which do not exist yet: use 'sequential' "
+                "or 'independent'"
             )
 
 

@@ -37,8 +37,8 @@ class ContinuumLevel(nn.Module):
 class ContinuumMemory(nn.Module):
     """The levels of a block, with their residual connections.
 
-    `sequential` (73): each level reads the one before, `x <- x + MLP_l(norm(x))`, fast to slow. `independent` (74): all
-    levels read the mixer's output, `x + sum_l w_l MLP_l(norm(x))` with learned weights that start at 1.
+    `sequential` (73): each level reads the one before, `x <- x + MLP_l(norm(x))`, fast to slow. `independent` (74):
+    all levels read the mixer's output, `x + sum_l w_l MLP_l(norm(x))` with learned weights that start at 1.
     """
 
     def __init__(self, config: HopeConfig):

@@ -23,7 +23,6 @@ from .continuum import ContinuumMemory, LevelMix
 from .memory_update import TILE
 from .self_modifying import HopeRMSNorm, InitialMemory, MemoryGates, SelfModifyingTitans, ShortConvolution
 
-
 # Above this width the logits of a fresh model grow beyond the loss of a uniform guess: the head starts smaller.
 _HEAD_WIDTH = 768
 
@@ -292,7 +291,7 @@ class HopeForCausalLM(HopePreTrainedModel, GenerationMixin):
         Args:
             labels: [B, T], the inputs themselves (they are shifted here); -100 is not scored.
             logits_to_keep: number of last positions, or their indices, for which logits are made; 0 is all.
-            kwargs: `num_items_in_batch`, the number of scored tokens by which the summed loss is divided, among others.
+            kwargs: `num_items_in_batch`, the number of scored tokens that divides the summed loss, among others.
 
         The other arguments are those of `HopeModel.forward`.
         """
