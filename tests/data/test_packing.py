@@ -51,6 +51,11 @@ def test_read_crosses_documents_and_stored_pieces():
     assert stream.digest() == TokenStream(together).digest()
 
 
+def test_a_slice_of_stored_documents_gives_their_tokens_only():
+    stream = TokenStream(Dataset.from_dict({"input_ids": [[1, 2], [3], [4, 5], [6]]}).select(range(1, 3)))
+    assert stream.read(0, 9).tolist() == [3, 4, 5] and stream.starts.tolist() == [0, 1] and len(stream) == 3
+
+
 def test_a_selection_of_documents_is_respected():
     documents = Dataset.from_dict({"text": ["a" * 3, "b" * 4, "c" * 5]}).select([2, 0])
     tokenizer = train_tokenizer([], 258)
