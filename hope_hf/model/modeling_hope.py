@@ -122,6 +122,12 @@ class HopePreTrainedModel(PreTrainedModel):
         elif isinstance(module, nn.Embedding) or getattr(module, "is_head", False):
             init.normal_(module.weight, std=std * min(1.0, _HEAD_WIDTH / self.config.hidden_size) ** 0.5)
 
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """As in transformers; the configuration names the code of every Auto class, not only of the one saved."""
+        classes = {"AutoModel": "modeling_hope.HopeModel", "AutoModelForCausalLM": "modeling_hope.HopeForCausalLM"}
+        self.config.auto_map = {**classes, **(getattr(self.config, "auto_map", None) or {})}
+        return super().save_pretrained(save_directory, *args, **kwargs)
+
 
 class HopeModel(HopePreTrainedModel):
     """HOPE without a head: embedding, blocks, final normalisation.
