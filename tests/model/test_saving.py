@@ -1,0 +1,212 @@
+"""Weights, configuration and code on disk: back in this process, and alone where the package is not installed."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+import hope_hf
+from hope_hf import HopeConfig, HopeForCausalLM, HopeModel
+
+MODEL_FILES = sorted(path.name for path in (Path(hope_hf.__file__).parent / "model").glob("[!_]*.py"))
+MIXERS = ["self_modifying", "attention"]
+
+# Runs in a folder of exports, one for each mixer, where `hope_hf` is not to be found.
+ALONE = """
+import sys
+sys.modules["hope_hf"] = None
+try:
+    import hope_hf
+except ImportError:
+    pass
+else:
+    raise AssertionError("hope_hf can be imported")
+
+import torch
+from pathlib import Path
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+expected, results = load_file("expected.safetensors"), {}
+for mixer in ("self_modifying", "attention"):
+    for again in ("", "-again"):
+        # the second time from the copy that the code itself has written
+        folder = mixer + again
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        assert type(model).__module__.startswith("transformers_modules.")
+        assert type(config) is type(model.config)
+        with torch.no_grad():
+            results[folder + ".logits"] = model(expected["ids"]).logits
+            results[folder + ".generated"] = model.generate(
+                expected["ids"], max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0
+            )
+            base = AutoModel.from_pretrained(folder, trust_remote_code=True)
+            results[folder + ".hidden"] = base(expected["ids"]).last_hidden_state
+        assert type(base).__name__ == "HopeModel"
+        if not again:
+            model.save_pretrained(mixer + "-again")
+assert not [name for name, module in sys.modules.items() if name.split(".")[0] == "hope_hf" and module is not None]
+save_file(results, "results.safetensors")
+"""
+
+
+def text(*shape):
+    return torch.randint(64, shape, generator=torch.Generator().manual_seed(3))
+
+
+def assert_same_model(loaded, model):
+    ours, theirs = model.state_dict(), loaded.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+    with torch.no_grad():
+        assert torch.equal(model(text(2, 19)).logits, loaded(text(2, 19)).logits)
+
+
+def files(folder) -> set[str]:
+    return {path.name for path in Path(folder).iterdir()}
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_saved_model_loads_with_equal_weights_and_logits(tiny_model, tmp_path, mixer, tied):
+    model = tiny_model(mixer=mixer, tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    for auto_class in (AutoModelForCausalLM, HopeForCausalLM):
+        loaded, report = auto_class.from_pretrained(tmp_path, output_loading_info=True)
+        assert type(loaded) is HopeForCausalLM
+        assert not any(report.values()), report
+        assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+        assert_same_model(loaded, model)
+    assert type(AutoConfig.from_pretrained(tmp_path)) is HopeConfig
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(level_variant="independent", adaptive_q=True, memory_momentum=True),
+        dict(memory_depth=1, gate_mode="static"),
+        dict(memory_expansion=2, projection_memory_expansion=2),
+    ],
+    ids=str,
+)
+def test_optional_parts_are_saved(tiny_model, tmp_path, options):
+    model = tiny_model(**options)
+    model.save_pretrained(tmp_path)
+    loaded, report = HopeForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    assert_same_model(loaded, model)
+
+
+def test_auto_model_loads_the_trunk(tiny_model, tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    trunk = AutoModel.from_pretrained(tmp_path)
+    assert type(trunk) is HopeModel
+    with torch.no_grad():
+        expected = model.model(text(1, 9)).last_hidden_state
+        assert torch.equal(trunk(text(1, 9)).last_hidden_state, expected)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_weights_in_several_files(tiny_model, tmp_path, tied):
+    model = tiny_model(tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    shards = set(index["weight_map"].values())
+    assert len(shards) > 2
+    assert shards == {name for name in files(tmp_path) if name.endswith(".safetensors")}
+    assert_same_model(HopeForCausalLM.from_pretrained(tmp_path), model)
+
+
+def test_a_model_can_be_loaded_in_bfloat16(tiny_model, tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    loaded = HopeForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.to(torch.bfloat16), loaded.get_parameter(name)), name
+    loaded.save_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
+
+
+def test_missing_weights_are_made_as_in_a_new_model(tiny_model, tmp_path):
+    """A trunk saved alone: the head is new, everything else is read and not touched."""
+    model = tiny_model(hidden_size=64, vocab_size=512)
+    model.model.save_pretrained(tmp_path)
+    loaded, report = HopeForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert set(report["missing_keys"]) == {"lm_head.weight"}
+    assert loaded.lm_head.weight.std().item() == pytest.approx(model.config.initializer_range, rel=0.05)
+    for name, parameter in model.model.named_parameters():
+        assert torch.equal(parameter, loaded.model.get_parameter(name)), name
+
+
+def test_fewer_layers_can_be_loaded(tiny_model, tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=1)
+    assert len(loaded.model.layers) == 1
+    assert loaded(text(1, 7)).logits.shape == (1, 7, 64)
+
+
+def test_an_export_holds_safetensors_and_all_code(tiny_model, tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    assert files(tmp_path) == {"config.json", "generation_config.json", "model.safetensors", *MODEL_FILES}
+    for name in MODEL_FILES:
+        source = Path(hope_hf.__file__).parent / "model" / name
+        assert (tmp_path / name).read_bytes() == source.read_bytes()
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == {
+        "AutoConfig": "configuration_hope.HopeConfig",
+        "AutoModel": "modeling_hope.HopeModel",
+        "AutoModelForCausalLM": "modeling_hope.HopeForCausalLM",
+    }
+
+
+def test_model_code_is_found_by_the_expression_that_bundles_it():
+    """transformers finds what to copy with a regular expression, and takes a file's name from it."""
+    folder = Path(hope_hf.__file__).parent / "model"
+    assert [path.name for path in folder.iterdir() if path.is_dir() and path.name != "__pycache__"] == []
+    reached, queue = set(), ["configuration_hope", "modeling_hope"]
+    while queue:
+        name = queue.pop()
+        if f"{name}.py" not in reached:
+            reached.add(f"{name}.py")
+            source = (folder / f"{name}.py").read_text()
+            queue += re.findall(r"^\s*from\s+\.(\S+)\s+import", source, flags=re.MULTILINE)
+            assert not re.search(r"^\s*(import\s+\.|from\s+\.\s+import)", source, flags=re.MULTILINE)
+    assert sorted(reached) == MODEL_FILES
+
+
+def test_an_export_works_where_the_package_is_not_installed(tiny_model, tmp_path):
+    ids = text(2, 19)
+    expected = {}
+    for mixer in MIXERS:
+        model = tiny_model(mixer=mixer, tie_word_embeddings=mixer == "attention")
+        model.save_pretrained(tmp_path / mixer)
+        with torch.no_grad():
+            expected[f"{mixer}.logits"] = model(ids).logits
+            expected[f"{mixer}.hidden"] = model.model(ids).last_hidden_state
+            expected[f"{mixer}.generated"] = model.generate(
+                ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0
+            )
+    save_file({"ids": ids}, tmp_path / "expected.safetensors")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", ALONE], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    results = load_file(tmp_path / "results.safetensors")
+    for name, tensor in expected.items():
+        mixer, kind = name.split(".")
+        for folder in (mixer, f"{mixer}-again"):
+            torch.testing.assert_close(results[f"{folder}.{kind}"], tensor, rtol=1e-5, atol=1e-5)
+    assert files(tmp_path / "self_modifying-again") == files(tmp_path / "self_modifying")
