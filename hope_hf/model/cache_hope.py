@@ -1,7 +1,7 @@
 """What HOPE carries from one call to the next: fast weights, the convolutions' last inputs, counts of tokens."""
 
 import torch
-from transformers.cache_utils import CacheLayerMixin, DynamicCache
+from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin, DynamicCache
 
 from .configuration_hope import HopeConfig
 
@@ -85,6 +85,10 @@ class HopeMemoryLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         """Move the state back to its device."""
         self.map(lambda tensor: tensor.to(self.device, non_blocking=True))
+
+
+# `_layer_type` enters it among the growing layers only, but a state of constant size fits a static cache as it is
+STATIC_LAYER_TYPE_MAPPING[HopeMemoryLayer._layer_type] = HopeMemoryLayer
 
 
 class HopeCache(DynamicCache):

@@ -210,14 +210,19 @@ class HopeModel(HopePreTrainedModel):
         seen = 0 if cache is None else cache.get_seq_length()
         if position_ids is None:
             position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + seen).unsqueeze(0)
-        mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=hidden_states,
-            attention_mask=attention_mask,
-            # transformers finds packed documents in the positions only where there is no cache
-            past_key_values=cache if seen else None,
-            position_ids=position_ids,
-        )
+        if isinstance(attention_mask, dict):
+            # made by `generate` for a cache of fixed length
+            mask = attention_mask["full_attention"]
+        else:
+            # transformers finds packed documents in the positions only where there is no cache: hide an empty one
+            is_empty = cache is not None and not cache.is_compileable and not seen
+            mask = create_causal_mask(
+                config=self.config,
+                inputs_embeds=hidden_states,
+                attention_mask=attention_mask,
+                past_key_values=None if is_empty else cache,
+                position_ids=position_ids,
+            )
         rotary = self.rotary_emb(hidden_states, position_ids=position_ids)
         for block in self.layers:
             hidden_states, _ = block(
