@@ -251,6 +251,19 @@ class SelfModifyingTitans(nn.Module):
                 **measure_surprise(made, initial, plan.content, self.rule),
             }
 
+    @torch.no_grad()
+    def contribution(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Norm of what the content memory adds to its query, |M_t(q_t) - q_t|, per token [B, T, H]: is it alive?
+
+        For texts that begin with `hidden_states` [B, T, hidden_size].
+        """
+        plan = plan_chunks(self.config, hidden_states.shape[:2], hidden_states.device, None, None, None)
+        made, _ = self._make_projections(hidden_states, plan, None, need_state=False)
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            initial = self.content_memory(made.step.dtype)
+            reads, _ = scan_content(made, initial, None, plan.content, self.rule, 0, need_state=False)
+            return (reads - unit(made.streams[:, :, 2])).norm(dim=-1).transpose(1, 2)
+
     def _make_projections(
         self, hidden_states: torch.Tensor, plan: ChunkPlan, state: dict[str, torch.Tensor] | None, need_state: bool
     ) -> tuple[Projections, dict[str, torch.Tensor]]:

@@ -1,0 +1,106 @@
+"""Long texts: state and output stay finite and bounded at any gates, and the memory stays alive at the default ones."""
+
+import pytest
+import torch
+
+from hope_hf import HopeConfig, HopeForCausalLM
+from hope_hf.model.chunk_layout import plan_chunks
+
+LENGTH = 16_384
+# every head has memories of its own: five heads are five random initialisations read at once
+WIDTH, HEADS = 160, 5
+
+
+def build_mixer(**options):
+    """A freshly initialised mixer with the default rule and chunks."""
+    torch.manual_seed(0)
+    config = HopeConfig(
+        vocab_size=8, hidden_size=WIDTH, head_dim=WIDTH // HEADS, num_hidden_layers=1, **options
+    )
+    return HopeForCausalLM(config).model.layers[0].mixer
+
+
+def streams(length, seed, rows=1):
+    """Inputs of unit variance [3 * rows, length, WIDTH]: iid, AR(0.98), runs of 600 equal tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(3 * rows, length, WIDTH, generator=generator)
+    iid, correlated, runs = noise.chunk(3)
+    correlated = correlated.clone()
+    for t in range(1, length):
+        correlated[:, t] = 0.98 * correlated[:, t - 1] + (1 - 0.98**2) ** 0.5 * correlated[:, t]
+    runs = runs[:, torch.arange(length) // 600]
+    return torch.cat([iid, correlated, runs])
+
+
+@pytest.fixture(scope="module")
+def long_streams():
+    return streams(LENGTH, seed=0)
+
+
+def read(mixer, hidden_states):
+    plan = plan_chunks(mixer.config, hidden_states.shape[:2], hidden_states.device, None, None, None)
+    with torch.no_grad():
+        return mixer(hidden_states, plan, need_state=True)
+
+
+def largest_weight(state):
+    return max(tensor.abs().max().item() for name, tensor in state.items() if ".run." in name)
+
+
+GATES = {
+    "default": ({}, 0.0, 0.0, 0.0),
+    "always-write": ({}, 10.0, 0.0, 0.0),
+    "never-forget": ({}, 10.0, 15.0, 0.0),
+    "always-forget": ({}, 10.0, -15.0, 0.0),
+    "largest-rate": (dict(memory_learning_rate_max=2.0), 10.0, 15.0, 0.0),
+    "momentum": (dict(memory_momentum=True), 0.0, 0.0, 0.0),
+    "strong-momentum": (dict(memory_momentum=True), 10.0, 15.0, 2.2),
+    "decay-to-zero": (dict(memory_decay_to="zero"), 10.0, 15.0, 0.0),
+    "one-rate-for-all": (dict(inner_layer_rate=1.0, projection_memory_rate=1.0), 10.0, 15.0, 0.0),
+}
+
+
+def read_with_gates(long_streams, options, rate, retention, momentum):
+    mixer = build_mixer(**options)
+    with torch.no_grad():
+        mixer.gates.learning_rate_bias.add_(rate)
+        mixer.gates.retention_bias.add_(retention)
+        if momentum:
+            mixer.momentum_proj.bias.add_(momentum)
+    output, state = read(mixer, long_streams)
+    return output, largest_weight(state)
+
+
+@pytest.mark.parametrize("gates", GATES.values(), ids=GATES.keys())
+def test_long_texts_stay_bounded(long_streams, gates):
+    """The gate biases are moved to where the sigmoid saturates."""
+    output, largest = read_with_gates(long_streams, *gates)
+    assert output.isfinite().all()
+    assert largest < 1e3
+
+
+@pytest.mark.parametrize("name", ["never-forget", "strong-momentum"])
+def test_without_the_clip_the_same_gates_diverge(long_streams, name):
+    """The control: the bound above is the clip's doing."""
+    options, *biases = GATES[name]
+    _, largest = read_with_gates(long_streams, options | dict(memory_error_clip=None), *biases)
+    assert not largest < 1e3
+
+
+@pytest.mark.parametrize("kind", ["iid", "AR(0.98)"])
+def test_the_memory_stays_alive(kind):
+    """At initialisation: its share of the read at positions 7K to 8K over that at 64 to 128, mean of 8 sequences."""
+    mixer = build_mixer()
+    iid, correlated, _ = streams(8192, seed=1, rows=8).chunk(3)
+    share = mixer.contribution(iid if kind == "iid" else correlated).mean((0, 2))
+    assert share[7168:].mean() >= 0.5 * share[64:128].mean()
+
+
+def test_a_memory_that_decays_to_zero_dies():
+    """The control: with retention towards zero the same measure falls, as the paper's literal rule does."""
+    shares = []
+    for target in ("initial", "zero"):
+        mixer = build_mixer(memory_decay_to=target, memory_learning_rate_bias=-12.0)
+        share = mixer.contribution(streams(4096, seed=1)[:1]).mean((0, 2))
+        shares.append(share[-512:].mean() / share[64:128].mean())
+    assert shares[0] > 0.5 > shares[1]

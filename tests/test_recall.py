@@ -1,0 +1,27 @@
+"""The memory is used: a small HOPE learns to recall what it read once, and cannot where nothing is written."""
+
+from benchmarks.recall import recall_batch, train_recall
+
+import torch
+
+
+def test_recall_is_learned_through_the_memory():
+    """8 pairs, then all keys in another order. Any value of 32 is right once in 32 times, any written one in 8."""
+    assert train_recall(frozen=False, steps=800, stop_at=0.97) > 0.95
+
+
+def test_frozen_memories_stay_at_chance():
+    assert train_recall(frozen=True, steps=400, report_every=400) < 0.125
+
+
+def test_the_task_asks_every_key_once_and_scores_its_value():
+    input_ids, labels = recall_batch(50, 8, 32, torch.Generator().manual_seed(0))
+    written, asked = input_ids[:, :16].unflatten(1, (8, 2)), input_ids[:, 16:].unflatten(1, (8, 2))
+    for row in range(50):
+        pairs = dict(written[row].tolist())
+        assert dict(asked[row].tolist()) == pairs
+        assert len(pairs) == len(set(pairs.values())) == 8
+    scored = labels != -100
+    assert torch.equal(scored.nonzero()[:, 1].unique(), torch.arange(17, 32, 2))
+    assert torch.equal(labels[scored], input_ids[scored])
+    assert not torch.equal(written, asked)
