@@ -1,0 +1,263 @@
+"""Rules of the house, read from the sources: who imports whom, nothing pickled, flags and public names frozen.
+
+Every rule is a function `(file, tree) -> breaches`; `test_every_rule_can_be_broken` shows each one a source that it
+must refuse. A new file in a known room needs nothing here; a new room, flag or public name is a decision: add it below.
+"""
+
+import ast
+import pkgutil
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import hope_hf
+from hope_hf.training.arguments import FLAGS
+
+ROOT = Path(__file__).parents[1]
+
+# What the files of a room may import beside the standard library; "hope_hf" stands for its public names.
+ROOMS = {
+    "run_clm.py": {"hope_hf.training"},
+    "hope_hf/__init__.py": {"transformers", "hope_hf.model"},
+    "hope_hf/reference.py": {"torch"},
+    # exported to the Hub as it stands: transformers brings huggingface_hub, nothing else is there
+    "hope_hf/model": {"torch", "transformers", "huggingface_hub", "hope_hf.model"},
+    "hope_hf/optim": {"torch", "hope_hf.optim"},
+    "hope_hf/data": {
+        "torch", "datasets", "transformers", "tokenizers", "numpy", "huggingface_hub", "pyarrow", "hope_hf.data",
+    },
+    "hope_hf/training": {
+        "accelerate", "torch", "transformers", "huggingface_hub", "numpy", "safetensors", "yaml", "tqdm",
+        "hope_hf", "hope_hf.optim", "hope_hf.data", "hope_hf.training",
+    },
+}  # fmt: skip
+
+# Slow to import or not always installed: only inside functions, and only of these rooms.
+LAZY = {"matplotlib", "wandb", "evaluate", "lm_eval"}
+LAZY_ROOMS = {"hope_hf/training"}
+
+PUBLIC = ["PRESETS", "HopeCache", "HopeConfig", "HopeForCausalLM", "HopeModel", "HopePreTrainedModel"]
+
+RUN_CLM_FLAGS = """
+    model_name_or_path model_type config_name config_overrides tokenizer_name trust_remote_code attn_implementation
+    dataset_name dataset_config_name train_file validation_file validation_split_percentage max_train_samples
+    max_eval_samples streaming preprocessing_num_workers block_size document_boundary dataloader_num_workers
+    dataloader_pin_memory
+    per_device_train_batch_size gradient_accumulation_steps learning_rate weight_decay adam_beta1 adam_beta2
+    adam_epsilon max_grad_norm max_train_steps num_train_epochs lr_scheduler_type num_warmup_steps optimizer
+    level_optimizers gradient_checkpointing torch_compile tf32
+    output_dir resume_from_checkpoint checkpointing_steps save_total_limit logging_steps eval_steps seed cpu_threads
+    report_to run_name project_name push_to_hub
+""".split()
+
+PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+
+
+def python_files() -> list[str]:
+    """Every source of the package and every program, as paths from the repository's root."""
+    files = [*ROOT.glob("*.py"), *(ROOT / "hope_hf").rglob("*.py")]
+    return sorted(path.relative_to(ROOT).as_posix() for path in files)
+
+
+def room_of(file: str) -> str:
+    """The first folder inside the package, or the file itself where it lies in none."""
+    parts = file.split("/")
+    return "/".join(parts[:2]) if len(parts) > 2 else file
+
+
+def imports(file: str, tree: ast.AST):
+    """Every import as (node, level of dots, absolute module name, imported names or None)."""
+    package = file.removesuffix(".py").split("/")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node, 0, alias.name, None
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield node, node.level, module, [alias.name for alias in node.names]
+
+
+def inside(module: str, room: str) -> bool:
+    return module == room or module.startswith(f"{room}.")
+
+
+def imports_only_what_its_room_may(file: str, tree: ast.AST):
+    """The table of rooms."""
+    allowed = ROOMS[room_of(file)]
+    for node, _, module, names in imports(file, tree):
+        top = module.split(".")[0]
+        if top in sys.stdlib_module_names or any(inside(module, name) for name in allowed - {"hope_hf"}):
+            continue
+        if module == "hope_hf" and "hope_hf" in allowed:
+            yield from (f"{file}:{node.lineno} imports {n}, not public" for n in names or () if n not in PUBLIC)
+        elif top not in LAZY or room_of(file) not in LAZY_ROOMS:
+            yield f"{file}:{node.lineno} imports {module}"
+    for node in ast.walk(tree):
+        # after `import hope_hf`
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "hope_hf":
+            if node.attr not in PUBLIC:
+                yield f"{file}:{node.lineno} uses hope_hf.{node.attr}, not public"
+
+
+def imports_heavy_packages_late(file: str, tree: ast.AST):
+    """Plots and trackers are paid for by those who use them."""
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    late = {id(node) for function in functions for node in ast.walk(function)}
+    for node, _, module, _ in imports(file, tree):
+        if module.split(".")[0] in LAZY and id(node) not in late:
+            yield f"{file}:{node.lineno} imports {module} outside of a function"
+
+
+def imports_flat_siblings_in_the_model(file: str, tree: ast.AST):
+    """transformers copies `from .name import ...` to the Hub, and nothing else."""
+    if room_of(file) != "hope_hf/model":
+        return
+    if file.count("/") > 2:
+        yield f"{file} lies in a folder of its own"
+    for node, level, module, _ in imports(file, tree):
+        if module == "__future__":
+            # annotations as strings switch off the configuration's checks, and the model's `config_class`
+            yield f"{file}:{node.lineno} imports from __future__"
+        if level == 0 and inside(module, "hope_hf"):
+            yield f"{file}:{node.lineno} needs the package to be installed"
+        if level > 1 or (level == 1 and module.count(".") != 2):
+            yield f"{file}:{node.lineno} imports {module}, not a sibling"
+
+
+def imports_by_name(file: str, tree: ast.AST):
+    """Imports and code made from strings cannot be read here."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name in {"__import__", "eval", "exec", "compile"} or name.endswith("import_module"):
+                yield f"{file}:{node.lineno} calls {name}"
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
+            yield f"{file}:{node.lineno} imports *"
+
+
+def pickles_nothing(file: str, tree: ast.AST):
+    """A file that is loaded must not be able to run code."""
+    for node, _, module, names in imports(file, tree):
+        if {module.split(".")[0], *(names or ())} & PICKLES:
+            yield f"{file}:{node.lineno} imports {module}"
+        if module in {"torch", "torch.serialization"} and {"load", "save"} & set(names or ()):
+            yield f"{file}:{node.lineno} imports load or save from torch"
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        if name == "torch.save":
+            yield f"{file}:{node.lineno} calls torch.save"
+        if name == "torch.load" and options.get("weights_only") != "True":
+            yield f"{file}:{node.lineno} calls torch.load without weights_only=True"
+        if options.get("allow_pickle", "False") != "False" or options.get("trust_remote_code") == "True":
+            yield f"{file}:{node.lineno} lets a file run code"
+
+
+def names_no_machine(file: str, tree: ast.AST):
+    """Paths belong to the user's flags."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if re.search(r"(^|[^\w.])/(work|tmp|home|root|mnt)/", node.value):
+                yield f"{file}:{node.lineno} names a path: {node.value!r}"
+
+
+RULES = [
+    imports_only_what_its_room_may,
+    imports_heavy_packages_late,
+    imports_flat_siblings_in_the_model,
+    imports_by_name,
+    pickles_nothing,
+    names_no_machine,
+]
+
+
+def test_every_file_is_examined_and_every_room_known():
+    """Counted a second time by what Python itself can import, which finds no folder without `__init__.py`."""
+    package = {"hope_hf/__init__.py"}
+    for module in pkgutil.walk_packages([str(ROOT / "hope_hf")], "hope_hf."):
+        package.add(module.name.replace(".", "/") + ("/__init__.py" if module.ispkg else ".py"))
+    programs = {path.name for path in ROOT.iterdir() if path.suffix == ".py"}
+    assert set(python_files()) == package | programs
+    assert {room_of(file) for file in python_files()} == set(ROOMS)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_sources_keep_the_rule(rule):
+    files = python_files()
+    breaches = [breach for file in files for breach in rule(file, ast.parse((ROOT / file).read_text(), file))]
+    assert breaches == []
+
+
+BROKEN = [
+    (imports_only_what_its_room_may, "hope_hf/model/x.py", "import numpy"),
+    (imports_only_what_its_room_may, "hope_hf/model/x.py", "def f():\n    import matplotlib"),
+    (imports_only_what_its_room_may, "hope_hf/model/x.py", "from ..optim import LevelClock"),
+    (imports_only_what_its_room_may, "hope_hf/model/x.py", "from hope_hf.optim import LevelClock"),
+    (imports_only_what_its_room_may, "hope_hf/reference.py", "from .model.memory_update import unit"),
+    (imports_only_what_its_room_may, "hope_hf/reference.py", "import transformers"),
+    (imports_only_what_its_room_may, "hope_hf/optim/x.py", "import hope_hf"),
+    (imports_only_what_its_room_may, "hope_hf/optim/x.py", "def f():\n    import accelerate.utils"),
+    (imports_only_what_its_room_may, "hope_hf/data/x.py", "from accelerate import Accelerator"),
+    (imports_only_what_its_room_may, "hope_hf/data/x.py", "from ..training import main"),
+    (imports_only_what_its_room_may, "hope_hf/training/x.py", "from hope_hf.model.cache_hope import HopeCache"),
+    (imports_only_what_its_room_may, "hope_hf/training/x.py", "from hope_hf import model"),
+    (imports_only_what_its_room_may, "hope_hf/training/x.py", "import hope_hf\nhope_hf.model.cache_hope"),
+    (imports_only_what_its_room_may, "hope_hf/training/x.py", "import hope_hf.reference"),
+    (imports_only_what_its_room_may, "hope_hf/training/x.py", "import scipy"),
+    (imports_only_what_its_room_may, "hope_hf/__init__.py", "from .training import main"),
+    (imports_only_what_its_room_may, "run_clm.py", "import torch"),
+    (imports_heavy_packages_late, "hope_hf/training/x.py", "import wandb"),
+    (imports_heavy_packages_late, "hope_hf/training/x.py", "class A:\n    from matplotlib import pyplot"),
+    (imports_flat_siblings_in_the_model, "hope_hf/model/x.py", "from . import continuum"),
+    (imports_flat_siblings_in_the_model, "hope_hf/model/x.py", "from .kernels.scan import scan"),
+    (imports_flat_siblings_in_the_model, "hope_hf/model/x.py", "from ..reference import Memory"),
+    (imports_flat_siblings_in_the_model, "hope_hf/model/x.py", "from hope_hf.model.continuum import LevelMix"),
+    (imports_flat_siblings_in_the_model, "hope_hf/model/x.py", "from __future__ import annotations"),
+    (imports_flat_siblings_in_the_model, "hope_hf/model/kernels/x.py", ""),
+    (imports_by_name, "hope_hf/model/x.py", "import importlib\nimportlib.import_module('hope_hf.optim')"),
+    (imports_by_name, "hope_hf/data/x.py", "eval('1')"),
+    (imports_by_name, "hope_hf/data/x.py", "from torch import *"),
+    (pickles_nothing, "hope_hf/training/x.py", "def f():\n    import pickle"),
+    (pickles_nothing, "hope_hf/training/x.py", "from torch import load"),
+    (pickles_nothing, "hope_hf/training/x.py", "import torch\ntorch.load(path)"),
+    (pickles_nothing, "hope_hf/training/x.py", "import torch\ntorch.load(path, weights_only=flag)"),
+    (pickles_nothing, "hope_hf/training/x.py", "import torch\ntorch.save({}, path)"),
+    (pickles_nothing, "hope_hf/training/x.py", "import numpy as np\nnp.load(path, allow_pickle=True)"),
+    (pickles_nothing, "hope_hf/data/x.py", "load_dataset(name, trust_remote_code=True)"),
+    (names_no_machine, "hope_hf/data/x.py", "PATH = '/home/me/books'"),
+    (names_no_machine, "hope_hf/data/x.py", '"""Reads /tmp/books."""'),
+]
+
+
+@pytest.mark.parametrize(("rule", "file", "source"), BROKEN, ids=[f"{r.__name__}-{s}" for r, _, s in BROKEN])
+def test_every_rule_can_be_broken(rule, file, source):
+    assert len(list(rule(file, ast.parse(source)))) == 1
+    assert {rule for rule, _, _ in BROKEN} == set(RULES)
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("hope_hf/model/x.py", "import math\nimport torch.nn.functional as F\nfrom .continuum import LevelMix"),
+        ("hope_hf/training/x.py", "from hope_hf import HopeCache\nfrom hope_hf.data import Data\nfrom .run import f"),
+        ("hope_hf/training/x.py", "def plot():\n    from matplotlib.figure import Figure"),
+        ("hope_hf/training/x.py", "import hope_hf\nhope_hf.HopeConfig\ntorch.load(path, weights_only=True)"),
+        ("run_clm.py", "import sys\nfrom hope_hf.training import main"),
+    ],
+)
+def test_what_is_allowed_breaks_no_rule(file, source):
+    assert [breach for rule in RULES for breach in rule(file, ast.parse(source))] == []
+
+
+def test_flags_of_run_clm_are_frozen():
+    assert list(FLAGS) == RUN_CLM_FLAGS
+
+
+def test_public_names_are_frozen():
+    assert sorted(hope_hf.__all__) == sorted(PUBLIC)
+    assert all(hasattr(hope_hf, name) for name in PUBLIC)
