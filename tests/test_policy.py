@@ -1,7 +1,8 @@
 """Rules of the house, read from the sources: who imports whom, nothing pickled, flags and public names frozen.
 
 Every rule is a function `(file, tree) -> breaches`; `test_every_rule_can_be_broken` shows each one a source that it
-must refuse. A new file in a known room needs nothing here; a new room, flag or public name is a decision: add it below.
+must refuse. A new file in a known room needs nothing here; a new room, flag or public name is a decision, and is added
+below.
 """
 
 import ast
