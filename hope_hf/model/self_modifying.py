@@ -124,10 +124,11 @@ class MemoryGates(nn.Module):
         largest = self.config.memory_learning_rate_max
         readouts = None
         if self.config.gate_mode == "memory":
-            readouts = torch.stack([self.learning_rate_readout, self.retention_readout], 1).to(dtype).unsqueeze(-1)
+            readouts = torch.stack([self.learning_rate_readout, self.retention_readout], 1).to(dtype).unsqueeze(2)
 
         def logits(outputs: torch.Tensor) -> torch.Tensor:
-            return (unit(outputs) @ readouts).squeeze(-1)
+            # not a matrix product, whose operands TF32 would round
+            return (unit(outputs) * readouts).sum(-1)
 
         def squash(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             rate, retention = logits.unbind(2)
