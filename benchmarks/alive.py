@@ -1,7 +1,8 @@
 """Is the memory of a trained model still alive far into a text?
 
 What the content memories add to their queries, |M_t(q_t) - q_t|, at positions 7,168 to 8,191 over that at 64 to 127:
-mean over sequences, heads and layers. Sequences are the beginnings of documents of the built-in corpus; at least 0.5 is alive.
+mean over sequences, heads and layers. Sequences are the beginnings of documents of the built-in corpus; at least 0.5
+is alive.
 
     python benchmarks/alive.py --model_name_or_path runs/demo
 """
@@ -52,7 +53,9 @@ def main() -> None:
     early, late = shares[:, EARLY].mean(1), shares[:, LATE].mean(1)
     for layer, (before, after) in enumerate(zip(early.tolist(), late.tolist(), strict=True)):
         print(f"layer {layer}: {before:.4f} at 64-127, {after:.4f} at 7,168-8,191, ratio {after / before:.2f}")
-    print(f"{len(input_ids)} sequences of {LENGTH:,} tokens, all layers: ratio {(late.mean() / early.mean()).item():.2f}")
+    print(
+        f"{len(input_ids)} sequences of {LENGTH:,} tokens, all layers: ratio {(late.mean() / early.mean()).item():.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -84,7 +84,10 @@ def train_recall(
         warm_up.step()
         if step % report_every == 0 or step == steps:
             reached = accuracy(model, *unseen)
-            print(f"step {step}: loss {loss:.3f}, accuracy {reached:.3f}, {time.process_time() - start:.0f} s", flush=True)
+            print(
+                f"step {step}: loss {loss:.3f}, accuracy {reached:.3f}, {time.process_time() - start:.0f} s",
+                flush=True,
+            )
             if reached >= stop_at:
                 break
     return reached

@@ -1,13 +1,12 @@
 """The self-modifying mixer token by token, to be read beside the paper; the slow twin of `hope_hf.model`.
 
-Nothing is parallel over tokens here and no update is derived by hand: errors come from autograd of the inner loss. Only
-tests use this file. Vectors are rows, so a memory acts as `z W^T`. Axes of a tensor: B sequence, H head, D head width,
-M memory width; equation numbers are those of arXiv 2512.24695.
+Nothing is parallel over tokens here and no update is derived by hand: errors come from autograd of the inner loss.
+Only tests use this file. Vectors are rows, so a memory acts as `z W^T`. Axes of a tensor: B sequence, H head, D head
+width, M memory width; equation numbers are those of arXiv 2512.24695.
 """
 
 import torch
 import torch.nn.functional as F
-
 
 HIDDEN_NORM_FLOOR = 0.1
 
@@ -72,7 +71,7 @@ class Memory:
         return [(k, inner_error), (hidden, outer_error)]
 
     def step(self, k, v, eta, alpha, beta, rate):
-        """Equation (88): W_t = W_{t-1} (alpha I - e u u^T) - w delta u^T, for every layer. eta, alpha, beta: [B, H]."""
+        """Equation (88): W_t = W_{t-1} (alpha I - e u u^T) - w delta u^T, every layer. eta, alpha, beta: [B, H]."""
         config = self.config
         layers = self.layer_inputs_and_errors(k, self.target(v))
         last = len(layers) - 1

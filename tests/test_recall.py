@@ -1,8 +1,8 @@
 """The memory is used: a small HOPE learns to recall what it read once, and cannot where nothing is written."""
 
-from benchmarks.recall import recall_batch, train_recall
-
 import torch
+
+from benchmarks.recall import recall_batch, train_recall
 
 
 def test_recall_is_learned_through_the_memory():

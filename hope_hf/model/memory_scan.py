@@ -228,9 +228,7 @@ def scan_projections(
     if len(outputs) == 1:
         return outputs[0], state, tail
     streams, steps, retentions, _ = zip(*outputs, strict=True)
-    made = Projections(
-        torch.cat(streams, -2), torch.cat(steps, -1), torch.cat(retentions, -1), inputs.log_momentum
-    )
+    made = Projections(torch.cat(streams, -2), torch.cat(steps, -1), torch.cat(retentions, -1), inputs.log_momentum)
     return made, state, tail
 
 

@@ -24,7 +24,6 @@ import torch.nn.functional as F
 
 from .vector_norms import back_through_unit_silu, clip_norm, unit, unit_silu
 
-
 # One triangular solve covers at most this many tokens: its cost grows with the square of the tile.
 TILE = 64
 # Below this norm of the hidden activation its normalisation is treated as a constant scale, or the error explodes.
@@ -32,7 +31,7 @@ _HIDDEN_NORM_FLOOR = 0.1
 
 
 class MemoryRule(NamedTuple):
-    """What `HopeConfig` says about the memories' inner learning rule; the fields are the config's, documented there."""
+    """What `HopeConfig` says about the memories' inner learning rule; its docstring explains the fields."""
 
     depth: int = 2
     erase: str = "output"
@@ -73,7 +72,8 @@ class Gates(NamedTuple):
     log_retention: torch.Tensor
     # log of the momentum's coefficient, only with momentum
     log_momentum: torch.Tensor | None = None
-    # 1 for tokens, 0 for padding, or None where all are tokens. Only momentum needs it: it moves weights without a write.
+    # True for tokens, False for padding, or None where all are tokens; only momentum, which moves weights without a
+    # write, needs it
     valid: torch.Tensor | None = None
 
     def split(self, sizes: list[int]) -> list["Gates"]:
@@ -208,7 +208,8 @@ class TileGates:
             self._carry_momentum(gates, total, before, exclusive_read)
 
     def _carry_momentum(self, gates, total, before, exclusive_read) -> None:
-        # A write lives on in the momentum: token i reaches token t through every j between, m_ti = sum_j (g_t/g_j)(b_j/b_i).
+        # A write lives on in the momentum: token i reaches token t through every j between,
+        # m_ti = sum_j (g_t / g_j) (b_j / b_i).
         carried = gates.log_momentum.cumsum(-1)
         spread = decay_matrix(carried, carried, strict=False)
         growth = carried.exp().unsqueeze(-1)
@@ -230,8 +231,8 @@ class TileGates:
 class LayerTile:
     """One layer over one tile: solved once, then read at any token and carried to the tile's end.
 
-    With `D` the stored weights at the tile's start, `W_init` the initial weights (0 unless retention leads there), `w_i`
-    the steps, and `w_i a_i u_i^T` what token i takes from the weights:
+    With `D` the stored weights at the tile's start, `W_init` the initial weights (0 unless retention leads there),
+    `w_i` the steps, and `w_i a_i u_i^T` what token i takes from the weights:
 
         (I + L) A = keep_before U D^T + U W_init^T + Delta,           L_ti = decay_before_ti (u_t . u_i) w_i
         W_t x = keep_t D x + W_init x - sum_{i <= t} decay_ti (u_i . x) w_i a_i
@@ -290,8 +291,8 @@ class LayerTile:
             stored = stored - self._sum(self.corrections, self.step * gates.keep_after)
         if self.momentum is None:
             return stored, None
-        stored = stored + gates.growth_end * self.momentum - self._sum(
-            self.errors, self.write_step * gates.momentum_end
+        stored = (
+            stored + gates.growth_end * self.momentum - self._sum(self.errors, self.write_step * gates.momentum_end)
         )
         carried = gates.momentum_keep * self.momentum
         return stored, carried - self._sum(self.errors, self.write_step * gates.momentum_after)

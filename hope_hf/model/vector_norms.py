@@ -6,7 +6,6 @@ normalisation would read and write its tensors three times as often.
 
 import torch
 
-
 _EPSILON = 1e-12
 
 

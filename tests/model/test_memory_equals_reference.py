@@ -8,7 +8,6 @@ from hope_hf.model.chunk_layout import plan_chunks
 from hope_hf.model.modeling_hope import HopeBlock
 from hope_hf.reference import self_modifying_titans
 
-
 LENGTH = 37
 # every option of the inner rule, over chunk sizes that do not divide the length (nor, in one case, one another)
 VARIANTS = {
@@ -97,4 +96,6 @@ def test_outputs_and_gradients_equal_the_loop(options):
     torch.testing.assert_close(fast, slow, rtol=1e-10, atol=1e-10)
     assert fast_gradients.keys() == slow_gradients.keys()
     for name, gradient in slow_gradients.items():
-        torch.testing.assert_close(fast_gradients[name], gradient, rtol=1e-9, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            fast_gradients[name], gradient, rtol=1e-9, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+        )

@@ -1,4 +1,4 @@
-"""Long texts: state and output stay finite and bounded at any gates, and the memory stays alive at the default ones."""
+"""Long texts: state and output stay finite and bounded at any gates, the memory alive at the default ones."""
 
 import pytest
 import torch
@@ -14,9 +14,7 @@ WIDTH, HEADS = 160, 5
 def build_mixer(**options):
     """A freshly initialised mixer with the default rule and chunks."""
     torch.manual_seed(0)
-    config = HopeConfig(
-        vocab_size=8, hidden_size=WIDTH, head_dim=WIDTH // HEADS, num_hidden_layers=1, **options
-    )
+    config = HopeConfig(vocab_size=8, hidden_size=WIDTH, head_dim=WIDTH // HEADS, num_hidden_layers=1, **options)
     return HopeForCausalLM(config).model.layers[0].mixer
 
 

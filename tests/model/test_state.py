@@ -5,7 +5,6 @@ import torch
 
 from hope_hf import HopeCache
 
-
 MIXERS = {
     "defaults": {},
     "momentum-adaptive-q": dict(memory_momentum=True, adaptive_q=True),
