@@ -60,7 +60,7 @@ def _from_hub(config: DataConfig):
     try:
         splits = load_dataset(name, config.dataset_config_name, streaming=config.streaming)
     except (OSError, ValueError, DatasetGenerationError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise ValueError(f"{source} could not be loaded, check its name and the connection: {reason}") from error
     if "train" not in splits:
         raise ValueError(f"{source} has no split 'train' among {', '.join(splits)}: name its files with --train_file.")

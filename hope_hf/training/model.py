@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass
 import torch
 import yaml
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -16,6 +17,8 @@ from .arguments import Arguments
 from .parsing import nearest
 
 DEFAULT_PRESET = "tiny"
+# What transformers raises for files and values of the user.
+MISTAKES = (OSError, ValueError, TypeError, ArithmeticError, ImportError, StrictDataclassError, SafetensorError)
 
 
 def build_config(args: Arguments, tokenizer, vocab_size: int, presets: dict):
@@ -54,8 +57,9 @@ def load_config(source: str, flag: str, args: Arguments):
     """The config of a folder or Hub name that was given with `--flag`."""
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=args.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--{flag} {source} cannot be loaded: {_one_line(error)}") from error
+    except MISTAKES as error:
+        where = "" if os.path.isdir(source) else " is no folder and"
+        raise ValueError(f"--{flag} {source}{where} cannot be loaded: {_one_line(error)}") from error
 
 
 def build_model(args: Arguments, config) -> PreTrainedModel:
@@ -67,8 +71,10 @@ def build_model(args: Arguments, config) -> PreTrainedModel:
             model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, **options)
         else:
             model = AutoModelForCausalLM.from_config(config, **options)
-    except (ValueError, ImportError) as error:
-        raise ValueError(f"The model cannot be built: {_one_line(error)}") from error
+    except MISTAKES as error:
+        what = f"--model_name_or_path {args.model_name_or_path}" if args.model_name_or_path else "The model"
+        verb = "loaded" if args.model_name_or_path else "built"
+        raise ValueError(f"{what} cannot be {verb}: {_one_line(error)}") from error
     if args.gradient_checkpointing:
         _recompute_activations(model)
     return model
@@ -139,8 +145,8 @@ def _plain(config) -> dict:
 def _make(config_class, values: dict):
     try:
         return config_class(**values)
-    except (ValueError, TypeError, StrictDataclassError) as error:
-        raise ValueError(f"The config of the model is not valid (--config_overrides): {_one_line(error)}") from error
+    except MISTAKES as error:
+        raise ValueError(f"--config_overrides: {config_class.__name__} is not valid: {_one_line(error)}") from error
 
 
 def _recompute_activations(model: PreTrainedModel):
@@ -152,4 +158,6 @@ def _recompute_activations(model: PreTrainedModel):
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    # A strict config wraps what its check said in the name of the check.
+    reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
+    return " ".join(str(reason).split())

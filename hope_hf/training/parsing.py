@@ -3,7 +3,7 @@
 import difflib
 import json
 import math
-import os
+import warnings
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from .arguments import FLAGS, GROUPS, Arguments
+from .launch import is_first_process
 
 DEMO_RECIPE = Path(__file__).with_name("demo.yaml")
 NAMES_A_MODEL = {"model_name_or_path", "model_type", "config_name"}
@@ -22,6 +23,10 @@ AT_LEAST_ONE = (
 NOT_NEGATIVE = (
     "num_warmup_steps checkpointing_steps eval_steps max_grad_norm weight_decay dataloader_num_workers seed"
 ).split()
+
+
+# The others of transformers need settings that have no flag here.
+SCHEDULES = "linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt".split()
 
 
 class _Parser(HfArgumentParser):
@@ -48,11 +53,14 @@ def parse(argv: list[str]) -> Arguments:
     named = _named(parser, recipe + argv)
     demo = not named & (NAMES_A_MODEL | NAMES_DATA)
     if demo:
-        recipe = _read_recipe(DEMO_RECIPE) + recipe
+        # Who asks for epochs does not want the demo's steps.
+        left_out = {"max_train_steps"} if "num_train_epochs" in named else set()
+        recipe = _read_recipe(DEMO_RECIPE, left_out) + recipe
     groups = parser.parse_args_into_dataclasses(recipe + argv, look_for_args_file=False)
     values = {f.name: getattr(group, f.name) for group in groups for f in fields(group)}
     args = Arguments(**values, demo=demo)
-    _check(args, named)
+    _check(args)
+    _warn_of_ignored(args, named)
     return args
 
 
@@ -69,7 +77,7 @@ def _named(parser, words: list[str]) -> set[str]:
     return {flag.removeprefix("no_") if flag not in FLAGS else flag for flag in flags}
 
 
-def _read_recipe(path: str | Path) -> list[str]:
+def _read_recipe(path: str | Path, left_out: set[str] = frozenset()) -> list[str]:
     """A YAML file of flags as command-line words, so that both ways share one check of types."""
     try:
         recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -82,12 +90,24 @@ def _read_recipe(path: str | Path) -> list[str]:
     for key, value in recipe.items():
         if key not in FLAGS:
             raise ValueError(f"The recipe {path} has an unknown key {key!r}{nearest(str(key), FLAGS)}")
-        if value is not None:
+        if value is not None and key not in left_out:
             words += [f"--{key}", json.dumps(value) if isinstance(value, dict) else str(value)]
     return words
 
 
-def _check(args: Arguments, named: set[str]):
+def _warn_of_ignored(args: Arguments, named: set[str]):
+    ignored = (
+        ("num_train_epochs", args.max_train_steps is not None, "--max_train_steps is given"),
+        ("validation_split_percentage", args.validation_file is not None, "--validation_file is given"),
+        ("run_name", args.report_to == "none", "--report_to names no tracker"),
+        ("project_name", args.report_to == "none", "--report_to names no tracker"),
+    )
+    for name, is_ignored, reason in ignored:
+        if name in named and is_ignored and is_first_process():
+            warnings.warn(f"--{name} is ignored: {reason}.", stacklevel=3)
+
+
+def _check(args: Arguments):
     """Mistakes that can be seen in the flags alone."""
     if args.push_to_hub:
         raise ValueError("--push_to_hub is not available yet: train without it and upload --output_dir by hand.")
@@ -105,6 +125,11 @@ def _check(args: Arguments, named: set[str]):
         value = getattr(args, name)
         if not (value > 0 and math.isfinite(value)):
             raise ValueError(f"--{name} is {value}: it must be above 0.")
+    if args.lr_scheduler_type.value not in SCHEDULES:
+        raise ValueError(
+            f"--lr_scheduler_type {args.lr_scheduler_type.value} needs settings that have no flag: use one of "
+            f"{', '.join(SCHEDULES)}."
+        )
     for name in ("adam_beta1", "adam_beta2"):
         if not 0 <= getattr(args, name) < 1:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must lie in [0, 1).")
@@ -119,7 +144,3 @@ def _check(args: Arguments, named: set[str]):
         raise ValueError("--dataset_name and --train_file exclude each other: give only one of them.")
     if args.validation_file and not args.train_file:
         raise ValueError("--validation_file needs --train_file.")
-    for name in ("train_file", "validation_file"):
-        value = getattr(args, name)
-        if value and not any(c in value for c in "*?[") and not os.path.isfile(value):
-            raise ValueError(f"--{name}: there is no file {value}.")

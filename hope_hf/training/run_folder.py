@@ -80,12 +80,19 @@ class RunFolder:
 def require_same_run(place: object, ours: dict, theirs: dict):
     """ValueError where the identity `ours` is not that of the run in `place`; keys of one side do not count."""
     ours = json.loads(json.dumps(ours))
-    for name in ours.keys() & theirs.keys():
-        if ours[name] != theirs[name]:
+    # The data last: where a flag names other data, that flag is what to say.
+    for name in sorted(ours.keys() & theirs.keys(), key=lambda name: (name == "data", name)):
+        if ours[name] == theirs[name]:
+            continue
+        if name == "data":
             raise ValueError(
-                f"{place} holds another run: {name} was {theirs[name]!r} and is now {ours[name]!r}; "
-                "repeat its flags to continue it, or choose another folder."
+                f"{place} holds another run: its flags name the same data, but their text or tokenizer has changed; "
+                "put them back to continue it, or choose another folder."
             )
+        raise ValueError(
+            f"{place} holds another run: {name} was {theirs[name]!r} and is now {ours[name]!r}; "
+            "repeat its flags to continue it, or choose another folder."
+        )
 
 
 def on_first_process(accelerator: Accelerator, function):

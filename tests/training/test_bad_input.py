@@ -6,6 +6,8 @@ import shutil
 import pytest
 from training_runs import HOPE, LLAMA, make_tokenizer
 
+from hope_hf.data import build
+
 
 def refuse(run, capsys, sentence, name="a", **keywords):
     """Run with `keywords` and expect a refusal that contains `sentence`; returns the whole complaint."""
@@ -33,6 +35,8 @@ def hope(**fields) -> list[str]:
         (hope(memory_chunk_size=0), "memory_chunk_size"),
         (hope(level_periods=[256, 512]), "level_"),
         (hope(hidden_size="wide"), "hidden_size"),
+        (hope(vocab_size="large"), "vocab_size is 'large', give a whole number"),
+        ([*LLAMA[:3], "num_attention_heads=0"], "--config_overrides: LlamaConfig is not valid"),
         (hope(level_variant="nested"), "nested"),
         (hope(vocab_size=100), "has ids up to 299"),
         ([*LLAMA, "--document_boundary", "carry"], "the llama has none: use --document_boundary reset"),
@@ -70,7 +74,7 @@ def test_folder_whose_run_had_other_data(run, capsys, tmp_path, corpus):
     (tmp_path / "a" / "run.json").write_text(json.dumps(record | {"complete": False}))
     with file.open("a") as handle:
         handle.write('{"text": "one more document"}\n')
-    refuse(run, capsys, "data was", flags=["--max_train_steps", "2"], data=data)
+    refuse(run, capsys, "their text or tokenizer has changed", flags=["--max_train_steps", "2"], data=data)
 
 
 def test_folder_with_someone_elses_model(run, capsys, tmp_path):
@@ -104,12 +108,38 @@ def test_checkpoint_of_another_model(run, capsys, tmp_path):
     assert not (tmp_path / "b").exists()
 
 
-def test_empty_file_and_single_document(run, capsys, tmp_path, corpus):
+@pytest.mark.parametrize(
+    "file, content, sentence",
+    [
+        ("config.json", '{"model_type": "llama", "hidden_size": "wide"}', "hidden_size"),
+        ("config.json", '{"model_type": "hope", "memory_chunk_size": 0}', "memory_chunk_size"),
+        ("config.json", '{"model_ty', "config.json"),
+        ("model.safetensors", "cut off", "header"),
+    ],
+)
+def test_damaged_model_to_start_from(run, capsys, tmp_path, file, content, sentence):
+    run("a", "--max_train_steps", "1")
+    (tmp_path / "a" / file).write_text(content)
+    complaint = refuse(run, capsys, sentence, name="b", model=["--model_name_or_path", str(tmp_path / "a")])
+    assert f"--model_name_or_path {tmp_path / 'a'} cannot be loaded" in complaint
+    assert not (tmp_path / "b").exists()
+
+
+def test_missing_empty_and_single_document(run, capsys, tmp_path, corpus):
     empty, single = tmp_path / "empty.txt", tmp_path / "single.jsonl"
     empty.write_text("")
     single.write_text(json.dumps({"text": "alone " * 500}) + "\n")
+    missing = tmp_path / "missing.txt"
+    refuse(run, capsys, f"{missing} does not exist", data=["--train_file", str(missing), *corpus[4:]])
     refuse(run, capsys, "empty.txt", data=["--train_file", str(empty), *corpus[4:]])
     refuse(run, capsys, "single.jsonl", data=["--train_file", str(single), *corpus[4:]])
+
+
+def test_token_ids_out_of_range(run, capsys, monkeypatch):
+    # No tokenizer that fits gives such ids; a data set tokenized elsewhere may.
+    monkeypatch.setattr(build, "check_vocabulary", lambda tokenizer, vocab_size: None)
+    model = [*LLAMA[:3], LLAMA[3] + ",vocab_size=60"]
+    refuse(run, capsys, "outside the model's vocabulary of 60: tokenize it with the tokenizer of this", model=model)
 
 
 def test_block_longer_than_the_data(run, capsys, corpus):

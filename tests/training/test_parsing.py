@@ -1,10 +1,11 @@
 """Command line and recipe files: what overrides what, and one sentence for each mistake."""
 
 import pytest
-from transformers import SchedulerType
+import torch
+from transformers import SchedulerType, get_scheduler
 
 from hope_hf.training.arguments import FLAGS
-from hope_hf.training.parsing import parse
+from hope_hf.training.parsing import SCHEDULES, parse
 
 # The flags that the project promises, beside --output_dir and --document_boundary.
 PROMISED = """
@@ -42,6 +43,33 @@ def test_demo_applies_only_where_neither_model_nor_data_is_named():
         assert not args.demo and args.config_name is None and args.max_train_steps is None
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_need_no_setting_without_a_flag(name):
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    scheduler = get_scheduler(name, optimizer, num_warmup_steps=2, num_training_steps=10)
+    assert optimizer.param_groups[0]["lr"] == (1.0 if name == "constant" else 0.0)
+    optimizer.step()
+    scheduler.step()
+
+
+def test_epochs_replace_the_steps_of_the_demo():
+    args = parse(["--output_dir", "x", "--num_train_epochs", "2"])
+    assert args.demo and args.max_train_steps is None and args.num_train_epochs == 2
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (["--num_train_epochs", "2", "--max_train_steps", "9"], "--num_train_epochs is ignored"),
+        (["--run_name", "mine"], "--run_name is ignored"),
+        (["--train_file", "a", "--validation_file", "b", "--validation_split_percentage", "9"], "--validation_split"),
+    ],
+)
+def test_an_ignored_flag_warns(words, sentence):
+    with pytest.warns(UserWarning, match=sentence):
+        parse([*words, "--output_dir", "x"])
+
+
 @pytest.mark.parametrize(
     "words, sentence",
     [
@@ -52,12 +80,12 @@ def test_demo_applies_only_where_neither_model_nor_data_is_named():
         (["--seed", "one"], "--seed"),
         (["--optimizer", "sgd"], "--optimizer"),
         (["--lr_scheduler_type", "cosin"], "--lr_scheduler_type"),
+        (["--lr_scheduler_type", "reduce_lr_on_plateau"], "reduce_lr_on_plateau needs settings that have no flag"),
         (["--push_to_hub"], "--push_to_hub is not available yet"),
         (["--block_size", "0"], "--block_size is 0"),
         (["--per_device_train_batch_size", "0"], "--per_device_train_batch_size is 0"),
         (["--learning_rate", "nan"], "--learning_rate is nan"),
         (["--adam_beta2", "1"], "--adam_beta2 is 1.0"),
-        (["--train_file", "nowhere.txt"], "--train_file: there is no file nowhere.txt"),
         (["--model_name_or_path", "m", "--config_name", "tiny"], "--config_name shapes a new model"),
         (["--dataset_name", "d", "--streaming"], "give --max_train_steps"),
         (["missing.yaml"], "missing.yaml cannot be read"),
