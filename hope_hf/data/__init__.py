@@ -10,17 +10,21 @@
 validation_bytes_per_token. Every mistake of the user raises ValueError with one sentence that names the flag or file.
 """
 
+from datasets import disable_progress_bars
+
 from .build import Data, build_data, check_vocabulary
 from .config import DataConfig
 from .corpus import corpus_documents
-from .vocabulary import load_tokenizer, save_tokenizer, train_tokenizer
+from .vocabulary import DEFAULT_VOCAB_SIZE, load_tokenizer, save_tokenizer, train_tokenizer
 
 __all__ = [
+    "DEFAULT_VOCAB_SIZE",
     "Data",
     "DataConfig",
     "build_data",
     "check_vocabulary",
     "corpus_documents",
+    "disable_progress_bars",
     "load_tokenizer",
     "save_tokenizer",
     "train_tokenizer",

@@ -27,7 +27,8 @@ def finish(args: Arguments, accelerator: Accelerator, run, evaluation: dict):
         picture = plot([folder], folder / "loss.png")
         if picture:
             print(f"Curves: {picture}")
-        print(f"Metrics: {folder / 'metrics.jsonl'}\nLoad the model:\n{loading_lines(run.model, folder)}", flush=True)
+        print(f"Metrics: {folder / 'metrics.jsonl'}")
+        print(f"Load the model:\n\n{loading_lines(run.model, folder)}\n", flush=True)
     accelerator.wait_for_everyone()
 
 
@@ -54,11 +55,12 @@ def sample(model, data, seed: int) -> tuple[str, str]:
 
 
 def loading_lines(model, folder: Path) -> str:
-    """The lines of Python that load what was written."""
-    first = "import hope_hf; " if model.config.model_type == "hope" else ""
+    """The three lines of Python that load what was written, to be pasted as they stand."""
+    modules = "hope_hf, transformers" if model.config.model_type == "hope" else "transformers"
+    path = json.dumps(str(folder))
     return (
-        f"  {first}from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-        f'  tokenizer = AutoTokenizer.from_pretrained("{folder}")\n'
-        f'  model = AutoModelForCausalLM.from_pretrained("{folder}")'
+        f"import {modules}\n"
+        f"tokenizer = transformers.AutoTokenizer.from_pretrained({path})\n"
+        f"model = transformers.AutoModelForCausalLM.from_pretrained({path})"
     )
 

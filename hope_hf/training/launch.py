@@ -54,7 +54,7 @@ def prepare_process(args: Arguments, accelerator: Accelerator):
     if accelerator.device.type == "cuda" and args.tf32:
         torch.set_float32_matmul_precision("high")
     set_seed(args.seed)
-    if not sys.stderr.isatty():
+    if not shows_bars(accelerator):
         transformers.utils.logging.disable_progress_bar()
     _die_with_launcher()
 
@@ -68,6 +68,11 @@ def default_threads() -> int:
 def is_first_process() -> bool:
     """True on rank 0, also before an Accelerator exists."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def shows_bars(accelerator: Accelerator) -> bool:
+    """Whether this process draws progress bars: in a log file, or one per process, they make all else unreadable."""
+    return sys.stderr.isatty() and accelerator.is_local_main_process
 
 
 def sum_over_processes(accelerator: Accelerator, *values: float) -> list[float]:

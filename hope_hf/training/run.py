@@ -1,9 +1,13 @@
 """The command line's entry: errors of the user become one sentence and an exit status."""
 
 import sys
+import warnings
+from pathlib import Path
 
 from .launch import is_first_process
 from .parsing import parse
+
+_format_warning = warnings.formatwarning
 
 
 def main(argv: list[str]) -> int:
@@ -11,6 +15,7 @@ def main(argv: list[str]) -> int:
 
     A ValueError is one sentence for the user; any other exception is ours or the machine's and keeps its traceback.
     """
+    warnings.formatwarning = _as_sentence
     try:
         args = parse(argv)
         # Not at the top: --help and misspelled flags answer before models and data sets are imported.
@@ -23,6 +28,13 @@ def main(argv: list[str]) -> int:
         return _complain(error, 1)
     except ValueError as error:
         return _complain(error, 2)
+
+
+def _as_sentence(message, category, filename, lineno, line=None) -> str:
+    # Ours are for the user, whom the place in the code tells nothing; it tells much about all others.
+    if category is UserWarning and Path(filename).is_relative_to(Path(__file__).parents[1]):
+        return f"warning: {message}\n"
+    return _format_warning(message, category, filename, lineno, line)
 
 
 def _complain(error: Exception, status: int) -> int:

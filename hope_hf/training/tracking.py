@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import sys
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -11,6 +10,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from tqdm.auto import tqdm
 
 from .arguments import Arguments
+from .launch import shows_bars
 from .parsing import nearest
 
 METRICS_FILE = "metrics.jsonl"
@@ -53,8 +53,7 @@ class Tracker:
             path = Path(args.output_dir) / METRICS_FILE
             _drop_rows_after(path, start_step)
             self._file = path.open("a", encoding="utf-8")
-            # A bar in a log file makes it unreadable.
-            if sys.stderr.isatty():
+            if shows_bars(accelerator):
                 self._bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True)
         if accelerator.trackers or accelerator.log_with:
             run_name = args.run_name or Path(args.output_dir).resolve().name

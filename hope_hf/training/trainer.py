@@ -60,7 +60,8 @@ def train(args: Arguments) -> int:
     accelerator = make_accelerator(args, tracker_names(args.report_to))
     prepare_process(args, accelerator)
     folder = RunFolder(args.output_dir, accelerator)
-    identity = args.identity() | {"num_processes": accelerator.num_processes}
+    launched = {"num_processes": accelerator.num_processes, "mixed_precision": accelerator.mixed_precision}
+    identity = args.identity() | launched
     record = folder.check(identity)
     if record and record["complete"]:
         accelerator.print(f"The run in {args.output_dir} is complete; choose another --output_dir for a new one.")
