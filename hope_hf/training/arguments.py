@@ -6,8 +6,6 @@
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from transformers import SchedulerType
-
 
 def _flag(default, help):
     return field(default=default, metadata={"help": help})
@@ -53,7 +51,7 @@ class DataArguments:
         "reset: memories and attention start anew with every document. "
         "carry: row b continues in row b of the next step and its memories are handed over.",
     )
-    dataloader_num_workers: int = _flag(0, "Background workers that prepare batches; 0 prepares them in the loop.")
+    dataloader_num_workers: int = _flag(0, "Batches that a background thread prepares ahead; 0: none.")
     dataloader_pin_memory: bool = _flag(True, "Copy batches to a GPU from page-locked memory.")
 
 
@@ -73,7 +71,10 @@ class OptimizationArguments:
     max_grad_norm: float = _flag(1.0, "Clip the global gradient norm of each step to this; 0 switches it off.")
     max_train_steps: int | None = _flag(None, "Optimizer steps in all; goes before --num_train_epochs.")
     num_train_epochs: float = _flag(1.0, "Passes over the training data, where --max_train_steps is not given.")
-    lr_scheduler_type: SchedulerType = _flag(SchedulerType.COSINE, "Schedule after the warm-up.")
+    # Those of transformers that need no setting beyond the warm-up.
+    lr_scheduler_type: Literal[
+        "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
+    ] = _flag("cosine", "Schedule of the learning rate.")
     num_warmup_steps: int | None = _flag(None, "Linear warm-up in steps (default: a tenth of the run, at most 1,000).")
     optimizer: Literal["adamw", "muon"] = _flag(
         "adamw", "muon: hidden matrices by Muon, everything else and the memories' initial states by AdamW."
@@ -123,13 +124,9 @@ class Arguments(ModelArguments, DataArguments, OptimizationArguments, RunArgumen
         "trust_remote_code push_to_hub demo".split()
     )
 
-    def __post_init__(self):
-        self.lr_scheduler_type = SchedulerType(self.lr_scheduler_type)
-
     def identity(self) -> dict:
         """The flags that define the run, JSON-able: a folder with others holds another run."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in self.FREE}
-        return values | {"lr_scheduler_type": self.lr_scheduler_type.value}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in self.FREE}
 
 
 GROUPS = (ModelArguments, DataArguments, OptimizationArguments, RunArguments)

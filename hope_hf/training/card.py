@@ -18,7 +18,7 @@ def run_card(args: Arguments, accelerator: Accelerator, model, optimizer, data, 
         f"{plan.block_size:,} tokens x {args.gradient_accumulation_steps} accumulated x "
         f"{accelerator.num_processes} process(es)",
         "steps": f"{plan.total_steps:,}, of which {plan.warmup_steps:,} warm-up; {plan.total_tokens:,} tokens",
-        "optimizer": f"{args.optimizer}, learning rate {args.learning_rate:g}, {args.lr_scheduler_type.value}, "
+        "optimizer": f"{args.optimizer}, learning rate {args.learning_rate:g}, {args.lr_scheduler_type}, "
         f"weight decay {args.weight_decay:g}, clip {args.max_grad_norm:g}",
         "device": f"{_device(accelerator)}, {torch.get_num_threads()} thread(s) per process, "
         f"precision {'bf16 autocast' if accelerator.mixed_precision == 'bf16' else 'fp32'}",

@@ -25,10 +25,6 @@ NOT_NEGATIVE = (
 ).split()
 
 
-# The others of transformers need settings that have no flag here.
-SCHEDULES = "linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt".split()
-
-
 class _Parser(HfArgumentParser):
     """HfArgumentParser whose complaints are a ValueError of one sentence instead of a usage text and exit."""
 
@@ -125,11 +121,6 @@ def _check(args: Arguments):
         value = getattr(args, name)
         if not (value > 0 and math.isfinite(value)):
             raise ValueError(f"--{name} is {value}: it must be above 0.")
-    if args.lr_scheduler_type.value not in SCHEDULES:
-        raise ValueError(
-            f"--lr_scheduler_type {args.lr_scheduler_type.value} needs settings that have no flag: use one of "
-            f"{', '.join(SCHEDULES)}."
-        )
     for name in ("adam_beta1", "adam_beta2"):
         if not 0 <= getattr(args, name) < 1:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must lie in [0, 1).")

@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
     try:
         args = parse(argv)
         # Not at the top: --help and misspelled flags answer before models and data sets are imported.
-        from .trainer import TrainingDiverged, train
+        from .trainer import TrainingDiverged, UnusableData, train
     except ValueError as error:
         return _complain(error, 2)
     try:
@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     except TrainingDiverged as error:
         return _complain(error, 1)
     except ValueError as error:
-        return _complain(error, 2)
+        return _complain(error, 2, everywhere=isinstance(error, UnusableData))
 
 
 def _as_sentence(message, category, filename, lineno, line=None) -> str:
@@ -37,7 +37,8 @@ def _as_sentence(message, category, filename, lineno, line=None) -> str:
     return _format_warning(message, category, filename, lineno, line)
 
 
-def _complain(error: Exception, status: int) -> int:
-    if is_first_process():
+def _complain(error: Exception, status: int, everywhere: bool = False) -> int:
+    # What all processes meet is said once.
+    if everywhere or is_first_process():
         print(f"error: {error}", file=sys.stderr, flush=True)
     return status

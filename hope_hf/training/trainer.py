@@ -1,6 +1,7 @@
 """The training loop, top to bottom: set up, continue or begin, step, report, finish."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import transformers
@@ -33,6 +34,10 @@ MOST_SKIPS_IN_A_ROW = 10
 
 class TrainingDiverged(RuntimeError):
     """Too many steps in a row had a non-finite loss or gradient."""
+
+
+class UnusableData(ValueError):
+    """A mistake in the data that one process met, and perhaps no other."""
 
 
 @dataclass
@@ -119,7 +124,7 @@ def train(args: Arguments) -> int:
             watch.step_begins()
             # The whole window of accumulated batches is read first: the number of its valid tokens divides the loss.
             with watch.loading():
-                window = [next(batches) for _ in range(args.gradient_accumulation_steps)]
+                window = _read(batches, args.gradient_accumulation_steps, config.vocab_size)
             counted = sum(count_valid(batch["labels"]) for batch, _ in window)
             valid_tokens, stopping = sum_over_processes(accelerator, counted, stop.received)
             if stopping:
@@ -128,7 +133,6 @@ def train(args: Arguments) -> int:
             logs = progress.step == 0 or (progress.step + 1) % args.logging_steps == 0
 
             for index, (batch, _) in enumerate(window):
-                check_token_ids(batch, config.vocab_size)
                 inputs = send_to_device(model_inputs(batch), accelerator.device, non_blocking=True)
                 with accelerator.accumulate(model):
                     with memory_statistics(run.model, rows, enabled=logs and index == 0):
@@ -207,6 +211,16 @@ def train(args: Arguments) -> int:
     folder.close(record)
     leave(accelerator)
     return 0
+
+
+def _read(batches: Iterator, count: int, vocab_size: int) -> list:
+    try:
+        window = [next(batches) for _ in range(count)]
+        for batch, _ in window:
+            check_token_ids(batch, vocab_size)
+    except ValueError as error:
+        raise UnusableData(str(error)) from error
+    return window
 
 
 def _stop_if_diverged(progress: Progress, args: Arguments):

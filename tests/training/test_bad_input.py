@@ -7,6 +7,7 @@ import pytest
 from training_runs import HOPE, LLAMA, make_tokenizer
 
 from hope_hf.data import build
+from hope_hf.training import main
 
 
 def refuse(run, capsys, sentence, name="a", **keywords):
@@ -140,6 +141,19 @@ def test_token_ids_out_of_range(run, capsys, monkeypatch):
     monkeypatch.setattr(build, "check_vocabulary", lambda tokenizer, vocab_size: None)
     model = [*LLAMA[:3], LLAMA[3] + ",vocab_size=60"]
     refuse(run, capsys, "outside the model's vocabulary of 60: tokenize it with the tokenizer of this", model=model)
+
+
+@pytest.mark.parametrize("rank, heard", [("0", True), ("1", False)])
+def test_what_all_processes_meet_is_said_once(monkeypatch, capsys, rank, heard):
+    monkeypatch.setenv("RANK", rank)
+    assert main(["--seed", "one"]) == 2
+    assert ("error: " in capsys.readouterr().err) is heard
+
+
+def test_data_that_only_one_process_cannot_read_are_named_by_it(run, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(build, "check_vocabulary", lambda tokenizer, vocab_size: None)
+    refuse(run, capsys, "outside the model's vocabulary of 60", model=[*LLAMA[:3], LLAMA[3] + ",vocab_size=60"])
 
 
 def test_block_longer_than_the_data(run, capsys, corpus):
