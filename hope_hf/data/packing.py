@@ -100,9 +100,6 @@ class TokenStream:
             index += 1
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
-    def highest_id(self) -> int:
-        return max(int(piece.max()) for piece in self._pieces if len(piece))
-
     def digest(self) -> str:
         """A hash of the tokens, the same for the same text and tokenizer wherever it is stored."""
         state = hashlib.blake2b(digest_size=16)

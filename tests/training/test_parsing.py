@@ -1,11 +1,13 @@
 """Command line and recipe files: what overrides what, and one sentence for each mistake."""
 
+from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
 import torch
 from transformers import get_scheduler
 
+from hope_hf.training import run
 from hope_hf.training.arguments import FLAGS, Arguments
 from hope_hf.training.parsing import parse
 
@@ -98,6 +100,13 @@ def test_one_sentence_for_a_wrong_command_line(words, sentence):
         parse([*words, "--output_dir", "x"])
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_own_warnings_are_sentences_and_others_keep_their_place():
+    own, foreign = (str(Path(module.__file__)) for module in (run, torch))
+    assert run._as_sentence("Mind this.", UserWarning, own, 7) == "warning: Mind this.\n"
+    assert f"{foreign}:7" in run._as_sentence("Mind this.", UserWarning, foreign, 7)
+    assert f"{own}:7" in run._as_sentence("Mind this.", DeprecationWarning, own, 7)
 
 
 def test_output_dir_is_needed():
