@@ -124,6 +124,22 @@ def test_accumulated_batches_equal_one_large_batch(run):
     assert curve(parts, "train/grad_norm") == pytest.approx(curve(whole, "train/grad_norm"), rel=1e-4)
 
 
+def test_bf16_autocast_follows_the_fp32_curve_with_fp32_weights_and_is_another_run(run, tmp_path, monkeypatch, capsys):
+    flags = ["--document_boundary", "carry", "--max_train_steps", "3"]
+    _, full = run("full", *flags, model=HOPE)
+    with monkeypatch.context() as patch:
+        # What `accelerate launch` makes of `mixed_precision: bf16`.
+        patch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+        status, half = run("half", *flags, model=HOPE)
+    assert status == 0
+    assert curve(half) != curve(full)
+    assert curve(half) == pytest.approx(curve(full), rel=1e-2)
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").state_dict()
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    status, _ = run("half", *flags, model=HOPE)
+    assert status == 2 and "mixed_precision was 'bf16' and is now 'no'" in capsys.readouterr().err
+
+
 def test_carried_memories_change_what_a_row_begins_with(run, monkeypatch):
     # The same rows in the same order: only what the memories hold at a row's beginning differs, from the second on.
     small = ["--document_boundary", "carry", "--max_train_steps", "3", "--learning_rate", "1e-9"]
