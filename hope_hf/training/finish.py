@@ -39,7 +39,8 @@ def sample(model, data, seed: int) -> tuple[str, str]:
     prompt = batch["input_ids"][:1, :PROMPT_TOKENS].to(model.device)
     model.eval()
     devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    # A text that grows by a token at a time would be compiled again for every length.
+    with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(seed)
         tokens = model.generate(
             prompt,
