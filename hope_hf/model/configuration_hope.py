@@ -8,13 +8,13 @@ from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
 PRESETS = {
-    # about 8 M parameters at a vocabulary of 4,096: the demo and the tests; periods for steps of 2,048 tokens
+    # about 8 M parameters at a vocabulary of 4,096: the demo and the tests; periods for steps of 1,024 tokens
     "tiny": dict(
         vocab_size=4096,
         hidden_size=256,
         num_hidden_layers=4,
         level_intermediate_sizes=[456, 456, 456],
-        level_periods=[2_048, 8_192, 32_768],
+        level_periods=[1_024, 4_096, 16_384],
         projection_chunk_size=64,
         memory_chunk_size=16,
         tie_word_embeddings=False,
