@@ -151,9 +151,8 @@ def self_modifying_titans(mixer, hidden_states):
         k, v, q = unit(made["k"]), made["v"], unit(made["q"])
         if config.gate_mode == "memory":
             m_eta, m_alpha = (others[name](x, others[name].snap) for name in ("learning_rate", "retention"))
-            # normalised to a root mean square of 1
-            eta_logit = config.head_dim**0.5 * (unit(m_eta) * gates.learning_rate_readout).sum(-1)
-            alpha_logit = config.head_dim**0.5 * (unit(m_alpha) * gates.retention_readout).sum(-1)
+            eta_logit = (unit(m_eta) * gates.learning_rate_readout).sum(-1)
+            alpha_logit = (unit(m_alpha) * gates.retention_readout).sum(-1)
         else:
             eta_logit, alpha_logit = gates.gate_proj(n).view(batch_size, 2, heads).unbind(1)
         eta = config.memory_learning_rate_max * torch.sigmoid(eta_logit + gates.learning_rate_bias)

@@ -13,7 +13,7 @@ PRESETS = {
         vocab_size=4096,
         hidden_size=256,
         num_hidden_layers=4,
-        level_intermediate_sizes=[456, 456, 456],
+        level_intermediate_sizes=[480, 480, 480],
         level_periods=[1_024, 4_096, 16_384],
         projection_chunk_size=64,
         memory_chunk_size=16,
@@ -87,9 +87,9 @@ class HopeConfig(PreTrainedConfig):
             equation 86), or as it stood at the chunk's start (`"start"`, equation 90 taken literally).
         adaptive_q (`bool`, *optional*, defaults to `False`):
             Whether queries pass through a self-modifying memory, too.
-        gate_mode (`str`, *optional*, defaults to `"memory"`):
-            Whether learning rate and retention come from self-modifying memories (`"memory"`) or from a linear map of
-            the input (`"static"`).
+        gate_mode (`str`, *optional*, defaults to `"static"`):
+            Whether learning rate and retention come from a linear map of the input (`"static"`, measured better and
+            cheaper, see `docs/log.md`) or from self-modifying memories of their own (`"memory"`, equation 83).
         memory_erase (`str`, *optional*, defaults to `"output"`):
             Which layers of a memory erase along their input before they write (the delta rule of equation 88):
             `"output"`, `"both"` or `"none"`. At depth 1 the first two are the same.
@@ -160,7 +160,7 @@ class HopeConfig(PreTrainedConfig):
     projection_memory_expansion: int = 1
     memory_read_mode: Literal["inclusive", "exclusive", "start"] = "inclusive"
     adaptive_q: bool = False
-    gate_mode: Literal["memory", "static"] = "memory"
+    gate_mode: Literal["static", "memory"] = "static"
     memory_erase: Literal["output", "both", "none"] = "output"
     memory_hidden_norm: Literal["unit", "step", "none"] = "unit"
     inner_layer_rate: float | int = 0.1

@@ -124,8 +124,6 @@ class MemoryGates(nn.Module):
         readouts = None
         if self.config.gate_mode == "memory":
             readouts = torch.stack([self.learning_rate_readout, self.retention_readout], 1).to(dtype).unsqueeze(2)
-            # of unit vectors the readout would learn as many times more slowly as a linear map of the normed input
-            readouts = readouts * self.config.head_dim**0.5
 
         def logits(outputs: torch.Tensor) -> torch.Tensor:
             # not a matrix product, whose operands TF32 would round

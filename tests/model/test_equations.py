@@ -19,6 +19,7 @@ LITERAL = dict(
     projection_memory_rate=1.0,
     conv_kernel_size=1,
     adaptive_q=False,
+    gate_mode="memory",
 )
 
 
@@ -55,9 +56,12 @@ def literal_loop(mixer, hidden_states):
                 k, v, q = (F.silu(c * z) for c, z in zip(convolve, (k, v, q), strict=True))
                 k, q = k / k.norm(), q / q.norm()
                 gates = mixer.gates
-                eta_in, alpha_in = (width**0.5 * z / z.norm() for z in (eta_out, alpha_out))
-                eta = torch.sigmoid(gates.learning_rate_readout[h] @ eta_in + gates.learning_rate_bias[h])
-                alpha = torch.sigmoid(gates.retention_readout[h] @ alpha_in + gates.retention_bias[h])
+                eta = torch.sigmoid(
+                    gates.learning_rate_readout[h] @ (eta_out / eta_out.norm()) + gates.learning_rate_bias[h]
+                )
+                alpha = torch.sigmoid(
+                    gates.retention_readout[h] @ (alpha_out / alpha_out.norm()) + gates.retention_bias[h]
+                )
                 reads[b, t, h] = M("memory", q)
                 for name in names:
                     W1, W2 = layers[name]

@@ -11,7 +11,7 @@ from hope_hf.model.vector_norms import back_through_unit_silu, clip_norm, unit, 
 OPTIONS = {
     "defaults": {},
     "adaptive-q": dict(adaptive_q=True),
-    "static-gates": dict(gate_mode="static"),
+    "memory-gates": dict(gate_mode="memory"),
     "momentum": dict(memory_momentum=True),
     "depth-1": dict(memory_depth=1),
     "erase-none": dict(memory_erase="none"),

@@ -12,7 +12,7 @@ from hope_hf.model import memory_scan, memory_update
 OPTIONS = {
     "defaults": {},
     "momentum-adaptive-q": dict(memory_momentum=True, adaptive_q=True),
-    "depth-1-static-gates": dict(memory_depth=1, gate_mode="static"),
+    "depth-1-memory-gates": dict(memory_depth=1, gate_mode="memory"),
     "zero-both": dict(memory_decay_to="zero", memory_erase="both"),
     "attention": dict(mixer="attention"),
 }

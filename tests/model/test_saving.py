@@ -93,7 +93,7 @@ def test_a_saved_model_loads_with_equal_weights_and_logits(tiny_model, tmp_path,
     "options",
     [
         dict(level_variant="independent", adaptive_q=True, memory_momentum=True),
-        dict(memory_depth=1, gate_mode="static"),
+        dict(memory_depth=1, gate_mode="memory"),
         dict(memory_expansion=2, projection_memory_expansion=2),
     ],
     ids=str,

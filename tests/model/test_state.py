@@ -8,7 +8,7 @@ from hope_hf import HopeCache
 MIXERS = {
     "defaults": {},
     "momentum-adaptive-q": dict(memory_momentum=True, adaptive_q=True),
-    "depth-1-static-gates": dict(memory_depth=1, gate_mode="static"),
+    "depth-1-memory-gates": dict(memory_depth=1, gate_mode="memory"),
     "exclusive-zero": dict(memory_read_mode="exclusive", memory_decay_to="zero"),
     "start": dict(memory_read_mode="start"),
     "chunks-5-3": dict(memory_chunk_size=5, projection_chunk_size=3),
