@@ -16,7 +16,7 @@ PRESETS = {
         level_intermediate_sizes=[480, 480, 480],
         level_periods=[1_024, 4_096, 16_384],
         projection_chunk_size=64,
-        memory_chunk_size=16,
+        memory_chunk_size=32,
         tie_word_embeddings=False,
     ),
     # about 160 M: first GPU runs of up to 5 B tokens at context 2K; periods for steps of 0.25 M tokens
