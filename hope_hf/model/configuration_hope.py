@@ -234,7 +234,7 @@ class HopeConfig(PreTrainedConfig):
     def validate_architecture(self):
         """Part of `@strict`-powered validation: what single fields and pairs of them must satisfy."""
         for name in (
-            "vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "num_key_value_heads", "memory_chunk_size",
+            "vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "memory_chunk_size",
             "projection_chunk_size", "memory_expansion", "projection_memory_expansion", "conv_kernel_size",
         ):  # fmt: skip
             if getattr(self, name) < 1:
@@ -245,9 +245,9 @@ class HopeConfig(PreTrainedConfig):
         if self.num_attention_heads * self.head_dim != self.hidden_size:
             raise ValueError(
                 f"`hidden_size` ({self.hidden_size}) must be `num_attention_heads` ({self.num_attention_heads}) times "
-                f"`head_dim` ({self.head_dim})"
+                f"`head_dim` ({self.head_dim}): choose a width divisible by `head_dim`"
             )
-        if self.num_attention_heads % self.num_key_value_heads:
+        if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
                 f"({self.num_key_value_heads})"
