@@ -18,6 +18,7 @@ def plot(folders: list[str | Path], target: str | Path) -> Path | None:
     """Draw the curves of the runs in `folders` over tokens into `target`; None, and a word, without matplotlib."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import EngFormatter
     except ImportError:
         warnings.warn("No loss.png: matplotlib is not installed (pip install 'hope_hf[plot]').", stacklevel=2)
         return None
@@ -33,6 +34,7 @@ def plot(folders: list[str | Path], target: str | Path) -> Path | None:
                 if points:
                     axis.plot(*zip(*points, strict=True), style, label=label, color=f"C{index}", markersize=4)
         axis.set(title=title, xlabel="tokens")
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
         axis.grid(alpha=0.3)
     figure.axes[0].set_xscale("log")
     figure.axes[0].legend()
