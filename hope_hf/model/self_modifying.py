@@ -1,8 +1,8 @@
-"""Self-modifying Titans: memories that write keys, values, learning rates, retentions, and themselves.
+"""Self-modifying Titans: memories that write keys, values, if wished learning rates and retentions, and themselves.
 
-Two scans over the sequence. Scan 1 runs the memories that make k, v, eta and alpha (equation 83), which never depend
-on the content memory; scan 2 runs the content memory on what scan 1 made and reads it (equation 86). Both walk over
-chunks in Python and are parallel over sequences, heads, memories and the tokens of a chunk.
+Two scans over the sequence. Scan 1 runs the memories that make k, v (, eta and alpha) of equation (83), which never
+depend on the content memory; scan 2 runs the content memory on what scan 1 made and reads it (equation 86). Both walk
+over chunks in Python and are parallel over sequences, heads, memories and the tokens of a chunk.
 
 Axes: B sequence in batch, T token of the call, S slot (`chunk_layout`), H head, N memory of a group, D head width,
 M memory width, K width of the convolution.
@@ -150,10 +150,10 @@ class MemoryGates(nn.Module):
 class SelfModifyingTitans(nn.Module):
     """The sequence mixer of HOPE, equations (83) to (96).
 
-    Static maps make the memories' input and the query; memories make k, v, eta and alpha from that input; k, v and q
-    pass a short convolution, SiLU and (k, q) normalisation; the content memory is written and read; per head its
-    output is normalised, gated and projected. Everything between the static maps is float32 (float64 in a float64
-    model), whatever autocast or the weights' dtype say.
+    Static maps make the memories' input and the query; memories make k and v from that input (and eta and alpha with
+    `gate_mode="memory"`); k, v and q pass a short convolution, SiLU and (k, q) normalisation; the content memory is
+    written and read; per head its output is normalised, gated and projected. Everything between the static maps is
+    float32 (float64 in a float64 model), whatever autocast or the weights' dtype say.
     """
 
     def __init__(self, config: HopeConfig, layer_idx: int):
