@@ -32,7 +32,7 @@ ARMS = {
 
 
 def train(output_dir: Path, arm: str, learning_rate: float, seed: int, steps: int) -> dict:
-    """Train one arm, or read what an earlier call left; the last validation row of its metrics."""
+    """Train one arm, or read what an earlier call left; its final validation loss."""
     model_type, overrides = ARMS[arm]
     folder = output_dir / f"{arm.replace(', ', '-').replace(' ', '-')}-lr{learning_rate:g}-seed{seed}"
     command = [
@@ -45,10 +45,9 @@ def train(output_dir: Path, arm: str, learning_rate: float, seed: int, steps: in
     finished = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     if finished.returncode:
         raise RuntimeError(f"{folder} failed:\n{finished.stdout}\n{finished.stderr}")
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    result = [row for row in rows if "eval/loss" in row][-1]
-    print(f"{folder.name}: {result['eval/loss']:.4f}", flush=True)
-    return {"arm": arm, "learning_rate": learning_rate, "seed": seed, "loss": result["eval/loss"]}
+    loss = json.loads((folder / "all_results.json").read_text())["eval_loss"]
+    print(f"{folder.name}: {loss:.4f}", flush=True)
+    return {"arm": arm, "learning_rate": learning_rate, "seed": seed, "loss": loss}
 
 
 def main() -> None:
