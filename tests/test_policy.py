@@ -29,9 +29,10 @@ ROOMS = {
     "hope_hf/data": {
         "torch", "datasets", "transformers", "tokenizers", "numpy", "huggingface_hub", "pyarrow", "hope_hf.data",
     },
+    "hope_hf/cli": {"torch", "transformers", "huggingface_hub", "safetensors", "yaml", "hope_hf.cli"},
     "hope_hf/training": {
         "accelerate", "torch", "transformers", "huggingface_hub", "numpy", "safetensors", "yaml", "tqdm",
-        "hope_hf", "hope_hf.optim", "hope_hf.data", "hope_hf.training",
+        "hope_hf", "hope_hf.cli", "hope_hf.optim", "hope_hf.data", "hope_hf.training",
     },
 }  # fmt: skip
 
@@ -44,8 +45,8 @@ PUBLIC = ["PRESETS", "HopeCache", "HopeConfig", "HopeForCausalLM", "HopeModel", 
 RUN_CLM_FLAGS = """
     model_name_or_path model_type config_name config_overrides tokenizer_name trust_remote_code attn_implementation
     dataset_name dataset_config_name train_file validation_file validation_split_percentage max_train_samples
-    max_eval_samples streaming preprocessing_num_workers block_size document_boundary dataloader_num_workers
-    dataloader_pin_memory
+    max_eval_samples preprocessing_num_workers
+    streaming block_size document_boundary dataloader_num_workers dataloader_pin_memory
     per_device_train_batch_size gradient_accumulation_steps learning_rate weight_decay adam_beta1 adam_beta2
     adam_epsilon max_grad_norm max_train_steps num_train_epochs lr_scheduler_type num_warmup_steps optimizer
     level_optimizers gradient_checkpointing torch_compile tf32

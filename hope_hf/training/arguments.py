@@ -3,56 +3,25 @@
 ``hope_hf.training.parsing`` turns a command line, or a YAML file of the same keys, into these.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Literal
 
-
-def _flag(default, help):
-    return field(default=default, metadata={"help": help})
+from hope_hf.cli.arguments import ModelArguments, TextArguments, flag
 
 
 @dataclass
-class ModelArguments:
-    """Which model is trained. Without any of them: a new HOPE of the size `tiny`."""
-
-    _argument_group_name = "model"
-
-    model_name_or_path: str | None = _flag(None, "Start from these weights (folder or Hub name) instead of new ones.")
-    model_type: str | None = _flag(None, "Architecture of a new model: hope (default) or any other causal LM.")
-    config_name: str | None = _flag(None, "Config of a new model: folder, Hub name, or HOPE size (tiny, pilot, ...).")
-    config_overrides: str | None = _flag(
-        None, "Fields of a new model's config: 'hidden_size=256,num_hidden_layers=4' or a JSON object."
-    )
-    tokenizer_name: str | None = _flag(None, "Tokenizer, where it is not the model's own (folder or Hub name).")
-    trust_remote_code: bool = _flag(False, "Allow model code from the Hub to run on this machine.")
-    attn_implementation: str | None = _flag(None, "Attention kernel: sdpa, eager, flash_attention_2, ...")
-
-
-@dataclass
-class DataArguments:
+class DataArguments(TextArguments):
     """Which text is read, and how it is cut. Without a data set or file: the built-in corpus."""
 
-    _argument_group_name = "data"
-
-    dataset_name: str | None = _flag(None, "Hub name or folder of a data set; 'synthetic' gives seeded random tokens.")
-    dataset_config_name: str | None = _flag(None, "Configuration of that data set.")
-    train_file: str | None = _flag(None, "Training text: .txt, .json, .jsonl or .parquet; a glob pattern is allowed.")
-    validation_file: str | None = _flag(None, "Validation text, of the same kinds.")
-    validation_split_percentage: float = _flag(
-        5.0, "Share of the training documents held out where there is no validation set."
-    )
-    max_train_samples: int | None = _flag(None, "Use only the first N training documents.")
-    max_eval_samples: int | None = _flag(None, "Use only the first N validation documents.")
-    streaming: bool = _flag(False, "Read the data set as a stream; needs --max_train_steps.")
-    preprocessing_num_workers: int | None = _flag(None, "Processes that tokenize.")
-    block_size: int | None = _flag(None, "Tokens per row (default: the model's longest input, at most 1,024).")
-    document_boundary: Literal["reset", "carry"] = _flag(
+    streaming: bool = flag(False, "Read the data set as a stream; needs --max_train_steps.")
+    block_size: int | None = flag(None, "Tokens per row (default: the model's longest input, at most 1,024).")
+    document_boundary: Literal["reset", "carry"] = flag(
         "reset",
         "reset: memories and attention start anew with every document. "
         "carry: row b continues in row b of the next step and its memories are handed over.",
     )
-    dataloader_num_workers: int = _flag(0, "Batches that a background thread prepares ahead; 0: none.")
-    dataloader_pin_memory: bool = _flag(True, "Copy batches to a GPU from page-locked memory.")
+    dataloader_num_workers: int = flag(0, "Batches that a background thread prepares ahead; 0: none.")
+    dataloader_pin_memory: bool = flag(True, "Copy batches to a GPU from page-locked memory.")
 
 
 @dataclass
@@ -61,30 +30,30 @@ class OptimizationArguments:
 
     _argument_group_name = "optimization"
 
-    per_device_train_batch_size: int = _flag(8, "Rows per process and forward pass, in training and evaluation.")
-    gradient_accumulation_steps: int = _flag(1, "Forward passes per optimizer step.")
-    learning_rate: float = _flag(3e-4, "Peak learning rate of the fastest level and of everything outside the levels.")
-    weight_decay: float = _flag(0.1, "Decoupled weight decay of matrices.")
-    adam_beta1: float = _flag(0.9, "AdamW: decay of the first moment.")
-    adam_beta2: float = _flag(0.95, "AdamW: decay of the second moment.")
-    adam_epsilon: float = _flag(1e-8, "AdamW: added to the root of the second moment.")
-    max_grad_norm: float = _flag(1.0, "Clip the global gradient norm of each step to this; 0 switches it off.")
-    max_train_steps: int | None = _flag(None, "Optimizer steps in all; goes before --num_train_epochs.")
-    num_train_epochs: float = _flag(1.0, "Passes over the training data, where --max_train_steps is not given.")
+    per_device_train_batch_size: int = flag(8, "Rows per process and forward pass, in training and evaluation.")
+    gradient_accumulation_steps: int = flag(1, "Forward passes per optimizer step.")
+    learning_rate: float = flag(3e-4, "Peak learning rate of the fastest level and of everything outside the levels.")
+    weight_decay: float = flag(0.1, "Decoupled weight decay of matrices.")
+    adam_beta1: float = flag(0.9, "AdamW: decay of the first moment.")
+    adam_beta2: float = flag(0.95, "AdamW: decay of the second moment.")
+    adam_epsilon: float = flag(1e-8, "AdamW: added to the root of the second moment.")
+    max_grad_norm: float = flag(1.0, "Clip the global gradient norm of each step to this; 0 switches it off.")
+    max_train_steps: int | None = flag(None, "Optimizer steps in all; goes before --num_train_epochs.")
+    num_train_epochs: float = flag(1.0, "Passes over the training data, where --max_train_steps is not given.")
     # Those of transformers that need no setting beyond the warm-up.
     lr_scheduler_type: Literal[
         "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
-    ] = _flag("cosine", "Schedule of the learning rate.")
-    num_warmup_steps: int | None = _flag(None, "Linear warm-up in steps (default: a tenth of the run, at most 1,000).")
-    optimizer: Literal["adamw", "muon"] = _flag(
+    ] = flag("cosine", "Schedule of the learning rate.")
+    num_warmup_steps: int | None = flag(None, "Linear warm-up in steps (default: a tenth of the run, at most 1,000).")
+    optimizer: Literal["adamw", "muon"] = flag(
         "adamw", "muon: hidden matrices by Muon, everything else and the memories' initial states by AdamW."
     )
-    level_optimizers: str | None = _flag(
+    level_optimizers: str | None = flag(
         None, "JSON object or file, keyed by CMS level: optimizer, lr_factor, betas, weight_decay."
     )
-    gradient_checkpointing: bool = _flag(False, "Recompute activations in backward: less memory, more time.")
-    torch_compile: bool = _flag(False, "Compile the model with torch.compile.")
-    tf32: bool = _flag(True, "CUDA only: TF32 matrix products; memory state, gates and solves stay fp32.")
+    gradient_checkpointing: bool = flag(False, "Recompute activations in backward: less memory, more time.")
+    torch_compile: bool = flag(False, "Compile the model with torch.compile.")
+    tf32: bool = flag(True, "CUDA only: TF32 matrix products; memory state, gates and solves stay fp32.")
 
 
 @dataclass
@@ -93,20 +62,20 @@ class RunArguments:
 
     _argument_group_name = "run"
 
-    output_dir: str | None = _flag(None, "Folder of the run: weights, tokenizer, metrics.jsonl, checkpoint-<step>/.")
-    resume_from_checkpoint: str | None = _flag(
+    output_dir: str | None = flag(None, "Folder of the run: weights, tokenizer, metrics.jsonl, checkpoint-<step>/.")
+    resume_from_checkpoint: str | None = flag(
         None, "A checkpoint folder, or 'latest'. Not needed to continue the run in --output_dir: that is automatic."
     )
-    checkpointing_steps: int = _flag(500, "Write a resumable checkpoint every N steps; 0: only at SIGTERM and end.")
-    save_total_limit: int = _flag(2, "Checkpoints kept; older ones are removed.")
-    logging_steps: int = _flag(10, "Write a metrics row every N steps, and after the first.")
-    eval_steps: int = _flag(500, "Evaluate every N steps; 0: only at the end.")
-    seed: int = _flag(42, "Seed of weights, data order and sampling.")
-    cpu_threads: int | None = _flag(None, "Threads per process (default: cores / processes on this machine).")
-    report_to: str = _flag("none", "Trackers beside metrics.jsonl: none, all, or names with commas (wandb,aim).")
-    run_name: str | None = _flag(None, "Name of the run in the trackers (default: the folder's name).")
-    project_name: str = _flag("hope_hf", "Project of the run in the trackers.")
-    push_to_hub: bool = _flag(False, "Not available yet: refused.")
+    checkpointing_steps: int = flag(500, "Write a resumable checkpoint every N steps; 0: only at SIGTERM and end.")
+    save_total_limit: int = flag(2, "Checkpoints kept; older ones are removed.")
+    logging_steps: int = flag(10, "Write a metrics row every N steps, and after the first.")
+    eval_steps: int = flag(500, "Evaluate every N steps; 0: only at the end.")
+    seed: int = flag(42, "Seed of weights, data order and sampling.")
+    cpu_threads: int | None = flag(None, "Threads per process (default: cores / processes on this machine).")
+    report_to: str = flag("none", "Trackers beside metrics.jsonl: none, all, or names with commas (wandb,aim).")
+    run_name: str | None = flag(None, "Name of the run in the trackers (default: the folder's name).")
+    project_name: str = flag("hope_hf", "Project of the run in the trackers.")
+    push_to_hub: bool = flag(False, "Not available yet: refused.")
 
 
 @dataclass

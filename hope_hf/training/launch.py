@@ -14,6 +14,8 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
+from hope_hf.cli.process import set_up_cpu
+
 from .arguments import Arguments
 
 
@@ -48,26 +50,13 @@ def make_accelerator(args: Arguments, trackers: list[str]) -> Accelerator:
 
 def prepare_process(args: Arguments, accelerator: Accelerator):
     """Threads, denormals, matmul precision and seed; the same in every process."""
-    torch.set_num_threads(args.cpu_threads or default_threads())
-    # A trained memory holds many denormals: without this its steps take 2.5 times as long on a CPU.
-    torch.set_flush_denormal(True)
+    set_up_cpu(args.cpu_threads)
     if accelerator.device.type == "cuda" and args.tf32:
         torch.set_float32_matmul_precision("high")
     set_seed(args.seed)
     if not shows_bars(accelerator):
         transformers.utils.logging.disable_progress_bar()
     _die_with_launcher()
-
-
-def default_threads() -> int:
-    """Cores this process may use: accelerate exports OMP_NUM_THREADS=1, which would leave the others idle."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def is_first_process() -> bool:
-    """True on rank 0, also before an Accelerator exists."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def shows_bars(accelerator: Accelerator) -> bool:

@@ -7,12 +7,12 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 import hope_hf
+from hope_hf.cli.models import build_config, build_model, is_hope, load_config, parse_overrides
 from hope_hf.data import DEFAULT_VOCAB_SIZE, Data, DataConfig, build_data, disable_progress_bars
 from hope_hf.optim import LevelClock, build_optimizer
 
 from .arguments import FLAGS, Arguments
 from .launch import shows_bars
-from .model import build_config, build_model, is_hope, load_config, parse_overrides
 
 SYNTHETIC = "synthetic"
 LONGEST_DEFAULT_BLOCK = 1024
@@ -70,6 +70,8 @@ def build_all(args: Arguments, accelerator: Accelerator, data_state: dict | None
     _check_length(data.block_size, config)
     _check_carry(args, config)
     model = build_model(args, config)
+    if args.gradient_checkpointing:
+        _recompute_activations(model)
     tokens_per_step = (
         args.per_device_train_batch_size
         * data.block_size
@@ -128,3 +130,11 @@ def _check_carry(args: Arguments, config):
         raise ValueError(
             f"--document_boundary carry hands memories over, and the {kind} has none: use --document_boundary reset."
         )
+
+
+def _recompute_activations(model: PreTrainedModel):
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    else:
+        # transformers before 5.23
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -9,9 +9,10 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from tqdm.auto import tqdm
 
+from hope_hf.cli.parser import nearest
+
 from .arguments import Arguments
 from .launch import shows_bars
-from .parsing import nearest
 
 METRICS_FILE = "metrics.jsonl"
 

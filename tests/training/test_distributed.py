@@ -10,9 +10,10 @@ import ddp_worker
 import pytest
 from training_runs import HOPE, LLAMA, curve, read_rows
 
+from hope_hf.cli.process import default_threads
 from hope_hf.training import launch, setup
 from hope_hf.training.arguments import Arguments
-from hope_hf.training.launch import default_threads, make_accelerator
+from hope_hf.training.launch import make_accelerator
 
 ROOT = Path(__file__).parents[2]
 WORKER = str(Path(__file__).with_name("ddp_worker.py"))

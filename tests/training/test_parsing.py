@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from hope_hf.training import run
+from hope_hf.cli import process
 from hope_hf.training.arguments import FLAGS, Arguments
 from hope_hf.training.parsing import parse
 
@@ -103,10 +103,10 @@ def test_one_sentence_for_a_wrong_command_line(words, sentence):
 
 
 def test_own_warnings_are_sentences_and_others_keep_their_place():
-    own, foreign = (str(Path(module.__file__)) for module in (run, torch))
-    assert run._as_sentence("Mind this.", UserWarning, own, 7) == "warning: Mind this.\n"
-    assert f"{foreign}:7" in run._as_sentence("Mind this.", UserWarning, foreign, 7)
-    assert f"{own}:7" in run._as_sentence("Mind this.", DeprecationWarning, own, 7)
+    own, foreign = (str(Path(module.__file__)) for module in (process, torch))
+    assert process._as_sentence("Mind this.", UserWarning, own, 7) == "warning: Mind this.\n"
+    assert f"{foreign}:7" in process._as_sentence("Mind this.", UserWarning, foreign, 7)
+    assert f"{own}:7" in process._as_sentence("Mind this.", DeprecationWarning, own, 7)
 
 
 def test_output_dir_is_needed():

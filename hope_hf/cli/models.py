@@ -1,4 +1,4 @@
-"""The model of a run: loaded, or new from a config with the user's overrides."""
+"""The model that a command line names: loaded, or new from a config with the user's overrides."""
 
 import json
 import os
@@ -13,15 +13,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from .arguments import Arguments
-from .parsing import nearest
+from .arguments import ModelArguments
+from .parser import nearest
 
 DEFAULT_PRESET = "tiny"
 # What transformers raises for files and values of the user.
 MISTAKES = (OSError, ValueError, TypeError, ArithmeticError, ImportError, StrictDataclassError, SafetensorError)
 
 
-def build_config(args: Arguments, tokenizer, vocab_size: int, presets: dict):
+def build_config(args: ModelArguments, tokenizer, vocab_size: int, presets: dict):
     """The config of a new model, its special tokens taken from the tokenizer.
 
     `presets` are HOPE's named sizes. Raises ValueError for unknown names, fields and values.
@@ -53,7 +53,7 @@ def build_config(args: Arguments, tokenizer, vocab_size: int, presets: dict):
     return _make(config_class, {**given, "vocab_size": vocab_size, **special, **_as_declared(overrides, example)})
 
 
-def load_config(source: str, flag: str, args: Arguments):
+def load_config(source: str, flag: str, args: ModelArguments):
     """The config of a folder or Hub name that was given with `--flag`."""
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=args.trust_remote_code)
@@ -62,22 +62,18 @@ def load_config(source: str, flag: str, args: Arguments):
         raise ValueError(f"--{flag} {source}{where} cannot be loaded: {_one_line(error)}") from error
 
 
-def build_model(args: Arguments, config) -> PreTrainedModel:
-    """The model in fp32 on the CPU; ValueError where it cannot be built or loaded."""
+def build_model(args: ModelArguments, config, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model on the CPU; ValueError where it cannot be built or loaded."""
     options = {"attn_implementation": args.attn_implementation} if args.attn_implementation else {}
-    options |= {"dtype": torch.float32, "trust_remote_code": args.trust_remote_code}
+    options |= {"dtype": dtype, "trust_remote_code": args.trust_remote_code}
     try:
         if args.model_name_or_path:
-            model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, **options)
-        else:
-            model = AutoModelForCausalLM.from_config(config, **options)
+            return AutoModelForCausalLM.from_pretrained(args.model_name_or_path, **options)
+        return AutoModelForCausalLM.from_config(config, **options)
     except MISTAKES as error:
         what = f"--model_name_or_path {args.model_name_or_path}" if args.model_name_or_path else "The model"
         verb = "loaded" if args.model_name_or_path else "built"
         raise ValueError(f"{what} cannot be {verb}: {_one_line(error)}") from error
-    if args.gradient_checkpointing:
-        _recompute_activations(model)
-    return model
 
 
 def parse_overrides(text: str | None) -> dict:
@@ -147,14 +143,6 @@ def _make(config_class, values: dict):
         return config_class(**values)
     except MISTAKES as error:
         raise ValueError(f"--config_overrides: {config_class.__name__} is not valid: {_one_line(error)}") from error
-
-
-def _recompute_activations(model: PreTrainedModel):
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable({"use_reentrant": False})
-    else:
-        # transformers before 5.23
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def _one_line(error: BaseException) -> str:

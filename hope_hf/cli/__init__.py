@@ -1,0 +1,1 @@
+"""What the programs share: reading flags, naming models, speaking to the user in sentences."""

@@ -1,0 +1,43 @@
+"""Flags that several programs have, named as in transformers' ``run_clm.py``."""
+
+from dataclasses import dataclass, field
+
+
+def flag(default, help: str):
+    """A field of a dataclass of flags, with its line of `--help`."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class ModelArguments:
+    """Which model is trained. Without any of them: a new HOPE of the size `tiny`."""
+
+    _argument_group_name = "model"
+
+    model_name_or_path: str | None = flag(None, "Start from these weights (folder or Hub name) instead of new ones.")
+    model_type: str | None = flag(None, "Architecture of a new model: hope (default) or any other causal LM.")
+    config_name: str | None = flag(None, "Config of a new model: folder, Hub name, or HOPE size (tiny, pilot, ...).")
+    config_overrides: str | None = flag(
+        None, "Fields of a new model's config: 'hidden_size=256,num_hidden_layers=4' or a JSON object."
+    )
+    tokenizer_name: str | None = flag(None, "Tokenizer, where it is not the model's own (folder or Hub name).")
+    trust_remote_code: bool = flag(False, "Allow model code from the Hub to run on this machine.")
+    attn_implementation: str | None = flag(None, "Attention kernel: sdpa, eager, flash_attention_2, ...")
+
+
+@dataclass
+class TextArguments:
+    """Which text is read. Without a data set or file: the built-in corpus."""
+
+    _argument_group_name = "data"
+
+    dataset_name: str | None = flag(None, "Hub name or folder of a data set; 'synthetic' gives seeded random tokens.")
+    dataset_config_name: str | None = flag(None, "Configuration of that data set.")
+    train_file: str | None = flag(None, "Training text: .txt, .json, .jsonl or .parquet; a glob pattern is allowed.")
+    validation_file: str | None = flag(None, "Validation text, of the same kinds.")
+    validation_split_percentage: float = flag(
+        5.0, "Share of the training documents held out where there is no validation set."
+    )
+    max_train_samples: int | None = flag(None, "Use only the first N training documents.")
+    max_eval_samples: int | None = flag(None, "Use only the first N validation documents.")
+    preprocessing_num_workers: int | None = flag(None, "Processes that tokenize.")

@@ -1,0 +1,50 @@
+"""Flags of `run_eval.py`: those of the model and the text are `run_clm.py`'s."""
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from hope_hf.cli.arguments import ModelArguments, TextArguments, flag
+
+
+@dataclass
+class SuiteArguments:
+    """What is measured."""
+
+    _argument_group_name = "suites"
+
+    suite: str = flag("perplexity,sample", "Suites with commas between them: perplexity, passkey, synthetic, sample.")
+    lengths: str | None = flag(None, "Lengths in tokens with commas between them; k is 1,024 (1k,2k,4k).")
+    depths: str = flag("0,0.25,0.5,0.75,1", "passkey: where the key stands, from 0 (first) to 1 (last).")
+    samples_per_length: int = flag(4, "passkey: samples per length and depth. perplexity: texts per longest length.")
+    tasks: str | None = flag(None, "synthetic: tasks with commas between them (default: all).")
+    limit: int | None = flag(None, "Use at most N samples of everything; marked in the report.")
+    max_train_steps: int | None = flag(None, "synthetic: steps of training (default: the task's own).")
+    learning_rate: float | None = flag(None, "synthetic: peak learning rate (default: the task's own).")
+    num_seeds: int = flag(1, "synthetic: models trained per task, with seeds --seed, --seed + 1, ...")
+    prompts: str | None = flag(None, "sample: a text file with one prompt a line (default: the text's beginnings).")
+    max_new_tokens: int = flag(64, "sample: tokens of each continuation.")
+
+
+@dataclass
+class RunArguments:
+    """How it is measured, and where the report goes."""
+
+    _argument_group_name = "run"
+
+    output_dir: str | None = flag(None, "Folder of results.json, results.md and pictures (default: print only).")
+    batch_size: int = flag(8, "Rows per forward pass.")
+    dtype: Literal["float32", "bfloat16", "float64"] = flag("float32", "Type of the weights.")
+    device: str | None = flag(None, "cpu, cuda, cuda:1, ... (default: the accelerator, if there is one).")
+    seed: int = flag(42, "Seed of samples, and of models that are trained.")
+    cpu_threads: int | None = flag(None, "Threads (default: all cores).")
+
+
+@dataclass
+class Arguments(ModelArguments, TextArguments, SuiteArguments, RunArguments):
+    """All flags of an evaluation, flat."""
+
+    _argument_group_name = None
+
+
+GROUPS = (ModelArguments, TextArguments, SuiteArguments, RunArguments)
+FLAGS = tuple(f.name for group in GROUPS for f in fields(group))

@@ -1,0 +1,33 @@
+"""What a suite gives back, and the arithmetic of its standard errors."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+Row = dict[str, str | int | float | None]
+
+
+@dataclass
+class SuiteResult:
+    """Tables, pictures and text of one suite; nothing is written before the suite has ended.
+
+    tables: title -> rows. All rows of a table have the same keys. A number `x` with a key `x_stderr` beside it is shown
+        as `x ± x_stderr`; `n` is the number of samples a row rests on. Values are JSON-able.
+    pictures: file name -> function that draws it to the path given.
+    text: shown and written as it is.
+    """
+
+    tables: dict[str, list[Row]] = field(default_factory=dict)
+    pictures: dict[str, Callable[[Path], None]] = field(default_factory=dict)
+    text: str = ""
+
+
+def mean_and_stderr(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean and its standard error (n - 1 in the variance); None for the error of a single value."""
+    n = len(values)
+    mean = math.fsum(values) / n
+    if n < 2:
+        return mean, None
+    variance = math.fsum((value - mean) ** 2 for value in values) / (n - 1)
+    return mean, math.sqrt(variance / n)
