@@ -1,15 +1,15 @@
 """`run.json`: what run a folder holds, so that no other overwrites it and a finished one is not repeated."""
 
 import json
-import platform
-import subprocess
-import sys
 import uuid
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+
+from hope_hf.cli.provenance import provenance
+
+from .folder_lock import FolderLock
 
 RUN_FILE = "run.json"
 # A folder that holds one of these without a run.json belongs to something else.
@@ -17,18 +17,38 @@ OURS = ("config.json", "model.safetensors", "model.safetensors.index.json", "tok
 
 
 class RunFolder:
-    """The output folder of one run. All processes call the methods; rank 0 reads and writes, all learn the result."""
+    """The output folder of one run. All processes call the methods; rank 0 reads and writes, all learn the result.
+
+    A context manager: from `check` on, no other process can train in the folder until the context is left.
+    """
 
     def __init__(self, output_dir: str, accelerator: Accelerator):
         self.path = Path(output_dir)
         self._accelerator = accelerator
+        self._lock = FolderLock(self.path)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self._lock.release()
 
     def check(self, identity: dict) -> dict | None:
-        """The record of the run in this folder, or None for a new one; ValueError where it is another run's.
+        """The record of the run in this folder, or None for a new one; takes the folder where there is work to do.
 
-        Keys missing on one side (the data's fingerprint, before the data are read) are not compared.
+        Raises ValueError where it is another run's, or another process trains in it. Keys missing on one side (the
+        data's fingerprint, before the data are read) are not compared.
         """
-        return on_first_process(self._accelerator, lambda: self._check(identity))
+
+        def take():
+            record = self._check(identity)
+            if record is None or not record["complete"]:
+                self._lock.acquire()
+                # Once more: whoever held it a moment ago may have finished.
+                record = self._check(identity)
+            return record
+
+        return on_first_process(self._accelerator, take)
 
     def open(self, identity: dict) -> dict:
         """Check once more with the whole identity and write the record of a new run."""
@@ -36,7 +56,7 @@ class RunFolder:
         def create():
             record = self._check(identity)
             if record is None:
-                record = {"identity": identity, "complete": False, "run_id": uuid.uuid4().hex[:12], **_provenance()}
+                record = {"identity": identity, "complete": False, "run_id": uuid.uuid4().hex[:12], **provenance()}
                 self._write(record)
             return record
 
@@ -107,25 +127,3 @@ def on_first_process(accelerator: Accelerator, function):
     if outcome[1] is not None:
         raise ValueError(outcome[1])
     return outcome[0]
-
-
-def _provenance() -> dict:
-    def installed(name):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            return None
-
-    def git(*arguments):
-        try:
-            command = ["git", "-C", str(Path(__file__).parent), *arguments]
-            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-        except (OSError, subprocess.SubprocessError):
-            return None
-
-    packages = ("hope_hf", "torch", "transformers", "accelerate", "datasets", "tokenizers")
-    return {
-        "command": sys.argv,
-        "versions": {"python": platform.python_version(), **{name: installed(name) for name in packages}},
-        "git": {"commit": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain"))},
-    }

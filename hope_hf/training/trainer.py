@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import transformers
+from accelerate import Accelerator
 from accelerate.utils import send_to_device, set_seed
 
 from .arguments import Arguments
@@ -64,14 +65,19 @@ def train(args: Arguments) -> int:
     """
     accelerator = make_accelerator(args, tracker_names(args.report_to))
     prepare_process(args, accelerator)
-    folder = RunFolder(args.output_dir, accelerator)
+    with RunFolder(args.output_dir, accelerator) as folder:
+        _train(args, accelerator, folder)
+    leave(accelerator)
+    return 0
+
+
+def _train(args: Arguments, accelerator: Accelerator, folder: RunFolder):
     launched = {"num_processes": accelerator.num_processes, "mixed_precision": accelerator.mixed_precision}
     identity = args.identity() | launched
     record = folder.check(identity)
     if record and record["complete"]:
         accelerator.print(f"The run in {args.output_dir} is complete; choose another --output_dir for a new one.")
-        leave(accelerator)
-        return 0
+        return
 
     saved = find_checkpoint(args.output_dir, args.resume_from_checkpoint)
     run = build_all(args, accelerator, saved.data_state if saved else None)
@@ -201,16 +207,13 @@ def train(args: Arguments) -> int:
                 save()
             tracker.say(f"Stopped at step {progress.step}: run the same command again to continue.")
             tracker.close()
-            leave(accelerator)
-            return 0
+            return
 
     row = evaluate(model, run.data, accelerator)
     tracker.log(progress.step, progress.tokens, row, eval_line(row))
     tracker.close()
     finish(args, accelerator, run, row)
     folder.close(record)
-    leave(accelerator)
-    return 0
 
 
 def _read(batches: Iterator, count: int, vocab_size: int) -> list:

@@ -1,0 +1,102 @@
+"""One training per folder: a lock that the operating system takes back when its process ends, by kill -9 too.
+
+POSIX only (`flock`), like the rest of the trainer.
+"""
+
+import errno
+import fcntl
+import os
+import warnings
+from pathlib import Path
+
+LOCK_FILE = "run.lock"
+# What disks without locks answer, as Lustre does where it is mounted so.
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
+_held: set[int] = set()
+
+
+class FolderLock:
+    """Holds `folder` against all other processes from `acquire` to `release` or to the end of this process."""
+
+    def __init__(self, folder: str | Path):
+        self._folder = Path(folder)
+        self._file = self._folder / LOCK_FILE
+        self._descriptor: int | None = None
+        self._made: list[Path] = []
+
+    def acquire(self):
+        """Make the folder where there is none, and lock it.
+
+        Raises ValueError where another process holds it or nothing can be written there; warns where the disk has no
+        locks.
+        """
+        try:
+            self._acquire()
+        except BlockingIOError:
+            raise ValueError(
+                f"--output_dir {self._folder} is in use, another process is training in it: wait for it or choose "
+                "another folder."
+            ) from None
+        except OSError as error:
+            raise ValueError(f"--output_dir {self._folder} cannot be written: {error.strerror}.") from None
+
+    def release(self):
+        """Let the folder go; where this lock made it and nothing was written there, it disappears."""
+        if self._descriptor not in _held:
+            return
+        # While it is still locked: who opens the file after this opens a new one, who opened it before will notice.
+        self._file.unlink(missing_ok=True)
+        _held.remove(self._descriptor)
+        os.close(self._descriptor)
+        self._descriptor = None
+        try:
+            for folder in self._made:
+                folder.rmdir()
+        except OSError:
+            # It holds a run now.
+            pass
+
+    def _acquire(self):
+        missing = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
+        while True:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            try:
+                # Never inherited by programs that are started; what is forked lets it go (below).
+                descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o666)
+            except FileNotFoundError:
+                # Another process gave the folder up and took it away.
+                continue
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self._is_the_file(descriptor):
+                    break
+                os.close(descriptor)
+            except OSError as error:
+                if error.errno in _NO_LOCKS:
+                    warnings.warn(
+                        f"--output_dir {self._folder} lies on a disk without locks ({error.strerror}): nothing keeps "
+                        "a second process from training in it.",
+                        stacklevel=2,
+                    )
+                    break
+                os.close(descriptor)
+                raise
+        _held.add(descriptor)
+        self._descriptor, self._made = descriptor, missing
+
+    def _is_the_file(self, descriptor: int) -> bool:
+        """False where its holder removed the file between our opening and locking it: that lock keeps nobody out."""
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.stat(self._file))
+        except FileNotFoundError:
+            return False
+
+
+def _let_go():
+    """A forked child shares the lock of its parent, and would hold it on when the parent is killed."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
