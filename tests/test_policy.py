@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import hope_hf
+from hope_hf.evaluation.arguments import FLAGS as EVALUATION_FLAGS
 from hope_hf.training.arguments import FLAGS
 
 ROOT = Path(__file__).parents[1]
@@ -30,6 +31,10 @@ ROOMS = {
         "torch", "datasets", "transformers", "tokenizers", "numpy", "huggingface_hub", "pyarrow", "hope_hf.data",
     },
     "hope_hf/cli": {"torch", "transformers", "huggingface_hub", "safetensors", "yaml", "hope_hf.cli"},
+    "run_eval.py": {"hope_hf.evaluation"},
+    "hope_hf/evaluation": {
+        "torch", "transformers", "datasets", "tqdm", "hope_hf", "hope_hf.cli", "hope_hf.data", "hope_hf.evaluation",
+    },
     "hope_hf/training": {
         "accelerate", "torch", "transformers", "huggingface_hub", "numpy", "safetensors", "yaml", "tqdm",
         "hope_hf", "hope_hf.cli", "hope_hf.optim", "hope_hf.data", "hope_hf.training",
@@ -38,7 +43,7 @@ ROOMS = {
 
 # Slow to import or not always installed: only inside functions, and only of these rooms.
 LAZY = {"matplotlib", "wandb", "evaluate", "lm_eval"}
-LAZY_ROOMS = {"hope_hf/training"}
+LAZY_ROOMS = {"hope_hf/training", "hope_hf/evaluation"}
 
 PUBLIC = ["PRESETS", "HopeCache", "HopeConfig", "HopeForCausalLM", "HopeModel", "HopePreTrainedModel"]
 
@@ -52,6 +57,14 @@ RUN_CLM_FLAGS = """
     level_optimizers gradient_checkpointing torch_compile tf32
     output_dir resume_from_checkpoint checkpointing_steps save_total_limit logging_steps eval_steps seed cpu_threads
     report_to run_name project_name push_to_hub
+""".split()
+
+RUN_EVAL_FLAGS = """
+    model_name_or_path model_type config_name config_overrides tokenizer_name trust_remote_code attn_implementation
+    dataset_name dataset_config_name train_file validation_file validation_split_percentage max_train_samples
+    max_eval_samples preprocessing_num_workers
+    suite lengths depths samples_per_length tasks limit max_train_steps num_seeds prompts max_new_tokens
+    learning_rate output_dir batch_size dtype device seed cpu_threads
 """.split()
 
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
@@ -258,6 +271,10 @@ def test_what_is_allowed_breaks_no_rule(file, source):
 
 def test_flags_of_run_clm_are_frozen():
     assert list(FLAGS) == RUN_CLM_FLAGS
+
+
+def test_flags_of_run_eval_are_frozen():
+    assert sorted(EVALUATION_FLAGS) == sorted(RUN_EVAL_FLAGS)
 
 
 def test_public_names_are_frozen():

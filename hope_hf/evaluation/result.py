@@ -12,14 +12,16 @@ Row = dict[str, str | int | float | None]
 class SuiteResult:
     """Tables, pictures and text of one suite; nothing is written before the suite has ended.
 
-    tables: title -> rows. All rows of a table have the same keys. A number `x` with a key `x_stderr` beside it is shown
-        as `x ± x_stderr`; `n` is the number of samples a row rests on. Values are JSON-able.
+    tables: title -> rows. All rows of a table have the same keys. A number `x` with a key `x_stderr` beside it is
+        shown as `x ± x_stderr`; `n` is the number of samples a row rests on. Values are JSON-able.
     pictures: file name -> function that draws it to the path given.
+    samples: file name without ending -> rows that are written as JSON lines.
     text: shown and written as it is.
     """
 
     tables: dict[str, list[Row]] = field(default_factory=dict)
     pictures: dict[str, Callable[[Path], None]] = field(default_factory=dict)
+    samples: dict[str, list[Row]] = field(default_factory=dict)
     text: str = ""
 
 

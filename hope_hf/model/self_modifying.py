@@ -254,6 +254,16 @@ class SelfModifyingTitans(nn.Module):
             }
 
     @torch.no_grad()
+    def gate_values(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Learning rate and retention, eta and alpha of equation (88), of every token and head, both [B, T, H].
+
+        For texts that begin with `hidden_states` [B, T, hidden_size].
+        """
+        plan = plan_chunks(self.config, hidden_states.shape[:2], hidden_states.device, None, None, None)
+        made, _ = self._make_projections(hidden_states, plan, None, need_state=False)
+        return made.step.transpose(1, 2), made.log_retention.exp().transpose(1, 2)
+
+    @torch.no_grad()
     def contribution(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Norm of what the content memory adds to its query, |M_t(q_t) - q_t|, per token [B, T, H]: is it alive?
 

@@ -1,0 +1,59 @@
+"""What is shown beside the tables: pictures, and progress bars on a terminal."""
+
+import sys
+from pathlib import Path
+
+import datasets
+import transformers
+
+
+def show_progress() -> bool:
+    """Bars belong on a terminal; in a log file they make all else unreadable."""
+    return sys.stderr.isatty()
+
+
+def hide_foreign_bars():
+    """Switch off the bars of transformers and datasets, which show themselves everywhere."""
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def curves(
+    path: Path,
+    x: list[float],
+    series: dict[str, list[float]],
+    errors: dict[str, list[float | None]],
+    x_label: str,
+    y_label: str,
+):
+    """One line with error bars a name, over x on a logarithmic scale."""
+    figure, axes = _figure()
+    for name, values in series.items():
+        axes.errorbar(x, values, [error or 0.0 for error in errors[name]], marker="o", capsize=3, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(x, [f"{value:,}" for value in x], rotation=30)
+    axes.set(xlabel=x_label, ylabel=y_label)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def heat_map(path: Path, values: list[list[float]], rows: list[str], columns: list[str], labels: tuple[str, str, str]):
+    """Shares from 0 to 1 with their numbers; `labels` of the columns' axis, the rows' axis and the title."""
+    figure, axes = _figure()
+    image = axes.imshow(values, cmap="viridis", vmin=0, vmax=1, aspect="auto")
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set(xlabel=labels[0], ylabel=labels[1], title=labels[2])
+    for i, row in enumerate(values):
+        for j, value in enumerate(row):
+            axes.text(j, i, f"{value:.2f}", ha="center", va="center", color="white" if value < 0.6 else "black")
+    figure.colorbar(image)
+    figure.savefig(path, dpi=120)
+
+
+def _figure():
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    return figure, figure.add_subplot()

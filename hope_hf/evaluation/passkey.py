@@ -1,0 +1,116 @@
+"""A number hidden in filler: is it still known at the end of the text?"""
+
+import random
+from functools import partial
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm
+
+from .arguments import Arguments
+from .display import heat_map, show_progress
+from .parsing import parse_depths, parse_lengths
+from .result import Row, SuiteResult, mean_and_stderr
+from .streams import carried_scores, frozen_memories
+from .subject import Subject
+
+DEFAULT_LENGTHS = "256,512,1k"
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key. "
+QUESTION = "What is the pass key? The pass key is"
+DIGITS = 5
+
+
+def passkey(args: Arguments, subject: Subject) -> SuiteResult:
+    """Recall by length and depth: five digits stand in filler text, and a question for them ends it.
+
+    Teacher-forced: `exact`, the share of samples whose every digit token is the likeliest, and `loss`, nats per digit
+    token; `frozen`, the same loss with the memories frozen: what can be guessed without having read the key.
+    `generated`: the share of samples whose greedy continuation begins with the key.
+    """
+    lengths, depths = parse_lengths(args.lengths or DEFAULT_LENGTHS), parse_depths(args.depths)
+    bound = subject.longest_input
+    if bound is not None and lengths[-1] > bound:
+        raise ValueError(
+            f"--lengths asks for {lengths[-1]:,} tokens, and the model has {bound:,} positions "
+            "(max_position_embeddings): lower it."
+        )
+    per_cell = min(args.samples_per_length, args.limit or args.samples_per_length)
+    rows = []
+    with tqdm(total=len(lengths) * len(depths), desc="passkey", disable=not show_progress(), leave=False) as bar:
+        for length in lengths:
+            for depth in depths:
+                samples = [make_sample(subject, length, depth, args.seed + index) for index in range(per_cell)]
+                rows.append({"length": length, "depth": depth, **_measure(args, subject, samples)})
+                bar.update()
+    pictures = {f"passkey_{name}.png": partial(draw, rows, name) for name in ("exact", "generated")}
+    return SuiteResult({"Passkey": rows}, pictures)
+
+
+def make_sample(subject: Subject, length: int, depth: float, seed: int) -> tuple[list[int], list[int], str]:
+    """(prompt, answer, key): prompt and answer have exactly `length` tokens together, the start token counted.
+
+    The filler's sentences are cut where the length wants it. Raises ValueError where the length is too short.
+    """
+    key = str(random.Random(f"passkey {seed}").randrange(10 ** (DIGITS - 1), 10**DIGITS))
+    needle, question = subject.encode(NEEDLE.format(key=key)), subject.encode(QUESTION)
+    answer = subject.encode(f"{QUESTION} {key}")[len(question) :]
+    room = length - 1 - len(needle) - len(question) - len(answer)
+    if room < 0:
+        raise ValueError(
+            f"--lengths {length} is too short for the key and the question: give at least {length - room} tokens."
+        )
+    filler = subject.encode(FILLER)
+    before = round(room * depth)
+    around = [(filler * (count // len(filler) + 1))[:count] for count in (before, room - before)]
+    return [subject.start, *around[0], *needle, *around[1], *question], answer, key
+
+
+def _measure(args: Arguments, subject: Subject, samples: list) -> Row:
+    exact, losses, frozen, generated = [], [], [], []
+    # Keys differ in their number of tokens: only prompts of one length go together, so that nothing is padded.
+    for size in sorted({len(prompt) for prompt, _, _ in samples}):
+        alike = [sample for sample in samples if len(sample[0]) == size]
+        for start in range(0, len(alike), args.batch_size):
+            batch = alike[start : start + args.batch_size]
+            texts = torch.tensor([prompt + answer for prompt, answer, _ in batch])
+            scores = carried_scores(subject.model, texts)
+            answers = slice(size - 1, None)
+            losses += scores.losses[:, answers].mean(1).tolist()
+            exact += (scores.guesses[:, answers] == texts[:, size:]).all(1).float().tolist()
+            if subject.has_memory:
+                with frozen_memories(subject.model):
+                    frozen += carried_scores(subject.model, texts).losses[:, answers].mean(1).tolist()
+            generated += _generate(subject, texts[:, :size], [key for _, _, key in batch])
+    if not all(loss < float("inf") for loss in losses):
+        raise ValueError("passkey: the model's losses are not finite: its weights or --dtype do not serve.")
+    columns = {"exact": exact, "generated": generated, "loss": losses} | ({"frozen": frozen} if frozen else {})
+    row = {"n": len(samples)}
+    for name, values in columns.items():
+        row[name], row[f"{name}_stderr"] = mean_and_stderr(values)
+    return row
+
+
+def _generate(subject: Subject, prompts: torch.Tensor, keys: list[str]) -> list[float]:
+    prompts = prompts.to(subject.model.device)
+    tokens = subject.model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        # a digit is at least one token, and a space may be one
+        max_new_tokens=DIGITS + 1,
+        do_sample=False,
+        pad_token_id=subject.tokenizer.pad_token_id or subject.start,
+    )
+    said = subject.tokenizer.batch_decode(tokens[:, prompts.shape[1] :], skip_special_tokens=True)
+    return [float(text.strip().startswith(key)) for text, key in zip(said, keys, strict=True)]
+
+
+def draw(rows: list[Row], name: str, path: Path):
+    """Heat map of one column over length and depth."""
+    lengths = sorted({row["length"] for row in rows})
+    depths = sorted({row["depth"] for row in rows})
+    cells = {(row["depth"], row["length"]): row[name] for row in rows}
+    values = [[cells[depth, length] for length in lengths] for depth in depths]
+    title = {"exact": "pass key, teacher-forced", "generated": "pass key, generated"}[name]
+    labels = ("length, tokens", "depth of the key (0: first)", title)
+    heat_map(path, values, [f"{depth:g}" for depth in depths], [f"{length:,}" for length in lengths], labels)

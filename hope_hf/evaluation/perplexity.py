@@ -1,0 +1,196 @@
+"""How well a model predicts a text: all of it, and by position in long texts with the controls beside it."""
+
+import math
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from hope_hf.data.vocabulary import bytes_per_id
+
+from .arguments import Arguments
+from .display import curves, show_progress
+from .metrics import next_token_accuracy
+from .parsing import parse_lengths
+from .result import Row, SuiteResult, mean_and_stderr
+from .streams import PIECE, Scores, carried_scores, frozen_memories, window_scores
+from .subject import Subject, held_out_documents
+
+RESET_EVERY = 256
+DEFAULT_LENGTHS = [256, 512, 1024, 2048, 4096, 8192]
+CONTROLS = ("frozen", f"reset_{RESET_EVERY}")
+# Standard errors are those of means over this many neighbouring tokens: single tokens are not independent.
+BLOCK = 256
+
+
+def perplexity(args: Arguments, subject: Subject) -> SuiteResult:
+    """Loss, perplexity and bits per byte of the held-out documents, and loss by position in the long ones.
+
+    Every document stands after one end-of-text token. By position: texts of the longest of `--lengths` tokens, read
+    in one pass with the state carried (`loss`), with the memories frozen at their initial state (`frozen`), with
+    nothing known from before the last multiple of 256 tokens (`reset_256`), and, for models without such memories,
+    in sliding windows of the last length but one (`window`; of all its positions where the model has fewer, and then
+    there is no other way to read on). Losses in nats per token;
+    `x_minus_loss` is what carrying the state gains over the control x.
+    """
+    texts, source = held_out_documents(args)
+    texts = texts[: args.limit]
+    documents = [torch.tensor([subject.start, *subject.encode(text)]) for text in texts]
+    tables = {f"Text: {source}": [whole_text(args, subject, texts, documents)]}
+    positions = by_position(args, subject, documents)
+    tables["Loss by position"] = positions
+    return SuiteResult(tables, {"loss_by_position.png": partial(draw, positions)})
+
+
+def whole_text(args: Arguments, subject: Subject, texts: list[str], documents: list[Tensor]) -> Row:
+    """One row: every document read by itself, from its beginning."""
+    longest = subject.longest_input
+    # Alike in length side by side: less padding.
+    order = sorted(range(len(documents)), key=lambda index: len(documents[index]))
+    groups = [order[start : start + args.batch_size] for start in range(0, len(order), args.batch_size)]
+    accuracy, found = next_token_accuracy(), []
+    for group in tqdm(groups, "perplexity: documents", disable=not show_progress(), leave=False):
+        rows = [documents[index] for index in group]
+        if longest is None or len(rows[-1]) <= longest:
+            padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+            scores = carried_scores(subject.model, padded, [len(row) for row in rows])
+            found += [Scores(*(part[i, : len(row) - 1] for part in scores)) for i, row in enumerate(rows)]
+        else:
+            found += [window_scores(subject.model, row, longest, longest // 2, args.batch_size) for row in rows]
+        for scores, row in zip(found[-len(rows) :], rows, strict=True):
+            accuracy.add_batch(predictions=scores.guesses.tolist(), references=row[1:].tolist())
+    losses = torch.cat([scores.losses for scores in found])
+    _require_finite(losses, "the text")
+    loss, stderr = _blocks(losses)
+    num_bytes = sum(len(text.encode("utf-8")) for text in texts)
+    return {
+        "documents": len(documents),
+        "n": len(losses),
+        "loss": loss,
+        "loss_stderr": stderr,
+        "perplexity": math.exp(min(loss, 700.0)),
+        "bits_per_byte": float(losses.double().sum()) / math.log(2) / num_bytes,
+        **accuracy.compute(),
+    }
+
+
+def by_position(args: Arguments, subject: Subject, documents: list[Tensor]) -> list[Row]:
+    """A row for every bucket of positions that ends at one of the lengths; bits per byte are the first mode's."""
+    edges = _edges(args, subject, documents)
+    streams = _streams(documents, edges[-1], subject.start, args.samples_per_length)
+    sizes, modes = [], {}
+    bound = subject.longest_input or math.inf
+    if edges[-1] <= bound:
+        modes["loss"] = _carried(args, subject, streams, edges, sizes)
+    if subject.has_memory:
+        with frozen_memories(subject.model):
+            modes["frozen"] = _carried(args, subject, streams, edges)
+    else:
+        window = min(bound, edges[-2] if len(edges) > 1 else max(2, edges[0] // 2))
+        modes["window"] = _windows(args, subject, streams, window, window // 2)
+    modes[f"reset_{RESET_EVERY}"] = _windows(args, subject, streams, RESET_EVERY + 1, RESET_EVERY)
+    for name, losses in modes.items():
+        _require_finite(losses, f"texts of {edges[-1]:,} tokens ({name})")
+    table = torch.tensor(bytes_per_id(subject.tokenizer))
+    rows = []
+    for index, (start, end) in enumerate(zip([0, *edges], edges, strict=False)):
+        num_bytes = int(table[streams[:, start + 1 : end + 1]].sum())
+        row = {"positions": f"{start + 1:,}-{end:,}", "n": len(streams) * (end - start)}
+        for name, losses in modes.items():
+            row[name], row[f"{name}_stderr"] = _blocks(losses[:, start:end])
+        for name in [control for control in CONTROLS if {"loss", control} <= modes.keys()]:
+            # The same tokens: the error is that of the difference.
+            gain = (modes[name] - modes["loss"])[:, start:end]
+            row[f"{name}_minus_loss"], row[f"{name}_minus_loss_stderr"] = _blocks(gain)
+        row["bits_per_byte"] = row[next(iter(modes))] * row["n"] / math.log(2) / max(1, num_bytes)
+        if sizes:
+            row |= sizes[index]
+        rows.append(row)
+    return rows
+
+
+def draw(rows: list[Row], path: Path):
+    """Loss by the last position of each bucket, one curve a mode."""
+    ends = [int(row["positions"].split("-")[1].replace(",", "")) for row in rows]
+    labels = {"loss": "carried", "frozen": "memories frozen", "window": "sliding window"}
+    labels[f"reset_{RESET_EVERY}"] = f"reset every {RESET_EVERY}"
+    series = {label: [row[name] for row in rows] for name, label in labels.items() if name in rows[0]}
+    errors = {label: [row[f"{name}_stderr"] for row in rows] for name, label in labels.items() if name in rows[0]}
+    curves(path, ends, series, errors, "position in the text, tokens", "loss, nats per token")
+
+
+def _edges(args: Arguments, subject: Subject, documents: list[Tensor]) -> list[int]:
+    longest_document = max(len(document) for document in documents) - 1
+    if args.lengths is None:
+        longest = min(longest_document, subject.longest_input or math.inf)
+        known = [length for length in DEFAULT_LENGTHS if length <= longest]
+        return known or [longest_document]
+    edges = parse_lengths(args.lengths)
+    if edges[-1] > longest_document:
+        raise ValueError(
+            f"--lengths asks for texts of {edges[-1]:,} tokens, and the longest document has {longest_document:,}: "
+            "lower it or give a longer text with --validation_file."
+        )
+    return edges
+
+
+def _streams(documents: list[Tensor], length: int, start: int, count: int) -> Tensor:
+    """Texts of `length` tokens after a start token [n, length + 1]: each document's first, then the second ones ..."""
+    cut = []
+    for document in documents:
+        whole = document[1 : 1 + (len(document) - 1) // length * length].view(-1, length)
+        cut += [(index, row) for index, row in enumerate(whole)]
+    cut.sort(key=lambda pair: pair[0])
+    rows = torch.stack([row for _, row in cut[:count]])
+    return torch.cat([torch.full((len(rows), 1), start), rows], 1)
+
+
+def _carried(
+    args: Arguments, subject: Subject, streams: Tensor, edges: list[int], sizes: list[Row] | None = None
+) -> Tensor:
+    """Losses [n, T] in one pass; `sizes` receives what the memories hold at each edge, of the last batch."""
+    pieces = len({*range(PIECE, edges[-1], PIECE), *edges})
+    total = math.ceil(len(streams) / args.batch_size) * pieces
+    losses = []
+    with tqdm(total=total, desc="perplexity: by position", disable=not show_progress(), leave=False) as bar:
+        for start in range(0, len(streams), args.batch_size):
+            batch, found = streams[start : start + args.batch_size], {}
+
+            def after_piece(end, cache, found=found):
+                bar.update()
+                if sizes is not None and subject.has_memory and end in edges:
+                    found[end] = _size(cache)
+
+            losses.append(carried_scores(subject.model, batch, None, after_piece, edges).losses)
+    if sizes is not None:
+        sizes += found.values()
+    return torch.cat(losses)
+
+
+def _size(cache) -> Row:
+    tensors = [t for layer in cache.memory_layers for n, t in layer.state.items() if t.is_floating_point()]
+    return {
+        "state_largest": max(float(tensor.abs().max()) for tensor in tensors),
+        "state_mib": sum(tensor.nbytes for tensor in tensors) / tensors[0].shape[0] / 2**20,
+    }
+
+
+def _windows(args: Arguments, subject: Subject, streams: Tensor, window: int, stride: int) -> Tensor:
+    rows = tqdm(streams, f"perplexity: windows of {stride}", disable=not show_progress(), leave=False)
+    return torch.stack([window_scores(subject.model, row, window, stride, args.batch_size).losses for row in rows])
+
+
+def _blocks(losses: Tensor) -> tuple[float, float | None]:
+    """Mean loss and the standard error of means over blocks of neighbours; [T] or [n, T]."""
+    mean = float(losses.double().mean())
+    blocks = [float(part.double().mean()) for row in torch.atleast_2d(losses) for part in row.split(BLOCK)]
+    return mean, mean_and_stderr(blocks)[1]
+
+
+def _require_finite(losses: Tensor, where: str):
+    if not losses.isfinite().all():
+        raise ValueError(
+            f"perplexity: the model's losses on {where} are not finite: its weights or --dtype do not serve."
+        )

@@ -1,0 +1,129 @@
+"""From the suites' results to the terminal, results.json, results.md and pictures; written when all have ended."""
+
+import json
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+from hope_hf.cli.provenance import provenance
+
+from .arguments import Arguments
+from .result import Row, SuiteResult
+from .subject import Subject
+
+SCHEMA_VERSION = 1
+RESULTS_FILE = "results.json"
+
+
+def check_folder(output_dir: str | None):
+    """ValueError where the report would overwrite another, or cannot be written."""
+    if output_dir is None:
+        return
+    folder = Path(output_dir)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output_dir {folder} is a file: name a folder.")
+    if (folder / RESULTS_FILE).exists():
+        raise ValueError(f"--output_dir {folder} holds {RESULTS_FILE} already: name another folder.")
+
+
+def markdown_table(rows: list[Row]) -> str:
+    """Rows as an aligned Markdown table; `x_stderr` joins `x` as `x ± error`."""
+    columns = [name for name in rows[0] if not name.endswith("_stderr")]
+    cells = [columns] + [[_cell(row, name) for name in columns] for row in rows]
+    widths = [max(3, *(len(line[i]) for line in cells)) for i in range(len(columns))]
+    numeric = [all(not isinstance(row[name], str) for row in rows) for name in columns]
+
+    def line(values: list[str]) -> str:
+        padded = (
+            value.rjust(width) if right else value.ljust(width)
+            for value, width, right in zip(values, widths, numeric, strict=True)
+        )
+        return f"| {' | '.join(padded)} |"
+
+    rule = ["-" * (width - 1) + (":" if right else "-") for width, right in zip(widths, numeric, strict=True)]
+    return "\n".join([line(cells[0]), line(rule), *(line(values) for values in cells[1:])])
+
+
+def _cell(row: Row, name: str) -> str:
+    value, error = row[name], row.get(f"{name}_stderr")
+    return _number(value) + (f" ± {_number(error)}" if error is not None else "")
+
+
+def _number(value) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, float):
+        return f"{value:,}" if isinstance(value, int) else str(value)
+    if value and not 1e-3 <= abs(value) < 1e5:
+        return f"{value:.2e}"
+    return f"{value:.4f}" if abs(value) < 100 else f"{value:,.1f}"
+
+
+def as_markdown(name: str, result: SuiteResult) -> str:
+    """One suite's section: its tables, pictures and text."""
+    parts = [f"## {name}"]
+    for title, rows in result.tables.items():
+        parts += [f"### {title}", markdown_table(rows)]
+    parts += [f"![{file}]({file})" for file in result.pictures]
+    if result.text:
+        parts.append(f"```\n{result.text}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def write_report(
+    args: Arguments, subject: Subject | None, results: dict[str, SuiteResult], failed: dict[str, str], seconds: float
+) -> Path:
+    """Write the folder's files, results.json last; gives its path. Raises ValueError where the folder refuses."""
+    folder = Path(args.output_dir)
+    record = {
+        "schema_version": SCHEMA_VERSION,
+        "config": asdict(args),
+        "model": _describe(subject),
+        "seed": args.seed,
+        "limit": args.limit,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": round(seconds, 1),
+        **provenance(),
+        "results": {name: {"tables": r.tables, "samples": r.samples} for name, r in results.items()},
+        "failed": failed,
+    }
+    text = json.dumps(record, indent=2, allow_nan=False) + "\n"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for result in results.values():
+            for file, draw in result.pictures.items():
+                draw(folder / file)
+        (folder / "results.md").write_text(_page(record, results), encoding="utf-8")
+        temporary = folder / f"{RESULTS_FILE}.tmp"
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(folder / RESULTS_FILE)
+    except OSError as error:
+        raise ValueError(f"--output_dir {folder} cannot be written: {error.strerror}.") from None
+    return folder / RESULTS_FILE
+
+
+def _page(record: dict, results: dict[str, SuiteResult]) -> str:
+    model = record["model"] or {"name": "models trained by the suite", "parameters": 0}
+    lines = [f"# Evaluation of {model['name']}", ""]
+    if model["parameters"]:
+        lines.append(f"- {model['type']}, {model['parameters']:,} parameters, {model['dtype']} on {model['device']}")
+    lines.append(f"- {record['date']}, seed {record['seed']}, {record['seconds']} s")
+    if record["limit"]:
+        lines.append(f"- **limited to {record['limit']} samples: not for publication**")
+    lines += [f"- `{' '.join(map(str, record['command']))}`", ""]
+    lines += [f"- **{name} could not run**: {reason}" for name, reason in record["failed"].items()]
+    return "\n".join(lines) + "\n" + "\n".join(as_markdown(*item) for item in results.items())
+
+
+def _describe(subject: Subject | None) -> dict | None:
+    if subject is None:
+        return None
+    model = subject.model
+    return {
+        "name": model.name_or_path,
+        "type": model.config.model_type,
+        "parameters": model.num_parameters(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "config": model.config.to_dict(),
+    }

@@ -1,0 +1,54 @@
+"""Continuations for the eye."""
+
+from pathlib import Path
+
+import torch
+
+from .arguments import Arguments
+from .result import SuiteResult
+from .subject import Subject, held_out_documents
+
+NUM_PROMPTS = 3
+PROMPT_TOKENS = 32
+
+
+def sample(args: Arguments, subject: Subject) -> SuiteResult:
+    """Greedy and sampled (temperature 0.8, top 50) continuations of `--prompts`, or of held-out documents' beginnings.
+
+    The same for the same seed.
+    """
+    prompts = _prompts(args, subject)[: args.limit]
+    rows, shown = [], []
+    for index, prompt in enumerate(prompts):
+        ids = torch.tensor([[subject.start, *prompt]], device=subject.model.device)
+        row = {"prompt": subject.tokenizer.decode(prompt)}
+        for way, options in {"greedy": {}, "sampled": {"temperature": 0.8, "top_k": 50}}.items():
+            torch.manual_seed(args.seed + index)
+            tokens = subject.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=args.max_new_tokens,
+                do_sample=bool(options),
+                pad_token_id=subject.tokenizer.pad_token_id or subject.start,
+                **options,
+            )
+            row[way] = subject.tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
+        rows.append(row)
+        shown += [f"--- {index + 1}", f"{row['prompt']}>>>{row['greedy']}", f"--- {index + 1}, sampled"]
+        shown += [f"{row['prompt']}>>>{row['sampled']}"]
+    return SuiteResult(samples={"samples": rows}, text="\n".join(shown))
+
+
+def _prompts(args: Arguments, subject: Subject) -> list[list[int]]:
+    if args.prompts is None:
+        texts, _ = held_out_documents(args)
+        return [subject.encode(text)[:PROMPT_TOKENS] for text in texts[:NUM_PROMPTS]]
+    try:
+        lines = Path(args.prompts).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ValueError(f"--prompts {args.prompts} cannot be read: {reason}.") from None
+    lines = [line for line in lines if line.strip()]
+    if not lines:
+        raise ValueError(f"--prompts {args.prompts} is empty: write one prompt a line.")
+    return [subject.encode(line) for line in lines]

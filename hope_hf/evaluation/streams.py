@@ -1,0 +1,109 @@
+"""Every token of a text predicted: read once with the state carried, or in windows that know nothing of each other."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hope_hf import HopeCache
+from hope_hf.cli.models import is_hope
+
+# Tokens of one forward pass over a long text: bounds the memory that logits take.
+PIECE = 1024
+
+
+class Scores(NamedTuple):
+    """Of every token but the first, on the CPU."""
+
+    losses: Tensor
+    """Negative log-likelihood in nats, float32."""
+    guesses: Tensor
+    """The likeliest token in its place, int64."""
+
+
+@contextmanager
+def frozen_memories(model: PreTrainedModel) -> Iterator[None]:
+    """Within: all memories of a HOPE stay at their learned initial state. The control for what its memories carry."""
+    mixers = [layer.mixer for layer in model.model.layers]
+    rules = [mixer.rule for mixer in mixers]
+    try:
+        for mixer in mixers:
+            mixer.rule = mixer.rule._replace(frozen=True)
+        yield
+    finally:
+        for mixer, rule in zip(mixers, rules, strict=True):
+            mixer.rule = rule
+
+
+@torch.no_grad()
+def carried_scores(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    lengths: list[int] | None = None,
+    after_piece: Callable[[int, object], None] | None = None,
+    edges: list[int] = (),
+) -> Scores:
+    """Scores [B, T-1], each token given all before it; no token is read twice.
+
+    Args:
+        input_ids: [B, T] of rows that begin a document each, padded on the right.
+        lengths: tokens of each row without its padding (default: T). Scores of padding mean nothing.
+        after_piece: called with the number of tokens read and the cache, after every forward pass.
+        edges: numbers of tokens at which a forward pass shall end, beside the multiples of `PIECE`.
+    """
+    length = input_ids.shape[1] - 1
+    mask = None
+    if lengths is not None:
+        mask = (torch.arange(length) < torch.tensor(lengths)[:, None]).long().to(model.device)
+    # A model with another kind of state may not be able to read several tokens after its first call.
+    in_pieces = is_hope(model.config) or not getattr(model, "_is_stateful", False)
+    ends = [length]
+    if in_pieces:
+        ends = sorted({*range(PIECE, length, PIECE), *(edge for edge in edges if edge < length), length})
+    cache = HopeCache(model.config) if is_hope(model.config) else None
+    scores = []
+    for start, end in zip([0, *ends], ends, strict=False):
+        arguments = {} if mask is None else {"attention_mask": mask[:, :end]}
+        if in_pieces:
+            arguments |= {"past_key_values": cache, "use_cache": True}
+        outputs = model(input_ids=input_ids[:, start:end].to(model.device), **arguments)
+        cache = outputs.past_key_values if in_pieces else None
+        if after_piece:
+            after_piece(end, cache)
+        scores.append(_score(outputs.logits, input_ids[:, start + 1 : end + 1]))
+    return Scores(*(torch.cat(parts, 1) for parts in zip(*scores, strict=True)))
+
+
+@torch.no_grad()
+def window_scores(model: PreTrainedModel, input_ids: Tensor, window: int, stride: int, batch_size: int) -> Scores:
+    """Scores [T-1], each token given at most `window - 1` before it; `input_ids` [T].
+
+    Windows of `window` tokens begin every `stride` tokens and are read alone; a token is scored in the first window
+    that holds it, so every token but those of the first window has at least `window - stride` before it.
+    """
+    if not 0 < stride < window:
+        raise ValueError(f"a stride of {stride} tokens does not fit windows of {window}")
+    length = len(input_ids)
+    count = 1 + max(0, math.ceil((length - window) / stride))
+    rows = [input_ids[start : start + window] for start in range(0, count * stride, stride)]
+    scores = []
+    for first in range(0, len(rows), batch_size):
+        batch = rows[first : first + batch_size]
+        padded = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True)
+        # causal: what follows a row cannot change it, so no mask is needed
+        found = _score(model(input_ids=padded.to(model.device)).logits[:, :-1], padded[:, 1:])
+        for index, row in enumerate(batch, first):
+            fresh = slice(0 if index == 0 else window - stride - 1, len(row) - 1)
+            scores.append(Scores(*(part[index - first, fresh] for part in found)))
+    return Scores(*(torch.cat(parts) for parts in zip(*scores, strict=True)))
+
+
+def _score(logits: Tensor, targets: Tensor) -> Scores:
+    """Of logits [B, T, vocab_size] and targets [B, T]."""
+    flat = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten().to(logits.device), reduction="none")
+    return Scores(flat.view(targets.shape).cpu(), logits.argmax(-1).cpu())

@@ -1,0 +1,91 @@
+"""What is evaluated: a model with its tokenizer, and the text it is evaluated on."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hope_hf.cli.models import build_model, is_hope, load_config
+from hope_hf.data import DataConfig, check_vocabulary, load_tokenizer
+from hope_hf.data.files import find_files, load_files
+from hope_hf.data.sources import open_sources
+
+from .arguments import Arguments
+
+
+@dataclass
+class Subject:
+    """A model in evaluation mode on its device."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether it is a HOPE whose mixers are self-modifying memories."""
+        return is_hope(self.model.config) and self.model.config.mixer == "self_modifying"
+
+    @property
+    def longest_input(self) -> int | None:
+        """Positions of a model with attention; None where nothing bounds the length."""
+        if self.has_memory or getattr(self.model, "_is_stateful", False) and not is_hope(self.model.config):
+            return None
+        return getattr(self.model.config, "max_position_embeddings", None)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens."""
+        return self.tokenizer(text, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+
+    @property
+    def start(self) -> int:
+        """The token that stands before every document."""
+        return self.tokenizer.eos_token_id
+
+
+def choose_device(name: str | None) -> torch.device:
+    """`--device`, or the accelerator, or the CPU. Raises ValueError for a device that is not there."""
+    if name is None:
+        return torch.accelerator.current_accelerator() or torch.device("cpu")
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--device {name} cannot be used, try --device cpu: {reason}") from None
+    return torch.device(name)
+
+
+def load_subject(args: Arguments) -> Subject:
+    """The model of `--model_name_or_path` and its tokenizer; ValueError where they do not load or do not fit."""
+    device = choose_device(args.device)
+    config = load_config(args.model_name_or_path, "model_name_or_path", args)
+    tokenizer = load_tokenizer(args.tokenizer_name or args.model_name_or_path, args.trust_remote_code)
+    check_vocabulary(tokenizer, config.vocab_size)
+    model = build_model(args, config, getattr(torch, args.dtype))
+    return Subject(model.to(device).eval(), tokenizer)
+
+
+def held_out_documents(args: Arguments) -> tuple[list[str], str]:
+    """The documents that the model was not trained on, and where they come from.
+
+    All of `--validation_file`, or what `run_clm.py` with the same data flags holds out. Raises ValueError where there
+    is no text.
+    """
+    if args.validation_file:
+        documents = load_files(find_files(args.validation_file, "--validation_file"), "--validation_file")
+        source = args.validation_file
+    elif args.dataset_name == "synthetic":
+        raise ValueError("--dataset_name synthetic is no text: name one with --validation_file.")
+    else:
+        config = DataConfig(
+            dataset_name=args.dataset_name,
+            dataset_config_name=args.dataset_config_name,
+            train_file=args.train_file,
+            validation_split_percentage=args.validation_split_percentage,
+        )
+        sources = open_sources(config)
+        documents, source = sources.validation, f"{sources.description}, held-out documents"
+    texts = [row["text"] for row in documents if row["text"] and not row["text"].isspace()]
+    texts = texts[: args.max_eval_samples]
+    if not texts:
+        raise ValueError(f"{source} holds no text to evaluate on: give another --validation_file.")
+    return texts, source

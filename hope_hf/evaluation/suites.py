@@ -1,0 +1,17 @@
+"""The table of suites: name -> function of (arguments, subject). Later ones are added here."""
+
+from .memory import memory
+from .passkey import passkey
+from .perplexity import perplexity
+from .sample import sample
+
+SUITES = {
+    "perplexity": perplexity,
+    "passkey": passkey,
+    "memory": memory,
+    "sample": sample,
+}
+# These train models of their own: the subject is None for them.
+WITHOUT_SUBJECT = frozenset({"synthetic"})
+# These look into self-modifying memories.
+NEEDS_MEMORY = frozenset({"memory"})

@@ -1,0 +1,70 @@
+"""Saved models of two kinds with a byte-level tokenizer, and a text with documents of several lengths."""
+
+import random
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hope_hf import HopeConfig, HopeForCausalLM
+from hope_hf.data import train_tokenizer
+from hope_hf.evaluation.arguments import Arguments
+from hope_hf.evaluation.subject import load_subject
+
+WORDS = "the memory of a model reads and writes while it learns what was said before in this long text".split()
+
+
+@pytest.fixture(scope="session")
+def texts() -> list[str]:
+    """Documents of 30 to 400 words."""
+    generator = random.Random(1)
+    return [" ".join(generator.choices(WORDS, k=size)) for size in (30, 400, 75, 300, 120)]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(texts):
+    return train_tokenizer(texts, 300)
+
+
+@pytest.fixture(scope="session")
+def text_file(texts, tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "held_out.txt"
+    file.write_text("\n<|endoftext|>\n".join(texts), encoding="utf-8")
+    return str(file)
+
+
+@pytest.fixture(scope="session")
+def folders(tokenizer, tmp_path_factory) -> dict[str, str]:
+    """Folders of an untrained HOPE whose memories write strongly, and of a Llama with 512 positions."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2)
+    chunks = dict(memory_chunk_size=8, projection_chunk_size=16, level_intermediate_sizes=[32], level_periods=[1])
+    hope = HopeForCausalLM(HopeConfig(head_dim=16, **chunks, **sizes))
+    llama = LlamaConfig(num_attention_heads=2, intermediate_size=48, max_position_embeddings=512, **sizes)
+    with torch.no_grad():
+        for block in hope.model.layers:
+            block.mixer.content_memory.outer.mul_(20)
+            # untrained, every logit is next to nothing: let what the memory holds be seen in them
+            block.mixer.o_proj.weight.mul_(20)
+    result = {}
+    for name, model in {"hope": hope, "llama": LlamaForCausalLM(llama)}.items():
+        result[name] = str(tmp_path_factory.mktemp(name))
+        model.save_pretrained(result[name])
+        tokenizer.save_pretrained(result[name])
+    return result
+
+
+@pytest.fixture
+def arguments(text_file):
+    """Build `Arguments` for the text."""
+
+    def build(**options) -> Arguments:
+        return Arguments(**{"validation_file": text_file, "device": "cpu", **options})
+
+    return build
+
+
+@pytest.fixture
+def subject(folders, arguments):
+    """Load a `Subject` by kind."""
+    return lambda kind="hope", **options: load_subject(arguments(model_name_or_path=folders[kind], **options))

@@ -1,0 +1,52 @@
+"""Gates read back as they were set, and a state that grows without bound reported."""
+
+import math
+
+import pytest
+import torch
+
+from hope_hf.evaluation.memory import gate_rows, memory, stress
+
+
+def test_gates_are_read_back(subject, arguments):
+    loaded = subject()
+    for block in loaded.model.model.layers:
+        gates = block.mixer.gates
+        with torch.no_grad():
+            gates.gate_proj.weight.zero_()
+            gates.learning_rate_bias.copy_(torch.tensor([0.0, math.log(3.0)]))
+            gates.retention_bias.copy_(torch.tensor([math.log(9.0), math.log(99.0)]))
+    tables = memory(arguments(lengths="64", samples_per_length=2), loaded).tables
+    rows = tables["Gates by layer and head"]
+    assert [(row["layer"], row["head"]) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for row in rows:
+        assert row["rate_mean"] == pytest.approx([0.5, 0.75][row["head"]], rel=1e-5)
+        assert row["rate_std"] == pytest.approx(0.0, abs=1e-6)
+        for name in ("horizon_25", "horizon_median", "horizon_75"):
+            assert row[name] == pytest.approx([10.0, 100.0][row["head"]], rel=1e-4)
+
+
+def test_the_hooks_are_gone_afterwards(subject):
+    loaded = subject()
+    gate_rows(loaded, [torch.tensor([[0, 1, 2, 3]])])
+    assert not any(block.mixer._forward_pre_hooks for block in loaded.model.model.layers)
+
+
+def test_unusual_inputs(subject, arguments):
+    rows = stress(arguments(), subject(), [40, 80])
+    assert [(row["input"], row["tokens"]) for row in rows] == [
+        (name, tokens) for name in ("random tokens", "one token", "two tokens in turn") for tokens in (40, 80)
+    ]
+    assert all(0 < row["largest_weight"] < 1e3 for row in rows)
+
+
+def test_a_state_without_bound_is_an_error(subject, arguments):
+    loaded = subject()
+    for block in loaded.model.model.layers:
+        # weights that are turned over and doubled by every write of the same key
+        block.mixer.rule = block.mixer.rule._replace(error_clip=None, erase="both", hidden_norm="none", inner_rate=1.0)
+        block.mixer.config.memory_learning_rate_max = 50.0
+        with torch.no_grad():
+            block.mixer.gates.learning_rate_bias.fill_(10.0)
+    with pytest.raises(ValueError, match="the state is not finite after"):
+        stress(arguments(), loaded, [2000])

@@ -1,0 +1,101 @@
+"""The perplexity suite against sums made by hand."""
+
+import math
+
+import pytest
+import torch
+
+from hope_hf.evaluation.perplexity import BLOCK, perplexity
+from hope_hf.evaluation.streams import carried_scores, frozen_memories, window_scores
+from hope_hf.evaluation.subject import load_subject
+
+
+def rows_of(result):
+    (whole,), positions = result.tables.values()
+    return whole, positions
+
+
+def test_the_whole_text(subject, arguments, texts):
+    loaded = subject()
+    whole, _ = rows_of(perplexity(arguments(batch_size=2), loaded))
+    losses, hits, num_bytes = [], 0, 0
+    for text in texts:
+        # the file's own line ends belong to its documents
+        text = text if text == texts[-1] else f"{text}\n"
+        ids = torch.tensor([[loaded.start, *loaded.encode(text)]])
+        scores = carried_scores(loaded.model, ids)
+        losses += scores.losses[0].tolist()
+        hits += int((scores.guesses == ids[:, 1:]).sum())
+        num_bytes += len(text.encode())
+    assert whole["documents"] == len(texts) and whole["n"] == len(losses)
+    assert whole["loss"] == pytest.approx(math.fsum(losses) / len(losses), rel=1e-5)
+    assert whole["perplexity"] == pytest.approx(math.exp(whole["loss"]))
+    assert whole["bits_per_byte"] == pytest.approx(math.fsum(losses) / math.log(2) / num_bytes, rel=1e-5)
+    assert whole["accuracy"] == pytest.approx(hits / len(losses), abs=2 / len(losses))
+    assert whole["loss_stderr"] > 0
+
+
+def test_by_position_and_its_controls(subject, arguments, texts):
+    loaded = subject()
+    result = perplexity(arguments(lengths="100,300,600", samples_per_length=2), loaded)
+    _, rows = rows_of(result)
+    assert [row["positions"] for row in rows] == ["1-100", "101-300", "301-600"]
+    ids = torch.tensor([loaded.encode(texts[index] + "\n")[:600] for index in (1, 3)])
+    ids = torch.cat([torch.full((2, 1), loaded.start), ids], 1)
+    carried = carried_scores(loaded.model, ids).losses
+    with frozen_memories(loaded.model):
+        frozen = carried_scores(loaded.model, ids).losses
+    reset = torch.stack([window_scores(loaded.model, row, 257, 256, 4).losses for row in ids])
+    for row, (start, end) in zip(rows, [(0, 100), (100, 300), (300, 600)], strict=True):
+        assert row["n"] == 2 * (end - start)
+        for name, losses in {"loss": carried, "frozen": frozen, "reset_256": reset}.items():
+            assert row[name] == pytest.approx(float(losses[:, start:end].mean()), rel=1e-5)
+        assert row["frozen_minus_loss"] == pytest.approx(row["frozen"] - row["loss"], abs=1e-5)
+        assert row["state_largest"] > 0 and row["state_mib"] == rows[0]["state_mib"]
+    assert rows[0]["reset_256_minus_loss"] == pytest.approx(0.0, abs=1e-6)
+    assert abs(rows[2]["reset_256_minus_loss"]) > 1e-4
+
+
+def test_standard_errors_are_those_of_blocks(subject, arguments):
+    loaded = subject()
+    _, (row,) = rows_of(perplexity(arguments(lengths="512", samples_per_length=1), loaded))
+    assert BLOCK == 256 and row["loss_stderr"] > 0
+    _, (row,) = rows_of(perplexity(arguments(lengths="200", samples_per_length=1), loaded))
+    assert row["loss_stderr"] is None
+
+
+def test_a_model_that_writes_nothing_gains_nothing(subject, arguments):
+    loaded = subject()
+    with frozen_memories(loaded.model):
+        _, rows = rows_of(perplexity(arguments(lengths="100,300"), loaded))
+    assert all(row["frozen_minus_loss"] == 0.0 for row in rows)
+
+
+def test_attention_reads_its_positions_and_then_slides(subject, arguments):
+    loaded = subject("llama")
+    _, rows = rows_of(perplexity(arguments(lengths="128,256,512", samples_per_length=1), loaded))
+    assert {"loss", "window", "reset_256"} <= rows[0].keys() and "frozen" not in rows[0]
+    assert rows[0]["window"] == pytest.approx(rows[0]["loss"], rel=1e-5)
+    _, rows = rows_of(perplexity(arguments(lengths="256,600", samples_per_length=1), loaded))
+    assert "loss" not in rows[0] and rows[1]["bits_per_byte"] > 0
+
+
+def test_the_curve_is_drawn(subject, arguments, tmp_path):
+    for kind in ("hope", "llama"):
+        result = perplexity(arguments(lengths="100,300"), subject(kind))
+        file = tmp_path / f"{kind}.png"
+        result.pictures["loss_by_position.png"](file)
+        assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_length_beyond_the_text(subject, arguments):
+    with pytest.raises(ValueError, match="--lengths asks for texts of 65,536 tokens, and the longest document has"):
+        perplexity(arguments(lengths="64k"), subject())
+
+
+def test_losses_that_are_no_numbers(subject, arguments, folders):
+    broken = load_subject(arguments(model_name_or_path=folders["hope"]))
+    with torch.no_grad():
+        broken.model.lm_head.weight.fill_(math.nan)
+    with pytest.raises(ValueError, match="losses on the text are not finite"):
+        perplexity(arguments(), broken)

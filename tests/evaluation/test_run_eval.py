@@ -1,0 +1,159 @@
+"""The program as a user meets it: files, tables, exit statuses, one sentence a mistake."""
+
+import json
+
+import pytest
+import torch
+
+from hope_hf.evaluation import main
+from hope_hf.evaluation.parsing import parse_depths, parse_lengths
+from hope_hf.evaluation.report import markdown_table
+
+
+@pytest.fixture(autouse=True)
+def _process_settings():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def evaluate(folder, text_file, *flags) -> int:
+    flags = ["--validation_file", text_file, "--cpu_threads", "1", "--device", "cpu", *map(str, flags)]
+    return main((["--model_name_or_path", folder] if folder else []) + flags)
+
+
+def test_a_whole_report(folders, text_file, tmp_path, capsys):
+    output = tmp_path / "report"
+    status = evaluate(
+        folders["hope"], text_file, "--suite", "perplexity,passkey,memory,sample", "--lengths", "160,300", "--depths",
+        "0.5", "--samples_per_length", "2", "--max_new_tokens", "3", "--limit", "2", "--output_dir", output,
+    )  # fmt: skip
+    shown = capsys.readouterr().out
+    assert status == 0
+    record = json.loads((output / "results.json").read_text())
+    assert record["schema_version"] == 1 and record["failed"] == {} and record["seed"] == 42 and record["limit"] == 2
+    assert record["model"]["type"] == "hope" and record["config"]["suite"].startswith("perplexity")
+    assert record["versions"]["torch"] and record["git"] and record["command"] and record["date"]
+    assert set(record["results"]) == {"perplexity", "passkey", "memory", "sample"}
+    assert len(record["results"]["sample"]["samples"]["samples"]) == 2
+    page = (output / "results.md").read_text()
+    assert "limited to 2 samples" in page
+    for name in ("loss_by_position.png", "passkey_exact.png", "passkey_generated.png"):
+        assert (output / name).exists() and name in page
+    assert "### Loss by position" in shown and "| 161-300" in shown and ">>>" in shown
+    assert sorted(path.name for path in output.iterdir()) == [
+        "loss_by_position.png", "passkey_exact.png", "passkey_generated.png", "results.json", "results.md"
+    ]  # fmt: skip
+
+
+def test_another_causal_model(folders, text_file, capsys):
+    status = evaluate(folders["llama"], text_file, "--suite", "perplexity,sample", "--max_new_tokens", "2")
+    assert status == 0 and "### Loss by position" in capsys.readouterr().out
+
+
+def test_samples_repeat_with_their_seed(folders, text_file, tmp_path, capsys):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("the memory\n\nof a model\n")
+    shown = []
+    for seed in (1, 1, 2):
+        options = ["--suite", "sample", "--prompts", prompts, "--max_new_tokens", 12, "--seed", seed]
+        assert evaluate(folders["hope"], text_file, *options) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] != shown[2]
+    assert "--- 2" in shown[0] and "--- 3" not in shown[0]
+
+
+def test_a_suite_that_cannot_run_leaves_the_others(folders, text_file, tmp_path, capsys):
+    output = tmp_path / "report"
+    options = ["--suite", "memory,sample", "--max_new_tokens", 2, "--output_dir", output]
+    assert evaluate(folders["llama"], text_file, *options) == 1
+    assert "--suite memory looks into self-modifying memories" in capsys.readouterr().err
+    record = json.loads((output / "results.json").read_text())
+    assert list(record["failed"]) == ["memory"] and list(record["results"]) == ["sample"]
+    assert "**memory could not run**" in (output / "results.md").read_text()
+
+
+def test_nothing_is_written_where_nothing_ran(folders, text_file, tmp_path):
+    output = tmp_path / "report"
+    assert evaluate(folders["llama"], text_file, "--suite", "memory", "--output_dir", output) == 1
+    assert not output.exists()
+
+
+def test_a_report_is_never_overwritten(folders, text_file, tmp_path, capsys):
+    (tmp_path / "results.json").write_text("{}")
+    assert evaluate(folders["hope"], text_file, "--suite", "sample", "--output_dir", tmp_path) == 2
+    assert "holds results.json already" in capsys.readouterr().err
+    assert (tmp_path / "results.json").read_text() == "{}"
+    assert evaluate(folders["hope"], text_file, "--suite", "sample", "--output_dir", tmp_path / "results.json") == 2
+    assert "is a file: name a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (["--suite", "perplexty"], "perplexty is unknown; did you mean perplexity? The suites are perplexity,"),
+        (["--suite", ","], "--suite is empty"),
+        (["--lengths", "1k,two"], "--lengths '1k,two' has 'two'"),
+        (["--lengths", "0"], "--lengths '0' has '0'"),
+        (["--depths", "0,1.5"], "--depths '0,1.5' must be numbers from 0 to 1"),
+        (["--samples_per_length", "0"], "--samples_per_length is 0: it must be at least 1"),
+        (["--limit", "-1"], "--limit is -1"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--learning_rate", "-1"], "--learning_rate is -1.0"),
+        (["--dtype", "float16"], "float16"),
+        (["--device", "tpu9"], "--device tpu9 cannot be used"),
+        (["--lenghts", "1k"], "There is no flag --lenghts; did you mean --lengths?"),
+        (["--config_overrides", "hidden_size=64"], "--config_overrides shapes models that the synthetic suite trains"),
+    ],
+)
+def test_one_sentence_for_wrong_flags(folders, text_file, flags, sentence, capsys):
+    assert main(["--model_name_or_path", folders["hope"], "--validation_file", text_file, *flags]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and error.count("\n") == 1
+
+
+def test_one_sentence_for_wrong_files(folders, tokenizer, text_file, tmp_path, capsys):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    blank = tmp_path / "blank.txt"
+    blank.write_text(" \n")
+    cases = [
+        (folders["hope"], str(tmp_path / "none.txt"), [], 1, "does not exist"),
+        (folders["hope"], str(empty), [], 1, "is empty"),
+        (folders["hope"], str(blank), [], 1, "holds no text to evaluate on"),
+        (str(tmp_path / "none"), text_file, [], 2, "--model_name_or_path"),
+        (None, text_file, [], 2, "--suite sample needs a model"),
+        (folders["hope"], text_file, ["--prompts", str(empty)], 1, "is empty: write one prompt a line"),
+        (folders["hope"], text_file, ["--prompts", str(tmp_path / "none")], 1, "cannot be read"),
+        (folders["hope"], text_file, ["--prompts", str(empty), "--dataset_name", "x"], 2, "--dataset_name and"),
+    ]
+    for folder, file, flags, status, sentence in cases:
+        assert evaluate(folder, file, "--suite", "sample", *flags) == status
+        error = capsys.readouterr().err
+        assert sentence in error and error.count("\n") == 1, error
+
+
+def test_a_tokenizer_that_does_not_fit(folders, text_file, texts, tmp_path, capsys):
+    from hope_hf.data import train_tokenizer
+
+    train_tokenizer([*texts, "other words give other merges " * 9], 340).save_pretrained(tmp_path)
+    assert evaluate(folders["hope"], text_file, "--suite", "sample", "--tokenizer_name", tmp_path) == 2
+    assert "--tokenizer_name" in capsys.readouterr().err
+
+
+def test_lists():
+    assert parse_lengths("2k, 512,512") == [512, 2048]
+    assert parse_depths("1,0.5,0") == [0.0, 0.5, 1.0]
+
+
+def test_tables_are_aligned_and_join_their_errors():
+    rows = [
+        {"name": "a", "n": 1234, "loss": 0.5, "loss_stderr": 0.25, "tiny": 1e-5},
+        {"name": "bcd", "n": 1, "loss": 1234.5, "loss_stderr": None, "tiny": 0.0},
+    ]
+    assert markdown_table(rows).splitlines() == [
+        "| name |     n |            loss |     tiny |",
+        "| ---- | ----: | --------------: | -------: |",
+        "| a    | 1,234 | 0.5000 ± 0.2500 | 1.00e-05 |",
+        "| bcd  |     1 |         1,234.5 |   0.0000 |",
+    ]
