@@ -20,7 +20,8 @@ from .subject import Subject, held_out_documents
 
 RESET_EVERY = 256
 DEFAULT_LENGTHS = [256, 512, 1024, 2048, 4096, 8192]
-CONTROLS = ("frozen", f"reset_{RESET_EVERY}")
+CONTROLS = ("frozen", "window", f"reset_{RESET_EVERY}")
+LONGEST_WINDOW = 2048
 # Standard errors are those of means over this many neighbouring tokens: single tokens are not independent.
 BLOCK = 256
 
@@ -30,10 +31,10 @@ def perplexity(args: Arguments, subject: Subject) -> SuiteResult:
 
     Every document stands after one end-of-text token. By position: texts of the longest of `--lengths` tokens, read
     in one pass with the state carried (`loss`), with the memories frozen at their initial state (`frozen`), with
-    nothing known from before the last multiple of 256 tokens (`reset_256`), and, for models without such memories,
-    in sliding windows of the last length but one (`window`; of all its positions where the model has fewer, and then
-    there is no other way to read on). Losses in nats per token;
-    `x_minus_loss` is what carrying the state gains over the control x.
+    nothing known from before the last multiple of 256 tokens (`reset_256`), and in sliding windows that give every
+    token at least half a window before it (`window`: the last length but one, at most 2,048 and the model's
+    positions; where the text is longer than those there is no `loss`). Losses in nats per token; `x_minus_loss` is
+    what carrying the state gains over the control x.
     """
     texts, source = held_out_documents(args)
     texts = texts[: args.limit]
@@ -87,9 +88,8 @@ def by_position(args: Arguments, subject: Subject, documents: list[Tensor]) -> l
     if subject.has_memory:
         with frozen_memories(subject.model):
             modes["frozen"] = _carried(args, subject, streams, edges)
-    else:
-        window = min(bound, edges[-2] if len(edges) > 1 else max(2, edges[0] // 2))
-        modes["window"] = _windows(args, subject, streams, window, window // 2)
+    window = min(bound, LONGEST_WINDOW, edges[-2] if len(edges) > 1 else max(2, edges[0] // 2))
+    modes["window"] = _windows(args, subject, streams, window, window // 2)
     modes[f"reset_{RESET_EVERY}"] = _windows(args, subject, streams, RESET_EVERY + 1, RESET_EVERY)
     for name, losses in modes.items():
         _require_finite(losses, f"texts of {edges[-1]:,} tokens ({name})")

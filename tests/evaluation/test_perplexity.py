@@ -46,10 +46,13 @@ def test_by_position_and_its_controls(subject, arguments, texts):
     with frozen_memories(loaded.model):
         frozen = carried_scores(loaded.model, ids).losses
     reset = torch.stack([window_scores(loaded.model, row, 257, 256, 4).losses for row in ids])
+    windows = torch.stack([window_scores(loaded.model, row, 300, 150, 4).losses for row in ids])
     for row, (start, end) in zip(rows, [(0, 100), (100, 300), (300, 600)], strict=True):
         assert row["n"] == 2 * (end - start)
-        for name, losses in {"loss": carried, "frozen": frozen, "reset_256": reset}.items():
+        for name, losses in {"loss": carried, "frozen": frozen, "window": windows, "reset_256": reset}.items():
             assert row[name] == pytest.approx(float(losses[:, start:end].mean()), rel=1e-5)
+        num_bytes = sum(len(loaded.tokenizer.decode(text[start + 1 : end + 1]).encode()) for text in ids)
+        assert row["bits_per_byte"] == pytest.approx(row["loss"] * row["n"] / math.log(2) / num_bytes, rel=1e-6)
         assert row["frozen_minus_loss"] == pytest.approx(row["frozen"] - row["loss"], abs=1e-5)
         assert row["state_largest"] > 0 and row["state_mib"] == rows[0]["state_mib"]
     assert rows[0]["reset_256_minus_loss"] == pytest.approx(0.0, abs=1e-6)
