@@ -11,29 +11,7 @@ import time
 import torch
 
 from hope_hf import HopeConfig, HopeForCausalLM
-
-IGNORED = -100
-
-
-def recall_batch(
-    batch_size: int, pairs: int, symbols: int, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels, both [batch_size, 4 * pairs]: `k v` for every pair, then `k v` in another order.
-
-    Keys are the ids below `symbols`, values those from `symbols` on; within a row all keys differ, and so do all
-    values. Only the values of the second half are scored.
-    """
-
-    def draw() -> torch.Tensor:
-        return torch.rand(batch_size, symbols, generator=generator).argsort(-1)[:, :pairs]
-
-    keys, values = draw(), symbols + draw()
-    order = torch.rand(batch_size, pairs, generator=generator).argsort(-1)
-    written = torch.stack([keys, values], -1).flatten(1)
-    asked = torch.stack([keys.gather(1, order), values.gather(1, order)], -1).flatten(1)
-    labels = torch.full_like(written, IGNORED), asked.clone()
-    labels[1][:, 0::2] = IGNORED
-    return torch.cat([written, asked], 1), torch.cat(labels, 1)
+from hope_hf.evaluation.associative_recall import IGNORED, recall_batch
 
 
 @torch.no_grad()

@@ -1,0 +1,80 @@
+"""Multi-query associative recall: pairs of a key and a value, then the keys in another order; which were their values?
+
+The task of Arora et al. 2023 (Zoology, arXiv 2312.04927), which fixes what a state of a given size can hold. There the
+asked keys stand at distances drawn from a power law; here blanks are spread evenly among them. A model that forgets
+what it read is right at most once in as many times as there are values.
+"""
+
+from functools import partial
+
+import torch
+
+from .task import Batch, Task
+
+IGNORED = -100
+PAIRS = (4, 8, 16, 32, 64)
+# Tokens per pair: two when written, two when asked, and as many blanks between those asked.
+TOKENS_PER_PAIR = 8
+SYMBOLS_PER_PAIR = 4
+
+
+def recall_batch(
+    batch_size: int, pairs: int, symbols: int, generator: torch.Generator, length: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and labels, both [batch_size, length] int64: `k v` for every pair, then `k v` in another order.
+
+    Keys are the ids below `symbols`, values those from `symbols` on; within a row all keys differ, and so do all
+    values. Only the values of the second half are scored: elsewhere the label is -100. Labels are not shifted. With a
+    `length` above 4 * pairs, blanks (id 2 * symbols) stand at random between the pairs of the second half.
+    """
+
+    def draw() -> torch.Tensor:
+        return torch.rand(batch_size, symbols, generator=generator).argsort(-1)[:, :pairs]
+
+    keys, values = draw(), symbols + draw()
+    order = torch.rand(batch_size, pairs, generator=generator).argsort(-1)
+    written = torch.stack([keys, values], -1).flatten(1)
+    asked = torch.stack([keys.gather(1, order), values.gather(1, order)], -1).flatten(1)
+    labels = torch.full_like(written, IGNORED), asked.clone()
+    labels[1][:, 0::2] = IGNORED
+    input_ids, labels = torch.cat([written, asked], 1), torch.cat(labels, 1)
+    if length is None or length == 4 * pairs:
+        return input_ids, labels
+    return _with_blanks(input_ids, labels, pairs, 2 * symbols, length, generator)
+
+
+def _with_blanks(
+    input_ids: torch.Tensor, labels: torch.Tensor, pairs: int, blank: int, length: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, blanks = len(input_ids), length - 4 * pairs
+    # Each blank goes before one of the asked pairs or after the last one.
+    gaps = torch.randint(pairs + 1, (rows, blanks), generator=generator)
+    before = torch.nn.functional.one_hot(gaps, pairs + 1).sum(1)[:, :pairs].cumsum(1)
+    asked = 2 * pairs + before.repeat_interleave(2, 1) + torch.arange(2 * pairs)
+    places = torch.cat([torch.arange(2 * pairs).expand(rows, -1), asked], 1)
+    return (
+        torch.full((rows, length), blank).scatter(1, places, input_ids),
+        torch.full((rows, length), IGNORED).scatter(1, places, labels),
+    )
+
+
+def draw(rows: int, generator: torch.Generator, bin: int | None, *, pairs: int) -> Batch:
+    """Samples whose scored positions are the asked keys: what comes next is the value. [rows, 8 * pairs - 1]."""
+    input_ids, labels = recall_batch(rows, pairs, SYMBOLS_PER_PAIR * pairs, generator, TOKENS_PER_PAIR * pairs)
+    targets = labels[:, 1:]
+    return Batch(input_ids[:, :-1], targets, targets != IGNORED)
+
+
+def associative_recall() -> dict[str, Task]:
+    """`mqar-4` to `mqar-64`: that many pairs in 8 times as many tokens, out of 4 times as many keys and values."""
+    return {
+        f"mqar-{pairs}": Task(
+            name=f"mqar-{pairs}",
+            vocab_size=2 * SYMBOLS_PER_PAIR * pairs + 1,
+            bins=(str(TOKENS_PER_PAIR * pairs),),
+            draw=partial(draw, pairs=pairs),
+            max_train_steps=2000,
+            batch_size=64,
+        )
+        for pairs in PAIRS
+    }
