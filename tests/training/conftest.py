@@ -1,10 +1,14 @@
-"""A small corpus, its tokenizer, and runs of the trainer inside the test's process."""
+"""A small corpus, its tokenizer, runs of the trainer inside the test's process, and checkpoints."""
 
 import json
 import random
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from accelerate import PartialState
+from checkpoint_run import Run
 from training_runs import LLAMA, make_tokenizer, read_rows, reset_accelerate
 
 from hope_hf.training import finish, main
@@ -46,3 +50,26 @@ def run(tmp_path, corpus, monkeypatch):
     reset_accelerate()
     torch.set_num_threads(threads)
     torch.set_flush_denormal(False)
+
+
+@pytest.fixture
+def one_cpu_process():
+    PartialState(cpu=True)
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory):
+    """An output folder with checkpoints of steps 3 and 5; tests copy it."""
+    PartialState(cpu=True)
+    output_dir = tmp_path_factory.mktemp("written")
+    run = Run()
+    run.train(3)
+    run.save(output_dir)
+    run.train(2)
+    run.save(output_dir)
+    return output_dir
+
+
+@pytest.fixture
+def output_dir(written, tmp_path):
+    return Path(shutil.copytree(written, tmp_path / "run"))

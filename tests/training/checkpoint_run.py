@@ -1,0 +1,79 @@
+"""A tiny training whose whole state is soon written, and ways to damage what it wrote."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, get_scheduler
+
+from hope_hf.optim import build_optimizer
+from hope_hf.training.checkpoint import find_checkpoint, restore_checkpoint, save_checkpoint
+
+CONFIG = dict(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    attention_dropout=0.1,
+    pad_token_id=0,
+)
+
+
+class Run:
+    """A tiny training with dropout, a level that steps every fourth time, and data drawn from three generators."""
+
+    def __init__(self, seed: int = 0, **changes):
+        torch.manual_seed(seed)
+        self.model = LlamaForCausalLM(LlamaConfig(**CONFIG | changes))
+        # A slow level in a model that has none.
+        self.model.model.layers[1].mlp.level, self.model.model.layers[1].mlp.period = 0, 400
+        self.optimizer = build_optimizer(self.model, "muon", 1e-2, 0.1, (0.9, 0.95), 1e-8, tokens_per_step=100)
+        self.scheduler = get_scheduler("cosine", self.optimizer, num_warmup_steps=2, num_training_steps=50)
+        words = pre_tokenizers.Whitespace()
+        tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "hope": 1}, unk_token="<unk>"))
+        tokenizer.pre_tokenizer = words
+        self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+        self.step = 0
+
+    def train(self, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            offset = random.randrange(4) + int(np.random.randint(4))
+            tokens = (torch.randint(24, (2, 12)) + offset) % 32
+            loss = self.model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            self.step += 1
+            losses.append(loss.item())
+        return losses
+
+    def save(self, output_dir: Path, save_total_limit: int | None = None, **changes) -> Path:
+        pieces = {
+            "model": self.model,
+            "tokenizer": self.tokenizer,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "trainer_state": {"step": self.step, "loss_sum": 0.1 + 0.2, "best": None},
+            "data_state": {"epoch": 1, "positions": [3, 5]},
+        }
+        return save_checkpoint(output_dir, self.step, save_total_limit=save_total_limit, **pieces | changes)
+
+    def restore(self, output_dir: Path, choice: str | None = None):
+        saved = find_checkpoint(output_dir, choice)
+        restore_checkpoint(saved, model=self.model, optimizer=self.optimizer, scheduler=self.scheduler)
+        self.step = saved.step
+        return saved
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def truncate(path: Path):
+    with path.open("r+b") as handle:
+        handle.truncate(path.stat().st_size - 1)
