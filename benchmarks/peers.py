@@ -1,0 +1,190 @@
+"""The peers of HOPE that transformers does not have under a name.
+
+| model type | what it is |
+|---|---|
+| llama_conv | Llama with HOPE's short convolutions on queries, keys and values |
+| gated_deltanet | Qwen3-Next with a gated DeltaNet and a dense MLP in every layer, begun as in the paper's code |
+
+Importing this module registers them with the Auto classes, so that run_clm.py's trainer takes them by name
+(`benchmarks/train_peer.py`).
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub.dataclasses import strict
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    Qwen3NextModel,
+    initialization,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+from hope_hf.model.self_modifying import ShortConvolution
+
+
+@strict
+class LlamaConvConfig(LlamaConfig):
+    """A `LlamaConfig` and the width of the convolutions; as many key and value heads as heads."""
+
+    model_type = "llama_conv"
+
+    conv_kernel_size: int = 4
+    # Nothing keeps the last inputs of the convolutions: every new token reads the whole text again.
+    use_cache: bool = False
+
+
+class LlamaConvAttention(LlamaAttention):
+    """`LlamaAttention` whose queries, keys and values pass a causal depthwise convolution before the rotation.
+
+    The convolutions are HOPE's own `ShortConvolution` (width 4, no bias, uniform between -1/2 and 1/2), without the
+    SiLU that follows them there: attention reads signed values. Where positions restart, they read nothing of the
+    document before.
+    """
+
+    def __init__(self, config: LlamaConvConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.q_conv1d = ShortConvolution(config)
+        self.k_conv1d = ShortConvolution(config)
+        self.v_conv1d = ShortConvolution(config)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values=None,
+        position_ids: torch.Tensor | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[B, T, hidden_size] and the attention weights, as `LlamaAttention` gives them; ValueError for a cache."""
+        if past_key_values is not None:
+            raise ValueError("llama_conv keeps no cache: generate with use_cache=False.")
+        batch, length, _ = hidden_states.shape
+
+        def heads(projection: nn.Linear, convolution: ShortConvolution) -> torch.Tensor:
+            x = projection(hidden_states).view(batch, length, -1, self.head_dim)
+            return convolve(x, convolution(x.dtype), position_ids).transpose(1, 2)
+
+        query = heads(self.q_proj, self.q_conv1d)
+        key = heads(self.k_proj, self.k_conv1d)
+        value = heads(self.v_proj, self.v_conv1d)
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        dropout = self.attention_dropout if self.training else 0.0
+        output, weights = attend(
+            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
+        )
+        return self.o_proj(output.reshape(batch, length, -1)), weights
+
+
+def convolve(x: torch.Tensor, taps: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
+    """`sum_j taps[K - 1 - j] x_{t - j}` within each document.
+
+    Args:
+        x: [B, T, H, D].
+        taps: [K, H, D], oldest token first.
+        position_ids: [B or 1, T], tokens of the document before each one; without them a row is one document.
+    """
+    width, length = len(taps), x.shape[1]
+    mixed = taps[-1] * x
+    for back in range(1, min(width, length)):
+        earlier = F.pad(x[:, : length - back], (0, 0, 0, 0, back, 0))
+        if position_ids is not None:
+            earlier = earlier * (position_ids >= back)[..., None, None]
+        mixed = mixed + taps[width - 1 - back] * earlier
+    return mixed
+
+
+class LlamaConvModel(LlamaModel):
+    """`LlamaModel` with `LlamaConvAttention` in every layer."""
+
+    config: LlamaConvConfig
+
+    def __init__(self, config: LlamaConvConfig):
+        super().__init__(config)
+        for index, layer in enumerate(self.layers):
+            layer.self_attn = LlamaConvAttention(config, index)
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, ShortConvolution):
+            module.reset_parameters()
+
+
+class LlamaConvForCausalLM(LlamaForCausalLM):
+    """`LlamaForCausalLM` on a `LlamaConvModel`."""
+
+    config: LlamaConvConfig
+
+    def __init__(self, config: LlamaConvConfig):
+        super().__init__(config)
+        self.model = LlamaConvModel(config)
+        self.post_init()
+
+
+@strict
+class GatedDeltaNetConfig(Qwen3NextConfig):
+    """A `Qwen3NextConfig` whose every layer is a gated DeltaNet with a dense MLP."""
+
+    model_type = "gated_deltanet"
+
+    num_experts: int = 0
+    # transformers cannot count the tokens of a cache that no attention layer fills.
+    use_cache: bool = False
+
+    def __post_init__(self, **kwargs):
+        self.layer_types = ["linear_attention"] * self.num_hidden_layers
+        self.mlp_only_layers = list(range(self.num_hidden_layers))
+        super().__post_init__(**kwargs)
+
+
+class GatedDeltaNetModel(Qwen3NextModel):
+    """`Qwen3NextModel` whose layers begin with long memories.
+
+    transformers starts every `dt_bias` at 1: a new memory then loses most of what it holds with each token, which a
+    short training does not make up for. The authors' code (fla, `layers/gated_deltanet.py`) draws the time step
+    log-uniformly between 0.001 and 0.1, as Mamba-2 does, and so does this class.
+    """
+
+    config: GatedDeltaNetConfig
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, Qwen3NextGatedDeltaNet):
+            step = torch.empty_like(module.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp()
+            # The inverse of softplus.
+            initialization.copy_(module.dt_bias, step + torch.log(-torch.expm1(-step)))
+
+
+class GatedDeltaNetForCausalLM(Qwen3NextForCausalLM):
+    """`Qwen3NextForCausalLM` on a `GatedDeltaNetModel`."""
+
+    config: GatedDeltaNetConfig
+
+    def __init__(self, config: GatedDeltaNetConfig):
+        super().__init__(config)
+        self.model = GatedDeltaNetModel(config)
+        self.post_init()
+
+
+AutoConfig.register("llama_conv", LlamaConvConfig, exist_ok=True)
+AutoModelForCausalLM.register(LlamaConvConfig, LlamaConvForCausalLM, exist_ok=True)
+AutoConfig.register("gated_deltanet", GatedDeltaNetConfig, exist_ok=True)
+AutoModelForCausalLM.register(GatedDeltaNetConfig, GatedDeltaNetForCausalLM, exist_ok=True)

@@ -1,0 +1,107 @@
+"""The results file of benchmarks/quality.py: one JSON object per line and finished run.
+
+| field | meaning |
+|---|---|
+| size, text, model, learning_rate, seed | the run |
+| steps, tokens | optimizer steps, and tokens read in them |
+| parameters | of the model |
+| eval_loss | nats per token of the held-out part; null where the training diverged |
+| bits_per_byte, perplexity | from it |
+| seconds | of training alone, wall clock |
+| settings | hash of the model's config and of all flags: runs with others are never compared |
+| data | hash of the text |
+| overrides | fields of the model's config that are not its defaults |
+| commit, modified, versions, threads, date | where it comes from; modified: the code had changes beside the commit |
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from benchmarks.quality_models import Model, Size, build
+from benchmarks.quality_plan import Job, Matrix
+
+# The same for every model.
+FLAGS = {
+    "weight_decay": 0.1,
+    "lr_scheduler_type": "cosine",
+    "max_grad_norm": 1.0,
+    "optimizer": "adamw",
+}
+
+
+def flags(model: Model, size: Size) -> dict:
+    """run_clm.py's flags that define a run, but for text, learning rate and seed."""
+    return {
+        "model_type": model.model_type,
+        "config_overrides": model.overrides,
+        "block_size": size.block_size,
+        "per_device_train_batch_size": size.per_device_train_batch_size,
+        "max_train_steps": size.max_train_steps,
+        "num_warmup_steps": size.max_train_steps // 10,
+        **FLAGS,
+    }
+
+
+def settings(model: Model, size: Size) -> str:
+    """A hash of all that defines a run but for text, learning rate and seed."""
+    words = json.dumps([model.identity, flags(model, size)], sort_keys=True)
+    return hashlib.sha256(words.encode()).hexdigest()[:12]
+
+
+def load(path: Path) -> list[dict]:
+    """The rows of a results file, none where it does not exist; ValueError for a line that is no row."""
+    rows = []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            job_of(row), row["settings"], row["data"], row["eval_loss"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"--results {path}: line {number} is not a finished run: remove it.") from None
+        rows.append(row)
+    return rows
+
+
+def append(path: Path, row: dict):
+    """Add a row in one write, so that a stop leaves a whole line or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(handle, (json.dumps(row) + "\n").encode())
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def job_of(row: dict) -> Job:
+    """The run that a row is the result of."""
+    return Job(row["size"], row["text"], row["model"], row["learning_rate"], row["seed"])
+
+
+def current(rows: Iterable[dict], matrix: Matrix, digests: dict[str, str]) -> dict[Job, dict]:
+    """The rows that belong to the settings of `matrix` and to these texts; of two of one run the later.
+
+    A text without a digest here (its file is missing) counts as the one of its latest row.
+    """
+    rows = [row for row in rows if row["size"] in matrix.sizes]
+    digests = {row["text"]: row["data"] for row in rows} | digests
+    expected: dict[tuple[str, str], str] = {}
+    for row in rows:
+        key = row["size"], row["model"]
+        if key not in expected:
+            size = matrix.sizes[row["size"]]
+            expected[key] = settings(build(row["model"], size), size)
+    return {
+        job_of(row): row
+        for row in rows
+        if row["settings"] == expected[row["size"], row["model"]] and row["data"] == digests[row["text"]]
+    }
+
+
+def losses(rows: dict[Job, dict]) -> dict[Job, float]:
+    """Validation losses, infinite where the training diverged."""
+    return {job: math.inf if row["eval_loss"] is None else row["eval_loss"] for job, row in rows.items()}

@@ -1,0 +1,95 @@
+"""The texts of benchmarks/quality.py: found, parted by position, each with one tokenizer for all models.
+
+Every text is ONE document on either side, the built-in corpus too: its files are laid end to end with a blank line
+between them. transformers' recurrent models keep their state where a document begins in the middle of a row (Mamba-2
+does not even read the positions), HOPE and attention models begin anew there. Without boundaries all models see the
+same rows of tokens, start each row with nothing read and may use all of it.
+"""
+
+import hashlib
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from hope_hf.data.corpus import corpus_documents
+from hope_hf.data.split import split_documents
+from hope_hf.data.vocabulary import save_tokenizer, train_tokenizer
+
+BUILTIN = "builtin"
+FILES = {"tinyshakespeare": "tinyshakespeare.txt", "moby_dick": "gutenberg_2701_moby_dick.txt"}
+TEXTS = (BUILTIN, *FILES)
+HELD_OUT_PERCENT = 10.0
+# The corpus is eight times as long as the others: evaluation on a tenth of it would take as long as some trainings.
+HELD_OUT_PERCENT_OF_BUILTIN = 5.0
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prepared text."""
+
+    train: Path
+    validation: Path
+    folder: Path
+    digest: str
+    """Of both parts: results on texts with other digests are not compared."""
+
+    def tokenizer(self, vocab_size: int) -> Path:
+        """Folder of the byte-level BPE of the training part; trained at the first call."""
+        folder = self.folder / f"tokenizer-{vocab_size}"
+        if not folder.exists():
+            unfinished = folder.with_suffix(".unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            save_tokenizer(train_tokenizer([self.train.read_text(encoding="utf-8")], vocab_size), unfinished)
+            unfinished.rename(folder)
+        return folder
+
+
+def prepare(name: str, data_dir: Path | None, work_dir: Path) -> Text:
+    """Write the two parts of a text of TEXTS into `work_dir`, or find them there.
+
+    `data_dir` holds `text/<file>`. Raises ValueError with one sentence where the file is missing.
+    """
+    train, validation = _builtin() if name == BUILTIN else part(_read(name, data_dir))
+    digest = hashlib.sha256(f"{train}\0{validation}".encode()).hexdigest()[:12]
+    folder = work_dir / f"{name}-{digest}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, content in (("train.txt", train), ("validation.txt", validation)):
+        unfinished = folder / f"{file}.unfinished"
+        if not (folder / file).exists():
+            unfinished.write_text(content, encoding="utf-8", newline="")
+            unfinished.rename(folder / file)
+    return Text(folder / "train.txt", folder / "validation.txt", folder, digest)
+
+
+def part(text: str, percentage: float = HELD_OUT_PERCENT) -> tuple[str, str]:
+    """Head and tail of a text, the tail about `percentage` of its characters; parted at the start of a line."""
+    cut = text.find("\n", round(len(text) * (1 - percentage / 100))) + 1
+    return text[:cut], text[cut:]
+
+
+def book(text: str) -> str:
+    """What stands between Project Gutenberg's own notices, whose licence would be a seventh of the held-out tenth."""
+    lines = text.splitlines(keepends=True)
+    starts = [index for index, line in enumerate(lines) if line.startswith("*** START OF")]
+    ends = [index for index, line in enumerate(lines) if line.startswith("*** END OF")]
+    return "".join(lines[starts[0] + 1 if starts else 0 : ends[0] if ends else len(lines)])
+
+
+def _builtin() -> tuple[str, str]:
+    documents = corpus_documents()
+    # By hash of the file's name, as in the demo.
+    sides = split_documents((name for name, _ in documents), HELD_OUT_PERCENT_OF_BUILTIN)
+    train, validation = ("\n\n".join(documents[index][1] for index in side) for side in sides)
+    return train, validation
+
+
+def _read(name: str, data_dir: Path | None) -> str:
+    if data_dir is None:
+        raise ValueError(f"The text {name} needs a folder with text/{FILES[name]}: name it with --data_dir.")
+    path = data_dir / "text" / FILES[name]
+    try:
+        # Line ends become \n, and a byte order mark is no text.
+        return book(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise ValueError(f"The text {name} cannot be read from {path} ({reason}): check --data_dir.") from None

@@ -1,0 +1,128 @@
+"""The models that benchmarks/quality.py compares: as large as HOPE, causal, and what they are said to be."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from benchmarks.peers import LlamaConvConfig, convolve
+from benchmarks.quality_models import FROZEN, HOPE, MODELS, SECONDS_PER_STEP, SIZES, Size, build
+
+MICRO = Size(128, 2, 320, 112, 4, 3, (1e-3,), block_size=32, per_device_train_batch_size=2)
+PEERS = [name for name in MODELS if name not in (HOPE, FROZEN)]
+
+
+def new_model(name: str):
+    torch.manual_seed(0)
+    model = build(name, MICRO)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model.model_type, **json.loads(model.overrides)))
+
+
+def micro_llama(config_class, **options):
+    torch.manual_seed(0)
+    small = dict(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+    return AutoModelForCausalLM.from_config(config_class(**small, **options)).double().eval()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_models_have_the_parameters_of_hope(size):
+    counts = {name: build(name, SIZES[size]).parameters for name in MODELS}
+    low, high = {"small": (0.6e6, 1e6), "medium": (5e6, 10e6)}[size]
+    assert low <= counts[HOPE] <= high and counts[FROZEN] == counts[HOPE]
+    for name, count in counts.items():
+        assert count == pytest.approx(counts[HOPE], rel=0.02), name
+    assert set(SECONDS_PER_STEP[size]) == set(MODELS)
+
+
+def test_every_model_is_another_one():
+    models = [build(name, size) for name in MODELS for size in SIZES.values()]
+    assert len({model.identity for model in models}) == len(models)
+    for size in SIZES.values():
+        shared = [json.loads(build(name, size).overrides) for name in MODELS]
+        assert {o["hidden_size"] for o in shared} == {size.hidden_size}
+        assert {o["vocab_size"] for o in shared} == {size.vocab_size}
+        assert all(o["tie_word_embeddings"] for o in shared)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_peers_are_causal_and_learn(name):
+    model = new_model(name).train()
+    input_ids = torch.randint(320, (2, 32))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(2):
+        loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert math.isfinite(losses[0]) and losses[1] < losses[0]
+
+    model.eval()
+    changed = input_ids.clone()
+    changed[:, 20] = (changed[:, 20] + 1) % 320
+    with torch.no_grad():
+        before, after = (model(input_ids=ids, use_cache=False).logits for ids in (input_ids, changed))
+    torch.testing.assert_close(before[:, :20], after[:, :20], atol=1e-5, rtol=1e-4)
+    # Every later token of the row can see it, 11 further on, too: no model is crippled to a short reach.
+    assert (before[:, 20:] - after[:, 20:]).abs().amax(-1).min() > 1e-5
+
+
+def test_gated_deltanet_has_no_attention_and_no_experts():
+    names = [name for name, _ in new_model("gated_deltanet").named_modules()]
+    assert any("linear_attn" in name for name in names)
+    assert not any("self_attn" in name or "experts" in name for name in names)
+
+
+def test_gated_deltanet_begins_with_long_memories():
+    for name, parameter in new_model("gated_deltanet").named_parameters():
+        if name.endswith("dt_bias"):
+            step = torch.nn.functional.softplus(parameter)
+            assert step.min() > 0.0009 and step.max() < 0.11 and step.unique().numel() == step.numel()
+
+
+def test_llama_conv_with_identity_convolutions_is_llama():
+    llama, conv = micro_llama(LlamaConfig), micro_llama(LlamaConvConfig)
+    _, unexpected = conv.load_state_dict(llama.state_dict(), strict=False)
+    assert not unexpected
+    taps = {name: weight for name, weight in conv.named_parameters() if "conv1d" in name}
+    assert len(taps) == 6
+    with torch.no_grad():
+        for weight in taps.values():
+            # HOPE's initialisation: uniform between -1/2 and 1/2.
+            assert 0.25 < weight.std() < 0.33 and weight.abs().max() <= 0.5
+            weight.zero_()[..., -1] = 1.0
+    input_ids = torch.randint(50, (2, 12))
+    expected, output = (model(input_ids=input_ids, use_cache=False).logits for model in (llama, conv))
+    torch.testing.assert_close(output, expected, atol=1e-12, rtol=0)
+
+
+def test_convolution_equals_conv1d():
+    x, weight = torch.randn(2, 9, 2, 3, dtype=torch.double), torch.randn(6, 1, 4, dtype=torch.double)
+    padded = torch.nn.functional.pad(x.flatten(2).mT, (3, 0))
+    expected = torch.nn.functional.conv1d(padded, weight, groups=6).mT.unflatten(-1, (2, 3))
+    torch.testing.assert_close(convolve(x, weight.view(2, 3, 4).permute(2, 0, 1), None), expected)
+
+
+def test_llama_conv_reads_nothing_of_the_document_before():
+    model = micro_llama(LlamaConvConfig)
+    first, second = torch.randint(50, (1, 7)), torch.randint(50, (1, 6))
+    packed = model(
+        input_ids=torch.cat([first, second], 1),
+        position_ids=torch.cat([torch.arange(7), torch.arange(6)])[None],
+        use_cache=False,
+    ).logits
+    alone = [model(input_ids=ids, use_cache=False).logits for ids in (first, second)]
+    torch.testing.assert_close(packed, torch.cat(alone, 1), atol=1e-12, rtol=0)
+
+
+def test_llama_conv_generates_without_a_cache():
+    model = micro_llama(LlamaConvConfig)
+    prompt = torch.randint(50, (1, 5))
+    text = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False)
+    likeliest = model(input_ids=text, use_cache=False).logits.argmax(-1)
+    assert torch.equal(text[:, 5:], likeliest[:, 4:-1])
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model(input_ids=prompt, use_cache=True)

@@ -1,0 +1,156 @@
+"""Which runs benchmarks/quality.py does, in which order, and what it makes of their results: no training here."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import quality_results as results
+from benchmarks.quality_models import FROZEN, HOPE, LLAMA, MODELS, SIZES, build
+from benchmarks.quality_plan import Job, Matrix, best_rate, best_recurrent_peer, outline, ready_jobs
+from benchmarks.quality_report import report
+
+TEXTS = ("builtin", "moby_dick")
+RATES = SIZES["small"].learning_rates
+
+
+def matrix(sizes=("small",), texts=TEXTS, models=MODELS) -> Matrix:
+    return Matrix({size: SIZES[size] for size in sizes}, texts, models, "builtin")
+
+
+def finish(losses: dict, jobs, loss=lambda job: 3.0) -> dict:
+    return losses | {job: loss(job) for job in jobs}
+
+
+def row(job: Job, loss: float | None, **changes) -> dict:
+    size = SIZES[job.size]
+    settings = results.settings(build(job.model, size), size)
+    made = {"settings": settings, "data": "d", "eval_loss": loss, "bits_per_byte": loss, "commit": "c"}
+    return {**vars(job), **made, **changes}
+
+
+def test_the_search_comes_first_and_only_on_one_text():
+    ready = ready_jobs(matrix(), {})
+    assert ready == [Job("small", "builtin", model, rate, 1) for model in MODELS for rate in RATES]
+    assert ready == ready_jobs(matrix(texts=("moby_dick",)), {})
+
+
+def test_other_texts_wait_for_the_whole_search_of_their_model_and_use_its_best_rate():
+    plan = matrix(models=(LLAMA,))
+    searched = ready_jobs(plan, {})
+    two = finish({}, searched[:2], lambda job: job.learning_rate)
+    assert best_rate(plan, "small", LLAMA, two) is None and ready_jobs(plan, two) == searched[2:]
+    three = finish(two, searched[2:], lambda job: 0.0)
+    assert ready_jobs(plan, three) == [Job("small", "moby_dick", LLAMA, RATES[2], 1)]
+    diverged = three | {searched[2]: math.inf}
+    assert ready_jobs(plan, diverged) == [Job("small", "moby_dick", LLAMA, RATES[0], 1)]
+    assert ready_jobs(plan, finish(diverged, ready_jobs(plan, diverged))) == []
+
+
+def test_more_seeds_for_hope_its_twin_and_the_better_recurrent_peer_of_each_text():
+    plan = matrix(texts=("builtin", "moby_dick", "tinyshakespeare"))
+
+    def loss(job):
+        better = "gated_deltanet" if job.text == "moby_dick" else "mamba2"
+        return abs(job.learning_rate - RATES[1]) + (0.5 if job.model == better else 1.0)
+
+    losses = {}
+    while ready := [job for job in ready_jobs(plan, losses) if job.seed == 1]:
+        losses = finish(losses, ready, loss)
+    peers = {text: best_recurrent_peer(plan, "small", text, losses) for text in plan.texts}
+    assert peers == {"builtin": "mamba2", "moby_dick": "gated_deltanet", "tinyshakespeare": "mamba2"}
+    ready = ready_jobs(plan, losses)
+    assert {(job.text, job.model, job.seed) for job in ready} == {
+        (text, model, seed) for text in plan.texts for model in (HOPE, FROZEN, peers[text]) for seed in (2, 3)
+    }
+    assert {job.learning_rate for job in ready} == {RATES[1]}
+    assert ready_jobs(plan, finish(losses, ready)) == []
+
+
+def test_medium_has_one_seed_and_sizes_do_not_share_their_search():
+    small = finish({}, ready_jobs(matrix(), {}))
+    plan = matrix(sizes=("medium",))
+    losses = dict(small)
+    while ready := ready_jobs(plan, losses):
+        assert {(job.size, job.seed) for job in ready} == {("medium", 1)}
+        losses = finish(losses, ready)
+    assert len(losses) - len(small) == len(MODELS) * (3 + 1)
+
+
+def test_the_outline_foresees_every_run():
+    plan = matrix()
+    foreseen = outline(plan, {})
+    # 3 rates on one text, 1 run on the other, and on both 2 more seeds of 3 models.
+    assert len(foreseen) == len(MODELS) * 4 + 2 * 2 * 3
+    assert [job for job, known in foreseen if known] == ready_jobs(plan, {})
+    rest = finish({}, (job for job, _ in foreseen), lambda job: abs(job.learning_rate - RATES[1]))
+    assert outline(plan, rest) == []
+
+
+def test_results_of_other_settings_or_texts_are_not_mixed():
+    plan = matrix()
+    job = Job("small", "builtin", LLAMA, RATES[0], 1)
+    good = row(job, 3.0)
+    assert results.losses(results.current([good], plan, {"builtin": "d"})) == {job: 3.0}
+    # Without the text at hand the latest one counts; of two rows of a run the later.
+    assert results.current([good, row(job, 2.0, data="e")], plan, {})[job]["eval_loss"] == 2.0
+    assert results.current([good], plan, {"builtin": "another"}) == {}
+    assert results.current([row(job, 3.0, settings="another")], plan, {"builtin": "d"}) == {}
+    shorter = replace(plan, sizes={"small": replace(SIZES["small"], max_train_steps=7)})
+    assert results.current([good], shorter, {"builtin": "d"}) == {}
+    assert results.current([good], matrix(sizes=("medium",)), {}) == {}
+
+
+def test_settings_follow_steps_batch_and_every_field_of_the_config():
+    size = SIZES["small"]
+    base = results.settings(build(HOPE, size), size)
+    others = [replace(size, max_train_steps=9), replace(size, per_device_train_batch_size=4)]
+    assert base not in [results.settings(build(HOPE, other), other) for other in others]
+    model = build(HOPE, size)
+    changed = replace(model, overrides=json.dumps(json.loads(model.overrides) | {"memory_error_clip": 3.0}))
+    assert base != results.settings(changed, size)
+    assert base != results.settings(build(FROZEN, size), size)
+
+
+def test_the_results_file_grows_by_whole_lines_and_refuses_others(tmp_path):
+    file = tmp_path / "new" / "results.jsonl"
+    assert results.load(file) == []
+    rows = [row(Job("small", "builtin", LLAMA, rate, 1), None) for rate in RATES]
+    for one in rows:
+        results.append(file, one)
+    assert results.load(file) == rows
+    with file.open("a") as stream:
+        stream.write('{"size": "small"')
+    with pytest.raises(ValueError, match="line 4 is not a finished run"):
+        results.load(file)
+
+
+def test_the_report_shows_means_ratios_and_what_is_missing():
+    plan = matrix()
+    empty = report(plan, {})
+    assert "missing" in empty and not any(f"{digit}.{digit}" in empty for digit in range(10))
+    jobs, losses = {}, {}
+    while ready := ready_jobs(plan, losses):
+        for job in ready:
+            loss = {HOPE: 3.0, FROZEN: 3.2, LLAMA: 4.0}.get(job.model, 3.5) + abs(job.learning_rate - RATES[1])
+            losses[job] = loss + 0.1 * (job.seed - 1)
+            jobs[job] = row(job, losses[job])
+    whole = report(plan, jobs)
+    assert "missing" not in whole and "edge" not in whole
+    assert f"| {HOPE} | 623,880 | 0.004 | 3.1000 ± 0.1000 (3 seeds) | 3.1000 ± 0.1000 (3 seeds) |" in whole
+    (line,) = [line for line in whole.splitlines() if line.startswith("| moby_dick |")]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    # Llama has one seed: only that one is compared.
+    assert cells[2] == "0.7500" and cells[1].startswith("0.9394 ± 0.0018 (3") and cells[-1] == "yes"
+    assert cells[4].endswith("mamba2")
+
+    better = {job: one | {"eval_loss": losses[job] - (job.model == FROZEN)} for job, one in jobs.items()}
+    (line,) = [line for line in report(plan, better).splitlines() if line.startswith("| moby_dick |")]
+    assert line.endswith("| no |")
+    (gone,) = [job for job in jobs if job.model == LLAMA and job.text == "moby_dick"]
+    partly = report(plan, {job: one for job, one in jobs.items() if job != gone})
+    (line,) = [line for line in partly.splitlines() if line.startswith("| moby_dick |")]
+    assert line.count("missing") == 2
+    diverged = report(plan, jobs | {gone: {**jobs[gone], "eval_loss": None, "bits_per_byte": None}})
+    assert "diverged" in diverged and "nan" not in diverged and "inf" not in diverged
