@@ -5,6 +5,7 @@ import math
 import os
 from pathlib import Path
 
+import transformers
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from tqdm.auto import tqdm
@@ -55,6 +56,8 @@ class Tracker:
             _drop_rows_after(path, start_step)
             self._file = path.open("a", encoding="utf-8")
             if shows_bars(accelerator):
+                # The one of each saved model would leave this one behind, cut in two.
+                transformers.utils.logging.disable_progress_bar()
                 self._bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True)
         if accelerator.trackers or accelerator.log_with:
             run_name = args.run_name or Path(args.output_dir).resolve().name
@@ -89,7 +92,7 @@ class Tracker:
             tqdm.write(text) if self._bar is not None else print(text, flush=True)
 
     def close(self):
-        """Close the file and the bar; the trackers end with the process."""
+        """Close the file and the bar: what is printed next begins a line. The trackers end with the process."""
         if self._file is not None:
             self._file.close()
         if self._bar is not None:

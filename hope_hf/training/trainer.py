@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
 import transformers
@@ -65,13 +66,13 @@ def train(args: Arguments) -> int:
     """
     accelerator = make_accelerator(args, tracker_names(args.report_to))
     prepare_process(args, accelerator)
-    with RunFolder(args.output_dir, accelerator) as folder:
-        _train(args, accelerator, folder)
+    with RunFolder(args.output_dir, accelerator) as folder, ExitStack() as at_exit:
+        _train(args, accelerator, folder, at_exit)
     leave(accelerator)
     return 0
 
 
-def _train(args: Arguments, accelerator: Accelerator, folder: RunFolder):
+def _train(args: Arguments, accelerator: Accelerator, folder: RunFolder, at_exit: ExitStack):
     launched = {"num_processes": accelerator.num_processes, "mixed_precision": accelerator.mixed_precision}
     identity = args.identity() | launched
     record = folder.check(identity)
@@ -106,6 +107,7 @@ def _train(args: Arguments, accelerator: Accelerator, folder: RunFolder):
     if start_step:
         accelerator.print(f"Continuing from {saved.path} at step {start_step}.")
     tracker = Tracker(accelerator, args, plan.total_steps, start_step, record["run_id"])
+    at_exit.callback(tracker.close)
     watch = Stopwatch()
     flops, peak = flops_per_token(run.model, plan.block_size), peak_flops(accelerator.device)
     model.train()
@@ -206,7 +208,6 @@ def _train(args: Arguments, accelerator: Accelerator, folder: RunFolder):
             if progress.step > start_step and not progress.skipped_in_a_row:
                 save()
             tracker.say(f"Stopped at step {progress.step}: run the same command again to continue.")
-            tracker.close()
             return
 
     row = evaluate(model, run.data, accelerator)
