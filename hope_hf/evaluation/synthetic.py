@@ -23,7 +23,7 @@ from .task import Task
 
 
 def known_tasks(lengths: list[int] | None = None) -> dict[str, Task]:
-    """All tasks by name; `lengths` are the longest words of the formal languages' bins beyond the training's."""
+    """All tasks by name; `lengths` are the longest words of the formal languages' bins, nothing to the others."""
     return {**formal_languages(lengths), **associative_recall(), **mad()}
 
 
