@@ -12,7 +12,7 @@ class SuiteArguments:
 
     _argument_group_name = "suites"
 
-    suite: str = flag("perplexity,sample", "Suites with commas between them: perplexity, passkey, synthetic, sample.")
+    suite: str = flag("perplexity,sample", "Suites with commas: perplexity, passkey, memory, synthetic, sample.")
     lengths: str | None = flag(None, "Lengths in tokens with commas between them; k is 1,024 (1k,2k,4k).")
     depths: str = flag("0,0.25,0.5,0.75,1", "passkey: where the key stands, from 0 (first) to 1 (last).")
     samples_per_length: int = flag(4, "passkey: samples per length and depth. perplexity: texts per longest length.")
@@ -32,7 +32,7 @@ class RunArguments:
     _argument_group_name = "run"
 
     output_dir: str | None = flag(None, "Folder of results.json, results.md and pictures (default: print only).")
-    batch_size: int = flag(8, "Rows per forward pass.")
+    batch_size: int | None = flag(None, "Rows per forward pass (default: 8; synthetic: the task's own).")
     dtype: Literal["float32", "bfloat16", "float64"] = flag("float32", "Type of the weights.")
     device: str | None = flag(None, "cpu, cuda, cuda:1, ... (default: the accelerator, if there is one).")
     seed: int = flag(42, "Seed of samples, and of models that are trained.")
@@ -44,6 +44,11 @@ class Arguments(ModelArguments, TextArguments, SuiteArguments, RunArguments):
     """All flags of an evaluation, flat."""
 
     _argument_group_name = None
+
+    @property
+    def rows(self) -> int:
+        """Rows per forward pass of a loaded model."""
+        return self.batch_size or 8
 
 
 GROUPS = (ModelArguments, TextArguments, SuiteArguments, RunArguments)

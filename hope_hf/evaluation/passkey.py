@@ -71,8 +71,8 @@ def _measure(args: Arguments, subject: Subject, samples: list) -> Row:
     # Keys differ in their number of tokens: only prompts of one length go together, so that nothing is padded.
     for size in sorted({len(prompt) for prompt, _, _ in samples}):
         alike = [sample for sample in samples if len(sample[0]) == size]
-        for start in range(0, len(alike), args.batch_size):
-            batch = alike[start : start + args.batch_size]
+        for start in range(0, len(alike), args.rows):
+            batch = alike[start : start + args.rows]
             texts = torch.tensor([prompt + answer for prompt, answer, _ in batch])
             scores = carried_scores(subject.model, texts)
             answers = slice(size - 1, None)

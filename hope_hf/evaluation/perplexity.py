@@ -50,7 +50,7 @@ def whole_text(args: Arguments, subject: Subject, texts: list[str], documents: l
     longest = subject.longest_input
     # Alike in length side by side: less padding.
     order = sorted(range(len(documents)), key=lambda index: len(documents[index]))
-    groups = [order[start : start + args.batch_size] for start in range(0, len(order), args.batch_size)]
+    groups = [order[start : start + args.rows] for start in range(0, len(order), args.rows)]
     accuracy, found = next_token_accuracy(), []
     for group in tqdm(groups, "perplexity: documents", disable=not show_progress(), leave=False):
         rows = [documents[index] for index in group]
@@ -59,7 +59,7 @@ def whole_text(args: Arguments, subject: Subject, texts: list[str], documents: l
             scores = carried_scores(subject.model, padded, [len(row) for row in rows])
             found += [Scores(*(part[i, : len(row) - 1] for part in scores)) for i, row in enumerate(rows)]
         else:
-            found += [window_scores(subject.model, row, longest, longest // 2, args.batch_size) for row in rows]
+            found += [window_scores(subject.model, row, longest, longest // 2, args.rows) for row in rows]
         for scores, row in zip(found[-len(rows) :], rows, strict=True):
             accuracy.add_batch(predictions=scores.guesses.tolist(), references=row[1:].tolist())
     losses = torch.cat([scores.losses for scores in found])
@@ -152,11 +152,11 @@ def _carried(
 ) -> Tensor:
     """Losses [n, T] in one pass; `sizes` receives what the memories hold at each edge, of the last batch."""
     pieces = len({*range(PIECE, edges[-1], PIECE), *edges})
-    total = math.ceil(len(streams) / args.batch_size) * pieces
+    total = math.ceil(len(streams) / args.rows) * pieces
     losses = []
     with tqdm(total=total, desc="perplexity: by position", disable=not show_progress(), leave=False) as bar:
-        for start in range(0, len(streams), args.batch_size):
-            batch, found = streams[start : start + args.batch_size], {}
+        for start in range(0, len(streams), args.rows):
+            batch, found = streams[start : start + args.rows], {}
 
             def after_piece(end, cache, found=found):
                 bar.update()
@@ -179,7 +179,7 @@ def _size(cache) -> Row:
 
 def _windows(args: Arguments, subject: Subject, streams: Tensor, window: int, stride: int) -> Tensor:
     rows = tqdm(streams, f"perplexity: windows of {stride}", disable=not show_progress(), leave=False)
-    return torch.stack([window_scores(subject.model, row, window, stride, args.batch_size).losses for row in rows])
+    return torch.stack([window_scores(subject.model, row, window, stride, args.rows).losses for row in rows])
 
 
 def _blocks(losses: Tensor) -> tuple[float, float | None]:

@@ -4,11 +4,13 @@ from .memory import memory
 from .passkey import passkey
 from .perplexity import perplexity
 from .sample import sample
+from .synthetic import synthetic
 
 SUITES = {
     "perplexity": perplexity,
     "passkey": passkey,
     "memory": memory,
+    "synthetic": synthetic,
     "sample": sample,
 }
 # These train models of their own: the subject is None for them.

@@ -51,6 +51,16 @@ def test_another_causal_model(folders, text_file, capsys):
     assert status == 0 and "### Loss by position" in capsys.readouterr().out
 
 
+def test_the_synthetic_suite_needs_no_model(tmp_path, capsys):
+    flags = ["--suite", "synthetic", "--tasks", "aa", "--max_train_steps", 2, "--limit", 4, "--cpu_threads", 1]
+    assert main([*map(str, flags), "--output_dir", str(tmp_path / "report"), "--device", "cpu"]) == 0
+    record = json.loads((tmp_path / "report" / "results.json").read_text())
+    assert [row["length"] for row in record["results"]["synthetic"]["tables"]["Synthetic tasks"]] == ["2-50", "51-100"]
+    assert record["model"] is None and "| aa " in capsys.readouterr().out
+    assert main(["--suite", "synthetic", "--tasks", "party"]) == 1
+    assert "party is none of parity" in capsys.readouterr().err
+
+
 def test_samples_repeat_with_their_seed(folders, text_file, tmp_path, capsys):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("the memory\n\nof a model\n")
