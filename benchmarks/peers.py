@@ -157,9 +157,10 @@ class GatedDeltaNetConfig(Qwen3NextConfig):
 class GatedDeltaNetModel(Qwen3NextModel):
     """`Qwen3NextModel` whose layers begin with long memories.
 
-    transformers starts every `dt_bias` at 1: a new memory then loses most of what it holds with each token, which a
-    short training does not make up for. The authors' code (fla, `layers/gated_deltanet.py`) draws the time step
-    log-uniformly between 0.001 and 0.1, as Mamba-2 does, and so does this class.
+    transformers starts every `dt_bias` at 1: a new memory then loses most of what it holds with each token. The
+    authors' code (fla, `layers/gated_deltanet.py`) draws the time step log-uniformly between 0.001 and 0.1, as Mamba-2
+    does, and so does this class. It hardly matters where it was measured: after 120 steps of `small` on the built-in
+    corpus at 4e-3 the loss is 4.163, and 4.168 with transformers' values (seed 1).
     """
 
     config: GatedDeltaNetConfig

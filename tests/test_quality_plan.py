@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks import quality_models
 from benchmarks import quality_results as results
 from benchmarks.quality_models import FROZEN, HOPE, LLAMA, MODELS, SIZES, build
 from benchmarks.quality_plan import Job, Matrix, best_rate, best_recurrent_peer, outline, ready_jobs
@@ -111,6 +112,14 @@ def test_settings_follow_steps_batch_and_every_field_of_the_config():
     changed = replace(model, overrides=json.dumps(json.loads(model.overrides) | {"memory_error_clip": 3.0}))
     assert base != results.settings(changed, size)
     assert base != results.settings(build(FROZEN, size), size)
+
+
+def test_settings_follow_a_default_that_changes(monkeypatch):
+    size = SIZES["small"]
+    before = results.settings(build(HOPE, size), size)
+    make = quality_models._config
+    monkeypatch.setattr(quality_models, "_config", lambda *named: make(named[0], named[1] | {"conv_kernel_size": 3}))
+    assert results.settings(build(HOPE, size), size) != before
 
 
 def test_the_results_file_grows_by_whole_lines_and_refuses_others(tmp_path):
