@@ -123,7 +123,7 @@ def _main(options: argparse.Namespace) -> int:
         return 0
     if not options.report:
         with (output_dir / ".lock").open("w") as lock:
-            _lock(lock, output_dir)
+            lock_folder(lock, output_dir)
             runner.run_all(options.parallel, lock.fileno())
     rows = runner.rows()
     print(report(matrix, rows))
@@ -133,7 +133,8 @@ def _main(options: argparse.Namespace) -> int:
     return 1 if runner.failures else 0
 
 
-def _lock(file, output_dir: Path) -> None:
+def lock_folder(file, output_dir: Path) -> None:
+    """Hold the folder while `file` is open; ValueError where another call, or a run that it left, holds it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

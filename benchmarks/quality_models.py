@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import benchmarks.peers  # noqa: F401  registers its models
 import hope_hf  # noqa: F401  registers HOPE
+from benchmarks.variants import VARIANTS
 
 HEAD_DIM = 64
 TOLERANCE = 0.02
@@ -102,7 +103,8 @@ class Model:
 @cache
 def build(name: str, size: Size) -> Model:
     """The model `name` of MODELS at a size, its parameters within 2 % of HOPE's."""
-    if name in (HOPE, FROZEN):
+    if name in (HOPE, FROZEN, *VARIANTS):
+        # Twins of HOPE, not peers: they differ in the one ingredient alone.
         return _model(name, size, size.level_intermediate_size)
     target = _model(HOPE, size, size.level_intermediate_size).parameters
     # Parameters are linear in the fitted number.
@@ -133,6 +135,12 @@ def _model(name: str, size: Size, fitted: int) -> Model:
         "head_dim": HEAD_DIM,
         "intermediate_size": fitted,
     }
+    if name in VARIANTS:
+        hope |= VARIANTS[name]
+        if "level_periods" in VARIANTS[name]:
+            hope["level_periods"] = [step * period for period in hope["level_periods"]]
+            hope["level_intermediate_sizes"] = [fitted * part for part in hope["level_intermediate_sizes"]]
+        name = HOPE
     model_type, own = {
         "hope": ("hope", hope),
         "hope_frozen": ("hope", hope | {"memory_learning_rate_max": 0.0}),

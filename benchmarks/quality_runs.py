@@ -7,13 +7,14 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks import quality_results as results
 from benchmarks.quality_models import build
-from benchmarks.quality_plan import Job, Matrix, ready_jobs
+from benchmarks.quality_plan import Job, Losses, Matrix, ready_jobs
 from benchmarks.quality_texts import Text
 
 PROGRAM = Path(__file__).with_name("train_peer.py")
@@ -36,8 +37,15 @@ class Run:
 class Runner:
     """Starts and collects training runs; writes under `output_dir`, and finished runs into `results_file`."""
 
-    def __init__(self, matrix: Matrix, texts: dict[str, Text], output_dir: Path, results_file: Path):
-        self.matrix, self.texts = matrix, texts
+    def __init__(
+        self,
+        matrix: Matrix,
+        texts: dict[str, Text],
+        output_dir: Path,
+        results_file: Path,
+        plan: Callable[[Matrix, Losses], list[Job]] = ready_jobs,
+    ):
+        self.matrix, self.texts, self.plan = matrix, texts, plan
         self.output_dir, self.results_file = output_dir, results_file
         self.failures: list[str] = []
 
@@ -48,7 +56,7 @@ class Runner:
         try:
             while True:
                 busy = failed | {run.job for run in running}
-                waiting = [job for job in ready_jobs(self.matrix, self.losses()) if job not in busy]
+                waiting = [job for job in self.plan(self.matrix, self.losses()) if job not in busy]
                 running += [self._start(job, lock) for job in waiting[: parallel - len(running)]]
                 if not running:
                     return

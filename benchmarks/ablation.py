@@ -1,0 +1,112 @@
+"""Which ingredient of HOPE carries it? The same model with one of them changed, trained on the same tokens.
+
+The size `small` of benchmarks/quality.py on the built-in corpus, at one learning rate; the variants are those of
+`variants.py`. Differences are to HOPE with the same seed. A seed alone moves a loss, and a variant with other
+parameters draws other initial values: a difference below the spread over seeds means nothing.
+
+    python benchmarks/ablation.py                               all variants, two runs at a time
+    python benchmarks/ablation.py --variants depth_1 momentum --seeds 1
+    python benchmarks/ablation.py --report                      the table only
+
+Finished runs are kept and not repeated; runs that were stopped go on at their last checkpoint.
+"""
+
+import argparse
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.quality import lock_folder
+from benchmarks.quality_models import FROZEN, HOPE, SIZES, build
+from benchmarks.quality_plan import Job, Losses, Matrix
+from benchmarks.quality_runs import Runner
+from benchmarks.quality_texts import BUILTIN, prepare
+from benchmarks.variants import VARIANTS
+
+SIZE = "small"
+MISSING = "missing"
+
+
+def wanted_jobs(matrix: Matrix, losses: Losses) -> list[Job]:
+    """The runs that are left: seed by seed, so that every variant is seen once before any is seen twice."""
+    size = matrix.sizes[SIZE]
+    (rate,) = size.learning_rates
+    jobs = [Job(SIZE, BUILTIN, model, rate, seed) for seed in size.more_seeds for model in matrix.models]
+    return [job for job in jobs if job not in losses]
+
+
+def table(matrix: Matrix, rows: dict[Job, dict]) -> str:
+    """Loss of every variant, its difference to HOPE seed by seed, and the time it takes."""
+    size = matrix.sizes[SIZE]
+    (rate,) = size.learning_rates
+
+    def by_seed(model: str, key: str) -> dict[int, float]:
+        jobs = {seed: Job(SIZE, BUILTIN, model, rate, seed) for seed in size.more_seeds}
+        return {seed: rows[job][key] for seed, job in jobs.items() if job in rows and rows[job][key] is not None}
+
+    own, seconds = by_seed(HOPE, "eval_loss"), by_seed(HOPE, "seconds")
+    lines = ["| model | parameters | loss | minus HOPE | seeds | time / HOPE |", "|---|---|---|---|---|---|"]
+    for model in matrix.models:
+        losses, times = by_seed(model, "eval_loss"), by_seed(model, "seconds")
+        differences = [loss - own[seed] for seed, loss in losses.items() if seed in own]
+        ratios = [time / seconds[seed] for seed, time in times.items() if seed in seconds]
+        cells = [
+            model,
+            f"{build(model, size).parameters:,}",
+            _mean(list(losses.values()), "{:.4f}"),
+            _mean(differences, "{:+.4f}"),
+            str(len(losses)),
+            _mean(ratios, "{:.2f}"),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _mean(values: list[float], form: str) -> str:
+    if not values:
+        return MISSING
+    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+    return form.format(statistics.mean(values)) + spread
+
+
+def main(argv: list[str]) -> int:
+    """Run what is left and print the table. Returns 0, 2 after a mistake of the user, 1 where a run failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/quality"), help="texts, runs and results")
+    parser.add_argument("--results", type=Path, help="results file (default: results.jsonl in the output folder)")
+    parser.add_argument("--variants", nargs="+", default=[FROZEN, *VARIANTS], choices=[FROZEN, *VARIANTS])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2], help="of every variant")
+    parser.add_argument("--learning_rate", type=float, default=4e-3)
+    parser.add_argument("--parallel", type=int, default=2, help="runs at a time, one thread each")
+    parser.add_argument("--report", action="store_true", help="print the table, and stop")
+    options = parser.parse_args(argv)
+    try:
+        if options.parallel < 1 or not 0 < options.learning_rate < 1:
+            raise ValueError("--parallel must be at least 1, and --learning_rate lie between 0 and 1.")
+        size = replace(SIZES[SIZE], learning_rates=(options.learning_rate,), more_seeds=tuple(options.seeds))
+        matrix = Matrix({SIZE: size}, (BUILTIN,), (HOPE, *options.variants), BUILTIN)
+        output_dir = options.output_dir.resolve()
+        results_file = (options.results or output_dir / "results.jsonl").resolve()
+        texts = {BUILTIN: prepare(BUILTIN, None, output_dir / "texts")}
+        runner = Runner(matrix, texts, output_dir, results_file, wanted_jobs)
+        if not options.report:
+            with (output_dir / ".lock").open("w") as lock:
+                lock_folder(lock, output_dir)
+                runner.run_all(options.parallel, lock.fileno())
+        print(table(matrix, runner.rows()))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("Stopped: the same command goes on from the last checkpoints.", file=sys.stderr)
+        return 130
+    return 1 if runner.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

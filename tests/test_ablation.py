@@ -1,0 +1,70 @@
+"""The ablation: every variant is one change, every run is planned once, differences are those of a seed."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.ablation import SIZE, main, table, wanted_jobs
+from benchmarks.quality_models import FROZEN, HOPE, SIZES, build
+from benchmarks.quality_plan import Job, Matrix
+from benchmarks.quality_texts import BUILTIN
+from benchmarks.variants import VARIANTS
+
+RATE = 4e-3
+
+
+def matrix(*models: str, seeds=(1, 2)) -> Matrix:
+    size = replace(SIZES[SIZE], learning_rates=(RATE,), more_seeds=seeds)
+    return Matrix({SIZE: size}, (BUILTIN,), models, BUILTIN)
+
+
+def job(model: str, seed: int) -> Job:
+    return Job(SIZE, BUILTIN, model, RATE, seed)
+
+
+def test_every_variant_changes_what_it_names_and_nothing_else():
+    plain = build(HOPE, SIZES[SIZE])
+    base = json.loads(plain.overrides)
+    identities = {plain.identity}
+    for name, changes in VARIANTS.items():
+        model = build(name, SIZES[SIZE])
+        overrides = json.loads(model.overrides)
+        changed = {key for key in overrides if overrides[key] != base.get(key)}
+        assert changed <= changes.keys() and changed, name
+        assert model.identity not in identities, f"{name} is the default, or another variant"
+        identities.add(model.identity)
+
+
+def test_levels_keep_their_width_in_sum():
+    base = json.loads(build(HOPE, SIZES[SIZE]).overrides)
+    for name in ("one_level", "one_clock"):
+        overrides = json.loads(build(name, SIZES[SIZE]).overrides)
+        assert sum(overrides["level_intermediate_sizes"]) == sum(base["level_intermediate_sizes"])
+        assert set(overrides["level_periods"]) == {SIZES[SIZE].tokens_per_step}
+
+
+def test_every_run_is_planned_once_seed_by_seed():
+    jobs = wanted_jobs(matrix(HOPE, "depth_1"), {job(HOPE, 2): 3.0})
+    assert jobs == [job(HOPE, 1), job("depth_1", 1), job("depth_1", 2)]
+
+
+def test_differences_are_those_of_a_seed():
+    def row(loss, seconds):
+        return {"eval_loss": loss, "seconds": seconds}
+
+    rows = {
+        job(HOPE, 1): row(3.0, 100.0), job(HOPE, 2): row(4.0, 100.0),
+        job("depth_1", 1): row(3.5, 50.0), job("depth_1", 2): row(4.3, 60.0), job(FROZEN, 1): row(3.1, 25.0),
+    }  # fmt: skip
+    lines = table(matrix(HOPE, FROZEN, "depth_1", "momentum"), rows).splitlines()
+    assert "+0.0000 ± 0.0000 | 2 |" in lines[2]
+    assert "| 3.1000 | +0.1000 | 1 | 0.25 |" in lines[3]
+    assert "| 3.9000 ± 0.5657 | +0.4000 ± 0.1414 | 2 | 0.55 ± 0.0707 |" in lines[4]
+    assert "missing | missing | 0 | missing" in lines[5]
+
+
+@pytest.mark.parametrize("flags", [["--parallel", "0"], ["--learning_rate", "2"]])
+def test_one_sentence_for_wrong_flags(tmp_path, flags, capsys):
+    assert main(["--output_dir", str(tmp_path), *flags]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
