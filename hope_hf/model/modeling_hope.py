@@ -122,6 +122,14 @@ class HopePreTrainedModel(PreTrainedModel):
         elif isinstance(module, nn.Embedding) or getattr(module, "is_head", False):
             init.normal_(module.weight, std=std * min(1.0, _HEAD_WIDTH / self.config.hidden_size) ** 0.5)
 
+    def compile(self, *args, **kwargs):
+        """`nn.Module.compile` of what is the same at every call; of self-modifying models, every block's continuum."""
+        if self.config.mixer == "attention":
+            return super().compile(*args, **kwargs)
+        for module in self.modules():
+            if isinstance(module, ContinuumMemory):
+                module.compile(*args, **kwargs)
+
     def save_pretrained(self, save_directory, *args, **kwargs):
         """As in transformers; the configuration names the code of every Auto class, not only of the one saved."""
         classes = {"AutoModel": "modeling_hope.HopeModel", "AutoModelForCausalLM": "modeling_hope.HopeForCausalLM"}
@@ -186,6 +194,9 @@ class HopeModel(HopePreTrainedModel):
             hidden_states = self._attend(inputs_embeds, attention_mask, position_ids, past_key_values, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
+    # Loops over chunks that the documents of every batch cut anew: unrolled they take minutes to compile, and again in
+    # the next batch. `compile` reaches what is the same every time.
+    @torch.compiler.disable
     def _read(self, hidden_states, attention_mask, position_ids, cache) -> torch.Tensor:
         """All blocks of self-modifying memories; the cache is written here, outside the blocks."""
         length = hidden_states.shape[1]

@@ -191,8 +191,6 @@ class SelfModifyingTitans(nn.Module):
             self.momentum_proj = nn.Linear(width, config.num_attention_heads)
         self.o_norm = HopeRMSNorm(config.head_dim, config.rms_norm_eps)
 
-    # torch.compile leaves the scans alone: unrolled over their chunks, one graph of them takes minutes to compile
-    @torch.compiler.disable
     def forward(
         self,
         hidden_states: torch.Tensor,
