@@ -62,7 +62,7 @@ def _check(args: Arguments, suites):
         raise ValueError(f"--suite is empty: choose among {', '.join(suites)}.")
     for name in asked:
         if name not in suites:
-            raise ValueError(f"--suite {name} is unknown{nearest(name, suites)} The suites are {', '.join(suites)}.")
+            raise ValueError(f"--suite {name} is none of {', '.join(suites)}{nearest(name, suites)}")
     for name in AT_LEAST_ONE:
         value = getattr(args, name)
         if value is not None and value < 1:
