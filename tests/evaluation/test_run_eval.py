@@ -101,7 +101,7 @@ def test_a_report_is_never_overwritten(folders, text_file, tmp_path, capsys):
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        (["--suite", "perplexty"], "--suite perplexty is none of perplexity, passkey, memory, synthetic, sample; did you"),
+        (["--suite", "sampl"], "is none of perplexity, passkey, memory, synthetic, sample; did you mean sample?"),
         (["--suite", ","], "--suite is empty"),
         (["--lengths", "1k,two"], "--lengths '1k,two' has 'two'"),
         (["--lengths", "0"], "--lengths '0' has '0'"),
