@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--learning_rates", type=float, nargs="+", default=[2e-3, 4e-3])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--max_train_steps", type=int, default=400, help="of 4,096 tokens")
+    parser.add_argument("--max_train_steps", type=int, default=800, help="of 4,096 tokens")
     parser.add_argument("--parallel", type=int, default=2, help="runs at a time, one thread each")
     options = parser.parse_args()
     jobs = [
