@@ -11,9 +11,9 @@ LENGTH = 16_384
 WIDTH, HEADS = 160, 5
 
 
-def build_mixer(**options):
+def build_mixer(seed=0, **options):
     """A freshly initialised mixer with the default rule and chunks."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = HopeConfig(vocab_size=8, hidden_size=WIDTH, head_dim=WIDTH // HEADS, num_hidden_layers=1, **options)
     return HopeForCausalLM(config).model.layers[0].mixer
 
@@ -58,8 +58,8 @@ GATES = {
 }
 
 
-def read_with_gates(long_streams, options, rate, retention, momentum):
-    mixer = build_mixer(**options)
+def read_with_gates(long_streams, options, rate, retention, momentum, seed=0):
+    mixer = build_mixer(seed, **options)
     with torch.no_grad():
         mixer.gates.learning_rate_bias.add_(rate)
         mixer.gates.retention_bias.add_(retention)
@@ -73,6 +73,16 @@ def read_with_gates(long_streams, options, rate, retention, momentum):
 def test_long_texts_stay_bounded(long_streams, gates):
     """The gate biases are moved to where the sigmoid saturates."""
     output, largest = read_with_gates(long_streams, *gates)
+    assert output.isfinite().all()
+    assert largest < 1e3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+@pytest.mark.parametrize("gates", GATES.values(), ids=GATES.keys())
+def test_more_initialisations_stay_bounded(gates, seed):
+    """Other static maps, and other texts."""
+    output, largest = read_with_gates(streams(LENGTH, seed), *gates, seed=seed)
     assert output.isfinite().all()
     assert largest < 1e3
 
