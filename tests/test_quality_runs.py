@@ -106,7 +106,7 @@ def test_mistakes_are_one_sentence(tmp_path, data_dir, monkeypatch, capsys):
     assert "line 1" in says("--report", "--texts", "builtin", "--results", str(broken))
     (tmp_path / "out").mkdir(exist_ok=True)
     with (tmp_path / "out/.lock").open("w") as lock:
-        quality._lock(lock, tmp_path)
+        quality.lock_folder(lock, tmp_path)
         assert "in use" in says("--texts", "builtin")
 
 

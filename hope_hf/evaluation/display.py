@@ -18,29 +18,25 @@ def hide_foreign_bars():
     transformers.utils.logging.disable_progress_bar()
 
 
-def curves(
-    path: Path,
-    x: list[float],
-    series: dict[str, list[float]],
-    errors: dict[str, list[float | None]],
-    x_label: str,
-    y_label: str,
-):
-    """One line with error bars a name, over x on a logarithmic scale."""
-    figure, axes = _figure()
-    for name, values in series.items():
-        axes.errorbar(x, values, [error or 0.0 for error in errors[name]], marker="o", capsize=3, label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(x, [f"{value:,}" for value in x], rotation=30)
-    axes.set(xlabel=x_label, ylabel=y_label)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
+def curves(path: Path, x: list[int], panels: dict[str, dict[str, list[tuple[float, float | None]]]], x_label: str):
+    """Panels side by side: title -> name of a curve -> (value, its error) at each x, on a logarithmic scale."""
+    figure = _figure(width=6.5 * len(panels))
+    for axes, (title, series) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        for name, points in series.items():
+            values, errors = zip(*points, strict=True)
+            axes.errorbar(x, values, [error or 0.0 for error in errors], marker="o", capsize=3, label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(x, [f"{value:,}" for value in x], rotation=45)
+        axes.set(xlabel=x_label, title=title)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=100)
 
 
 def heat_map(path: Path, values: list[list[float]], rows: list[str], columns: list[str], labels: tuple[str, str, str]):
     """Shares from 0 to 1 with their numbers; `labels` of the columns' axis, the rows' axis and the title."""
-    figure, axes = _figure()
+    figure = _figure(width=8)
+    axes = figure.subplots()
     image = axes.imshow(values, cmap="viridis", vmin=0, vmax=1, aspect="auto")
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), rows)
@@ -52,8 +48,7 @@ def heat_map(path: Path, values: list[list[float]], rows: list[str], columns: li
     figure.savefig(path, dpi=120)
 
 
-def _figure():
+def _figure(width: float):
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    return figure, figure.add_subplot()
+    return Figure(figsize=(width, 5), layout="constrained")

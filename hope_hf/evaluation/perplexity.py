@@ -22,6 +22,12 @@ RESET_EVERY = 256
 DEFAULT_LENGTHS = [256, 512, 1024, 2048, 4096, 8192]
 CONTROLS = ("frozen", "window", f"reset_{RESET_EVERY}")
 LONGEST_WINDOW = 2048
+LABELS = {
+    "frozen": "memories frozen",
+    f"reset_{RESET_EVERY}": f"reset every {RESET_EVERY}",
+    "window": "sliding window",
+    "loss": "carried",
+}
 # Standard errors are those of means over this many neighbouring tokens: single tokens are not independent.
 BLOCK = 256
 
@@ -112,13 +118,17 @@ def by_position(args: Arguments, subject: Subject, documents: list[Tensor]) -> l
 
 
 def draw(rows: list[Row], path: Path):
-    """Loss by the last position of each bucket, one curve a mode."""
+    """By the last position of each bucket: the loss of every mode, and what carrying the state gains over each."""
     ends = [int(row["positions"].split("-")[1].replace(",", "")) for row in rows]
-    labels = {"loss": "carried", "frozen": "memories frozen", "window": "sliding window"}
-    labels[f"reset_{RESET_EVERY}"] = f"reset every {RESET_EVERY}"
-    series = {label: [row[name] for row in rows] for name, label in labels.items() if name in rows[0]}
-    errors = {label: [row[f"{name}_stderr"] for row in rows] for name, label in labels.items() if name in rows[0]}
-    curves(path, ends, series, errors, "position in the text, tokens", "loss, nats per token")
+
+    def series(suffix: str) -> dict[str, list]:
+        named = {label: f"{name}{suffix}" for name, label in LABELS.items() if f"{name}{suffix}" in rows[0]}
+        return {label: [(row[name], row[f"{name}_stderr"]) for row in rows] for label, name in named.items()}
+
+    panels = {"loss, nats per token": series("")}
+    if gains := series("_minus_loss"):
+        panels["loss above that with the state carried"] = gains
+    curves(path, ends, panels, "position in the text, tokens")
 
 
 def _edges(args: Arguments, subject: Subject, documents: list[Tensor]) -> list[int]:
