@@ -1,6 +1,7 @@
 """Data, model, optimizer and plan of a run, built and checked before anything is written."""
 
 import math
+import warnings
 from dataclasses import dataclass, fields
 
 from accelerate import Accelerator
@@ -95,6 +96,12 @@ def build_all(args: Arguments, accelerator: Accelerator, data_state: dict | None
     warmup = args.num_warmup_steps
     if warmup is None:
         warmup = min(total_steps // 10, MOST_WARM_UP_STEPS)
+    if warmup >= total_steps and accelerator.is_main_process:
+        warnings.warn(
+            f"The run of {total_steps} steps ends within its warm-up of {warmup}: the learning rate never reaches its "
+            "peak; lower --num_warmup_steps.",
+            stacklevel=2,
+        )
     return Run(data, model, optimizer, Plan(data.block_size, tokens_per_step, total_steps, warmup))
 
 

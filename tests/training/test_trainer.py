@@ -117,6 +117,11 @@ def test_recipe_stands_first_and_flags_override_it(run, tmp_path):
     assert (record["identity"]["weight_decay"], record["identity"]["max_train_steps"]) == (0.3, 2)
 
 
+def test_a_run_that_ends_within_its_warm_up_warns(run):
+    with pytest.warns(UserWarning, match="run of 2 steps ends within its warm-up of 5"):
+        run("short", "--num_warmup_steps", 5, "--max_train_steps", 2)
+
+
 def test_accumulated_batches_equal_one_large_batch(run):
     _, whole = run("whole", "--per_device_train_batch_size", "4")
     _, parts = run("parts", "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "4")
