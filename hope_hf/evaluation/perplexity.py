@@ -47,7 +47,12 @@ def perplexity(args: Arguments, subject: Subject) -> SuiteResult:
     documents = [torch.tensor([subject.start, *subject.encode(text)]) for text in texts]
     tables = {f"Text: {source}": [whole_text(args, subject, texts, documents)]}
     positions = by_position(args, subject, documents)
-    tables["Loss by position"] = positions
+    # Two tables that fit a terminal.
+    gains = [name for name in positions[0] if "_minus_loss" in name or name.startswith("state_")]
+    tables["Loss by position"] = [{name: row[name] for name in row if name not in gains} for row in positions]
+    if gains:
+        rows = [{name: row[name] for name in ("positions", "n", *gains)} for row in positions]
+        tables["Gain of the carried state over each control, and its size"] = rows
     return SuiteResult(tables, {"loss_by_position.png": partial(draw, positions)})
 
 

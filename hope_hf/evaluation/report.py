@@ -60,11 +60,10 @@ def _number(value) -> str:
 
 
 def as_markdown(name: str, result: SuiteResult) -> str:
-    """One suite's section: its tables, pictures and text."""
+    """One suite's section: its tables and text, as on the terminal."""
     parts = [f"## {name}"]
     for title, rows in result.tables.items():
         parts += [f"### {title}", markdown_table(rows)]
-    parts += [f"![{file}]({file})" for file in result.pictures]
     if result.text:
         parts.append(f"```\n{result.text}\n```")
     return "\n\n".join(parts) + "\n"
@@ -112,7 +111,12 @@ def _page(record: dict, results: dict[str, SuiteResult]) -> str:
         lines.append(f"- **limited to {record['limit']} samples: not for publication**")
     lines += [f"- `{' '.join(map(str, record['command']))}`", ""]
     lines += [f"- **{name} could not run**: {reason}" for name, reason in record["failed"].items()]
-    return "\n".join(lines) + "\n" + "\n".join(as_markdown(*item) for item in results.items())
+    return "\n".join(lines) + "\n" + "\n".join(map(_section, results, results.values()))
+
+
+def _section(name: str, result: SuiteResult) -> str:
+    pictures = "".join(f"\n![{file}]({file})\n" for file in result.pictures)
+    return as_markdown(name, result) + pictures
 
 
 def _describe(subject: Subject | None) -> dict | None:

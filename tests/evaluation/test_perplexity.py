@@ -11,8 +11,8 @@ from hope_hf.evaluation.subject import load_subject
 
 
 def rows_of(result):
-    (whole,), positions = result.tables.values()
-    return whole, positions
+    (whole,), losses, *gains = result.tables.values()
+    return whole, [{**row, **other} for row, other in zip(losses, gains[0] if gains else losses, strict=True)]
 
 
 def test_the_whole_text(subject, arguments, texts):
