@@ -1,11 +1,16 @@
 """What the memories have learned to do: their gates, and how far their state goes under the worst inputs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from hope_hf import HopeCache
 
 from .arguments import Arguments
+from .display import show_progress
 from .parsing import parse_lengths
 from .result import Row, SuiteResult
 from .streams import PIECE
@@ -69,8 +74,15 @@ def gate_rows(subject: Subject, texts: list[Tensor]) -> list[Row]:
     return rows
 
 
+# Added to the gates' biases before their sigmoids: (learning rate, retention).
+GATES = {"as learned": (0.0, 0.0), "writing most, forgetting nothing": (15.0, 15.0)}
+
+
 def stress(args: Arguments, subject: Subject, lengths: list[int]) -> list[Row]:
-    """A row an input and length: the largest weight of any memory and the largest logit. ValueError if not finite."""
+    """A row for every setting of the gates, input and length: largest weight of any memory, largest logit.
+
+    Raises ValueError where they are not finite.
+    """
     vocabulary, generator = subject.model.config.vocab_size, torch.Generator().manual_seed(args.seed)
     iid = torch.randint(vocabulary, (1, lengths[-1]), generator=generator)
     inputs = {
@@ -78,24 +90,48 @@ def stress(args: Arguments, subject: Subject, lengths: list[int]) -> list[Row]:
         "one token": iid[:, :1].expand(-1, lengths[-1]),
         "two tokens in turn": iid[:, torch.arange(lengths[-1]) % 2],
     }
+    total = len(GATES) * len(inputs) * lengths[-1]
     rows = []
-    for name, ids in inputs.items():
-        cache, read = HopeCache(subject.model.config), 0
-        largest_logit = 0.0
-        for length in lengths:
-            while read < length:
-                end = min(read + PIECE, length)
-                with torch.no_grad():
-                    logits = subject.model(ids[:, read:end].to(subject.model.device), past_key_values=cache).logits
-                largest_logit = max(largest_logit, float(logits.abs().max()))
-                read = end
-            largest = max(
-                float(tensor.abs().max())
-                for layer in cache.memory_layers
-                for tensor in layer.state.values()
-                if tensor.is_floating_point()
-            )
-            if not largest + largest_logit < float("inf"):
-                raise ValueError(f"memory: the state is not finite after {length:,} of {name}: the model diverges.")
-            rows.append({"input": name, "tokens": length, "largest_weight": largest, "largest_logit": largest_logit})
+    with tqdm(total=total, desc="memory: unusual inputs", disable=not show_progress(), leave=False) as bar:
+        for gates, shifts in GATES.items():
+            with _shifted_gates(subject, *shifts):
+                for name, ids in inputs.items():
+                    for row in _read(subject, ids, lengths, bar):
+                        where = f"{row['tokens']:,} {name}, gates {gates}"
+                        if not row["largest_weight"] + row["largest_logit"] < float("inf"):
+                            raise ValueError(f"memory: the state is not finite after {where}: the model diverges.")
+                        rows.append({"gates": gates, "input": name, **row})
     return rows
+
+
+@torch.no_grad()
+def _read(subject: Subject, ids: Tensor, lengths: list[int], bar) -> Iterator[Row]:
+    """What stands in the memories after each of the lengths of one text [1, T], and the largest logit until there."""
+    cache, largest_logit = HopeCache(subject.model.config), 0.0
+    ends = sorted({*range(PIECE, lengths[-1], PIECE), *lengths})
+    for start, end in zip([0, *ends], ends, strict=False):
+        logits = subject.model(ids[:, start:end].to(subject.model.device), past_key_values=cache).logits
+        # not max(), which would drop a number that is none
+        largest_logit = float(torch.stack([torch.tensor(largest_logit), logits.abs().max().float().cpu()]).max())
+        bar.update(end - start)
+        if end in lengths:
+            states = [t for layer in cache.memory_layers for t in layer.state.values() if t.is_floating_point()]
+            largest = float(torch.stack([tensor.abs().max().cpu() for tensor in states]).max())
+            yield {"tokens": end, "largest_weight": largest, "largest_logit": largest_logit}
+
+
+@contextmanager
+def _shifted_gates(subject: Subject, rate: float, retention: float) -> Iterator[None]:
+    biases = [
+        (getattr(block.mixer.gates, name), shift)
+        for block in subject.model.model.layers
+        for name, shift in (("learning_rate_bias", rate), ("retention_bias", retention))
+    ]
+    learned = [bias.detach().clone() for bias, _ in biases]
+    try:
+        for bias, shift in biases:
+            bias.data.add_(shift)
+        yield
+    finally:
+        for (bias, _), before in zip(biases, learned, strict=True):
+            bias.data.copy_(before)

@@ -33,11 +33,19 @@ def test_the_hooks_are_gone_afterwards(subject):
 
 
 def test_unusual_inputs(subject, arguments):
-    rows = stress(arguments(), subject(), [40, 80])
-    assert [(row["input"], row["tokens"]) for row in rows] == [
-        (name, tokens) for name in ("random tokens", "one token", "two tokens in turn") for tokens in (40, 80)
+    loaded = subject()
+    before = {name: tensor.clone() for name, tensor in loaded.model.state_dict().items()}
+    rows = stress(arguments(), loaded, [40, 80])
+    assert [(row["gates"], row["input"], row["tokens"]) for row in rows] == [
+        (gates, name, tokens)
+        for gates in ("as learned", "writing most, forgetting nothing")
+        for name in ("random tokens", "one token", "two tokens in turn")
+        for tokens in (40, 80)
     ]
     assert all(0 < row["largest_weight"] < 1e3 for row in rows)
+    # at the end the largest rate has written more into every memory than the learned one
+    assert rows[7]["largest_weight"] > rows[1]["largest_weight"]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.model.state_dict().items())
 
 
 def test_a_state_without_bound_is_an_error(subject, arguments):
