@@ -35,6 +35,19 @@ def named_flags(parser: Parser, words: list[str], flags: Collection[str]) -> set
     return {name.removeprefix("no_") if name not in flags else name for name in named}
 
 
+def split_recipe(argv: list[str], flags: Collection[str]) -> tuple[list[str], list[str]]:
+    """The words of a recipe that stands first (none where none does), and the words after it."""
+    return ([], argv) if not argv or argv[0].startswith("-") else (read_recipe(argv[0], flags), argv[1:])
+
+
+def require_at_least_one(args, names: Collection[str]):
+    """ValueError for the first of the flags `names` that is given and below 1."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} is {value}: it must be at least 1.")
+
+
 def read_recipe(path: str | Path, flags: Collection[str], left_out: Collection[str] = ()) -> list[str]:
     """A YAML file of flags as command-line words, so that both ways share one check of types."""
     try:

@@ -13,7 +13,7 @@ from .arguments import Arguments
 from .display import show_progress
 from .parsing import parse_lengths
 from .result import Row, SuiteResult
-from .streams import PIECE
+from .streams import PIECE, memory_states
 from .subject import Subject, held_out_documents
 
 GATE_TOKENS = 2048
@@ -115,8 +115,7 @@ def _read(subject: Subject, ids: Tensor, lengths: list[int], bar) -> Iterator[Ro
         largest_logit = float(torch.stack([torch.tensor(largest_logit), logits.abs().max().float().cpu()]).max())
         bar.update(end - start)
         if end in lengths:
-            states = [t for layer in cache.memory_layers for t in layer.state.values() if t.is_floating_point()]
-            largest = float(torch.stack([tensor.abs().max().cpu() for tensor in states]).max())
+            largest = float(torch.stack([tensor.abs().max().cpu() for tensor in memory_states(cache)]).max())
             yield {"tokens": end, "largest_weight": largest, "largest_logit": largest_logit}
 
 

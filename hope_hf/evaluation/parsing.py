@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from hope_hf.cli.parser import Parser, named_flags, nearest, read_recipe
+from hope_hf.cli.parser import Parser, named_flags, nearest, require_at_least_one, split_recipe
 
 from .arguments import FLAGS, GROUPS, Arguments
 
@@ -17,7 +17,7 @@ def parse(argv: list[str], suites) -> Arguments:
 
     `suites` are the known names. Raises ValueError with one sentence that names the flag or file and the mend.
     """
-    recipe, argv = ([], argv) if not argv or argv[0].startswith("-") else (read_recipe(argv[0], FLAGS), argv[1:])
+    recipe, argv = split_recipe(argv, FLAGS)
     usage = "%(prog)s [recipe.yaml] --model_name_or_path DIR --suite NAMES [flags]"
     parser = Parser(GROUPS, prog="run_eval.py", usage=usage, allow_abbrev=False)
     named_flags(parser, recipe + argv, FLAGS)
@@ -63,10 +63,7 @@ def _check(args: Arguments, suites):
     for name in asked:
         if name not in suites:
             raise ValueError(f"--suite {name} is none of {', '.join(suites)}{nearest(name, suites)}")
-    for name in AT_LEAST_ONE:
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} is {value}: it must be at least 1.")
+    require_at_least_one(args, AT_LEAST_ONE)
     if args.seed < 0:
         raise ValueError(f"--seed is {args.seed}: it must be 0 or more.")
     if args.learning_rate is not None and not 0 < args.learning_rate < 1:

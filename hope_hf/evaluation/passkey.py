@@ -99,7 +99,7 @@ def _generate(subject: Subject, prompts: torch.Tensor, keys: list[str]) -> list[
         # a digit is at least one token, and a space may be one
         max_new_tokens=DIGITS + 1,
         do_sample=False,
-        pad_token_id=subject.tokenizer.pad_token_id or subject.start,
+        pad_token_id=subject.padding,
     )
     said = subject.tokenizer.batch_decode(tokens[:, prompts.shape[1] :], skip_special_tokens=True)
     return [float(text.strip().startswith(key)) for text, key in zip(said, keys, strict=True)]

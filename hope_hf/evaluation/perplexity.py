@@ -15,7 +15,7 @@ from .display import curves, show_progress
 from .metrics import next_token_accuracy
 from .parsing import parse_lengths
 from .result import Row, SuiteResult, mean_and_stderr
-from .streams import PIECE, Scores, carried_scores, frozen_memories, window_scores
+from .streams import PIECE, Scores, carried_scores, frozen_memories, memory_states, window_scores
 from .subject import Subject, held_out_documents
 
 RESET_EVERY = 256
@@ -185,7 +185,7 @@ def _carried(
 
 
 def _size(cache) -> Row:
-    tensors = [t for layer in cache.memory_layers for n, t in layer.state.items() if t.is_floating_point()]
+    tensors = memory_states(cache)
     return {
         "state_largest": max(float(tensor.abs().max()) for tensor in tensors),
         "state_mib": sum(tensor.nbytes for tensor in tensors) / tensors[0].shape[0] / 2**20,

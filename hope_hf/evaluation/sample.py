@@ -29,7 +29,7 @@ def sample(args: Arguments, subject: Subject) -> SuiteResult:
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=args.max_new_tokens,
                 do_sample=bool(options),
-                pad_token_id=subject.tokenizer.pad_token_id or subject.start,
+                pad_token_id=subject.padding,
                 **options,
             )
             row[way] = subject.tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)

@@ -40,6 +40,11 @@ def frozen_memories(model: PreTrainedModel) -> Iterator[None]:
             mixer.rule = rule
 
 
+def memory_states(cache: HopeCache) -> list[Tensor]:
+    """All numbers that the memories of a cache hold, batch first; counts of tokens left out."""
+    return [tensor for layer in cache.memory_layers for tensor in layer.state.values() if tensor.is_floating_point()]
+
+
 @torch.no_grad()
 def carried_scores(
     model: PreTrainedModel,

@@ -37,6 +37,11 @@ class Subject:
         return self.tokenizer(text, add_special_tokens=False, return_attention_mask=False)["input_ids"]
 
     @property
+    def padding(self) -> int:
+        """The token that fills rows in generation."""
+        return self.tokenizer.pad_token_id or self.start
+
+    @property
     def start(self) -> int:
         """The token that stands before every document."""
         return self.tokenizer.eos_token_id

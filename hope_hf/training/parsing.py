@@ -5,7 +5,7 @@ import warnings
 from dataclasses import fields
 from pathlib import Path
 
-from hope_hf.cli.parser import Parser, named_flags, read_recipe
+from hope_hf.cli.parser import Parser, named_flags, read_recipe, require_at_least_one, split_recipe
 from hope_hf.cli.process import is_first_process
 
 from .arguments import FLAGS, GROUPS, Arguments
@@ -27,7 +27,7 @@ def parse(argv: list[str]) -> Arguments:
 
     Raises ValueError with one sentence that names the flag or file and the mend.
     """
-    recipe, argv = ([], argv) if not argv or argv[0].startswith("-") else (read_recipe(argv[0], FLAGS), argv[1:])
+    recipe, argv = split_recipe(argv, FLAGS)
     usage = "%(prog)s [recipe.yaml] --output_dir DIR [flags]"
     parser = Parser(GROUPS, prog="run_clm.py", usage=usage, allow_abbrev=False)
     named = named_flags(parser, recipe + argv, FLAGS)
@@ -62,10 +62,7 @@ def _check(args: Arguments):
         raise ValueError("--push_to_hub is not available yet: train without it and upload --output_dir by hand.")
     if not args.output_dir:
         raise ValueError("--output_dir is missing: name a folder for the run.")
-    for name in AT_LEAST_ONE:
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} is {value}: it must be at least 1.")
+    require_at_least_one(args, AT_LEAST_ONE)
     for name in NOT_NEGATIVE:
         value = getattr(args, name)
         if value is not None and not value >= 0:
