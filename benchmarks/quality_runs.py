@@ -150,7 +150,7 @@ class Runner:
             "eval_loss": end.get("eval_loss"),
             "bits_per_byte": end.get("eval_bits_per_byte"),
             "perplexity": end.get("perplexity"),
-            "seconds": round(_training_seconds(folder / "metrics.jsonl"), 1),
+            "seconds": round(_training_seconds(folder / "metrics.jsonl"), 3),
             "settings": results.settings(model, size),
             "data": self.texts[job.text].digest,
             "overrides": json.loads(model.overrides),
