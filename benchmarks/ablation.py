@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.quality import lock_folder
+from benchmarks.quality import finish, lock_folder, make_parser
 from benchmarks.quality_models import FROZEN, HOPE, SIZES, build
 from benchmarks.quality_plan import Job, Losses, Matrix
 from benchmarks.quality_runs import Runner
@@ -74,37 +74,28 @@ def _mean(values: list[float], form: str) -> str:
 
 def main(argv: list[str]) -> int:
     """Run what is left and print the table. Returns 0, 2 after a mistake of the user, 1 where a run failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/quality"), help="texts, runs and results")
-    parser.add_argument("--results", type=Path, help="results file (default: results.jsonl in the output folder)")
+    parser = make_parser(__doc__)
     parser.add_argument("--variants", nargs="+", default=[FROZEN, *VARIANTS], choices=[FROZEN, *VARIANTS])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2], help="of every variant")
     parser.add_argument("--learning_rate", type=float, default=4e-3)
-    parser.add_argument("--parallel", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--report", action="store_true", help="print the table, and stop")
-    options = parser.parse_args(argv)
-    try:
-        if options.parallel < 1 or not 0 < options.learning_rate < 1:
-            raise ValueError("--parallel must be at least 1, and --learning_rate lie between 0 and 1.")
-        size = replace(SIZES[SIZE], learning_rates=(options.learning_rate,), more_seeds=tuple(options.seeds))
-        matrix = Matrix({SIZE: size}, (BUILTIN,), (HOPE, *options.variants), BUILTIN)
-        output_dir = options.output_dir.resolve()
-        results_file = (options.results or output_dir / "results.jsonl").resolve()
-        texts = {BUILTIN: prepare(BUILTIN, None, output_dir / "texts")}
-        runner = Runner(matrix, texts, output_dir, results_file, wanted_jobs)
-        if not options.report:
-            with (output_dir / ".lock").open("w") as lock:
-                lock_folder(lock, output_dir)
-                runner.run_all(options.parallel, lock.fileno())
-        print(table(matrix, runner.rows()))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("Stopped: the same command goes on from the last checkpoints.", file=sys.stderr)
-        return 130
+    return finish(_main, parser.parse_args(argv))
+
+
+def _main(options: argparse.Namespace) -> int:
+    if options.parallel < 1 or not 0 < options.learning_rate < 1:
+        raise ValueError("--parallel must be at least 1, and --learning_rate lie between 0 and 1.")
+    size = replace(SIZES[SIZE], learning_rates=(options.learning_rate,), more_seeds=tuple(options.seeds))
+    matrix = Matrix({SIZE: size}, (BUILTIN,), (HOPE, *options.variants), BUILTIN)
+    output_dir = options.output_dir.resolve()
+    results_file = (options.results or output_dir / "results.jsonl").resolve()
+    texts = {BUILTIN: prepare(BUILTIN, None, output_dir / "texts")}
+    runner = Runner(matrix, texts, output_dir, results_file, wanted_jobs)
+    if not options.report:
+        with (output_dir / ".lock").open("w") as lock:
+            lock_folder(lock, output_dir)
+            runner.run_all(options.parallel, lock.fileno())
+    print(table(matrix, runner.rows()))
     return 1 if runner.failures else 0
 
 

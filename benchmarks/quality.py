@@ -18,6 +18,7 @@ import argparse
 import fcntl
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,19 +68,25 @@ def _texts(names: list[str], required: set[str], data_dir: Path | None, work_dir
     return texts
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """A parser with the flags that this program shares with benchmarks/ablation.py."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--output_dir", type=Path, default=Path("runs/quality"), help="texts, runs and results")
     parser.add_argument("--results", type=Path, help="results file (default: results.jsonl in the output folder)")
+    parser.add_argument("--parallel", type=int, default=2, help="runs at a time, one thread each")
+    return parser
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser(__doc__)
     parser.add_argument("--data_dir", type=Path, help="folder with text/ (default: HOPE_TEST_DATA)")
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--texts", nargs="+", choices=TEXTS, help="default: all whose files are there")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--search_text", default=BUILTIN, choices=TEXTS, help="where learning rates are compared")
     parser.add_argument("--max_train_steps", type=int, help="of every run (default: the size's)")
-    parser.add_argument("--parallel", type=int, default=2, help="runs at a time, one thread each")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--plan", action="store_true", help="list the runs that are left, and stop")
     action.add_argument("--report", action="store_true", help="print the tables, and stop")
@@ -88,9 +95,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Run what is left and print the tables. Returns 0, 2 after a mistake of the user, 1 where a run failed."""
-    options = _parser().parse_args(argv)
+    return finish(_main, _parser().parse_args(argv))
+
+
+def finish(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """The exit status of `run(options)`; a mistake of the user becomes one sentence and 2, Ctrl-C 130."""
     try:
-        return _main(options)
+        return run(options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
