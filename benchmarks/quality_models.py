@@ -4,7 +4,9 @@ python benchmarks/quality_models.py [--sizes small] [--steps 5]
 
 prints their parameters and the CPU seconds of one training step on one thread, on random tokens.
 
-Every model has the width, the heads of 64, the tied vocabulary and (but for Mamba-2, whose blocks have no MLP) the
+HOPE's three levels step every step: the paper's slowest level steps some 2,000 times in a training, which periods of
+several steps would not leave in runs this short (benchmarks/ablation.py measures what they cost). Every model has the
+width, the heads of 64, the tied vocabulary and (but for Mamba-2, whose blocks have no MLP) the
 layers of HOPE. One number of each is chosen so that the parameters match:
 
 | model | what it is | fitted |
@@ -123,7 +125,7 @@ def _model(name: str, size: Size, fitted: int) -> Model:
     hope = {
         "num_hidden_layers": layers,
         "level_intermediate_sizes": [fitted] * 3,
-        "level_periods": [step, 4 * step, 16 * step],
+        "level_periods": [step] * 3,
         "memory_chunk_size": 64,
         # At least four chunks in a block.
         "projection_chunk_size": min(64, size.block_size // 4),

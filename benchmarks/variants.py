@@ -27,7 +27,8 @@ VARIANTS = {
     "projection_chunks_of_16": {"projection_chunk_size": 16},
     "projection_chunks_of_128": {"projection_chunk_size": 128},
     "one_level": {"level_periods": [1], "level_intermediate_sizes": [3]},
-    "one_clock": {"level_periods": [1, 1, 1], "level_intermediate_sizes": [1, 1, 1]},
+    "clocks_1_2_4": {"level_periods": [1, 2, 4], "level_intermediate_sizes": [1, 1, 1]},
+    "clocks_1_4_16": {"level_periods": [1, 4, 16], "level_intermediate_sizes": [1, 1, 1]},
     "levels_side_by_side": {"level_variant": "independent"},
     "no_unit_targets": {"memory_target_norm": False},
 }
