@@ -11,6 +11,8 @@ VARIANTS = {
     "momentum": {"memory_momentum": True},
     "no_retention": {"retention_bias_min": 16.0, "retention_bias_max": 16.0},
     "retention_to_zero": {"memory_decay_to": "zero"},
+    "static_k": {"adaptive_k": False},
+    "static_v": {"adaptive_v": False},
     "adaptive_q": {"adaptive_q": True},
     "gates_from_memories": {"gate_mode": "memory"},
     "small_learning_rate": {"memory_learning_rate_bias": -3.0},

@@ -142,7 +142,11 @@ def self_modifying_titans(mixer, hidden_states):
         q = mixer.q_proj(n).view(batch_size, heads, -1)
 
         # (83): keys, values, learning rate and retention from the memories at their chunk's start (90)
-        raw = {name: others[name](x, others[name].snap) for name in ("k", "v")}
+        raw = {name: others[name](x, others[name].snap) for name in ("k", "v") if name in others}
+        if not config.adaptive_k:
+            raw["k"] = mixer.k_proj(n).view(batch_size, heads, -1)
+        if not config.adaptive_v:
+            raw["v"] = mixer.v_proj(n).view(batch_size, heads, -1)
         raw["q"] = others["q"](q, others["q"].snap) if config.adaptive_q else q
         made = {}
         for name, convolution in (("k", mixer.k_conv1d), ("v", mixer.v_conv1d), ("q", mixer.q_conv1d)):

@@ -85,8 +85,13 @@ class HopeConfig(PreTrainedConfig):
         memory_read_mode (`str`, *optional*, defaults to `"inclusive"`):
             What a token reads: the memory with its own write (`"inclusive"`, equation 82), before it (`"exclusive"`,
             equation 86), or as it stood at the chunk's start (`"start"`, equation 90 taken literally).
+        adaptive_k (`bool`, *optional*, defaults to `True`):
+            Whether a self-modifying memory makes the keys (equation 83), or a linear map that never changes.
+        adaptive_v (`bool`, *optional*, defaults to `True`):
+            The same for values. A model needs one of the two; `projection_memory_rate=0` leaves both memories at
+            their initial state.
         adaptive_q (`bool`, *optional*, defaults to `False`):
-            Whether queries pass through a self-modifying memory, too.
+            The same for queries, whose memory reads the linear map's output.
         gate_mode (`str`, *optional*, defaults to `"static"`):
             Whether learning rate and retention come from a linear map of the input (`"static"`, measured better and
             cheaper, see `docs/log.md`) or from self-modifying memories of their own (`"memory"`, equation 83).
@@ -159,6 +164,8 @@ class HopeConfig(PreTrainedConfig):
     memory_expansion: int = 1
     projection_memory_expansion: int = 1
     memory_read_mode: Literal["inclusive", "exclusive", "start"] = "inclusive"
+    adaptive_k: bool = True
+    adaptive_v: bool = True
     adaptive_q: bool = False
     gate_mode: Literal["static", "memory"] = "static"
     memory_erase: Literal["output", "both", "none"] = "output"
@@ -258,6 +265,11 @@ class HopeConfig(PreTrainedConfig):
     def _validate_memory(self):
         if self.memory_depth not in (1, 2):
             raise ValueError(f"`memory_depth` must be 1 or 2, got {self.memory_depth}")
+        if not self.adaptive_k and not self.adaptive_v:
+            raise ValueError(
+                "`adaptive_k` and `adaptive_v` are both off: leave one on, and set `projection_memory_rate` to 0 for "
+                "projections that never change"
+            )
         if self.memory_error_clip is not None and self.memory_error_clip <= 0:
             raise ValueError(f"`memory_error_clip` must be positive or None, got {self.memory_error_clip}")
         if self.memory_gradient_factor not in (1, 2):

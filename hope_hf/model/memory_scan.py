@@ -34,8 +34,8 @@ class ProjectionInputs(NamedTuple):
 
     # x of equation (83) [B, H, 1, S, D], or [B, H, N, S, D] where the memory of q reads another
     memory_input: torch.Tensor
-    # static queries before convolution [B, H, S, D], or None where a memory makes them
-    query_input: torch.Tensor | None
+    # keys, values and queries before convolution [B, H, S, D], each None where a memory makes it
+    static_streams: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
     # logits of learning rate and retention [B, H, 2, S], or None where memories make them
     gate_logits: torch.Tensor | None
     # log of the momentum's coefficient [B, H, S], or None
@@ -181,7 +181,7 @@ def scan_projections(
     """Scan 1: make keys, values, queries and gates, and let the memories that make them learn (equations 83 to 88).
 
     Args:
-        initial: initial weights, each [H, N, o, i]; memories in the order k, v(, learning rate, retention)(, q).
+        initial: initial weights, each [H, N, o, i]; memories in the order (k)(, v)(, learning rate, retention)(, q).
         taps: of the convolutions on k, v and q [K, H, 3, D].
         state, tail: of the call before, or `None` at a text's start.
         rate: step of these memories relative to the content memory's.
@@ -194,7 +194,7 @@ def scan_projections(
         tail = inputs.memory_input.new_zeros(batch, heads, 3, taps.shape[0] - 1, width)
     last = len(layout.pieces) - 1
     memory_inputs = split_tokens(inputs.memory_input, layout.sizes, -2)
-    query_inputs = split_tokens(inputs.query_input, layout.sizes, -2)
+    static_streams = [split_tokens(stream, layout.sizes, -2) for stream in inputs.static_streams]
     gate_logits = split_tokens(inputs.gate_logits, layout.sizes, -1)
     log_momentum = split_tokens(inputs.log_momentum, layout.sizes, -1)
 
@@ -202,13 +202,17 @@ def scan_projections(
         state, tail = carry
         state = begin_piece(state, fresh, layout, index)
         weights = effective_weights(state.snap, initial, rule)
-        made = apply_memory(weights, memory_inputs[index], rule)
-        parts = made.split([2, made.shape[2] - 2], dim=2)
-        others = parts[1].unbind(2)
-        query = query_inputs[index] if inputs.query_input is not None else others[-1]
-        streams, tail = short_convolution(torch.cat([parts[0], query.unsqueeze(2)], dim=2), tail, taps, layout, index)
+        made = iter(apply_memory(weights, memory_inputs[index], rule).unbind(2))
+        static_key, static_value, static_query = (stream[index] for stream in static_streams)
+        key = next(made) if static_key is None else static_key
+        value = next(made) if static_value is None else static_value
+        if inputs.gate_logits is None:
+            logits = gate.logits(torch.stack([next(made), next(made)], dim=2))
+        else:
+            logits = gate_logits[index]
+        query = next(made) if static_query is None else static_query
+        streams, tail = short_convolution(torch.stack([key, value, query], dim=2), tail, taps, layout, index)
         streams = F.silu(streams)
-        logits = gate.logits(torch.stack(others[:2], dim=2)) if inputs.gate_logits is None else gate_logits[index]
         learning_rate, log_retention = gate.squash(logits)
         valid = None
         if layout.valid is not None:

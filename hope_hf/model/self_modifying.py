@@ -173,11 +173,15 @@ class SelfModifyingTitans(nn.Module):
             momentum=config.memory_momentum,
             frozen=config.memory_learning_rate_max == 0 and config.memory_decay_to == "initial",
         )
-        self.memory_names = ["k", "v"]
+        self.memory_names = (["k"] if config.adaptive_k else []) + (["v"] if config.adaptive_v else [])
         self.memory_names += ["learning_rate", "retention"] if config.gate_mode == "memory" else []
         self.memory_names += ["q"] if config.adaptive_q else []
         width = config.hidden_size
         self.in_proj = nn.Linear(width, width, bias=False)
+        if not config.adaptive_k:
+            self.k_proj = nn.Linear(width, width, bias=False)
+        if not config.adaptive_v:
+            self.v_proj = nn.Linear(width, width, bias=False)
         self.q_proj = nn.Linear(width, width, bias=False)
         self.g_proj = nn.Linear(width, width, bias=False)
         self.o_proj = nn.Linear(width, width, bias=False)
@@ -279,7 +283,9 @@ class SelfModifyingTitans(nn.Module):
     ) -> tuple[Projections, dict[str, torch.Tensor]]:
         """Scan 1 on the slots of its layout, and its part of the new state."""
         config, layout = self.config, plan.projection
-        static = [self.in_proj(hidden_states), self.q_proj(hidden_states)]
+        x, query = self.in_proj(hidden_states), self.q_proj(hidden_states)
+        key = None if config.adaptive_k else self.k_proj(hidden_states)
+        value = None if config.adaptive_v else self.v_proj(hidden_states)
         static_gates = self.gates.gate_proj(hidden_states) if config.gate_mode == "static" else None
         momentum = self.momentum_proj(hidden_states) if config.memory_momentum else None
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
@@ -296,14 +302,17 @@ class SelfModifyingTitans(nn.Module):
                 if layout.valid is not None:
                     # padding carries the momentum on unchanged
                     log_momentum = torch.where(layout.valid[:, None], log_momentum, 0.0)
-            x, q = (per_head(part, heads, config.head_dim).transpose(1, 2).contiguous() for part in static)
+            x, key, value, query = (
+                None if part is None else per_head(part, heads, config.head_dim).transpose(1, 2).contiguous()
+                for part in (x, key, value, query)
+            )
             memory_input = x.unsqueeze(2)
             if config.adaptive_q:
                 others = memory_input.expand(-1, -1, len(self.memory_names) - 1, -1, -1)
-                memory_input = torch.cat([others, q.unsqueeze(2)], dim=2)
+                memory_input = torch.cat([others, query.unsqueeze(2)], dim=2)
             inputs = ProjectionInputs(
                 memory_input,
-                None if config.adaptive_q else q,
+                (key, value, None if config.adaptive_q else query),
                 None if static_gates is None else per_head(static_gates, 2, heads).permute(0, 3, 2, 1),
                 log_momentum,
             )

@@ -77,6 +77,8 @@ REFUSED = {
     "memory_decay_to": ["start"],
     "gate_mode": ["linear"],
     "mixer": ["mamba"],
+    "adaptive_k": [0],
+    "adaptive_v": [0],
     "adaptive_q": [1],
     "level_variant": ["nested", "parallel"],
     "level_periods": [[], [0, 1, 2], [4, 2, 8], [1.5, 2, 3], 4],
@@ -98,6 +100,11 @@ def test_large_steps_need_a_clip():
     with pytest.raises(StrictDataclassError, match="memory_learning_rate_max.*memory_error_clip"):
         HopeConfig(**SMALL, memory_learning_rate_max=1.5, memory_error_clip=None)
     assert HopeConfig(**SMALL, memory_learning_rate_max=2).memory_learning_rate_max == 2
+
+
+def test_one_projection_must_be_a_memory():
+    with pytest.raises(StrictDataclassError, match="adaptive_k.*adaptive_v.*projection_memory_rate"):
+        HopeConfig(**SMALL, adaptive_k=False, adaptive_v=False)
 
 
 def test_lists_of_levels_must_be_of_one_length():
