@@ -65,7 +65,7 @@ class HopeConfig(PreTrainedConfig):
         head_dim (`int`, *optional*, defaults to 64):
             Width of a head, which is the width of keys, values and queries of one memory.
         num_attention_heads (`int`, *optional*):
-            Heads of the mixer; `hidden_size / head_dim` unless given, and their product must be `hidden_size`.
+            Heads of the mixer; `hidden_size / head_dim` unless given.
         num_key_value_heads (`int`, *optional*):
             Key and value heads of the attention mixer; as many as heads unless given.
         mixer (`str`, *optional*, defaults to `"self_modifying"`):
@@ -201,7 +201,7 @@ class HopeConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs):
-        if self.num_attention_heads is None and self.head_dim > 0:
+        if self.num_attention_heads is None and self.head_dim > 0 and self.hidden_size % self.head_dim == 0:
             self.num_attention_heads = self.hidden_size // self.head_dim
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
@@ -249,11 +249,13 @@ class HopeConfig(PreTrainedConfig):
         for name in ("inner_layer_rate", "projection_memory_rate", "recompute_chunks"):
             if getattr(self, name) < 0:
                 raise ValueError(f"`{name}` must not be negative, got {getattr(self, name)}")
-        if self.num_attention_heads * self.head_dim != self.hidden_size:
+        if self.num_attention_heads is None:
             raise ValueError(
-                f"`hidden_size` ({self.hidden_size}) must be `num_attention_heads` ({self.num_attention_heads}) times "
-                f"`head_dim` ({self.head_dim}): choose a width divisible by `head_dim`"
+                f"`hidden_size` ({self.hidden_size}) is not divisible by `head_dim` ({self.head_dim}): choose another "
+                "width, or give `num_attention_heads`"
             )
+        if self.num_attention_heads < 1:
+            raise ValueError(f"`num_attention_heads` must be at least 1, got {self.num_attention_heads}")
         if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "

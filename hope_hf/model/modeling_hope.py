@@ -283,7 +283,7 @@ class HopeForCausalLM(HopePreTrainedModel, GenerationMixin):
         if config.tie_word_embeddings:
             matrices += self.lm_head.weight.numel()
         if config.mixer == "attention":
-            mixing = 2 * sequence_length * config.hidden_size
+            mixing = 2 * sequence_length * config.num_attention_heads * config.head_dim
         else:
             width = config.head_dim
             others = len(self.model.layers[0].mixer.memory_names)

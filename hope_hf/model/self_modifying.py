@@ -87,7 +87,7 @@ class ShortConvolution(nn.Module):
     def __init__(self, config: HopeConfig):
         super().__init__()
         self.heads = config.num_attention_heads
-        self.weight = nn.Parameter(torch.empty(config.hidden_size, 1, config.conv_kernel_size))
+        self.weight = nn.Parameter(torch.empty(self.heads * config.head_dim, 1, config.conv_kernel_size))
 
     def forward(self, dtype: torch.dtype) -> torch.Tensor:
         return self.weight.to(dtype, copy=True).view(self.heads, -1, self.weight.shape[-1]).permute(2, 0, 1)
@@ -176,15 +176,15 @@ class SelfModifyingTitans(nn.Module):
         self.memory_names = (["k"] if config.adaptive_k else []) + (["v"] if config.adaptive_v else [])
         self.memory_names += ["learning_rate", "retention"] if config.gate_mode == "memory" else []
         self.memory_names += ["q"] if config.adaptive_q else []
-        width = config.hidden_size
-        self.in_proj = nn.Linear(width, width, bias=False)
+        width, inner = config.hidden_size, config.num_attention_heads * config.head_dim
+        self.in_proj = nn.Linear(width, inner, bias=False)
         if not config.adaptive_k:
-            self.k_proj = nn.Linear(width, width, bias=False)
+            self.k_proj = nn.Linear(width, inner, bias=False)
         if not config.adaptive_v:
-            self.v_proj = nn.Linear(width, width, bias=False)
-        self.q_proj = nn.Linear(width, width, bias=False)
-        self.g_proj = nn.Linear(width, width, bias=False)
-        self.o_proj = nn.Linear(width, width, bias=False)
+            self.v_proj = nn.Linear(width, inner, bias=False)
+        self.q_proj = nn.Linear(width, inner, bias=False)
+        self.g_proj = nn.Linear(width, inner, bias=False)
+        self.o_proj = nn.Linear(inner, width, bias=False)
         self.k_conv1d = ShortConvolution(config)
         self.v_conv1d = ShortConvolution(config)
         self.q_conv1d = ShortConvolution(config)

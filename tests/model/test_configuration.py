@@ -40,6 +40,14 @@ def test_every_width_divisible_by_64_is_a_model(width):
     assert model.model.layers[0].mixer.content_memory.outer.shape[0] * config.head_dim == width
 
 
+@pytest.mark.parametrize("mixer", ["self_modifying", "attention"])
+def test_the_mixer_may_have_another_width_than_the_stream(mixer):
+    model = HopeForCausalLM(HopeConfig(vocab_size=100, hidden_size=36, num_hidden_layers=1, mixer=mixer,
+                                       num_attention_heads=2, head_dim=8))  # fmt: skip
+    assert model.model.layers[0].mixer.o_proj.weight.shape == (36, 16)
+    assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 100)
+
+
 def test_three_arguments_make_a_model_that_runs():
     model = HopeForCausalLM(HopeConfig(**SMALL))
     assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 100)
@@ -59,7 +67,7 @@ REFUSED = {
     "hidden_size": [0, -64, 100],
     "num_hidden_layers": [0],
     "head_dim": [0, 48],
-    "num_attention_heads": [3],
+    "num_attention_heads": [0, -1],
     "num_key_value_heads": [0, 2],
     "memory_depth": [0, 3],
     "memory_expansion": [0],
