@@ -53,6 +53,8 @@ class HopeBlock(GradientCheckpointingLayer):
         self.input_layernorm = HopeRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mixer = SelfModifyingTitans(config, layer_idx) if self.is_recurrent else HopeAttention(config, layer_idx)
         self.continuum = ContinuumMemory(config)
+        for projection in (self.mixer.o_proj, *(level.down_proj for level in self.continuum.levels)):
+            projection.ends_branch = True
 
     def forward(
         self,
@@ -113,12 +115,10 @@ class HopePreTrainedModel(PreTrainedModel):
             module.reset_parameters()
         elif isinstance(module, LevelMix):
             init.ones_(module.weight)
-        elif isinstance(module, HopeBlock):
-            # two residual branches a layer keep the stream's scale at any depth
-            small = std / (2 * self.config.num_hidden_layers) ** 0.5
-            init.normal_(module.mixer.o_proj.weight, std=small)
-            for level in module.continuum.levels:
-                init.normal_(level.down_proj.weight, std=small)
+        elif getattr(module, "ends_branch", False):
+            # Two residual branches a layer keep the stream's scale at any depth. Asked of the projection itself:
+            # transformers initialises no module of registered classes that has no parameters of its own, as a block.
+            init.normal_(module.weight, std=std / (2 * self.config.num_hidden_layers) ** 0.5)
         elif isinstance(module, nn.Embedding) or getattr(module, "is_head", False):
             init.normal_(module.weight, std=std * min(1.0, _HEAD_WIDTH / self.config.hidden_size) ** 0.5)
 
