@@ -70,8 +70,8 @@ class Size:
 
 
 SIZES = {
-    "small": Size(128, 2, 1024, 112, 4, 360, (2e-3, 4e-3, 8e-3), more_seeds=(2, 3)),
-    "medium": Size(256, 4, 4096, 288, 9, 300, (1e-3, 2e-3, 4e-3)),
+    "small": Size(128, 2, 1024, 53, 4, 360, (2e-3, 4e-3, 8e-3), more_seeds=(2, 3)),
+    "medium": Size(256, 4, 4096, 172, 9, 300, (1e-3, 2e-3, 4e-3)),
 }
 # CPU seconds on one thread, as this file prints them (torch 2.13); for estimates only.
 SECONDS_PER_STEP = {
@@ -124,6 +124,10 @@ def _model(name: str, size: Size, fitted: int) -> Model:
     step = size.tokens_per_step
     hope = {
         "num_hidden_layers": layers,
+        # Twice the stream's width, as in the recurrent peers; one matrix a memory.
+        "num_attention_heads": 2 * heads,
+        "memory_depth": 1,
+        "retention_bias_min": 1.0,
         "level_intermediate_sizes": [fitted] * 3,
         "level_periods": [step] * 3,
         "memory_chunk_size": 64,
@@ -146,7 +150,7 @@ def _model(name: str, size: Size, fitted: int) -> Model:
     model_type, own = {
         "hope": ("hope", hope),
         "hope_frozen": ("hope", hope | {"memory_learning_rate_max": 0.0}),
-        "hope_attention": ("hope", hope | {"mixer": "attention"}),
+        "hope_attention": ("hope", hope | {"mixer": "attention", "num_attention_heads": heads}),
         "llama": ("llama", llama),
         "llama_conv": ("llama_conv", llama),
         "mamba2": (
