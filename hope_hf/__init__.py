@@ -1,16 +1,34 @@
 """HOPE (Nested Learning) as a Hugging Face model: importing this package registers it with the Auto classes."""
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+import transformers
 
 from .model.cache_hope import HopeCache
 from .model.configuration_hope import PRESETS, HopeConfig
-from .model.modeling_hope import HopeForCausalLM, HopeModel, HopePreTrainedModel
+from .model.modeling_hope import (
+    AUTO_CLASSES,
+    HopeForCausalLM,
+    HopeForQuestionAnswering,
+    HopeForSequenceClassification,
+    HopeForTokenClassification,
+    HopeModel,
+    HopePreTrainedModel,
+)
 
-AutoConfig.register("hope", HopeConfig, exist_ok=True)
-AutoModel.register(HopeConfig, HopeModel, exist_ok=True)
-AutoModelForCausalLM.register(HopeConfig, HopeForCausalLM, exist_ok=True)
+transformers.AutoConfig.register("hope", HopeConfig, exist_ok=True)
 HopeConfig.register_for_auto_class()
-HopeModel.register_for_auto_class("AutoModel")
-HopeForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+for auto, model_class in AUTO_CLASSES.items():
+    getattr(transformers, auto).register(HopeConfig, model_class, exist_ok=True)
+    model_class.register_for_auto_class(auto)
+del auto, model_class
 
-__all__ = ["PRESETS", "HopeCache", "HopeConfig", "HopeForCausalLM", "HopeModel", "HopePreTrainedModel"]
+__all__ = [
+    "PRESETS",
+    "HopeCache",
+    "HopeConfig",
+    "HopeForCausalLM",
+    "HopeForQuestionAnswering",
+    "HopeForSequenceClassification",
+    "HopeForTokenClassification",
+    "HopeModel",
+    "HopePreTrainedModel",
+]

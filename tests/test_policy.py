@@ -24,8 +24,8 @@ ROOMS = {
     "run_clm.py": {"hope_hf.training"},
     "hope_hf/__init__.py": {"transformers", "hope_hf.model"},
     "hope_hf/reference.py": {"torch"},
-    # exported to the Hub as it stands: transformers brings huggingface_hub, nothing else is there
-    "hope_hf/model": {"torch", "transformers", "huggingface_hub", "hope_hf.model"},
+    # exported to the Hub as it stands: transformers brings huggingface_hub and safetensors, nothing else is there
+    "hope_hf/model": {"torch", "transformers", "huggingface_hub", "safetensors", "hope_hf.model"},
     "hope_hf/optim": {"torch", "hope_hf.optim"},
     "hope_hf/data": {
         "torch", "datasets", "transformers", "tokenizers", "numpy", "huggingface_hub", "pyarrow", "hope_hf.data",
@@ -45,7 +45,10 @@ ROOMS = {
 LAZY = {"matplotlib", "wandb", "evaluate", "lm_eval"}
 LAZY_ROOMS = {"hope_hf/training", "hope_hf/evaluation"}
 
-PUBLIC = ["PRESETS", "HopeCache", "HopeConfig", "HopeForCausalLM", "HopeModel", "HopePreTrainedModel"]
+PUBLIC = [
+    "PRESETS", "HopeCache", "HopeConfig", "HopeForCausalLM", "HopeForQuestionAnswering",
+    "HopeForSequenceClassification", "HopeForTokenClassification", "HopeModel", "HopePreTrainedModel",
+]  # fmt: skip
 
 RUN_CLM_FLAGS = """
     model_name_or_path model_type config_name config_overrides tokenizer_name trust_remote_code attn_implementation

@@ -1,9 +1,19 @@
 """What HOPE carries from one call to the next: fast weights, the convolutions' last inputs, counts of tokens."""
 
-import torch
-from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin, DynamicCache
+import copy
+from pathlib import Path
 
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, DynamicCache
+from transformers.modeling_utils import PreTrainedModel
+
+from .cache_fingerprint import fingerprint
 from .configuration_hope import HopeConfig
+
+CACHE_FILE = "hope_cache.safetensors"
+_FORMAT = "1"
 
 
 class HopeMemoryLayer(CacheLayerMixin):
@@ -59,7 +69,7 @@ class HopeMemoryLayer(CacheLayerMixin):
         return self.cumulative_length + query_length, 0
 
     def crop(self, *args) -> None:
-        raise RuntimeError("a self-modifying memory cannot unread tokens: keep a copy.deepcopy of the cache instead")
+        raise RuntimeError("a self-modifying memory cannot unread tokens: take a HopeCache.snapshot() and roll back")
 
     def map(self, function) -> None:
         """Replace every tensor by `function(tensor)`."""
@@ -91,19 +101,72 @@ class HopeMemoryLayer(CacheLayerMixin):
 STATIC_LAYER_TYPE_MAPPING[HopeMemoryLayer._layer_type] = HopeMemoryLayer
 
 
+def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -> None:
+    """Refuse a cache that is not of this model, or not of these rows.
+
+    Args:
+        hidden_states: [B, T, hidden_size], what is read next.
+
+    Raises:
+        ValueError: other layers, another number of rows, another shape or dtype of the memories.
+    """
+    layers = getattr(cache, "layers", None)
+    wanted = config.mixer == "self_modifying"
+    if layers is None or len(layers) != config.num_hidden_layers and (wanted or len(layers)):
+        held = "no layers" if layers is None else f"{len(layers)} layers"
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__} of {held}, and the model has {config.num_hidden_layers}: "
+            "give a HopeCache(model.config)"
+        )
+    for layer in layers:
+        if isinstance(layer, HopeMemoryLayer) != wanted:
+            raise ValueError(
+                f"past_key_values is a {type(cache).__name__} of {type(layer).__name__}s, which a model with "
+                f"mixer='{config.mixer}' cannot use: give a HopeCache(model.config)"
+            )
+        if wanted and layer.state is not None:
+            weights = layer.state["content.run.0"]
+            inner = config.head_dim * config.memory_expansion if config.memory_depth == 2 else config.head_dim
+            shape = (len(hidden_states), config.num_attention_heads, 1, inner, config.head_dim)
+            dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+            if tuple(weights.shape[1:]) != shape[1:]:
+                raise ValueError(
+                    f"past_key_values holds memories of the shape {tuple(weights.shape[1:])}, and this model's have "
+                    f"{shape[1:]}: it is the cache of another model"
+                )
+            if len(weights) != shape[0]:
+                raise ValueError(
+                    f"past_key_values holds {len(weights)} sequences, and the input {shape[0]}: choose rows with "
+                    "batch_select_indices or batch_repeat_interleave"
+                )
+            if weights.dtype != dtype:
+                raise ValueError(
+                    f"past_key_values holds {weights.dtype} memories, and this model computes them in {dtype}: read "
+                    "the text with the model as it is now"
+                )
+
+
 class HopeCache(DynamicCache):
     """Cache of a HOPE model: `past_key_values` of its `forward` and of `generate`.
 
     Layers are of the kind that `config.layer_types` names: `HopeMemoryLayer` for self-modifying memories, a growing
-    key-value layer for the attention mixer. `copy.deepcopy` forks it.
+    key-value layer for the attention mixer. `copy.deepcopy` forks it, `snapshot` and `rollback` go back to an earlier
+    token, `save_pretrained` and `from_pretrained` keep it as a file.
 
     Example:
 
     ```python
-    >>> from hope_hf import HopeCache
+    >>> import torch
+    >>> from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
+    >>> model = HopeForCausalLM(HopeConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2)).eval()
     >>> cache = HopeCache(model.config)
-    >>> model(first_part, past_key_values=cache)
-    >>> logits = model(second_part, past_key_values=cache).logits
+    >>> out = model(torch.tensor([[1, 2, 3]]), past_key_values=cache)
+    >>> before = cache.snapshot()
+    >>> logits = model(torch.tensor([[4, 5]]), past_key_values=cache).logits
+    >>> cache.rollback(before).get_seq_length()
+    3
+    >>> torch.equal(model(torch.tensor([[4, 5]]), past_key_values=cache).logits, logits)
+    True
     ```
     """
 
@@ -116,33 +179,102 @@ class HopeCache(DynamicCache):
             layer.map(torch.Tensor.detach)
         return self
 
+    def to(self, device: torch.device | str) -> "HopeCache":
+        """Move every tensor to a device, in place."""
+        for layer in self.layers:
+            if isinstance(layer, HopeMemoryLayer):
+                layer.map(lambda tensor: tensor.to(device))
+            elif layer.is_initialized:
+                layer.keys, layer.values = layer.keys.to(device), layer.values.to(device)
+            if layer.is_initialized:
+                layer.device = torch.device(device)
+        return self
+
+    def snapshot(self) -> list[CacheLayerMixin]:
+        """What `rollback` needs to come back to this token. Nothing is copied: new tokens make new tensors."""
+        return [copy.copy(layer) for layer in self.layers]
+
+    def rollback(self, snapshot: list[CacheLayerMixin]) -> "HopeCache":
+        """Forget, in place, all that was read since `snapshot` was taken of this cache; it can be used again."""
+        if [type(layer) for layer in snapshot] != [type(layer) for layer in self.layers]:
+            raise ValueError("the snapshot is of a cache with other layers: roll back the cache it was taken of")
+        self.layers = [copy.copy(layer) for layer in snapshot]
+        return self
+
     @property
     def memory_layers(self) -> list[HopeMemoryLayer]:
         """The layers of self-modifying memories."""
         return [layer for layer in self.layers if isinstance(layer, HopeMemoryLayer)]
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """All that the memories carry, by name: batch-first tensors, and each layer's counts as two integers."""
+        """All that the cache holds, by name: batch-first tensors, and each memory's counts as two integers."""
         tensors = {}
-        for index, layer in enumerate(self.memory_layers):
-            for name, tensor in (layer.state or {}).items():
-                tensors[f"{index}.{name}"] = tensor
-            tensors[f"{index}.columns"] = torch.tensor([layer.cumulative_length, int(layer.is_uniform)])
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, HopeMemoryLayer):
+                state = dict(layer.state or {})
+                state["columns"] = torch.tensor([layer.cumulative_length, int(layer.is_uniform)])
+            else:
+                state = {"keys": layer.keys, "values": layer.values} if layer.is_initialized else {}
+            tensors |= {f"{index}.{name}": tensor for name, tensor in state.items()}
         return tensors
 
     @classmethod
     def from_state_tensors(cls, config: HopeConfig, tensors: dict[str, torch.Tensor]) -> "HopeCache":
         """The cache whose `state_tensors` these are."""
         cache = cls(config)
-        for index, layer in enumerate(cache.memory_layers):
+        for index, layer in enumerate(cache.layers):
             prefix = f"{index}."
             state = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+            if not isinstance(layer, HopeMemoryLayer):
+                if state:
+                    layer.update(state["keys"], state["values"])
+                continue
             if "columns" not in state:
                 raise ValueError(f"the saved memory has no layer {index}: it belongs to a model with fewer layers")
             columns, is_uniform = state.pop("columns").tolist()
             if state:
                 layer.update_state(state, columns, bool(is_uniform))
         return cache
+
+    def save_pretrained(self, save_directory: str | Path, model: PreTrainedModel) -> None:
+        """Write `hope_cache.safetensors` into a folder: what was read, with a fingerprint of the model that read it.
+
+        Args:
+            save_directory: made where it does not exist; a cache in it is replaced.
+            model: the HOPE model whose cache this is.
+        """
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        # Cloned: weights now and weights at the chunk's start can be one tensor, which safetensors refuses.
+        tensors = {
+            name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in self.state_tensors().items()
+        }
+        metadata = {"format": "pt", "hope_cache": _FORMAT, "model": fingerprint(model)}
+        unfinished = folder / f"{CACHE_FILE}.unfinished"
+        save_file(tensors, unfinished, metadata)
+        unfinished.replace(folder / CACHE_FILE)
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path, model: PreTrainedModel) -> "HopeCache":
+        """The cache that `save_pretrained` wrote, on the model's device.
+
+        Raises:
+            ValueError: there is none, it is damaged, or another model wrote it.
+        """
+        path = Path(directory) / CACHE_FILE
+        if not path.is_file():
+            raise ValueError(f"{directory} holds no {CACHE_FILE}: give a folder that HopeCache.save_pretrained wrote")
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dictionary
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged ({error}): read the text again and save a new one") from None
+        if metadata.get("hope_cache") != _FORMAT:
+            raise ValueError(f"{path} is no cache of this version of HOPE: read the text again and save a new one")
+        if metadata["model"] != fingerprint(model):
+            raise ValueError(f"{path} was written by another model (or other weights of it): load it with that one")
+        return cls.from_state_tensors(model.config, tensors).to(model.device)
 
 
 __all__ = ["HopeCache", "HopeMemoryLayer"]

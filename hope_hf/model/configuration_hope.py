@@ -45,6 +45,9 @@ PRESETS = {
     ),
 }
 
+# How the names of fields begin that transformers has not.
+_OWN_PREFIXES = ("adaptive_", "gate_mode", "inner_layer", "level_", "memory_", "projection_memory", "retention_bias")
+
 
 @strict
 class HopeConfig(PreTrainedConfig):
@@ -220,6 +223,17 @@ class HopeConfig(PreTrainedConfig):
         for field in overrides:
             cls.check_field(field)
         return cls(**{**deepcopy(PRESETS[name]), **overrides})
+
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs):
+        """As in transformers, but a field of HOPE's that this version does not have is an error, not an attribute."""
+        for name in config_dict:
+            if name.startswith(_OWN_PREFIXES) and name not in cls.__dataclass_fields__:
+                raise ValueError(
+                    f"the configuration has the field '{name}', which this version of HOPE does not know: another "
+                    "version wrote it; load it with that one, or with trust_remote_code=True if its code lies beside it"
+                )
+        return super().from_dict(config_dict, **kwargs)
 
     @classmethod
     def check_field(cls, name: str) -> None:

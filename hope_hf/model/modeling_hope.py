@@ -2,11 +2,17 @@
 
 import torch
 from torch import nn
+from transformers import AutoModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -16,7 +22,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention import HopeAttention
-from .cache_hope import HopeCache, HopeMemoryLayer
+from .cache_hope import HopeCache, HopeMemoryLayer, check_cache
 from .chunk_layout import ChunkPlan, plan_chunks
 from .configuration_hope import HopeConfig
 from .continuum import ContinuumMemory, LevelMix
@@ -37,6 +43,25 @@ def local_padding_mask(attention_mask: torch.Tensor | None, query_length: int) -
         return None
     local = attention_mask[:, -query_length:]
     return None if bool(local.all()) else local
+
+
+def check_mask(attention_mask: torch.Tensor | None, batch_size: int, query_length: int, seen: int) -> None:
+    """ValueError for a 2-D mask that does not have one column per token, read ones included."""
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+        expected = (batch_size, seen + query_length)
+        if tuple(attention_mask.shape) != expected:
+            raise ValueError(
+                f"attention_mask has the shape {tuple(attention_mask.shape)}, and {expected} is needed: one row per "
+                f"sequence, one column for each of the {seen} tokens read before and the {query_length} of this call"
+            )
+
+
+def check_labels(labels: torch.Tensor, vocab_size: int) -> None:
+    """ValueError for labels that are no tokens; on the CPU only, where looking at them does not wait for a device."""
+    if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = labels[(labels != -100) & ((labels < 0) | (labels >= vocab_size))]
+        if len(wrong):
+            raise ValueError(f"labels hold {int(wrong[0])}: give tokens from 0 to {vocab_size - 1}, or -100 to skip one")
 
 
 class HopeBlock(GradientCheckpointingLayer):
@@ -132,8 +157,8 @@ class HopePreTrainedModel(PreTrainedModel):
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         """As in transformers; the configuration names the code of every Auto class, not only of the one saved."""
-        classes = {"AutoModel": "modeling_hope.HopeModel", "AutoModelForCausalLM": "modeling_hope.HopeForCausalLM"}
-        self.config.auto_map = {**classes, **(getattr(self.config, "auto_map", None) or {})}
+        own = {auto: f"modeling_hope.{model_class.__name__}" for auto, model_class in AUTO_CLASSES.items()}
+        self.config.auto_map = {**own, **(getattr(self.config, "auto_map", None) or {})}
         return super().save_pretrained(save_directory, *args, **kwargs)
 
 
@@ -186,7 +211,9 @@ class HopeModel(HopePreTrainedModel):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        if use_cache and past_key_values is None:
+        if past_key_values is not None:
+            check_cache(past_key_values, self.config, inputs_embeds)
+        elif use_cache:
             past_key_values = HopeCache(self.config)
         if self.config.mixer == "self_modifying":
             hidden_states = self._read(inputs_embeds, attention_mask, position_ids, past_key_values)
@@ -201,6 +228,7 @@ class HopeModel(HopePreTrainedModel):
         """All blocks of self-modifying memories; the cache is written here, outside the blocks."""
         length = hidden_states.shape[1]
         cached: list[HopeMemoryLayer | None] = [None] * len(self.layers) if cache is None else cache.layers
+        check_mask(attention_mask, len(hidden_states), length, 0 if cache is None else cache.get_seq_length())
         plan = plan_chunks(
             self.config,
             hidden_states.shape[:2],
@@ -330,6 +358,7 @@ class HopeForCausalLM(HopePreTrainedModel, GenerationMixin):
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
+            check_labels(labels, self.config.vocab_size)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
@@ -340,4 +369,68 @@ class HopeForCausalLM(HopePreTrainedModel, GenerationMixin):
         )
 
 
-__all__ = ["HopeForCausalLM", "HopeModel", "HopePreTrainedModel"]
+class HopeForSequenceClassification(GenericForSequenceClassification, HopePreTrainedModel):
+    """HOPE with a linear head on the last token that is not padding.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from hope_hf import HopeConfig, HopeForSequenceClassification
+    >>> config = HopeConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2, num_labels=3)
+    >>> HopeForSequenceClassification(config)(torch.tensor([[1, 2, 3]])).logits.shape
+    torch.Size([1, 3])
+    ```
+    """
+
+
+class HopeForTokenClassification(GenericForTokenClassification, HopePreTrainedModel):
+    """HOPE with a linear head on every token, which has seen the tokens before it only.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from hope_hf import HopeConfig, HopeForTokenClassification
+    >>> config = HopeConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2, num_labels=5)
+    >>> HopeForTokenClassification(config)(torch.tensor([[1, 2, 3]])).logits.shape
+    torch.Size([1, 3, 5])
+    ```
+    """
+
+
+class HopeForQuestionAnswering(GenericForQuestionAnswering, HopePreTrainedModel):
+    """HOPE with two scores a token: is it the answer's first, is it the last?
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from hope_hf import HopeConfig, HopeForQuestionAnswering
+    >>> config = HopeConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2)
+    >>> HopeForQuestionAnswering(config)(torch.tensor([[1, 2, 3]])).start_logits.shape
+    torch.Size([1, 3])
+    ```
+    """
+
+
+# The generic heads make their trunk through AutoModel, also where this file was loaded from the Hub.
+AutoModel.register(HopeConfig, HopeModel, exist_ok=True)
+
+# Which class the Auto classes make of a saved HOPE.
+AUTO_CLASSES = {
+    "AutoModel": HopeModel,
+    "AutoModelForCausalLM": HopeForCausalLM,
+    "AutoModelForSequenceClassification": HopeForSequenceClassification,
+    "AutoModelForTokenClassification": HopeForTokenClassification,
+    "AutoModelForQuestionAnswering": HopeForQuestionAnswering,
+}
+
+__all__ = [
+    "HopeForCausalLM",
+    "HopeForQuestionAnswering",
+    "HopeForSequenceClassification",
+    "HopeForTokenClassification",
+    "HopeModel",
+    "HopePreTrainedModel",
+]

@@ -120,6 +120,14 @@ def test_lists_of_levels_must_be_of_one_length():
         HopeConfig(**SMALL, level_periods=[1, 2], level_intermediate_sizes=[8, 8, 8])
 
 
+def test_a_field_of_another_version_is_refused_when_a_configuration_is_read(tmp_path):
+    HopeConfig(**SMALL).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"memory_sigma": "silu", "some_tool": 1}))
+    with pytest.raises(ValueError, match="'memory_sigma'.*another version wrote it"):
+        AutoConfig.from_pretrained(tmp_path)
+
+
 def test_nested_levels_are_refused_with_what_to_use_instead():
     with pytest.raises(StrictDataclassError, match="nested.*use 'sequential' or 'independent'"):
         HopeConfig(**SMALL, level_variant="nested")

@@ -167,6 +167,9 @@ def test_an_export_holds_safetensors_and_all_code(tiny_model, tmp_path):
         "AutoConfig": "configuration_hope.HopeConfig",
         "AutoModel": "modeling_hope.HopeModel",
         "AutoModelForCausalLM": "modeling_hope.HopeForCausalLM",
+        "AutoModelForQuestionAnswering": "modeling_hope.HopeForQuestionAnswering",
+        "AutoModelForSequenceClassification": "modeling_hope.HopeForSequenceClassification",
+        "AutoModelForTokenClassification": "modeling_hope.HopeForTokenClassification",
     }
 
 
