@@ -114,7 +114,7 @@ class HopePreTrainedModel(PreTrainedModel):
     model_tags = ["hope", "nested-learning"]
     _no_split_modules = ["HopeBlock"]
     _skip_keys_device_placement = ["past_key_values"]
-    _can_record_outputs = {"hidden_states": HopeBlock}
+    _can_record_outputs = {"hidden_states": HopeBlock, "attentions": HopeAttention}
     _is_stateful = True
     _supports_sdpa = True
     _supports_flash_attn = True

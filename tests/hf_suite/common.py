@@ -1,0 +1,112 @@
+"""transformers' common test suite on HOPE and Hope-Attention; collected by `make hf-suite` only.
+
+The suite is part of transformers' sources and not of its package: HF_SUITE names a folder with its `tests/` for the
+installed release (see CONTRIBUTING.md), which comes first in PYTHONPATH.
+"""
+
+import os
+import sys
+import unittest
+
+import torch
+import transformers.utils
+
+# The suite imports the package from its sources beside it: give it the installed one.
+transformers.utils.direct_transformers_import = lambda *args, **kwargs: sys.modules["transformers"]
+
+import tests.test_fsdp_mixin as fsdp_mixin  # noqa: E402
+from tests.causal_lm_tester import CausalLMModelTest, CausalLMModelTester  # noqa: E402
+from tests.test_configuration_common import ConfigTester  # noqa: E402
+from transformers.models.auto import modeling_auto  # noqa: E402
+
+import hope_hf  # noqa: E402
+from hope_hf import HopeCache, HopeConfig, HopeForCausalLM, HopeModel  # noqa: E402
+
+# What the suite knows of a model it looks up by name.
+for mapping, name in {
+    "MODEL_MAPPING_NAMES": "HopeModel",
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "HopeForCausalLM",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": "HopeForSequenceClassification",
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES": "HopeForTokenClassification",
+    "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES": "HopeForQuestionAnswering",
+}.items():
+    getattr(modeling_auto, mapping)["hope"] = name
+if os.environ.get("RUN_SLOW"):
+    # Two processes on this machine; by default for a few models of transformers only.
+    fsdp_mixin.FSDP_DISTRIBUTED_TEST_MODEL_TYPES = {"hope"}
+
+
+class Tester(CausalLMModelTester):
+    """Small models of one mixer."""
+
+    config_class = HopeConfig
+    base_model_class = HopeModel
+    causal_lm_class = HopeForCausalLM
+    sequence_classification_class = hope_hf.HopeForSequenceClassification
+    token_classification_class = hope_hf.HopeForTokenClassification
+    question_answering_class = hope_hf.HopeForQuestionAnswering
+    mixer = "self_modifying"
+
+    def __init__(self, parent, **changes):
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+        super().__init__(parent, **{**sizes, "mixer": self.mixer, **changes})
+
+    @property
+    def config_args(self):
+        """Names of the configuration's fields; the suite reads them from a signature that a dataclass has not."""
+        return list(HopeConfig.__dataclass_fields__)
+
+
+class Suite(CausalLMModelTest):
+    """What both mixers share."""
+
+    def setUp(self):
+        super().setUp()
+        self.config_tester = ConfigTester(
+            self,
+            config_class=HopeConfig,
+            common_properties=["hidden_size", "num_hidden_layers", "num_attention_heads"],
+            hidden_size=36,
+            num_attention_heads=4,
+        )
+
+
+class HopeMemory(Suite, unittest.TestCase):
+    """HOPE: self-modifying memories. The cache has a constant size and no keys and values to look at."""
+
+    model_tester_class = Tester
+    has_attentions = False
+
+    def setUp(self):
+        super().setUp()
+        if "rope_scaling" in self._testMethodName:
+            self.skipTest("memories know no positions")
+
+    def _check_past_key_values_for_generate(self, batch_size, past_key_values, seq_length, config):
+        assert len(past_key_values) == config.num_hidden_layers
+        assert seq_length is None or past_key_values.get_seq_length() == seq_length
+        for layer in past_key_values.layers:
+            assert {len(tensor) for tensor in layer.state.values()} == {batch_size}
+
+    def _check_caches_are_equal(self, cache1, cache2):
+        first, second = HopeCache.state_tensors(cache1), HopeCache.state_tensors(cache2)
+        assert first.keys() == second.keys()
+        for name in first:
+            torch.testing.assert_close(first[name], second[name], rtol=1e-4, atol=1e-5, msg=name)
+
+    def test_left_padding_compatibility(self):
+        # The suite runs this for models with attentions only, and a recurrent one must pass it all the same.
+        self.has_attentions = True
+        super().test_left_padding_compatibility()
+
+
+class AttentionTester(Tester):
+    """Small models of Hope-Attention."""
+
+    mixer = "attention"
+
+
+class HopeAttention(Suite, unittest.TestCase):
+    """Hope-Attention: softmax attention, then HOPE's levels."""
+
+    model_tester_class = AttentionTester
