@@ -1,6 +1,7 @@
 # make train      install into .venv, then train the demo (preset tiny, built-in corpus) into runs/demo
 # make test       install into .venv, then run the tests that need neither minutes nor a GPU
 # make test-long  the tests marked `long`       make test-gpu  the tests marked `gpu`
+# make hf-suite   transformers' own common test suite on HOPE (HF_SUITE=folder with its tests/, see CONTRIBUTING.md)
 # make lint       ruff                          make clean     remove .venv (never runs/)
 #
 # PYTHON=python3.12                the interpreter that .venv is made with
@@ -16,7 +17,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --constraint constraints.txt $(PIP_ARGS) --editable
 
-.PHONY: train test test-long test-gpu lint clean
+.PHONY: train test test-long test-gpu hf-suite lint clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed-plot
@@ -33,6 +34,9 @@ test-long: $(VENV)/.installed-test
 
 test-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m gpu
+
+hf-suite: $(VENV)/.installed-test
+	$(BIN)/python tests/hf_suite/run.py
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
