@@ -61,7 +61,9 @@ def check_labels(labels: torch.Tensor, vocab_size: int) -> None:
     if labels.device.type == "cpu" and not torch.compiler.is_compiling():
         wrong = labels[(labels != -100) & ((labels < 0) | (labels >= vocab_size))]
         if len(wrong):
-            raise ValueError(f"labels hold {int(wrong[0])}: give tokens from 0 to {vocab_size - 1}, or -100 to skip one")
+            raise ValueError(
+                f"labels hold {int(wrong[0])}: give tokens from 0 to {vocab_size - 1}, or -100 to skip one"
+            )
 
 
 class HopeBlock(GradientCheckpointingLayer):

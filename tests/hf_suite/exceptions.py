@@ -4,9 +4,11 @@
 here without need.
 """
 
-_NO_GRAPH = "the memories' chunks are cut anew by every batch's documents: nothing of fixed shape to compile as a whole"
+_NO_GRAPH = (
+    "the memories' chunks are cut anew by every batch's documents: nothing of fixed shape to compile as a whole"
+)
 _ONE_CLASS = "the class serves both mixers, and the memories cannot promise a compiled forward without breaks"
-_OTHER_NAME = "knows transformers' own kinds of recurrent layers only; tests/model/test_state.py has the same for ours"
+_OTHER_NAME = "knows transformers' own kinds of recurrent layers only; tests/model/test_state.py has it for ours"
 _NO_EXPERTS = "no mixture of experts"
 _NO_MAPPING = "weights have the names of the modules: nothing to convert while loading"
 _NO_TENSOR_PARALLEL = "no tensor-parallel plan for the blocks"
