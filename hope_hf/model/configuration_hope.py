@@ -231,7 +231,7 @@ class HopeConfig(PreTrainedConfig):
             if name.startswith(_OWN_PREFIXES) and name not in cls.__dataclass_fields__:
                 raise ValueError(
                     f"the configuration has the field '{name}', which this version of HOPE does not know: another "
-                    "version wrote it; load it with that one, or with trust_remote_code=True if its code lies beside it"
+                    "version wrote it; load it with that one, or with trust_remote_code=True where its code is there"
                 )
         return super().from_dict(config_dict, **kwargs)
 
