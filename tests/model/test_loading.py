@@ -1,0 +1,136 @@
+"""Where the weights of a loaded model lie, and what loading says of a checkpoint that does not fit."""
+
+import copy
+import json
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from hope_hf import HopeForCausalLM
+
+MIXERS = ["self_modifying", "attention"]
+
+
+def random_ids(*shape):
+    return torch.randint(64, shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize(
+    "where",
+    ["auto", {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu",
+              "lm_head": "cpu", "model.rotary_emb": "cpu"}],
+    ids=["auto", "disk"],
+)  # fmt: skip
+def test_weights_may_lie_anywhere(tiny_model, tmp_path, mixer, where):
+    model = tiny_model(mixer=mixer)
+    model.save_pretrained(tmp_path)
+    loaded = HopeForCausalLM.from_pretrained(tmp_path, device_map=where, offload_folder=tmp_path / "offload")
+    if where != "auto":
+        assert loaded.model.layers[1].mixer.o_proj.weight.device.type == "meta"
+    ids = random_ids(2, 19)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    tokens = [m.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0) for m in (loaded, model)]
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_model_is_made_without_memory_and_filled_later(tiny_model, tmp_path, mixer):
+    model = tiny_model(mixer=mixer)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(model.config)
+    assert {weight.device.type for weight in empty.parameters()} == {"meta"}
+    empty.load_state_dict(model.state_dict(), assign=True)
+    if mixer == "attention":
+        # a buffer that is computed and not saved
+        empty.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)
+    ids = random_ids(2, 19)
+    assert torch.equal(empty.eval()(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_vocabulary_grows_and_shrinks(tiny_model, tmp_path, tied):
+    model = tiny_model(tie_word_embeddings=tied)
+    ids = random_ids(2, 19) % 60
+    expected = model(ids).logits
+    for size in (70, 60):
+        model.resize_token_embeddings(size)
+        logits = model(ids).logits
+        assert logits.shape[-1] == size == model.config.vocab_size
+        torch.testing.assert_close(logits[..., :60], expected[..., :60], rtol=0, atol=1e-6)
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    model.save_pretrained(tmp_path)
+    assert torch.equal(HopeForCausalLM.from_pretrained(tmp_path)(ids).logits, logits)
+
+
+@pytest.mark.parametrize(
+    ("auto", "shape"),
+    [
+        (AutoModelForSequenceClassification, (2, 3)),
+        (AutoModelForTokenClassification, (2, 19, 3)),
+        (AutoModelForQuestionAnswering, (2, 19)),
+    ],
+)
+def test_heads_are_put_on_a_language_model(tiny_model, tmp_path, auto, shape):
+    model = tiny_model(pad_token_id=63)
+    model.save_pretrained(tmp_path)
+    loaded = auto.from_pretrained(tmp_path, num_labels=3).eval()
+    for name, weight in model.model.state_dict().items():
+        assert torch.equal(loaded.model.state_dict()[name], weight), name
+    ids = random_ids(2, 19) % 63
+    logits = loaded(ids)[0]
+    assert logits.shape == shape
+    loaded.save_pretrained(tmp_path / "head")
+    assert torch.equal(auto.from_pretrained(tmp_path / "head").eval()(ids)[0], logits)
+
+
+def test_the_last_token_that_is_not_padding_classifies(tiny_model, tmp_path):
+    tiny_model(pad_token_id=63).save_pretrained(tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3).eval()
+    ids = random_ids(1, 12) % 63
+    padding = torch.full((1, 5), 63)
+    mask, none = torch.ones_like(ids), torch.zeros_like(padding)
+    expected = model(ids).logits
+    right = model(torch.cat([ids, padding], 1), attention_mask=torch.cat([mask, none], 1)).logits
+    left = model(torch.cat([padding, ids], 1), attention_mask=torch.cat([none, mask], 1)).logits
+    torch.testing.assert_close(right, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(left, expected, rtol=0, atol=1e-5)
+
+
+@pytest.fixture
+def loading_report(monkeypatch):
+    """What transformers says about a checkpoint's weights."""
+    lines = []
+    logger = logging.getLogger("transformers.modeling_utils")
+    for level in ("warning", "warning_once", "error"):
+        monkeypatch.setattr(logger, level, lambda message, *args, **kwargs: lines.append(str(message)), raising=False)
+    return lines
+
+
+def test_missing_and_surplus_weights_are_named(tiny_model, tmp_path, loading_report):
+    tiny_model().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.0.mixer.q_proj.weight"]
+    weights["model.layers.0.mixer.surplus.weight"] = torch.zeros(2)
+    save_file(weights, file, {"format": "pt"})
+    HopeForCausalLM.from_pretrained(tmp_path)
+    report = "\n".join(loading_report)
+    assert "model.layers.0.mixer.q_proj.weight" in report and "MISSING" in report
+    assert "model.layers.0.mixer.surplus.weight" in report and "UNEXPECTED" in report
+
+
+def test_weights_of_another_shape_are_refused(tiny_model, tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_attention_heads": 4, "num_key_value_heads": 4}))
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        HopeForCausalLM.from_pretrained(tmp_path)

@@ -1,0 +1,125 @@
+"""The tools people fine-tune with: Trainer, TRL's SFTTrainer, PEFT's LoRA, int8 weights."""
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torchao.quantization import Int8WeightOnlyConfig
+from transformers import PreTrainedTokenizerFast, TorchAoConfig, Trainer, TrainerCallback, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+from hope_hf import HopeForCausalLM
+
+pytestmark = [
+    # Both still ask transformers 5.23 for attributes by their older names.
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Calling register_constant:FutureWarning"),
+]
+MIXERS = ["self_modifying", "attention"]
+STEPS = 8
+
+
+def random_ids(*shape, seed=1):
+    return torch.randint(62, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def rows():
+    return [{"input_ids": ids, "labels": ids} for ids in random_ids(64, 17)]
+
+
+def arguments(folder, **options):
+    defaults = dict(
+        max_steps=STEPS, per_device_train_batch_size=4, learning_rate=1e-2, save_steps=4, eval_strategy="steps",
+        eval_steps=4, report_to=[], use_cpu=True, seed=1, disable_tqdm=True,
+    )  # fmt: skip
+    return TrainingArguments(str(folder), **defaults | options)
+
+
+class Interrupt(TrainerCallback):
+    """Stops a run half way, after a checkpoint."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_save = control.should_training_stop = state.global_step == STEPS // 2
+        return control
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_trainer_trains_evaluates_and_resumes_exactly(tiny_model, rows, tmp_path, mixer):
+    def trainer(folder, *callbacks):
+        model = tiny_model(mixer=mixer).train()
+        return Trainer(model, arguments(folder), train_dataset=rows, eval_dataset=rows[:8], callbacks=list(callbacks))
+
+    whole = trainer(tmp_path / "whole")
+    before = whole.evaluate()["eval_loss"]
+    whole.train()
+    assert whole.evaluate()["eval_loss"] < before - 0.02
+    trainer(tmp_path / "parts", Interrupt()).train()
+    resumed = trainer(tmp_path / "parts")
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == STEPS
+    for name, weight in whole.model.state_dict().items():
+        assert torch.equal(weight, resumed.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "o_proj", "down_proj"]], ids=str)
+def test_lora_trains_reloads_and_merges(tiny_model, rows, tmp_path, mixer, targets):
+    base = tiny_model(mixer=mixer)
+    plain = base(random_ids(2, 19)).logits
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    Trainer(model, arguments(tmp_path / "run", eval_strategy="no"), train_dataset=rows).train()
+    for name, weight in frozen.items():
+        assert torch.equal(weight, model.get_parameter(name)), name
+    model.eval()
+    expected = model(input_ids=random_ids(2, 19)).logits
+    assert (expected - plain).abs().max() > 1e-2
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(tiny_model(mixer=mixer), tmp_path / "adapter").eval()
+    torch.testing.assert_close(loaded(input_ids=random_ids(2, 19)).logits, expected, rtol=0, atol=1e-6)
+    merged = loaded.merge_and_unload()
+    assert isinstance(merged, HopeForCausalLM)
+    torch.testing.assert_close(merged(random_ids(2, 19)).logits, expected, rtol=0, atol=1e-5)
+    assert merged.generate(random_ids(2, 5), max_new_tokens=3, do_sample=False, pad_token_id=0).shape == (2, 8)
+
+
+@pytest.fixture
+def word_tokenizer():
+    vocabulary = {f"w{index}": index for index in range(62)} | {"<eos>": 62, "<pad>": 63}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")])
+def test_sft_trainer_trains_on_texts_of_unequal_length(tiny_model, word_tokenizer, tmp_path, lora):
+    texts = [" ".join(f"w{i * j % 62}" for j in range(1, 12 + i % 5)) for i in range(1, 33)]
+    data = Dataset.from_dict({"text": texts})
+    options = dict(max_length=32, bf16=False, learning_rate=3e-2)
+    trainer = SFTTrainer(
+        tiny_model().train(),
+        SFTConfig(**arguments(tmp_path).to_dict() | options),
+        train_dataset=data,
+        eval_dataset=data,
+        processing_class=word_tokenizer,
+        peft_config=lora,
+    )
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before - 0.02
+
+
+def test_int8_weights_load_and_generate(tiny_model, tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    small = HopeForCausalLM.from_pretrained(tmp_path, quantization_config=TorchAoConfig(Int8WeightOnlyConfig()))
+    kinds = {name: type(weight).__name__ for name, weight in small.named_parameters()}
+    assert kinds["model.layers.0.mixer.q_proj.weight"] == "Int8Tensor"
+    assert kinds["model.layers.0.mixer.content_memory.outer"] == "Parameter"
+    ids = random_ids(2, 19)
+    with torch.no_grad():
+        error = (small(ids).logits - model(ids).logits).abs().max() / model(ids).logits.abs().max()
+    assert 0 < error < 0.02
+    assert small.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0).shape == (2, 22)
