@@ -143,6 +143,23 @@ class HopeConfig(PreTrainedConfig):
             Only informs tools that ask for it: the memories have no longest length.
         rope_parameters (`dict`, *optional*):
             Rotary positions of the attention mixer, as in other models of transformers.
+
+    Example:
+
+    ```python
+    >>> from hope_hf import HopeConfig, HopeModel
+
+    >>> # Initializing a configuration of a named size, with another number of layers
+    >>> configuration = HopeConfig.from_preset("tiny", num_hidden_layers=2)
+
+    >>> # Initializing a model (with random weights) from that configuration
+    >>> model = HopeModel(configuration)
+
+    >>> # Accessing the model configuration
+    >>> model.config.layer_types
+    ['hope_memory', 'hope_memory']
+
+    ```
     """
 
     model_type = "hope"

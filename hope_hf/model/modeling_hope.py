@@ -170,6 +170,7 @@ class HopeModel(HopePreTrainedModel):
     Example:
 
     ```python
+    >>> import torch
     >>> from hope_hf import HopeConfig, HopeModel
     >>> model = HopeModel(HopeConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2))
     >>> model(input_ids=torch.tensor([[1, 2, 3]])).last_hidden_state.shape
@@ -278,6 +279,7 @@ class HopeForCausalLM(HopePreTrainedModel, GenerationMixin):
     Example:
 
     ```python
+    >>> import torch
     >>> from hope_hf import HopeConfig, HopeForCausalLM
     >>> model = HopeForCausalLM(HopeConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2))
     >>> ids = torch.tensor([[1, 2, 3]])
