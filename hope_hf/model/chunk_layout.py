@@ -105,7 +105,10 @@ class TokenPositions:
 
 
 def ragged_layout(positions: TokenPositions, chunk: int) -> ChunkLayout:
-    """Layout of rows with padding, documents or unequal history. One host synchronisation: the number of slots."""
+    """Layout of rows with padding, documents or unequal history. One host synchronisation: the number of slots.
+
+    An exported graph has none: it takes as many slots as a row of one document can need.
+    """
     valid, begins, seen = positions.valid, positions.begins, positions.seen
     batch_size, length = valid.shape
     offset = seen % chunk
@@ -122,7 +125,11 @@ def ragged_layout(positions: TokenPositions, chunk: int) -> ChunkLayout:
     chunks_before = torch.where(begins, -(-filled // chunk), 0).cumsum(1)
     within = torch.where(positions.first >= 0, positions.position, positions.rank + offset[:, None])
     slot_of_token = chunks_before * chunk + within
-    num_slots = -(-(int(torch.where(valid, slot_of_token, 0).max()) + 1) // chunk) * chunk
+    if torch.compiler.is_exporting():
+        slots_needed = length + chunk - 1
+    else:
+        slots_needed = int(torch.where(valid, slot_of_token, 0).max()) + 1
+    num_slots = -(-slots_needed // chunk) * chunk
     # padding tokens go to one slot too many, which is cut off
     target = torch.where(valid, slot_of_token, num_slots)
     filler = torch.zeros(batch_size, num_slots + 1, dtype=torch.long, device=valid.device)
@@ -172,13 +179,14 @@ def plan_chunks(
         shape: (B, T) of the call.
         cached: any memory layer of the cache before the call.
         padding_mask: [B, T], 0 for padding, or `None` where there is none.
-        position_ids: [B or 1, T]; a token at position 0 begins a document.
+        position_ids: [B or 1, T]; a token at position 0 begins a document. Unused in an exported graph, which reads
+            one document a row.
     """
     batch_size, length = shape
     fresh = cached is None or cached.state is None
     uniform = fresh or cached.is_uniform
     begins = None
-    if position_ids is not None:
+    if position_ids is not None and not torch.compiler.is_exporting():
         begins = (position_ids == 0).expand(shape)
         # a fresh row begins a document anyway
         later = begins[:, 1:] if fresh else begins

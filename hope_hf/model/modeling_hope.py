@@ -37,12 +37,12 @@ def local_padding_mask(attention_mask: torch.Tensor | None, query_length: int) -
     """The columns of a 2-D padding mask that belong to this call's tokens; `None` where they hold no padding.
 
     Unlike transformers' own mask for recurrent models, a call of one token may be padding, too: a chunked prefill can
-    end on it.
+    end on it. In an exported graph, which must serve every mask, any may be.
     """
     if attention_mask is None or attention_mask.ndim != 2:
         return None
     local = attention_mask[:, -query_length:]
-    return None if bool(local.all()) else local
+    return None if not torch.compiler.is_exporting() and bool(local.all()) else local
 
 
 def check_mask(attention_mask: torch.Tensor | None, batch_size: int, query_length: int, seen: int) -> None:

@@ -1,0 +1,150 @@
+"""What a language model of transformers is used with, from pipelines to export; and what is refused."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    TextIteratorStreamer,
+    pipeline,
+)
+
+from benchmarks.long_prompt import measure_apart
+from hope_hf import HopeCache
+
+MIXERS = ["self_modifying", "attention"]
+GREEDY = dict(do_sample=False, pad_token_id=63)
+CHAT = "{% for message in messages %}w1 {{ message['content'] }} {% endfor %}w2"
+
+
+def random_ids(*shape, seed=1):
+    return torch.randint(62, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def tokenizer():
+    """Words w0 to w61, one token each."""
+    vocabulary = {f"w{index}": index for index in range(62)} | {"<eos>": 62, "<pad>": 63}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Whitespace(), decoders.Metaspace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<eos>", pad_token="<pad>", padding_side="left", chat_template=CHAT
+    )
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_pipeline_writes_the_same_alone_and_in_a_batch(tiny_model, tokenizer, mixer):
+    writer = pipeline("text-generation", tiny_model(mixer=mixer), tokenizer=tokenizer)
+    prompts = ["w3 w4 w5", "w6", "w7 w8 w9 w10 w11 w12 w13"]
+    options = dict(max_new_tokens=6, return_full_text=False, do_sample=False)
+    alone = [writer(prompt, **options)[0]["generated_text"] for prompt in prompts]
+    batch = [out[0]["generated_text"] for out in writer(prompts, batch_size=3, **options)]
+    assert batch == alone and len(set(alone)) > 1
+
+
+def test_a_chat_is_a_prompt_like_any_other(tiny_model, tokenizer):
+    model = tiny_model()
+    writer = pipeline("text-generation", model, tokenizer=tokenizer)
+    messages = [{"role": "user", "content": "w5 w6"}]
+    said = writer(messages, max_new_tokens=4, do_sample=False)[0]["generated_text"]
+    assert said[0] == messages[0] and said[1]["role"] == "assistant"
+    tokens = model.generate(tokenizer("w1 w5 w6 w2", return_tensors="pt").input_ids, max_new_tokens=4, **GREEDY)
+    assert said[1]["content"] == tokenizer.decode(tokens[0, 4:], skip_special_tokens=True)
+
+
+def test_words_stream_as_they_are_written(tiny_model, tokenizer):
+    model = tiny_model()
+    ids = random_ids(1, 9)
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+    tokens = model.generate(ids, max_new_tokens=5, streamer=streamer, **GREEDY)
+    assert "".join(streamer).split() == tokenizer.decode(tokens[0, 9:]).split()
+
+
+def test_processors_decide_what_may_be_written(tiny_model):
+    class OnlyEven(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            scores[:, 1::2] = -torch.inf
+            return scores
+
+    out = tiny_model().generate(
+        random_ids(2, 9), max_new_tokens=6, logits_processor=LogitsProcessorList([OnlyEven()]), **GREEDY
+    )
+    assert (out[:, 9:] % 2 == 0).all()
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_prompt_in_pieces_is_the_same_prompt(tiny_model, mixer):
+    model = tiny_model(torch.float64, mixer=mixer)
+    ids = random_ids(2, 41)
+    whole = model.generate(ids, max_new_tokens=6, **GREEDY)
+    for size in (1, 5, 16):
+        assert torch.equal(model.generate(ids, max_new_tokens=6, prefill_chunk_size=size, **GREEDY), whole)
+
+
+def test_a_book_is_read_once_and_continued_in_two_ways(tiny_model):
+    model = tiny_model(torch.float64)
+    book, endings = random_ids(1, 60), [random_ids(1, 3, seed=seed) for seed in (2, 3)]
+    cache = HopeCache(model.config)
+    with torch.no_grad():
+        model(book, past_key_values=cache)
+    for ending in endings:
+        text = torch.cat([book, ending], 1)
+        continued = model.generate(text, past_key_values=copy.deepcopy(cache), max_new_tokens=5, **GREEDY)
+        assert torch.equal(continued, model.generate(text, max_new_tokens=5, **GREEDY))
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_an_exported_forward_serves_every_mask(tiny_model, mixer):
+    model = tiny_model(mixer=mixer)
+    ids, mask = random_ids(2, 19), torch.ones(2, 19, dtype=torch.long)
+    masks = [mask, mask.clone(), mask.clone()]
+    masks[1][1, :4] = 0
+    masks[2][0, 15:] = 0
+    graph = torch.export.export(model, (), {"input_ids": ids, "attention_mask": mask, "use_cache": False}).module()
+    for mask in masks:
+        inputs = {"input_ids": random_ids(2, 19, seed=2), "attention_mask": mask, "use_cache": False}
+        real = mask.bool()
+        torch.testing.assert_close(graph(**inputs).logits[real], model(**inputs).logits[real], rtol=0, atol=1e-6)
+
+
+# PEFT asks transformers for an attribute by its older name.
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+def test_what_a_recurrent_state_cannot_do_is_refused(tiny_model):
+    from peft import PrefixTuningConfig, get_peft_model
+
+    model, ids = tiny_model(), random_ids(1, 9)
+    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+        model.generate(ids, assistant_model=tiny_model(seed=1), max_new_tokens=3, **GREEDY)
+    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+        model.generate(ids, prompt_lookup_num_tokens=2, max_new_tokens=3, **GREEDY)
+    prefix = get_peft_model(model, PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match="past_key_values"):
+        prefix(input_ids=ids)
+
+
+def test_a_long_prompt_takes_no_more_memory_than_a_short_one():
+    """Three times the prompt, well above one piece; `benchmarks/long_prompt.py` does it with 100,000 tokens."""
+    short, long = (measure_apart("tiny", length, prefill_chunk_size=256)["peak_mib"] for length in (512, 2048))
+    assert long / short <= 1.1
+
+
+def test_importing_is_not_slow():
+    code = (
+        "import time\n"
+        "from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel\n"
+        "import torch.utils.checkpoint, transformers.modeling_layers, transformers.generation\n"
+        "start = time.process_time()\n"
+        "import hope_hf\n"
+        "print(time.process_time() - start)\n"
+    )
+    seconds = [
+        float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+        for _ in range(2)
+    ]
+    assert min(seconds) <= 0.3
