@@ -1,10 +1,13 @@
 """PyTorch HOPE model: wiring of mixers and levels into transformers' classes."""
 
+from pathlib import Path
+
 import torch
 from torch import nn
 from transformers import AutoModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import (
@@ -157,11 +160,23 @@ class HopePreTrainedModel(PreTrainedModel):
             if isinstance(module, ContinuumMemory):
                 module.compile(*args, **kwargs)
 
-    def save_pretrained(self, save_directory, *args, **kwargs):
+    def save_pretrained(self, save_directory, is_main_process: bool = True, **kwargs):
         """As in transformers; the configuration names the code of every Auto class, not only of the one saved."""
         own = {auto: f"modeling_hope.{model_class.__name__}" for auto, model_class in AUTO_CLASSES.items()}
         self.config.auto_map = {**own, **(getattr(self.config, "auto_map", None) or {})}
-        return super().save_pretrained(save_directory, *args, **kwargs)
+        wrapped = type(self)
+        if not wrapped.__module__.startswith("torch."):
+            return super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        # `fully_shard` has put a class of torch's before ours, and its files would be copied as the model's code.
+        if is_main_process:
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            own_class = next(cls for cls in wrapped.__mro__ if not cls.__module__.startswith("torch."))
+            custom_object_save(object.__new__(own_class), save_directory, config=self.config)
+        wrapped._auto_class = None
+        try:
+            return super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        finally:
+            del wrapped._auto_class
 
 
 class HopeModel(HopePreTrainedModel):
