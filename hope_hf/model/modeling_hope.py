@@ -154,6 +154,7 @@ class HopePreTrainedModel(PreTrainedModel):
 
     def compile(self, *args, **kwargs):
         """`nn.Module.compile` of what is the same at every call; of self-modifying models, every block's continuum."""
+        # CODEPATH: mixer='self_modifying' in HOPE, 'attention' in Hope-Attention.
         if self.config.mixer == "attention":
             return super().compile(*args, **kwargs)
         for module in self.modules():
@@ -200,6 +201,7 @@ class HopeModel(HopePreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList([HopeBlock(config, layer_idx) for layer_idx in range(config.num_hidden_layers)])
         self.norm = HopeRMSNorm(config.hidden_size, config.rms_norm_eps)
+        # CODEPATH: mixer='self_modifying' in HOPE, 'attention' in Hope-Attention.
         self.rotary_emb = LlamaRotaryEmbedding(config) if config.mixer == "attention" else None
         self.gradient_checkpointing = False
         self.post_init()
@@ -233,6 +235,7 @@ class HopeModel(HopePreTrainedModel):
             check_cache(past_key_values, self.config, inputs_embeds)
         elif use_cache:
             past_key_values = HopeCache(self.config)
+        # CODEPATH: mixer='self_modifying' in HOPE, 'attention' in Hope-Attention.
         if self.config.mixer == "self_modifying":
             hidden_states = self._read(inputs_embeds, attention_mask, position_ids, past_key_values)
         else:
@@ -329,6 +332,7 @@ class HopeForCausalLM(HopePreTrainedModel, GenerationMixin):
         matrices = sum(p.numel() for n, p in self.named_parameters() if p.ndim == 2 and "embed_tokens" not in n)
         if config.tie_word_embeddings:
             matrices += self.lm_head.weight.numel()
+        # CODEPATH: mixer='self_modifying' in HOPE, 'attention' in Hope-Attention.
         if config.mixer == "attention":
             mixing = 2 * sequence_length * config.num_attention_heads * config.head_dim
         else:

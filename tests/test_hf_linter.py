@@ -1,0 +1,28 @@
+"""Hugging Face's linter of model code has nothing to say but for two rules of transformers' own repository."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+# A licence header in every file, and docstrings that are put together from transformers' own.
+NOT_OURS = {"TRF028", "TRF057"}
+MODEL = Path(__file__).parents[1] / "hope_hf" / "model"
+
+
+def findings(folder: Path, report: Path) -> list[dict]:
+    options = ["--no-cache", "--no-progress", "--output-json", str(report)]
+    subprocess.run([sys.executable, "-m", "mlinter", *options, str(folder)], capture_output=True, timeout=120)
+    return [finding for finding in json.loads(report.read_text())["findings"] if finding["rule"] not in NOT_OURS]
+
+
+def test_the_model_is_written_as_transformers_wants_it(tmp_path):
+    assert findings(MODEL, tmp_path / "report.json") == []
+
+
+def test_the_linter_would_speak(tmp_path):
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    source = (MODEL / "modeling_hope.py").read_text()
+    (folder / "modeling_hope.py").write_text(source.replace("# CODEPATH:", "#"))
+    assert {finding["rule"] for finding in findings(folder, tmp_path / "report.json")} == {"TRF041"}
