@@ -1,0 +1,52 @@
+"""A trained HOPE, read with other chunk sizes than it was trained with.
+
+python benchmarks/chunk_sizes.py --model_name_or_path DIR --validation_file FILE [--chunks 16 32 64 128 256]
+
+prints the mean loss of the text's tokens in blocks of `--block_size`, each read from the initial state. The chunk at
+whose start errors are taken is part of the model: this shows what another one costs that no training knew of.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import hope_hf  # noqa: F401  registers the model
+
+
+@torch.no_grad()
+def loss(model, blocks: torch.Tensor) -> float:
+    """Nats per token over blocks [N, T]."""
+    return sum(model(rows, labels=rows).loss.item() * len(rows) for rows in blocks.split(8)) / len(blocks)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_name_or_path", required=True)
+    parser.add_argument("--validation_file", type=Path, required=True)
+    parser.add_argument("--chunks", nargs="+", type=int, default=[16, 32, 64, 128, 256])
+    parser.add_argument("--block_size", type=int, default=512)
+    parser.add_argument("--limit", type=int, default=64, help="blocks")
+    options = parser.parse_args()
+    torch.set_flush_denormal(True)
+    tokenizer = AutoTokenizer.from_pretrained(options.model_name_or_path)
+    ids = tokenizer(options.validation_file.read_text(encoding="utf-8"), verbose=False)["input_ids"]
+    number = min(options.limit, len(ids) // options.block_size)
+    blocks = torch.tensor(ids[: number * options.block_size]).view(number, options.block_size)
+    load = AutoModelForCausalLM.from_pretrained
+    trained = load(options.model_name_or_path).eval()
+    sizes = {name: getattr(trained.config, name) for name in ("memory_chunk_size", "projection_chunk_size")}
+    base = loss(trained, blocks)
+    print(f"{number} blocks of {options.block_size} tokens; trained with {sizes}: {base:.4f}\n")
+    print("| chunk | content memory's | projection memories' |\n|---|---|---|")
+    for chunk in options.chunks:
+        cells = [loss(load(options.model_name_or_path, **{name: chunk}).eval(), blocks) - base for name in sizes]
+        print(f"| {chunk} | " + " | ".join(f"{cell:+.4f}" for cell in cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
