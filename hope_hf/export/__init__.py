@@ -2,7 +2,7 @@
 
 from .errors import ExportFailed
 from .folder import export_folder
+from .network import upload
 from .run import main
-from .upload import upload
 
 __all__ = ["ExportFailed", "export_folder", "main", "upload"]

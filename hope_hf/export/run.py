@@ -11,7 +11,7 @@ from hope_hf.cli.process import complain, warn_in_sentences
 
 from .errors import ExportFailed
 from .folder import DEFAULT_LICENSE, export_folder
-from .upload import upload
+from .network import upload
 
 
 def make_parser() -> Parser:

@@ -22,7 +22,7 @@ REPOSITORY = "owner/small-hope"
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory) -> Path:
-    """The folder of a run: weights far from their initial values, tokenizer, and the records that run_clm.py writes."""
+    """The folder of a run: weights far from their initial values, tokenizer, and the records of run_clm.py."""
     folder = tmp_path_factory.mktemp("trained")
     generator = random.Random(1)
     tokenizer = train_tokenizer([" ".join(generator.choices(WORDS, k=200))], 300)

@@ -7,7 +7,6 @@ import pytest
 from hub_server import use
 
 from hope_hf.export import ExportFailed, upload
-from hope_hf.export import upload as upload_function
 from hope_hf.export.run import main
 
 
@@ -28,9 +27,11 @@ def test_everything_arrives_and_the_card_last(hub, folder):
     weights, card = hub.commits
     assert sorted(weights) == ["config.json", "model.safetensors", "modeling_hope.py"]
     assert card == ["README.md"]
-    commit = ("POST", "/api/models/owner/name/commit/main")
-    assert hub.requests[0] == ("POST", "/api/repos/create") and hub.requests[-1] == commit
-    assert hub.requests.count(commit) == 2
+    commit = "/api/models/owner/name/commit/main"
+    batch, large = "/owner/name.git/info/lfs/objects/batch", f"/objects/{next(iter(hub.objects))}"
+    steps = ["/api/repos/create", batch, large, commit]
+    assert [path for _, path in hub.requests if path in steps] == [*steps, commit]
+    assert hub.requests[-1] == ("POST", commit)
 
 
 @pytest.mark.parametrize("private", [True, False])
@@ -71,8 +72,7 @@ def test_a_refusal_is_one_sentence_and_leaves_no_card(hub, folder, end, status, 
 
 
 def test_without_a_login_nothing_is_asked(hub, folder, monkeypatch):
-    monkeypatch.setattr(upload_function, "get_token", lambda: None, raising=False)
-    monkeypatch.setattr("hope_hf.export.upload.get_token", lambda: None)
+    monkeypatch.setattr("hope_hf.export.network.get_token", lambda: None)
     with pytest.raises(ExportFailed, match="owner/name needs a login: run `hf auth login` or set HF_TOKEN."):
         upload(folder, "owner/name", private=False)
     assert hub.requests == []
@@ -88,7 +88,7 @@ def test_no_network(folder, monkeypatch):
 
 
 def test_a_hub_that_falls_silent_is_left(hub, folder, monkeypatch):
-    monkeypatch.setattr("hope_hf.export.upload.SECONDS_OF_SILENCE", 0.2)
+    monkeypatch.setattr("hope_hf.export.network.SECONDS_OF_SILENCE", 0.2)
     hub.silent = True
     with pytest.raises(ExportFailed, match="ReadTimeout"):
         upload(folder, "owner/name", private=False)
