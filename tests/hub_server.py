@@ -61,7 +61,8 @@ class _Handler(BaseHTTPRequestHandler):
         body, path = self._body(), self.path.partition("?")[0]
         self.hub.requests.append((method, path))
         if self.hub.silent:
-            self.hub.closing.wait()
+            # Longer than any test waits, but not for ever.
+            self.hub.closing.wait(10)
             self.close_connection = True
             return
         refused = next((status for end, status in self.hub.refuse.items() if path.endswith(end)), None)
