@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hub_server import serve
 
 from hope_hf import HopeConfig, HopeForCausalLM
 
@@ -46,3 +47,10 @@ def tiny_model(tiny_config):
         return model
 
     return build
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A stand-in for the Hub that records what it is sent."""
+    with serve(monkeypatch) as standing_in:
+        yield standing_in

@@ -15,6 +15,7 @@ import pytest
 
 import hope_hf
 from hope_hf.evaluation.arguments import FLAGS as EVALUATION_FLAGS
+from hope_hf.export.run import make_parser as make_export_parser
 from hope_hf.training.arguments import FLAGS
 
 ROOT = Path(__file__).parents[1]
@@ -35,9 +36,10 @@ ROOMS = {
     "hope_hf/evaluation": {
         "torch", "transformers", "datasets", "tqdm", "hope_hf", "hope_hf.cli", "hope_hf.data", "hope_hf.evaluation",
     },
+    "hope_hf/export": {"torch", "transformers", "huggingface_hub", "safetensors", "hope_hf.cli", "hope_hf.export"},
     "hope_hf/training": {
         "accelerate", "torch", "transformers", "huggingface_hub", "numpy", "safetensors", "yaml", "tqdm",
-        "hope_hf", "hope_hf.cli", "hope_hf.optim", "hope_hf.data", "hope_hf.training",
+        "hope_hf", "hope_hf.cli", "hope_hf.optim", "hope_hf.data", "hope_hf.export", "hope_hf.training",
     },
 }  # fmt: skip
 
@@ -59,7 +61,7 @@ RUN_CLM_FLAGS = """
     adam_epsilon max_grad_norm max_train_steps num_train_epochs lr_scheduler_type num_warmup_steps optimizer
     level_optimizers gradient_checkpointing torch_compile tf32
     output_dir resume_from_checkpoint checkpointing_steps save_total_limit logging_steps eval_steps seed cpu_threads
-    report_to run_name project_name push_to_hub
+    report_to run_name project_name push_to_hub hub_model_id hub_private_repo
 """.split()
 
 RUN_EVAL_FLAGS = """
@@ -69,6 +71,8 @@ RUN_EVAL_FLAGS = """
     suite lengths depths samples_per_length tasks limit max_train_steps num_seeds prompts max_new_tokens
     learning_rate output_dir batch_size dtype device seed cpu_threads
 """.split()
+
+EXPORT_FLAGS = "help dir to push_to_hub private license results".split()
 
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 
@@ -228,6 +232,7 @@ BROKEN = [
     (imports_only_what_its_room_may, "hope_hf/training/x.py", "import hope_hf.reference"),
     (imports_only_what_its_room_may, "hope_hf/training/x.py", "import scipy"),
     (imports_only_what_its_room_may, "hope_hf/__init__.py", "from .training import main"),
+    (imports_only_what_its_room_may, "hope_hf/export/x.py", "from hope_hf.training import main"),
     (imports_only_what_its_room_may, "run_clm.py", "import torch"),
     (imports_heavy_packages_late, "hope_hf/training/x.py", "import wandb"),
     (imports_heavy_packages_late, "hope_hf/training/x.py", "class A:\n    from matplotlib import pyplot"),
@@ -278,6 +283,10 @@ def test_flags_of_run_clm_are_frozen():
 
 def test_flags_of_run_eval_are_frozen():
     assert sorted(EVALUATION_FLAGS) == sorted(RUN_EVAL_FLAGS)
+
+
+def test_flags_of_the_export_are_frozen():
+    assert [action.dest for action in make_export_parser()._actions] == EXPORT_FLAGS
 
 
 def test_public_names_are_frozen():

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-Row = dict[str, str | int | float | None]
+from hope_hf.cli.tables import Row
 
 
 @dataclass

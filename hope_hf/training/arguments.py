@@ -75,7 +75,9 @@ class RunArguments:
     report_to: str = flag("none", "Trackers beside metrics.jsonl: none, all, or names with commas (wandb,aim).")
     run_name: str | None = flag(None, "Name of the run in the trackers (default: the folder's name).")
     project_name: str = flag("hope_hf", "Project of the run in the trackers.")
-    push_to_hub: bool = flag(False, "Not available yet: refused.")
+    push_to_hub: bool = flag(False, "Upload the finished HOPE with its code and a model card; needs a login.")
+    hub_model_id: str | None = flag(None, "Repository of the upload: owner/name (default: the folder's name).")
+    hub_private_repo: bool = flag(False, "Make the repository private, where the upload creates it.")
 
 
 @dataclass
@@ -90,7 +92,7 @@ class Arguments(ModelArguments, DataArguments, OptimizationArguments, RunArgumen
     FREE = frozenset(
         "output_dir resume_from_checkpoint checkpointing_steps save_total_limit logging_steps eval_steps cpu_threads "
         "report_to run_name project_name preprocessing_num_workers dataloader_num_workers dataloader_pin_memory "
-        "trust_remote_code push_to_hub demo".split()
+        "trust_remote_code push_to_hub hub_model_id hub_private_repo demo".split()
     )
 
     def identity(self) -> dict:

@@ -5,6 +5,7 @@ import warnings
 from dataclasses import fields
 from pathlib import Path
 
+from hope_hf.cli.hub import check_repo_id
 from hope_hf.cli.parser import Parser, named_flags, read_recipe, require_at_least_one, split_recipe
 from hope_hf.cli.process import is_first_process
 
@@ -44,12 +45,19 @@ def parse(argv: list[str]) -> Arguments:
     return args
 
 
+def repo_id(args: Arguments) -> str:
+    """The repository of `--push_to_hub`."""
+    return args.hub_model_id or Path(args.output_dir).resolve().name
+
+
 def _warn_of_ignored(args: Arguments, named: set[str]):
     ignored = (
         ("num_train_epochs", args.max_train_steps is not None, "--max_train_steps is given"),
         ("validation_split_percentage", args.validation_file is not None, "--validation_file is given"),
         ("run_name", args.report_to == "none", "--report_to names no tracker"),
         ("project_name", args.report_to == "none", "--report_to names no tracker"),
+        ("hub_model_id", not args.push_to_hub, "--push_to_hub is not given"),
+        ("hub_private_repo", not args.push_to_hub, "--push_to_hub is not given"),
     )
     for name, is_ignored, reason in ignored:
         if name in named and is_ignored and is_first_process():
@@ -58,10 +66,10 @@ def _warn_of_ignored(args: Arguments, named: set[str]):
 
 def _check(args: Arguments):
     """Mistakes that can be seen in the flags alone."""
-    if args.push_to_hub:
-        raise ValueError("--push_to_hub is not available yet: train without it and upload --output_dir by hand.")
     if not args.output_dir:
         raise ValueError("--output_dir is missing: name a folder for the run.")
+    if args.push_to_hub:
+        check_repo_id(repo_id(args), "--hub_model_id")
     require_at_least_one(args, AT_LEAST_ONE)
     for name in NOT_NEGATIVE:
         value = getattr(args, name)

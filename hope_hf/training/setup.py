@@ -14,6 +14,7 @@ from hope_hf.optim import LevelClock, build_optimizer
 
 from .arguments import FLAGS, Arguments
 from .launch import shows_bars
+from .push import check_push
 
 SYNTHETIC = "synthetic"
 LONGEST_DEFAULT_BLOCK = 1024
@@ -70,6 +71,8 @@ def build_all(args: Arguments, accelerator: Accelerator, data_state: dict | None
     config = pretrained or build_config(args, data.tokenizer, vocab_size or len(data.tokenizer), hope_hf.PRESETS)
     _check_length(data.block_size, config)
     _check_carry(args, config)
+    if args.push_to_hub:
+        check_push(args, config, accelerator.is_main_process)
     model = build_model(args, config)
     if args.gradient_checkpointing:
         _recompute_activations(model)

@@ -18,6 +18,7 @@ from .launch import StopSignal, leave, make_accelerator, prepare_process, sum_ov
 from .manifest import latest_checkpoint
 from .memory import CarriedMemory
 from .objective import check_token_ids, count_valid, model_inputs, summed_loss
+from .push import push
 from .run_folder import RunFolder, require_same_run
 from .setup import build_all
 from .telemetry import (
@@ -67,18 +68,22 @@ def train(args: Arguments) -> int:
     accelerator = make_accelerator(args, tracker_names(args.report_to))
     prepare_process(args, accelerator)
     with RunFolder(args.output_dir, accelerator) as folder, ExitStack() as at_exit:
-        _train(args, accelerator, folder, at_exit)
+        complete = _train(args, accelerator, folder, at_exit)
+    # No process waits for this one any more, and the folder is free.
+    if complete and args.push_to_hub and accelerator.is_main_process:
+        push(args)
     leave(accelerator)
     return 0
 
 
-def _train(args: Arguments, accelerator: Accelerator, folder: RunFolder, at_exit: ExitStack):
+def _train(args: Arguments, accelerator: Accelerator, folder: RunFolder, at_exit: ExitStack) -> bool:
+    """Returns whether the run is complete."""
     launched = {"num_processes": accelerator.num_processes, "mixed_precision": accelerator.mixed_precision}
     identity = args.identity() | launched
     record = folder.check(identity)
     if record and record["complete"]:
         accelerator.print(f"The run in {args.output_dir} is complete; choose another --output_dir for a new one.")
-        return
+        return True
 
     saved = find_checkpoint(args.output_dir, args.resume_from_checkpoint)
     run = build_all(args, accelerator, saved.data_state if saved else None)
@@ -208,13 +213,14 @@ def _train(args: Arguments, accelerator: Accelerator, folder: RunFolder, at_exit
             if progress.step > start_step and not progress.skipped_in_a_row:
                 save()
             tracker.say(f"Stopped at step {progress.step}: run the same command again to continue.")
-            return
+            return False
 
     row = evaluate(model, run.data, accelerator)
     tracker.log(progress.step, progress.tokens, row, eval_line(row))
     tracker.close()
     finish(args, accelerator, run, row)
     folder.close(record)
+    return True
 
 
 def _read(batches: Iterator, count: int, vocab_size: int) -> list:

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
+from hope_hf.cli.tables import markdown_table
 from hope_hf.evaluation import main
 from hope_hf.evaluation.parsing import parse_depths, parse_lengths
-from hope_hf.evaluation.report import markdown_table
 
 
 @pytest.fixture(autouse=True)

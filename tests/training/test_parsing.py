@@ -9,7 +9,7 @@ from transformers import get_scheduler
 
 from hope_hf.cli import process
 from hope_hf.training.arguments import FLAGS, Arguments
-from hope_hf.training.parsing import parse
+from hope_hf.training.parsing import parse, repo_id
 
 # The flags that the project promises, beside --output_dir and --document_boundary.
 PROMISED = """
@@ -20,6 +20,7 @@ gradient_accumulation_steps learning_rate weight_decay adam_beta1 adam_beta2 ada
 max_train_steps num_train_epochs lr_scheduler_type num_warmup_steps optimizer level_optimizers gradient_checkpointing
 torch_compile tf32 cpu_threads logging_steps eval_steps checkpointing_steps save_total_limit resume_from_checkpoint
 seed report_to run_name project_name dataloader_num_workers dataloader_pin_memory push_to_hub
+hub_model_id hub_private_repo
 """.split()
 
 
@@ -66,6 +67,8 @@ def test_epochs_replace_the_steps_of_the_demo():
     [
         (["--num_train_epochs", "2", "--max_train_steps", "9"], "--num_train_epochs is ignored"),
         (["--run_name", "mine"], "--run_name is ignored"),
+        (["--hub_model_id", "me/model"], "--hub_model_id is ignored: --push_to_hub is not given"),
+        (["--hub_private_repo"], "--hub_private_repo is ignored"),
         (["--train_file", "a", "--validation_file", "b", "--validation_split_percentage", "9"], "--validation_split"),
     ],
 )
@@ -85,7 +88,7 @@ def test_an_ignored_flag_warns(words, sentence):
         (["--optimizer", "sgd"], "--optimizer"),
         (["--lr_scheduler_type", "cosin"], "--lr_scheduler_type"),
         (["--lr_scheduler_type", "reduce_lr_on_plateau"], "--lr_scheduler_type"),
-        (["--push_to_hub"], "--push_to_hub is not available yet"),
+        (["--push_to_hub", "--hub_model_id", "a/b/c"], "--hub_model_id 'a/b/c' is no name of a repository"),
         (["--block_size", "0"], "--block_size is 0"),
         (["--per_device_train_batch_size", "0"], "--per_device_train_batch_size is 0"),
         (["--learning_rate", "nan"], "--learning_rate is nan"),
@@ -107,6 +110,14 @@ def test_own_warnings_are_sentences_and_others_keep_their_place():
     assert process._as_sentence("Mind this.", UserWarning, own, 7) == "warning: Mind this.\n"
     assert f"{foreign}:7" in process._as_sentence("Mind this.", UserWarning, foreign, 7)
     assert f"{own}:7" in process._as_sentence("Mind this.", DeprecationWarning, own, 7)
+
+
+def test_the_upload_is_named_after_the_folder_or_by_its_flag(tmp_path):
+    words = ["--output_dir", str(tmp_path / "books"), "--push_to_hub"]
+    assert repo_id(parse(words)) == "books"
+    assert repo_id(parse([*words, "--hub_model_id", "me/model"])) == "me/model"
+    with pytest.raises(ValueError, match="--hub_model_id 'my books' is no name of a repository"):
+        parse(["--output_dir", str(tmp_path / "my books"), "--push_to_hub"])
 
 
 def test_output_dir_is_needed():

@@ -1,0 +1,8 @@
+"""A trained HOPE as a folder for the Hub, and its upload: `python -m hope_hf.export DIR --to OUT`."""
+
+from .errors import ExportFailed
+from .folder import export_folder
+from .network import upload
+from .run import main
+
+__all__ = ["ExportFailed", "export_folder", "main", "upload"]

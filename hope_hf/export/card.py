@@ -1,0 +1,138 @@
+"""The model card: metadata that the Hub reads, and a page that people read."""
+
+import json
+import re
+
+from huggingface_hub import ModelCard, ModelCardData
+from transformers import PreTrainedModel
+
+from .evaluation_facts import EvaluationFacts, language_modeling_result
+from .training_facts import TrainingFacts
+
+PROMPT = "Once upon a time"
+
+LIMITS = """\
+- Needs `trust_remote_code=True`, or the package `hope_hf`.
+- No assisted (speculative) decoding, no continuous batching, no vLLM backend and no GGUF: these know caches of keys
+  and values, and the state of this model is a memory that every token may rewrite.
+- The text it was trained on decides what it can do; nothing was done to make its output true, safe or polite."""
+
+CITATION = """\
+```bibtex
+@article{behrouz2025nested,
+  title={Nested Learning: The Illusion of Deep Learning Architectures},
+  author={Behrouz, Ali and Razaviyayn, Meisam and Zhong, Peilin and Mirrokni, Vahab},
+  journal={arXiv preprint arXiv:2512.24695},
+  year={2025}
+}
+```"""
+
+
+def model_card(
+    model: PreTrainedModel,
+    repo_id: str,
+    license: str,
+    training: TrainingFacts | None,
+    evaluation: EvaluationFacts | None,
+) -> ModelCard:
+    """The card of `model` in the repository `repo_id`; what is not known is left out."""
+    sections = {
+        "": _introduction(model),
+        "Use": usage(repo_id),
+        "Training": _training(training) if training else "",
+        "Evaluation": _evaluation(training, evaluation),
+        "Limits": LIMITS,
+        "Citation": CITATION,
+    }
+    page = "\n\n".join(f"## {title}\n\n{text}" if title else text for title, text in sections.items() if text)
+    name = repo_id.split("/")[-1]
+    metadata = _metadata(model, name, license, training, evaluation)
+    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n# {name}\n\n{page}\n")
+
+
+def usage(repo_id: str) -> str:
+    """The usage example as it stands on the card, fenced."""
+    name = json.dumps(repo_id)
+    return f"""\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({name}, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained({name}, trust_remote_code=True)
+inputs = tokenizer({json.dumps(PROMPT)}, return_tensors="pt", return_token_type_ids=False)
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))
+```"""
+
+
+def usage_code(card: str) -> str:
+    """The Python of the card's usage example."""
+    return re.search(r"^## Use\n\n```python\n(.*?)^```", card, flags=re.DOTALL | re.MULTILINE)[1]
+
+
+def _metadata(model, name, license, training, evaluation) -> ModelCardData:
+    metrics = list(evaluation.metrics) if evaluation else []
+    if training:
+        metrics += [
+            language_modeling_result(f"held out of {training.text}", metric.removeprefix("eval_"), value)
+            for metric, value in training.losses.items()
+        ]
+    return ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=list(model.model_tags),
+        license=license,
+        datasets=[training.dataset] if training and training.dataset else None,
+        base_model=training.base_model if training else None,
+        # A model-index is told by its name and its results; one without the other is refused.
+        model_name=name if metrics else None,
+        eval_results=metrics or None,
+    )
+
+
+def _introduction(model) -> str:
+    config = model.config
+    if config.mixer == "attention":
+        mixer = "softmax attention (Hope-Attention)"
+    else:
+        mixer = (
+            "made of self-modifying memories: small networks of every sequence's own that are rewritten while it is\n"
+            f"read, every {config.memory_chunk_size} tokens"
+        )
+    periods = ", ".join(f"{period:,}" for period in config.level_periods)
+    dtype = str(model.dtype).removeprefix("torch.")
+    return f"""\
+A HOPE language model (*Nested Learning*, [arXiv 2512.24695](https://arxiv.org/abs/2512.24695)). Its sequence mixer is
+{mixer}. Behind it stands a chain of MLPs that learn at different clocks (the continuum
+memory system).
+
+| | |
+|---|---|
+| parameters | {model.num_parameters():,} ({dtype}) |
+| layers, width | {config.num_hidden_layers}, {config.hidden_size:,} |
+| vocabulary | {config.vocab_size:,} |
+| levels | {len(config.level_periods)}, updated every {periods} tokens of training |"""
+
+
+def _training(training: TrainingFacts) -> str:
+    length = f", {training.tokens:,} tokens in {training.steps:,} steps" if training.tokens else ""
+    versions = ", ".join(f"{name} {version}" for name, version in training.versions.items())
+    return f"""\
+Text: {training.text}{length}, on {training.num_processes} process(es) with {versions}.
+
+```
+{training.command}
+```"""
+
+
+def _evaluation(training: TrainingFacts | None, evaluation: EvaluationFacts | None) -> str:
+    parts = []
+    if training and training.losses:
+        figures = ", ".join(
+            f"{name.removeprefix('eval_').replace('_', ' ')} {value:.4f}" for name, value in training.losses.items()
+        )
+        parts.append(f"At the end of training, on text held out of it: {figures} (the loss in nats per token).")
+    if evaluation:
+        limited = f", **limited to {evaluation.limit} samples**" if evaluation.limit else ""
+        parts.append(f"Measured on {evaluation.date}{limited} with:\n\n```\n{evaluation.command}\n```")
+        parts += [f"### {suite}\n\n{tables}" for suite, tables in evaluation.tables.items()]
+    return "\n\n".join(parts)

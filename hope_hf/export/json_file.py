@@ -1,0 +1,17 @@
+"""JSON that others wrote, read with a sentence for what is wrong with it."""
+
+import json
+from pathlib import Path
+
+
+def read_object(path: Path, mend: str) -> dict:
+    """The object in a JSON file; ValueError that names the file and ends in `mend`."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist: {mend}.") from None
+    except (OSError, ValueError):
+        raise ValueError(f"{path} cannot be read as JSON: {mend}.") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{path} holds no JSON object: {mend}.")
+    return record

@@ -1,0 +1,63 @@
+"""The upload, and all that touches the network."""
+
+import json
+from pathlib import Path
+
+from huggingface_hub import HfApi, get_session, get_token
+
+from .errors import ExportFailed
+
+CARD = "README.md"
+# Without it a connection on which nothing comes any more is waited for without end.
+SECONDS_OF_SILENCE = 300.0
+
+
+def upload(folder: Path, repo_id: str, private: bool) -> str:
+    """Upload an exported folder, everything else before its card; a repository that exists is written to.
+
+    Args:
+        folder: from `export_folder`.
+        repo_id: `owner/name`, or `name` for the owner of the token.
+        private: make a new repository private. Otherwise it is what its owner's new repositories are.
+
+    Returns:
+        The address of the repository.
+
+    Raises:
+        ExportFailed: no token, no network, no permission.
+    """
+    if get_token() is None:
+        raise ExportFailed(f"{repo_id} needs a login: run `hf auth login` or set HF_TOKEN.")
+    get_session().timeout = SECONDS_OF_SILENCE
+    api = HfApi()
+    try:
+        url = api.create_repo(repo_id, private=private or None, exist_ok=True)
+        api.upload_folder(
+            repo_id=url.repo_id,
+            folder_path=folder,
+            ignore_patterns=CARD,
+            commit_message="Upload the model, its code and its tokenizer",
+        )
+        # Last: it describes what is there by then, and no other step writes a card over it.
+        card = (folder / CARD).read_text(encoding="utf-8").replace(json.dumps(repo_id), json.dumps(url.repo_id))
+        api.upload_file(
+            repo_id=url.repo_id,
+            path_or_fileobj=card.encode(),
+            path_in_repo=CARD,
+            commit_message="Upload the model card",
+        )
+    # The network's layers have error types of their own, and none in common.
+    except Exception as error:
+        raise ExportFailed(f"The upload to {repo_id} failed: {_reason(error)}") from error
+    return str(url)
+
+
+def _reason(error: Exception) -> str:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status == 401:
+        return "the Hub does not know the token (401), run `hf auth login` or set HF_TOKEN."
+    if status == 403:
+        return "the token may not write there (403), use one of its owner's with the right to write."
+    if error.__cause__ is not None and isinstance(error, RuntimeError):
+        return _reason(error.__cause__)
+    return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}."

@@ -1,0 +1,64 @@
+"""The command line: `python -m hope_hf.export DIR --to OUT [--push_to_hub REPO_ID]`."""
+
+import sys
+from pathlib import Path
+
+import transformers
+
+from hope_hf.cli.hub import check_repo_id
+from hope_hf.cli.parser import Parser
+from hope_hf.cli.process import complain, warn_in_sentences
+
+from .errors import ExportFailed
+from .folder import DEFAULT_LICENSE, export_folder
+from .network import upload
+
+
+def make_parser() -> Parser:
+    """All flags."""
+    parser = Parser(
+        (),
+        prog="python -m hope_hf.export",
+        description="Make the folder that one uploads to the Hub, check it, and upload it.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("dir", metavar="DIR", help="a run's output folder, or another with a saved HOPE")
+    parser.add_argument("--to", metavar="OUT", required=True, help="a new folder for the export")
+    parser.add_argument("--push_to_hub", metavar="REPO_ID", help="upload it to this repository (owner/name)")
+    parser.add_argument("--private", action="store_true", help="make the repository private, if it is new")
+    parser.add_argument("--license", default=DEFAULT_LICENSE, help="of the weights (default: %(default)s)")
+    parser.add_argument("--results", metavar="FILE", help="results.json of run_eval.py (default: DIR's, if there)")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Export, and upload if asked. Returns 0, or 1 where check or upload failed, or 2 after a mistake of the user."""
+    warn_in_sentences()
+    try:
+        options = make_parser().parse_args(argv)
+        if options.push_to_hub is not None:
+            check_repo_id(options.push_to_hub, "--push_to_hub")
+        elif options.private:
+            raise ValueError("--private is about an upload: add --push_to_hub REPO_ID or leave it out.")
+        if not sys.stderr.isatty():
+            transformers.utils.logging.disable_progress_bar()
+        out = Path(options.to)
+        repo_id = options.push_to_hub or out.resolve().name
+        results = Path(options.results) if options.results else None
+        printed = export_folder(Path(options.dir), out, repo_id, options.license, results)
+        print(f"The example on the card prints:\n{printed}\n{out} is complete and checked.", flush=True)
+        if options.push_to_hub:
+            _push(out, repo_id, options.private)
+    except ValueError as error:
+        return complain(error, 2)
+    except ExportFailed as error:
+        return complain(error, 1)
+    return 0
+
+
+def _push(out: Path, repo_id: str, private: bool):
+    try:
+        print(f"Uploaded to {upload(out, repo_id, private)}")
+    except ExportFailed as error:
+        again = f"{out} is complete, `hf upload {repo_id} {out}` tries again."
+        raise ExportFailed(f"{str(error).rstrip('.')}; {again}") from error

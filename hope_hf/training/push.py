@@ -1,0 +1,37 @@
+"""`--push_to_hub`: the finished run on the Hub, or a warning."""
+
+import warnings
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import huggingface_hub
+
+from hope_hf.cli.models import is_hope
+from hope_hf.export import ExportFailed, export_folder, upload
+
+from .arguments import Arguments
+from .parsing import repo_id
+
+
+def check_push(args: Arguments, config, is_main_process: bool):
+    """Before the training: ValueError for a model that is no HOPE, a warning where there is no login yet."""
+    if not is_hope(config):
+        raise ValueError(f"--push_to_hub uploads a HOPE and this is a {config.model_type}: train without it.")
+    if is_main_process and huggingface_hub.get_token() is None:
+        warnings.warn("--push_to_hub finds no login: run `hf auth login` before the training ends.", stacklevel=2)
+
+
+def push(args: Arguments):
+    """Export the finished run in `--output_dir` and upload it; whatever prevents that is a warning."""
+    try:
+        with TemporaryDirectory(dir=args.output_dir, prefix=".hub-") as place:
+            out = Path(place) / "export"
+            export_folder(Path(args.output_dir), out, repo_id(args))
+            print(f"Uploaded to {upload(out, repo_id(args), args.hub_private_repo)}", flush=True)
+    except (ValueError, ExportFailed, OSError) as error:
+        reason = str(error).rstrip(".")
+        warnings.warn(
+            f"--push_to_hub failed and the run in {args.output_dir} is complete: {reason}; "
+            "the same command tries again.",
+            stacklevel=2,
+        )
