@@ -60,7 +60,7 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
         return SuiteResult()
     table = rows(found)
     for task, shots in {row["task"]: row["num_fewshot"] for row in table}.items():
-        if args.num_fewshot is not None and shots != args.num_fewshot:
+        if None not in (args.num_fewshot, shots) and shots != args.num_fewshot:
             warnings.warn(f"--num_fewshot plays no part in {task}: lm-eval defines it for {shots}.", stacklevel=2)
     return SuiteResult({f"lm-eval {lm_eval.__version__}": table})
 
@@ -84,7 +84,7 @@ def rows(found: dict) -> list[Row]:
                 {
                     "task": task,
                     "version": str(found["versions"][task]),
-                    "num_fewshot": found["n-shot"][task],
+                    "num_fewshot": found["n-shot"].get(task),
                     # lm-eval's filter of the answers, where there is one
                     "metric": metric if answers == "none" else key,
                     "value": float(value),
