@@ -89,7 +89,7 @@ def paths(tasks) -> str:
 
 @pytest.fixture
 def piqa(monkeypatch, tmp_path, texts) -> Path:
-    """A folder with files for lm-eval's PIQA, all that lm-eval knows here: to list all its tasks takes half a minute."""
+    """A folder with files for lm-eval's PIQA, all that lm-eval knows here: to list all it has takes half a minute."""
     import lm_eval.tasks
 
     stock = Path(lm_eval.tasks.__file__).parent / "piqa"
