@@ -68,8 +68,8 @@ RUN_EVAL_FLAGS = """
     model_name_or_path model_type config_name config_overrides tokenizer_name trust_remote_code attn_implementation
     dataset_name dataset_config_name train_file validation_file validation_split_percentage max_train_samples
     max_eval_samples preprocessing_num_workers
-    suite lengths depths samples_per_length tasks limit max_train_steps num_seeds prompts max_new_tokens
-    learning_rate output_dir batch_size dtype device seed cpu_threads
+    suite lengths depths samples_per_length tasks num_fewshot data_dir limit max_train_steps num_seeds
+    prompts max_new_tokens learning_rate output_dir batch_size dtype device seed cpu_threads
 """.split()
 
 EXPORT_FLAGS = "help dir to push_to_hub private license results".split()

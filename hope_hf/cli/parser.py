@@ -16,10 +16,10 @@ class Parser(HfArgumentParser):
         raise ValueError(f"{message[0].upper()}{message[1:]}; {self.prog} --help lists the flags.")
 
 
-def nearest(name: str, known) -> str:
-    """' Did you mean X?' for a misspelled `name`, or where nothing is near the empty string."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {matches[0]}?" if matches else ""
+def nearest(name: str, known, most: int = 1) -> str:
+    """'; did you mean X?' with at most `most` names for a misspelled one, '' where nothing is near."""
+    matches = difflib.get_close_matches(name, list(known), n=most, cutoff=0.5)
+    return f"; did you mean {' or '.join(matches)}?" if matches else ""
 
 
 def named_flags(parser: Parser, words: list[str], flags: Collection[str]) -> set[str]:

@@ -6,7 +6,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_PACKAGES = ("hope_hf", "torch", "transformers", "accelerate", "datasets", "tokenizers")
+_PACKAGES = ("hope_hf", "torch", "transformers", "accelerate", "datasets", "tokenizers", "lm_eval")
 
 
 def provenance() -> dict:

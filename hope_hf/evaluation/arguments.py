@@ -12,11 +12,17 @@ class SuiteArguments:
 
     _argument_group_name = "suites"
 
-    suite: str = flag("perplexity,sample", "Suites with commas: perplexity, passkey, memory, synthetic, sample.")
+    suite: str = flag(
+        "perplexity,sample", "Suites with commas: perplexity, passkey, memory, synthetic, zero_shot, sample."
+    )
     lengths: str | None = flag(None, "Lengths in tokens with commas between them; k is 1,024 (1k,2k,4k).")
     depths: str = flag("0,0.25,0.5,0.75,1", "passkey: where the key stands, from 0 (first) to 1 (last).")
     samples_per_length: int = flag(4, "passkey: samples per length and depth. perplexity: texts per longest length.")
-    tasks: str | None = flag(None, "synthetic: tasks with commas between them (default: all).")
+    tasks: str | None = flag(
+        None, "Tasks with commas between them. synthetic: its own (default: all); zero_shot: lm-eval's, or YAML files."
+    )
+    num_fewshot: int | None = flag(None, "zero_shot: examples in the context (default: the task's own number).")
+    data_dir: str | None = flag(None, "zero_shot: folder with TASK_SPLIT.jsonl (.json, .parquet) instead of the Hub.")
     limit: int | None = flag(None, "Use at most N samples of everything; marked in the report.")
     max_train_steps: int | None = flag(None, "synthetic: steps of training (default: the task's own).")
     learning_rate: float | None = flag(None, "synthetic: peak learning rate (default: the task's own).")

@@ -66,6 +66,10 @@ def _check(args: Arguments, suites):
     require_at_least_one(args, AT_LEAST_ONE)
     if args.seed < 0:
         raise ValueError(f"--seed is {args.seed}: it must be 0 or more.")
+    if args.num_fewshot is not None and args.num_fewshot < 0:
+        raise ValueError(f"--num_fewshot is {args.num_fewshot}: it must be 0 or more.")
+    if "zero_shot" in asked and not names(args.tasks or ""):
+        raise ValueError("--suite zero_shot needs --tasks: name tasks of lm-eval with commas between them.")
     if args.learning_rate is not None and not 0 < args.learning_rate < 1:
         raise ValueError(f"--learning_rate is {args.learning_rate}: it must lie between 0 and 1.")
     if args.lengths is not None:

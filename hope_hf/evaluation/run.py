@@ -2,7 +2,7 @@
 
 import time
 
-from hope_hf.cli.process import complain, set_up_cpu, warn_in_sentences
+from hope_hf.cli.process import complain, is_first_process, set_up_cpu, warn_in_sentences
 
 from .parsing import names, parse
 
@@ -15,10 +15,11 @@ def main(argv: list[str]) -> int:
     warn_in_sentences()
     try:
         # Not at the top: it imports models and data sets.
-        from .suites import NEEDS_MEMORY, SUITES, WITHOUT_SUBJECT
+        from .suites import IN_PROCESSES, NEEDS_MEMORY, SUITES, WITHOUT_SUBJECT
 
         args = parse(argv, SUITES)
         from .display import hide_foreign_bars, show_progress
+        from .processes import are_several, join_processes
         from .report import as_markdown, check_folder, write_report
         from .subject import load_subject
 
@@ -30,6 +31,11 @@ def main(argv: list[str]) -> int:
         wanting = [name for name in asked if name not in WITHOUT_SUBJECT]
         if wanting and not args.model_name_or_path:
             raise ValueError(f"--suite {wanting[0]} needs a model: name it with --model_name_or_path.")
+        if are_several():
+            alone = [name for name in asked if name not in IN_PROCESSES]
+            if alone:
+                raise ValueError(f"--suite {alone[0]} runs in one process: start it with python run_eval.py.")
+            join_processes()
         subject = load_subject(args) if wanting else None
     except ValueError as error:
         return complain(error, 2)
@@ -46,8 +52,9 @@ def main(argv: list[str]) -> int:
             failed[name] = str(error)
             complain(error, 1)
             continue
-        print(f"\n{as_markdown(name, results[name])}", flush=True)
-    if args.output_dir and results:
+        if is_first_process():
+            print(f"\n{as_markdown(name, results[name])}", flush=True)
+    if args.output_dir and results and is_first_process():
         try:
             print(f"Report: {write_report(args, subject, results, failed, time.perf_counter() - start)}")
         except ValueError as error:

@@ -5,15 +5,19 @@ from .passkey import passkey
 from .perplexity import perplexity
 from .sample import sample
 from .synthetic import synthetic
+from .zero_shot import zero_shot
 
 SUITES = {
     "perplexity": perplexity,
     "passkey": passkey,
     "memory": memory,
     "synthetic": synthetic,
+    "zero_shot": zero_shot,
     "sample": sample,
 }
 # These train models of their own: the subject is None for them.
 WITHOUT_SUBJECT = frozenset({"synthetic"})
 # These look into self-modifying memories.
 NEEDS_MEMORY = frozenset({"memory"})
+# These share their work among the processes of a launcher.
+IN_PROCESSES = frozenset({"zero_shot"})

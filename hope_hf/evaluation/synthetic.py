@@ -45,8 +45,11 @@ def asked_tasks(args: Arguments) -> list[Task]:
     """The tasks of `--tasks` with the user's settings; ValueError for unknown ones."""
     tasks = known_tasks(parse_lengths(args.lengths) if args.lengths else None)
     chosen = names(args.tasks) if args.tasks is not None else list(tasks)
+    if "zero_shot" in names(args.suite):
+        # Names of no task here are lm-eval's.
+        chosen = [name for name in chosen if name in tasks]
     if not chosen:
-        raise ValueError(f"--tasks is empty: choose among {', '.join(tasks)}.")
+        raise ValueError(f"--tasks names no synthetic task: choose among {', '.join(tasks)}.")
     for name in chosen:
         if name not in tasks:
             raise ValueError(f"--tasks {name} is none of {', '.join(tasks)}{nearest(name, tasks)}")

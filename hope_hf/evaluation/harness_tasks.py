@@ -1,0 +1,108 @@
+"""Which tasks lm-eval is asked for: by name, by YAML file, or its own tasks on the user's copies of their data."""
+
+from pathlib import Path
+
+from hope_hf.cli.parser import nearest
+
+from .arguments import Arguments
+from .parsing import names
+from .synthetic import known_tasks
+
+# lm-eval merges what a member of a group says with the task of that name. Nothing of the group is reported.
+LOCAL = "local data"
+FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
+
+
+def find_tasks(args: Arguments):
+    """lm-eval's task manager, and what to ask it for: a list as `lm_eval.simple_evaluate` takes it as `tasks`.
+
+    Where the synthetic suite is asked for as well, the names of its tasks are left to it. Raises ValueError for
+    unknown names and missing files; so does the manager's `load` for tasks that cannot be loaded.
+    """
+    from lm_eval.tasks import TaskManager
+
+    synthetic = known_tasks() if "synthetic" in names(args.suite) else {}
+    asked = [name for name in names(args.tasks) if name not in synthetic]
+    if not asked:
+        raise ValueError("--tasks names none of lm-eval's tasks: name some, such as piqa, or leave zero_shot out.")
+    files = [name for name in asked if Path(name).suffix in (".yaml", ".yml")]
+    # Some tasks (RULER) cut their texts with the model's tokenizer. All of lm-eval's own take half a minute to list.
+    manager = TaskManager(
+        include_defaults=len(files) < len(asked),
+        metadata={"pretrained": args.tokenizer_name or args.model_name_or_path},
+    )
+    for name in asked:
+        if name in files and not Path(name).is_file():
+            raise ValueError(f"--tasks {name} does not exist: name a task of lm-eval or a YAML file of one.")
+        if name not in files and name not in manager.task_index:
+            known = [*manager.all_tasks, *synthetic]
+            raise ValueError(f"--tasks {name} is no task of lm-eval{nearest(name, known, most=3)}")
+    if args.data_dir is not None:
+        asked = [spec for name in asked for spec in _on_local_data(manager, name, Path(args.data_dir), args)]
+    _load_in_sentences(manager, args)
+    return manager, asked
+
+
+def _on_local_data(manager, name: str, folder: Path, args: Arguments) -> list[dict]:
+    """The task, or the tasks that share the tag `name`, reading the folder's files."""
+    if not folder.is_dir():
+        raise ValueError(f"--data_dir {folder} is no folder.")
+    if name not in manager.all_tags and name not in manager.all_subtasks:
+        raise ValueError(f"--data_dir cannot serve {name}, a group or a file: name single tasks of lm-eval.")
+    members = sorted(manager.task_index[name].tags) if name in manager.all_tags else [name]
+    tasks = [{"task": task, **overrides(task, manager.task_index[task].cfg, folder, args)} for task in members]
+    return [{"group": f"{LOCAL}: {name}", "task": tasks}]
+
+
+def overrides(name: str, config: dict, folder: Path, args: Arguments) -> dict:
+    """The fields of lm-eval's task that say where its documents come from, for `folder/<task>_<split>.jsonl`.
+
+    `config` is lm-eval's own. Every split the evaluation reads needs its file: the evaluated one, and with examples in
+    the context the one they are drawn from. Raises ValueError for the first that is missing.
+    """
+    if "dataset_path" not in config or "custom_dataset" in config:
+        raise ValueError(f"--data_dir cannot serve {name}: this task of lm-eval makes its documents by code.")
+    examples = config.get("fewshot_config") or {}
+    evaluated = config.get("test_split") or config["validation_split"]
+    needed = [evaluated]
+    # lm-eval itself takes no other number where the task says 0
+    fixed = config.get("num_fewshot")
+    if (fixed if fixed == 0 or args.num_fewshot is None else args.num_fewshot) and "samples" not in examples:
+        named = [examples.get("split"), *(config.get(key) for key in ("fewshot_split", *SPLITS))]
+        needed.append(next(filter(None, named)))
+    suffix = next((s for s in FORMATS if (folder / f"{name}_{evaluated}{s}").exists()), ".jsonl")
+    splits = {config.get(key) for key in SPLITS} | {examples.get("split")}
+    paths = {split: folder / f"{name}_{split}{suffix}" for split in splits if split}
+    for split in needed:
+        if not paths[split].exists():
+            raise ValueError(
+                f"--data_dir {folder} has no {paths[split].name}: lm-eval's task {name} reads its split {split}, "
+                "as .jsonl, .json or .parquet."
+            )
+    there = {split: str(path) for split, path in paths.items() if path.exists()}
+    fields = {key: config[key] if config.get(key) in there else None for key in SPLITS}
+    if examples.get("split") and examples["split"] not in there:
+        fields["fewshot_config"] = {**examples, "split": None}
+    return {
+        "dataset_path": FORMATS[suffix],
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": there},
+        **fields,
+    }
+
+
+def _load_in_sentences(manager, args: Arguments):
+    """Let the manager's `load` say in a sentence what it could not load: tasks run code of their own on the data."""
+    load, place = manager.load, f"--data_dir {args.data_dir}" if args.data_dir else "the Hub"
+
+    def load_or_say(tasks):
+        try:
+            return load(tasks)
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"--tasks {args.tasks} cannot be loaded from {place}: {type(error).__name__}: {reason}"
+            ) from error
+
+    manager.load = load_or_say

@@ -1,0 +1,114 @@
+"""Published benchmarks, with lm-eval: its tasks, its prompts, its way to ask a model, its numbers."""
+
+import logging
+import math
+import os
+import sys
+import warnings
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
+
+import torch.distributed as dist
+
+from hope_hf.cli.process import is_first_process
+
+from .arguments import Arguments
+from .display import show_progress
+from .harness_tasks import LOCAL, find_tasks
+from .processes import answer_together
+from .result import Row, SuiteResult
+from .subject import Subject
+
+
+def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
+    """The tasks of `--tasks`: a row per metric, with lm-eval's standard error and the number of documents.
+
+    The digits are those of lm-eval's command on the same model (`lm_eval --model hf`) with its own seeds. Several
+    processes share the requests; only the first gives rows. Raises ValueError without lm-eval, and for tasks and data
+    that cannot be used.
+    """
+    try:
+        import lm_eval
+        from lm_eval.models.huggingface import HFLM
+    except ImportError as error:
+        raise ValueError(f"--suite zero_shot needs lm-eval ({error}): pip install hope_hf[eval].") from None
+    # read again and not the subject's own: lm-eval changes it
+    tokenizer = args.tokenizer_name or args.model_name_or_path
+    manager, tasks = find_tasks(args)
+    with _as_quiet_as_the_house():
+        model = HFLM(
+            pretrained=subject.model,
+            tokenizer=tokenizer,
+            backend="causal",
+            batch_size=args.rows,
+            trust_remote_code=args.trust_remote_code,
+        )
+        if dist.is_initialized():
+            for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
+                setattr(model, kind, partial(answer_together, getattr(model, kind)))
+        found = lm_eval.simple_evaluate(
+            model=model,
+            tasks=tasks,
+            num_fewshot=args.num_fewshot,
+            limit=args.limit,
+            task_manager=manager,
+            log_samples=False,
+            # Every process has all answers, and one of them is enough to draw 100,000 samples of them for the errors.
+            **({} if is_first_process() else {"bootstrap_iters": 0}),
+        )
+    if not is_first_process():
+        return SuiteResult()
+    table = rows(found)
+    for task, shots in {row["task"]: row["num_fewshot"] for row in table}.items():
+        if None not in (args.num_fewshot, shots) and shots != args.num_fewshot:
+            warnings.warn(f"--num_fewshot plays no part in {task}: lm-eval defines it for {shots}.", stacklevel=2)
+    return SuiteResult({f"lm-eval {lm_eval.__version__}": table})
+
+
+def rows(found: dict) -> list[Row]:
+    """What lm-eval found as rows. Raises ValueError for a value that is no finite number."""
+    result = []
+    for task, scores in found["results"].items():
+        if task.startswith(LOCAL):
+            continue
+        for key, value in scores.items():
+            metric, comma, answers = key.partition(",")
+            if not comma or metric.endswith("_stderr"):
+                continue
+            stderr = scores.get(f"{metric}_stderr,{answers}")
+            if not math.isfinite(value):
+                raise ValueError(
+                    f"zero_shot: {metric} of {task} is {value}: the model's weights or --dtype do not serve."
+                )
+            result.append(
+                {
+                    "task": task,
+                    "version": str(found["versions"][task]),
+                    "num_fewshot": found["n-shot"].get(task),
+                    # lm-eval's filter of the answers, where there is one
+                    "metric": metric if answers == "none" else key,
+                    "value": float(value),
+                    "value_stderr": float(stderr) if isinstance(stderr, float) else None,
+                    "n": scores["sample_len"],
+                }
+            )
+    return result
+
+
+@contextmanager
+def _as_quiet_as_the_house():
+    """lm-eval's bars and notes on a terminal only, its warnings as one line each, both from the first process."""
+    shown = is_first_process() and show_progress()
+    sentences = logging.StreamHandler(sys.stderr) if is_first_process() else logging.NullHandler()
+    sentences.setFormatter(logging.Formatter("warning: lm-eval: %(message)s"))
+    # What is constructed tells of its defaults, which are meant.
+    sentences.addFilter(lambda record: record.levelno >= logging.WARNING and record.funcName != "__init__")
+    logger = logging.getLogger("lm_eval")
+    logger.addHandler(sentences)
+    try:
+        with open(os.devnull, "w") as nowhere:
+            bars = sys.stderr if shown else nowhere
+            with redirect_stdout(bars), redirect_stderr(bars):
+                yield
+    finally:
+        logger.removeHandler(sentences)

@@ -1,0 +1,332 @@
+"""lm-eval's numbers, whoever asks: its own way by path, our suite, two processes, and files instead of the Hub."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from hope_hf.evaluation import harness_tasks, main
+from hope_hf.evaluation.harness_tasks import find_tasks, overrides
+from hope_hf.evaluation.synthetic import asked_tasks
+from hope_hf.evaluation.zero_shot import rows, zero_shot
+
+ROOT = Path(__file__).parents[2]
+
+# lm-eval alone, as its command does it: a path, the folder's own code, no hope_hf.
+BY_PATH = """
+import json, sys
+sys.modules["hope_hf"] = None
+import lm_eval
+from lm_eval.tasks import TaskManager
+
+folder, tasks = sys.argv[1:]
+found = lm_eval.simple_evaluate(
+    model="hf", model_args=f"pretrained={folder},trust_remote_code=True", device="cpu", batch_size=3, limit=5,
+    tasks=["choice", "cloze", "rolling", "until"],
+    task_manager=TaskManager(include_path=tasks, include_defaults=False),
+)
+print(json.dumps(found["results"]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    # lm-eval draws its samples in this process, and not in a pool of forks of pytest
+    monkeypatch.setenv("DISABLE_MULTIPROC", "1")
+    # its description of the machine takes seconds
+    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", str)
+
+
+@pytest.fixture(scope="module")
+def tasks(texts, tmp_path_factory) -> Path:
+    """A task of every kind that lm-eval asks models for, texts of unequal lengths; `rolling` has one document."""
+    folder = tmp_path_factory.mktemp("tasks")
+    words = texts[1].split()
+    documents = [
+        {"goal": " ".join(words[i : i + 3 + 7 * i]), "sol1": words[i + 60], "sol2": "of what", "label": i % 2}
+        for i in range(7)
+    ]
+    shared = {"dataset_path": "json", "test_split": "test", "doc_to_text": "{{goal}}", "metadata": {"version": 3}}
+    kinds = {
+        "choice": {
+            "output_type": "multiple_choice", "doc_to_choice": "{{[sol1, sol2]}}", "doc_to_target": "label",
+            "metric_list": [
+                {"metric": name, "higher_is_better": True, "aggregation": "mean"} for name in ("acc", "acc_norm")
+            ],
+        },
+        "cloze": {
+            "output_type": "loglikelihood", "doc_to_target": " {{sol1}}",
+            "metric_list": [
+                {"metric": "perplexity", "higher_is_better": False, "aggregation": "perplexity"},
+                {"metric": "acc", "higher_is_better": True, "aggregation": "mean"},
+            ],
+        },
+        "rolling": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{goal}}"},
+        "until": {
+            "output_type": "generate_until", "doc_to_target": "{{sol1}}", "num_fewshot": 0,
+            "generation_kwargs": {"until": ["the"], "max_gen_toks": 6},
+            "metric_list": [{"metric": "chrf", "higher_is_better": True, "aggregation": "chrf"}],
+        },
+    }  # fmt: skip
+    for name, own in kinds.items():
+        data = folder / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in documents[-1 if name == "rolling" else 0 :]))
+        task = {"task": name, **shared, **own, "dataset_kwargs": {"data_files": {"test": str(data)}}}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def paths(tasks) -> str:
+    return ",".join(str(tasks / f"{name}.yaml") for name in ("choice", "cloze", "rolling", "until"))
+
+
+@pytest.fixture
+def piqa(monkeypatch, tmp_path, texts) -> Path:
+    """A folder with files for lm-eval's PIQA, all that lm-eval knows here: to list all it has takes half a minute."""
+    import lm_eval.tasks
+
+    stock = Path(lm_eval.tasks.__file__).parent / "piqa"
+    monkeypatch.setattr(
+        lm_eval.tasks,
+        "TaskManager",
+        lambda include_defaults, metadata: KNOWN(metadata=metadata, include_path=stock if include_defaults else None),
+    )
+    KNOWN = partial(lm_eval.tasks.manager.TaskManager, include_defaults=False)
+    words = texts[3].split()
+    for split, first in (("validation", 0), ("train", 50)):
+        made = [
+            {"goal": " ".join(words[i : 2 * i + 5]), "sol1": words[i + 9], "sol2": "a long text", "label": i % 2}
+            for i in range(first, first + 6)
+        ]
+        (tmp_path / f"piqa_{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    include = {"include": str(stock / "piqa.yaml"), "task": "mine", "dataset_path": "json"}
+    include["dataset_kwargs"] = {"data_files": {s: str(tmp_path / f"piqa_{s}.jsonl") for s in ("train", "validation")}}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(include))
+    return tmp_path
+
+
+def evaluate(folder, *flags) -> int:
+    threads = torch.get_num_threads()
+    try:
+        return main([*map(str, ["--model_name_or_path", folder, "--device", "cpu", "--cpu_threads", 1, *flags])])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def table(result) -> list[dict]:
+    (found,) = result.tables.values()
+    return found
+
+
+def numbers(found: list[dict]) -> list[float]:
+    return [number for row in found for number in (row["value"], row["value_stderr"] or 0.0, row["n"])]
+
+
+def test_digits_are_those_of_lm_eval_on_the_path(folders, tasks, paths, subject, arguments, tmp_path):
+    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-P", "-c", BY_PATH, folders["hope"], str(tasks)]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    theirs = json.loads(done.stdout.splitlines()[-1])
+    args = arguments(model_name_or_path=folders["hope"], tasks=paths, batch_size=3, limit=5)
+    ours = table(zero_shot(args, subject()))
+    assert {row["metric"] for row in ours} >= {"acc", "acc_norm", "perplexity", "word_perplexity", "chrf"}
+    assert len(ours) == sum("," in key and "_stderr" not in key for found in theirs.values() for key in found)
+    assert {row["task"] for row in ours if row["value"]} == {"choice", "cloze", "rolling", "until"}
+    for row in ours:
+        found = theirs[row["task"]]
+        assert row["value"] == found[f"{row['metric']},none"], row
+        assert (row["value_stderr"] or "N/A") == (found[f"{row['metric']}_stderr,none"] or "N/A"), row
+        assert row["n"] == found["sample_len"] == (1 if row["task"] == "rolling" else 5)
+        assert (row["version"], row["num_fewshot"]) == ("3", 0)
+
+
+def test_what_stands_right_of_a_text_changes_none_of_its_logits(subject):
+    """lm-eval pads on the right and gives no mask."""
+    model, generator = subject().model, torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (3, 41), generator=generator)
+    other = ids.clone()
+    lengths = [5, 17, 41]
+    for row, length in zip(other, lengths, strict=True):
+        row[length:] = 0
+    with torch.no_grad():
+        padded, otherwise = model(other).logits, model(ids).logits
+        for row, length in enumerate(lengths):
+            alone = model(ids[row : row + 1, :length]).logits[0]
+            torch.testing.assert_close(padded[row, :length], alone, rtol=1e-5, atol=1e-5)
+            assert torch.equal(padded[row, :length], otherwise[row, :length])
+    assert not torch.allclose(padded[0, 5:], otherwise[0, 5:], atol=1e-2)
+
+
+def test_the_size_of_batches_changes_no_score(folders, paths, subject, arguments):
+    one, four = (
+        table(zero_shot(arguments(model_name_or_path=folders["hope"], tasks=paths, batch_size=size), subject()))
+        for size in (1, 4)
+    )
+    assert numbers(one) == pytest.approx(numbers(four), rel=1e-5)
+
+
+def test_two_processes_give_the_digits_of_one(folders, paths, subject, arguments, tmp_path):
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]),
+        "ACCELERATE_USE_CPU": "true",
+    }
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    launcher += [str(ROOT / "accelerate_configs" / "ddp.yaml"), "--num_processes", "2", str(ROOT / "run_eval.py")]
+    flags = ["--model_name_or_path", folders["hope"], "--suite", "zero_shot", "--tasks", paths, "--batch_size", "3"]
+    flags += ["--cpu_threads", "1", "--device", "cpu", "--output_dir", str(tmp_path / "two")]
+    done = subprocess.run([*launcher, *flags], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("## zero_shot") == done.stdout.count("Report: ") == 1
+    record = json.loads((tmp_path / "two" / "results.json").read_text())
+    (two,) = record["results"]["zero_shot"]["tables"].values()
+    one = table(zero_shot(arguments(model_name_or_path=folders["hope"], tasks=paths, batch_size=3), subject()))
+    assert [(row["task"], row["metric"]) for row in two] == [(row["task"], row["metric"]) for row in one]
+    # other rows beside a row round otherwise
+    assert numbers(two) == pytest.approx(numbers(one), rel=1e-6)
+    assert record["versions"]["lm_eval"] in next(iter(record["results"]["zero_shot"]["tables"]))
+
+
+@pytest.mark.parametrize("suite", ["perplexity", "zero_shot,synthetic"])
+def test_other_suites_run_in_one_process(folders, suite, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert evaluate(folders["hope"], "--suite", suite, "--tasks", "piqa") == 2
+    name = suite.split(",")[-1]
+    assert capsys.readouterr().err == f"error: --suite {name} runs in one process: start it with python run_eval.py.\n"
+
+
+@pytest.mark.parametrize("shots", [None, 2])
+def test_files_stand_for_the_hub_and_all_else_is_lm_evals(folders, piqa, subject, arguments, shots):
+    args = partial(arguments, model_name_or_path=folders["hope"], num_fewshot=shots)
+    stock = zero_shot(args(tasks="piqa", data_dir=str(piqa)), subject())
+    included = zero_shot(args(tasks=str(piqa / "mine.yaml")), subject())
+    assert numbers(table(stock)) == numbers(table(included))
+    assert {(row["task"], row["num_fewshot"], row["n"]) for row in table(stock)} == {("piqa", shots or 0, 6)}
+
+
+def test_examples_change_the_question(folders, piqa, subject, arguments):
+    from hope_hf.evaluation import processes
+
+    asked = []
+
+    def recording(answer, requests):
+        asked.append([request.args[0] for request in requests])
+        return answer(requests)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hope_hf.evaluation.zero_shot.answer_together", recording)
+        patch.setattr(processes.dist, "is_initialized", lambda: True)
+        for shots in (0, 2):
+            args = arguments(model_name_or_path=folders["hope"], tasks="piqa", data_dir=str(piqa), num_fewshot=shots)
+            zero_shot(args, subject())
+    assert [context.count("Question: ") for context in asked[0] + asked[1]] == [1] * 12 + [3] * 12
+
+
+def test_splits_without_files_are_left_out_where_nothing_reads_them(tmp_path, arguments):
+    config = {"dataset_path": "hub/x", "dataset_name": "y", "training_split": "train", "validation_split": "dev"}
+    config |= {"test_split": "test", "fewshot_config": {"sampler": "first_n", "split": "dev"}}
+    (tmp_path / "x_test.parquet").touch()
+    found = overrides("x", config, tmp_path, arguments())
+    assert found == {
+        "dataset_path": "parquet",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "x_test.parquet")}},
+        "training_split": None,
+        "validation_split": None,
+        "test_split": "test",
+        "fewshot_split": None,
+        "fewshot_config": {"sampler": "first_n", "split": None},
+    }
+    with pytest.raises(ValueError, match="has no x_dev.parquet: lm-eval's task x reads its split dev"):
+        overrides("x", config, tmp_path, arguments(num_fewshot=1))
+    # lm-eval keeps a 0 of the task whatever the user says
+    assert overrides("x", config | {"num_fewshot": 0}, tmp_path, arguments(num_fewshot=1))["test_split"] == "test"
+    (tmp_path / "x_dev.parquet").touch()
+    found = overrides("x", config, tmp_path, arguments(num_fewshot=1))
+    assert set(found["dataset_kwargs"]["data_files"]) == {"test", "dev"} and "fewshot_config" not in found
+
+
+def test_a_number_of_examples_that_the_task_forbids_is_told(folders, tasks, subject, arguments):
+    args = arguments(model_name_or_path=folders["hope"], tasks=str(tasks / "until.yaml"), num_fewshot=1, limit=1)
+    with pytest.warns(UserWarning, match="--num_fewshot plays no part in until: lm-eval defines it for 0"):
+        zero_shot(args, subject())
+
+
+def test_each_suite_takes_the_tasks_it_knows(piqa, arguments, monkeypatch):
+    args = partial(arguments, suite="synthetic,zero_shot", model_name_or_path="x")
+    both = args(tasks="aa,piqa,mqar-4")
+    assert [task.name for task in asked_tasks(both)] == ["aa", "mqar-4"]
+    assert find_tasks(both)[1] == ["piqa"]
+    with pytest.raises(ValueError, match="--tasks names no synthetic task: choose among parity, "):
+        asked_tasks(args(tasks="piqa"))
+    with pytest.raises(ValueError, match="--tasks names none of lm-eval's tasks"):
+        find_tasks(args(tasks="aa"))
+    with pytest.raises(ValueError, match="--tasks paritty is no task of lm-eval; did you mean parity?"):
+        find_tasks(args(tasks="aa,paritty"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "sentence"),
+    [
+        ([], 2, "--suite zero_shot needs --tasks"),
+        (["--tasks", " , "], 2, "--suite zero_shot needs --tasks"),
+        (["--tasks", "piqa", "--num_fewshot", "-1"], 2, "--num_fewshot is -1: it must be 0 or more"),
+        (["--tasks", "pika"], 1, "--tasks pika is no task of lm-eval; did you mean piqa?"),
+        (["--tasks", "none.yaml"], 1, "--tasks none.yaml does not exist"),
+        (["--tasks", "piqa", "--data_dir", "{data}/none"], 1, "none is no folder"),
+        (
+            ["--tasks", "piqa", "--data_dir", "{data}/empty"],
+            1,
+            "has no piqa_validation.jsonl: lm-eval's task piqa reads",
+        ),
+        (["--tasks", "piqa", "--data_dir", "{data}/broken"], 1, "cannot be loaded from --data_dir"),
+        (["--tasks", "piqa", "--data_dir", "{data}/columns"], 1, "cannot be loaded from --data_dir"),
+        (
+            ["--tasks", "{data}/mine.yaml", "--data_dir", "{data}"],
+            1,
+            "mine.yaml, a group or a file: name single tasks",
+        ),
+    ],
+)
+def test_one_sentence_for_what_cannot_be_asked(folders, piqa, flags, status, sentence, capsys):
+    for name, content in (("empty", None), ("broken", "{"), ("columns", '{"question": "why"}\n')):
+        (piqa / name).mkdir()
+        if content:
+            (piqa / name / "piqa_validation.jsonl").write_text(content)
+    flags = [flag.replace("{data}", str(piqa)) for flag in flags]
+    assert evaluate(folders["hope"], "--suite", "zero_shot", *flags) == status
+    error = capsys.readouterr().err
+    assert sentence in error and error.startswith("error: ") and error.count("\n") == 1, error
+
+
+def test_without_lm_eval_the_other_suites_run(folders, text_file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    flags = ["--suite", "zero_shot,sample", "--tasks", "piqa", "--max_new_tokens", 2, "--validation_file", text_file]
+    assert evaluate(folders["hope"], *flags, "--output_dir", tmp_path / "report") == 1
+    error = capsys.readouterr().err
+    assert "pip install hope_hf[eval]" in error and error.count("\n") == 1
+    record = json.loads((tmp_path / "report" / "results.json").read_text())
+    assert list(record["failed"]) == ["zero_shot"] and list(record["results"]) == ["sample"]
+
+
+def test_rows_keep_filters_and_leave_out_what_is_no_score():
+    found = {
+        "results": {
+            "gsm": {"alias": "gsm", "sample_len": 9, "exact_match,strict": 0.5, "exact_match_stderr,strict": "N/A"},
+            f"{harness_tasks.LOCAL}: gsm": {"alias": "x", "sample_len": 9},
+        },
+        "versions": {"gsm": 2.0},
+        "n-shot": {"gsm": 5},
+    }
+    row = {"task": "gsm", "version": "2.0", "num_fewshot": 5, "metric": "exact_match,strict", "n": 9}
+    assert rows(found) == [row | {"value": 0.5, "value_stderr": None}]
+    found["results"]["gsm"]["exact_match,strict"] = float("nan")
+    with pytest.raises(ValueError, match="zero_shot: exact_match of gsm is nan"):
+        rows(found)
