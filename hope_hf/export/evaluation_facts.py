@@ -91,6 +91,8 @@ def language_modeling_result(text: str, metric: str, value: float) -> EvalResult
         task_type="text-generation",
         dataset_type="text",
         dataset_name=text,
+        # Results of one type and configuration are written under the name of the first: told apart by this.
+        dataset_config=text,
         metric_type=metric,
         metric_value=float(value),
     )
