@@ -8,7 +8,7 @@ from benchmarks.recall import recall_batch, train_recall
 def test_recall_is_learned_through_the_memory():
     """8 pairs, then all keys in another order. Any value of 32 is right once in 32 times, any written one in 8.
 
-    When the memory is found depends on the seed (500 to more than 1,100 steps): this one is quick.
+    When the memory is found depends on the seed.
     """
     assert train_recall(frozen=False, steps=800, stop_at=0.97, seed=1) > 0.95
 
