@@ -59,7 +59,7 @@ def load_config(source: str, flag: str, args: ModelArguments):
         return AutoConfig.from_pretrained(source, trust_remote_code=args.trust_remote_code)
     except MISTAKES as error:
         where = "" if os.path.isdir(source) else " is no folder and"
-        raise ValueError(f"--{flag} {source}{where} cannot be loaded: {_one_line(error)}") from error
+        raise ValueError(f"--{flag} {source}{where} cannot be loaded: {one_line(error)}") from error
 
 
 def build_model(args: ModelArguments, config, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -73,7 +73,7 @@ def build_model(args: ModelArguments, config, dtype: torch.dtype = torch.float32
     except MISTAKES as error:
         what = f"--model_name_or_path {args.model_name_or_path}" if args.model_name_or_path else "The model"
         verb = "loaded" if args.model_name_or_path else "built"
-        raise ValueError(f"{what} cannot be {verb}: {_one_line(error)}") from error
+        raise ValueError(f"{what} cannot be {verb}: {one_line(error)}") from error
 
 
 def parse_overrides(text: str | None) -> dict:
@@ -89,7 +89,7 @@ def parse_overrides(text: str | None) -> dict:
             raise ValueError("write name=value,name=value")
         return {name.strip(): _scalar(value) for name, _, value in pairs}
     except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"--config_overrides {text!r} cannot be read: {_one_line(error)}.") from None
+        raise ValueError(f"--config_overrides {text!r} cannot be read: {one_line(error)}.") from None
 
 
 def is_hope(config) -> bool:
@@ -125,6 +125,7 @@ def _check_names(overrides: dict, config):
 
 def _as_declared(overrides: dict, config) -> dict:
     """Integers given for float fields become floats: strict configs refuse '1' for a rate."""
+
     def convert(name, value):
         return float(value) if type(value) is int and isinstance(getattr(config, name, None), float) else value
 
@@ -142,10 +143,11 @@ def _make(config_class, values: dict):
     try:
         return config_class(**values)
     except MISTAKES as error:
-        raise ValueError(f"--config_overrides: {config_class.__name__} is not valid: {_one_line(error)}") from error
+        raise ValueError(f"--config_overrides: {config_class.__name__} is not valid: {one_line(error)}") from error
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """What an error says, without its line breaks."""
     # A strict config wraps what its check said in the name of the check.
     reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
     return " ".join(str(reason).split())

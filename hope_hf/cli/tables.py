@@ -1,5 +1,9 @@
 """Rows of results as a Markdown table, on the terminal, in reports and on model cards."""
 
+# The report that run_eval.py writes and a model card is made from.
+RESULTS_FILE = "results.json"
+SCHEMA_VERSION = 1
+
 Row = dict[str, str | int | float | None]
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from hope_hf.cli.models import one_line
 from hope_hf.cli.parser import nearest
 
 from .arguments import Arguments
@@ -100,9 +101,8 @@ def _load_in_sentences(manager, args: Arguments):
         try:
             return load(tasks)
         except Exception as error:
-            reason = " ".join(str(error).split())
             raise ValueError(
-                f"--tasks {args.tasks} cannot be loaded from {place}: {type(error).__name__}: {reason}"
+                f"--tasks {args.tasks} cannot be loaded from {place}: {type(error).__name__}: {one_line(error)}"
             ) from error
 
     manager.load = load_or_say

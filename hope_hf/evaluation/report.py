@@ -6,14 +6,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from hope_hf.cli.provenance import provenance
-from hope_hf.cli.tables import markdown_table
+from hope_hf.cli.tables import RESULTS_FILE, SCHEMA_VERSION, markdown_table
 
 from .arguments import Arguments
 from .result import SuiteResult
 from .subject import Subject
-
-SCHEMA_VERSION = 1
-RESULTS_FILE = "results.json"
 
 
 def check_folder(output_dir: str | None):

@@ -6,13 +6,11 @@ from pathlib import Path
 from huggingface_hub import EvalResult
 from transformers import PreTrainedModel
 
-from hope_hf.cli.tables import markdown_table
+from hope_hf.cli.tables import SCHEMA_VERSION, markdown_table
 
 from .json_file import read_object
 from .public import public_command, without_folders
 
-SCHEMA_VERSION = 1
-RESULTS_FILE = "results.json"
 # Of small models that the suite trains itself: no measure of this one.
 OTHER_MODELS = {"synthetic"}
 # Rows of one table; the gates of a large model, head by head, fill thousands.

@@ -5,9 +5,11 @@ from tempfile import TemporaryDirectory
 
 from safetensors import SafetensorError
 
+from hope_hf.cli.tables import RESULTS_FILE
+
 from .card import model_card
 from .check import check_export
-from .evaluation_facts import RESULTS_FILE, read_evaluation
+from .evaluation_facts import read_evaluation
 from .source import load_source
 from .training_facts import read_training
 

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, get_session, get_token
 
+from hope_hf.cli.models import one_line
+
 from .errors import ExportFailed
 
 CARD = "README.md"
@@ -60,4 +62,4 @@ def _reason(error: Exception) -> str:
         return "the token may not write there (403), use one of its owner's with the right to write."
     if error.__cause__ is not None and isinstance(error, RuntimeError):
         return _reason(error.__cause__)
-    return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}."
+    return f"{type(error).__name__}: {one_line(error).rstrip('.')}."

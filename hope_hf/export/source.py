@@ -6,7 +6,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hope_hf.cli.arguments import ModelArguments
-from hope_hf.cli.models import MISTAKES, is_hope, load_config
+from hope_hf.cli.models import MISTAKES, is_hope, load_config, one_line
 
 
 def load_source(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -28,7 +28,7 @@ def _load_model(folder: Path) -> PreTrainedModel:
             folder, dtype="auto", use_safetensors=True, output_loading_info=True
         )
     except (*MISTAKES, SafetensorError, RuntimeError) as error:
-        raise ValueError(f"The weights in {folder} cannot be loaded, save them again: {_one_line(error)}") from error
+        raise ValueError(f"The weights in {folder} cannot be loaded, save them again: {one_line(error)}") from error
     # A part that was not saved would be exported as random numbers.
     missing = sorted(report["missing_keys"])
     if missing:
@@ -40,8 +40,4 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder)
     except MISTAKES as error:
-        raise ValueError(f"{folder} holds no tokenizer that loads, save one in it: {_one_line(error)}") from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+        raise ValueError(f"{folder} holds no tokenizer that loads, save one in it: {one_line(error)}") from error

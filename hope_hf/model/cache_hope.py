@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin, DynamicCache
 from transformers.modeling_utils import PreTrainedModel
 
 from .cache_fingerprint import fingerprint
@@ -99,51 +99,6 @@ class HopeMemoryLayer(CacheLayerMixin):
 
 # `_layer_type` enters it among the growing layers only, but a state of constant size fits a static cache as it is
 STATIC_LAYER_TYPE_MAPPING[HopeMemoryLayer._layer_type] = HopeMemoryLayer
-
-
-def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -> None:
-    """Refuse a cache that is not of this model, or not of these rows.
-
-    Args:
-        hidden_states: [B, T, hidden_size], what is read next.
-
-    Raises:
-        ValueError: other layers, another number of rows, another shape or dtype of the memories.
-    """
-    layers = getattr(cache, "layers", None)
-    wanted = config.mixer == "self_modifying"
-    if layers is None or len(layers) != config.num_hidden_layers and (wanted or len(layers)):
-        held = "no layers" if layers is None else f"{len(layers)} layers"
-        raise ValueError(
-            f"past_key_values is a {type(cache).__name__} of {held}, and the model has {config.num_hidden_layers}: "
-            "give a HopeCache(model.config)"
-        )
-    for layer in layers:
-        if isinstance(layer, HopeMemoryLayer) != wanted:
-            raise ValueError(
-                f"past_key_values is a {type(cache).__name__} of {type(layer).__name__}s, which a model with "
-                f"mixer='{config.mixer}' cannot use: give a HopeCache(model.config)"
-            )
-        if wanted and layer.state is not None:
-            weights = layer.state["content.run.0"]
-            inner = config.head_dim * config.memory_expansion if config.memory_depth == 2 else config.head_dim
-            shape = (len(hidden_states), config.num_attention_heads, 1, inner, config.head_dim)
-            dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-            if tuple(weights.shape[1:]) != shape[1:]:
-                raise ValueError(
-                    f"past_key_values holds memories of the shape {tuple(weights.shape[1:])}, and this model's have "
-                    f"{shape[1:]}: it is the cache of another model"
-                )
-            if len(weights) != shape[0]:
-                raise ValueError(
-                    f"past_key_values holds {len(weights)} sequences, and the input {shape[0]}: choose rows with "
-                    "batch_select_indices or batch_repeat_interleave"
-                )
-            if weights.dtype != dtype:
-                raise ValueError(
-                    f"past_key_values holds {weights.dtype} memories, and this model computes them in {dtype}: read "
-                    "the text with the model as it is now"
-                )
 
 
 class HopeCache(DynamicCache):

@@ -25,10 +25,11 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention import HopeAttention
-from .cache_hope import HopeCache, HopeMemoryLayer, check_cache
+from .cache_hope import HopeCache, HopeMemoryLayer
 from .chunk_layout import ChunkPlan, plan_chunks
 from .configuration_hope import HopeConfig
 from .continuum import ContinuumMemory, LevelMix
+from .input_checks import check_cache, check_labels, check_mask
 from .memory_update import TILE
 from .self_modifying import HopeRMSNorm, InitialMemory, MemoryGates, SelfModifyingTitans, ShortConvolution
 
@@ -46,27 +47,6 @@ def local_padding_mask(attention_mask: torch.Tensor | None, query_length: int) -
         return None
     local = attention_mask[:, -query_length:]
     return None if not torch.compiler.is_exporting() and bool(local.all()) else local
-
-
-def check_mask(attention_mask: torch.Tensor | None, batch_size: int, query_length: int, seen: int) -> None:
-    """ValueError for a 2-D mask that does not have one column per token, read ones included."""
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-        expected = (batch_size, seen + query_length)
-        if tuple(attention_mask.shape) != expected:
-            raise ValueError(
-                f"attention_mask has the shape {tuple(attention_mask.shape)}, and {expected} is needed: one row per "
-                f"sequence, one column for each of the {seen} tokens read before and the {query_length} of this call"
-            )
-
-
-def check_labels(labels: torch.Tensor, vocab_size: int) -> None:
-    """ValueError for labels that are no tokens; on the CPU only, where looking at them does not wait for a device."""
-    if labels.device.type == "cpu" and not torch.compiler.is_compiling():
-        wrong = labels[(labels != -100) & ((labels < 0) | (labels >= vocab_size))]
-        if len(wrong):
-            raise ValueError(
-                f"labels hold {int(wrong[0])}: give tokens from 0 to {vocab_size - 1}, or -100 to skip one"
-            )
 
 
 class HopeBlock(GradientCheckpointingLayer):

@@ -1,0 +1,73 @@
+"""What a call of the model is given, and a sentence for what does not fit: masks, labels, caches."""
+
+import torch
+from transformers.cache_utils import Cache
+
+from .cache_hope import HopeMemoryLayer
+from .configuration_hope import HopeConfig
+
+
+def check_mask(attention_mask: torch.Tensor | None, batch_size: int, query_length: int, seen: int) -> None:
+    """ValueError for a 2-D mask that does not have one column per token, read ones included."""
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+        expected = (batch_size, seen + query_length)
+        if tuple(attention_mask.shape) != expected:
+            raise ValueError(
+                f"attention_mask has the shape {tuple(attention_mask.shape)}, and {expected} is needed: one row per "
+                f"sequence, one column for each of the {seen} tokens read before and the {query_length} of this call"
+            )
+
+
+def check_labels(labels: torch.Tensor, vocab_size: int) -> None:
+    """ValueError for labels that are no tokens; on the CPU only, where looking at them does not wait for a device."""
+    if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = labels[(labels != -100) & ((labels < 0) | (labels >= vocab_size))]
+        if len(wrong):
+            raise ValueError(
+                f"labels hold {int(wrong[0])}: give tokens from 0 to {vocab_size - 1}, or -100 to skip one"
+            )
+
+
+def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -> None:
+    """Refuse a cache that is not of this model, or not of these rows.
+
+    Args:
+        hidden_states: [B, T, hidden_size], what is read next.
+
+    Raises:
+        ValueError: other layers, another number of rows, another shape or dtype of the memories.
+    """
+    layers = getattr(cache, "layers", None)
+    wanted = config.mixer == "self_modifying"
+    if layers is None or len(layers) != config.num_hidden_layers and (wanted or len(layers)):
+        held = "no layers" if layers is None else f"{len(layers)} layers"
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__} of {held}, and the model has {config.num_hidden_layers}: "
+            "give a HopeCache(model.config)"
+        )
+    for layer in layers:
+        if isinstance(layer, HopeMemoryLayer) != wanted:
+            raise ValueError(
+                f"past_key_values is a {type(cache).__name__} of {type(layer).__name__}s, which a model with "
+                f"mixer='{config.mixer}' cannot use: give a HopeCache(model.config)"
+            )
+        if wanted and layer.state is not None:
+            weights = layer.state["content.run.0"]
+            inner = config.head_dim * config.memory_expansion if config.memory_depth == 2 else config.head_dim
+            shape = (len(hidden_states), config.num_attention_heads, 1, inner, config.head_dim)
+            dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+            if tuple(weights.shape[1:]) != shape[1:]:
+                raise ValueError(
+                    f"past_key_values holds memories of the shape {tuple(weights.shape[1:])}, and this model's have "
+                    f"{shape[1:]}: it is the cache of another model"
+                )
+            if len(weights) != shape[0]:
+                raise ValueError(
+                    f"past_key_values holds {len(weights)} sequences, and the input {shape[0]}: choose rows with "
+                    "batch_select_indices or batch_repeat_interleave"
+                )
+            if weights.dtype != dtype:
+                raise ValueError(
+                    f"past_key_values holds {weights.dtype} memories, and this model computes them in {dtype}: read "
+                    "the text with the model as it is now"
+                )
