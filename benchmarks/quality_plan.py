@@ -1,10 +1,12 @@
 """Which runs benchmarks/quality.py still has to do, as pure functions of what is known.
 
-Every model's best learning rate is found once per size, on the search text at seed 1. At that rate it is trained on
-the other texts at seed 1. Where a size has more seeds, HOPE, its frozen twin and, text by text, the better of the
-recurrent peers are trained on them, too.
+Every model's best learning rate is found once per size, on the search text at seed 1: of three, and then of half the
+lowest or twice the highest while that end is the best. At that rate it is trained on the other texts at seed 1. Where
+a size has more seeds, HOPE, its frozen twin and, text by text, the better of the recurrent peers are trained on them,
+too.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -41,15 +43,32 @@ class Matrix:
     search_text: str
 
 
+def search(matrix: Matrix, size: str, model: str, losses: Losses) -> tuple[list[float], bool]:
+    """The learning rates of a model's search as far as `losses` tell, ascending, and whether it is over."""
+
+    def loss(rate: float) -> float | None:
+        return losses.get(Job(size, matrix.search_text, model, rate, FIRST_SEED))
+
+    rates = sorted(matrix.sizes[size].learning_rates)
+    while None not in (measured := [loss(rate) for rate in rates]):
+        best = measured.index(min(measured))
+        if len(rates) == 1 or math.isinf(measured[best]) or 0 < best < len(rates) - 1:
+            return rates, True
+        rates = [rates[0] / 2, *rates] if best == 0 else [*rates, 2 * rates[-1]]
+    return rates, False
+
+
 def best_rate(matrix: Matrix, size: str, model: str, losses: Losses) -> float | None:
-    """The learning rate with the lowest loss on the search text; None until all of them are measured there."""
-    rates = matrix.sizes[size].learning_rates
+    """The learning rate with the lowest loss on the search text; None until the first three are measured there."""
+    rates, _ = search(matrix, size, model, losses)
     searched = {rate: losses.get(Job(size, matrix.search_text, model, rate, FIRST_SEED)) for rate in rates}
-    return None if None in searched.values() else min(rates, key=lambda rate: searched[rate])
+    measured = {rate: loss for rate, loss in searched.items() if loss is not None}
+    first = matrix.sizes[size].learning_rates
+    return min(measured, key=measured.get) if measured.keys() >= set(first) else None
 
 
 def job_at_best_rate(matrix: Matrix, size: str, text: str, model: str, seed: int, losses: Losses) -> Job | None:
-    """The run that counts in the comparison; None until the model's learning rate is known."""
+    """The run that counts in the comparison; None until three learning rates of the model are measured."""
     rate = best_rate(matrix, size, model, losses)
     return None if rate is None else Job(size, text, model, rate, seed)
 
@@ -69,16 +88,18 @@ def ready_jobs(matrix: Matrix, losses: Losses) -> list[Job]:
 
 
 def _wanted(matrix: Matrix, size: str, losses: Losses) -> Iterable[Job | None]:
-    for model in matrix.models:
-        for rate in matrix.sizes[size].learning_rates:
+    searched = {model: search(matrix, size, model, losses) for model in matrix.models}
+    for model, (rates, _) in searched.items():
+        for rate in rates:
             yield Job(size, matrix.search_text, model, rate, FIRST_SEED)
+    done = [model for model, (_, over) in searched.items() if over]
     for text in matrix.texts:
-        for model in matrix.models:
+        for model in done:
             yield job_at_best_rate(matrix, size, text, model, FIRST_SEED, losses)
     for text in matrix.texts:
         for seed in matrix.sizes[size].more_seeds:
             for model in (HOPE, FROZEN, best_recurrent_peer(matrix, size, text, losses)):
-                if model in matrix.models:
+                if model in done:
                     yield job_at_best_rate(matrix, size, text, model, seed, losses)
 
 
@@ -86,14 +107,16 @@ def outline(matrix: Matrix, losses: Losses) -> list[tuple[Job, bool]]:
     """All runs that are left, and whether each is known already.
 
     The others wait for results: their learning rate, or which recurrent peer is the better one, is a guess (the middle
-    rate, the first peer).
+    rate, the first peer; a search does not go on).
     """
     known, pretended, left = set(ready_jobs(matrix, losses)), dict(losses), []
     while ready := ready_jobs(matrix, pretended):
         for job in ready:
             left.append((job, job in known))
             rates = matrix.sizes[job.size].learning_rates
-            distance = abs(rates.index(job.learning_rate) - len(rates) // 2) if job.learning_rate in rates else 0
+            distance = (
+                abs(rates.index(job.learning_rate) - len(rates) // 2) if job.learning_rate in rates else math.inf
+            )
             order = RECURRENT_PEERS.index(job.model) if job.model in RECURRENT_PEERS else 0
             pretended[job] = distance + order / 10
     return left

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable
 
 from benchmarks.quality_models import FROZEN, HOPE, LLAMA, LLAMA_CONV, MODELS, RECURRENT_PEERS, build
-from benchmarks.quality_plan import FIRST_SEED, Job, Matrix, best_rate, best_recurrent_peer, job_at_best_rate
+from benchmarks.quality_plan import FIRST_SEED, Job, Matrix, best_rate, best_recurrent_peer, job_at_best_rate, search
 from benchmarks.quality_results import losses as losses_of
 
 MISSING = "missing"
@@ -46,8 +46,8 @@ def _values(matrix: Matrix, rows: dict[Job, dict], size: str, key: str, title: s
 
     def line(model: str) -> list[str]:
         rate = best_rate(matrix, size, model, losses)
-        edge = rate in (min(shape.learning_rates), max(shape.learning_rates)) and len(shape.learning_rates) > 1
-        shown = MISSING if rate is None else f"{rate:g}{' (edge of the search)' if edge else ''}"
+        _, over = search(matrix, size, model, losses)
+        shown = MISSING if rate is None else f"{rate:g}{'' if over else ' (the search goes on)'}"
         cells = [[row[key] for row in by_seed(matrix, rows, size, text, model).values()] for text in matrix.texts]
         return [model, f"{build(model, shape).parameters:,}", shown, *(_cell(cell, digits) for cell in cells)]
 

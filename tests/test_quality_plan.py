@@ -20,7 +20,12 @@ def matrix(sizes=("small",), texts=TEXTS, models=MODELS) -> Matrix:
     return Matrix({size: SIZES[size] for size in sizes}, texts, models, "builtin")
 
 
-def finish(losses: dict, jobs, loss=lambda job: 3.0) -> dict:
+def off_middle(job: Job) -> float:
+    """A loss that ends every search at the middle of the three rates."""
+    return 3.0 + abs(job.learning_rate - SIZES[job.size].learning_rates[1])
+
+
+def finish(losses: dict, jobs, loss=off_middle) -> dict:
     return losses | {job: loss(job) for job in jobs}
 
 
@@ -40,13 +45,37 @@ def test_the_search_comes_first_and_only_on_one_text():
 def test_other_texts_wait_for_the_whole_search_of_their_model_and_use_its_best_rate():
     plan = matrix(models=(LLAMA,))
     searched = ready_jobs(plan, {})
-    two = finish({}, searched[:2], lambda job: job.learning_rate)
+    two = finish({}, searched[:2])
     assert best_rate(plan, "small", LLAMA, two) is None and ready_jobs(plan, two) == searched[2:]
-    three = finish(two, searched[2:], lambda job: 0.0)
-    assert ready_jobs(plan, three) == [Job("small", "moby_dick", LLAMA, RATES[2], 1)]
-    diverged = three | {searched[2]: math.inf}
-    assert ready_jobs(plan, diverged) == [Job("small", "moby_dick", LLAMA, RATES[0], 1)]
-    assert ready_jobs(plan, finish(diverged, ready_jobs(plan, diverged))) == []
+    three = finish(two, searched[2:])
+    assert ready_jobs(plan, three) == [Job("small", "moby_dick", LLAMA, RATES[1], 1)]
+    assert ready_jobs(plan, finish(three, ready_jobs(plan, three))) == []
+
+
+@pytest.mark.parametrize("best", [RATES[0] / 2, RATES[0] / 8, 2 * RATES[2]])
+def test_the_search_goes_on_beyond_an_edge_that_is_the_best(best):
+    plan = matrix(models=(LLAMA,))
+    losses, searched = {}, []
+    while ready := ready_jobs(plan, losses):
+        if ready[0].text == "moby_dick":
+            break
+        searched += [job.learning_rate for job in ready]
+        losses = finish(losses, ready, lambda job: abs(math.log2(job.learning_rate / best)))
+    assert ready == [Job("small", "moby_dick", LLAMA, best, 1)]
+    # Until the best has been passed by one rate, and no further.
+    beyond = best / 2 if best < RATES[0] else 2 * best
+    assert searched[-1] == beyond and len(searched) == len(set(searched))
+
+
+def test_a_search_ends_where_training_diverges():
+    plan = matrix(models=(LLAMA,))
+    losses = finish({}, ready_jobs(plan, {}), lambda job: -job.learning_rate)
+    (further,) = ready_jobs(plan, losses)
+    assert further.learning_rate == 2 * RATES[2]
+    assert ready_jobs(plan, losses | {further: math.inf}) == [Job("small", "moby_dick", LLAMA, RATES[2], 1)]
+    assert [job.text for job in ready_jobs(plan, finish({}, ready_jobs(plan, {}), lambda job: math.inf))] == [
+        "moby_dick"
+    ]
 
 
 def test_more_seeds_for_hope_its_twin_and_the_better_recurrent_peer_of_each_text():
@@ -145,8 +174,12 @@ def test_the_report_shows_means_ratios_and_what_is_missing():
             loss = {HOPE: 3.0, FROZEN: 3.2, LLAMA: 4.0}.get(job.model, 3.5) + abs(job.learning_rate - RATES[1])
             losses[job] = loss + 0.1 * (job.seed - 1)
             jobs[job] = row(job, losses[job])
+    open_end = Job("small", "builtin", LLAMA, RATES[2], 1)
+    assert f"{RATES[2]:g} (the search goes on) |" in report(
+        plan, jobs | {open_end: jobs[open_end] | {"eval_loss": 0.1}}
+    )
     whole = report(plan, jobs)
-    assert "missing" not in whole and "edge" not in whole
+    assert "missing" not in whole and "goes on" not in whole
     parameters = f"{build(HOPE, SIZES['small']).parameters:,}"
     assert f"| {HOPE} | {parameters} | 0.004 | 3.1000 ± 0.1000 (3 seeds) | 3.1000 ± 0.1000 (3 seeds) |" in whole
     (line,) = [line for line in whole.splitlines() if line.startswith("| moby_dick |")]
