@@ -124,7 +124,7 @@ def _model(name: str, size: Size, fitted: int) -> Model:
     step = size.tokens_per_step
     hope = {
         "num_hidden_layers": layers,
-        # Twice the stream's width, as in the recurrent peers; one matrix a memory.
+        # The defaults, spelled out: one that changes does not change what was compared.
         "num_attention_heads": 2 * heads,
         "memory_depth": 1,
         "retention_bias_min": 1.0,

@@ -43,9 +43,6 @@ def train_recall(
         vocab_size=2 * symbols,
         hidden_size=64,
         num_hidden_layers=2,
-        # As benchmarks/quality.py's HOPE: a mixer of twice the stream's width, memories of one matrix.
-        num_attention_heads=2,
-        memory_depth=1,
         **({"memory_learning_rate_max": 0.0} if frozen else {}),
         **options,
     )

@@ -12,20 +12,26 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hope_hf import HopeConfig
 
+WIDTH, LAYERS = 256, 4
+
 
 def build_models(vocab_size: int, max_length: int) -> dict[str, torch.nn.Module]:
-    """HOPE and Llama of width 256 and 4 layers, their MLPs of equal size in sum."""
-    hope = HopeConfig(vocab_size=vocab_size, hidden_size=256, num_hidden_layers=4)
-    llama = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        intermediate_size=sum(hope.level_intermediate_sizes),
-        max_position_embeddings=max_length,
-        attn_implementation="sdpa",
-    )
-    return {"llama": AutoModelForCausalLM.from_config(llama), "hope": AutoModelForCausalLM.from_config(hope)}
+    """HOPE and Llama of width 256 and 4 layers with as many parameters, within those of 4 units of an MLP."""
+    shared = {"vocab_size": vocab_size, "hidden_size": WIDTH, "num_hidden_layers": LAYERS}
+    hope = AutoModelForCausalLM.from_config(HopeConfig(**shared))
+
+    def llama(intermediate_size: int) -> torch.nn.Module:
+        config = LlamaConfig(
+            **shared,
+            num_attention_heads=4,
+            intermediate_size=intermediate_size,
+            max_position_embeddings=max_length,
+            attn_implementation="sdpa",
+        )
+        return AutoModelForCausalLM.from_config(config)
+
+    missing = hope.num_parameters() - llama(8).num_parameters()
+    return {"llama": llama(8 + 8 * round(missing / (3 * WIDTH * LAYERS) / 8)), "hope": hope}
 
 
 def step_cpu_seconds(model: torch.nn.Module, input_ids: torch.Tensor) -> float:

@@ -14,7 +14,7 @@ def _flush_denormals():
 
 @pytest.fixture
 def tiny_config():
-    """Build a `HopeConfig` of two layers and two heads of 16 whose chunks are a few tokens long."""
+    """Build a `HopeConfig` of two layers and two heads of 16, with memories of two layers and chunks of few tokens."""
 
     def build(**options) -> HopeConfig:
         defaults = dict(
@@ -22,6 +22,8 @@ def tiny_config():
             hidden_size=32,
             num_hidden_layers=2,
             head_dim=16,
+            num_attention_heads=2,
+            memory_depth=2,
             memory_chunk_size=4,
             projection_chunk_size=8,
             level_periods=[1, 4],

@@ -22,7 +22,7 @@ SIZES = {
     "intermediate_size": 176,
 }
 OWN_SIZES = {
-    # Two heads, one chunk of the projection memories for words of up to 128 symbols; the levels' sizes follow.
+    # Four heads, one chunk of the projection memories for words of up to 128 symbols; the levels' sizes follow.
     "hope": {
         "hidden_size": 64,
         "num_hidden_layers": 2,

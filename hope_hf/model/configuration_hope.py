@@ -13,17 +13,15 @@ PRESETS = {
         vocab_size=4096,
         hidden_size=256,
         num_hidden_layers=4,
-        level_intermediate_sizes=[480, 480, 480],
+        level_intermediate_sizes=[368, 368, 368],
         level_periods=[1_024, 4_096, 16_384],
-        projection_chunk_size=64,
-        memory_chunk_size=32,
         tie_word_embeddings=False,
     ),
     # about 160 M: first GPU runs of up to 5 B tokens at context 2K; periods for steps of 0.25 M tokens
     "pilot": dict(
         hidden_size=768,
         num_hidden_layers=12,
-        level_intermediate_sizes=[1216, 1216, 1216],
+        level_intermediate_sizes=[896, 896, 896],
         level_periods=[262_144, 1_048_576, 4_194_304],
         tie_word_embeddings=True,
     ),
@@ -31,7 +29,7 @@ PRESETS = {
     "mid": dict(
         hidden_size=1024,
         num_hidden_layers=24,
-        level_intermediate_sizes=[2752, 2752, 2752],
+        level_intermediate_sizes=[2320, 2320, 2320],
         level_periods=[524_288, 2_097_152, 8_388_608],
         tie_word_embeddings=True,
     ),
@@ -39,7 +37,7 @@ PRESETS = {
     "target": dict(
         hidden_size=1536,
         num_hidden_layers=32,
-        level_intermediate_sizes=[2064, 2064, 2064],
+        level_intermediate_sizes=[1408, 1408, 1408],
         level_periods=[1_048_576, 4_194_304, 16_777_216],
         tie_word_embeddings=True,
     ),
@@ -68,7 +66,8 @@ class HopeConfig(PreTrainedConfig):
         head_dim (`int`, *optional*, defaults to 64):
             Width of a head, which is the width of keys, values and queries of one memory.
         num_attention_heads (`int`, *optional*):
-            Heads of the mixer; `hidden_size / head_dim` unless given.
+            Heads of the mixer. Unless given, `hidden_size / head_dim` for attention and twice as many for memories, as
+            in other recurrent models (measured better at equal parameters, see `docs/log.md`).
         num_key_value_heads (`int`, *optional*):
             Key and value heads of the attention mixer; as many as heads unless given.
         mixer (`str`, *optional*, defaults to `"self_modifying"`):
@@ -76,11 +75,11 @@ class HopeConfig(PreTrainedConfig):
         memory_chunk_size (`int`, *optional*, defaults to 64):
             Tokens after which the errors of the content memory are taken at its new weights (section 8.2). Use the
             same value in training and inference: it is part of the model.
-        projection_chunk_size (`int`, *optional*, defaults to 256):
+        projection_chunk_size (`int`, *optional*, defaults to 64):
             The same for the memories that make keys, values, learning rates and retentions. Train on blocks of at
             least four of these chunks: in a block of one they never learn.
-        memory_depth (`int`, *optional*, defaults to 2):
-            Layers of a memory: 2 is equation (89), 1 is `M(z) = z + W z`.
+        memory_depth (`int`, *optional*, defaults to 1):
+            Layers of a memory: 2 is equation (89), 1 is `M(z) = z + W z`, half as expensive and no worse in our runs.
         memory_expansion (`int`, *optional*, defaults to 1):
             Hidden width of the content memory in units of `head_dim` (depth 2).
         projection_memory_expansion (`int`, *optional*, defaults to 1):
@@ -135,7 +134,8 @@ class HopeConfig(PreTrainedConfig):
         level_periods (`list[int]`, *optional*, defaults to `[1000000, 4000000, 16000000]`):
             Continuum memory: tokens per update of each MLP level, fast to slow.
         level_intermediate_sizes (`list[int]`, *optional*):
-            Hidden width of each level; unless given, all together have the parameters of one SwiGLU of width 8/3.
+            Hidden width of each level. Unless given, all levels together have the parameters that other models give
+            to a block: four times the square of the width beside memories, eight times beside attention.
         level_variant (`str`, *optional*, defaults to `"sequential"`):
             Levels in a chain (`"sequential"`, equation 73) or side by side with learned weights (`"independent"`,
             equation 74).
@@ -179,8 +179,8 @@ class HopeConfig(PreTrainedConfig):
     mixer: Literal["self_modifying", "attention"] = "self_modifying"
 
     memory_chunk_size: int = 64
-    projection_chunk_size: int = 256
-    memory_depth: int = 2
+    projection_chunk_size: int = 64
+    memory_depth: int = 1
     memory_expansion: int = 1
     projection_memory_expansion: int = 1
     memory_read_mode: Literal["inclusive", "exclusive", "start"] = "inclusive"
@@ -221,14 +221,16 @@ class HopeConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs):
+        wide = self.mixer == "self_modifying"
         if self.num_attention_heads is None and self.head_dim > 0 and self.hidden_size % self.head_dim == 0:
-            self.num_attention_heads = self.hidden_size // self.head_dim
+            self.num_attention_heads = (2 if wide else 1) * self.hidden_size // self.head_dim
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.level_periods is None:
             self.level_periods = [1_000_000, 4_000_000, 16_000_000]
         if self.level_intermediate_sizes is None and self.level_periods:
-            width = 8 * self.hidden_size / (3 * len(self.level_periods))
+            # A SwiGLU of width w has 3 * w * hidden_size parameters.
+            width = (4 if wide else 8) * self.hidden_size / (3 * len(self.level_periods))
             self.level_intermediate_sizes = [max(8, round(width / 8) * 8)] * len(self.level_periods)
         super().__post_init__(**kwargs)
 

@@ -304,9 +304,10 @@ class HopeForCausalLM(HopePreTrainedModel, GenerationMixin):
         """Matrix FLOPs of forward and backward per token of a text of `sequence_length` tokens.
 
         6 per parameter of a matrix that every token meets (embedding rows are looked up, the head counts), and three
-        times the forward cost of the mixer's own products: in the memories, per head of width D, hidden width M and
-        tiles of C tokens, 22 D M for writing and 10 D M + 8 C (D + M) for making or reading (depth 2); in attention,
-        2 T per channel. Recomputation is not counted.
+        times the forward cost of the mixer's own products: in attention 2 T per channel; in memories, per head of
+        width D and hidden width M (D at depth 1), 10 D M for each layer of a memory that makes projections, 12 D M for
+        each of the content memory, and 4 C (D + M) for reading it within tiles of C tokens. A test holds these against
+        torch's counter, which leaves out triangular solves. Recomputation is not counted.
         """
         config = self.config
         matrices = sum(p.numel() for n, p in self.named_parameters() if p.ndim == 2 and "embed_tokens" not in n)
@@ -316,14 +317,15 @@ class HopeForCausalLM(HopePreTrainedModel, GenerationMixin):
         if config.mixer == "attention":
             mixing = 2 * sequence_length * config.num_attention_heads * config.head_dim
         else:
-            width = config.head_dim
-            others = len(self.model.layers[0].mixer.memory_names)
-            sizes = [(1, config.memory_expansion, config.memory_chunk_size)]
-            sizes += [(others, config.projection_memory_expansion, config.projection_chunk_size)]
-            mixing = config.num_attention_heads * sum(
-                number * (32 * width * width * expansion + 8 * min(chunk, TILE) * width * (1 + expansion))
-                for number, expansion, chunk in sizes
+            width, two_layers = config.head_dim, config.memory_depth == 2
+            made = len(self.model.layers[0].mixer.memory_names)
+            others, content = (
+                width * (expansion if two_layers else 1)
+                for expansion in (config.projection_memory_expansion, config.memory_expansion)
             )
+            products = config.memory_depth * width * (10 * made * others + 12 * content)
+            products += 4 * min(config.memory_chunk_size, TILE) * (width + content)
+            mixing = config.num_attention_heads * products
         return 6 * matrices + 3 * config.num_hidden_layers * mixing
 
     @can_return_tuple

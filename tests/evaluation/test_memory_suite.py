@@ -14,16 +14,16 @@ def test_gates_are_read_back(subject, arguments):
         gates = block.mixer.gates
         with torch.no_grad():
             gates.gate_proj.weight.zero_()
-            gates.learning_rate_bias.copy_(torch.tensor([0.0, math.log(3.0)]))
-            gates.retention_bias.copy_(torch.tensor([math.log(9.0), math.log(99.0)]))
+            gates.learning_rate_bias.copy_(torch.tensor([0.0, math.log(3.0)] * 2))
+            gates.retention_bias.copy_(torch.tensor([math.log(9.0), math.log(99.0)] * 2))
     tables = memory(arguments(lengths="64", samples_per_length=2), loaded).tables
     rows = tables["Gates by layer and head"]
-    assert [(row["layer"], row["head"]) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [(row["layer"], row["head"]) for row in rows] == [(layer, head) for layer in (0, 1) for head in range(4)]
     for row in rows:
-        assert row["rate_mean"] == pytest.approx([0.5, 0.75][row["head"]], rel=1e-5)
+        assert row["rate_mean"] == pytest.approx([0.5, 0.75][row["head"] % 2], rel=1e-5)
         assert row["rate_std"] == pytest.approx(0.0, abs=1e-6)
         for name in ("horizon_25", "horizon_median", "horizon_75"):
-            assert row[name] == pytest.approx([10.0, 100.0][row["head"]], rel=1e-4)
+            assert row[name] == pytest.approx([10.0, 100.0][row["head"] % 2], rel=1e-4)
 
 
 def test_the_hooks_are_gone_afterwards(subject):

@@ -62,7 +62,7 @@ def test_models_of_any_architecture_are_small_and_seeded(model_type):
 
 
 def test_the_users_overrides_go_on_top_and_a_named_size_stays_as_it_is():
-    assert small_model(arguments(config_overrides="hidden_size=128"), 7, 0).config.num_attention_heads == 4
+    assert small_model(arguments(config_overrides="hidden_size=128"), 7, 0).config.num_attention_heads == 8
     named = small_model(arguments(config_name="tiny", config_overrides="num_hidden_layers=1"), 7, 0).config
     assert (named.hidden_size, named.num_hidden_layers, named.vocab_size) == (256, 1, 7)
 

@@ -28,16 +28,18 @@ def test_tiny_is_counted_at_the_vocabulary_of_the_demo():
     assert HopeConfig.from_preset("tiny").vocab_size == 4096
 
 
+@pytest.mark.parametrize("mixer, wider, squares", [("self_modifying", 2, 4), ("attention", 1, 8)])
 @pytest.mark.parametrize("width", range(64, 1537, 64))
-def test_every_width_divisible_by_64_is_a_model(width):
-    config = HopeConfig(vocab_size=100, hidden_size=width, num_hidden_layers=2)
-    assert min(config.level_intermediate_sizes) > 0
+def test_every_width_divisible_by_64_is_a_model(width, mixer, wider, squares):
+    config = HopeConfig(vocab_size=100, hidden_size=width, num_hidden_layers=2, mixer=mixer)
     assert len(config.level_intermediate_sizes) == len(config.level_periods)
     model = build_on_meta(config)
     for block in model.model.layers:
         matrices = sum(p.numel() for p in block.continuum.parameters() if p.ndim == 2)
-        assert matrices == pytest.approx(8 * width**2, rel=0.02)
-    assert model.model.layers[0].mixer.content_memory.outer.shape[0] * config.head_dim == width
+        # Each of three levels is rounded to the nearest 8 of its width, each with three matrices.
+        assert matrices == pytest.approx(squares * width**2, abs=3 * 4 * 3 * width)
+    assert config.num_attention_heads * config.head_dim == wider * width
+    assert model.model.layers[0].mixer.o_proj.weight.shape == (width, wider * width)
 
 
 @pytest.mark.parametrize("mixer", ["self_modifying", "attention"])
@@ -57,7 +59,7 @@ def test_three_arguments_make_a_model_that_runs():
 def test_levels_share_the_parameters_of_one_mlp(num_levels):
     config = HopeConfig(vocab_size=100, hidden_size=768, num_hidden_layers=1, level_periods=[10] * num_levels)
     continuum = build_on_meta(config).model.layers[0].continuum
-    assert sum(p.numel() for p in continuum.parameters() if p.ndim == 2) == pytest.approx(8 * 768**2, rel=0.02)
+    assert sum(p.numel() for p in continuum.parameters() if p.ndim == 2) == pytest.approx(4 * 768**2, rel=0.02)
 
 
 REFUSED = {
@@ -68,7 +70,7 @@ REFUSED = {
     "num_hidden_layers": [0],
     "head_dim": [0, 48],
     "num_attention_heads": [0, -1],
-    "num_key_value_heads": [0, 2],
+    "num_key_value_heads": [0, 4],
     "memory_depth": [0, 3],
     "memory_expansion": [0],
     "projection_memory_expansion": [0],

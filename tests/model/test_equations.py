@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from test_memory_equals_reference import build_mixer, run_fast
 
 LITERAL = dict(
+    memory_depth=2,
     memory_chunk_size=1,
     projection_chunk_size=1,
     memory_read_mode="exclusive",

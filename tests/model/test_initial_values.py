@@ -37,7 +37,7 @@ def test_wide_embeddings_and_heads_are_smaller(tied):
 
 
 def test_memories_begin_near_the_identity_with_an_orthogonal_inner_layer():
-    for block in new_model().model.layers:
+    for block in new_model(memory_depth=2).model.layers:
         for memory in (block.mixer.content_memory, block.mixer.projection_memory):
             inner = memory.inner[0, 0]
             torch.testing.assert_close(inner @ inner.T, 4 * torch.eye(len(inner)), rtol=0, atol=1e-4)
@@ -47,5 +47,5 @@ def test_memories_begin_near_the_identity_with_an_orthogonal_inner_layer():
 def test_horizons_of_retention_are_spread_over_the_heads():
     config = HopeConfig(vocab_size=500, hidden_size=256, num_hidden_layers=1)
     gates = HopeForCausalLM(config).model.layers[0].mixer.gates
-    assert gates.retention_bias.tolist() == pytest.approx(torch.linspace(3, 8, 4).tolist())
-    assert gates.learning_rate_bias.tolist() == [0.0] * 4
+    assert gates.retention_bias.tolist() == pytest.approx(torch.linspace(3, 8, 8).tolist())
+    assert gates.learning_rate_bias.tolist() == [0.0] * 8

@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
-from hope_hf import HopeCache
+from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
 from hope_hf.model.continuum import ContinuumMemory
 
 OPTIONS = {
@@ -218,3 +219,23 @@ def test_inputs_are_ids_or_embeddings(tiny_model):
 def test_token_ids_out_of_range_are_not_read(tiny_model):
     with pytest.raises(IndexError):
         tiny_model()(torch.tensor([[1, 64]]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(memory_depth=2),
+        dict(memory_depth=2, memory_expansion=4, projection_memory_expansion=2),
+        dict(memory_chunk_size=16, projection_chunk_size=32, gate_mode="memory", adaptive_q=True),
+    ],
+    ids=str,
+)
+def test_flops_per_token_are_those_that_torch_counts(options):
+    config = HopeConfig(**dict(vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=2) | options)
+    model = HopeForCausalLM(config)
+    ids = text(1, 512)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(ids, use_cache=False)
+    counted = 3 * counter.get_total_flops() / ids.numel()
+    assert model.flops_per_token(ids.shape[1]) == pytest.approx(counted, rel=0.05)
