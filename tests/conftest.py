@@ -3,6 +3,8 @@
 import pytest
 import torch
 from hub_server import serve
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from hope_hf import HopeConfig, HopeForCausalLM
 
@@ -49,6 +51,18 @@ def tiny_model(tiny_config):
         return model
 
     return build
+
+
+@pytest.fixture
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """Words w0 to w61, one token each, then <eos> and <pad>: the 64 entries of `tiny_config`."""
+    vocabulary = {f"w{index}": index for index in range(62)} | {"<eos>": 62, "<pad>": 63}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Whitespace(), decoders.Metaspace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<eos>", pad_token="<pad>", padding_side="left",
+        chat_template="{% for message in messages %}w1 {{ message['content'] }} {% endfor %}w2",
+    )  # fmt: skip
 
 
 @pytest.fixture

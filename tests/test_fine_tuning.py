@@ -4,9 +4,8 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torchao.quantization import Int8WeightOnlyConfig
-from transformers import PreTrainedTokenizerFast, TorchAoConfig, Trainer, TrainerCallback, TrainingArguments
+from transformers import TorchAoConfig, Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from hope_hf import HopeForCausalLM
@@ -83,14 +82,6 @@ def test_lora_trains_reloads_and_merges(tiny_model, rows, tmp_path, mixer, targe
     assert isinstance(merged, HopeForCausalLM)
     torch.testing.assert_close(merged(random_ids(2, 19)).logits, expected, rtol=0, atol=1e-5)
     assert merged.generate(random_ids(2, 5), max_new_tokens=3, do_sample=False, pad_token_id=0).shape == (2, 8)
-
-
-@pytest.fixture
-def word_tokenizer():
-    vocabulary = {f"w{index}": index for index in range(62)} | {"<eos>": 62, "<pad>": 63}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")])

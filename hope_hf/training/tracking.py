@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from tqdm.auto import tqdm
 
+from hope_hf.cli.models import one_line
 from hope_hf.cli.parser import nearest
 
 from .arguments import Arguments
@@ -69,8 +70,7 @@ class Tracker:
                 accelerator.init_trackers(args.project_name, config=config, init_kwargs=options)
             # Every tracker has error types of its own: not logged in, no network, no space.
             except Exception as error:
-                reason = " ".join(str(error).split())
-                raise ValueError(f"--report_to {args.report_to} could not start: {reason}") from error
+                raise ValueError(f"--report_to {args.report_to} could not start: {one_line(error)}") from error
 
     def advance(self):
         """One optimizer step was done."""

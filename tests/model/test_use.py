@@ -6,11 +6,9 @@ import sys
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
-    PreTrainedTokenizerFast,
     TextIteratorStreamer,
     pipeline,
 )
@@ -20,27 +18,15 @@ from hope_hf import HopeCache
 
 MIXERS = ["self_modifying", "attention"]
 GREEDY = dict(do_sample=False, pad_token_id=63)
-CHAT = "{% for message in messages %}w1 {{ message['content'] }} {% endfor %}w2"
 
 
 def random_ids(*shape, seed=1):
     return torch.randint(62, shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture
-def tokenizer():
-    """Words w0 to w61, one token each."""
-    vocabulary = {f"w{index}": index for index in range(62)} | {"<eos>": 62, "<pad>": 63}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
-    words.pre_tokenizer, words.decoder = pre_tokenizers.Whitespace(), decoders.Metaspace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="<eos>", pad_token="<pad>", padding_side="left", chat_template=CHAT
-    )
-
-
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_a_pipeline_writes_the_same_alone_and_in_a_batch(tiny_model, tokenizer, mixer):
-    writer = pipeline("text-generation", tiny_model(mixer=mixer), tokenizer=tokenizer)
+def test_a_pipeline_writes_the_same_alone_and_in_a_batch(tiny_model, word_tokenizer, mixer):
+    writer = pipeline("text-generation", tiny_model(mixer=mixer), tokenizer=word_tokenizer)
     prompts = ["w3 w4 w5", "w6", "w7 w8 w9 w10 w11 w12 w13"]
     options = dict(max_new_tokens=6, return_full_text=False, do_sample=False)
     alone = [writer(prompt, **options)[0]["generated_text"] for prompt in prompts]
@@ -48,22 +34,22 @@ def test_a_pipeline_writes_the_same_alone_and_in_a_batch(tiny_model, tokenizer, 
     assert batch == alone and len(set(alone)) > 1
 
 
-def test_a_chat_is_a_prompt_like_any_other(tiny_model, tokenizer):
+def test_a_chat_is_a_prompt_like_any_other(tiny_model, word_tokenizer):
     model = tiny_model()
-    writer = pipeline("text-generation", model, tokenizer=tokenizer)
+    writer = pipeline("text-generation", model, tokenizer=word_tokenizer)
     messages = [{"role": "user", "content": "w5 w6"}]
     said = writer(messages, max_new_tokens=4, do_sample=False)[0]["generated_text"]
     assert said[0] == messages[0] and said[1]["role"] == "assistant"
-    tokens = model.generate(tokenizer("w1 w5 w6 w2", return_tensors="pt").input_ids, max_new_tokens=4, **GREEDY)
-    assert said[1]["content"] == tokenizer.decode(tokens[0, 4:], skip_special_tokens=True)
+    tokens = model.generate(word_tokenizer("w1 w5 w6 w2", return_tensors="pt").input_ids, max_new_tokens=4, **GREEDY)
+    assert said[1]["content"] == word_tokenizer.decode(tokens[0, 4:], skip_special_tokens=True)
 
 
-def test_words_stream_as_they_are_written(tiny_model, tokenizer):
+def test_words_stream_as_they_are_written(tiny_model, word_tokenizer):
     model = tiny_model()
     ids = random_ids(1, 9)
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+    streamer = TextIteratorStreamer(word_tokenizer, skip_prompt=True)
     tokens = model.generate(ids, max_new_tokens=5, streamer=streamer, **GREEDY)
-    assert "".join(streamer).split() == tokenizer.decode(tokens[0, 9:]).split()
+    assert "".join(streamer).split() == word_tokenizer.decode(tokens[0, 9:]).split()
 
 
 def test_processors_decide_what_may_be_written(tiny_model):
