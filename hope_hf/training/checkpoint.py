@@ -233,3 +233,11 @@ def _abandon(folder: Path, problem: str) -> str:
             f"writable, then continue; last good checkpoint: {last or 'none yet'}."
         )
     return broadcast_object_list([sentence])[0]
+
+
+if __name__ == "__main__":
+    import sys
+
+    from .checkpoint_tool import main
+
+    sys.exit(main(sys.argv[1:]))
