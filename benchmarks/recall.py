@@ -43,6 +43,8 @@ def train_recall(
         vocab_size=2 * symbols,
         hidden_size=64,
         num_hidden_layers=2,
+        # Two heads, and with the default of 1 one of them begins as one that forgets within three tokens.
+        retention_bias_min=3.0,
         **({"memory_learning_rate_max": 0.0} if frozen else {}),
         **options,
     )

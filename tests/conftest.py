@@ -26,6 +26,7 @@ def tiny_config():
             head_dim=16,
             num_attention_heads=2,
             memory_depth=2,
+            retention_bias_min=3.0,
             memory_chunk_size=4,
             projection_chunk_size=8,
             level_periods=[1, 4],

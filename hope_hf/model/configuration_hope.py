@@ -112,10 +112,11 @@ class HopeConfig(PreTrainedConfig):
             at its learned initial state. Values up to 2 allow exact sign flips and need `memory_error_clip`.
         memory_learning_rate_bias (`float`, *optional*, defaults to 0.0):
             Bias of the learning-rate gate before the sigmoid, at initialisation.
-        retention_bias_min (`float`, *optional*, defaults to 3.0):
-            Bias of the retention gate alpha before the sigmoid at initialisation, of the fastest forgetting head.
+        retention_bias_min (`float`, *optional*, defaults to 1.0):
+            Bias of the retention gate alpha before the sigmoid at initialisation, of the fastest forgetting head. A
+            model of few heads that must recall rather than predict text learns faster with 3.
         retention_bias_max (`float`, *optional*, defaults to 8.0):
-            The same of the slowest; the heads between are spread evenly (horizons of about 20 to 3,000 tokens).
+            The same of the slowest; the heads between are spread evenly (horizons of about 3 to 3,000 tokens).
         memory_decay_to (`str`, *optional*, defaults to `"initial"`):
             What retention forgets towards: the learned `"initial"` state, or `"zero"` (literally equation 88).
         memory_error_clip (`float`, *optional*, defaults to 2.0):
@@ -194,7 +195,7 @@ class HopeConfig(PreTrainedConfig):
     projection_memory_rate: float | int = 0.1
     memory_learning_rate_max: float | int = 1.0
     memory_learning_rate_bias: float | int = 0.0
-    retention_bias_min: float | int = 3.0
+    retention_bias_min: float | int = 1.0
     retention_bias_max: float | int = 8.0
     memory_decay_to: Literal["initial", "zero"] = "initial"
     memory_error_clip: float | int | None = 2.0

@@ -47,5 +47,5 @@ def test_memories_begin_near_the_identity_with_an_orthogonal_inner_layer():
 def test_horizons_of_retention_are_spread_over_the_heads():
     config = HopeConfig(vocab_size=500, hidden_size=256, num_hidden_layers=1)
     gates = HopeForCausalLM(config).model.layers[0].mixer.gates
-    assert gates.retention_bias.tolist() == pytest.approx(torch.linspace(3, 8, 8).tolist())
+    assert gates.retention_bias.tolist() == pytest.approx(torch.linspace(1, 8, 8).tolist())
     assert gates.learning_rate_bias.tolist() == [0.0] * 8
