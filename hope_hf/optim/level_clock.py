@@ -67,10 +67,7 @@ class LevelClock(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if not self.state[parameter]:
-                    self.state[parameter] = _initial_state(parameter, group)
+        self.create_states()
         for group in self.param_groups:
             ready = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["period_steps"] == 1:
@@ -84,6 +81,13 @@ class LevelClock(torch.optim.Optimizer):
                 self.state[parameter]["gradient_sum"].zero_()
                 self.state[parameter]["tick"].zero_()
         return loss
+
+    def create_states(self) -> None:
+        """Give every parameter that has no state yet its initial one."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if not self.state[parameter]:
+                    self.state[parameter] = _initial_state(parameter, group)
 
     def _count(self, parameter: Tensor) -> int:
         """Add the gradient to the parameter's sum; how many it holds now."""
@@ -103,16 +107,7 @@ class LevelClock(torch.optim.Optimizer):
             ValueError: the state is of other levels, rules or periods.
         """
         saved_groups = state_dict["param_groups"]
-        saved, own = ([_structure(group) for group in groups] for groups in (saved_groups, self.param_groups))
-        if saved != own:
-            there, here = next(
-                ((a, b) for a, b in zip(saved, own, strict=False) if a != b),
-                (f"{len(saved)} groups", f"{len(own)} groups"),
-            )
-            raise ValueError(
-                f"The optimizer's state is of another run ({there} there, {here} here): resume with the batch size, "
-                "--optimizer and --level_optimizers that it was written with."
-            )
+        require_same_groups(saved_groups, self.param_groups)
         super().load_state_dict(state_dict)
         # torch casts what it loads to the parameter's dtype, in which a bfloat16 model would lose its sums.
         indices = [index for group in saved_groups for index in group["params"]]
@@ -155,6 +150,20 @@ def _initial_state(parameter: Tensor, group: dict) -> dict[str, Tensor]:
         wide = torch.promote_types(parameter.dtype, torch.float32)
         state["gradient_sum"] = torch.zeros_like(parameter, dtype=wide)
     return state | RULES[group["optimizer"]].initial_state(parameter)
+
+
+def require_same_groups(saved: list[dict], own: list[dict]) -> None:
+    """ValueError where the groups of a saved state are not those of this run's optimizer."""
+    saved, own = [_structure(group) for group in saved], [_structure(group) for group in own]
+    if saved != own:
+        there, here = next(
+            ((a, b) for a, b in zip(saved, own, strict=False) if a != b),
+            (f"{len(saved)} groups", f"{len(own)} groups"),
+        )
+        raise ValueError(
+            f"The optimizer's state is of another run ({there} there, {here} here): resume with the batch size, "
+            "--optimizer and --level_optimizers that it was written with."
+        )
 
 
 def _structure(group: dict) -> dict:

@@ -53,6 +53,9 @@ class OptimizationArguments:
     )
     gradient_checkpointing: bool = flag(False, "Recompute activations in backward: less memory, more time.")
     torch_compile: bool = flag(False, "Compile the model with torch.compile.")
+    fsdp_reduce_dtype: Literal["float32", "bfloat16"] = flag(
+        "float32", "FSDP in bf16: in which dtype gradients are summed over processes."
+    )
     tf32: bool = flag(True, "CUDA only: TF32 matrix products; memory state, gates and solves stay fp32.")
 
 
