@@ -28,20 +28,19 @@ def _fsdp(options: dict) -> Accelerator:
     """accelerate's list of types that FSDP is for lacks CPUs: it drops the plugin, here it is put back."""
     _stand_in_for_devices()
     plugin = FullyShardedDataParallelPlugin()
-    parallelism = None
-    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
-        parallelism = ParallelismConfig()
-        # Else it is checked against a type that is not there yet.
-        os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
     # Else the device is "cpu:0", and FSDP1 finds it inconsistent with "cpu".
     os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
+    # Taken away meanwhile: it would be checked against a type that is not there yet.
+    hybrid = os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", "false")
     accelerator = Accelerator(cpu=True, **options)
+    os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = hybrid
     if accelerator.mixed_precision != "no":
         plugin.set_mixed_precision(accelerator.mixed_precision)
     accelerator.state.fsdp_plugin = plugin
     accelerator.state.distributed_type = DistributedType.FSDP
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-    if parallelism is not None:
+    if hybrid.lower() == "true":
+        parallelism = ParallelismConfig()
         accelerator.state.parallelism_config = parallelism
         accelerator.state.device_mesh = parallelism.get_device_mesh("cpu")
         parallelism._validate_accelerator(accelerator)
