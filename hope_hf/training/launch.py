@@ -17,6 +17,7 @@ from accelerate.utils import set_seed
 from hope_hf.cli.process import set_up_cpu
 
 from .arguments import Arguments
+from .guard import check_devices
 
 
 def make_accelerator(args: Arguments, trackers: list[str]) -> Accelerator:
@@ -45,6 +46,7 @@ def make_accelerator(args: Arguments, trackers: list[str]) -> Accelerator:
         raise ValueError(
             f"mixed_precision {accelerator.mixed_precision} is not supported: set 'no' or bf16 in the config."
         )
+    check_devices(accelerator)
     return accelerator
 
 

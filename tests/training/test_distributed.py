@@ -1,6 +1,8 @@
 """Two processes are one process with the same global batch."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +58,27 @@ def test_two_processes_give_the_curve_of_one(run, tmp_path, corpus, monkeypatch,
     # The masks differ between processes: a mean of each process's mean would not pass this.
     assert curve(double, "eval/tokens") == curve(single, "eval/tokens")
     assert output.count("step 6/6 | loss") == 1
+    for rank in (0, 1):
+        beats = [json.loads(line) for line in (tmp_path / "two" / f"heartbeat_rank{rank}.jsonl").open()]
+        assert [beat["step"] for beat in beats] == [1, 2, 3, 4, 5, 6]
+        assert not (tmp_path / "two" / f"stacks_rank{rank}.txt").exists()
+
+
+def test_processes_started_with_other_flags_stop(tmp_path, corpus):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    processes = []
+    for rank in ("0", "1"):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+        flags = [*LLAMA, *corpus, *SMALL, "--output_dir", str(tmp_path / "run"), "--adam_beta1", f"0.8{rank}"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)} | place
+        command = [sys.executable, str(ROOT / "run_clm.py"), *flags]
+        processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    errors = [process.communicate(timeout=200)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], errors
+    assert "Rank 1" in errors[0] and "has other flags than rank 0" in errors[0]
+    assert not list(tmp_path.glob("run/checkpoint-*"))
 
 
 def arguments(tmp_path) -> Arguments:
