@@ -264,6 +264,25 @@ class HopeConfig(PreTrainedConfig):
             raise ValueError(f"HopeConfig has no field '{name}'{hint}")
 
     @property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        """Which linear maps tensor parallelism cuts, for transformers' `DistributedConfig(tp_size=...)`.
+
+        Attention and levels keep their halves to themselves between two maps. Memories run whole on every rank: of the
+        mixer only the weights of its maps are shared out, and their outputs are gathered.
+        """
+        # CODEPATH: mixer='self_modifying' in HOPE, 'attention' in Hope-Attention.
+        if self.mixer == "attention":
+            mixer = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+        else:
+            maps = ["in_proj", "q_proj", "g_proj", "o_proj"]
+            maps += ([] if self.adaptive_k else ["k_proj"]) + ([] if self.adaptive_v else ["v_proj"])
+            mixer = dict.fromkeys(maps, "colwise_gather_output")
+        level = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+        return {f"layers.*.mixer.{name}": style for name, style in mixer.items()} | {
+            f"layers.*.continuum.levels.*.{name}": style for name, style in level.items()
+        }
+
+    @property
     def layer_types(self) -> list[str]:
         """Kind of cache of each layer, for transformers' caches."""
         kind = "hope_memory" if self.mixer == "self_modifying" else "full_attention"

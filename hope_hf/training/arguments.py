@@ -75,6 +75,9 @@ class RunArguments:
     eval_steps: int = flag(500, "Evaluate every N steps; 0: only at the end.")
     seed: int = flag(42, "Seed of weights, data order and sampling.")
     cpu_threads: int | None = flag(None, "Threads per process (default: cores / processes on this machine).")
+    watchdog_seconds: float = flag(
+        540.0, "Without a step for so long, every process writes its stacks to a file in --output_dir; 0: never."
+    )
     report_to: str = flag("none", "Trackers beside metrics.jsonl: none, all, or names with commas (wandb,aim).")
     run_name: str | None = flag(None, "Name of the run in the trackers (default: the folder's name).")
     project_name: str = flag("hope_hf", "Project of the run in the trackers.")
@@ -94,8 +97,8 @@ class Arguments(ModelArguments, DataArguments, OptimizationArguments, RunArgumen
     # What may change between the two halves of one run without making it another run.
     FREE = frozenset(
         "output_dir resume_from_checkpoint checkpointing_steps save_total_limit logging_steps eval_steps cpu_threads "
-        "report_to run_name project_name preprocessing_num_workers dataloader_num_workers dataloader_pin_memory "
-        "trust_remote_code push_to_hub hub_model_id hub_private_repo demo".split()
+        "watchdog_seconds report_to run_name project_name preprocessing_num_workers dataloader_num_workers "
+        "dataloader_pin_memory trust_remote_code push_to_hub hub_model_id hub_private_repo demo".split()
     )
 
     def identity(self) -> dict:

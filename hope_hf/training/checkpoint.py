@@ -159,7 +159,9 @@ def restore_checkpoint(saved: SavedRun, *, engine: Engine, scheduler: LRSchedule
 
 @torch.no_grad()
 def load_weights(model: PreTrainedModel, folder: Path) -> None:
-    """Copy the safetensors in `folder` into `model`, before an engine has taken it: same names, shapes and dtypes, or nothing is changed.
+    """Copy the safetensors in `folder` into `model`, before an engine has taken it.
+
+    Names, shapes and dtypes are the same, or nothing is changed.
 
     Raises:
         ValueError: names, shapes or dtypes differ.

@@ -15,7 +15,9 @@ class Heartbeat:
     """
 
     def __init__(self, output_dir: str, rank: int, watchdog_seconds: float):
-        """0 seconds: no watchdog. The folder exists."""
+        """0 seconds: no watchdog."""
+        # On a disk of its own, another machine's process does not find the folder that the first one made.
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
         self._lines = (Path(output_dir) / f"heartbeat_rank{rank}.jsonl").open("a", encoding="utf-8")
         self._stacks = Path(output_dir) / f"stacks_rank{rank}.txt"
         # Opened now: a process that hangs opens no file.

@@ -20,6 +20,7 @@ from .arguments import Arguments
 from .engine import Engine
 from .engine_cpu import cpu_accelerator
 from .engine_fsdp import FSDP2
+from .guard import check_devices
 
 ENGINE_TYPES = {"fsdp": DistributedType.FSDP, "deepspeed": DistributedType.DEEPSPEED}
 
@@ -54,6 +55,7 @@ def make_engine(args: Arguments, trackers: list[str]) -> Engine:
             f"The launch file asks for {ENGINE_TYPES[wanted].value} and {runs.value} runs: launch at least two "
             "processes with it (--num_processes), or take accelerate_configs/single.yaml."
         )
+    check_devices(accelerator)
     if wanted == "plain":
         return Engine(accelerator)
     return FSDP2(accelerator, getattr(torch, args.fsdp_reduce_dtype))

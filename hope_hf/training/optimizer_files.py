@@ -3,8 +3,9 @@
     optimizer.json                          the groups: hyperparameters, and the names of their parameters
     optimizer_rank_<r>.{json,safetensors}   flat pieces of the state's tensors, and where each begins in its parameter
 
-Whatever the engine, a process holds contiguous pieces of flattened parameters, so any engine on any number of processes
-reads what any other has written. (torch's own distributed checkpoints know no pieces as those of ZeRO, and pickle.)
+Whatever the engine, a process holds contiguous pieces of flattened parameters, so any engine on any number of
+processes reads what any other has written. (torch's own distributed checkpoints have no place for ZeRO's pieces, and
+pickle.)
 """
 
 import json

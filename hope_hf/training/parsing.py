@@ -19,7 +19,8 @@ AT_LEAST_ONE = (
     "logging_steps cpu_threads max_train_samples max_eval_samples preprocessing_num_workers"
 ).split()
 NOT_NEGATIVE = (
-    "num_warmup_steps checkpointing_steps eval_steps max_grad_norm weight_decay dataloader_num_workers seed"
+    "num_warmup_steps checkpointing_steps eval_steps max_grad_norm weight_decay dataloader_num_workers seed "
+    "watchdog_seconds"
 ).split()
 
 

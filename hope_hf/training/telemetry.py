@@ -33,7 +33,8 @@ class Stopwatch:
         yield
         self._data += time.perf_counter() - start
 
-    def step_ends(self, tokens: int):
+    def step_ends(self, tokens: int) -> tuple[float, float]:
+        """Returns the seconds of this step, and those of them spent waiting for data."""
         seconds = time.perf_counter() - self._start
         self._steps += 1
         for index, value in enumerate((seconds, self._data, tokens)):
@@ -41,6 +42,7 @@ class Stopwatch:
         if self._steps > self.WARM_UP_STEPS:
             self._steady[0] += seconds
             self._steady[1] += 1
+        return seconds, self._data
 
     def read(self, steps_left: int) -> dict[str, float]:
         """Speed rows since the last call, and the time left."""

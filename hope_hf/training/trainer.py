@@ -1,5 +1,6 @@
 """The training loop, top to bottom: set up, continue or begin, step, report, finish."""
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -14,6 +15,8 @@ from .checkpoint import find_checkpoint, load_weights, restore_checkpoint, save_
 from .engine import Engine
 from .evaluate import evaluate
 from .finish import finish
+from .guard import check_same_on_all
+from .heartbeat import Heartbeat
 from .launch import StopSignal, leave, make_engine, prepare_process, sum_over_processes
 from .manifest import latest_checkpoint
 from .memory import CarriedMemory
@@ -89,6 +92,7 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
 
     saved = find_checkpoint(args.output_dir, args.resume_from_checkpoint)
     run = build_all(args, accelerator, saved.data_state if saved else None)
+    check_same_on_all(accelerator, {"flags": json.dumps(identity, sort_keys=True), "data": run.data.fingerprint})
     identity |= {"data": run.data.fingerprint}
     if saved:
         require_same_run(saved.path, identity, saved.trainer_state["identity"])
@@ -120,6 +124,8 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
         accelerator.print(f"Continuing from {saved.path} at step {start_step}.")
     tracker = Tracker(accelerator, args, plan.total_steps, start_step, record["run_id"])
     at_exit.callback(tracker.close)
+    heart = Heartbeat(args.output_dir, accelerator.process_index, args.watchdog_seconds)
+    at_exit.callback(heart.close)
     watch = Stopwatch()
     model.train()
     batches = iter(run.data.train)
@@ -163,7 +169,8 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
             if logs:
                 rows |= initial_state_gradients(engine)
             grad_norm = engine.clip(args.max_grad_norm)
-            (step_loss,) = sum_over_processes(accelerator, float(step_loss))
+            own_loss = float(step_loss)
+            (step_loss,) = sum_over_processes(accelerator, own_loss)
             data_state = window[-1][1]
             progress.step += 1
             progress.tokens += plan.tokens_per_step
@@ -183,7 +190,14 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
                 _stop_if_diverged(progress, args)
             learning_rate = scheduler.get_last_lr()[0]
             scheduler.step()
-            watch.step_ends(plan.tokens_per_step)
+            seconds, data_seconds = watch.step_ends(plan.tokens_per_step)
+            heart.beat(
+                progress.step,
+                loss=own_loss / counted if counted and math.isfinite(own_loss) else None,
+                tokens_per_second=plan.tokens_per_step / accelerator.num_processes / seconds,
+                data_seconds=data_seconds,
+                memory_gib=peak_memory_gib(accelerator.device),
+            )
             tracker.advance()
 
             if logs:

@@ -15,6 +15,7 @@ import transformers.utils
 transformers.utils.direct_transformers_import = lambda *args, **kwargs: sys.modules["transformers"]
 
 import tests.test_fsdp_mixin as fsdp_mixin  # noqa: E402
+import tests.test_tensor_parallel_mixin as tensor_parallel_mixin  # noqa: E402
 from tests.causal_lm_tester import CausalLMModelTest, CausalLMModelTester  # noqa: E402
 from tests.test_configuration_common import ConfigTester  # noqa: E402
 from transformers.models.auto import modeling_auto  # noqa: E402
@@ -31,8 +32,9 @@ for mapping, name in {
     "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES": "HopeForQuestionAnswering",
 }.items():
     getattr(modeling_auto, mapping)["hope"] = name
+# Two processes on this machine; by default for a few models of transformers only.
+tensor_parallel_mixin.TP_DISTRIBUTED_TEST_MODEL_TYPES = {"hope"}
 if os.environ.get("RUN_SLOW"):
-    # Two processes on this machine; by default for a few models of transformers only.
     fsdp_mixin.FSDP_DISTRIBUTED_TEST_MODEL_TYPES = {"hope"}
 
 

@@ -11,7 +11,6 @@ _ONE_CLASS = "the class serves both mixers, and the memories cannot promise a co
 _OTHER_NAME = "knows transformers' own kinds of recurrent layers only; tests/model/test_state.py has it for ours"
 _NO_EXPERTS = "no mixture of experts"
 _NO_MAPPING = "weights have the names of the modules: nothing to convert while loading"
-_NO_TENSOR_PARALLEL = "no tensor-parallel plan for the blocks"
 _COMPILATION = (
     "test_generate_compilation_all_outputs",
     "test_generate_compile_model_forward_fullgraph",
@@ -40,7 +39,5 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "test_output_router_logits_from_config": _NO_EXPERTS,
         "test_model_rope_with_partial_rotation": "the rotation covers the whole head, as in Llama",
         "test_recurrent_layers_mask_padding_on_continued_forward": "no recurrent layers",
-        "test_tied_head_has_a_tp_plan_entry": _NO_TENSOR_PARALLEL,
-        "test_tp_plan_matches_params": _NO_TENSOR_PARALLEL,
     },
 }

@@ -51,7 +51,7 @@ def run_suite(suite: Path, report: Path, arguments: list[str]) -> None:
     paths = [str(ROOT / "tests/hf_suite/common.py"), *(str(suite / file) for file, _ in PEERS.values())]
     settings = ["-c", os.devnull, "--rootdir", str(suite), "-q", "-p", "no:cacheprovider", "-W", "ignore"]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(suite), str(ROOT)]),
+        "PYTHONPATH": os.pathsep.join([str(suite), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": "1",

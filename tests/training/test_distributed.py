@@ -1,6 +1,8 @@
 """Two processes are one process with the same global batch."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -8,12 +10,12 @@ from types import SimpleNamespace
 
 import ddp_worker
 import pytest
-from training_runs import HOPE, LLAMA, curve, read_rows
+from training_runs import HOPE, LLAMA, curve, read_rows, reset_accelerate
 
 from hope_hf.cli.process import default_threads
 from hope_hf.training import launch, setup
 from hope_hf.training.arguments import Arguments
-from hope_hf.training.launch import make_accelerator
+from hope_hf.training.launch import make_engine
 
 ROOT = Path(__file__).parents[2]
 WORKER = str(Path(__file__).with_name("ddp_worker.py"))
@@ -56,6 +58,27 @@ def test_two_processes_give_the_curve_of_one(run, tmp_path, corpus, monkeypatch,
     # The masks differ between processes: a mean of each process's mean would not pass this.
     assert curve(double, "eval/tokens") == curve(single, "eval/tokens")
     assert output.count("step 6/6 | loss") == 1
+    for rank in (0, 1):
+        beats = [json.loads(line) for line in (tmp_path / "two" / f"heartbeat_rank{rank}.jsonl").open()]
+        assert [beat["step"] for beat in beats] == [1, 2, 3, 4, 5, 6]
+        assert not (tmp_path / "two" / f"stacks_rank{rank}.txt").exists()
+
+
+def test_processes_started_with_other_flags_stop(tmp_path, corpus):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    processes = []
+    for rank in ("0", "1"):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+        flags = [*LLAMA, *corpus, *SMALL, "--output_dir", str(tmp_path / "run"), "--adam_beta1", f"0.8{rank}"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)} | place
+        command = [sys.executable, str(ROOT / "run_clm.py"), *flags]
+        processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    errors = [process.communicate(timeout=200)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], errors
+    assert "Rank 1" in errors[0] and "has other flags than rank 0" in errors[0]
+    assert not list(tmp_path.glob("run/checkpoint-*"))
 
 
 def arguments(tmp_path) -> Arguments:
@@ -64,16 +87,19 @@ def arguments(tmp_path) -> Arguments:
 
 def test_launch_that_fell_apart_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(launch, "Accelerator", lambda **options: SimpleNamespace(num_processes=1))
+    alone = SimpleNamespace(num_processes=1)
+    monkeypatch.setattr(launch, "Accelerator", lambda **options: alone)
+    monkeypatch.setattr(launch, "cpu_accelerator", lambda wanted, options: alone)
     with pytest.raises(ValueError, match="WORLD_SIZE is 2 but 1 process"):
-        make_accelerator(arguments(tmp_path), [])
+        make_engine(arguments(tmp_path), [])
 
 
-@pytest.mark.parametrize("variable", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
-def test_engine_that_would_not_run_is_refused(tmp_path, monkeypatch, variable):
-    monkeypatch.setenv(variable, "true")
-    with pytest.raises(ValueError, match="launch with accelerate_configs/ddp.yaml"):
-        make_accelerator(arguments(tmp_path), [])
+def test_engine_that_would_not_run_is_refused(tmp_path, monkeypatch):
+    reset_accelerate()
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="asks for FSDP and NO runs: launch at least two processes"):
+        make_engine(arguments(tmp_path), [])
+    reset_accelerate()
 
 
 def test_threads_are_shared_between_the_processes_of_a_machine(monkeypatch):

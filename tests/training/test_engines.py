@@ -42,7 +42,8 @@ def plan(corpus: list[str], processes: int) -> dict[str, dict]:
 def launch(config: str, processes: int, runs: dict[str, dict], folder: Path) -> dict[str, list[dict]]:
     """The rows of every run."""
     folders = {name: folder / ("hope" if name == "continued" else name) for name in runs}
-    (folder / "plan.json").write_text(json.dumps([{"folder": str(folders[name]), **run} for name, run in runs.items()]))
+    entries = [{"folder": str(folders[name]), **run} for name, run in runs.items()]
+    (folder / "plan.json").write_text(json.dumps(entries))
     paths = os.pathsep.join([str(ROOT), str(HERE)])
     environment = os.environ | {"PYTHONPATH": paths, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
@@ -50,9 +51,7 @@ def launch(config: str, processes: int, runs: dict[str, dict], folder: Path) -> 
     command = [*launcher, str(HERE / "engine_worker.py"), str(folder / "plan.json")]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert result.returncode == 0, f"{result.stdout[-2000:]}\n{result.stderr[-6000:]}"
-    return {
-        name: json.loads(Path(f"{folders[name]}.{index}.json").read_text()) for index, name in enumerate(folders)
-    }
+    return {name: json.loads(Path(f"{folders[name]}.{index}.json").read_text()) for index, name in enumerate(folders)}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,73 @@
+"""Where the run really lives: which process has which device, which part of the model, and how much memory is left."""
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+GIB = 2**30
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a parameter or a state: its shard under FSDP2 and ZeRO-3, else all of it."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    # ZeRO-3 leaves an empty tensor where a parameter was, and its shard beside it.
+    return getattr(tensor, "ds_tensor", tensor)
+
+
+def size_in_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of this process's parts; a tensor that occurs twice counts once."""
+    parts = {id(tensor): local_part(tensor) for tensor in tensors}
+    return sum(part.numel() * part.element_size() for part in parts.values())
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that this process could still take on its device; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    kib = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
+    return None if kib is None else int(kib) * 1024
+
+
+def rank_lines(accelerator: Accelerator, model: nn.Module) -> list[str]:
+    """One line per process, the same list on all: its place, its device, and its part of the parameters."""
+    parts = [local_part(parameter) for parameter in model.parameters()]
+    by_dtype = Counter()
+    for part in parts:
+        by_dtype[str(part.dtype).removeprefix("torch.")] += part.numel()
+    held = ", ".join(f"{count:,} {dtype}" for dtype, count in sorted(by_dtype.items()))
+    place = str(accelerator.device)
+    if accelerator.device.type == "cuda":
+        place += f" ({torch.cuda.get_device_name(accelerator.device)})"
+    if torch.distributed.is_initialized():
+        place += f", {torch.distributed.get_backend()}"
+    free = free_memory(accelerator.device)
+    line = (
+        f"{accelerator.process_index} of {accelerator.num_processes} (local {accelerator.local_process_index} on "
+        f"{socket.gethostname()}): {place}, {'?' if free is None else f'{free / GIB:.1f}'} GiB free, holds {held}"
+    )
+    return gather_object([line])
+
+
+def write_audit(folder: str | os.PathLike, rank: int, model: nn.Module):
+    """`parameters_rank<N>.tsv`: every parameter with its dtype, its shape and the shape of this process's part."""
+    rows = ["name\tdtype\tshape\tshape_here\tdevice\ttrained"]
+    for name, parameter in model.named_parameters():
+        part = local_part(parameter)
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        cells = (name, str(part.dtype).removeprefix("torch."), list(shape), list(part.shape), part.device)
+        rows.append("\t".join(map(str, (*cells, parameter.requires_grad))))
+    file = Path(folder) / f"parameters_rank{rank}.tsv"
+    file.write_text("\n".join(rows) + "\n", encoding="utf-8")
