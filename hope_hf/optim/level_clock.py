@@ -71,9 +71,10 @@ class LevelClock(torch.optim.Optimizer):
                 loss = closure()
         self.create_states()
         for group in self.param_groups:
-            ready = [parameter for parameter in group["params"] if parameter.grad is not None]
+            # Where another process holds all of a parameter there is no gradient, and its clock goes on all the same.
+            ready = [parameter for parameter in group["params"] if parameter.grad is not None or not parameter.numel()]
             if group["period_steps"] == 1:
-                self._update(group, ready, [parameter.grad for parameter in ready])
+                self._update(group, ready, [_gradient(parameter) for parameter in ready])
                 continue
             ready = [parameter for parameter in ready if self._count(parameter) == group["period_steps"]]
             # Divided in place and emptied afterwards: a copy of the sums would be a third moment in the memory's peak.
@@ -100,7 +101,7 @@ class LevelClock(torch.optim.Optimizer):
     def _count(self, parameter: Tensor) -> int:
         """Add the gradient to the parameter's sum; how many it holds now."""
         state = self.state[parameter]
-        state["gradient_sum"].add_(parameter.grad)
+        state["gradient_sum"].add_(_gradient(parameter))
         state["tick"] += 1
         return int(state["tick"])
 
@@ -144,6 +145,10 @@ class LevelClock(torch.optim.Optimizer):
                 row["updates"] = max(row["updates"], int(state["step"]))
                 row["steps_since_update"] = max(row["steps_since_update"], int(state.get("tick", 0)))
         return dict(sorted(report.items()))
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def _initial_state(parameter: Tensor, group: dict) -> dict[str, Tensor]:

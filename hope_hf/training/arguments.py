@@ -56,6 +56,8 @@ class OptimizationArguments:
     fsdp_reduce_dtype: Literal["float32", "bfloat16"] = flag(
         "float32", "FSDP in bf16: in which dtype gradients are summed over processes."
     )
+    fsdp_limit_all_gathers: bool = flag(True, "FSDP version 1: wait rather than gather far ahead.")
+    fsdp_prefetch: int = flag(0, "FSDP version 2: blocks gathered ahead of the one that computes; 0: up to torch.")
     tf32: bool = flag(True, "CUDA only: TF32 matrix products; memory state, gates and solves stay fp32.")
 
 

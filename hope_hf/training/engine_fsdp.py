@@ -1,5 +1,7 @@
 """Fully sharded data parallelism of torch, version 2: every process owns a part of each parameter."""
 
+import warnings
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -8,21 +10,28 @@ from transformers import PreTrainedModel
 
 from hope_hf.optim import LevelClock
 
+from .arguments import Arguments
 from .engine import Engine, Shard, split_state
 
 
 class FSDP2(Engine):
     """`fully_shard` by transformer block or by size, as the launch file says; also in hybrid meshes."""
 
-    name = "FSDP2"
     shards_weights = True
 
-    def __init__(self, accelerator, reduce_dtype: torch.dtype):
+    def __init__(self, accelerator, args: Arguments):
         super().__init__(accelerator)
+        mesh = accelerator.torch_device_mesh
+        replicas = mesh["dp_replicate"].size() if mesh is not None and "dp_replicate" in mesh.mesh_dim_names else 1
+        self.name = f"FSDP2, {replicas} replicas" if replicas > 1 else "FSDP2"
+        self.name += ", offloaded to the CPU" if accelerator.state.fsdp_plugin.cpu_offload else ""
+        self._prefetch = args.fsdp_prefetch
+        if not args.fsdp_limit_all_gathers:
+            warnings.warn("--fsdp_limit_all_gathers is ignored: it is a setting of FSDP's version 1.", stacklevel=2)
         if accelerator.mixed_precision == "bf16":
             # Left alone, accelerate would reduce gradients in bfloat16 too.
             accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype
+                param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, args.fsdp_reduce_dtype)
             )
 
     def prepare(self, model: PreTrainedModel, optimizer: LevelClock) -> nn.Module:
@@ -30,7 +39,15 @@ class FSDP2(Engine):
         assert isinstance(self.wrapped, FSDPModule)
         # Sharded in place.
         self.model = self.wrapped
+        self._order_prefetching()
         return self.wrapped
+
+    def _order_prefetching(self):
+        """`--fsdp_prefetch`: every block asks for the next ones while it computes, in both directions."""
+        blocks = [unit for unit in self.wrapped.modules() if isinstance(unit, FSDPModule) and unit is not self.wrapped]
+        for index, block in enumerate(blocks if self._prefetch else ()):
+            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + self._prefetch])
+            block.set_modules_to_backward_prefetch(blocks[max(0, index - self._prefetch) : index][::-1])
 
     def weights(self) -> dict[str, Tensor]:
         return dict(self._whole_weights())

@@ -48,6 +48,8 @@ class Zero(Engine):
         self.shards_weights = self.stage == 3
         self.name = f"DeepSpeed ZeRO-{self.stage}"
         _check_file(args)
+        # With an optimizer of ours on the CPU, not one of DeepSpeed's.
+        config["zero_force_ds_cpu_optimizer"] = False
         for key, flag in FLAGS_OF_KEYS.items():
             config[key] = getattr(args, flag)
         accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps

@@ -21,6 +21,7 @@ from .arguments import Arguments
 from .engine import Engine
 from .engine_cpu import cpu_accelerator
 from .engine_fsdp import FSDP2
+from .engine_fsdp1 import FSDP1
 from .engine_zero import Zero
 from .guard import check_devices
 
@@ -62,7 +63,7 @@ def make_engine(args: Arguments, trackers: list[str]) -> Engine:
         return Engine(accelerator)
     if wanted == "deepspeed":
         return Zero(accelerator, args)
-    return FSDP2(accelerator, getattr(torch, args.fsdp_reduce_dtype))
+    return FSDP2(accelerator, args) if accelerator.is_fsdp2 else FSDP1(accelerator, args)
 
 
 def wanted_engine() -> str:

@@ -27,7 +27,7 @@ def save_optimizer(folder: Path, engine: Engine, rank: int) -> None:
     tensors: dict[str, Tensor] = {}
     index: dict[str, dict] = {}
     for shard in engine.optimizer_shards():
-        if shard.is_copy or not shard.tensors:
+        if shard.is_copy or not any(tensor.numel() for tensor in shard.tensors.values()):
             continue
         index[shard.name] = {
             "start": shard.start,

@@ -7,11 +7,13 @@ import importlib.util
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from training_runs import GPT2, HOPE, HOPE_ATTENTION, LLAMA, curve
 
 ROOT = Path(__file__).parents[2]
@@ -20,8 +22,28 @@ NEEDS_DEEPSPEED = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None or not (shutil.which("c++") or shutil.which("g++")),
     reason="DeepSpeed or the C++ compiler with which it builds itself is not installed",
 )
-PROCESSES = {"fsdp2": 2, "deepspeed_zero2": 2, "deepspeed_zero3": 2}
-ENGINES = [pytest.param(name, marks=NEEDS_DEEPSPEED if name.startswith("deepspeed") else ()) for name in PROCESSES]
+# Processes, and what is run on them.
+ENGINES = {
+    "fsdp2": (2, ["hope", "hope-attention", "llama", "gpt2", "poisoned", "continued"]),
+    "fsdp1": (2, ["hope", "llama", "gpt2", "poisoned", "continued"]),
+    "fsdp_hybrid": (4, ["hope", "llama", "continued"]),
+    "fsdp_offload": (2, ["llama", "poisoned"]),
+    "multi_node_fsdp": (2, ["llama"]),
+    "deepspeed_zero2": (2, ["hope", "llama", "gpt2", "poisoned", "continued"]),
+    "deepspeed_zero3": (2, ["hope", "hope-attention", "llama", "gpt2", "poisoned", "continued"]),
+    "deepspeed_zero3_offload": (2, ["llama", "poisoned"]),
+}
+
+
+def each(*runs: str) -> list:
+    """(engine, run) for every engine that makes one of these runs."""
+    pairs = [(engine, run) for engine, (_, own) in ENGINES.items() for run in own if run in runs]
+    return [
+        pytest.param(*pair, marks=NEEDS_DEEPSPEED if pair[0].startswith("deepspeed") else (), id="-".join(pair))
+        for pair in pairs
+    ]
+
+
 ROWS = 8
 SMALL = ["--block_size", "32", "--logging_steps", "1", "--learning_rate", "5e-3", "--max_grad_norm", "0.5"]
 SMALL += ["--cpu_threads", "1", "--save_total_limit", "9"]
@@ -37,45 +59,63 @@ POISONED_STEP = 3
 SAVED_STEP = 14
 
 
-def plan(corpus: list[str], processes: int) -> dict[str, dict]:
-    """All runs of one launch, in their order."""
+def plan(corpus: list[str], processes: int, wanted: list[str]) -> dict[str, dict]:
+    """The wanted runs for one launch, in their order."""
     runs = {}
     for name, (model, steps, accumulated) in RUNS.items():
-        accumulated = 1 if processes == 1 else accumulated
+        accumulated = min(accumulated, ROWS // processes) if processes > 1 else 1
         rows = ROWS // processes // accumulated
         batch = ["--per_device_train_batch_size", str(rows), "--gradient_accumulation_steps", str(accumulated)]
         length = ["--max_train_steps", str(steps), "--checkpointing_steps", str(SAVED_STEP)]
         runs[name] = {"flags": [*model, *corpus, *SMALL, *batch, *length]}
     runs["poisoned"]["poison"] = [POISONED_STEP, processes - 1]
-    if processes > 1:
-        runs["continued"] = {"flags": runs["hope"]["flags"], "forget": [RUNS["hope"][1]]}
-    return runs
+    runs["continued"] = {"flags": runs["hope"]["flags"], "forget": [RUNS["hope"][1]]}
+    return {name: run for name, run in runs.items() if name in wanted}
 
 
 def launch(config: str, processes: int, runs: dict[str, dict], folder: Path) -> dict[str, list[dict]]:
-    """The rows of every run."""
+    """The rows of every run, after `accelerate launch` as README has it; on as many machines as the file says."""
+    file = ROOT / "accelerate_configs" / f"{config}.yaml"
+    machines = yaml.safe_load(file.read_text())["num_machines"]
     folders = {name: folder / ("hope" if name == "continued" else name) for name in runs}
     entries = [{"folder": str(folders[name]), **run} for name, run in runs.items()]
     (folder / "plan.json").write_text(json.dumps(entries))
     paths = os.pathsep.join([str(ROOT), str(HERE)])
     environment = os.environ | {"PYTHONPATH": paths, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    launcher += [str(ROOT / "accelerate_configs" / f"{config}.yaml"), "--num_processes", str(processes)]
-    command = [*launcher, str(HERE / "engine_worker.py"), str(folder / "plan.json")]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
-    assert result.returncode == 0, f"{result.stdout[-2000:]}\n{result.stderr[-6000:]}"
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
+    launcher += ["--num_processes", str(processes)]
+    if machines > 1:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            launcher += ["--main_process_port", str(server.getsockname()[1])]
+    outputs = [(folder / f"machine_{machine}.txt").open("w+") for machine in range(machines)]
+    launched = []
+    for machine, output in enumerate(outputs):
+        rank = ["--machine_rank", str(machine)] if machines > 1 else []
+        command = [*launcher, *rank, str(HERE / "engine_worker.py"), str(folder / "plan.json")]
+        launched.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+    statuses = [process.wait(timeout=400) for process in launched]
+    for output in outputs:
+        output.seek(0)
+    assert not any(statuses), "".join(output.read()[-6000:] for output in outputs)
     return {name: json.loads(Path(f"{folders[name]}.{index}.json").read_text()) for index, name in enumerate(folders)}
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory, corpus):
-    return launch("single", 1, plan(corpus, 1), tmp_path_factory.mktemp("single"))
+def rows(tmp_path_factory, corpus):
+    """`rows(engine)`: the rows of all its runs, launched when they are first asked for."""
+    launched = {}
 
+    def get(engine: str) -> dict[str, list[dict]]:
+        if engine not in launched:
+            # A launch that failed fails every test of its engine, and is not repeated.
+            launched[engine] = None
+            processes, runs = ENGINES.get(engine, (1, list(RUNS)))
+            folder = tmp_path_factory.mktemp(engine)
+            launched[engine] = launch(engine, processes, plan(corpus, processes, runs), folder)
+        assert launched[engine] is not None, f"the launch of {engine} has failed"
+        return launched[engine]
 
-@pytest.fixture(scope="module", params=ENGINES)
-def engine(request, tmp_path_factory, corpus):
-    processes = PROCESSES[request.param]
-    return launch(request.param, processes, plan(corpus, processes), tmp_path_factory.mktemp(request.param))
+    return get
 
 
 def same(rows: list[dict], expected: list[dict], rel: float) -> None:
@@ -86,27 +126,31 @@ def same(rows: list[dict], expected: list[dict], rel: float) -> None:
     assert curve(rows, "level/1/updates") == curve(expected, "level/1/updates")
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name != "poisoned"])
-def test_engine_gives_the_curve_of_one_process(engine, one_process, name):
-    assert len(curve(one_process[name])) == RUNS[name][1]
-    same(engine[name], one_process[name], rel=1e-5)
+@pytest.mark.parametrize(("engine", "name"), each("hope", "hope-attention", "llama", "gpt2"))
+def test_engine_gives_the_curve_of_one_process(rows, engine, name):
+    single = rows("single")[name]
+    assert len(curve(single)) == RUNS[name][1]
+    same(rows(engine)[name], single, rel=1e-5)
 
 
-def test_telemetry_of_memories_is_that_of_one_process(engine, one_process):
-    names = {name for name in one_process["hope"][0] if name.startswith("memory/")}
+@pytest.mark.parametrize(("engine", "name"), each("hope"))
+def test_telemetry_of_memories_is_that_of_one_process(rows, engine, name):
+    single, own = rows("single")[name], rows(engine)[name]
+    names = {name for name in single[0] if name.startswith("memory/")}
     assert any(name.endswith("initial_state_grad_norm") for name in names)
     for name in names:
-        assert curve(engine["hope"], name) == pytest.approx(curve(one_process["hope"], name), rel=1e-3), name
+        assert curve(own, name) == pytest.approx(curve(single, name), rel=1e-3), name
 
 
-def test_continued_run_is_the_uninterrupted_one(engine):
-    same(engine["continued"], engine["hope"], rel=1e-6)
+@pytest.mark.parametrize(("engine", "name"), each("continued"))
+def test_continued_run_is_the_uninterrupted_one(rows, engine, name):
+    same(rows(engine)[name], rows(engine)["hope"], rel=1e-6)
 
 
-def test_non_finite_step_of_one_process_is_skipped_by_all(engine, one_process):
-    steps = RUNS["poisoned"][1]
-    skipped = curve(engine["poisoned"], "train/skipped_steps")
-    assert skipped == [float(step >= POISONED_STEP) for step in range(1, steps + 1)]
-    losses, expected = ([x for x in curve(rows["poisoned"]) if x is not None] for rows in (engine, one_process))
+@pytest.mark.parametrize(("engine", "name"), each("poisoned"))
+def test_non_finite_step_of_one_process_is_skipped_by_all(rows, engine, name):
+    steps, own = RUNS[name][1], rows(engine)[name]
+    assert curve(own, "train/skipped_steps") == [float(step >= POISONED_STEP) for step in range(1, steps + 1)]
+    losses, expected = ([x for x in curve(some) if x is not None] for some in (own, rows("single")[name]))
     assert len(losses) == steps - 1
     assert losses == pytest.approx(expected, rel=1e-5)
