@@ -44,7 +44,7 @@ ROOMS = {
 }  # fmt: skip
 
 # Slow to import or not always installed: only inside functions, and only of these rooms.
-LAZY = {"matplotlib", "wandb", "evaluate", "lm_eval"}
+LAZY = {"matplotlib", "wandb", "evaluate", "lm_eval", "deepspeed"}
 LAZY_ROOMS = {"hope_hf/training", "hope_hf/evaluation"}
 
 PUBLIC = [

@@ -52,6 +52,8 @@ class LevelClock(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: list[dict]):
+        # Level of every tensor that has a state: engines that flatten parameters keep them outside the groups.
+        self._levels: dict[Tensor, int | None] = {}
         super().__init__(groups, {"level": None, "period_steps": 1, "period_tokens": 0})
         for group in self.param_groups:
             assert group["optimizer"] in RULES and group["period_steps"] >= 1, group
@@ -86,8 +88,14 @@ class LevelClock(torch.optim.Optimizer):
         """Give every parameter that has no state yet its initial one."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                if not self.state[parameter]:
-                    self.state[parameter] = _initial_state(parameter, group)
+                self.create_state(parameter, group)
+
+    def create_state(self, parameter: Tensor, group: dict) -> dict[str, Tensor]:
+        """The state of one tensor of a group, its initial one where there was none."""
+        self._levels[parameter] = group["level"]
+        if not self.state[parameter]:
+            self.state[parameter] = _initial_state(parameter, group)
+        return self.state[parameter]
 
     def _count(self, parameter: Tensor) -> int:
         """Add the gradient to the parameter's sum; how many it holds now."""
@@ -121,24 +129,20 @@ class LevelClock(torch.optim.Optimizer):
     def level_report(self) -> dict[int, dict[str, int]]:
         """Where each level's clock stands: {level: {updates, steps_since_update, period_steps, period_tokens}}."""
         report: dict[int, dict[str, int]] = {}
+        levels = dict(self._levels)
         for group in self.param_groups:
-            if group["level"] is None:
-                continue
-            row = report.setdefault(
-                group["level"],
-                {
-                    "updates": 0,
-                    "steps_since_update": 0,
-                    "period_steps": group["period_steps"],
-                    "period_tokens": group["period_tokens"],
-                },
-            )
-            # The parameters of a level step together; one of them that never had a gradient says nothing.
-            for parameter in group["params"]:
-                state = self.state.get(parameter)
-                if state:
-                    row["updates"] = max(row["updates"], int(state["step"]))
-                    row["steps_since_update"] = max(row["steps_since_update"], int(state.get("tick", 0)))
+            levels |= dict.fromkeys(group["params"], group["level"])
+            if group["level"] is not None:
+                zeros = {"updates": 0, "steps_since_update": 0}
+                periods = {name: group[name] for name in ("period_steps", "period_tokens")}
+                report.setdefault(group["level"], zeros | periods)
+        # The parameters of a level step together; one of them that never had a gradient says nothing.
+        for parameter, level in levels.items():
+            state = self.state.get(parameter)
+            if state and level is not None:
+                row = report[level]
+                row["updates"] = max(row["updates"], int(state["step"]))
+                row["steps_since_update"] = max(row["steps_since_update"], int(state.get("tick", 0)))
         return dict(sorted(report.items()))
 
 

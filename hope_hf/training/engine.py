@@ -52,6 +52,8 @@ class Engine:
     """
 
     name = "whole model in each process"
+    flattens = False
+    """Whether it cuts parameters without regard to their axes, so that no process ever holds a matrix of an update."""
     shards_weights = False
     """Whether a process holds a part of the weights only."""
 
@@ -71,6 +73,11 @@ class Engine:
     def prepare(self, model: PreTrainedModel, optimizer: LevelClock) -> nn.Module:
         """Wrap both for training; returns what runs the forward pass."""
         self.adopt(model, optimizer)
+        if self.flattens and any(group["optimizer"] == "muon" for group in optimizer.param_groups):
+            raise ValueError(
+                f"Muon needs whole matrices and {self.name} cuts them anywhere: launch with "
+                "accelerate_configs/fsdp2.yaml or ddp.yaml, or use AdamW (--optimizer, --level_optimizers)."
+            )
         self.wrapped, self._stepper = self.accelerator.prepare(model, optimizer)
         return self.wrapped
 
@@ -106,11 +113,26 @@ class Engine:
         if not gradients:
             return None
         norms = [torch.linalg.vector_norm(gradient.float()) for gradient in gradients]
-        return float(torch.linalg.vector_norm(torch.stack([self._whole(norm) for norm in norms])))
+        return float(torch.linalg.vector_norm(torch.stack([self._gathered(norm) for norm in norms])))
 
     def weights(self) -> dict[str, Tensor] | None:
         """The whole state dict on the first process (empty on others), for export; None: the model has it itself."""
         return None
+
+    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Gathered one by one: no more than one of them is whole on a process other than the first."""
+        first, seen = self.accelerator.is_main_process, {}
+        # The parameters themselves and not copies of them, which tell what is tied.
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                whole = self._gathered(tensor)
+                seen[id(tensor)] = whole.detach().cpu() if first else None
+            if first:
+                yield name, seen[id(tensor)]
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        """A parameter or buffer as a whole."""
+        return tensor
 
     def readable_model(self, folder: Path) -> PreTrainedModel:
         """A model that one process alone can run; where its weights are shared out, the one just saved to `folder`."""
@@ -128,10 +150,6 @@ class Engine:
         tensors, scalars = split_state(state)
         tensors = {key: tensor.view(-1) for key, tensor in tensors.items()}
         return Shard(name, 0, parameter.numel(), tensors, scalars, not PartialState().is_main_process)
-
-    @staticmethod
-    def _whole(tensor: Tensor) -> Tensor:
-        return tensor
 
 
 def split_state(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -15,8 +15,13 @@ def cpu_accelerator(wanted: str, options: dict) -> Accelerator:
     """The Accelerator of the engine `wanted` ("plain", "fsdp" or "deepspeed") on CPUs; `options` are its own."""
     if wanted == "deepspeed":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        # Taken away meanwhile: with it accelerate drops DeepSpeed for plain replicas.
+        asked = os.environ.pop("ACCELERATE_USE_CPU", None)
         # Without the backend every process would be a world of its own.
-        return Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")], **options)
+        accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")], **options)
+        if asked is not None:
+            os.environ["ACCELERATE_USE_CPU"] = asked
+        return accelerator
     # A torchrun-type launch becomes WORLD_SIZE separate runs unless the CPU is asked for.
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if wanted == "fsdp" and several:

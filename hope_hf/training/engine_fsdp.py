@@ -1,7 +1,5 @@
 """Fully sharded data parallelism of torch, version 2: every process owns a part of each parameter."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -35,18 +33,7 @@ class FSDP2(Engine):
         return self.wrapped
 
     def weights(self) -> dict[str, Tensor]:
-        """Gathered one by one, so that no more than one of them is whole on a process other than the first."""
         return dict(self._whole_weights())
-
-    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        first, seen = self.accelerator.is_main_process, {}
-        # The parameters themselves and not copies of them, which tell what is tied.
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                whole = self._whole(tensor.detach())
-                seen[id(tensor)] = whole.cpu() if first else None
-            if first:
-                yield name, seen[id(tensor)]
 
     def _shard(self, name: str, parameter: DTensor, state: dict[str, Tensor]) -> Shard:
         tensors, scalars = split_state(state)
@@ -59,6 +46,5 @@ class FSDP2(Engine):
         copies = [mesh.get_local_rank(axis) for axis, place in enumerate(parameter.placements) if place.is_replicate()]
         return Shard(name, start, parameter.numel(), tensors, scalars, any(copies))
 
-    @staticmethod
-    def _whole(tensor: Tensor) -> Tensor:
+    def _gathered(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -5,6 +5,7 @@ something else (one process where two were asked for, plain DDP instead of FSDP)
 """
 
 import ctypes
+import importlib.util
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ from .arguments import Arguments
 from .engine import Engine
 from .engine_cpu import cpu_accelerator
 from .engine_fsdp import FSDP2
+from .engine_zero import Zero
 from .guard import check_devices
 
 ENGINE_TYPES = {"fsdp": DistributedType.FSDP, "deepspeed": DistributedType.DEEPSPEED}
@@ -36,8 +38,8 @@ def make_engine(args: Arguments, trackers: list[str]) -> Engine:
         "log_with": trackers or None,
         "project_dir": args.output_dir,
     }
-    if wanted == "deepspeed":
-        raise ValueError("The trainer does not run under DeepSpeed yet: launch with accelerate_configs/ddp.yaml.")
+    if wanted == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        raise ValueError("The launch file asks for DeepSpeed, which is not installed: pip install hope_hf[deepspeed].")
     accelerator = Accelerator(**options) if torch.accelerator.is_available() else cpu_accelerator(wanted, options)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != world_size:
@@ -58,6 +60,8 @@ def make_engine(args: Arguments, trackers: list[str]) -> Engine:
     check_devices(accelerator)
     if wanted == "plain":
         return Engine(accelerator)
+    if wanted == "deepspeed":
+        return Zero(accelerator, args)
     return FSDP2(accelerator, getattr(torch, args.fsdp_reduce_dtype))
 
 

@@ -3,8 +3,10 @@
 One launch per engine trains all models in turn; the runs on one process, which all engines share, are made once.
 """
 
+import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,28 +16,39 @@ from training_runs import GPT2, HOPE, HOPE_ATTENTION, LLAMA, curve
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-ENGINES = {"fsdp2": 2}
-STEPS, ROWS = 20, 8
+NEEDS_DEEPSPEED = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None or not (shutil.which("c++") or shutil.which("g++")),
+    reason="DeepSpeed or the C++ compiler with which it builds itself is not installed",
+)
+PROCESSES = {"fsdp2": 2, "deepspeed_zero2": 2, "deepspeed_zero3": 2}
+ENGINES = [pytest.param(name, marks=NEEDS_DEEPSPEED if name.startswith("deepspeed") else ()) for name in PROCESSES]
+ROWS = 8
 SMALL = ["--block_size", "32", "--logging_steps", "1", "--learning_rate", "5e-3", "--max_grad_norm", "0.5"]
-SMALL += ["--max_train_steps", str(STEPS), "--cpu_threads", "1"]
-SMALL += ["--checkpointing_steps", "14", "--save_total_limit", "9"]
-MODELS = {"hope": HOPE, "hope-attention": HOPE_ATTENTION, "llama": LLAMA, "gpt2": GPT2}
+SMALL += ["--cpu_threads", "1", "--save_total_limit", "9"]
+# Model, optimizer steps, and the batches accumulated for one where there are several processes.
+RUNS = {
+    "hope": (HOPE, 20, 1),
+    "hope-attention": (HOPE_ATTENTION, 8, 1),
+    "llama": (LLAMA, 8, 4),
+    "gpt2": (GPT2, 8, 1),
+    "poisoned": (LLAMA, 8, 1),
+}
 POISONED_STEP = 3
-
-
-def flags(model: list[str], corpus: list[str], processes: int, accumulated: int = 1) -> list[str]:
-    rows = ROWS // processes // accumulated
-    batch = ["--per_device_train_batch_size", str(rows), "--gradient_accumulation_steps", str(accumulated)]
-    return [*model, *corpus, *SMALL, *batch]
+SAVED_STEP = 14
 
 
 def plan(corpus: list[str], processes: int) -> dict[str, dict]:
-    """All runs of one launch, in their order; the folder is the model's, so that the last one continues the first."""
-    runs = {name: {"flags": flags(model, corpus, processes)} for name, model in MODELS.items()}
-    runs["poisoned"] = {"flags": flags(LLAMA, corpus, processes), "poison": [POISONED_STEP, processes - 1]}
+    """All runs of one launch, in their order."""
+    runs = {}
+    for name, (model, steps, accumulated) in RUNS.items():
+        accumulated = 1 if processes == 1 else accumulated
+        rows = ROWS // processes // accumulated
+        batch = ["--per_device_train_batch_size", str(rows), "--gradient_accumulation_steps", str(accumulated)]
+        length = ["--max_train_steps", str(steps), "--checkpointing_steps", str(SAVED_STEP)]
+        runs[name] = {"flags": [*model, *corpus, *SMALL, *batch, *length]}
+    runs["poisoned"]["poison"] = [POISONED_STEP, processes - 1]
     if processes > 1:
-        runs["accumulated"] = {"flags": flags(HOPE, corpus, processes, ROWS // processes)}
-        runs["continued"] = {"flags": flags(HOPE, corpus, processes), "forget": [STEPS]}
+        runs["continued"] = {"flags": runs["hope"]["flags"], "forget": [RUNS["hope"][1]]}
     return runs
 
 
@@ -61,12 +74,11 @@ def one_process(tmp_path_factory, corpus):
 
 @pytest.fixture(scope="module", params=ENGINES)
 def engine(request, tmp_path_factory, corpus):
-    processes = ENGINES[request.param]
+    processes = PROCESSES[request.param]
     return launch(request.param, processes, plan(corpus, processes), tmp_path_factory.mktemp(request.param))
 
 
 def same(rows: list[dict], expected: list[dict], rel: float) -> None:
-    assert len(curve(expected)) == STEPS
     assert curve(rows) == pytest.approx(curve(expected), rel=rel)
     assert curve(rows, "train/grad_norm") == pytest.approx(curve(expected, "train/grad_norm"), rel=10 * rel)
     assert curve(rows, "eval/loss") == pytest.approx(curve(expected, "eval/loss"), rel=rel)
@@ -74,9 +86,10 @@ def same(rows: list[dict], expected: list[dict], rel: float) -> None:
     assert curve(rows, "level/1/updates") == curve(expected, "level/1/updates")
 
 
-@pytest.mark.parametrize("name", [*MODELS, "accumulated"])
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "poisoned"])
 def test_engine_gives_the_curve_of_one_process(engine, one_process, name):
-    same(engine[name], one_process["hope" if name == "accumulated" else name], rel=1e-5)
+    assert len(curve(one_process[name])) == RUNS[name][1]
+    same(engine[name], one_process[name], rel=1e-5)
 
 
 def test_telemetry_of_memories_is_that_of_one_process(engine, one_process):
@@ -91,8 +104,9 @@ def test_continued_run_is_the_uninterrupted_one(engine):
 
 
 def test_non_finite_step_of_one_process_is_skipped_by_all(engine, one_process):
+    steps = RUNS["poisoned"][1]
     skipped = curve(engine["poisoned"], "train/skipped_steps")
-    assert skipped == [float(step >= POISONED_STEP) for step in range(1, STEPS + 1)]
+    assert skipped == [float(step >= POISONED_STEP) for step in range(1, steps + 1)]
     losses, expected = ([x for x in curve(rows["poisoned"]) if x is not None] for rows in (engine, one_process))
-    assert len(losses) == STEPS - 1
+    assert len(losses) == steps - 1
     assert losses == pytest.approx(expected, rel=1e-5)
