@@ -66,4 +66,3 @@ def loading_lines(model, folder: Path) -> str:
         f"tokenizer = transformers.AutoTokenizer.from_pretrained({path})\n"
         f"model = transformers.AutoModelForCausalLM.from_pretrained({path})"
     )
-

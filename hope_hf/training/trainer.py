@@ -20,7 +20,9 @@ from .heartbeat import Heartbeat
 from .launch import StopSignal, leave, make_engine, prepare_process, sum_over_processes
 from .manifest import latest_checkpoint
 from .memory import CarriedMemory
+from .memory_report import MemoryReport
 from .objective import check_token_ids, count_valid, model_inputs, summed_loss
+from .placement import rank_lines, write_audit
 from .push import push
 from .run_folder import RunFolder, require_same_run
 from .setup import build_all
@@ -119,13 +121,18 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
         progress = Progress(**saved.trainer_state["progress"])
         start_step = progress.step
 
-    accelerator.print(card)
+    accelerator.print("\n".join([card, *(f"rank {line}" for line in rank_lines(accelerator, run.model))]))
     if start_step:
         accelerator.print(f"Continuing from {saved.path} at step {start_step}.")
     tracker = Tracker(accelerator, args, plan.total_steps, start_step, record["run_id"])
     at_exit.callback(tracker.close)
-    heart = Heartbeat(args.output_dir, accelerator.process_index, args.watchdog_seconds)
+    place = args.output_dir, accelerator.process_index
+    heart = Heartbeat(*place, args.watchdog_seconds)
     at_exit.callback(heart.close)
+    write_audit(*place, run.model)
+    memory_report = at_exit.enter_context(
+        MemoryReport(*place, accelerator.device, args.memory_dump_steps, run.model, run.optimizer)
+    )
     watch = Stopwatch()
     model.train()
     batches = iter(run.data.train)
@@ -168,6 +175,7 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
 
             if logs:
                 rows |= initial_state_gradients(engine)
+            memory_report.backward_ends(progress.step + 1)
             grad_norm = engine.clip(args.max_grad_norm)
             own_loss = float(step_loss)
             (step_loss,) = sum_over_processes(accelerator, own_loss)
@@ -188,6 +196,7 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
                 mean = step_loss / max(valid_tokens, 1)
                 tracker.say(f"step {progress.step} skipped: loss {mean:g}, gradient norm {grad_norm:g}")
                 _stop_if_diverged(progress, args)
+            memory_report.step_ends(progress.step)
             learning_rate = scheduler.get_last_lr()[0]
             scheduler.step()
             seconds, data_seconds = watch.step_ends(plan.tokens_per_step)

@@ -52,6 +52,8 @@ class Launch:
 
     def __init__(self, config: str, processes: int, folder: Path, corpus: list[str]):
         self.folder = folder
+        self.begins_at = chosen_step(folder) if folder.exists() else 0
+        self.beats = beats(folder)
         batch = ["--per_device_train_batch_size", str(4 // processes)]
         launcher = [sys.executable, "-m", "accelerate.commands.launch"]
         launcher += ["--config_file", str(ROOT / "accelerate_configs" / config), "--num_processes", str(processes)]
@@ -71,6 +73,14 @@ class Launch:
                 found[process.pid] = process
         return found
 
+    def wait_for_steps(self, count: int):
+        """Until this launch has done so many steps."""
+        self.wait_until(
+            lambda: beats(self.folder) > self.beats and steps_done(self.folder) >= self.begins_at + count,
+            LONGEST_START,
+            "the run did not get to its step",
+        )
+
     def kill(self, victims: str, generator: random.Random):
         ranks = sorted(pid for pid in self.alive() if pid != self.launcher.pid)
         chosen = {"a rank": [generator.choice(ranks)], "all ranks": ranks, "the launcher": [self.launcher.pid]}
@@ -89,6 +99,11 @@ class Launch:
 
     def text(self) -> str:
         return self.folder.with_suffix(".txt").read_text()[-3000:]
+
+
+def beats(folder: Path) -> int:
+    """Grows with every step of any process."""
+    return sum(file.stat().st_size for file in folder.glob("heartbeat_rank*.jsonl"))
 
 
 def steps_done(folder: Path) -> int:
@@ -118,16 +133,8 @@ def test_a_killed_run_goes_on_and_leaves_no_orphan(engine, run, tmp_path, corpus
     folder = tmp_path / engine
     generator = random.Random(engine)
     for number, kill in enumerate(seeded_kills(len(engine)), 1):
-        before = chosen_step(folder) if folder.exists() else 0
         launch = Launch(config, processes, folder, corpus)
-        # A new process writes its first beat after the step that follows the checkpoint.
-        beats = sum(len(file.read_text()) for file in folder.glob("heartbeat_rank*.jsonl"))
-        launch.wait_until(
-            lambda: sum(len(file.read_text()) for file in folder.glob("heartbeat_rank*.jsonl")) > beats
-            and steps_done(folder) >= before + kill.steps,
-            LONGEST_START,
-            "the run did not get to its step",
-        )
+        launch.wait_for_steps(kill.steps)
         time.sleep(kill.seconds)
         launch.kill(kill.victims, generator)
         start = time.monotonic()

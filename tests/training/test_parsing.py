@@ -20,7 +20,8 @@ gradient_accumulation_steps learning_rate weight_decay adam_beta1 adam_beta2 ada
 max_train_steps num_train_epochs lr_scheduler_type num_warmup_steps optimizer level_optimizers gradient_checkpointing
 torch_compile fsdp_reduce_dtype fsdp_limit_all_gathers fsdp_prefetch tf32
 cpu_threads logging_steps eval_steps checkpointing_steps save_total_limit resume_from_checkpoint
-seed watchdog_seconds report_to run_name project_name dataloader_num_workers dataloader_pin_memory push_to_hub
+seed watchdog_seconds memory_dump_steps
+report_to run_name project_name dataloader_num_workers dataloader_pin_memory push_to_hub
 hub_model_id hub_private_repo
 """.split()
 
