@@ -4,7 +4,7 @@ import warnings
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -24,7 +24,8 @@ class FSDP2(Engine):
         mesh = accelerator.torch_device_mesh
         replicas = mesh["dp_replicate"].size() if mesh is not None and "dp_replicate" in mesh.mesh_dim_names else 1
         self.name = f"FSDP2, {replicas} replicas" if replicas > 1 else "FSDP2"
-        self.name += ", offloaded to the CPU" if accelerator.state.fsdp_plugin.cpu_offload else ""
+        if isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
+            self.name += ", offloaded to the CPU"
         self._prefetch = args.fsdp_prefetch
         if not args.fsdp_limit_all_gathers:
             warnings.warn("--fsdp_limit_all_gathers is ignored: it is a setting of FSDP's version 1.", stacklevel=2)
