@@ -1,6 +1,7 @@
 # make train      install into .venv, then train the demo (preset tiny, built-in corpus) into runs/demo
 # make test       install into .venv, then run the tests that need neither minutes nor a GPU
 # make test-long  the tests marked `long`       make test-gpu  the tests marked `gpu`
+# make test-kill  kills runs 30 times per engine and prints how each went on
 # make hf-suite   transformers' own common test suite on HOPE (HF_SUITE=folder with its tests/, see CONTRIBUTING.md)
 # make lint       ruff                          make clean     remove .venv (never runs/)
 #
@@ -17,14 +18,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --constraint constraints.txt $(PIP_ARGS) --editable
 
-.PHONY: train test test-long test-gpu hf-suite lint clean
+.PHONY: train test test-long test-gpu test-kill hf-suite lint clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed-plot
 	$(BIN)/accelerate launch --config_file accelerate_configs/single.yaml run_clm.py --output_dir runs/demo $(TRAIN_ARGS)
 
 # One thread per worker: two workers with a thread pool each would fight over the same cores.
-test test-long test-gpu: export OMP_NUM_THREADS := 1
+test test-long test-gpu test-kill: export OMP_NUM_THREADS := 1
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -34,6 +35,10 @@ test-long: $(VENV)/.installed-test
 
 test-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m gpu
+
+test-kill: export HOPE_KILLS := 30
+test-kill: $(VENV)/.installed-test
+	$(BIN)/python -m pytest tests/training/test_kill.py --capture=no
 
 hf-suite: $(VENV)/.installed-test
 	$(BIN)/python tests/hf_suite/run.py

@@ -44,7 +44,7 @@ ROOMS = {
 }  # fmt: skip
 
 # Slow to import or not always installed: only inside functions, and only of these rooms.
-LAZY = {"matplotlib", "wandb", "evaluate", "lm_eval"}
+LAZY = {"matplotlib", "wandb", "evaluate", "lm_eval", "deepspeed"}
 LAZY_ROOMS = {"hope_hf/training", "hope_hf/evaluation"}
 
 PUBLIC = [
@@ -59,9 +59,9 @@ RUN_CLM_FLAGS = """
     streaming block_size document_boundary dataloader_num_workers dataloader_pin_memory
     per_device_train_batch_size gradient_accumulation_steps learning_rate weight_decay adam_beta1 adam_beta2
     adam_epsilon max_grad_norm max_train_steps num_train_epochs lr_scheduler_type num_warmup_steps optimizer
-    level_optimizers gradient_checkpointing torch_compile tf32
+    level_optimizers gradient_checkpointing torch_compile fsdp_reduce_dtype tf32
     output_dir resume_from_checkpoint checkpointing_steps save_total_limit logging_steps eval_steps seed cpu_threads
-    watchdog_seconds report_to run_name project_name push_to_hub hub_model_id hub_private_repo
+    watchdog_seconds memory_dump_steps report_to run_name project_name push_to_hub hub_model_id hub_private_repo
 """.split()
 
 RUN_EVAL_FLAGS = """

@@ -2,7 +2,7 @@
 
 from .adamw import AdamWRule
 from .build import build_optimizer
-from .level_clock import LevelClock, warn_short_levels
+from .level_clock import LevelClock, require_same_groups, warn_short_levels
 from .level_options import LevelOptions, parse_level_optimizers
 from .muon import MuonRule, newton_schulz
 
@@ -14,5 +14,6 @@ __all__ = [
     "build_optimizer",
     "newton_schulz",
     "parse_level_optimizers",
+    "require_same_groups",
     "warn_short_levels",
 ]

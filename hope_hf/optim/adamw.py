@@ -3,6 +3,8 @@
 from torch import Tensor, zeros_like
 from torch.optim.adamw import adamw
 
+from .sharding import own_part
+
 
 class AdamWRule:
     """AdamW with decoupled weight decay, bit-equal to `torch.optim.AdamW(fused=True)`.
@@ -20,12 +22,14 @@ class AdamWRule:
     def update(parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Tensor]], group: dict):
         """Change `parameters` and `states` in place by one step."""
         beta1, beta2 = group["betas"]
+        # Element by element: what a process holds of a shared-out parameter is updated by itself.
+        parameters, gradients = ([own_part(tensor) for tensor in tensors] for tensors in (parameters, gradients))
         # Fused is the fastest on CPU too: 8 ms for 10 M parameters on two cores, against 29 (foreach) and 39 (loop).
         adamw(
             parameters,
             gradients,
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            [own_part(state["exp_avg"]) for state in states],
+            [own_part(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             fused=True,

@@ -52,6 +52,8 @@ class LevelClock(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: list[dict]):
+        # Level of every tensor that has a state: engines that flatten parameters keep them outside the groups.
+        self._levels: dict[Tensor, int | None] = {}
         super().__init__(groups, {"level": None, "period_steps": 1, "period_tokens": 0})
         for group in self.param_groups:
             assert group["optimizer"] in RULES and group["period_steps"] >= 1, group
@@ -67,10 +69,7 @@ class LevelClock(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if not self.state[parameter]:
-                    self.state[parameter] = _initial_state(parameter, group)
+        self.create_states()
         for group in self.param_groups:
             ready = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["period_steps"] == 1:
@@ -84,6 +83,19 @@ class LevelClock(torch.optim.Optimizer):
                 self.state[parameter]["gradient_sum"].zero_()
                 self.state[parameter]["tick"].zero_()
         return loss
+
+    def create_states(self) -> None:
+        """Give every parameter that has no state yet its initial one."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.create_state(parameter, group)
+
+    def create_state(self, parameter: Tensor, group: dict) -> dict[str, Tensor]:
+        """The state of one tensor of a group, its initial one where there was none."""
+        self._levels[parameter] = group["level"]
+        if not self.state[parameter]:
+            self.state[parameter] = _initial_state(parameter, group)
+        return self.state[parameter]
 
     def _count(self, parameter: Tensor) -> int:
         """Add the gradient to the parameter's sum; how many it holds now."""
@@ -103,16 +115,7 @@ class LevelClock(torch.optim.Optimizer):
             ValueError: the state is of other levels, rules or periods.
         """
         saved_groups = state_dict["param_groups"]
-        saved, own = ([_structure(group) for group in groups] for groups in (saved_groups, self.param_groups))
-        if saved != own:
-            there, here = next(
-                ((a, b) for a, b in zip(saved, own, strict=False) if a != b),
-                (f"{len(saved)} groups", f"{len(own)} groups"),
-            )
-            raise ValueError(
-                f"The optimizer's state is of another run ({there} there, {here} here): resume with the batch size, "
-                "--optimizer and --level_optimizers that it was written with."
-            )
+        require_same_groups(saved_groups, self.param_groups)
         super().load_state_dict(state_dict)
         # torch casts what it loads to the parameter's dtype, in which a bfloat16 model would lose its sums.
         indices = [index for group in saved_groups for index in group["params"]]
@@ -126,24 +129,20 @@ class LevelClock(torch.optim.Optimizer):
     def level_report(self) -> dict[int, dict[str, int]]:
         """Where each level's clock stands: {level: {updates, steps_since_update, period_steps, period_tokens}}."""
         report: dict[int, dict[str, int]] = {}
+        levels = dict(self._levels)
         for group in self.param_groups:
-            if group["level"] is None:
-                continue
-            row = report.setdefault(
-                group["level"],
-                {
-                    "updates": 0,
-                    "steps_since_update": 0,
-                    "period_steps": group["period_steps"],
-                    "period_tokens": group["period_tokens"],
-                },
-            )
-            # The parameters of a level step together; one of them that never had a gradient says nothing.
-            for parameter in group["params"]:
-                state = self.state.get(parameter)
-                if state:
-                    row["updates"] = max(row["updates"], int(state["step"]))
-                    row["steps_since_update"] = max(row["steps_since_update"], int(state.get("tick", 0)))
+            levels |= dict.fromkeys(group["params"], group["level"])
+            if group["level"] is not None:
+                zeros = {"updates": 0, "steps_since_update": 0}
+                periods = {name: group[name] for name in ("period_steps", "period_tokens")}
+                report.setdefault(group["level"], zeros | periods)
+        # The parameters of a level step together; one of them that never had a gradient says nothing.
+        for parameter, level in levels.items():
+            state = self.state.get(parameter)
+            if state and level is not None:
+                row = report[level]
+                row["updates"] = max(row["updates"], int(state["step"]))
+                row["steps_since_update"] = max(row["steps_since_update"], int(state.get("tick", 0)))
         return dict(sorted(report.items()))
 
 
@@ -155,6 +154,20 @@ def _initial_state(parameter: Tensor, group: dict) -> dict[str, Tensor]:
         wide = torch.promote_types(parameter.dtype, torch.float32)
         state["gradient_sum"] = torch.zeros_like(parameter, dtype=wide)
     return state | RULES[group["optimizer"]].initial_state(parameter)
+
+
+def require_same_groups(saved: list[dict], own: list[dict]) -> None:
+    """ValueError where the groups of a saved state are not those of this run's optimizer."""
+    saved, own = [_structure(group) for group in saved], [_structure(group) for group in own]
+    if saved != own:
+        there, here = next(
+            ((a, b) for a, b in zip(saved, own, strict=False) if a != b),
+            (f"{len(saved)} groups", f"{len(own)} groups"),
+        )
+        raise ValueError(
+            f"The optimizer's state is of another run ({there} there, {here} here): resume with the batch size, "
+            "--optimizer and --level_optimizers that it was written with."
+        )
 
 
 def _structure(group: dict) -> dict:

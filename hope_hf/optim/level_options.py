@@ -75,9 +75,11 @@ def _level_options(level: str, entry: dict) -> LevelOptions:
         "optimizer": (lambda value: isinstance(value, str) and value in RULES, " or ".join(RULES)),
         "lr_factor": (lambda value: _is_number(value) and value > 0, "a number above 0"),
         "betas": (
-            lambda value: isinstance(value, list | tuple)
-            and len(value) == 2
-            and all(_is_number(beta) and 0 <= beta < 1 for beta in value),
+            lambda value: (
+                isinstance(value, list | tuple)
+                and len(value) == 2
+                and all(_is_number(beta) and 0 <= beta < 1 for beta in value)
+            ),
             "two numbers from 0 to below 1",
         ),
         "weight_decay": (lambda value: _is_number(value) and value >= 0, "a number, 0 or above"),

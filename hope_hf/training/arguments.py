@@ -53,6 +53,9 @@ class OptimizationArguments:
     )
     gradient_checkpointing: bool = flag(False, "Recompute activations in backward: less memory, more time.")
     torch_compile: bool = flag(False, "Compile the model with torch.compile.")
+    fsdp_reduce_dtype: Literal["float32", "bfloat16"] = flag(
+        "float32", "FSDP in bf16: in which dtype gradients are summed over processes."
+    )
     tf32: bool = flag(True, "CUDA only: TF32 matrix products; memory state, gates and solves stay fp32.")
 
 
@@ -75,6 +78,9 @@ class RunArguments:
     watchdog_seconds: float = flag(
         540.0, "Without a step for so long, every process writes its stacks to a file in --output_dir; 0: never."
     )
+    memory_dump_steps: int = flag(
+        0, "Write what fills each process's memory every N steps, beside the start and the first step."
+    )
     report_to: str = flag("none", "Trackers beside metrics.jsonl: none, all, or names with commas (wandb,aim).")
     run_name: str | None = flag(None, "Name of the run in the trackers (default: the folder's name).")
     project_name: str = flag("hope_hf", "Project of the run in the trackers.")
@@ -94,8 +100,9 @@ class Arguments(ModelArguments, DataArguments, OptimizationArguments, RunArgumen
     # What may change between the two halves of one run without making it another run.
     FREE = frozenset(
         "output_dir resume_from_checkpoint checkpointing_steps save_total_limit logging_steps eval_steps cpu_threads "
-        "watchdog_seconds report_to run_name project_name preprocessing_num_workers dataloader_num_workers "
-        "dataloader_pin_memory trust_remote_code push_to_hub hub_model_id hub_private_repo demo".split()
+        "watchdog_seconds memory_dump_steps report_to run_name project_name preprocessing_num_workers "
+        "dataloader_num_workers dataloader_pin_memory trust_remote_code push_to_hub hub_model_id hub_private_repo "
+        "demo".split()
     )
 
     def identity(self) -> dict:

@@ -6,10 +6,12 @@ from accelerate import Accelerator
 from hope_hf.optim import warn_short_levels
 
 from .arguments import Arguments
+from .engine import Engine
 
 
-def run_card(args: Arguments, accelerator: Accelerator, model, optimizer, data, plan) -> str:
-    """The card as text; `plan` is the trainer's Plan. Warns, on rank 0, of levels that hardly ever step."""
+def run_card(args: Arguments, accelerator: Accelerator, engine: Engine, run) -> str:
+    """The card as text, of the trainer's `Run` before it is prepared. Warns, on rank 0, of levels that hardly step."""
+    model, optimizer, data, plan = run.model, run.optimizer, run.data, run.plan
     rows = {
         "model": f"{model.config.model_type}, {model.num_parameters():,} parameters"
         + (f", from {args.model_name_or_path}" if args.model_name_or_path else f", {_size(args)}"),
@@ -20,6 +22,7 @@ def run_card(args: Arguments, accelerator: Accelerator, model, optimizer, data, 
         "steps": f"{plan.total_steps:,}, of which {plan.warmup_steps:,} warm-up; {plan.total_tokens:,} tokens",
         "optimizer": f"{args.optimizer}, learning rate {args.learning_rate:g}, {args.lr_scheduler_type}, "
         f"weight decay {args.weight_decay:g}, clip {args.max_grad_norm:g}",
+        "engine": engine.name,
         "device": f"{_device(accelerator)}, {torch.get_num_threads()} thread(s) per process, "
         f"precision {'bf16 autocast' if accelerator.mixed_precision == 'bf16' else 'fp32'}",
     }

@@ -2,7 +2,8 @@
 
     checkpoint-<step>/            appears complete, by a rename
         config.json, model.safetensors, tokenizer files     what `from_pretrained` loads
-        optimizer.{json,safetensors}, scheduler.json, trainer.json
+        optimizer.json, optimizer_rank_<r>.{json,safetensors}   see `optimizer_files`
+        scheduler.json, trainer.json
         rank_<r>.{json,safetensors}                          random generators, data position, carried memories
         manifest.json                                        sizes and SHA-256 of all the others
 
@@ -21,11 +22,12 @@ from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .engine import Engine
 from .manifest import latest_checkpoint, publish, remove_leftovers, rotate, temporary_name, verify
+from .optimizer_files import load_optimizer, save_optimizer
 from .state_files import load_state, restore_rng, rng_state, save_state
 
 
@@ -39,6 +41,7 @@ class SavedRun:
         trainer_state: as given to `save_checkpoint`.
         data_state: as this process gave it.
         carried: this process's carried memories by name, on the CPU; empty where none were given.
+        rng: this process's random generators; None where another number of processes wrote the checkpoint.
     """
 
     path: Path
@@ -46,15 +49,15 @@ class SavedRun:
     trainer_state: dict
     data_state: dict
     carried: dict[str, Tensor]
+    rng: dict | None
 
 
 def save_checkpoint(
     output_dir: str | Path,
     step: int,
     *,
-    model: PreTrainedModel,
+    engine: Engine,
     tokenizer: PreTrainedTokenizerBase,
-    optimizer: Optimizer,
     scheduler: LRScheduler,
     trainer_state: dict,
     data_state: dict,
@@ -63,8 +66,9 @@ def save_checkpoint(
 ) -> Path:
     """Write `output_dir/checkpoint-<step>`, then delete the oldest beyond `save_total_limit` (None keeps all).
 
-    Model (not wrapped), tokenizer, optimizer, scheduler and `trainer_state` are taken from the first process;
-    `data_state`, `carried` and the random generators from each. The two states are plain values, not tensors.
+    The engine gives the whole model and every process's part of the optimizer's state; tokenizer, scheduler and
+    `trainer_state` are taken from the first process, `data_state`, `carried` and the random generators from each. The
+    two states are plain values, not tensors.
 
     Returns:
         The folder. An existing one of the same step is replaced.
@@ -75,6 +79,8 @@ def save_checkpoint(
     output_dir = Path(output_dir)
     process = PartialState()
     folder = broadcast_object_list([temporary_name(output_dir, step)])[0]
+    # All processes gather, so before anything that may fail on one of them.
+    weights = engine.weights()
 
     def make_folder() -> None:
         if process.is_main_process:
@@ -85,11 +91,11 @@ def save_checkpoint(
     def write() -> None:
         own = {"rng": rng_state(), "data": data_state, "carried": carried or {}}
         save_state(folder / f"rank_{process.process_index}", own)
+        save_optimizer(folder, engine, process.process_index)
         if process.is_main_process:
             # The names of the model as it runs: what some families rename for export could not be loaded strictly.
-            model.save_pretrained(folder, save_original_format=False)
+            engine.model.save_pretrained(folder, state_dict=weights, save_original_format=False)
             tokenizer.save_pretrained(folder)
-            save_state(folder / "optimizer", optimizer.state_dict())
             save_state(folder / "scheduler", scheduler.state_dict())
             save_state(folder / "trainer", trainer_state)
 
@@ -111,7 +117,7 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | None) 
             same, where there is one.
 
     Raises:
-        ValueError: the named one is not complete, or none is, or another number of processes wrote it.
+        ValueError: the named one is not complete, or none is, or it carries memories of another number of processes.
     """
     process = PartialState()
     # One process reads; the others take its choice, whatever they see of a shared disk.
@@ -127,32 +133,35 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | None) 
     if path is None:
         return None
     manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-    if manifest["num_processes"] != process.num_processes:
+    same_world = manifest["num_processes"] == process.num_processes
+    # What all processes have alike, such as the number of rows read, is in any file; the data say where it is not.
+    own = load_state(path / f"rank_{process.process_index if same_world else 0}")
+    if own["carried"] and not same_world:
         raise ValueError(
-            f"{path} was written by {manifest['num_processes']} processes and this run has {process.num_processes}: "
-            f"launch it with --num_processes {manifest['num_processes']}."
+            f"{path} carries the memories of {manifest['num_processes']} processes on and this run has "
+            f"{process.num_processes}: launch it with --num_processes {manifest['num_processes']}."
         )
-    own = load_state(path / f"rank_{process.process_index}")
-    return SavedRun(path, manifest["step"], load_state(path / "trainer"), own["data"], own["carried"])
+    rng = own["rng"] if same_world else None
+    return SavedRun(path, manifest["step"], load_state(path / "trainer"), own["data"], own["carried"], rng)
 
 
-def restore_checkpoint(
-    saved: SavedRun, *, model: PreTrainedModel, optimizer: Optimizer, scheduler: LRScheduler
-) -> None:
-    """Put a checkpoint into a run that is built (and prepared), its random generators last of all.
+def restore_checkpoint(saved: SavedRun, *, engine: Engine, scheduler: LRScheduler) -> None:
+    """Put the rest of a checkpoint, after `load_weights`, into a run that is prepared; random generators last of all.
 
     Raises:
-        ValueError: the model or the optimizer is not the one that was saved; the model's weights are then untouched.
+        ValueError: the optimizer is not the one that was saved.
     """
-    load_weights(model, saved.path)
-    optimizer.load_state_dict(load_state(saved.path / "optimizer"))
+    load_optimizer(saved.path, engine)
     scheduler.load_state_dict(load_state(saved.path / "scheduler"))
-    restore_rng(load_state(saved.path / f"rank_{PartialState().process_index}")["rng"])
+    if saved.rng is not None:
+        restore_rng(saved.rng)
 
 
 @torch.no_grad()
 def load_weights(model: PreTrainedModel, folder: Path) -> None:
-    """Copy the safetensors in `folder` into `model`: same names, shapes and dtypes, or nothing is changed.
+    """Copy the safetensors in `folder` into `model`, before an engine has taken it.
+
+    Names, shapes and dtypes are the same, or nothing is changed.
 
     Raises:
         ValueError: names, shapes or dtypes differ.

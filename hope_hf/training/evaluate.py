@@ -1,6 +1,7 @@
 """Validation: loss, perplexity and bits per byte, weighted by token over all processes."""
 
 import math
+from itertools import islice
 
 import torch
 from accelerate import Accelerator
@@ -12,22 +13,24 @@ from .objective import count_valid, model_inputs, summed_loss
 
 @torch.no_grad()
 def evaluate(model, data, accelerator: Accelerator) -> dict[str, float]:
-    """Rows `eval/...` over `data.validation`, each process taking every W-th batch.
+    """Rows `eval/...` over `data.validation`, each of W processes taking every W-th batch; `model` is the wrapped one.
 
     Bits per byte: loss in bits over the bytes of the text the scored tokens stand for, comparable across tokenizers.
     """
     was_training = model.training
     model.eval()
-    # Processes may hold unequal numbers of batches, so the forward pass must not communicate: no DDP wrapper.
-    model = accelerator.unwrap_model(model)
     loss_sum, tokens = 0.0, 0
-    for index, batch in enumerate(data.validation):
-        if index % accelerator.num_processes != accelerator.process_index:
-            continue
+    batches = iter(data.validation)
+    while group := list(islice(batches, accelerator.num_processes)):
+        # A sharded forward pass communicates, so every process takes part to the end: where it has no batch of its own
+        # left with one that does not count.
+        counts = accelerator.process_index < len(group)
+        batch = group[accelerator.process_index if counts else 0]
         inputs = send_to_device(model_inputs(batch), accelerator.device)
         logits = model(**inputs, use_cache=False).logits
-        loss_sum += float(summed_loss(logits, batch["labels"]))
-        tokens += count_valid(batch["labels"])
+        if counts:
+            loss_sum += float(summed_loss(logits, batch["labels"]))
+            tokens += count_valid(batch["labels"])
     model.train(was_training)
     loss_sum, tokens = sum_over_processes(accelerator, loss_sum, tokens)
     loss = loss_sum / tokens

@@ -7,28 +7,30 @@ import torch
 from accelerate import Accelerator
 
 from .arguments import Arguments
+from .engine import Engine
 from .plot import plot
 
 SAMPLE_TOKENS = 96
 PROMPT_TOKENS = 32
 
 
-def finish(args: Arguments, accelerator: Accelerator, run, evaluation: dict):
+def finish(args: Arguments, accelerator: Accelerator, engine: Engine, data, evaluation: dict):
     """Write weights, config, generation config, tokenizer, all_results.json and loss.png; show a sample."""
+    weights = engine.weights()
     if accelerator.is_main_process:
         folder = Path(args.output_dir)
-        run.model.save_pretrained(folder)
-        run.data.tokenizer.save_pretrained(folder)
+        engine.model.save_pretrained(folder, state_dict=weights)
+        data.tokenizer.save_pretrained(folder)
         results = {name.replace("/", "_"): value for name, value in evaluation.items()}
         results["perplexity"] = evaluation["eval/perplexity"]
         (folder / "all_results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-        prompt, continuation = sample(run.model, run.data, args.seed)
+        prompt, continuation = sample(engine.readable_model(folder), data, args.seed)
         print(f"\nA sampled continuation, after '>>>':\n{prompt}>>>{continuation}\n")
         picture = plot([folder], folder / "loss.png")
         if picture:
             print(f"Curves: {picture}")
         print(f"Metrics: {folder / 'metrics.jsonl'}")
-        print(f"Load the model:\n\n{loading_lines(run.model, folder)}\n", flush=True)
+        print(f"Load the model:\n\n{loading_lines(engine.model, folder)}\n", flush=True)
     accelerator.wait_for_everyone()
 
 
@@ -64,4 +66,3 @@ def loading_lines(model, folder: Path) -> str:
         f"tokenizer = transformers.AutoTokenizer.from_pretrained({path})\n"
         f"model = transformers.AutoModelForCausalLM.from_pretrained({path})"
     )
-

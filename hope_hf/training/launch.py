@@ -5,6 +5,7 @@ something else (one process where two were asked for, plain DDP instead of FSDP)
 """
 
 import ctypes
+import importlib.util
 import os
 import signal
 import sys
@@ -12,31 +13,35 @@ import sys
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedType, set_seed
 
 from hope_hf.cli.process import set_up_cpu
 
 from .arguments import Arguments
+from .engine import Engine
+from .engine_cpu import cpu_accelerator
+from .engine_fsdp import FSDP2
+from .engine_zero import Zero
 from .guard import check_devices
 
+ENGINE_TYPES = {"fsdp": DistributedType.FSDP, "deepspeed": DistributedType.DEEPSPEED}
 
-def make_accelerator(args: Arguments, trackers: list[str]) -> Accelerator:
-    """The Accelerator of this run, after checking that what was launched is what runs.
 
-    Raises ValueError for engines this trainer does not drive and for launches that fell apart.
+def make_engine(args: Arguments, trackers: list[str]) -> Engine:
+    """The engine that the launcher asked for, with its Accelerator.
+
+    Raises ValueError for launches that fell apart or became something else.
     """
-    for variable, name in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")):
-        if os.environ.get(variable, "false").lower() == "true":
-            raise ValueError(f"The trainer does not run under {name} yet: launch with accelerate_configs/ddp.yaml.")
+    wanted = wanted_engine()
+    options = {
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "log_with": trackers or None,
+        "project_dir": args.output_dir,
+    }
+    if wanted == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        raise ValueError("The launch file asks for DeepSpeed, which is not installed: pip install hope_hf[deepspeed].")
+    accelerator = Accelerator(**options) if torch.accelerator.is_available() else cpu_accelerator(wanted, options)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    # On a machine without accelerator a torchrun-type launch becomes WORLD_SIZE separate runs unless cpu is asked for.
-    separate = world_size > 1 and not torch.accelerator.is_available()
-    accelerator = Accelerator(
-        cpu=separate,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-        log_with=trackers or None,
-        project_dir=args.output_dir,
-    )
     if accelerator.num_processes != world_size:
         raise ValueError(
             f"WORLD_SIZE is {world_size} but {accelerator.num_processes} process(es) train together: "
@@ -46,8 +51,26 @@ def make_accelerator(args: Arguments, trackers: list[str]) -> Accelerator:
         raise ValueError(
             f"mixed_precision {accelerator.mixed_precision} is not supported: set 'no' or bf16 in the config."
         )
+    runs = accelerator.distributed_type
+    if wanted in ENGINE_TYPES and runs != ENGINE_TYPES[wanted]:
+        raise ValueError(
+            f"The launch file asks for {ENGINE_TYPES[wanted].value} and {runs.value} runs: launch at least two "
+            "processes with it (--num_processes), or take accelerate_configs/single.yaml."
+        )
     check_devices(accelerator)
-    return accelerator
+    if wanted == "plain":
+        return Engine(accelerator)
+    if wanted == "deepspeed":
+        return Zero(accelerator, args)
+    return FSDP2(accelerator, getattr(torch, args.fsdp_reduce_dtype))
+
+
+def wanted_engine() -> str:
+    """What the launcher's environment asks for: "fsdp", "deepspeed" or "plain" (single process, DDP)."""
+    for name in ("fsdp", "deepspeed"):
+        if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() == "true":
+            return name
+    return "plain"
 
 
 def prepare_process(args: Arguments, accelerator: Accelerator):

@@ -1,7 +1,6 @@
 """What fills the memory, while it fills and when it is full."""
 
 import json
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -15,41 +14,59 @@ class MemoryReport:
     """Appends lines to `memory_rank<N>.jsonl`: at the start, after the first step, every so often, and out of memory.
 
     Rows are GiB of this process: parameters, gradients and optimizer state as it holds them, the largest total so
-    far, and what is left of the device. On a GPU also what torch has allocated and reserved, and, when memory runs out, torch's
-    own table in `memory_summary_rank<N>.txt`.
+    far, and what is left of the device. On a GPU also what torch has allocated and reserved, and, when memory runs
+    out, torch's own table in `memory_summary_rank<N>.txt`. A context manager around the training.
     """
 
-    def __init__(self, output_dir: str, rank: int, device: torch.device, every_steps: int):
+    def __init__(
+        self,
+        output_dir: str,
+        rank: int,
+        device: torch.device,
+        every_steps: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+    ):
         """`every_steps` 0: at the start and after the first step alone."""
         self._folder, self._rank, self._device, self._every = Path(output_dir), rank, device, every_steps
+        self._model, self._optimizer = model, optimizer
+        self._gradients = 0
         self._folder.mkdir(parents=True, exist_ok=True)
 
-    def step(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer):
-        """A step has ended (0: none yet); its gradients are there still."""
-        if step < 2 or (self._every and step % self._every == 0):
-            self._write("start" if step == 0 else "step", step, model, optimizer)
+    def __enter__(self):
+        self._write("start", 0)
+        return self
 
-    @contextmanager
-    def out_of_memory(self, model: nn.Module, optimizer: torch.optim.Optimizer):
-        """Around the training: leaves the figures of the moment at which memory ran out."""
-        try:
-            yield
-        except torch.OutOfMemoryError:
+    def __exit__(self, kind, error, traceback):
+        if isinstance(error, torch.OutOfMemoryError):
             if self._device.type == "cuda":
                 summary = torch.cuda.memory_summary(self._device)
                 (self._folder / f"memory_summary_rank{self._rank}.txt").write_text(summary, encoding="utf-8")
-            self._write("out of memory", None, model, optimizer)
-            raise
+            self._write("out of memory", None)
 
-    def _write(self, event: str, step: int | None, model: nn.Module, optimizer: torch.optim.Optimizer):
-        parameters = list(model.parameters())
+    def backward_ends(self, step: int):
+        """The gradients of `step` are there; the update will take them away."""
+        if self._due(step):
+            gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+            self._gradients = size_in_bytes(gradients)
+
+    def step_ends(self, step: int):
+        """The update of `step` is done."""
+        if self._due(step):
+            self._write("step", step)
+
+    def _due(self, step: int) -> bool:
+        return step == 1 or (self._every > 0 and step % self._every == 0)
+
+    def _write(self, event: str, step: int | None):
+        states = (value for state in self._optimizer.state.values() for value in state.values())
         free = free_memory(self._device)
         row = {
             "event": event,
             "step": step,
-            "parameters_gib": size_in_bytes(parameters) / GIB,
-            "gradients_gib": size_in_bytes(p.grad for p in parameters if p.grad is not None) / GIB,
-            "optimizer_gib": size_in_bytes(_tensors(optimizer)) / GIB,
+            "parameters_gib": size_in_bytes(self._model.parameters()) / GIB,
+            "gradients_gib": self._gradients / GIB,
+            "optimizer_gib": size_in_bytes(state for state in states if isinstance(state, torch.Tensor)) / GIB,
             "peak_gib": peak_memory_gib(self._device),
             "free_gib": None if free is None else free / GIB,
         }
@@ -58,8 +75,3 @@ class MemoryReport:
             row["reserved_gib"] = torch.cuda.memory_reserved(self._device) / GIB
         with (self._folder / f"memory_rank{self._rank}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-
-
-def _tensors(optimizer: torch.optim.Optimizer):
-    for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))

@@ -20,7 +20,7 @@ AT_LEAST_ONE = (
 ).split()
 NOT_NEGATIVE = (
     "num_warmup_steps checkpointing_steps eval_steps max_grad_norm weight_decay dataloader_num_workers seed "
-    "watchdog_seconds"
+    "watchdog_seconds memory_dump_steps"
 ).split()
 
 

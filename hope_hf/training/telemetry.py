@@ -114,15 +114,14 @@ def memory_statistics(model: nn.Module, rows: dict[str, float | Tensor], enabled
             handle.remove()
 
 
-def initial_state_gradients(model: nn.Module) -> dict[str, float]:
+def initial_state_gradients(engine) -> dict[str, float]:
     """Per layer, the gradient norm of its memories' initial states: the teach signal, before clipping."""
     rows = {}
-    for layer, mixer in self_modifying_mixers(model).items():
+    for layer, mixer in self_modifying_mixers(engine.model).items():
         states = [m for m in mixer.modules() if getattr(m, "is_initial_state", False)]
-        gradients = [p.grad for state in states for p in state.parameters() if p.grad is not None]
-        if gradients:
-            norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.float()) for g in gradients]))
-            rows[f"memory/{layer}/initial_state_grad_norm"] = float(norm)
+        norm = engine.gradient_norm([parameter for state in states for parameter in state.parameters()])
+        if norm is not None:
+            rows[f"memory/{layer}/initial_state_grad_norm"] = norm
     return rows
 
 

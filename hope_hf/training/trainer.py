@@ -7,20 +7,22 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
 import transformers
-from accelerate import Accelerator
 from accelerate.utils import send_to_device, set_seed
 
 from .arguments import Arguments
 from .card import run_card
-from .checkpoint import find_checkpoint, restore_checkpoint, save_checkpoint
+from .checkpoint import find_checkpoint, load_weights, restore_checkpoint, save_checkpoint
+from .engine import Engine
 from .evaluate import evaluate
 from .finish import finish
 from .guard import check_same_on_all
 from .heartbeat import Heartbeat
-from .launch import StopSignal, leave, make_accelerator, prepare_process, sum_over_processes
+from .launch import StopSignal, leave, make_engine, prepare_process, sum_over_processes
 from .manifest import latest_checkpoint
 from .memory import CarriedMemory
+from .memory_report import MemoryReport
 from .objective import check_token_ids, count_valid, model_inputs, summed_loss
+from .placement import rank_lines, write_audit
 from .push import push
 from .run_folder import RunFolder, require_same_run
 from .setup import build_all
@@ -68,10 +70,11 @@ def train(args: Arguments) -> int:
 
     Raises ValueError with one sentence for mistakes of the user, and TrainingDiverged.
     """
-    accelerator = make_accelerator(args, tracker_names(args.report_to))
+    engine = make_engine(args, tracker_names(args.report_to))
+    accelerator = engine.accelerator
     prepare_process(args, accelerator)
     with RunFolder(args.output_dir, accelerator) as folder, ExitStack() as at_exit:
-        complete = _train(args, accelerator, folder, at_exit)
+        complete = _train(args, engine, folder, at_exit)
     # No process waits for this one any more, and the folder is free.
     if complete and args.push_to_hub and accelerator.is_main_process:
         push(args)
@@ -79,8 +82,9 @@ def train(args: Arguments) -> int:
     return 0
 
 
-def _train(args: Arguments, accelerator: Accelerator, folder: RunFolder, at_exit: ExitStack) -> bool:
+def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStack) -> bool:
     """Returns whether the run is complete."""
+    accelerator = engine.accelerator
     launched = {"num_processes": accelerator.num_processes, "mixed_precision": accelerator.mixed_precision}
     identity = args.identity() | launched
     record = folder.check(identity)
@@ -96,7 +100,12 @@ def _train(args: Arguments, accelerator: Accelerator, folder: RunFolder, at_exit
         require_same_run(saved.path, identity, saved.trainer_state["identity"])
     record = folder.open(identity)
     config, plan = run.model.config, run.plan
-    model, optimizer = accelerator.prepare(run.model, run.optimizer)
+    if saved:
+        load_weights(run.model, saved.path)
+    # What the model says about itself, while it is whole.
+    card = run_card(args, accelerator, engine, run)
+    flops, peak = flops_per_token(run.model, plan.block_size), peak_flops(accelerator.device)
+    model = engine.prepare(run.model, run.optimizer)
     # The scheduler is not prepared: accelerate would step it once per process.
     scheduler = transformers.get_scheduler(
         args.lr_scheduler_type, run.optimizer, num_warmup_steps=plan.warmup_steps, num_training_steps=plan.total_steps
@@ -107,20 +116,24 @@ def _train(args: Arguments, accelerator: Accelerator, folder: RunFolder, at_exit
     memory = CarriedMemory(config if args.document_boundary == "carry" else None)
     progress, start_step = Progress(), 0
     if saved:
-        restore_checkpoint(saved, model=run.model, optimizer=run.optimizer, scheduler=scheduler)
+        restore_checkpoint(saved, engine=engine, scheduler=scheduler)
         memory.load(saved.carried, accelerator.device)
         progress = Progress(**saved.trainer_state["progress"])
         start_step = progress.step
 
-    accelerator.print(run_card(args, accelerator, run.model, run.optimizer, run.data, plan))
+    accelerator.print("\n".join([card, *(f"rank {line}" for line in rank_lines(accelerator, run.model))]))
     if start_step:
         accelerator.print(f"Continuing from {saved.path} at step {start_step}.")
     tracker = Tracker(accelerator, args, plan.total_steps, start_step, record["run_id"])
     at_exit.callback(tracker.close)
-    heart = Heartbeat(args.output_dir, accelerator.process_index, args.watchdog_seconds)
+    place = args.output_dir, accelerator.process_index
+    heart = Heartbeat(*place, args.watchdog_seconds)
     at_exit.callback(heart.close)
+    write_audit(*place, run.model)
+    memory_report = at_exit.enter_context(
+        MemoryReport(*place, accelerator.device, args.memory_dump_steps, run.model, run.optimizer)
+    )
     watch = Stopwatch()
-    flops, peak = flops_per_token(run.model, plan.block_size), peak_flops(accelerator.device)
     model.train()
     batches = iter(run.data.train)
 
@@ -128,9 +141,8 @@ def _train(args: Arguments, accelerator: Accelerator, folder: RunFolder, at_exit
         save_checkpoint(
             args.output_dir,
             progress.step,
-            model=run.model,
+            engine=engine,
             tokenizer=run.data.tokenizer,
-            optimizer=run.optimizer,
             scheduler=scheduler,
             trainer_state={"progress": asdict(progress), "identity": identity},
             data_state=data_state,
@@ -157,16 +169,14 @@ def _train(args: Arguments, accelerator: Accelerator, folder: RunFolder, at_exit
                     with memory_statistics(run.model, rows, enabled=logs and index == 0):
                         output = model(**inputs, **memory.inputs())
                     loss = summed_loss(output.logits, batch["labels"])
-                    # Gradients are averaged over processes and divided by the accumulation steps: undo both, so that
-                    # what remains is the sum over all valid tokens divided by their number.
-                    scale = accelerator.num_processes * accelerator.gradient_accumulation_steps / max(valid_tokens, 1)
-                    accelerator.backward(loss * scale)
+                    engine.backward(loss * engine.loss_scale(valid_tokens))
                 memory.hand_over()
                 step_loss += loss.detach()
 
             if logs:
-                rows |= initial_state_gradients(run.model)
-            grad_norm = float(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf))
+                rows |= initial_state_gradients(engine)
+            memory_report.backward_ends(progress.step + 1)
+            grad_norm = engine.clip(args.max_grad_norm)
             own_loss = float(step_loss)
             (step_loss,) = sum_over_processes(accelerator, own_loss)
             data_state = window[-1][1]
@@ -174,20 +184,21 @@ def _train(args: Arguments, accelerator: Accelerator, folder: RunFolder, at_exit
             progress.tokens += plan.tokens_per_step
             # Both numbers are the same on all processes, so all of them skip or none.
             if math.isfinite(step_loss) and math.isfinite(grad_norm):
-                optimizer.step()
+                engine.step()
                 progress.skipped_in_a_row = 0
                 progress.loss_sum += step_loss
                 progress.loss_tokens += int(valid_tokens)
             else:
+                engine.skip()
                 progress.skipped += 1
                 progress.skipped_in_a_row += 1
                 memory.restart()
                 mean = step_loss / max(valid_tokens, 1)
                 tracker.say(f"step {progress.step} skipped: loss {mean:g}, gradient norm {grad_norm:g}")
                 _stop_if_diverged(progress, args)
+            memory_report.step_ends(progress.step)
             learning_rate = scheduler.get_last_lr()[0]
             scheduler.step()
-            optimizer.zero_grad()
             seconds, data_seconds = watch.step_ends(plan.tokens_per_step)
             heart.beat(
                 progress.step,
@@ -232,7 +243,7 @@ def _train(args: Arguments, accelerator: Accelerator, folder: RunFolder, at_exit
     row = evaluate(model, run.data, accelerator)
     tracker.log(progress.step, progress.tokens, row, eval_line(row))
     tracker.close()
-    finish(args, accelerator, run, row)
+    finish(args, accelerator, engine, run.data, row)
     folder.close(record)
     return True
 

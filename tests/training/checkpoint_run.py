@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, get_scheduler
 
 from hope_hf.optim import build_optimizer
-from hope_hf.training.checkpoint import find_checkpoint, restore_checkpoint, save_checkpoint
+from hope_hf.training.checkpoint import find_checkpoint, load_weights, restore_checkpoint, save_checkpoint
+from hope_hf.training.engine import Engine
 
 CONFIG = dict(
     vocab_size=32,
@@ -31,6 +32,7 @@ class Run:
         # A slow level in a model that has none.
         self.model.model.layers[1].mlp.level, self.model.model.layers[1].mlp.period = 0, 400
         self.optimizer = build_optimizer(self.model, "muon", 1e-2, 0.1, (0.9, 0.95), 1e-8, tokens_per_step=100)
+        self.engine = Engine().adopt(self.model, self.optimizer)
         self.scheduler = get_scheduler("cosine", self.optimizer, num_warmup_steps=2, num_training_steps=50)
         words = pre_tokenizers.Whitespace()
         tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "hope": 1}, unk_token="<unk>"))
@@ -54,9 +56,8 @@ class Run:
 
     def save(self, output_dir: Path, save_total_limit: int | None = None, **changes) -> Path:
         pieces = {
-            "model": self.model,
+            "engine": self.engine,
             "tokenizer": self.tokenizer,
-            "optimizer": self.optimizer,
             "scheduler": self.scheduler,
             "trainer_state": {"step": self.step, "loss_sum": 0.1 + 0.2, "best": None},
             "data_state": {"epoch": 1, "positions": [3, 5]},
@@ -65,7 +66,8 @@ class Run:
 
     def restore(self, output_dir: Path, choice: str | None = None):
         saved = find_checkpoint(output_dir, choice)
-        restore_checkpoint(saved, model=self.model, optimizer=self.optimizer, scheduler=self.scheduler)
+        load_weights(self.model, saved.path)
+        restore_checkpoint(saved, engine=self.engine, scheduler=self.scheduler)
         self.step = saved.step
         return saved
 

@@ -77,7 +77,9 @@ def test_a_family_that_renames_its_weights_for_export_continues(tmp_path):
     config = AutoConfig.for_model("mixtral", **CONFIG | {"num_local_experts": 2, "num_key_value_heads": 2})
     torch.manual_seed(0)
     model, fresh = AutoModelForCausalLM.from_config(config), AutoModelForCausalLM.from_config(config)
-    folder = Run().save(tmp_path, model=model)
+    run = Run()
+    run.engine.model = model
+    folder = run.save(tmp_path)
     load_weights(fresh, folder)
     for (name, a), (_, b) in zip(model.named_parameters(), fresh.named_parameters(), strict=True):
         assert torch.equal(a, b), name

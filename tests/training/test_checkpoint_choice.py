@@ -1,12 +1,13 @@
-"""Only a checkpoint that is complete to the last bit is chosen, and another process count is refused."""
+"""Only a checkpoint that is complete to the last bit is chosen, and memories of another process count are refused."""
 
 import json
 import random
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate import PartialState
-from checkpoint_run import truncate
+from checkpoint_run import Run, truncate
 
 from hope_hf.training.checkpoint import find_checkpoint
 from hope_hf.training.manifest import latest_checkpoint, verify
@@ -21,7 +22,8 @@ def flip_a_bit(path: Path):
 
 
 DAMAGES = [truncate, flip_a_bit, Path.unlink]
-FILES = ["model.safetensors", "optimizer.safetensors", "trainer.json", "rank_0.json", "config.json", "manifest.json"]
+FILES = ["model.safetensors", "optimizer_rank_0.safetensors", "trainer.json", "rank_0.json", "config.json"]
+FILES += ["manifest.json"]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
@@ -73,7 +75,9 @@ def test_when_no_checkpoint_is_whole_the_run_does_not_begin_again_by_itself(outp
         find_checkpoint(output_dir, None)
 
 
-def test_another_number_of_processes_is_refused(output_dir, monkeypatch):
+def test_memories_of_another_number_of_processes_are_refused(tmp_path, one_cpu_process, monkeypatch):
+    run = Run()
+    run.save(tmp_path, carried={"memory": torch.ones(2)})
     monkeypatch.setitem(PartialState._shared_state, "num_processes", 2)
-    with pytest.raises(ValueError, match="written by 1 processes and this run has 2: launch it with --num"):
-        find_checkpoint(output_dir, None)
+    with pytest.raises(ValueError, match="memories of 1 processes .* this run has 2: launch it with --num"):
+        find_checkpoint(tmp_path, None)

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import ddp_worker
 import pytest
-from training_runs import HOPE, LLAMA, curve, read_rows
+from training_runs import HOPE, LLAMA, curve, read_rows, reset_accelerate
 
 from hope_hf.cli.process import default_threads
 from hope_hf.training import launch, setup
 from hope_hf.training.arguments import Arguments
-from hope_hf.training.launch import make_accelerator
+from hope_hf.training.launch import make_engine
 
 ROOT = Path(__file__).parents[2]
 WORKER = str(Path(__file__).with_name("ddp_worker.py"))
@@ -87,16 +87,19 @@ def arguments(tmp_path) -> Arguments:
 
 def test_launch_that_fell_apart_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(launch, "Accelerator", lambda **options: SimpleNamespace(num_processes=1))
+    alone = SimpleNamespace(num_processes=1)
+    monkeypatch.setattr(launch, "Accelerator", lambda **options: alone)
+    monkeypatch.setattr(launch, "cpu_accelerator", lambda wanted, options: alone)
     with pytest.raises(ValueError, match="WORLD_SIZE is 2 but 1 process"):
-        make_accelerator(arguments(tmp_path), [])
+        make_engine(arguments(tmp_path), [])
 
 
-@pytest.mark.parametrize("variable", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
-def test_engine_that_would_not_run_is_refused(tmp_path, monkeypatch, variable):
-    monkeypatch.setenv(variable, "true")
-    with pytest.raises(ValueError, match="launch with accelerate_configs/ddp.yaml"):
-        make_accelerator(arguments(tmp_path), [])
+def test_engine_that_would_not_run_is_refused(tmp_path, monkeypatch):
+    reset_accelerate()
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="asks for FSDP and NO runs: launch at least two processes"):
+        make_engine(arguments(tmp_path), [])
+    reset_accelerate()
 
 
 def test_threads_are_shared_between_the_processes_of_a_machine(monkeypatch):

@@ -10,15 +10,20 @@ from hope_hf.training.memory_report import MemoryReport
 from hope_hf.training.placement import GIB
 
 
+def report(folder, every: int, model, optimizer) -> MemoryReport:
+    return MemoryReport(str(folder), 0, torch.device("cpu"), every, model, optimizer)
+
+
 def trained(steps: int, every: int, folder) -> list[dict]:
     model = nn.Linear(64, 32, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
-    report = MemoryReport(folder, 0, torch.device("cpu"), every)
-    report.step(0, model, optimizer)
-    for step in range(1, steps + 1):
-        model(torch.ones(1, 64)).sum().backward()
-        optimizer.step()
-        report.step(step, model, optimizer)
+    with report(folder, every, model, optimizer) as memory:
+        for step in range(1, steps + 1):
+            model(torch.ones(1, 64)).sum().backward()
+            memory.backward_ends(step)
+            optimizer.step()
+            optimizer.zero_grad()
+            memory.step_ends(step)
     return [json.loads(line) for line in (folder / "memory_rank0.jsonl").read_text().splitlines()]
 
 
@@ -36,9 +41,9 @@ def test_rows_at_the_start_after_the_first_step_and_every_so_often(tmp_path):
 
 def test_running_out_of_memory_leaves_a_row_and_is_not_swallowed(tmp_path):
     model = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    report = MemoryReport(tmp_path, 1, torch.device("cpu"), 0)
-    with pytest.raises(torch.OutOfMemoryError), report.out_of_memory(model, optimizer):
+    with pytest.raises(torch.OutOfMemoryError), report(tmp_path, 0, model, torch.optim.SGD(model.parameters())):
         raise torch.OutOfMemoryError("full")
-    (row,) = map(json.loads, (tmp_path / "memory_rank1.jsonl").read_text().splitlines())
-    assert (row["event"], row["step"]) == ("out of memory", None)
+    with pytest.raises(RuntimeError), report(tmp_path, 0, model, torch.optim.SGD(model.parameters())):
+        raise RuntimeError("something else")
+    rows = [json.loads(line) for line in (tmp_path / "memory_rank0.jsonl").read_text().splitlines()]
+    assert [(row["event"], row["step"]) for row in rows] == [("start", 0), ("out of memory", None), ("start", 0)]

@@ -1,23 +1,13 @@
 """A run that stops goes on as if it had not: bit for bit on one process."""
 
-import json
-import shutil
 import signal
 
 import pytest
-from training_runs import HOPE, LLAMA, curve
+from training_runs import HOPE, LLAMA, curve, forget_the_end
 
 from hope_hf.training import trainer
 
 SAVES = ["--checkpointing_steps", "2", "--eval_steps", "3", "--max_train_steps", "5"]
-
-
-def forget_the_end(folder, *steps):
-    """Put a finished run back to where it stood before `steps` were saved, as a killed process leaves it."""
-    for step in steps:
-        shutil.rmtree(folder / f"checkpoint-{step}")
-    record = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps({**record, "complete": False}))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Models small enough for tests, and what a run left behind."""
 
 import json
+import shutil
 from pathlib import Path
 
 from accelerate.state import AcceleratorState, GradientState
@@ -11,11 +12,16 @@ LLAMA = [
     "--model_type", "llama", "--config_overrides",
     "hidden_size=32,intermediate_size=64,num_hidden_layers=2,num_attention_heads=2,num_key_value_heads=2",
 ]  # fmt: skip
+GPT2 = [
+    "--model_type", "gpt2", "--config_overrides",
+    "n_embd=32,n_layer=2,n_head=2,n_positions=64,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
+]  # fmt: skip
 HOPE = [
     "--config_overrides",
     "hidden_size=64,num_hidden_layers=2,level_intermediate_sizes=[32,32],level_periods=[256,512],"
     "memory_chunk_size=8,projection_chunk_size=16",
 ]  # fmt: skip
+HOPE_ATTENTION = [HOPE[0], HOPE[1] + ",mixer=attention"]
 
 
 def reset_accelerate():
@@ -31,6 +37,14 @@ def read_rows(folder: Path) -> list[dict]:
 
 def curve(rows: list[dict], key: str = "train/loss") -> list[float]:
     return [row[key] for row in rows if key in row]
+
+
+def forget_the_end(folder, *steps):
+    """Put a finished run back to where it stood before `steps` were saved, as a killed process leaves it."""
+    for step in steps:
+        shutil.rmtree(folder / f"checkpoint-{step}")
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**record, "complete": False}))
 
 
 def make_tokenizer(texts: list[str], vocab_size: int = 300) -> PreTrainedTokenizerFast:

@@ -1,0 +1,164 @@
+"""What the trainer asks of the way in which processes share a model. Here: one process, or whole replicas (DDP).
+
+Sharding engines derive from `Engine` (`engine_fsdp.py`, `engine_zero.py`); the launcher's environment decides which
+one runs, and each makes sure that it is the one asked for. All methods are called by all processes.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, PartialState
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hope_hf.optim import LevelClock
+
+# What wrappers insert into the names of what they wrap.
+WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A process's part of the optimizer's state of one parameter.
+
+    Attributes:
+        name: of the parameter, in the model as it was before it was wrapped.
+        start: where the part begins in the flattened parameter.
+        numel: elements of the whole parameter.
+        tensors: by key, 1-D views of the state itself, all of the part's length.
+        scalars: by key, the state's tensors without axes.
+        is_copy: another process holds the same part and writes it.
+    """
+
+    name: str
+    start: int
+    numel: int
+    tensors: dict[str, Tensor]
+    scalars: dict[str, Tensor]
+    is_copy: bool
+
+
+class Engine:
+    """One process, or a replica of the model in each.
+
+    Attributes, after `adopt` or `prepare`:
+        model: the model itself, whatever was wrapped around it.
+        wrapped: what runs the forward pass.
+        optimizer: not wrapped.
+        groups: names of the parameters of each of the optimizer's groups.
+    """
+
+    name = "whole model in each process"
+    flattens = False
+    """Whether it cuts parameters without regard to their axes, so that no process ever holds a matrix of an update."""
+    shards_weights = False
+    """Whether a process holds a part of the weights only."""
+
+    def __init__(self, accelerator: Accelerator | None = None):
+        self.accelerator = accelerator
+
+    def adopt(self, model: PreTrainedModel, optimizer: LevelClock) -> "Engine":
+        """Take model and optimizer as they are, without wrapping them."""
+        self.model = self.wrapped = model
+        self.optimizer = optimizer
+        # Wrappers put classes of their own before it.
+        self._model_class = type(model)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self.groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+        return self
+
+    def prepare(self, model: PreTrainedModel, optimizer: LevelClock) -> nn.Module:
+        """Wrap both for training; returns what runs the forward pass."""
+        self.adopt(model, optimizer)
+        if self.flattens and any(group["optimizer"] == "muon" for group in optimizer.param_groups):
+            raise ValueError(
+                f"Muon needs whole matrices and {self.name} cuts them anywhere: launch with "
+                "accelerate_configs/fsdp2.yaml or ddp.yaml, or use AdamW (--optimizer, --level_optimizers)."
+            )
+        self.wrapped, self._stepper = self.accelerator.prepare(model, optimizer)
+        return self.wrapped
+
+    def loss_scale(self, valid_tokens: float) -> float:
+        """By what to multiply a summed loss, so that gradients are those of its mean over all processes' tokens.
+
+        Engines average gradients over processes, and `accelerate` divides by the accumulated batches: both undone.
+        """
+        return self.accelerator.num_processes * self.accelerator.gradient_accumulation_steps / max(valid_tokens, 1)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of one batch of the step."""
+        self.accelerator.backward(loss)
+
+    def clip(self, max_norm: float) -> float:
+        """Clip the global gradient norm after the step's last batch; returns it, the same on all processes."""
+        norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm or math.inf)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def step(self) -> None:
+        """Change the weights, forget the gradients."""
+        self._stepper.step()
+        self._stepper.zero_grad()
+
+    def skip(self) -> None:
+        """Forget the gradients."""
+        self._stepper.zero_grad()
+
+    @torch.no_grad()
+    def gradient_norm(self, parameters: list[nn.Parameter]) -> float | None:
+        """Norm of the gradients of some of the model's parameters, between backward and step; None without any."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if not gradients:
+            return None
+        norms = [torch.linalg.vector_norm(gradient.float()) for gradient in gradients]
+        return float(torch.linalg.vector_norm(torch.stack([self._gathered(norm) for norm in norms])))
+
+    def weights(self) -> dict[str, Tensor] | None:
+        """The whole state dict on the first process (empty on others), for export; None: the model has it itself."""
+        return None
+
+    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Gathered one by one: no more than one of them is whole on a process other than the first."""
+        first, seen = self.accelerator.is_main_process, {}
+        # The parameters themselves and not copies of them, which tell what is tied.
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                whole = self._gathered(tensor)
+                seen[id(tensor)] = whole.detach().cpu() if first else None
+            if first:
+                yield name, seen[id(tensor)]
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        """A parameter or buffer as a whole."""
+        return tensor
+
+    def readable_model(self, folder: Path) -> PreTrainedModel:
+        """A model that one process alone can run; where its weights are shared out, the one just saved to `folder`."""
+        return self._model_class.from_pretrained(folder) if self.shards_weights else self.model
+
+    def optimizer_shards(self) -> Iterator[Shard]:
+        """This process's part of the optimizer's state, which is created where there was none yet."""
+        self.optimizer.create_states()
+        for names, group in zip(self.groups, self.optimizer.param_groups, strict=True):
+            for name, parameter in zip(names, group["params"], strict=True):
+                state = self.optimizer.state[parameter]
+                yield self._shard(name, parameter, state)
+
+    def _shard(self, name: str, parameter: Tensor, state: dict[str, Tensor]) -> Shard:
+        tensors, scalars = split_state(state)
+        tensors = {key: tensor.view(-1) for key, tensor in tensors.items()}
+        return Shard(name, 0, parameter.numel(), tensors, scalars, not PartialState().is_main_process)
+
+
+def split_state(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors shaped as the parameter, and those without axes."""
+    return {k: v for k, v in state.items() if v.ndim}, {k: v for k, v in state.items() if not v.ndim}
+
+
+def clean_name(name: str) -> str:
+    """The name of a parameter in the model as it was before it was wrapped."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

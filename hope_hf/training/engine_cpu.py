@@ -1,0 +1,61 @@
+"""FSDP and DeepSpeed on CPUs with gloo: what accelerate and torch switch off there without a word.
+
+For trying a launch out, and for tests: the same code runs as on GPUs. Nothing here is used where there is an
+accelerator. `launch.make_engine` verifies afterwards that the engine asked for is the one that runs.
+"""
+
+import os
+
+import torch
+from accelerate import Accelerator, ParallelismConfig, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, InitProcessGroupKwargs
+
+
+def cpu_accelerator(wanted: str, options: dict) -> Accelerator:
+    """The Accelerator of the engine `wanted` ("plain", "fsdp" or "deepspeed") on CPUs; `options` are its own."""
+    if wanted == "deepspeed":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        # Taken away meanwhile: with it accelerate drops DeepSpeed for plain replicas.
+        asked = os.environ.pop("ACCELERATE_USE_CPU", None)
+        # Without the backend every process would be a world of its own.
+        accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")], **options)
+        if asked is not None:
+            os.environ["ACCELERATE_USE_CPU"] = asked
+        return accelerator
+    # A torchrun-type launch becomes WORLD_SIZE separate runs unless the CPU is asked for.
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if wanted == "fsdp" and several:
+        return _fsdp(options)
+    return Accelerator(cpu=several, **options)
+
+
+def _fsdp(options: dict) -> Accelerator:
+    """accelerate's list of types that FSDP is for lacks CPUs: it drops the plugin, here it is put back."""
+    _stand_in_for_devices()
+    plugin = FullyShardedDataParallelPlugin()
+    # Else the device is "cpu:0", and FSDP1 finds it inconsistent with "cpu".
+    os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
+    # Taken away meanwhile: it would be checked against a type that is not there yet.
+    hybrid = os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", "false")
+    accelerator = Accelerator(cpu=True, **options)
+    os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = hybrid
+    if accelerator.mixed_precision != "no":
+        plugin.set_mixed_precision(accelerator.mixed_precision)
+    accelerator.state.fsdp_plugin = plugin
+    accelerator.state.distributed_type = DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    if hybrid.lower() == "true":
+        parallelism = ParallelismConfig()
+        accelerator.state.parallelism_config = parallelism
+        accelerator.state.device_mesh = parallelism.get_device_mesh("cpu")
+        parallelism._validate_accelerator(accelerator)
+    return accelerator
+
+
+def _stand_in_for_devices():
+    """What torch's CPU device lacks: pages to lock for offloading, a stream to wait for, one device per process."""
+    torch.Tensor.pin_memory = lambda self, *arguments, **keywords: self
+    torch.cpu.Stream.synchronize = lambda self: None
+    # FSDP1's hybrid strategy takes this for the number of processes per machine; with 1 the replicas would drift.
+    per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.cpu.device_count = lambda: per_machine

@@ -1,0 +1,186 @@
+"""DeepSpeed's ZeRO: stage 2 shares out gradients and optimizer state, stage 3 the parameters as well.
+
+DeepSpeed is imported inside functions: it is an extra.
+"""
+
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from hope_hf.optim import LevelClock
+
+from .arguments import Arguments
+from .engine import Engine, Shard, split_state
+
+# DeepSpeed's names of what the flags decide.
+FLAGS_OF_KEYS = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+}
+
+
+class Zero(Engine):
+    """Stages 2 and 3. DeepSpeed flattens parameters, so that no process holds whole matrices of an optimizer."""
+
+    flattens = True
+
+    def __init__(self, accelerator: Accelerator, args: Arguments):
+        """Raises ValueError where the DeepSpeed file contradicts a flag."""
+        super().__init__(accelerator)
+        # While it is set, transformers shares models out as it makes them: with other initial values, and one process
+        # alone that loads a model waits for ever. Here models are made whole, on the CPU.
+        unset_hf_deepspeed_config()
+        if os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false").lower() == "true":
+            warnings.warn("zero3_init_flag is ignored: every process makes the model whole, on the CPU.", stacklevel=2)
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        self.stage = config["zero_optimization"]["stage"]
+        if self.stage not in (2, 3):
+            raise ValueError(f"DeepSpeed's zero_stage is {self.stage}: use 2 or 3, or accelerate_configs/ddp.yaml.")
+        self.shards_weights = self.stage == 3
+        self.name = f"DeepSpeed ZeRO-{self.stage}"
+        _check_file(args)
+        for key, flag in FLAGS_OF_KEYS.items():
+            config[key] = getattr(args, flag)
+        accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
+        if accelerator.mixed_precision == "bf16" and not _file().get("bf16"):
+            # Weights stay fp32 and memories compute in it, as under the other engines.
+            config["bf16"] = {"enabled": False}
+            config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+        self._low_precision = config.get("bf16", {}).get("enabled") is True
+
+    def prepare(self, model: PreTrainedModel, optimizer: LevelClock) -> nn.Module:
+        if self.stage == 3:
+            self._gather_whole_blocks(model)
+        super().prepare(model, optimizer)
+        assert self.wrapped.zero_optimization_stage() == self.stage
+        assert self.wrapped.gradient_accumulation_steps() == self.accelerator.gradient_accumulation_steps
+        self._zero = self.wrapped.optimizer
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        return self.wrapped
+
+    @staticmethod
+    def _gather_whole_blocks(model: PreTrainedModel):
+        """Memories are used by the mixer around them: outside the forward pass of their own module."""
+        from deepspeed.utils import set_z3_leaf_modules
+
+        wanted = model._no_split_modules or ()
+        classes = {type(module) for module in model.modules() if type(module).__name__ in wanted}
+        if classes:
+            set_z3_leaf_modules(model, list(classes))
+
+    def backward(self, loss: Tensor) -> None:
+        # accelerate would take the step in here too, before anyone knows whether it is to be skipped.
+        self.wrapped.set_gradient_accumulation_boundary(is_boundary=self.accelerator.sync_gradients)
+        self.wrapped.backward(loss)
+
+    def clip(self, max_norm: float) -> float:
+        """The norm; DeepSpeed clips inside its step, by what `--max_grad_norm` has put in its config."""
+        from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
+
+        groups = self._zero._get_norm_groups() if self.stage == 3 else None
+        norm = combine_grad_norm_groups(groups) if groups is not None else self._zero.scaled_global_norm()
+        # What is not finite is -1 there.
+        return float("nan") if is_invalid_grad_norm(norm) else float(norm)
+
+    def step(self) -> None:
+        self.wrapped.step()
+
+    def skip(self) -> None:
+        # DeepSpeed frees its gradients and counts on in a step only: one that changes nothing.
+        step, self.optimizer.step = self.optimizer.step, lambda *arguments, **keywords: None
+        try:
+            self.wrapped.step()
+        finally:
+            self.optimizer.step = step
+
+    @torch.no_grad()
+    def gradient_norm(self, parameters: list[nn.Parameter]) -> float | None:
+        from deepspeed.utils import safe_get_full_grad
+
+        if not parameters:
+            return None
+        norms = [torch.linalg.vector_norm(safe_get_full_grad(parameter).float()) for parameter in parameters]
+        return float(torch.linalg.vector_norm(torch.stack(norms)))
+
+    @torch.no_grad()
+    def weights(self) -> dict[str, Tensor] | None:
+        if self.stage == 2 and not self._low_precision:
+            return None
+        return dict(self._whole_weights())
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        if isinstance(tensor, nn.Parameter):
+            whole = safe_get_full_fp32_param(tensor)
+            return tensor if whole is None else whole
+        return tensor
+
+    def optimizer_shards(self) -> Iterator[Shard]:
+        return self._shards_of_stage_3() if self.stage == 3 else self._shards_of_stage_2()
+
+    def _shards_of_stage_2(self) -> Iterator[Shard]:
+        zero = self._zero
+        for parameters, flat, group in zip(
+            zero.bit16_groups, zero.single_partition_of_fp32_groups, self.optimizer.param_groups, strict=True
+        ):
+            state = self.optimizer.create_state(flat, group)
+            for parameter in parameters:
+                mapping = parameter._hp_mapping
+                if mapping is not None:
+                    start, place = mapping.lp_fragment_address.start, mapping.hp_fragment_address
+                    yield self._piece(parameter, parameter.numel(), start, state, place.start, place.numel)
+
+    def _shards_of_stage_3(self) -> Iterator[Shard]:
+        zero, groups = self._zero, self.optimizer.param_groups
+        for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
+            state = self.optimizer.create_state(flat, groups[zero.sub_group_to_group_id[index]])
+            for parameter in zero.fp16_groups[index]:
+                _, place, length = zero.grad_position[zero.get_param_id(parameter)]
+                start = self.accelerator.process_index * length
+                # The last parts are padded.
+                length = max(0, min(length, parameter.ds_numel - start))
+                yield self._piece(parameter, parameter.ds_numel, start, state, place, length)
+
+    def _piece(self, parameter: Tensor, numel: int, start: int, state: dict, place: int, length: int) -> Shard:
+        tensors, scalars = split_state(state)
+        tensors = {key: tensor.narrow(0, place, length) for key, tensor in tensors.items()}
+        return Shard(self._names[parameter], start, numel, tensors, scalars, is_copy=False)
+
+
+def _file() -> dict:
+    """The DeepSpeed json that the launch file names; empty without one."""
+    name = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    return {} if name == "none" else json.loads(Path(name).read_text(encoding="utf-8"))
+
+
+def _check_file(args: Arguments) -> None:
+    given = _file()
+    for key, variable in (
+        ("gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
+        ("gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING"),
+    ):
+        if os.environ.get(variable, "auto") != "auto":
+            given.setdefault(key, float(os.environ[variable]))
+    for key, flag in FLAGS_OF_KEYS.items():
+        value = given.get(key, "auto")
+        if value != "auto" and value != getattr(args, flag):
+            raise ValueError(
+                f"The DeepSpeed configuration has {key} {value:g} and --{flag} is {getattr(args, flag):g}: leave the "
+                "key out, or make it 'auto'."
+            )
+    for key in ("optimizer", "scheduler"):
+        if key in given:
+            raise ValueError(
+                f"The DeepSpeed configuration has a {key} of its own: leave the key out, run_clm.py brings one "
+                "(--optimizer, --lr_scheduler_type)."
+            )

@@ -1,0 +1,61 @@
+"""Started by a launcher, once per engine: `run_clm.py` several times over in the same processes.
+
+    engine_worker.py PLAN.json
+
+The plan is a list of {"folder": ..., "flags": [...]}, with optional "forget": steps whose checkpoints are removed
+before, so that the run continues, and "poison": [step, rank], a loss that is not finite on one process. Data are
+masked as in `ddp_worker.py`. Each run's rows go to `FOLDER.<index>.json`.
+"""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import ddp_worker
+import torch.distributed as dist
+from training_runs import forget_the_end, read_rows, reset_accelerate
+
+from hope_hf.training import finish, main, setup, trainer
+
+
+class Poisoned:
+    """`summed_loss`, not finite once."""
+
+    def __init__(self, loss, steps: int):
+        self.loss, self.steps = loss, steps
+
+    def __call__(self, *arguments):
+        self.steps -= 1
+        return self.loss(*arguments) * (math.nan if self.steps == 0 else 1)
+
+
+def run(index: int, folder: Path, flags: list[str], forget: list[int] = (), poison: list[int] = ()):
+    rank = int(os.environ.get("RANK", "0"))
+    if forget and rank == 0:
+        forget_the_end(folder, *forget)
+    if forget and dist.is_initialized():
+        dist.barrier()
+    reset_accelerate()
+    loss = trainer.summed_loss
+    if poison and rank == poison[1]:
+        trainer.summed_loss = Poisoned(loss, poison[0])
+    status = main([*flags, "--output_dir", str(folder)])
+    trainer.summed_loss = loss
+    assert status == 0, f"{folder.name} ended with {status}"
+    if rank == 0:
+        Path(f"{folder}.{index}.json").write_text(json.dumps(read_rows(folder)))
+
+
+if __name__ == "__main__":
+    setup.build_data = ddp_worker.masked_data
+    # The sample would take longer than the training, and leaving ends the process.
+    finish.SAMPLE_TOKENS, finish.plot, trainer.leave = 1, lambda *arguments: None, lambda accelerator: None
+    for index, entry in enumerate(json.loads(Path(sys.argv[1]).read_text())):
+        run(index, Path(entry.pop("folder")), **entry)
+    sys.stdout.flush()
+    if dist.is_initialized():
+        dist.barrier()
+        # gloo's threads can abort a finished interpreter.
+        os._exit(0)
