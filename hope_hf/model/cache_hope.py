@@ -97,8 +97,37 @@ class HopeMemoryLayer(CacheLayerMixin):
         self.map(lambda tensor: tensor.to(self.device, non_blocking=True))
 
 
-# `_layer_type` enters it among the growing layers only, but a state of constant size fits a static cache as it is
-STATIC_LAYER_TYPE_MAPPING[HopeMemoryLayer._layer_type] = HopeMemoryLayer
+class HopeStaticMemoryLayer(HopeMemoryLayer):
+    """A memory of transformers' `StaticCache`, for compiled generation: written in place, counted in a tensor.
+
+    For inference: no gradient goes through a state that the next token overwrites.
+    """
+
+    _layer_type = None
+    is_compileable = True
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        # A Python value would become part of the compiled graph, and the next token compile another one.
+        self.cumulative_length = torch.tensor(0)
+        self.is_uniform = False
+
+    def update_state(self, state: dict[str, torch.Tensor], num_new_tokens: int, is_uniform: bool) -> None:
+        """Copy the state after `num_new_tokens` more columns into the tensors that hold it."""
+        if self.state is None:
+            # Cloned: weights now and weights at the chunk's start can be one tensor.
+            state = {name: tensor.detach().clone() for name, tensor in state.items()}
+            super().update_state(state, 0, is_uniform)
+            self.cumulative_length = self.cumulative_length.to(self.device)
+        else:
+            for name, tensor in state.items():
+                self.state[name].copy_(tensor.detach())
+        self.cumulative_length.add_(num_new_tokens)
+
+
+# `_layer_type` enters a class among the layers of growing caches only
+STATIC_LAYER_TYPE_MAPPING[HopeMemoryLayer._layer_type] = HopeStaticMemoryLayer
 
 
 class HopeCache(DynamicCache):
@@ -232,4 +261,4 @@ class HopeCache(DynamicCache):
         return cls.from_state_tensors(model.config, tensors).to(model.device)
 
 
-__all__ = ["HopeCache", "HopeMemoryLayer"]
+__all__ = ["HopeCache", "HopeMemoryLayer", "HopeStaticMemoryLayer"]

@@ -107,7 +107,7 @@ class TokenPositions:
 def ragged_layout(positions: TokenPositions, chunk: int) -> ChunkLayout:
     """Layout of rows with padding, documents or unequal history. One host synchronisation: the number of slots.
 
-    An exported graph has none: it takes as many slots as a row of one document can need.
+    A compiled or exported graph has none: it takes as many slots as a row of one document can need.
     """
     valid, begins, seen = positions.valid, positions.begins, positions.seen
     batch_size, length = valid.shape
@@ -125,7 +125,7 @@ def ragged_layout(positions: TokenPositions, chunk: int) -> ChunkLayout:
     chunks_before = torch.where(begins, -(-filled // chunk), 0).cumsum(1)
     within = torch.where(positions.first >= 0, positions.position, positions.rank + offset[:, None])
     slot_of_token = chunks_before * chunk + within
-    if torch.compiler.is_exporting():
+    if torch.compiler.is_compiling():
         slots_needed = length + chunk - 1
     else:
         slots_needed = int(torch.where(valid, slot_of_token, 0).max()) + 1
@@ -180,19 +180,21 @@ def plan_chunks(
         cached: any memory layer of the cache before the call.
         padding_mask: [B, T], 0 for padding, or `None` where there is none.
         position_ids: [B or 1, T]; a token at position 0 begins a document. Unused in an exported graph, which reads
-            one document a row.
+            one document a row; a compiled graph takes them for single tokens only.
     """
     batch_size, length = shape
     fresh = cached is None or cached.state is None
     uniform = fresh or cached.is_uniform
     begins = None
+    # One graph serves every token of a compiled generation: what it is, tensors tell.
+    any_token = torch.compiler.is_compiling() and not torch.compiler.is_exporting() and length == 1 and not fresh
     if position_ids is not None and not torch.compiler.is_exporting():
         begins = (position_ids == 0).expand(shape)
         # a fresh row begins a document anyway
         later = begins[:, 1:] if fresh else begins
-        begins = begins if bool(later.any()) else None
+        begins = begins if any_token or bool(later.any()) else None
     chunks = (config.projection_chunk_size, config.memory_chunk_size)
-    if uniform and padding_mask is None and begins is None:
+    if uniform and not any_token and padding_mask is None and begins is None:
         seen = 0 if fresh else cached.cumulative_length
         layouts = [plain_layout(length, chunk, seen) for chunk in chunks]
         return ChunkPlan(*layouts, torch.full((batch_size,), seen + length, device=device), True)

@@ -30,23 +30,12 @@ from .chunk_layout import ChunkPlan, plan_chunks
 from .configuration_hope import HopeConfig
 from .continuum import ContinuumMemory, LevelMix
 from .input_checks import check_cache, check_labels, check_mask
+from .masks_hope import create_generation_masks, local_padding_mask
 from .memory_update import TILE
 from .self_modifying import HopeRMSNorm, InitialMemory, MemoryGates, SelfModifyingTitans, ShortConvolution
 
 # Above this width the logits of a fresh model grow beyond the loss of a uniform guess: the head starts smaller.
 _HEAD_WIDTH = 768
-
-
-def local_padding_mask(attention_mask: torch.Tensor | None, query_length: int) -> torch.Tensor | None:
-    """The columns of a 2-D padding mask that belong to this call's tokens; `None` where they hold no padding.
-
-    Unlike transformers' own mask for recurrent models, a call of one token may be padding, too: a chunked prefill can
-    end on it. In an exported graph, which must serve every mask, any may be.
-    """
-    if attention_mask is None or attention_mask.ndim != 2:
-        return None
-    local = attention_mask[:, -query_length:]
-    return None if not torch.compiler.is_exporting() and bool(local.all()) else local
 
 
 class HopeBlock(GradientCheckpointingLayer):
@@ -104,6 +93,7 @@ class HopePreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True
+    _can_compile_fullgraph = True
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -222,14 +212,26 @@ class HopeModel(HopePreTrainedModel):
             hidden_states = self._attend(inputs_embeds, attention_mask, position_ids, past_key_values, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
-    # Loops over chunks that the documents of every batch cut anew: unrolled they take minutes to compile, and again in
-    # the next batch. `compile` reaches what is the same every time.
-    @torch.compiler.disable
     def _read(self, hidden_states, attention_mask, position_ids, cache) -> torch.Tensor:
         """All blocks of self-modifying memories; the cache is written here, outside the blocks."""
+        continues = cache is not None and cache.layers[0].state is not None
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            if hidden_states.shape[1] > 1 and (continues or position_ids is not None):
+                return self._read_uncompiled(hidden_states, attention_mask, position_ids, cache)
+        return self._read_chunks(hidden_states, attention_mask, position_ids, cache)
+
+    @torch.compiler.disable(reason="documents and earlier calls cut every batch into other chunks")
+    def _read_uncompiled(self, *args) -> torch.Tensor:
+        return self._read_chunks(*args)
+
+    def _read_chunks(self, hidden_states, attention_mask, position_ids, cache) -> torch.Tensor:
         length = hidden_states.shape[1]
         cached: list[HopeMemoryLayer | None] = [None] * len(self.layers) if cache is None else cache.layers
-        check_mask(attention_mask, len(hidden_states), length, 0 if cache is None else cache.get_seq_length())
+        if isinstance(attention_mask, dict):
+            # made by `create_masks_for_generate`
+            attention_mask = attention_mask["hope_memory"]
+        else:
+            check_mask(attention_mask, len(hidden_states), length, 0 if cache is None else cache.get_seq_length())
         plan = plan_chunks(
             self.config,
             hidden_states.shape[:2],
@@ -327,6 +329,9 @@ class HopeForCausalLM(HopePreTrainedModel, GenerationMixin):
             products += 4 * min(config.memory_chunk_size, TILE) * (width + content)
             mixing = config.num_attention_heads * products
         return 6 * matrices + 3 * config.num_hidden_layers * mixing
+
+    # looked up by `generate`
+    create_masks_for_generate = staticmethod(create_generation_masks)
 
     @can_return_tuple
     def forward(

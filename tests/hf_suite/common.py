@@ -7,6 +7,8 @@ installed release (see CONTRIBUTING.md), which comes first in PYTHONPATH.
 import os
 import sys
 import unittest
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 import transformers.utils
@@ -103,6 +105,13 @@ class HopeMemory(Suite, unittest.TestCase):
         # The suite runs this for models with attentions only, and a recurrent one must pass it all the same.
         self.has_attentions = True
         super().test_left_padding_compatibility()
+
+    def test_recurrent_layers_mask_padding_on_continued_forward(self):
+        # The suite runs this for layers of transformers' own names only: it is told one, the model keeps its own.
+        own = HopeConfig.get_text_config
+        told = SimpleNamespace(layer_types=["linear_attention"])
+        with patch.object(HopeConfig, "get_text_config", lambda self, **which: own(self, **which) if which else told):
+            super().test_recurrent_layers_mask_padding_on_continued_forward()
 
 
 class AttentionTester(Tester):

@@ -4,31 +4,14 @@
 here without need.
 """
 
-_NO_GRAPH = (
-    "the memories' chunks are cut anew by every batch's documents: nothing of fixed shape to compile as a whole"
-)
-_ONE_CLASS = "the class serves both mixers, and the memories cannot promise a compiled forward without breaks"
-_OTHER_NAME = "knows transformers' own kinds of recurrent layers only; tests/model/test_state.py has it for ours"
 _NO_EXPERTS = "no mixture of experts"
 _NO_MAPPING = "weights have the names of the modules: nothing to convert while loading"
-_COMPILATION = (
-    "test_generate_compilation_all_outputs",
-    "test_generate_compile_model_forward_fullgraph",
-    "test_generate_from_inputs_embeds_with_static_cache",
-    "test_generate_with_static_cache",
-    "test_static_cache_no_recompile_with_smaller_length",
-)
 
 EXCEPTIONS: dict[str, dict[str, str]] = {
     # against Mamba-2
-    "HopeMemory": {
-        **dict.fromkeys(_COMPILATION, _NO_GRAPH),
-        "test_recurrent_layers_mask_padding_on_continued_forward": _OTHER_NAME,
-    },
+    "HopeMemory": {},
     # against Qwen3-Next
     "HopeAttention": {
-        **dict.fromkeys(_COMPILATION, _ONE_CLASS),
-        "test_custom_4d_attention_mask": _ONE_CLASS,
         "test_can_load_from_already_mapped_keys": _NO_MAPPING,
         "test_reverse_loading_mapping": _NO_MAPPING,
         "test_eager_matches_batched_and_grouped_inference_0_fp16": _NO_EXPERTS,

@@ -1,0 +1,31 @@
+"""Which columns of a padding mask the tokens of one call need."""
+
+import torch
+from transformers.masking_utils import create_masks_for_generate
+
+from .configuration_hope import HopeConfig
+
+
+def local_padding_mask(attention_mask: torch.Tensor | None, query_length: int) -> torch.Tensor | None:
+    """The columns of a 2-D padding mask that belong to this call's tokens; `None` where they hold no padding.
+
+    Unlike transformers' own mask for recurrent models, a call of one token may be padding, too: a chunked prefill can
+    end on it. In a compiled or exported graph, which must serve every mask, any may be.
+    """
+    if attention_mask is None or attention_mask.ndim != 2:
+        return None
+    local = attention_mask[:, -query_length:]
+    return None if not torch.compiler.is_compiling() and bool(local.all()) else local
+
+
+def create_generation_masks(
+    config: HopeConfig, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs
+) -> dict[str, torch.Tensor | None]:
+    """Masks by kind of layer, of one shape for every generated token: `generate` makes them for caches of fixed shape.
+
+    Of memories, the columns [B, T] that belong to `inputs_embeds` [B, T, ...]; of attention, transformers' own.
+    """
+    # CODEPATH: mixer='self_modifying' in HOPE, 'attention' in Hope-Attention.
+    if config.mixer == "attention":
+        return create_masks_for_generate(config, inputs_embeds, attention_mask, **kwargs)
+    return {"hope_memory": None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]}
