@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from .sharding import by_whole_matrices, own_part
+
 # The quintic that drives every singular value in (0, 1] to about 0.7 .. 1.2 in five steps (Jordan et al., 2024).
 QUINTIC = (3.4445, -4.7750, 2.0315)
 STEPS = 5
@@ -55,9 +57,10 @@ class MuonRule:
         """Change `parameters` and `states` in place by one step."""
         for parameter, gradient, state in zip(parameters, gradients, states, strict=True):
             state["step"] += 1
-            buffer = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-            direction = newton_schulz(gradient.lerp(buffer, group["momentum"]))
+            own, gradient = own_part(parameter), own_part(gradient)
+            buffer = own_part(state["momentum_buffer"]).lerp_(gradient, 1 - group["momentum"])
+            direction = by_whole_matrices(newton_schulz, gradient.lerp(buffer, group["momentum"]), parameter)
             # An orthogonal [r, c] matrix has a root mean square of 1 / sqrt(max(r, c)).
             scale = UPDATE_RMS * max(parameter.shape[-2:]) ** 0.5
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.add_(direction, alpha=-group["lr"] * scale)
+            own.mul_(1 - group["lr"] * group["weight_decay"])
+            own.add_(direction, alpha=-group["lr"] * scale)

@@ -16,9 +16,6 @@ from transformers import PreTrainedModel
 
 from hope_hf.optim import LevelClock
 
-# What wrappers insert into the names of what they wrap.
-WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-
 
 @dataclass(frozen=True)
 class Shard:
@@ -155,10 +152,3 @@ class Engine:
 def split_state(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The tensors shaped as the parameter, and those without axes."""
     return {k: v for k, v in state.items() if v.ndim}, {k: v for k, v in state.items() if not v.ndim}
-
-
-def clean_name(name: str) -> str:
-    """The name of a parameter in the model as it was before it was wrapped."""
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name

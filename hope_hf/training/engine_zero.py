@@ -183,6 +183,6 @@ def _check_file(args: Arguments) -> None:
     for key in ("optimizer", "scheduler"):
         if key in given:
             raise ValueError(
-                f"The DeepSpeed configuration has a {key} of its own: leave the key out, run_clm.py brings one "
+                f"The DeepSpeed configuration brings {key}, and so does run_clm.py: leave the key out "
                 "(--optimizer, --lr_scheduler_type)."
             )

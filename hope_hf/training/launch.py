@@ -24,6 +24,7 @@ from .engine_fsdp import FSDP2
 from .engine_fsdp1 import FSDP1
 from .engine_zero import Zero
 from .guard import check_devices
+from .launch_file import check_launch_file
 
 ENGINE_TYPES = {"fsdp": DistributedType.FSDP, "deepspeed": DistributedType.DEEPSPEED}
 
@@ -33,6 +34,7 @@ def make_engine(args: Arguments, trackers: list[str]) -> Engine:
 
     Raises ValueError for launches that fell apart or became something else.
     """
+    check_launch_file()
     wanted = wanted_engine()
     options = {
         "gradient_accumulation_steps": args.gradient_accumulation_steps,

@@ -205,7 +205,9 @@ def test_a_static_cache_can_be_passed_to_the_model(tiny_model, mixer, kernel):
     cache = StaticCache(model.config, max_cache_len=20)
     with torch.no_grad():
         logits = [model(part, past_key_values=cache).logits for part in ids.split([5, 1, 6], dim=1)]
-        torch.testing.assert_close(torch.cat(logits, dim=1), model(ids).logits, rtol=1e-9, atol=1e-9)
+        # transformers' eager attention takes its softmax in float32, whatever the model's dtype.
+        close = 1e-6 if (mixer, kernel) == ("attention", "eager") else 1e-9
+        torch.testing.assert_close(torch.cat(logits, dim=1), model(ids).logits, rtol=close, atol=close)
 
 
 def test_positions_made_by_generate_count_real_tokens(either, monkeypatch):

@@ -24,7 +24,7 @@ NEEDS_DEEPSPEED = pytest.mark.skipif(
 )
 # Processes, and what is run on them.
 ENGINES = {
-    "fsdp2": (2, ["hope", "hope-attention", "llama", "gpt2", "poisoned", "continued"]),
+    "fsdp2": (2, ["hope", "hope-attention", "llama", "gpt2", "muon", "poisoned", "continued"]),
     "fsdp1": (2, ["hope", "llama", "gpt2", "poisoned", "continued"]),
     "fsdp_hybrid": (4, ["hope", "llama", "continued"]),
     "fsdp_offload": (2, ["llama", "poisoned"]),
@@ -53,6 +53,7 @@ RUNS = {
     "hope-attention": (HOPE_ATTENTION, 8, 1),
     "llama": (LLAMA, 8, 4),
     "gpt2": (GPT2, 8, 1),
+    "muon": ([*HOPE, "--optimizer", "muon"], 8, 1),
     "poisoned": (LLAMA, 8, 1),
 }
 POISONED_STEP = 3
@@ -126,7 +127,7 @@ def same(rows: list[dict], expected: list[dict], rel: float) -> None:
     assert curve(rows, "level/1/updates") == curve(expected, "level/1/updates")
 
 
-@pytest.mark.parametrize(("engine", "name"), each("hope", "hope-attention", "llama", "gpt2"))
+@pytest.mark.parametrize(("engine", "name"), each("hope", "hope-attention", "llama", "gpt2", "muon"))
 def test_engine_gives_the_curve_of_one_process(rows, engine, name):
     single = rows("single")[name]
     assert len(curve(single)) == RUNS[name][1]

@@ -1,0 +1,97 @@
+"""The file given to `accelerate launch`: what accelerate would ignore, or refuse in words of its own, is said here.
+
+The launcher passes values on and not names: a key that it does not know, or that the chosen version of FSDP does not
+use, leaves no trace in the processes that it starts. So the file itself is read once more.
+"""
+
+import os
+from pathlib import Path
+
+import yaml
+
+from hope_hf.cli.parser import nearest
+
+SECTIONS = ("fsdp_config", "deepspeed_config", "parallelism_config")
+
+# Keys of FSDP's version 1 that version 2 ignores, and what to do instead.
+OF_VERSION_1 = {
+    "fsdp_sharding_strategy": "write fsdp_reshard_after_forward: true for FULL_SHARD or false for SHARD_GRAD_OP, a "
+    "parallelism_config for HYBRID_SHARD (accelerate_configs/fsdp_hybrid.yaml), or take ddp.yaml for NO_SHARD",
+    "fsdp_backward_prefetch": "give run_clm.py --fsdp_prefetch N",
+    "fsdp_forward_prefetch": "give run_clm.py --fsdp_prefetch N",
+    "fsdp_use_orig_params": "leave it out, version 2 knows no other way",
+    "fsdp_sync_module_states": "leave it out, all processes make the same model",
+}
+# Axes of a mesh along which the trainer does not divide its work.
+UNSUPPORTED_AXES = {"parallelism_config_tp_size": "tensor", "parallelism_config_cp_size": "context"}
+
+
+def check_launch_file() -> None:
+    """Raises ValueError with one sentence where the file of this launch asks for what would not happen."""
+    path = launch_file()
+    if path is not None:
+        check(path, yaml.safe_load(path.read_text(encoding="utf-8")) or {})
+
+
+def launch_file() -> Path | None:
+    """The file named on the launcher's command line; None where no launcher, or one without a file, started us."""
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode().split("\0")
+    except (OSError, UnicodeDecodeError):
+        return None
+    for index, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name == "--config_file":
+            path = Path(value or words[index + 1])
+            return path if path.is_file() else None
+    return None
+
+
+def check(path: Path, content: dict) -> None:
+    """`content` is what the file at `path` holds. Raises ValueError."""
+
+    # Here and not above: plain `python run_clm.py` has no use for it.
+    from accelerate.commands.launch import launch_command_parser
+
+    def refuse(sentence: str):
+        raise ValueError(f"{path}: {sentence}" + ("" if sentence.endswith("?") else "."))
+
+    known = {action.dest for action in launch_command_parser()._actions} | {"deepspeed_config_file"}
+    for section in SECTIONS:
+        for key in content.get(section) or {}:
+            if key not in known:
+                ours = {name for name in known if name.startswith(section.split("_")[0])} or known
+                refuse(f"accelerate ignores {key} in {section}{nearest(key, ours) or ': leave it out'}")
+    kind, processes = content.get("distributed_type"), content.get("num_processes") or 1
+    if kind == "MULTI_CPU" and processes > 1:
+        refuse("distributed_type MULTI_CPU starts a single process: write MULTI_GPU and set ACCELERATE_USE_CPU=true")
+    if kind == "FSDP":
+        _check_fsdp(content.get("fsdp_config") or {}, refuse)
+    parallel = content.get("parallelism_config") or {}
+    for key, axis in UNSUPPORTED_AXES.items():
+        if int(parallel.get(key) or 1) > 1:
+            refuse(f"{key} is {parallel[key]}, and {axis} parallelism is not supported in training: write 1")
+    for key, value in (content.get("deepspeed_config") or {}).items():
+        if value == "nvme":
+            refuse(f"{key} is nvme, which is not supported: write cpu")
+
+
+def _check_fsdp(config: dict, refuse) -> None:
+    version = config.get("fsdp_version")
+    if version not in (1, 2):
+        refuse("fsdp_config names no fsdp_version, and accelerate would take the old one: write fsdp_version: 2")
+    if version == 2:
+        for key, instead in OF_VERSION_1.items():
+            if key in config:
+                refuse(f"{key} is a key of FSDP's version 1, which version 2 ignores: {instead}")
+        reshard = config.get("fsdp_reshard_after_forward", True)
+        if not isinstance(reshard, bool):
+            refuse(f"fsdp_reshard_after_forward is {reshard}: write true or false, as version 2 has it")
+    elif "fsdp_reshard_after_forward" in config:
+        refuse("fsdp_reshard_after_forward is a key of FSDP's version 2: write fsdp_sharding_strategy: FULL_SHARD")
+    elif str(config.get("fsdp_use_orig_params", "true")).lower() != "true":
+        refuse("fsdp_use_orig_params is false, and level clocks go by parameter: write true, or fsdp_version: 2")
+    if config.get("fsdp_auto_wrap_policy") == "SIZE_BASED_WRAP" and "fsdp_min_num_params" not in config:
+        refuse("SIZE_BASED_WRAP wants a size: write fsdp_min_num_params: 1000000")
+    if config.get("fsdp_auto_wrap_policy") == "NO_WRAP":
+        refuse("NO_WRAP gathers the whole model at once: write fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP")
