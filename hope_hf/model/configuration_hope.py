@@ -233,6 +233,8 @@ class HopeConfig(PreTrainedConfig):
             # A SwiGLU of width w has 3 * w * hidden_size parameters.
             width = (4 if wide else 8) * self.hidden_size / (3 * len(self.level_periods))
             self.level_intermediate_sizes = [max(8, round(width / 8) * 8)] * len(self.level_periods)
+        # no field, and never saved; older versions of transformers add to it for tied heads
+        self.base_model_tp_plan = self._tensor_parallel_plan()
         super().__post_init__(**kwargs)
 
     @classmethod
@@ -263,8 +265,7 @@ class HopeConfig(PreTrainedConfig):
             hint = f"; did you mean '{close[0]}'?" if close else ""
             raise ValueError(f"HopeConfig has no field '{name}'{hint}")
 
-    @property
-    def base_model_tp_plan(self) -> dict[str, str]:
+    def _tensor_parallel_plan(self) -> dict[str, str]:
         """Which linear maps tensor parallelism cuts, for transformers' `DistributedConfig(tp_size=...)`.
 
         Attention and levels keep their halves to themselves between two maps. Memories run whole on every rank: of the

@@ -8,15 +8,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+MAPS = (torch.nn.Linear, torch.nn.Embedding)
 SCRIPT = Path(__file__).with_name("tensor_parallel.py")
 
 
 def test_the_plan_names_maps_that_exist(tiny_model):
-    for options in ({}, {"adaptive_v": False, "level_variant": "independent"}, {"mixer": "attention"}):
+    kinds = (
+        {"tie_word_embeddings": True},
+        {"adaptive_v": False, "level_variant": "independent"},
+        {"mixer": "attention"},
+    )
+    for options in kinds:
         model = tiny_model(**options)
         modules = {".".join("*" if part.isdigit() else part for part in name.split(".")): module
                    for name, module in model.model.named_modules()}  # fmt: skip
-        assert all(isinstance(modules[name], torch.nn.Linear) for name in model.config.base_model_tp_plan)
+        assert "layers.*.mixer.q_proj" in model.config.base_model_tp_plan
+        assert all(isinstance(modules[name], MAPS) for name in model.config.base_model_tp_plan)
         assert "base_model_tp_plan" not in model.config.to_dict()
 
 
