@@ -61,7 +61,8 @@ RUN_CLM_FLAGS = """
     adam_epsilon max_grad_norm max_train_steps num_train_epochs lr_scheduler_type num_warmup_steps optimizer
     level_optimizers gradient_checkpointing torch_compile fsdp_reduce_dtype fsdp_limit_all_gathers
     fsdp_prefetch tf32
-    output_dir resume_from_checkpoint checkpointing_steps save_total_limit logging_steps eval_steps seed cpu_threads
+    output_dir resume_from_checkpoint checkpointing_steps save_total_limit async_save save_only_model
+    logging_steps eval_steps seed cpu_threads
     watchdog_seconds memory_dump_steps report_to run_name project_name push_to_hub hub_model_id hub_private_repo
 """.split()
 

@@ -73,6 +73,8 @@ class RunArguments:
     )
     checkpointing_steps: int = flag(500, "Write a resumable checkpoint every N steps; 0: only at SIGTERM and end.")
     save_total_limit: int = flag(2, "Checkpoints kept; older ones are removed.")
+    async_save: bool = flag(False, "Write checkpoints while the training goes on, from a copy in the CPU's memory.")
+    save_only_model: bool = flag(False, "Leave out of checkpoints what a run needs to continue: optimizer and so on.")
     logging_steps: int = flag(10, "Write a metrics row every N steps, and after the first.")
     eval_steps: int = flag(500, "Evaluate every N steps; 0: only at the end.")
     seed: int = flag(42, "Seed of weights, data order and sampling.")
@@ -101,8 +103,9 @@ class Arguments(ModelArguments, DataArguments, OptimizationArguments, RunArgumen
 
     # What may change between the two halves of one run without making it another run.
     FREE = frozenset(
-        "output_dir resume_from_checkpoint checkpointing_steps save_total_limit logging_steps eval_steps cpu_threads "
-        "watchdog_seconds memory_dump_steps report_to run_name project_name preprocessing_num_workers "
+        "output_dir resume_from_checkpoint checkpointing_steps save_total_limit async_save save_only_model "
+        "logging_steps eval_steps cpu_threads watchdog_seconds memory_dump_steps "
+        "report_to run_name project_name preprocessing_num_workers "
         "dataloader_num_workers dataloader_pin_memory trust_remote_code push_to_hub hub_model_id hub_private_repo "
         "demo".split()
     )

@@ -7,28 +7,26 @@
         rank_<r>.{json,safetensors}                          random generators, data position, carried memories
         manifest.json                                        sizes and SHA-256 of all the others
 
-Nothing is pickled. Every process calls every function; processes agree on errors, so that none is left waiting.
+Nothing is pickled. `checkpoint_writer.py` writes it, this file chooses and reads. Every process calls every function;
+processes agree on errors, so that none is left waiting.
 """
 
 import json
-import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object
-from safetensors import SafetensorError
+from accelerate.utils import broadcast_object_list
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from .engine import Engine
-from .manifest import latest_checkpoint, publish, remove_leftovers, rotate, temporary_name, verify
-from .optimizer_files import load_optimizer, save_optimizer
-from .state_files import load_state, restore_rng, rng_state, save_state
+from .manifest import latest_checkpoint, verify
+from .optimizer_files import load_optimizer
+from .state_files import load_state, restore_rng
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class SavedRun:
     Attributes:
         path: the checkpoint's folder.
         step: optimizer steps done.
-        trainer_state: as given to `save_checkpoint`.
+        trainer_state: as given to `CheckpointWriter.save`.
         data_state: as this process gave it.
         carried: this process's carried memories by name, on the CPU; empty where none were given.
         rng: this process's random generators; None where another number of processes wrote the checkpoint.
@@ -50,62 +48,6 @@ class SavedRun:
     data_state: dict
     carried: dict[str, Tensor]
     rng: dict | None
-
-
-def save_checkpoint(
-    output_dir: str | Path,
-    step: int,
-    *,
-    engine: Engine,
-    tokenizer: PreTrainedTokenizerBase,
-    scheduler: LRScheduler,
-    trainer_state: dict,
-    data_state: dict,
-    carried: dict[str, Tensor] | None = None,
-    save_total_limit: int | None = None,
-) -> Path:
-    """Write `output_dir/checkpoint-<step>`, then delete the oldest beyond `save_total_limit` (None keeps all).
-
-    The engine gives the whole model and every process's part of the optimizer's state; tokenizer, scheduler and
-    `trainer_state` are taken from the first process, `data_state`, `carried` and the random generators from each. The
-    two states are plain values, not tensors.
-
-    Returns:
-        The folder. An existing one of the same step is replaced.
-
-    Raises:
-        ValueError: the disk is full or cannot be written; the checkpoints written before are intact.
-    """
-    output_dir = Path(output_dir)
-    process = PartialState()
-    folder = broadcast_object_list([temporary_name(output_dir, step)])[0]
-    # All processes gather, so before anything that may fail on one of them.
-    weights = engine.weights()
-
-    def make_folder() -> None:
-        if process.is_main_process:
-            output_dir.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(output_dir)
-            folder.mkdir()
-
-    def write() -> None:
-        own = {"rng": rng_state(), "data": data_state, "carried": carried or {}}
-        save_state(folder / f"rank_{process.process_index}", own)
-        save_optimizer(folder, engine, process.process_index)
-        if process.is_main_process:
-            # The names of the model as it runs: what some families rename for export could not be loaded strictly.
-            engine.model.save_pretrained(folder, state_dict=weights, save_original_format=False)
-            tokenizer.save_pretrained(folder)
-            save_state(folder / "scheduler", scheduler.state_dict())
-            save_state(folder / "trainer", trainer_state)
-
-    def seal() -> None:
-        if process.is_main_process:
-            rotate(output_dir, publish(folder, step, {"num_processes": process.num_processes}), save_total_limit)
-
-    for stage in (make_folder, write, seal):
-        _together(stage, folder)
-    return output_dir / f"checkpoint-{step}"
 
 
 def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | None) -> SavedRun | None:
@@ -133,6 +75,11 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | None) 
     if path is None:
         return None
     manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    if manifest["only_model"]:
+        raise ValueError(
+            f"{path} holds the model alone (--save_only_model), so its run cannot be continued: begin another one "
+            f"from it with --model_name_or_path {path} and a new --output_dir."
+        )
     same_world = manifest["num_processes"] == process.num_processes
     # What all processes have alike, such as the number of rows read, is in any file; the data say where it is not.
     own = load_state(path / f"rank_{process.process_index if same_world else 0}")
@@ -209,39 +156,6 @@ def _choose(output_dir: Path, resume_from_checkpoint: str | None) -> Path | None
             f"--resume_from_checkpoint latest: {output_dir} holds no checkpoint, so leave the flag out to begin."
         )
     return path
-
-
-def _together(stage: Callable[[], None], folder: Path) -> None:
-    """Run `stage` on every process; where it fails on one, all give `folder` up and raise."""
-    error = None
-    try:
-        stage()
-    except Exception as caught:
-        error = caught
-    reason = None if error is None else getattr(error, "strerror", None) or str(error) or repr(error)
-    reasons = [reason for reason in gather_object([reason]) if reason is not None]
-    if reasons:
-        sentence = _abandon(folder, reasons[0])
-        # The tokenizers library reports a full disk as a bare Exception. Anything else is a mistake of ours.
-        if error is None or isinstance(error, OSError | SafetensorError) or type(error) is Exception:
-            raise ValueError(sentence) from None
-        raise error
-
-
-def _abandon(folder: Path, problem: str) -> str:
-    """Give a full disk its space back; the sentence that says what is left."""
-    sentence = None
-    if PartialState().is_main_process:
-        shutil.rmtree(folder, ignore_errors=True)
-        try:
-            last = latest_checkpoint(folder.parent)
-        except ValueError:
-            last = None
-        sentence = (
-            f"No checkpoint could be written in --output_dir {folder.parent} ({problem}): free space there or make it "
-            f"writable, then continue; last good checkpoint: {last or 'none yet'}."
-        )
-    return broadcast_object_list([sentence])[0]
 
 
 if __name__ == "__main__":

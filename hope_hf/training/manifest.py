@@ -29,22 +29,34 @@ def remove_leftovers(output_dir: Path) -> None:
             _remove(folder)
 
 
-def publish(folder: Path, step: int, facts: dict) -> Path:
-    """Make a written folder durable, seal it with its manifest and give it its final name.
+def describe(folder: Path, paths: list[Path]) -> dict[str, dict]:
+    """The manifest's entries of some of the folder's files, each durable on disk; folders among them do not count."""
+    files = {}
+    for path in sorted(path for path in paths if path.is_file()):
+        with path.open("rb") as handle:
+            os.fsync(handle.fileno())
+        files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+    return files
+
+
+def publish(folder: Path, step: int, facts: dict, files: dict[str, dict]) -> Path:
+    """Seal a written folder with its manifest and give it its final name.
 
     Args:
         folder: from `temporary_name`, everything else already in it.
         step: optimizer steps done.
         facts: JSON-able; `verify` returns them.
+        files: of `describe`, all that are in the folder.
 
     Returns:
         `checkpoint-<step>` beside `folder`. At every moment either it or what stood there before is complete on disk.
+
+    Raises:
+        OSError: a file is not there, since another machine wrote it to a disk of its own.
     """
-    files = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        with path.open("rb") as handle:
-            os.fsync(handle.fileno())
-        files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+    for name in files:
+        if not (folder / name).exists():
+            raise OSError(f"{name} is not in {folder}: --output_dir must be on a disk that all machines share")
     content = {"step": step, **facts, "files": files}
     with (folder / MANIFEST).open("w", encoding="utf-8") as handle:
         json.dump({**content, "sha256": _seal(content)}, handle, indent=1)

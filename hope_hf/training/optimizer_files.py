@@ -8,8 +8,10 @@ processes reads what any other has written. (torch's own distributed checkpoints
 pickle.)
 """
 
+import copy
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,8 +24,18 @@ from hope_hf.optim import require_same_groups
 from .engine import Engine, Shard
 
 
-def save_optimizer(folder: Path, engine: Engine, rank: int) -> None:
-    """Write this process's part of the optimizer's state; rank 0 writes the groups as well."""
+@dataclass(frozen=True)
+class OptimizerPart:
+    """What one process writes of the optimizer's state."""
+
+    tensors: dict[str, Tensor]
+    """On the CPU, none of them a part of a larger one."""
+    index: dict[str, dict]
+    groups: list[dict]
+
+
+def optimizer_part(engine: Engine, own: bool) -> OptimizerPart:
+    """This process's part; with `own` in memory of its own, so that the training may go on."""
     tensors: dict[str, Tensor] = {}
     index: dict[str, dict] = {}
     for shard in engine.optimizer_shards():
@@ -35,17 +47,22 @@ def save_optimizer(folder: Path, engine: Engine, rank: int) -> None:
             "scalars": {key: value.item() for key, value in shard.scalars.items()},
         }
         for key, tensor in shard.tensors.items():
-            # safetensors refuses tensors that are parts of a larger one.
             piece = tensor.detach().cpu()
-            whole = piece.untyped_storage().nbytes() == piece.nbytes
-            tensors[f"{shard.name}:{key}"] = piece if whole else piece.clone()
+            # safetensors refuses tensors that are parts of a larger one.
+            is_part = piece.untyped_storage().nbytes() != piece.nbytes
+            is_shared = own and piece.data_ptr() == tensor.data_ptr()
+            tensors[f"{shard.name}:{key}"] = piece.clone() if is_part or is_shared else piece
+    return OptimizerPart(tensors, index, copy.deepcopy(_groups(engine)))
+
+
+def save_optimizer(folder: Path, part: OptimizerPart, rank: int) -> None:
+    """Write this process's part of the optimizer's state; rank 0 writes the groups as well."""
     stem = folder / f"optimizer_rank_{rank}"
-    stem.with_suffix(".json").write_text(json.dumps(index), encoding="utf-8")
-    if tensors:
-        save_file(tensors, stem.with_suffix(".safetensors"))
+    stem.with_suffix(".json").write_text(json.dumps(part.index), encoding="utf-8")
+    if part.tensors:
+        save_file(part.tensors, stem.with_suffix(".safetensors"))
     if rank == 0:
-        groups = _groups(engine)
-        (folder / "optimizer.json").write_text(json.dumps(groups), encoding="utf-8")
+        (folder / "optimizer.json").write_text(json.dumps(part.groups), encoding="utf-8")
 
 
 @torch.no_grad()

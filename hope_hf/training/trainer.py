@@ -11,7 +11,8 @@ from accelerate.utils import send_to_device, set_seed
 
 from .arguments import Arguments
 from .card import run_card
-from .checkpoint import find_checkpoint, load_weights, restore_checkpoint, save_checkpoint
+from .checkpoint import find_checkpoint, load_weights, restore_checkpoint
+from .checkpoint_writer import CheckpointWriter
 from .engine import Engine
 from .evaluate import evaluate
 from .finish import finish
@@ -137,9 +138,10 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
     model.train()
     batches = iter(run.data.train)
 
-    def save():
-        save_checkpoint(
-            args.output_dir,
+    writer = CheckpointWriter(args.output_dir, args.save_total_limit, args.save_only_model)
+
+    def save(background=False):
+        writer.save(
             progress.step,
             engine=engine,
             tokenizer=run.data.tokenizer,
@@ -147,7 +149,7 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
             trainer_state={"progress": asdict(progress), "identity": identity},
             data_state=data_state,
             carried=memory.state_tensors(),
-            save_total_limit=args.save_total_limit,
+            background=background,
         )
 
     with StopSignal() as stop:
@@ -157,7 +159,9 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
             with watch.loading():
                 window = _read(batches, args.gradient_accumulation_steps, config.vocab_size)
             counted = sum(count_valid(batch["labels"]) for batch, _ in window)
-            valid_tokens, stopping = sum_over_processes(accelerator, counted, stop.received)
+            valid_tokens, stopping, written = sum_over_processes(accelerator, counted, stop.received, writer.written)
+            if written == accelerator.num_processes:
+                writer.finish()
             if stopping:
                 break
             rows, step_loss = {}, 0.0
@@ -232,8 +236,9 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
             # A streak of skipped steps is no good place to come back to.
             due = args.checkpointing_steps and progress.step % args.checkpointing_steps == 0
             if not progress.skipped_in_a_row and (due or progress.step == plan.total_steps):
-                save()
+                save(background=args.async_save and progress.step < plan.total_steps)
 
+        writer.finish()
         if progress.step < plan.total_steps:
             if progress.step > start_step and not progress.skipped_in_a_row:
                 save()

@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, get_scheduler
 
 from hope_hf.optim import build_optimizer
-from hope_hf.training.checkpoint import find_checkpoint, load_weights, restore_checkpoint, save_checkpoint
+from hope_hf.training.checkpoint import find_checkpoint, load_weights, restore_checkpoint
+from hope_hf.training.checkpoint_writer import CheckpointWriter
 from hope_hf.training.engine import Engine
 
 CONFIG = dict(
@@ -55,6 +56,9 @@ class Run:
         return losses
 
     def save(self, output_dir: Path, save_total_limit: int | None = None, **changes) -> Path:
+        return self.save_with(CheckpointWriter(output_dir, save_total_limit), **changes)
+
+    def save_with(self, writer: CheckpointWriter, **changes) -> Path:
         pieces = {
             "engine": self.engine,
             "tokenizer": self.tokenizer,
@@ -62,7 +66,7 @@ class Run:
             "trainer_state": {"step": self.step, "loss_sum": 0.1 + 0.2, "best": None},
             "data_state": {"epoch": 1, "positions": [3, 5]},
         }
-        return save_checkpoint(output_dir, self.step, save_total_limit=save_total_limit, **pieces | changes)
+        return writer.save(self.step, **pieces | changes)
 
     def restore(self, output_dir: Path, choice: str | None = None):
         saved = find_checkpoint(output_dir, choice)

@@ -28,7 +28,8 @@ STEPS = 30 * (KILLS + 1)
 FLAGS = ["--block_size", "32", "--max_train_steps", str(STEPS), "--checkpointing_steps", str(INTERVAL)]
 FLAGS += ["--logging_steps", "1", "--learning_rate", "5e-3", "--cpu_threads", "1"]
 LONGEST_DEATH = 60.0
-LONGEST_START = 120.0
+# DeepSpeed compiles an operation in the first run on a machine.
+LONGEST_START = 300.0
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,14 @@ def seeded_kills(seed: int) -> list[Kill]:
 class Launch:
     """`accelerate launch` of a run in `folder`, by one of accelerate_configs/."""
 
-    def __init__(self, config: str, processes: int, folder: Path, corpus: list[str]):
+    def __init__(self, config: str, processes: int, folder: Path, flags: list[str]):
         self.folder = folder
         self.begins_at = chosen_step(folder) if folder.exists() else 0
         self.beats = beats(folder)
         batch = ["--per_device_train_batch_size", str(4 // processes)]
         launcher = [sys.executable, "-m", "accelerate.commands.launch"]
         launcher += ["--config_file", str(ROOT / "accelerate_configs" / config), "--num_processes", str(processes)]
-        command = [*launcher, str(ROOT / "run_clm.py"), *LLAMA, *corpus, *FLAGS, *batch, "--output_dir", str(folder)]
+        command = [*launcher, str(ROOT / "run_clm.py"), *LLAMA, *flags, *FLAGS, *batch, "--output_dir", str(folder)]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
         self.output = folder.with_suffix(".txt").open("w")
         self.launcher = subprocess.Popen(
@@ -90,6 +91,7 @@ class Launch:
     def wait_until(self, condition, seconds: float, what: str):
         deadline = time.monotonic() + seconds
         while not condition():
+            assert condition == self.gone or self.launcher.poll() is None, f"it ended by itself; output: {self.text()}"
             assert time.monotonic() < deadline, f"{what}; output: {self.text()}"
             time.sleep(0.005)
 
@@ -124,16 +126,39 @@ def chosen_step(folder: Path) -> int:
     return 0 if chosen is None else verify(chosen)["step"]
 
 
-ENGINES = {"single": ("single.yaml", 1), "fsdp2": ("fsdp2.yaml", 2)}
+# Launch file, processes, flags.
+ENGINES = {
+    "single": ("single.yaml", 1, []),
+    "fsdp2": ("fsdp2.yaml", 2, ["--async_save", "true"]),
+    "zero3": ("deepspeed_zero3.yaml", 2, []),
+}
+
+
+@pytest.fixture
+def start():
+    """Launches as `Launch` does; what a failed test leaves running is killed."""
+    launches = []
+
+    def launch(*arguments) -> Launch:
+        launches.append(Launch(*arguments))
+        return launches[-1]
+
+    yield launch
+    for launched in launches:
+        launched.output.close()
+        for process in launched.alive().values():
+            process.kill()
 
 
 @pytest.mark.parametrize("engine", list(ENGINES))
-def test_a_killed_run_goes_on_and_leaves_no_orphan(engine, run, tmp_path, corpus):
-    config, processes = ENGINES[engine]
+def test_a_killed_run_goes_on_and_leaves_no_orphan(engine, start, run, tmp_path, corpus):
+    config, processes, flags = ENGINES[engine]
+    # Before a checkpoint in the background is whole, the one before it counts.
+    most_lost = 2 * INTERVAL if flags else INTERVAL
     folder = tmp_path / engine
     generator = random.Random(engine)
     for number, kill in enumerate(seeded_kills(len(engine)), 1):
-        launch = Launch(config, processes, folder, corpus)
+        launch = start(config, processes, folder, corpus + flags)
         launch.wait_for_steps(kill.steps)
         time.sleep(kill.seconds)
         launch.kill(kill.victims, generator)
@@ -144,8 +169,8 @@ def test_a_killed_run_goes_on_and_leaves_no_orphan(engine, run, tmp_path, corpus
             f"{engine} {number:2}: killed {kill.victims} after step {done}, gone in {time.monotonic() - start:.1f} s, "
             f"goes on from {kept}"
         )
-        assert done - kept <= INTERVAL, launch.text()
-    launch = Launch(config, processes, folder, corpus)
+        assert done - kept <= most_lost, launch.text()
+    launch = start(config, processes, folder, corpus + flags)
     launch.wait_until(launch.gone, 4 * LONGEST_START, "the last launch did not end")
     assert launch.launcher.wait() == 0, launch.text()
 
