@@ -28,4 +28,8 @@ def create_generation_masks(
     # CODEPATH: mixer='self_modifying' in HOPE, 'attention' in Hope-Attention.
     if config.mixer == "attention":
         return create_masks_for_generate(config, inputs_embeds, attention_mask, **kwargs)
-    return {"hope_memory": None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]}
+    if attention_mask is None:
+        return {"hope_memory": None}
+    # A slice has the strides of the mask that grows, and each would compile a graph of its own.
+    local = attention_mask[:, -inputs_embeds.shape[1] :]
+    return {"hope_memory": local.clone(memory_format=torch.contiguous_format)}
