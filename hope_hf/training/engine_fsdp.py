@@ -5,6 +5,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -36,6 +37,11 @@ class FSDP2(Engine):
             )
 
     def prepare(self, model: PreTrainedModel, optimizer: LevelClock) -> nn.Module:
+        plugin = self.accelerator.state.fsdp_plugin
+        if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
+            # accelerate would wrap lists of modules too, and stop.
+            plugin.auto_wrap_policy = transformer_auto_wrap_policy
+            plugin.transformer_cls_names_to_wrap = classes_by_size(model, plugin.min_num_params)
         super().prepare(model, optimizer)
         assert isinstance(self.wrapped, FSDPModule)
         # Sharded in place.
@@ -66,3 +72,20 @@ class FSDP2(Engine):
 
     def _gathered(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def classes_by_size(model: PreTrainedModel, least: int) -> list[str]:
+    """Names of the classes of which an instance has more than `least` parameters: the model's blocks and their parts.
+
+    Without memories' initial states, which are used outside of their own forward pass, and torch's own classes, of
+    which each model has instances of all sizes.
+    """
+    wanted = model._no_split_modules or ()
+    names = set()
+    for block in (module for module in model.modules() if type(module).__name__ in wanted):
+        for module in block.modules():
+            small = sum(parameter.numel() for parameter in module.parameters()) <= least
+            foreign = type(module).__module__.startswith("torch.") or getattr(module, "is_initial_state", False)
+            if not small and not foreign:
+                names.add(type(module).__name__)
+    return sorted(names)

@@ -10,6 +10,7 @@ from hope_hf.optim import build_optimizer
 from hope_hf.training import engine_zero, launch_file
 from hope_hf.training.arguments import Arguments
 from hope_hf.training.engine import Engine
+from hope_hf.training.engine_fsdp import classes_by_size
 from hope_hf.training.engine_fsdp1 import FSDP1
 from hope_hf.training.engine_zero import Zero
 from hope_hf.training.launch_file import check
@@ -102,6 +103,15 @@ def test_muon_is_refused_where_matrices_are_cut_anywhere(tiny_model):
     muon = build_optimizer(model, "muon", 1e-3, 0.1, (0.9, 0.95), 1e-8, tokens_per_step=8)
     with pytest.raises(ValueError, match="This engine cuts them anywhere: launch with accelerate_configs/fsdp2.yaml"):
         Cutting().prepare(model, muon)
+
+
+def test_wrapping_by_size_takes_blocks_and_their_parts(tiny_model):
+    model = tiny_model()
+    sizes = {type(m).__name__: sum(p.numel() for p in m.parameters()) for m in model.model.layers[0].modules()}
+    chosen = classes_by_size(model, sizes["ContinuumLevel"] - 1)
+    assert {"HopeBlock", "ContinuumMemory", "ContinuumLevel"} <= set(chosen)
+    assert not {"ModuleList", "Linear", "InitialMemory", "HopeModel", "HopeForCausalLM"} & set(chosen)
+    assert classes_by_size(model, sizes["HopeBlock"]) == []
 
 
 @pytest.mark.parametrize(
