@@ -104,6 +104,7 @@ class Arguments(ModelArguments, DataArguments, OptimizationArguments, RunArgumen
     # What may change between the two halves of one run without making it another run.
     FREE = frozenset(
         "output_dir resume_from_checkpoint checkpointing_steps save_total_limit async_save save_only_model "
+        "per_device_train_batch_size gradient_accumulation_steps fsdp_limit_all_gathers fsdp_prefetch "
         "logging_steps eval_steps cpu_threads watchdog_seconds memory_dump_steps "
         "report_to run_name project_name preprocessing_num_workers "
         "dataloader_num_workers dataloader_pin_memory trust_remote_code push_to_hub hub_model_id hub_private_repo "

@@ -106,7 +106,9 @@ class CheckpointWriter:
                 tokenizer.save_pretrained(folder)
                 save_state(folder / "scheduler", schedule)
                 save_state(folder / "trainer", trainer_state)
-            pending.files = describe(folder, [path for path in folder.rglob("*") if _owner(path) == rank])
+            # Folders are the first process's, and some go away again while another would look through them.
+            files = folder.rglob("*") if first else folder.glob("*")
+            pending.files = describe(folder, [path for path in files if _owner(path) == rank])
 
         _together(make_folder, folder)
         self._pending = pending = _Pending(folder, step)

@@ -109,6 +109,12 @@ def require_same_run(place: object, ours: dict, theirs: dict):
                 f"{place} holds another run: its flags name the same data, but their text or tokenizer has changed; "
                 "put them back to continue it, or choose another folder."
             )
+        if name == "rows_per_step":
+            raise ValueError(
+                f"{place} holds another run: a step had {theirs[name]} rows and has {ours[name]} now; choose "
+                "--per_device_train_batch_size and --gradient_accumulation_steps so that their product with the "
+                f"number of processes is {theirs[name]}, or choose another folder."
+            )
         raise ValueError(
             f"{place} holds another run: {name} was {theirs[name]!r} and is now {ours[name]!r}; "
             "repeat its flags to continue it, or choose another folder."

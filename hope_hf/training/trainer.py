@@ -86,7 +86,9 @@ def train(args: Arguments) -> int:
 def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStack) -> bool:
     """Returns whether the run is complete."""
     accelerator = engine.accelerator
-    launched = {"num_processes": accelerator.num_processes, "mixed_precision": accelerator.mixed_precision}
+    # A run may go on with other processes, rows per process and engine, as long as its steps stay the same.
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes
+    launched = {"rows_per_step": rows, "mixed_precision": accelerator.mixed_precision}
     identity = args.identity() | launched
     record = folder.check(identity)
     if record and record["complete"]:

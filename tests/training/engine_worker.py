@@ -3,18 +3,21 @@
     engine_worker.py PLAN.json
 
 The plan is a list of {"folder": ..., "flags": [...]}, with optional "forget": steps whose checkpoints are removed
-before, so that the run continues, and "poison": [step, rank], a loss that is not finite on one process. Data are
-masked as in `ddp_worker.py`. Each run's rows go to `FOLDER.<index>.json`.
+before, so that the run continues; "source": a finished run's folder that is copied before; and "poison": [step, rank],
+a loss that is not finite on one process. Data are masked as in `ddp_worker.py`. Each run's rows go to
+`FOLDER.<index>.json`.
 """
 
 import json
 import math
 import os
+import shutil
 import sys
 from pathlib import Path
 
 import ddp_worker
 import torch.distributed as dist
+from pytest import MonkeyPatch
 from training_runs import forget_the_end, read_rows, reset_accelerate
 
 from hope_hf.training import finish, main, setup, trainer
@@ -31,8 +34,17 @@ class Poisoned:
         return self.loss(*arguments) * (math.nan if self.steps == 0 else 1)
 
 
-def run(index: int, folder: Path, flags: list[str], forget: list[int] = (), poison: list[int] = ()):
+def run(
+    index: int,
+    folder: Path,
+    flags: list[str],
+    forget: list[int] = (),
+    source: str | None = None,
+    poison: list[int] = (),
+):
     rank = int(os.environ.get("RANK", "0"))
+    if source and rank == 0:
+        shutil.copytree(source, folder)
     if forget and rank == 0:
         forget_the_end(folder, *forget)
     if forget and dist.is_initialized():
@@ -48,12 +60,20 @@ def run(index: int, folder: Path, flags: list[str], forget: list[int] = (), pois
         Path(f"{folder}.{index}.json").write_text(json.dumps(read_rows(folder)))
 
 
+def run_all(plan: list[dict]):
+    """Every run of the plan, in this process."""
+    with MonkeyPatch.context() as patch:
+        patch.setattr(setup, "build_data", ddp_worker.masked_data)
+        # The sample would take longer than the training, and leaving ends the process.
+        patch.setattr(finish, "SAMPLE_TOKENS", 1)
+        patch.setattr(finish, "plot", lambda *arguments: None)
+        patch.setattr(trainer, "leave", lambda accelerator: None)
+        for index, entry in enumerate(plan):
+            run(index, **{**entry, "folder": Path(entry["folder"])})
+
+
 if __name__ == "__main__":
-    setup.build_data = ddp_worker.masked_data
-    # The sample would take longer than the training, and leaving ends the process.
-    finish.SAMPLE_TOKENS, finish.plot, trainer.leave = 1, lambda *arguments: None, lambda accelerator: None
-    for index, entry in enumerate(json.loads(Path(sys.argv[1]).read_text())):
-        run(index, Path(entry.pop("folder")), **entry)
+    run_all(json.loads(Path(sys.argv[1]).read_text()))
     sys.stdout.flush()
     if dist.is_initialized():
         dist.barrier()

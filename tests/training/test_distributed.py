@@ -44,11 +44,10 @@ def test_two_processes_give_the_curve_of_one(run, tmp_path, corpus, monkeypatch,
     batch = "--per_device_train_batch_size"
     launcher = TWO if model is LLAMA else ACCELERATE
     flags = [batch, "1", "--gradient_accumulation_steps", "2"] if model is LLAMA else [batch, "2"]
-    own = ["--optimizer", "muon"] if model is LLAMA else []
-    two = start(launcher, tmp_path / "two", corpus, *flags, *own, model=model)
+    two = start(launcher, tmp_path / "two", corpus, *flags, model=model)
     # Meanwhile, in this process:
     monkeypatch.setattr(setup, "build_data", ddp_worker.masked_data)
-    status, single = run("one", batch, "4", *SMALL, *own, model=model)
+    status, single = run("one", batch, "4", *SMALL, model=model)
     output, double = finished(two, tmp_path / "two")
     assert status == 0
     assert "x 2 process(es)" in output

@@ -12,9 +12,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import engine_worker
 import pytest
+import torch
 import yaml
-from training_runs import GPT2, HOPE, HOPE_ATTENTION, LLAMA, curve
+from training_runs import GPT2, HOPE, HOPE_ATTENTION, LLAMA, curve, reset_accelerate
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -24,13 +26,14 @@ NEEDS_DEEPSPEED = pytest.mark.skipif(
 )
 # Processes, and what is run on them.
 ENGINES = {
-    "fsdp2": (2, ["hope", "hope-attention", "llama", "gpt2", "muon", "poisoned", "continued"]),
-    "fsdp1": (2, ["hope", "llama", "gpt2", "poisoned", "continued"]),
-    "fsdp_hybrid": (4, ["hope", "llama", "continued"]),
+    "ddp": (2, ["hope", "muon", "poisoned", "moved"]),
+    "fsdp2": (2, ["hope", "hope-attention", "llama", "gpt2", "muon", "poisoned", "continued", "moved"]),
+    "fsdp1": (2, ["hope", "llama", "gpt2", "poisoned", "moved"]),
+    "fsdp_hybrid": (4, ["hope", "llama"]),
     "fsdp_offload": (2, ["llama", "poisoned"]),
     "multi_node_fsdp": (2, ["llama"]),
-    "deepspeed_zero2": (2, ["hope", "llama", "gpt2", "poisoned", "continued"]),
-    "deepspeed_zero3": (2, ["hope", "hope-attention", "llama", "gpt2", "poisoned", "continued"]),
+    "deepspeed_zero2": (2, ["hope", "llama", "poisoned", "continued", "moved"]),
+    "deepspeed_zero3": (2, ["hope", "llama", "gpt2", "poisoned", "continued", "moved"]),
     "deepspeed_zero3_offload": (2, ["llama", "poisoned"]),
 }
 
@@ -60,8 +63,8 @@ POISONED_STEP = 3
 SAVED_STEP = 14
 
 
-def plan(corpus: list[str], processes: int, wanted: list[str]) -> dict[str, dict]:
-    """The wanted runs for one launch, in their order."""
+def plan(corpus: list[str], processes: int, wanted: list[str], single: Path | None) -> dict[str, dict]:
+    """The wanted runs for one launch, in their order; `single` holds the runs of one process."""
     runs = {}
     for name, (model, steps, accumulated) in RUNS.items():
         accumulated = min(accumulated, ROWS // processes) if processes > 1 else 1
@@ -71,15 +74,30 @@ def plan(corpus: list[str], processes: int, wanted: list[str]) -> dict[str, dict
         runs[name] = {"flags": [*model, *corpus, *SMALL, *batch, *length]}
     runs["poisoned"]["poison"] = [POISONED_STEP, processes - 1]
     runs["continued"] = {"flags": runs["hope"]["flags"], "forget": [RUNS["hope"][1]]}
+    # Two ways to go on after the first checkpoint: with one's own, and with that of one process.
+    runs["moved"] = {"flags": runs["hope"]["flags"], "forget": [RUNS["hope"][1]], "source": f"{single}/hope"}
     return {name: run for name, run in runs.items() if name in wanted}
 
 
-def launch(config: str, processes: int, runs: dict[str, dict], folder: Path) -> dict[str, list[dict]]:
-    """The rows of every run, after `accelerate launch` as README has it; on as many machines as the file says."""
-    file = ROOT / "accelerate_configs" / f"{config}.yaml"
-    machines = yaml.safe_load(file.read_text())["num_machines"]
+def run_plan(engine: str, processes: int, runs: dict[str, dict], folder: Path) -> dict[str, list[dict]]:
+    """The rows of every run: "single" in this process, else by `accelerate launch`."""
     folders = {name: folder / ("hope" if name == "continued" else name) for name in runs}
     entries = [{"folder": str(folders[name]), **run} for name, run in runs.items()]
+    if engine == "single":
+        threads = torch.get_num_threads()
+        engine_worker.run_all(entries)
+        reset_accelerate()
+        torch.set_num_threads(threads)
+    else:
+        launch(engine, processes, entries, folder)
+    files = {name: Path(f"{folders[name]}.{index}.json") for index, name in enumerate(folders)}
+    return {name: json.loads(file.read_text()) for name, file in files.items()}
+
+
+def launch(config: str, processes: int, entries: list[dict], folder: Path) -> None:
+    """`accelerate launch` as README has it; on as many machines as the file says."""
+    file = ROOT / "accelerate_configs" / f"{config}.yaml"
+    machines = yaml.safe_load(file.read_text())["num_machines"]
     (folder / "plan.json").write_text(json.dumps(entries))
     paths = os.pathsep.join([str(ROOT), str(HERE)])
     environment = os.environ | {"PYTHONPATH": paths, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
@@ -98,24 +116,27 @@ def launch(config: str, processes: int, runs: dict[str, dict], folder: Path) -> 
     for output in outputs:
         output.seek(0)
     assert not any(statuses), "".join(output.read()[-6000:] for output in outputs)
-    return {name: json.loads(Path(f"{folders[name]}.{index}.json").read_text()) for index, name in enumerate(folders)}
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory, corpus):
     """`rows(engine)`: the rows of all its runs, launched when they are first asked for."""
-    launched = {}
+    launched, folders = {}, {}
 
     def get(engine: str) -> dict[str, list[dict]]:
         if engine not in launched:
             # A launch that failed fails every test of its engine, and is not repeated.
             launched[engine] = None
+            if engine != "single":
+                get("single")
             processes, runs = ENGINES.get(engine, (1, list(RUNS)))
-            folder = tmp_path_factory.mktemp(engine)
-            launched[engine] = launch(engine, processes, plan(corpus, processes, runs), folder)
+            folders[engine] = tmp_path_factory.mktemp(engine)
+            runs = plan(corpus, processes, runs, folders.get("single"))
+            launched[engine] = run_plan(engine, processes, runs, folders[engine])
         assert launched[engine] is not None, f"the launch of {engine} has failed"
         return launched[engine]
 
+    get.folders = folders
     return get
 
 
@@ -125,6 +146,13 @@ def same(rows: list[dict], expected: list[dict], rel: float) -> None:
     assert curve(rows, "eval/loss") == pytest.approx(curve(expected, "eval/loss"), rel=rel)
     assert curve(rows, "eval/tokens") == curve(expected, "eval/tokens")
     assert curve(rows, "level/1/updates") == curve(expected, "level/1/updates")
+
+
+def went_on(folder: Path) -> None:
+    """That a run was continued and not begun again, which would give the same curve."""
+    beats = [json.loads(line)["step"] for line in (folder / "heartbeat_rank0.jsonl").open()]
+    steps = RUNS["hope"][1]
+    assert beats == [*range(1, steps + 1), *range(SAVED_STEP + 1, steps + 1)]
 
 
 @pytest.mark.parametrize(("engine", "name"), each("hope", "hope-attention", "llama", "gpt2", "muon"))
@@ -146,6 +174,43 @@ def test_telemetry_of_memories_is_that_of_one_process(rows, engine, name):
 @pytest.mark.parametrize(("engine", "name"), each("continued"))
 def test_continued_run_is_the_uninterrupted_one(rows, engine, name):
     same(rows(engine)[name], rows(engine)["hope"], rel=1e-6)
+    went_on(rows.folders[engine] / "hope")
+
+
+@pytest.mark.parametrize(("engine", "name"), each("moved"))
+def test_run_of_one_process_goes_on_under_the_engine(rows, engine, name):
+    same(rows(engine)[name], rows("single")["hope"], rel=1e-5)
+    went_on(rows.folders[engine] / name)
+
+
+@NEEDS_DEEPSPEED
+def test_runs_of_engines_go_on_in_one_process(rows, corpus, tmp_path):
+    flags = plan(corpus, 1, ["hope"], None)["hope"]["flags"]
+    runs = {}
+    for engine in ("fsdp2", "fsdp1", "fsdp_hybrid", "deepspeed_zero2", "deepspeed_zero3"):
+        rows(engine)
+        runs[engine] = {"flags": flags, "forget": [RUNS["hope"][1]], "source": str(rows.folders[engine] / "hope")}
+    for engine, own in run_plan("single", 1, runs, tmp_path).items():
+        beats = [json.loads(line)["step"] for line in (tmp_path / engine / "heartbeat_rank0.jsonl").open()]
+        assert beats[-6:] == [*range(SAVED_STEP + 1, RUNS["hope"][1] + 1)], engine
+        same(own, rows("single")["hope"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("engine", "most"), [("fsdp2", 0.55), ("fsdp1", 0.55), ("deepspeed_zero3", 0.55)])
+def test_a_process_holds_its_part_and_no_more(rows, engine, most):
+    """Parameters, gradients and optimizer state after the first step, over those of a whole replica."""
+    if engine.startswith("deepspeed") and NEEDS_DEEPSPEED.args[0]:
+        pytest.skip(NEEDS_DEEPSPEED.kwargs["reason"])
+
+    def held(name: str, rank: int) -> float:
+        rows(name)
+        file = rows.folders[name] / "hope" / f"memory_rank{rank}.jsonl"
+        row = next(row for row in map(json.loads, file.open()) if row["step"] == 1)
+        return row["parameters_gib"] + row["gradients_gib"] + row["optimizer_gib"]
+
+    replica = held("ddp", 0)
+    assert replica == held("single", 0)
+    assert max(held(engine, 0), held(engine, 1)) / replica <= most
 
 
 @pytest.mark.parametrize(("engine", "name"), each("poisoned"))
