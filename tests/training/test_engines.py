@@ -218,3 +218,23 @@ def test_non_finite_step_of_one_process_is_skipped_by_all(rows, engine, name):
     losses, expected = ([x for x in curve(some) if x is not None] for some in (own, rows("single")[name]))
     assert len(losses) == steps - 1
     assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_one_process_in_bf16_follows_the_curve(rows, corpus, tmp_path):
+    runs = plan(corpus, 1, ["llama"], None)
+    own, single = run_plan("single_bf16", 1, runs, tmp_path)["llama"], rows("single")["llama"]
+    assert curve(own) == pytest.approx(curve(single), rel=2e-2)
+    assert curve(own) != pytest.approx(curve(single), rel=1e-5)
+
+
+@pytest.mark.long
+def test_gpt2_of_its_real_size_takes_two_steps(corpus, tmp_path):
+    gpt2 = ["--model_type", "gpt2", "--config_overrides", "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"]
+    flags = [*gpt2, *corpus, *SMALL, "--max_train_steps", "2", "--checkpointing_steps", "0"]
+    curves = {}
+    for engine, processes in (("single", 1), ("ddp", 2), ("fsdp2", 2), ("deepspeed_zero3", 2)):
+        (tmp_path / engine).mkdir()
+        runs = {"gpt2": {"flags": [*flags, "--per_device_train_batch_size", str(2 // processes)]}}
+        curves[engine] = curve(run_plan(engine, processes, runs, tmp_path / engine)["gpt2"])
+    for engine, own in curves.items():
+        assert len(own) == 2 and own == pytest.approx(curves["single"], rel=1e-5), engine
