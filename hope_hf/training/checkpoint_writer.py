@@ -160,8 +160,10 @@ def _caught(write: Callable[[], None], pending: _Pending) -> None:
         pending.error = error
 
 
-def _owner(path: Path) -> int:
-    """The rank that writes this file."""
+def _owner(path: Path) -> int | None:
+    """The rank that writes this file; None of what safetensors has not given its name yet, on any rank."""
+    if path.name.startswith("."):
+        return None
     match = _OF_A_RANK.fullmatch(path.name)
     return int(match[1]) if match else 0
 

@@ -93,6 +93,17 @@ def test_a_disk_that_fills_up_meanwhile_is_told_at_the_end(output_dir, monkeypat
     assert names(output_dir) == ["checkpoint-3", "checkpoint-5"]
 
 
+def test_what_another_process_is_still_writing_is_not_taken_for_a_file(tmp_path, monkeypatch):
+    def write_beside(folder, *_):
+        (folder / ".tmpAbCdEf").write_text("half")
+        (folder / "rank_1.json").write_text("of another process")
+
+    monkeypatch.setattr(checkpoint_writer, "save_optimizer", write_beside)
+    listed = verify(Run().save(tmp_path))["files"].keys()
+    assert {"config.json", "rank_0.json", "trainer.json"} < listed
+    assert not {".tmpAbCdEf", "rank_1.json"} & listed
+
+
 def test_the_model_alone_is_saved_and_cannot_be_continued(tmp_path):
     run = Run()
     folder = run.save_with(CheckpointWriter(tmp_path, only_model=True))

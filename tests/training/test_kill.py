@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from test_engines import NEEDS_DEEPSPEED
 from training_runs import LLAMA, curve, read_rows
 
 from hope_hf.training.manifest import latest_checkpoint, verify
@@ -150,7 +151,7 @@ def start():
             process.kill()
 
 
-@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("engine", ["single", "fsdp2", pytest.param("zero3", marks=NEEDS_DEEPSPEED)])
 def test_a_killed_run_goes_on_and_leaves_no_orphan(engine, start, run, tmp_path, corpus):
     config, processes, flags = ENGINES[engine]
     # Before a checkpoint in the background is whole, the one before it counts.
@@ -162,12 +163,12 @@ def test_a_killed_run_goes_on_and_leaves_no_orphan(engine, start, run, tmp_path,
         launch.wait_for_steps(kill.steps)
         time.sleep(kill.seconds)
         launch.kill(kill.victims, generator)
-        start = time.monotonic()
+        killed = time.monotonic()
         launch.wait_until(launch.gone, LONGEST_DEATH, f"orphans after {kill}")
         done, kept = steps_done(folder), chosen_step(folder)
+        seconds = time.monotonic() - killed
         print(
-            f"{engine} {number:2}: killed {kill.victims} after step {done}, gone in {time.monotonic() - start:.1f} s, "
-            f"goes on from {kept}"
+            f"{engine} {number:2}: killed {kill.victims} after step {done}, gone in {seconds:.1f} s, goes on from {kept}"
         )
         assert done - kept <= most_lost, launch.text()
     launch = start(config, processes, folder, corpus + flags)
@@ -176,3 +177,19 @@ def test_a_killed_run_goes_on_and_leaves_no_orphan(engine, start, run, tmp_path,
 
     _, uninterrupted = run("uninterrupted", *FLAGS, "--per_device_train_batch_size", "4")
     assert curve(read_rows(folder)) == pytest.approx(curve(uninterrupted), rel=1e-4)
+
+
+@pytest.mark.parametrize("engine, whom, status", [("single", "group", -signal.SIGTERM), ("fsdp2", "rank", 0)])
+def test_sigterm_saves_the_step_just_done(engine, whom, status, start, tmp_path, corpus):
+    """The processes end with 0; a launcher that was told to stop says so in its own status."""
+    config, processes, _ = ENGINES[engine]
+    launch = start(config, processes, tmp_path / "run", corpus)
+    launch.wait_for_steps(4)
+    if whom == "group":
+        os.killpg(launch.launcher.pid, signal.SIGTERM)
+    else:
+        os.kill(max(pid for pid in launch.alive() if pid != launch.launcher.pid), signal.SIGTERM)
+    launch.wait_until(launch.gone, LONGEST_DEATH, "it trains on")
+    assert launch.launcher.wait() == status
+    assert chosen_step(launch.folder) == steps_done(launch.folder)
+    assert f"Stopped at step {steps_done(launch.folder)}: run the same command again" in launch.text()
