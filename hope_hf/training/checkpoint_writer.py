@@ -2,18 +2,20 @@
 
 A checkpoint in the background is first copied to the CPU's memory, which is all that the training waits for; a thread
 of every process then writes and hashes the process's own files. Once all have (`written`, which the processes compare
-in the sum they form in each step anyway), `finish` seals the folder. One checkpoint is under way at a time, so no more
-than one copy is held.
+in the sum they form in each step anyway), `finish` seals the folder. One checkpoint is under way at a time, so there
+is one copy, which is kept: to take new memory for the next would take longer than to fill it.
 """
 
 import copy
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
@@ -37,6 +39,10 @@ class _Pending:
     files: dict[str, dict] = field(default_factory=dict)
     """This process's own, as the manifest lists them."""
     error: Exception | None = None
+    stall: float = 0.0
+    """Seconds that the training waited."""
+    write: float = 0.0
+    """Seconds of this process's writing and hashing."""
 
 
 class CheckpointWriter:
@@ -50,6 +56,9 @@ class CheckpointWriter:
         self._save_total_limit = save_total_limit
         self._only_model = only_model
         self._pending: _Pending | None = None
+        self._report: dict[str, float] = {}
+        self._copies: dict[str, Tensor] = {}
+        self._rotation: threading.Thread | None = None
 
     def save(
         self,
@@ -76,17 +85,18 @@ class CheckpointWriter:
             ValueError: the disk is full or cannot be written; the checkpoints written before are intact.
         """
         self.finish()
+        start = time.perf_counter()
         rank, first = PartialState().process_index, PartialState().is_main_process
         folder = broadcast_object_list([temporary_name(self._output_dir, step)])[0]
         # All processes gather, so before anything that may fail on one of them.
         weights = engine.weights()
         carried = carried or {}
-        optimizer = None if self._only_model else optimizer_part(engine, own=background)
+        optimizer = None if self._only_model else optimizer_part(engine, self._host_copy if background else None)
         plain = scheduler.state_dict(), trainer_state, data_state
         if background:
-            plain, carried = copy.deepcopy(plain), _host_copy(carried)
+            plain, carried = copy.deepcopy(plain), {name: tensor.cpu().clone() for name, tensor in carried.items()}
             if first and weights is None:
-                weights = _host_copy(engine.model.state_dict())
+                weights = self._copied_weights(engine.model.state_dict())
         schedule, trainer_state, data_state = plain
         own = {"rng": rng_state(), "data": data_state, "carried": carried}
 
@@ -115,8 +125,10 @@ class CheckpointWriter:
         if background:
             pending.thread = threading.Thread(target=_caught, args=(write, pending), name=f"checkpoint-{step}")
             pending.thread.start()
+            pending.stall = time.perf_counter() - start
         else:
             _caught(write, pending)
+            pending.stall = time.perf_counter() - start
             self.finish()
         return self._output_dir / f"checkpoint-{step}"
 
@@ -131,9 +143,13 @@ class CheckpointWriter:
         Raises:
             ValueError: as `save`.
         """
+        if self._rotation is not None:
+            self._rotation.join()
+            self._rotation = None
         pending, self._pending = self._pending, None
         if pending is None:
             return
+        start = time.perf_counter()
         if pending.thread is not None:
             pending.thread.join()
 
@@ -148,16 +164,50 @@ class CheckpointWriter:
         def seal() -> None:
             if PartialState().is_main_process:
                 newest = publish(pending.folder, pending.step, facts, files)
-                rotate(self._output_dir, newest, self._save_total_limit)
+                arguments = self._output_dir, newest, self._save_total_limit
+                if pending.thread is None:
+                    rotate(*arguments)
+                else:
+                    # To delete a large file takes about as long as to copy it.
+                    self._rotation = threading.Thread(target=rotate, args=arguments)
+                    self._rotation.start()
 
         _together(seal, pending.folder)
+        stall = pending.stall + time.perf_counter() - start
+        self._report = {
+            "train/checkpoint_stall_seconds": stall,
+            "train/checkpoint_write_seconds": pending.write,
+        }
+
+    def take_report(self) -> dict[str, float]:
+        """Rows about the last checkpoint that became whole, once."""
+        report, self._report = self._report, {}
+        return report
+
+    def _host_copy(self, name: str, tensor: Tensor) -> Tensor:
+        """In the CPU's memory, until the next checkpoint."""
+        kept = self._copies.get(name)
+        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+            kept = self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return kept.copy_(tensor)
+
+    def _copied_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What is tied stays tied."""
+        first_names: dict[tuple, str] = {}
+        result = {}
+        for name, tensor in weights.items():
+            first = first_names.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), name)
+            result[name] = self._host_copy(name, tensor.detach()) if first == name else result[first]
+        return result
 
 
 def _caught(write: Callable[[], None], pending: _Pending) -> None:
+    start = time.perf_counter()
     try:
         write()
     except Exception as error:
         pending.error = error
+    pending.write = time.perf_counter() - start
 
 
 def _owner(path: Path) -> int | None:
@@ -166,18 +216,6 @@ def _owner(path: Path) -> int | None:
         return None
     match = _OF_A_RANK.fullmatch(path.name)
     return int(match[1]) if match else 0
-
-
-def _host_copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in the CPU's memory; what is tied stays tied."""
-    copies: dict[tuple, Tensor] = {}
-    result = {}
-    for name, tensor in tensors.items():
-        place = tensor.data_ptr(), tensor.shape, tensor.stride()
-        if place not in copies:
-            copies[place] = tensor.detach().to("cpu", copy=True)
-        result[name] = copies[place]
-    return result
 
 
 def _together(stage: Callable[[], None], folder: Path) -> None:

@@ -10,7 +10,7 @@ pickle.)
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,8 +34,10 @@ class OptimizerPart:
     groups: list[dict]
 
 
-def optimizer_part(engine: Engine, own: bool) -> OptimizerPart:
-    """This process's part; with `own` in memory of its own, so that the training may go on."""
+def optimizer_part(engine: Engine, copied: Callable[[str, Tensor], Tensor] | None = None) -> OptimizerPart:
+    """This process's part; its tensors are those of the optimizer itself where they can be, or what `copied` makes of
+    a name and a tensor.
+    """
     tensors: dict[str, Tensor] = {}
     index: dict[str, dict] = {}
     for shard in engine.optimizer_shards():
@@ -47,11 +49,14 @@ def optimizer_part(engine: Engine, own: bool) -> OptimizerPart:
             "scalars": {key: value.item() for key, value in shard.scalars.items()},
         }
         for key, tensor in shard.tensors.items():
-            piece = tensor.detach().cpu()
+            name = f"{shard.name}:{key}"
+            if copied is not None:
+                tensors[name] = copied(name, tensor.detach())
+                continue
             # safetensors refuses tensors that are parts of a larger one.
-            is_part = piece.untyped_storage().nbytes() != piece.nbytes
-            is_shared = own and piece.data_ptr() == tensor.data_ptr()
-            tensors[f"{shard.name}:{key}"] = piece.clone() if is_part or is_shared else piece
+            piece = tensor.detach().cpu()
+            whole = piece.untyped_storage().nbytes() == piece.nbytes
+            tensors[name] = piece if whole else piece.clone()
     return OptimizerPart(tensors, index, copy.deepcopy(_groups(engine)))
 
 

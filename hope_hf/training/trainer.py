@@ -226,6 +226,7 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
                     **speed,
                     **{name: float(value) for name, value in rows.items()},
                     **level_rows(run.optimizer, plan.tokens_per_step),
+                    **writer.take_report(),
                 }
                 if peak:
                     used = speed["train/tokens_per_second"] * flops / accelerator.num_processes

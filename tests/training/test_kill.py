@@ -165,10 +165,11 @@ def test_a_killed_run_goes_on_and_leaves_no_orphan(engine, start, run, tmp_path,
         launch.kill(kill.victims, generator)
         killed = time.monotonic()
         launch.wait_until(launch.gone, LONGEST_DEATH, f"orphans after {kill}")
-        done, kept = steps_done(folder), chosen_step(folder)
         seconds = time.monotonic() - killed
+        done, kept = steps_done(folder), chosen_step(folder)
         print(
-            f"{engine} {number:2}: killed {kill.victims} after step {done}, gone in {seconds:.1f} s, goes on from {kept}"
+            f"{engine} {number:2}: killed {kill.victims} after step {done}, gone in {seconds:.1f} s, "
+            f"goes on from {kept}"
         )
         assert done - kept <= most_lost, launch.text()
     launch = start(config, processes, folder, corpus + flags)
