@@ -5,7 +5,7 @@ The size `small` of benchmarks/quality.py on the built-in corpus, at one learnin
 parameters draws other initial values: a difference below the spread over seeds means nothing.
 
     python benchmarks/ablation.py                               all variants, two runs at a time
-    python benchmarks/ablation.py --variants depth_1 momentum --seeds 1
+    python benchmarks/ablation.py --variants depth_2 momentum --seeds 1
     python benchmarks/ablation.py --report                      the table only
 
 Finished runs are kept and not repeated; runs that were stopped go on at their last checkpoint.
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--variants", nargs="+", default=[FROZEN, *VARIANTS], choices=[FROZEN, *VARIANTS])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2], help="of every variant")
-    parser.add_argument("--learning_rate", type=float, default=4e-3)
+    parser.add_argument("--learning_rate", type=float, default=1.6e-2, help="default: HOPE's best")
     parser.add_argument("--report", action="store_true", help="print the table, and stop")
     return finish(_main, parser.parse_args(argv))
 

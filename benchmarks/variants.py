@@ -34,5 +34,6 @@ VARIANTS = {
     "clocks_1_2_4": {"level_periods": [1, 2, 4], "level_intermediate_sizes": [1, 1, 1]},
     "clocks_1_4_16": {"level_periods": [1, 4, 16], "level_intermediate_sizes": [1, 1, 1]},
     "levels_side_by_side": {"level_variant": "independent"},
+    "four_layers": {"num_hidden_layers": 4, "num_attention_heads": 2, "level_intermediate_sizes": [26, 26, 26]},
     "no_unit_targets": {"memory_target_norm": False},
 }

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from .engine import Engine
-from .manifest import latest_checkpoint, verify
+from .manifest import FORMAT, latest_checkpoint, verify
 from .optimizer_files import load_optimizer
 from .state_files import load_state, restore_rng
 
@@ -75,6 +75,11 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | None) 
     if path is None:
         return None
     manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    if manifest.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} was written by another version of hope_hf (format {manifest.get('format', 1)}, this one reads "
+            f"{FORMAT}): continue with that version, or begin from its weights with --model_name_or_path {path}."
+        )
     if manifest["only_model"]:
         raise ValueError(
             f"{path} holds the model alone (--save_only_model), so its run cannot be continued: begin another one "

@@ -10,6 +10,8 @@ import warnings
 from pathlib import Path
 
 MANIFEST = "manifest.json"
+# Raised where the other files change; a version reads its own.
+FORMAT = 2
 
 # A folder is `.replaced` while a newer one of the same step takes its name.
 _NAME = re.compile(r"checkpoint-(\d+)(\.replaced)?")
@@ -57,7 +59,7 @@ def publish(folder: Path, step: int, facts: dict, files: dict[str, dict]) -> Pat
     for name in files:
         if not (folder / name).exists():
             raise OSError(f"{name} is not in {folder}: --output_dir must be on a disk that all machines share")
-    content = {"step": step, **facts, "files": files}
+    content = {"format": FORMAT, "step": step, **facts, "files": files}
     with (folder / MANIFEST).open("w", encoding="utf-8") as handle:
         json.dump({**content, "sha256": _seal(content)}, handle, indent=1)
         handle.flush()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from checkpoint_run import Run, names
 
-from hope_hf.training import checkpoint_writer
+from hope_hf.training import checkpoint_writer, manifest
 from hope_hf.training.checkpoint_writer import CheckpointWriter
 from hope_hf.training.manifest import latest_checkpoint, verify
 
@@ -112,6 +112,15 @@ def test_the_model_alone_is_saved_and_cannot_be_continued(tmp_path):
     assert {"config.json", "model.safetensors", "tokenizer.json"} < present
     assert not [name for name in present if "rank" in name or "optimizer" in name]
     with pytest.raises(ValueError, match="--save_only_model.*--model_name_or_path"):
+        run.restore(tmp_path)
+
+
+def test_a_checkpoint_of_another_version_is_named(tmp_path, monkeypatch):
+    run = Run()
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "FORMAT", manifest.FORMAT + 1)
+        run.save(tmp_path)
+    with pytest.raises(ValueError, match=r"another version of hope_hf \(format 3, this one reads 2\)"):
         run.restore(tmp_path)
 
 
