@@ -62,7 +62,7 @@ RUN_CLM_FLAGS = """
     level_optimizers gradient_checkpointing torch_compile fsdp_reduce_dtype fsdp_limit_all_gathers
     fsdp_prefetch tf32
     output_dir resume_from_checkpoint checkpointing_steps save_total_limit async_save save_only_model
-    logging_steps eval_steps seed cpu_threads
+    logging_steps eval_steps seed cpu_threads ddp_timeout
     watchdog_seconds memory_dump_steps report_to run_name project_name push_to_hub hub_model_id hub_private_repo
 """.split()
 

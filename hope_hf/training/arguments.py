@@ -79,6 +79,7 @@ class RunArguments:
     eval_steps: int = flag(500, "Evaluate every N steps; 0: only at the end.")
     seed: int = flag(42, "Seed of weights, data order and sampling.")
     cpu_threads: int | None = flag(None, "Threads per process (default: cores / processes on this machine).")
+    ddp_timeout: float = flag(1800.0, "Seconds after which a process gives up waiting for the others.")
     watchdog_seconds: float = flag(
         540.0, "Without a step for so long, every process writes its stacks to a file in --output_dir; 0: never."
     )
@@ -105,7 +106,7 @@ class Arguments(ModelArguments, DataArguments, OptimizationArguments, RunArgumen
     FREE = frozenset(
         "output_dir resume_from_checkpoint checkpointing_steps save_total_limit async_save save_only_model "
         "per_device_train_batch_size gradient_accumulation_steps fsdp_limit_all_gathers fsdp_prefetch "
-        "logging_steps eval_steps cpu_threads watchdog_seconds memory_dump_steps "
+        "logging_steps eval_steps cpu_threads ddp_timeout watchdog_seconds memory_dump_steps "
         "report_to run_name project_name preprocessing_num_workers "
         "dataloader_num_workers dataloader_pin_memory trust_remote_code push_to_hub hub_model_id hub_private_repo "
         "demo".split()

@@ -5,10 +5,11 @@ accelerator. `launch.make_engine` verifies afterwards that the engine asked for 
 """
 
 import os
+from dataclasses import replace
 
 import torch
 from accelerate import Accelerator, ParallelismConfig, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, InitProcessGroupKwargs
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 
 def cpu_accelerator(wanted: str, options: dict) -> Accelerator:
@@ -18,7 +19,8 @@ def cpu_accelerator(wanted: str, options: dict) -> Accelerator:
         # Taken away meanwhile: with it accelerate drops DeepSpeed for plain replicas.
         asked = os.environ.pop("ACCELERATE_USE_CPU", None)
         # Without the backend every process would be a world of its own.
-        accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")], **options)
+        (group,) = options["kwargs_handlers"]
+        accelerator = Accelerator(**options | {"kwargs_handlers": [replace(group, backend="gloo")]})
         if asked is not None:
             os.environ["ACCELERATE_USE_CPU"] = asked
         return accelerator

@@ -10,8 +10,8 @@ class Heartbeat:
     """Appends a line per step to `heartbeat_rank<N>.jsonl`; where none follows, says where the process stands.
 
     After `watchdog_seconds` without a beat the stacks of all threads go to `stacks_rank<N>.txt`, and the process waits
-    on: set it below the timeout with which a collective ends the run (10 minutes under NCCL, 30 under gloo), which
-    leaves nothing to look at. A pause in which all is well, such as a long evaluation, only leaves the file.
+    on: set it below `--ddp_timeout`, with which a collective ends the run and leaves nothing to look at. A pause in
+    which all is well, such as a long evaluation, only leaves the file.
     """
 
     def __init__(self, output_dir: str, rank: int, watchdog_seconds: float):

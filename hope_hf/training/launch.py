@@ -5,6 +5,7 @@ something else (one process where two were asked for, plain DDP instead of FSDP)
 """
 
 import ctypes
+import datetime
 import importlib.util
 import os
 import signal
@@ -13,7 +14,7 @@ import sys
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, set_seed
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, set_seed
 
 from hope_hf.cli.process import set_up_cpu
 
@@ -29,21 +30,34 @@ from .launch_file import check_launch_file
 ENGINE_TYPES = {"fsdp": DistributedType.FSDP, "deepspeed": DistributedType.DEEPSPEED}
 
 
+class OneSidedError(ValueError):
+    """A mistake that one process met, and perhaps no other, so each that meets it says so."""
+
+
 def make_engine(args: Arguments, trackers: list[str]) -> Engine:
     """The engine that the launcher asked for, with its Accelerator.
 
-    Raises ValueError for launches that fell apart or became something else.
+    Raises ValueError for launches that fell apart or became something else, and where the processes do not meet.
     """
     check_launch_file()
     wanted = wanted_engine()
+    timeout = datetime.timedelta(seconds=args.ddp_timeout)
     options = {
+        "kwargs_handlers": [InitProcessGroupKwargs(timeout=timeout)],
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "log_with": trackers or None,
         "project_dir": args.output_dir,
     }
     if wanted == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         raise ValueError("The launch file asks for DeepSpeed, which is not installed: pip install hope_hf[deepspeed].")
-    accelerator = Accelerator(**options) if torch.accelerator.is_available() else cpu_accelerator(wanted, options)
+    try:
+        accelerator = Accelerator(**options) if torch.accelerator.is_available() else cpu_accelerator(wanted, options)
+    except torch.distributed.DistError as error:
+        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        raise OneSidedError(
+            f"Rank {os.environ.get('RANK')} did not meet the others at {host}:{port} within {args.ddp_timeout:g} s "
+            f"(--ddp_timeout): {str(error).splitlines()[0]}"
+        ) from None
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != world_size:
         raise ValueError(

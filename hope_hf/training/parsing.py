@@ -76,7 +76,7 @@ def _check(args: Arguments):
         value = getattr(args, name)
         if value is not None and not value >= 0:
             raise ValueError(f"--{name} is {value}: it must be 0 or more.")
-    for name in ("learning_rate", "num_train_epochs", "adam_epsilon"):
+    for name in ("learning_rate", "num_train_epochs", "adam_epsilon", "ddp_timeout"):
         value = getattr(args, name)
         if not (value > 0 and math.isfinite(value)):
             raise ValueError(f"--{name} is {value}: it must be above 0.")

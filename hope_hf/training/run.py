@@ -14,7 +14,8 @@ def main(argv: list[str]) -> int:
     try:
         args = parse(argv)
         # Not at the top: --help and misspelled flags answer before models and data sets are imported.
-        from .trainer import TrainingDiverged, UnusableData, train
+        from .launch import OneSidedError
+        from .trainer import TrainingDiverged, train
     except ValueError as error:
         return complain(error, 2)
     try:
@@ -22,4 +23,4 @@ def main(argv: list[str]) -> int:
     except TrainingDiverged as error:
         return complain(error, 1)
     except ValueError as error:
-        return complain(error, 2, everywhere=isinstance(error, UnusableData))
+        return complain(error, 2, everywhere=isinstance(error, OneSidedError))

@@ -18,7 +18,7 @@ from .evaluate import evaluate
 from .finish import finish
 from .guard import check_same_on_all
 from .heartbeat import Heartbeat
-from .launch import StopSignal, leave, make_engine, prepare_process, sum_over_processes
+from .launch import OneSidedError, StopSignal, leave, make_engine, prepare_process, sum_over_processes
 from .manifest import latest_checkpoint
 from .memory import CarriedMemory
 from .memory_report import MemoryReport
@@ -43,10 +43,6 @@ MOST_SKIPS_IN_A_ROW = 10
 
 class TrainingDiverged(RuntimeError):
     """Too many steps in a row had a non-finite loss or gradient."""
-
-
-class UnusableData(ValueError):
-    """A mistake in the data that one process met, and perhaps no other."""
 
 
 @dataclass
@@ -262,7 +258,7 @@ def _read(batches: Iterator, count: int, vocab_size: int) -> list:
         for batch, _ in window:
             check_token_ids(batch, vocab_size)
     except ValueError as error:
-        raise UnusableData(str(error)) from error
+        raise OneSidedError(str(error)) from error
     return window
 
 

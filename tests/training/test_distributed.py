@@ -64,21 +64,37 @@ def test_two_processes_give_the_curve_of_one(run, tmp_path, corpus, monkeypatch,
         assert not (tmp_path / "two" / f"stacks_rank{rank}.txt").exists()
 
 
-def test_processes_started_with_other_flags_stop(tmp_path, corpus):
+def started_by_hand(rank: int, port: int, folder, corpus, *flags) -> subprocess.Popen:
+    """One of two processes without a launcher, as on two machines."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+    place |= {"MASTER_PORT": port, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": ROOT}
+    environment = os.environ | {name: str(value) for name, value in place.items()}
+    command = [sys.executable, str(ROOT / "run_clm.py"), *LLAMA, *corpus, *SMALL, "--output_dir", str(folder), *flags]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    processes = []
-    for rank in ("0", "1"):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
-        flags = [*LLAMA, *corpus, *SMALL, "--output_dir", str(tmp_path / "run"), "--adam_beta1", f"0.8{rank}"]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)} | place
-        command = [sys.executable, str(ROOT / "run_clm.py"), *flags]
-        processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        return server.getsockname()[1]
+
+
+def test_processes_started_with_other_flags_stop(tmp_path, corpus, free_port):
+    folder = tmp_path / "run"
+    processes = [started_by_hand(r, free_port, folder, corpus, "--adam_beta1", f"0.8{r}") for r in (0, 1)]
     errors = [process.communicate(timeout=200)[1] for process in processes]
     assert [process.returncode for process in processes] == [2, 2], errors
     assert "Rank 1" in errors[0] and "has other flags than rank 0" in errors[0]
-    assert not list(tmp_path.glob("run/checkpoint-*"))
+    assert not list(folder.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_meets_nobody_says_so(tmp_path, corpus, free_port, rank):
+    alone = started_by_hand(rank, free_port, tmp_path / "run", corpus, "--ddp_timeout", "2")
+    _, errors = alone.communicate(timeout=200)
+    assert alone.returncode == 2, errors
+    assert f"Rank {rank} did not meet the others at 127.0.0.1:{free_port} within 2 s (--ddp_timeout)" in errors
+    assert not (tmp_path / "run").exists()
 
 
 def arguments(tmp_path) -> Arguments:
