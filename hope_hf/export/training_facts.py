@@ -49,7 +49,7 @@ def read_training(folder: Path) -> TrainingFacts | None:
             "dataset": dataset if dataset and dataset != "synthetic" and is_hub_name(dataset) else None,
             "base_model": base_model if base_model and is_hub_name(base_model) else None,
             "command": public_command(record["command"]),
-            "num_processes": flags["num_processes"],
+            "num_processes": record["num_processes"],
             "versions": {name: version for name, version in record["versions"].items() if version},
         }
     except (KeyError, TypeError, AttributeError):

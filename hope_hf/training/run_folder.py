@@ -57,6 +57,7 @@ class RunFolder:
             record = self._check(identity)
             if record is None:
                 record = {"identity": identity, "complete": False, "run_id": uuid.uuid4().hex[:12], **provenance()}
+                record["num_processes"] = self._accelerator.num_processes
                 self._write(record)
             return record
 

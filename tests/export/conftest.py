@@ -39,7 +39,8 @@ def trained(tmp_path_factory) -> Path:
     flags = Arguments(train_file=str(folder / "my books" / "*.txt"), output_dir=str(folder), max_train_steps=7)
     command = [str(folder / "run_clm.py"), "--train_file", flags.train_file, f"--output_dir={folder}"]
     record = {
-        "identity": flags.identity() | {"num_processes": 2},
+        "identity": flags.identity(),
+        "num_processes": 2,
         "complete": True,
         **provenance(),
         "command": command,
