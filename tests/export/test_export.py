@@ -29,6 +29,8 @@ def refused(tmp_path, capsys):
 
     def attempt(source, *flags, status=2, out="out") -> str:
         before = sorted(tmp_path.rglob("*"))
+        # What the fixtures printed while they made the folder.
+        capsys.readouterr()
         assert main([str(source), "--to", str(tmp_path / out), *map(str, flags)]) == status
         complaint = capsys.readouterr().err
         assert complaint.startswith("error: ") and complaint.count("\n") == 1, complaint
