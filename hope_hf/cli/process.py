@@ -1,6 +1,8 @@
 """What every program of the house does with its process: threads, warnings and errors as sentences."""
 
+import ctypes
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -33,7 +35,15 @@ def warn_in_sentences():
     warnings.formatwarning = _as_sentence
 
 
-def complain(error: Exception, status: int, everywhere: bool = False) -> int:
+def die_with_launcher():
+    """Linux: a launcher that is killed passes SIGTERM on, so no orphan trains on in the same folder."""
+    launched = "WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+    if launched and sys.platform.startswith("linux"):
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGTERM))
+
+
+def complain(error: Exception | str, status: int, everywhere: bool = False) -> int:
     """Print the error as one line on standard error, unless another process says it; gives `status`."""
     # What all processes meet is said once.
     if everywhere or is_first_process():

@@ -120,7 +120,12 @@ class CheckpointWriter:
             files = folder.rglob("*") if first else folder.glob("*")
             pending.files = describe(folder, [path for path in files if _owner(path) == rank])
 
+        def find_folder() -> None:
+            if not folder.is_dir():
+                raise OSError("it must be on a disk that all machines share")
+
         _together(make_folder, folder)
+        _together(find_folder, folder)
         self._pending = pending = _Pending(folder, step)
         if background:
             pending.thread = threading.Thread(target=_caught, args=(write, pending), name=f"checkpoint-{step}")

@@ -1,5 +1,6 @@
 """Fully sharded data parallelism of torch, version 2: every process owns a part of each parameter."""
 
+import math
 import warnings
 
 import torch
@@ -64,7 +65,7 @@ class FSDP2(Engine):
         tensors = {key: tensor.to_local().view(-1) for key, tensor in tensors.items()}
         (chunk,) = parameter.__create_chunk_list__()
         assert chunk.sizes[1:] == parameter.shape[1:], f"{name} is not sharded along its first axis"
-        start = chunk.offsets[0] * parameter[0].numel()
+        start = chunk.offsets[0] * math.prod(parameter.shape[1:])
         # Of the processes that hold the same part in a hybrid mesh the first writes it.
         mesh = parameter.device_mesh
         copies = [mesh.get_local_rank(axis) for axis, place in enumerate(parameter.placements) if place.is_replicate()]

@@ -71,8 +71,11 @@ class FSDP1(Engine):
 
     @torch.no_grad()
     def gradient_norm(self, parameters: list[nn.Parameter]) -> float | None:
-        squares = [parameter.grad.float().square().sum() for parameter in parameters if parameter.grad is not None]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), device=self.accelerator.device)
+        # Offloaded gradients are on the CPU, and all processes must reduce on one device.
+        total = torch.zeros((), device=self.accelerator.device)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                total += parameter.grad.float().square().sum().to(total.device)
         # Elsewhere may lie what this process has no part of.
         return float(self.accelerator.reduce(total, "sum") / self._replicas) ** 0.5 if parameters else None
 

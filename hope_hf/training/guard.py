@@ -20,7 +20,12 @@ def check_devices(accelerator: Accelerator):
     """
     if accelerator.device.type != "cuda":
         return
-    _check_single_rank(accelerator.num_processes, torch.cuda.device_count())
+    visible = torch.cuda.device_count()
+    _check_single_rank(accelerator.num_processes, visible)
+    # Before the processes talk to each other: NCCL refuses two of them on one GPU in words of its own.
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if local > visible:
+        raise ValueError(f"{local} processes share {visible} GPU(s): launch one process per GPU (--num_processes).")
     places = gather_object([f"{accelerator.device} of {socket.gethostname()}"])
     for place in places:
         if places.count(place) > 1:

@@ -21,7 +21,7 @@ class Heartbeat:
         self._lines = (Path(output_dir) / f"heartbeat_rank{rank}.jsonl").open("a", encoding="utf-8")
         self._stacks = Path(output_dir) / f"stacks_rank{rank}.txt"
         # Opened now: a process that hangs opens no file.
-        self._stacks_file = self._stacks.open("w", encoding="utf-8") if watchdog_seconds else None
+        self._stacks_file = self._stacks.open("a", encoding="utf-8") if watchdog_seconds else None
         self._seconds = watchdog_seconds
         self._wait()
 
@@ -33,12 +33,12 @@ class Heartbeat:
 
     def close(self):
         """No beat follows. A file without stacks is removed."""
-        self._lines.close()
         if self._stacks_file is not None:
             faulthandler.cancel_dump_traceback_later()
             self._stacks_file.close()
             if not self._stacks.stat().st_size:
                 self._stacks.unlink()
+        self._lines.close()
 
     def _wait(self):
         if self._stacks_file is not None:

@@ -4,12 +4,12 @@ accelerate decides the engine from the launcher's environment, and some wrong la
 something else (one process where two were asked for, plain DDP instead of FSDP). Here they stop with a sentence.
 """
 
-import ctypes
 import datetime
 import importlib.util
 import os
 import signal
 import sys
+import warnings
 
 import torch
 import transformers
@@ -75,11 +75,23 @@ def make_engine(args: Arguments, trackers: list[str]) -> Engine:
             "processes with it (--num_processes), or take accelerate_configs/single.yaml."
         )
     check_devices(accelerator)
+    _warn_of_ignored(args, wanted == "fsdp", accelerator)
     if wanted == "plain":
         return Engine(accelerator)
     if wanted == "deepspeed":
         return Zero(accelerator, args)
     return FSDP2(accelerator, args) if accelerator.is_fsdp2 else FSDP1(accelerator, args)
+
+
+def _warn_of_ignored(args: Arguments, fsdp: bool, accelerator: Accelerator):
+    bf16 = accelerator.mixed_precision == "bf16"
+    for name, is_ignored, reason in (
+        ("fsdp_prefetch", not fsdp, "the launch file asks for no FSDP"),
+        ("fsdp_limit_all_gathers", not fsdp, "the launch file asks for no FSDP"),
+        ("fsdp_reduce_dtype", not (fsdp and bf16), "the launch file does not ask for FSDP with bf16"),
+    ):
+        if is_ignored and getattr(args, name) != getattr(Arguments, name) and accelerator.is_main_process:
+            warnings.warn(f"--{name} is ignored: {reason}.", stacklevel=3)
 
 
 def wanted_engine() -> str:
@@ -98,7 +110,6 @@ def prepare_process(args: Arguments, accelerator: Accelerator):
     set_seed(args.seed)
     if not shows_bars(accelerator):
         transformers.utils.logging.disable_progress_bar()
-    _die_with_launcher()
 
 
 def shows_bars(accelerator: Accelerator) -> bool:
@@ -141,11 +152,3 @@ class StopSignal:
         self.received = True
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _die_with_launcher():
-    """Linux: a launcher that is killed passes SIGTERM on, so no orphan trains on in the same folder."""
-    launched = "WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
-    if launched and sys.platform.startswith("linux"):
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGTERM))

@@ -41,7 +41,7 @@ def launch_file() -> Path | None:
         return None
     for index, word in enumerate(words):
         name, _, value = word.partition("=")
-        if name == "--config_file":
+        if name.replace("-", "_") == "__config_file":
             path = Path(value or words[index + 1])
             return path if path.is_file() else None
     return None

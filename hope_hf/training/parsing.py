@@ -60,6 +60,12 @@ def _warn_of_ignored(args: Arguments, named: set[str]):
         ("hub_model_id", not args.push_to_hub, "--push_to_hub is not given"),
         ("hub_private_repo", not args.push_to_hub, "--push_to_hub is not given"),
     )
+    if args.watchdog_seconds >= args.ddp_timeout and is_first_process():
+        warnings.warn(
+            f"--watchdog_seconds {args.watchdog_seconds:g} is not below --ddp_timeout {args.ddp_timeout:g}: a hang of "
+            "several processes leaves no stacks.",
+            stacklevel=3,
+        )
     for name, is_ignored, reason in ignored:
         if name in named and is_ignored and is_first_process():
             warnings.warn(f"--{name} is ignored: {reason}.", stacklevel=3)

@@ -1,8 +1,12 @@
 """The command line's entry: errors of the user become one sentence and an exit status."""
 
-from hope_hf.cli.process import complain, warn_in_sentences
+import errno
+
+from hope_hf.cli.process import complain, die_with_launcher, warn_in_sentences
 
 from .parsing import parse
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def main(argv: list[str]) -> int:
@@ -10,6 +14,7 @@ def main(argv: list[str]) -> int:
 
     A ValueError is one sentence for the user; any other exception is ours or the machine's and keeps its traceback.
     """
+    die_with_launcher()
     warn_in_sentences()
     try:
         args = parse(argv)
@@ -22,5 +27,14 @@ def main(argv: list[str]) -> int:
         return train(args)
     except TrainingDiverged as error:
         return complain(error, 1)
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        return complain(
+            f"--output_dir {args.output_dir} cannot be written ({error.strerror}): free space there or make it "
+            "writable, then repeat the command; checkpoints that are complete are intact.",
+            2,
+            everywhere=True,
+        )
     except ValueError as error:
         return complain(error, 2, everywhere=isinstance(error, OneSidedError))

@@ -197,7 +197,9 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
                 memory.restart()
                 mean = step_loss / max(valid_tokens, 1)
                 tracker.say(f"step {progress.step} skipped: loss {mean:g}, gradient norm {grad_norm:g}")
-                _stop_if_diverged(progress, args)
+                if progress.skipped_in_a_row >= MOST_SKIPS_IN_A_ROW:
+                    writer.finish()
+                    raise _diverged(progress, args)
             memory_report.step_ends(progress.step)
             learning_rate = scheduler.get_last_lr()[0]
             scheduler.step()
@@ -241,7 +243,10 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
         if progress.step < plan.total_steps:
             if progress.step > start_step and not progress.skipped_in_a_row:
                 save()
-            tracker.say(f"Stopped at step {progress.step}: run the same command again to continue.")
+            again = "run the same command again to continue"
+            if args.save_only_model:
+                again = "its checkpoint can begin another run (--model_name_or_path)"
+            tracker.say(f"Stopped at step {progress.step}: {again}.")
             return False
 
     row = evaluate(model, run.data, accelerator)
@@ -262,11 +267,13 @@ def _read(batches: Iterator, count: int, vocab_size: int) -> list:
     return window
 
 
-def _stop_if_diverged(progress: Progress, args: Arguments):
-    if progress.skipped_in_a_row >= MOST_SKIPS_IN_A_ROW:
+def _diverged(progress: Progress, args: Arguments) -> TrainingDiverged:
+    try:
         last = latest_checkpoint(args.output_dir) or "none was written yet"
-        raise TrainingDiverged(
-            f"The loss or its gradient was not finite in {MOST_SKIPS_IN_A_ROW} steps in a row, the last one "
-            f"{progress.step}: lower --learning_rate (now {args.learning_rate:g}) or raise --num_warmup_steps; "
-            f"last good checkpoint: {last}."
-        )
+    except ValueError:
+        last = "none is complete"
+    return TrainingDiverged(
+        f"The loss or its gradient was not finite in {MOST_SKIPS_IN_A_ROW} steps in a row, the last one "
+        f"{progress.step}: lower --learning_rate (now {args.learning_rate:g}) or raise --num_warmup_steps; "
+        f"last good checkpoint: {last}."
+    )

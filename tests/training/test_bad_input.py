@@ -1,5 +1,6 @@
 """Mistakes of the user: one sentence that names the flag or file, an exit status, and nothing overwritten."""
 
+import errno
 import json
 import shutil
 
@@ -7,7 +8,8 @@ import pytest
 from training_runs import HOPE, LLAMA, make_tokenizer
 
 from hope_hf.data import build
-from hope_hf.training import main
+from hope_hf.training import heartbeat, main
+from hope_hf.training.parsing import parse
 
 
 def refuse(run, capsys, sentence, name="a", **keywords):
@@ -168,3 +170,24 @@ def test_tokenizer_larger_than_a_loaded_model(run, capsys, tmp_path, corpus):
     flags = ["--model_name_or_path", tmp_path / "a"]
     data = [*corpus[:4], "--tokenizer_name", str(tmp_path / "tokenizer")]
     refuse(run, capsys, "--tokenizer_name", name="b", flags=flags, data=data, model=[])
+
+
+def test_a_disk_that_fills_up_between_checkpoints(run, capsys, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(heartbeat.Heartbeat, "beat", full)
+    status, _ = run("a")
+    assert status == 2
+    complaint = capsys.readouterr().err
+    assert "cannot be written (No space left on device): free space there" in complaint
+
+
+def test_flags_of_fsdp_without_it_warn(run):
+    with pytest.warns(UserWarning, match="--fsdp_prefetch is ignored: the launch file asks for no FSDP"):
+        run("a", "--fsdp_prefetch", "2", "--max_train_steps", "1")
+
+
+def test_a_watchdog_that_would_come_too_late_warns(tmp_path):
+    with pytest.warns(UserWarning, match="--watchdog_seconds 540 is not below --ddp_timeout 300"):
+        parse(["--output_dir", str(tmp_path), "--ddp_timeout", "300"])

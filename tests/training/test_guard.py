@@ -53,6 +53,14 @@ def test_what_is_meant_passes(gpus, monkeypatch, visible, own):
     check_devices(own)
 
 
+def test_more_processes_than_gpus_are_refused_before_they_talk(gpus, monkeypatch):
+    gpus(2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setattr(guard, "gather_object", None)
+    with pytest.raises(ValueError, match=r"3 processes share 2 GPU\(s\): launch one process per GPU"):
+        check_devices(accelerator(num_processes=3))
+
+
 def test_two_processes_do_not_share_a_gpu(gpus, monkeypatch):
     gpus(2)
     own = accelerator(num_processes=3)

@@ -87,7 +87,7 @@ def test_the_file_is_found_on_the_command_line_of_the_launcher(tmp_path, monkeyp
     command_line(["accelerate", "launch", "--config_file", str(file), "run_clm.py"])
     with pytest.raises(ValueError, match="MULTI_CPU starts a single process"):
         launch_file.check_launch_file()
-    command_line(["accelerate", "launch", f"--config_file={file}", "run_clm.py"])
+    command_line(["accelerate", "launch", f"--config-file={file}", "run_clm.py"])
     assert launch_file.launch_file() == file
     command_line(["bash"])
     assert launch_file.launch_file() is None
