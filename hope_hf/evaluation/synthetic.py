@@ -93,7 +93,7 @@ def measure(task: Task, args: Arguments, device: torch.device) -> list[Row]:
                 "n": len(samples[name]) * args.num_seeds,
                 "steps": round(sum(steps) / len(steps)),
                 "parameters": parameters,
-                "seconds": round(seconds, 1),
+                "seconds": round(seconds, 3),
             }
         )
     return rows
