@@ -5,6 +5,7 @@ from .build import build_optimizer
 from .level_clock import LevelClock, require_same_groups, warn_short_levels
 from .level_options import LevelOptions, parse_level_optimizers
 from .muon import MuonRule, newton_schulz
+from .sharding import own_part
 
 __all__ = [
     "AdamWRule",
@@ -13,6 +14,7 @@ __all__ = [
     "MuonRule",
     "build_optimizer",
     "newton_schulz",
+    "own_part",
     "parse_level_optimizers",
     "require_same_groups",
     "warn_short_levels",

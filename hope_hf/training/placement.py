@@ -10,17 +10,16 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from hope_hf.optim import own_part
 
 GIB = 2**30
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this process holds of a parameter or a state: its shard under FSDP2 and ZeRO-3, else all of it."""
-    if isinstance(tensor, DTensor):
-        return tensor.to_local()
     # ZeRO-3 leaves an empty tensor where a parameter was, and its shard beside it.
-    return getattr(tensor, "ds_tensor", tensor)
+    return own_part(getattr(tensor, "ds_tensor", tensor))
 
 
 def size_in_bytes(tensors: Iterable[Tensor]) -> int:
