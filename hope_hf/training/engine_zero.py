@@ -7,6 +7,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from hope_hf.optim import LevelClock
 
 from .arguments import Arguments
-from .engine import Engine, Shard, split_state
+from .engine import Engine, Part, Shard, split_state
 
 # DeepSpeed's names of what the flags decide.
 FLAGS_OF_KEYS = {
@@ -26,6 +27,19 @@ FLAGS_OF_KEYS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "max_grad_norm",
 }
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Where this process holds its part of a parameter in fp32: `start` in the parameter, `place` in `flat`."""
+
+    parameter: Tensor
+    start: int
+    flat: Tensor
+    place: int
+    length: int
+    group: dict
+    """The optimizer's."""
 
 
 class Zero(Engine):
@@ -45,7 +59,6 @@ class Zero(Engine):
         self.stage = config["zero_optimization"]["stage"]
         if self.stage not in (2, 3):
             raise ValueError(f"DeepSpeed's zero_stage is {self.stage}: use 2 or 3, or accelerate_configs/ddp.yaml.")
-        self.shards_weights = self.stage == 3
         self.name = f"DeepSpeed ZeRO-{self.stage}"
         _check_file(args)
         # With an optimizer of ours on the CPU, not one of DeepSpeed's.
@@ -57,7 +70,8 @@ class Zero(Engine):
             # Weights stay fp32 and memories compute in it, as under the other engines.
             config["bf16"] = {"enabled": False}
             config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-        self._low_precision = config.get("bf16", {}).get("enabled") is True
+        # Where the model itself is bf16, its weights are what is shared out in fp32.
+        self.shards_weights = self.stage == 3 or config.get("bf16", {}).get("enabled") is True
 
     def prepare(self, model: PreTrainedModel, optimizer: LevelClock) -> nn.Module:
         if self.stage == 3:
@@ -113,50 +127,56 @@ class Zero(Engine):
         norms = [torch.linalg.vector_norm(safe_get_full_grad(parameter).float()) for parameter in parameters]
         return float(torch.linalg.vector_norm(torch.stack(norms)))
 
-    @torch.no_grad()
-    def weights(self) -> dict[str, Tensor] | None:
-        if self.stage == 2 and not self._low_precision:
-            return None
-        return dict(self._whole_weights())
+    def weight_parts(self) -> Iterator[Part]:
+        # Only in its groups DeepSpeed knows what belongs to a parameter.
+        self._own = {id(piece.parameter): piece for piece in self._pieces()}
+        return super().weight_parts()
 
-    def _gathered(self, tensor: Tensor) -> Tensor:
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        if isinstance(tensor, nn.Parameter):
-            whole = safe_get_full_fp32_param(tensor)
-            return tensor if whole is None else whole
-        return tensor
+    def _part(self, names: tuple[str, ...], tensor: Tensor) -> Part:
+        if not self.shards_weights or not isinstance(tensor, nn.Parameter):
+            return super()._part(names, tensor)
+        piece = self._own.get(id(tensor))
+        if piece is None:
+            # Of stage 2's parts, cut from all parameters end to end, this one ends before or begins behind.
+            return Part(names, tensor.shape, 0, torch.empty(0), is_copy=False)
+        values = piece.flat.detach().narrow(0, piece.place, piece.length)
+        return Part(names, _shape(tensor), piece.start, values, is_copy=False)
 
     def optimizer_shards(self) -> Iterator[Shard]:
-        return self._shards_of_stage_3() if self.stage == 3 else self._shards_of_stage_2()
+        for piece in self._pieces():
+            tensors, scalars = split_state(self.optimizer.create_state(piece.flat, piece.group))
+            tensors = {key: tensor.narrow(0, piece.place, piece.length) for key, tensor in tensors.items()}
+            name, numel = self._names[piece.parameter], _shape(piece.parameter).numel()
+            yield Shard(name, piece.start, numel, tensors, scalars, is_copy=False)
 
-    def _shards_of_stage_2(self) -> Iterator[Shard]:
+    def _pieces(self) -> Iterator[_Piece]:
+        return self._pieces_of_stage_3() if self.stage == 3 else self._pieces_of_stage_2()
+
+    def _pieces_of_stage_2(self) -> Iterator[_Piece]:
         zero = self._zero
         for parameters, flat, group in zip(
             zero.bit16_groups, zero.single_partition_of_fp32_groups, self.optimizer.param_groups, strict=True
         ):
-            state = self.optimizer.create_state(flat, group)
             for parameter in parameters:
                 mapping = parameter._hp_mapping
                 if mapping is not None:
                     start, place = mapping.lp_fragment_address.start, mapping.hp_fragment_address
-                    yield self._piece(parameter, parameter.numel(), start, state, place.start, place.numel)
+                    yield _Piece(parameter, start, flat, place.start, place.numel, group)
 
-    def _shards_of_stage_3(self) -> Iterator[Shard]:
+    def _pieces_of_stage_3(self) -> Iterator[_Piece]:
         zero, groups = self._zero, self.optimizer.param_groups
         for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
-            state = self.optimizer.create_state(flat, groups[zero.sub_group_to_group_id[index]])
             for parameter in zero.fp16_groups[index]:
                 _, place, length = zero.grad_position[zero.get_param_id(parameter)]
                 start = self.accelerator.process_index * length
                 # The last parts are padded.
                 length = max(0, min(length, parameter.ds_numel - start))
-                yield self._piece(parameter, parameter.ds_numel, start, state, place, length)
+                yield _Piece(parameter, start, flat, place, length, groups[zero.sub_group_to_group_id[index]])
 
-    def _piece(self, parameter: Tensor, numel: int, start: int, state: dict, place: int, length: int) -> Shard:
-        tensors, scalars = split_state(state)
-        tensors = {key: tensor.narrow(0, place, length) for key, tensor in tensors.items()}
-        return Shard(self._names[parameter], start, numel, tensors, scalars, is_copy=False)
+
+def _shape(parameter: Tensor) -> torch.Size:
+    """Of the whole."""
+    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def _file() -> dict:
