@@ -7,6 +7,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,7 +19,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from hope_hf.optim import LevelClock
 
 from .arguments import Arguments
-from .engine import Engine, Shard, split_state
+from .engine import LOW_PRECISION, Engine, Shard, split_state
+from .loss_scaling import DeepSpeedScaling
 
 # DeepSpeed's names of what the flags decide.
 FLAGS_OF_KEYS = {
@@ -57,17 +59,35 @@ class Zero(Engine):
             # Weights stay fp32 and memories compute in it, as under the other engines.
             config["bf16"] = {"enabled": False}
             config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-        self._low_precision = config.get("bf16", {}).get("enabled") is True
+        # DeepSpeed's own way with fp16: weights of the forward pass in it, those of the optimizer in fp32. With
+        # torch's autocast it would clip gradients that are still scaled, and each process would look for its own
+        # overflow.
+        self._low_precision = any(config.get(name, {}).get("enabled") is True for name in LOW_PRECISION)
 
     def prepare(self, model: PreTrainedModel, optimizer: LevelClock) -> nn.Module:
         if self.stage == 3:
             self._gather_whole_blocks(model)
+        exact = {}
+        if self._low_precision:
+            exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         super().prepare(model, optimizer)
         assert self.wrapped.zero_optimization_stage() == self.stage
         assert self.wrapped.gradient_accumulation_steps() == self.accelerator.gradient_accumulation_steps
         self._zero = self.wrapped.optimizer
         self._names = {parameter: name for name, parameter in model.named_parameters()}
+        if self.accelerator.mixed_precision == "fp16":
+            self.scaling = DeepSpeedScaling(self._zero.loss_scaler)
+        if exact:
+            self._keep_exact(exact)
         return self.wrapped
+
+    @torch.no_grad()
+    def _keep_exact(self, weights: dict[str, Tensor]):
+        """Give the optimizer the weights as they were; DeepSpeed has rounded them before it took them up."""
+        for piece in self._pieces():
+            whole = weights[self._names[piece.parameter]].flatten()
+            own = piece.flat.narrow(0, piece.place, piece.length)
+            own.copy_(whole[piece.start : piece.start + piece.length])
 
     @staticmethod
     def _gather_whole_blocks(model: PreTrainedModel):
@@ -91,21 +111,25 @@ class Zero(Engine):
         groups = self._zero._get_norm_groups() if self.stage == 3 else None
         norm = combine_grad_norm_groups(groups) if groups is not None else self._zero.scaled_global_norm()
         # What is not finite is -1 there.
-        return float("nan") if is_invalid_grad_norm(norm) else float(norm)
+        return float("nan") if is_invalid_grad_norm(norm) else float(norm) / self._zero.loss_scale
 
     def step(self) -> None:
         self.wrapped.step()
 
-    def skip(self) -> None:
+    def skip(self, lower_scale: bool = False) -> None:
+        scaling = None if lower_scale or self.scaling is None else self.scaling.state()
         # DeepSpeed frees its gradients and counts on in a step only: one that changes nothing.
         step, self.optimizer.step = self.optimizer.step, lambda *arguments, **keywords: None
         try:
             self.wrapped.step()
         finally:
             self.optimizer.step = step
+        if scaling is not None:
+            # It takes what is not finite for an overflow, wherever it comes from.
+            self.scaling.load(scaling)
 
     @torch.no_grad()
-    def gradient_norm(self, parameters: list[nn.Parameter]) -> float | None:
+    def _scaled_norm(self, parameters: list[nn.Parameter]) -> float | None:
         from deepspeed.utils import safe_get_full_grad
 
         if not parameters:
@@ -128,35 +152,45 @@ class Zero(Engine):
         return tensor
 
     def optimizer_shards(self) -> Iterator[Shard]:
-        return self._shards_of_stage_3() if self.stage == 3 else self._shards_of_stage_2()
+        for piece in self._pieces():
+            tensors, scalars = split_state(self.optimizer.create_state(piece.flat, piece.group))
+            tensors = {key: tensor.narrow(0, piece.place, piece.length) for key, tensor in tensors.items()}
+            name = self._names[piece.parameter]
+            yield Shard(name, piece.start, piece.numel, tensors, scalars, is_copy=False)
 
-    def _shards_of_stage_2(self) -> Iterator[Shard]:
-        zero = self._zero
-        for parameters, flat, group in zip(
-            zero.bit16_groups, zero.single_partition_of_fp32_groups, self.optimizer.param_groups, strict=True
-        ):
-            state = self.optimizer.create_state(flat, group)
-            for parameter in parameters:
-                mapping = parameter._hp_mapping
-                if mapping is not None:
-                    start, place = mapping.lp_fragment_address.start, mapping.hp_fragment_address
-                    yield self._piece(parameter, parameter.numel(), start, state, place.start, place.numel)
-
-    def _shards_of_stage_3(self) -> Iterator[Shard]:
+    def _pieces(self) -> Iterator["Piece"]:
         zero, groups = self._zero, self.optimizer.param_groups
+        if self.stage == 2:
+            flats = zero.single_partition_of_fp32_groups
+            for parameters, flat, group in zip(zero.bit16_groups, flats, groups, strict=True):
+                for parameter in parameters:
+                    mapping = parameter._hp_mapping
+                    if mapping is not None:
+                        start, place = mapping.lp_fragment_address.start, mapping.hp_fragment_address
+                        yield Piece(parameter, parameter.numel(), start, flat, group, place.start, place.numel)
+            return
         for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
-            state = self.optimizer.create_state(flat, groups[zero.sub_group_to_group_id[index]])
+            group = groups[zero.sub_group_to_group_id[index]]
             for parameter in zero.fp16_groups[index]:
                 _, place, length = zero.grad_position[zero.get_param_id(parameter)]
                 start = self.accelerator.process_index * length
                 # The last parts are padded.
                 length = max(0, min(length, parameter.ds_numel - start))
-                yield self._piece(parameter, parameter.ds_numel, start, state, place, length)
+                yield Piece(parameter, parameter.ds_numel, start, flat, group, place, length)
 
-    def _piece(self, parameter: Tensor, numel: int, start: int, state: dict, place: int, length: int) -> Shard:
-        tensors, scalars = split_state(state)
-        tensors = {key: tensor.narrow(0, place, length) for key, tensor in tensors.items()}
-        return Shard(self._names[parameter], start, numel, tensors, scalars, is_copy=False)
+
+@dataclass(frozen=True)
+class Piece:
+    """A process's part of a parameter in DeepSpeed's flat tensors: `length` elements, of the parameter's `numel` those
+    from `start` on, which lie in `flat` from `place` on."""
+
+    parameter: Tensor
+    numel: int
+    start: int
+    flat: Tensor
+    group: dict
+    place: int
+    length: int
 
 
 def _file() -> dict:
