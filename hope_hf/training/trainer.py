@@ -56,8 +56,8 @@ class Progress:
     skipped: int = 0
     """Steps skipped for a non-finite loss or gradient."""
     skipped_in_a_row: int = 0
-    scaled_down: int = 0
-    """Steps left out because the scaled gradient overflowed in fp16, which lowers the scale; not among the skipped."""
+    overflowed: int = 0
+    """Steps left out because the gradient, scaled for fp16, overflowed: not among the skipped, and no harm."""
     loss_sum: float = 0.0
     """Summed loss since the last log, in nats."""
     loss_tokens: int = 0
@@ -202,12 +202,12 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
                 progress.loss_tokens += int(valid_tokens)
             elif math.isfinite(step_loss) and scaling is not None and scaling.can_fall:
                 engine.skip(lower_scale=True)
-                progress.scaled_down += 1
+                progress.overflowed += 1
                 progress.loss_sum += step_loss
                 progress.loss_tokens += int(valid_tokens)
                 tracker.say(
-                    f"step {progress.step} left out: the gradient overflowed, the loss scale falls from "
-                    f"{loss_scale:g} to {scaling.scale:g}"
+                    f"step {progress.step} left out: the gradient overflowed at loss scale {loss_scale:g}, the next "
+                    f"one is {scaling.scale:g}"
                 )
             else:
                 engine.skip()
@@ -246,7 +246,7 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
                     **writer.take_report(),
                 }
                 if loss_scale is not None:
-                    rows |= {"train/loss_scale": loss_scale, "train/scaled_down_steps": progress.scaled_down}
+                    rows |= {"train/loss_scale": loss_scale, "train/overflowed_steps": progress.overflowed}
                 if peak:
                     used = speed["train/tokens_per_second"] * flops / accelerator.num_processes
                     rows["train/mfu_percent"] = 100 * used / peak
