@@ -1,9 +1,9 @@
 """Writes checkpoints: at once, or while the training goes on.
 
-A checkpoint in the background is first copied to the CPU's memory, which is all that the training waits for; a thread
-of every process then writes and hashes the process's own files. Once all have (`written`, which the processes compare
-in the sum they form in each step anyway), `finish` seals the folder. One checkpoint is under way at a time, so there
-is one copy, which is kept: to take new memory for the next would take longer than to fill it.
+For a checkpoint in the background every process first copies its part to the CPU's memory, which is all that the
+training waits for; a thread of each then sends its part of the weights to the first, writes the process's own files
+and hashes them. Once all have (`written`, which the processes compare in the sum they form in each step anyway),
+`finish` seals the folder. One checkpoint is under way at a time, so there is one copy, which is kept for the next.
 """
 
 import copy
@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
@@ -24,9 +23,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from .engine import Engine
-from .manifest import describe, latest_checkpoint, publish, remove_leftovers, rotate, temporary_name
+from .launch import OneSidedError
+from .manifest import describe, last_good, publish, remove_leftovers, rotate, temporary_name
 from .optimizer_files import optimizer_part, save_optimizer
 from .state_files import rng_state, save_state
+from .whole_weights import HostBuffers, take_parts
 
 _OF_A_RANK = re.compile(r"(?:optimizer_)?rank_(\d+)\.(?:json|safetensors)")
 
@@ -57,7 +58,7 @@ class CheckpointWriter:
         self._only_model = only_model
         self._pending: _Pending | None = None
         self._report: dict[str, float] = {}
-        self._copies: dict[str, Tensor] = {}
+        self._buffers = HostBuffers()
         self._rotation: threading.Thread | None = None
 
     def save(
@@ -82,21 +83,21 @@ class CheckpointWriter:
             The folder. An existing one of the same step is replaced.
 
         Raises:
-            ValueError: the disk is full or cannot be written; the checkpoints written before are intact.
+            ValueError: the disk is full or cannot be written, or another process has ended; the checkpoints written
+                before are intact.
         """
         self.finish()
         start = time.perf_counter()
         rank, first = PartialState().process_index, PartialState().is_main_process
         folder = broadcast_object_list([temporary_name(self._output_dir, step)])[0]
-        # All processes gather, so before anything that may fail on one of them.
-        weights = engine.weights()
+        if not background:
+            self._buffers.clear()
+        parts = take_parts(engine, self._buffers if background else None)
         carried = carried or {}
-        optimizer = None if self._only_model else optimizer_part(engine, self._host_copy if background else None)
+        optimizer = None if self._only_model else optimizer_part(engine, self._buffers.copy if background else None)
         plain = scheduler.state_dict(), trainer_state, data_state
         if background:
             plain, carried = copy.deepcopy(plain), {name: tensor.cpu().clone() for name, tensor in carried.items()}
-            if first and weights is None:
-                weights = self._copied_weights(engine.model.state_dict())
         schedule, trainer_state, data_state = plain
         own = {"rng": rng_state(), "data": data_state, "carried": carried}
 
@@ -107,6 +108,8 @@ class CheckpointWriter:
                 folder.mkdir()
 
         def write() -> None:
+            # All processes take part in it, so before anything that may fail on one of them.
+            weights = parts.together()
             if optimizer is not None:
                 save_state(folder / f"rank_{rank}", own)
                 save_optimizer(folder, optimizer, rank)
@@ -157,6 +160,12 @@ class CheckpointWriter:
         start = time.perf_counter()
         if pending.thread is not None:
             pending.thread.join()
+        if isinstance(pending.error, ConnectionError):
+            # There is no agreeing with a process that has ended.
+            raise OneSidedError(
+                f"No checkpoint could be written in --output_dir {self._output_dir} ({pending.error}): repeat the "
+                f"command to continue; last good checkpoint: {last_good(self._output_dir)}."
+            )
 
         def settle() -> None:
             if pending.error is not None:
@@ -188,22 +197,6 @@ class CheckpointWriter:
         """Rows about the last checkpoint that became whole, once."""
         report, self._report = self._report, {}
         return report
-
-    def _host_copy(self, name: str, tensor: Tensor) -> Tensor:
-        """In the CPU's memory, until the next checkpoint."""
-        kept = self._copies.get(name)
-        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-            kept = self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        return kept.copy_(tensor)
-
-    def _copied_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What is tied stays tied."""
-        first_names: dict[tuple, str] = {}
-        result = {}
-        for name, tensor in weights.items():
-            first = first_names.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), name)
-            result[name] = self._host_copy(name, tensor.detach()) if first == name else result[first]
-        return result
 
 
 def _caught(write: Callable[[], None], pending: _Pending) -> None:
@@ -245,12 +238,8 @@ def _abandon(folder: Path, problem: str) -> str:
     sentence = None
     if PartialState().is_main_process:
         shutil.rmtree(folder, ignore_errors=True)
-        try:
-            last = latest_checkpoint(folder.parent)
-        except ValueError:
-            last = None
         sentence = (
             f"No checkpoint could be written in --output_dir {folder.parent} ({problem}): free space there or make it "
-            f"writable, then continue; last good checkpoint: {last or 'none yet'}."
+            f"writable, then continue; last good checkpoint: {last_good(folder.parent)}."
         )
     return broadcast_object_list([sentence])[0]

@@ -7,11 +7,12 @@ one runs, and each makes sure that it is the one asked for. All methods are call
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel
 
 from hope_hf.optim import LevelClock
@@ -40,6 +41,25 @@ class Shard:
     numel: int
     tensors: dict[str, Tensor]
     scalars: dict[str, Tensor]
+    is_copy: bool
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a process holds of one of the model's weights or buffers: contiguous elements of it.
+
+    Attributes:
+        names: in the model as it was before it was wrapped; several where it is tied.
+        shape: of the whole.
+        start: where the part begins in the flattened whole; None where it is not shared out.
+        values: the part, 1-D; shaped as the whole where it is not shared out.
+        is_copy: another process holds the same part and writes it.
+    """
+
+    names: tuple[str, ...]
+    shape: torch.Size
+    start: int | None
+    values: Tensor
     is_copy: bool
 
 
@@ -132,24 +152,34 @@ class Engine:
         norms = [torch.linalg.vector_norm(gradient.float()) for gradient in gradients]
         return float(torch.linalg.vector_norm(torch.stack([self._gathered(norm) for norm in norms])))
 
-    def weights(self) -> dict[str, Tensor] | None:
-        """The whole state dict on the first process (empty on others), for export; None: the model has it itself."""
-        return None
+    def _gathered(self, norm: Tensor) -> Tensor:
+        """The norm of a whole gradient."""
+        return norm
 
-    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Gathered one by one: no more than one of them is whole on a process other than the first."""
-        first, seen = self.accelerator.is_main_process, {}
+    def weight_parts(self) -> Iterator[Part]:
+        """This process's part of the state dict: the same weights in the same order on all processes."""
+        tied: dict[int, list[str]] = {}
+        tensors = {}
+        for name, tensor in self._state():
+            tied.setdefault(id(tensor), []).append(name)
+            tensors[id(tensor)] = tensor
+        for key, names in tied.items():
+            yield self._part(tuple(names), tensors[key])
+
+    def _state(self) -> list[tuple[str, Tensor]]:
         # The parameters themselves and not copies of them, which tell what is tied.
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                whole = self._gathered(tensor)
-                seen[id(tensor)] = whole.detach().cpu() if first else None
-            if first:
-                yield name, seen[id(tensor)]
+        return list(self.model.state_dict(keep_vars=True).items())
 
-    def _gathered(self, tensor: Tensor) -> Tensor:
-        """A parameter or buffer as a whole."""
-        return tensor
+    def _part(self, names: tuple[str, ...], tensor: Tensor) -> Part:
+        return Part(names, tensor.shape, None, tensor.detach(), not PartialState().is_main_process)
+
+    @cached_property
+    def part_group(self) -> distributed.ProcessGroup | None:
+        """The processes once more, for threads that send parts of weights while the training sends what it must.
+
+        All ask for it together the first time. None where the first process has all weights itself.
+        """
+        return distributed.new_group(backend="gloo") if self.shards_weights else None
 
     def readable_model(self, folder: Path) -> PreTrainedModel:
         """A model that one process alone can run; where its weights are shared out, the one just saved to `folder`."""

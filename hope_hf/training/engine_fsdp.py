@@ -10,10 +10,10 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hope_hf.optim import LevelClock
+from hope_hf.optim import LevelClock, own_part
 
 from .arguments import Arguments
-from .engine import LOW_PRECISION, Engine, Shard, split_state
+from .engine import LOW_PRECISION, Engine, Part, Shard, split_state
 
 
 class FSDP2(Engine):
@@ -58,22 +58,30 @@ class FSDP2(Engine):
             block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + self._prefetch])
             block.set_modules_to_backward_prefetch(blocks[max(0, index - self._prefetch) : index][::-1])
 
-    def weights(self) -> dict[str, Tensor]:
-        return dict(self._whole_weights())
+    def _part(self, names: tuple[str, ...], tensor: Tensor) -> Part:
+        if not isinstance(tensor, DTensor):
+            return super()._part(names, tensor)
+        start, is_copy = _place(tensor)
+        return Part(names, tensor.shape, start, own_part(tensor.detach()).view(-1), is_copy)
 
     def _shard(self, name: str, parameter: DTensor, state: dict[str, Tensor]) -> Shard:
         tensors, scalars = split_state(state)
-        tensors = {key: tensor.to_local().view(-1) for key, tensor in tensors.items()}
-        (chunk,) = parameter.__create_chunk_list__()
-        assert chunk.sizes[1:] == parameter.shape[1:], f"{name} is not sharded along its first axis"
-        start = chunk.offsets[0] * math.prod(parameter.shape[1:])
-        # Of the processes that hold the same part in a hybrid mesh the first writes it.
-        mesh = parameter.device_mesh
-        copies = [mesh.get_local_rank(axis) for axis, place in enumerate(parameter.placements) if place.is_replicate()]
-        return Shard(name, start, parameter.numel(), tensors, scalars, any(copies))
+        tensors = {key: own_part(tensor).view(-1) for key, tensor in tensors.items()}
+        start, is_copy = _place(parameter)
+        return Shard(name, start, parameter.numel(), tensors, scalars, is_copy)
 
-    def _gathered(self, tensor: Tensor) -> Tensor:
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    def _gathered(self, norm: Tensor) -> Tensor:
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _place(tensor: DTensor) -> tuple[int, bool]:
+    """Where this process's part of it begins in the flattened tensor, and whether another process writes it."""
+    (chunk,) = tensor.__create_chunk_list__()
+    assert chunk.sizes[1:] == tensor.shape[1:], "shared out along another axis than the first"
+    # Of the processes that hold the same part in a hybrid mesh the first writes it.
+    mesh = tensor.device_mesh
+    copies = [mesh.get_local_rank(axis) for axis, place in enumerate(tensor.placements) if place.is_replicate()]
+    return chunk.offsets[0] * math.prod(tensor.shape[1:]), any(copies)
 
 
 def classes_by_size(model: PreTrainedModel, least: int) -> list[str]:

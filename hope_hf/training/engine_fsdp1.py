@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from hope_hf.optim import LevelClock
 
 from .arguments import Arguments
-from .engine import LOW_PRECISION, Engine, Shard, split_state
+from .engine import LOW_PRECISION, Engine, Part, Shard, split_state
 
 
 class FSDP1(Engine):
@@ -55,12 +55,11 @@ class FSDP1(Engine):
                     f"fsdp_sharding_strategy {self._strategy.name} was asked for and {unit.sharding_strategy.name} "
                     "runs: launch more processes per machine, or choose FULL_SHARD."
                 )
-        self._flat = [unit._handle.flat_param for unit in units if unit._handle is not None]
-        self._units = units
+        flat_parameters = [unit._handle.flat_param for unit in units if unit._handle is not None]
         self._places = {
-            id(parameter): (info, numel)
-            for flat in self._flat
-            for parameter, info, numel in zip(flat._params, flat._shard_param_infos, flat._numels, strict=True)
+            id(parameter): (info, shape)
+            for flat in flat_parameters
+            for parameter, info, shape in zip(flat._params, flat._shard_param_infos, flat._shapes, strict=True)
         }
         world = self.accelerator.num_processes
         between = getattr(units[0], "_inter_node_pg", None)
@@ -79,19 +78,17 @@ class FSDP1(Engine):
         # Elsewhere may lie what this process has no part of.
         return float(self.accelerator.reduce(total, "sum") / self._replicas) ** 0.5 if parameters else None
 
-    def weights(self) -> dict[str, Tensor]:
-        """Gathered block by block."""
-        first, whole = self.accelerator.is_main_process, {}
-        for unit in self._units:
-            if unit._handle is None:
-                continue
-            with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
-                for parameter in unit._handle.flat_param._params if first else ():
-                    whole[id(parameter)] = parameter.detach().to("cpu", copy=True)
-        return {name: whole.get(id(tensor), tensor) for name, tensor in self._entries} if first else {}
+    def _state(self) -> list[tuple[str, Tensor]]:
+        return self._entries
+
+    def _part(self, names: tuple[str, ...], tensor: Tensor) -> Part:
+        if id(tensor) not in self._places:
+            return super()._part(names, tensor)
+        info, shape = self._places[id(tensor)]
+        return Part(names, shape, info.intra_param_start_idx or 0, tensor.detach().view(-1), self._is_copy)
 
     def _shard(self, name: str, parameter: Tensor, state: dict[str, Tensor]) -> Shard:
         tensors, scalars = split_state(state)
         tensors = {key: tensor.view(-1) for key, tensor in tensors.items()}
-        info, numel = self._places[id(parameter)]
-        return Shard(name, info.intra_param_start_idx or 0, numel, tensors, scalars, self._is_copy)
+        info, shape = self._places[id(parameter)]
+        return Shard(name, info.intra_param_start_idx or 0, shape.numel(), tensors, scalars, self._is_copy)

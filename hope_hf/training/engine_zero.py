@@ -19,7 +19,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from hope_hf.optim import LevelClock
 
 from .arguments import Arguments
-from .engine import LOW_PRECISION, Engine, Shard, split_state
+from .engine import LOW_PRECISION, Engine, Part, Shard, split_state
 from .loss_scaling import DeepSpeedScaling
 
 # DeepSpeed's names of what the flags decide.
@@ -28,6 +28,19 @@ FLAGS_OF_KEYS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "max_grad_norm",
 }
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Where this process holds its part of a parameter in fp32: `start` in the parameter, `place` in `flat`."""
+
+    parameter: Tensor
+    start: int
+    flat: Tensor
+    place: int
+    length: int
+    group: dict
+    """The optimizer's."""
 
 
 class Zero(Engine):
@@ -47,7 +60,6 @@ class Zero(Engine):
         self.stage = config["zero_optimization"]["stage"]
         if self.stage not in (2, 3):
             raise ValueError(f"DeepSpeed's zero_stage is {self.stage}: use 2 or 3, or accelerate_configs/ddp.yaml.")
-        self.shards_weights = self.stage == 3
         self.name = f"DeepSpeed ZeRO-{self.stage}"
         _check_file(args)
         # With an optimizer of ours on the CPU, not one of DeepSpeed's.
@@ -63,6 +75,8 @@ class Zero(Engine):
         # torch's autocast it would clip gradients that are still scaled, and each process would look for its own
         # overflow.
         self._low_precision = any(config.get(name, {}).get("enabled") is True for name in LOW_PRECISION)
+        # Then its weights are what is shared out in fp32.
+        self.shards_weights = self.stage == 3 or self._low_precision
 
     def prepare(self, model: PreTrainedModel, optimizer: LevelClock) -> nn.Module:
         if self.stage == 3:
@@ -137,60 +151,56 @@ class Zero(Engine):
         norms = [torch.linalg.vector_norm(safe_get_full_grad(parameter).float()) for parameter in parameters]
         return float(torch.linalg.vector_norm(torch.stack(norms)))
 
-    @torch.no_grad()
-    def weights(self) -> dict[str, Tensor] | None:
-        if self.stage == 2 and not self._low_precision:
-            return None
-        return dict(self._whole_weights())
+    def weight_parts(self) -> Iterator[Part]:
+        # Only in its groups DeepSpeed knows what belongs to a parameter.
+        self._own = {id(piece.parameter): piece for piece in self._pieces()}
+        return super().weight_parts()
 
-    def _gathered(self, tensor: Tensor) -> Tensor:
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        if isinstance(tensor, nn.Parameter):
-            whole = safe_get_full_fp32_param(tensor)
-            return tensor if whole is None else whole
-        return tensor
+    def _part(self, names: tuple[str, ...], tensor: Tensor) -> Part:
+        if not self.shards_weights or not isinstance(tensor, nn.Parameter):
+            return super()._part(names, tensor)
+        piece = self._own.get(id(tensor))
+        if piece is None:
+            # Of stage 2's parts, cut from all parameters end to end, this one ends before or begins behind.
+            return Part(names, tensor.shape, 0, torch.empty(0), is_copy=False)
+        values = piece.flat.detach().narrow(0, piece.place, piece.length)
+        return Part(names, _shape(tensor), piece.start, values, is_copy=False)
 
     def optimizer_shards(self) -> Iterator[Shard]:
         for piece in self._pieces():
             tensors, scalars = split_state(self.optimizer.create_state(piece.flat, piece.group))
             tensors = {key: tensor.narrow(0, piece.place, piece.length) for key, tensor in tensors.items()}
-            name = self._names[piece.parameter]
-            yield Shard(name, piece.start, piece.numel, tensors, scalars, is_copy=False)
+            name, numel = self._names[piece.parameter], _shape(piece.parameter).numel()
+            yield Shard(name, piece.start, numel, tensors, scalars, is_copy=False)
 
-    def _pieces(self) -> Iterator["Piece"]:
+    def _pieces(self) -> Iterator[_Piece]:
+        return self._pieces_of_stage_3() if self.stage == 3 else self._pieces_of_stage_2()
+
+    def _pieces_of_stage_2(self) -> Iterator[_Piece]:
+        zero = self._zero
+        for parameters, flat, group in zip(
+            zero.bit16_groups, zero.single_partition_of_fp32_groups, self.optimizer.param_groups, strict=True
+        ):
+            for parameter in parameters:
+                mapping = parameter._hp_mapping
+                if mapping is not None:
+                    start, place = mapping.lp_fragment_address.start, mapping.hp_fragment_address
+                    yield _Piece(parameter, start, flat, place.start, place.numel, group)
+
+    def _pieces_of_stage_3(self) -> Iterator[_Piece]:
         zero, groups = self._zero, self.optimizer.param_groups
-        if self.stage == 2:
-            flats = zero.single_partition_of_fp32_groups
-            for parameters, flat, group in zip(zero.bit16_groups, flats, groups, strict=True):
-                for parameter in parameters:
-                    mapping = parameter._hp_mapping
-                    if mapping is not None:
-                        start, place = mapping.lp_fragment_address.start, mapping.hp_fragment_address
-                        yield Piece(parameter, parameter.numel(), start, flat, group, place.start, place.numel)
-            return
         for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
-            group = groups[zero.sub_group_to_group_id[index]]
             for parameter in zero.fp16_groups[index]:
                 _, place, length = zero.grad_position[zero.get_param_id(parameter)]
                 start = self.accelerator.process_index * length
                 # The last parts are padded.
                 length = max(0, min(length, parameter.ds_numel - start))
-                yield Piece(parameter, parameter.ds_numel, start, flat, group, place, length)
+                yield _Piece(parameter, start, flat, place, length, groups[zero.sub_group_to_group_id[index]])
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A process's part of a parameter in DeepSpeed's flat tensors: `length` elements, of the parameter's `numel` those
-    from `start` on, which lie in `flat` from `place` on."""
-
-    parameter: Tensor
-    numel: int
-    start: int
-    flat: Tensor
-    group: dict
-    place: int
-    length: int
+def _shape(parameter: Tensor) -> torch.Size:
+    """Of the whole."""
+    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def _file() -> dict:

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from .arguments import Arguments
 from .engine import Engine
 from .plot import plot
+from .whole_weights import take_parts
 
 SAMPLE_TOKENS = 96
 PROMPT_TOKENS = 32
@@ -16,7 +17,7 @@ PROMPT_TOKENS = 32
 
 def finish(args: Arguments, accelerator: Accelerator, engine: Engine, data, evaluation: dict):
     """Write weights, config, generation config, tokenizer, all_results.json and loss.png; show a sample."""
-    weights = engine.weights()
+    weights = take_parts(engine).together()
     if accelerator.is_main_process:
         folder = Path(args.output_dir)
         engine.model.save_pretrained(folder, state_dict=weights)

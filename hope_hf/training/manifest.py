@@ -131,6 +131,14 @@ def latest_checkpoint(output_dir: str | Path) -> Path | None:
     return None
 
 
+def last_good(output_dir: str | Path) -> str:
+    """What to say of the newest checkpoint that verifies."""
+    try:
+        return str(latest_checkpoint(output_dir) or "none was written yet")
+    except ValueError:
+        return "none is complete"
+
+
 def rotate(output_dir: Path, newest: Path, save_total_limit: int | None) -> None:
     """Delete the oldest checkpoints until `save_total_limit` complete ones are left; `newest` always stays.
 

@@ -19,7 +19,7 @@ from .finish import finish
 from .guard import check_same_on_all
 from .heartbeat import Heartbeat
 from .launch import OneSidedError, StopSignal, leave, make_engine, prepare_process, sum_over_processes
-from .manifest import latest_checkpoint
+from .manifest import last_good
 from .memory import CarriedMemory
 from .memory_report import MemoryReport
 from .objective import check_token_ids, count_valid, model_inputs, summed_loss
@@ -294,13 +294,9 @@ def _finite(value: float) -> float | None:
 
 
 def _diverged(progress: Progress, args: Arguments, loss_scale: float | None) -> TrainingDiverged:
-    try:
-        last = latest_checkpoint(args.output_dir) or "none was written yet"
-    except ValueError:
-        last = "none is complete"
     scaled = "" if loss_scale is None else f", with the loss scaled by {loss_scale:g}"
     return TrainingDiverged(
         f"The loss or its gradient was not finite in {MOST_SKIPS_IN_A_ROW} steps in a row, the last one "
         f"{progress.step}{scaled}: lower --learning_rate (now {args.learning_rate:g}) or raise --num_warmup_steps; "
-        f"last good checkpoint: {last}."
+        f"last good checkpoint: {last_good(args.output_dir)}."
     )

@@ -131,7 +131,7 @@ def test_a_read_only_folder_gets_one_sentence(tmp_path, monkeypatch):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(ValueError, match=r"\(Read-only file system\).*last good checkpoint: none yet\.$"):
+    with pytest.raises(ValueError, match=r"\(Read-only file system\).*last good checkpoint: none was written yet\.$"):
         Run().save(tmp_path / "run")
 
 

@@ -1,12 +1,17 @@
 """Two processes write one checkpoint."""
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 from checkpoint_run import names
+
+from hope_hf.training.manifest import verify
+
+ROOT = Path(__file__).parents[2]
 
 TWO_PROCESSES = """
     import sys
@@ -41,15 +46,106 @@ TWO_PROCESSES = """
 """
 
 
-def test_two_processes_keep_their_own_states_and_agree_on_failures(tmp_path):
-    script = tmp_path / "two.py"
-    script.write_text(textwrap.dedent(TWO_PROCESSES))
-    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+SHARDED = """
+    import os, signal, sys, threading, time
+    from pathlib import Path
+    import torch
+    from checkpoint_run import Run
+    from safetensors.torch import load_file
+    from hope_hf.training.arguments import Arguments
+    from hope_hf.training.checkpoint_writer import CheckpointWriter
+    from hope_hf.training.launch import make_engine
+    from hope_hf.training.whole_weights import TakenParts
+
+    output_dir = Path(sys.argv[1])
+    run = Run(tie_word_embeddings=True)
+    run.engine = make_engine(Arguments(), [])
+    process = run.engine.accelerator
+    assert run.engine.name == "FSDP2" and process.num_processes == 2
+    run.engine.prepare(run.model, run.optimizer)
+
+    may_begin, threads, together = threading.Event(), [], TakenParts.together
+
+    def bring_together(parts):
+        threads.append(threading.current_thread())
+        assert may_begin.wait(60)
+        return together(parts)
+
+    TakenParts.together = bring_together
+    may_begin.set()
+    background = CheckpointWriter(output_dir / "background")
+    # Leaves its memory, with other values, to the next one.
+    run.save_with(background, background=True)
+    background.finish()
+    run.train(2)
+    expected = {name: tensor.full_tensor() for name, tensor in run.model.state_dict().items()}
+    run.save(output_dir / "at_once")
+    assert threads.pop() is threading.main_thread()
+    may_begin.clear()
+    run.save_with(background, background=True)
+    run.train(2)
+    assert not background.written
+    may_begin.set()
+    background.finish()
+    assert threading.main_thread() not in threads and len(threads) == 2
+    saved = load_file(output_dir / "background" / "checkpoint-2" / "model.safetensors")
+    assert expected.keys() - saved.keys() == {"lm_head.weight"}
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in saved.items())
+
+    def vanish(parts):
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if not process.is_main_process:
+        TakenParts.together = vanish
+    # The launcher tells the first process to end as soon as the other one has.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    run.save_with(background, background=True)
+    try:
+        background.finish()
+    except ValueError as error:
+        Path(f"{output_dir}.sentence").write_text(str(error))
+    os._exit(0)
+"""
+
+
+def launched(script: str, folder: Path, *launcher: str) -> subprocess.CompletedProcess:
+    """The script on two processes, with `folder/run` as its argument."""
+    file = folder / "script.py"
+    file.write_text(textwrap.dedent(script))
+    paths = os.pathsep.join([str(Path(__file__).parent), str(ROOT)])
     environment = os.environ | {"PYTHONPATH": paths, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    result = subprocess.run(
-        [*command, str(tmp_path / "run")], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    command = [sys.executable, "-m", *launcher, str(file), str(folder / "run")]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+def launched_fsdp2(script: str, folder: Path) -> subprocess.CompletedProcess:
+    config = str(ROOT / "accelerate_configs" / "fsdp2.yaml")
+    return launched(script, folder, "accelerate.commands.launch", "--config_file", config, "--num_processes", "2")
+
+
+def test_two_processes_keep_their_own_states_and_agree_on_failures(tmp_path):
+    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    result = launched(TWO_PROCESSES, tmp_path, *launcher)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert names(tmp_path) == ["run", "run.done-0", "run.done-1", "two.py"]
+    assert names(tmp_path) == ["run", "run.done-0", "run.done-1", "script.py"]
     assert names(tmp_path / "run") == ["checkpoint-1"]
+
+
+def test_weights_come_together_while_the_training_goes_on(tmp_path):
+    """The same bytes as where it waits, and one sentence where a process is gone before it has sent its part."""
+    result = launched_fsdp2(SHARDED, tmp_path)
+    sentence = tmp_path / "run.sentence"
+    assert sentence.exists(), result.stderr[-5000:]
+    folders = [tmp_path / "run" / name / "checkpoint-2" for name in ("at_once", "background")]
+    for folder in folders:
+        verify(folder)
+    at_once, background = (
+        {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
+        for folder in folders
+    )
+    assert at_once == background
+    assert re.fullmatch(
+        r"No checkpoint .* \(a process has ended: .*\): .*; last good checkpoint: \S*checkpoint-2\.",
+        sentence.read_text(),
+    )
