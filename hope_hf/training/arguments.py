@@ -54,7 +54,7 @@ class OptimizationArguments:
     gradient_checkpointing: bool = flag(False, "Recompute activations in backward: less memory, more time.")
     torch_compile: bool = flag(False, "Compile the model with torch.compile.")
     fsdp_reduce_dtype: Literal["float32", "bfloat16"] = flag(
-        "float32", "FSDP in bf16: in which dtype gradients are summed over processes."
+        "float32", "FSDP in bf16 or fp16: in which dtype gradients are summed over processes."
     )
     fsdp_limit_all_gathers: bool = flag(True, "FSDP version 1: wait rather than gather far ahead.")
     fsdp_prefetch: int = flag(0, "FSDP version 2: blocks gathered ahead of the one that computes; 0: up to torch.")

@@ -12,6 +12,7 @@ from .engine import Engine
 def run_card(args: Arguments, accelerator: Accelerator, engine: Engine, run) -> str:
     """The card as text, of the trainer's `Run` before it is prepared. Warns, on rank 0, of levels that hardly step."""
     model, optimizer, data, plan = run.model, run.optimizer, run.data, run.plan
+    mixed = accelerator.mixed_precision
     rows = {
         "model": f"{model.config.model_type}, {model.num_parameters():,} parameters"
         + (f", from {args.model_name_or_path}" if args.model_name_or_path else f", {_size(args)}"),
@@ -24,7 +25,7 @@ def run_card(args: Arguments, accelerator: Accelerator, engine: Engine, run) -> 
         f"weight decay {args.weight_decay:g}, clip {args.max_grad_norm:g}",
         "engine": engine.name,
         "device": f"{_device(accelerator)}, {torch.get_num_threads()} thread(s) per process, "
-        f"precision {'bf16 autocast' if accelerator.mixed_precision == 'bf16' else 'fp32'}",
+        f"precision {'fp32' if mixed == 'no' else f'{mixed} mixed'}",
     }
     for level, report in sorted(optimizer.level_report().items()):
         updates = plan.total_steps // report["period_steps"]

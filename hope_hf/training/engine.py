@@ -17,6 +17,11 @@ from transformers import PreTrainedModel
 
 from hope_hf.optim import LevelClock
 
+from .loss_scaling import LossScaling, TorchScaling
+
+LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""By accelerate's name of a mixed precision."""
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -66,6 +71,7 @@ class Engine:
         wrapped: what runs the forward pass.
         optimizer: not wrapped.
         groups: names of the parameters of each of the optimizer's groups.
+        scaling: of the loss in fp16; None where gradients are not scaled.
     """
 
     name = "whole model in each process"
@@ -81,6 +87,7 @@ class Engine:
         """Take model and optimizer as they are, without wrapping them."""
         self.model = self.wrapped = model
         self.optimizer = optimizer
+        self.scaling: LossScaling | None = None
         # Wrappers put classes of their own before it.
         self._model_class = type(model)
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -96,6 +103,8 @@ class Engine:
                 "accelerate_configs/fsdp2.yaml or ddp.yaml, or use AdamW (--optimizer, --level_optimizers)."
             )
         self.wrapped, self._stepper = self.accelerator.prepare(model, optimizer)
+        if self.accelerator.scaler is not None:
+            self.scaling = TorchScaling(self.accelerator.scaler)
         return self.wrapped
 
     def loss_scale(self, valid_tokens: float) -> float:
@@ -116,16 +125,27 @@ class Engine:
 
     def step(self) -> None:
         """Change the weights, forget the gradients."""
-        self._stepper.step()
+        if self.scaling is None:
+            self._stepper.step()
+        else:
+            # What the stepper would do, which for a moment takes `step` away from the scheduler that watches it.
+            self.scaling.step(self.optimizer)
         self._stepper.zero_grad()
 
-    def skip(self) -> None:
-        """Forget the gradients."""
+    def skip(self, lower_scale: bool = False) -> None:
+        """Forget the gradients, after `clip`; `lower_scale`: because of the loss's scale, which shall fall."""
+        if self.scaling is not None:
+            self.scaling.skip(lower_scale)
         self._stepper.zero_grad()
+
+    def gradient_norm(self, parameters: list[nn.Parameter]) -> float | None:
+        """Norm of the gradients of some of the model's parameters, between backward and `clip`; None without any."""
+        norm = self._scaled_norm(parameters)
+        return norm if norm is None or self.scaling is None else norm / self.scaling.scale
 
     @torch.no_grad()
-    def gradient_norm(self, parameters: list[nn.Parameter]) -> float | None:
-        """Norm of the gradients of some of the model's parameters, between backward and step; None without any."""
+    def _scaled_norm(self, parameters: list[nn.Parameter]) -> float | None:
+        """Of the gradients as they are, in fp16 times the loss's scale."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if not gradients:
             return None

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from hope_hf.optim import LevelClock, own_part
 
 from .arguments import Arguments
-from .engine import Engine, Part, Shard, split_state
+from .engine import LOW_PRECISION, Engine, Part, Shard, split_state
 
 
 class FSDP2(Engine):
@@ -31,10 +31,11 @@ class FSDP2(Engine):
         self._prefetch = args.fsdp_prefetch
         if not args.fsdp_limit_all_gathers:
             warnings.warn("--fsdp_limit_all_gathers is ignored: it is a setting of FSDP's version 1.", stacklevel=2)
-        if accelerator.mixed_precision == "bf16":
-            # Left alone, accelerate would reduce gradients in bfloat16 too.
+        if accelerator.mixed_precision != "no":
+            # Left alone, accelerate would reduce gradients in the low precision too.
             accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, args.fsdp_reduce_dtype)
+                param_dtype=LOW_PRECISION[accelerator.mixed_precision],
+                reduce_dtype=getattr(torch, args.fsdp_reduce_dtype),
             )
 
     def prepare(self, model: PreTrainedModel, optimizer: LevelClock) -> nn.Module:

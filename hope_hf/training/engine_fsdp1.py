@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from hope_hf.optim import LevelClock
 
 from .arguments import Arguments
-from .engine import Engine, Part, Shard, split_state
+from .engine import LOW_PRECISION, Engine, Part, Shard, split_state
 
 
 class FSDP1(Engine):
@@ -36,9 +36,9 @@ class FSDP1(Engine):
                 stacklevel=2,
             )
         plugin.limit_all_gathers = args.fsdp_limit_all_gathers
-        if accelerator.mixed_precision == "bf16":
+        if accelerator.mixed_precision != "no":
             plugin.mixed_precision_policy = MixedPrecision(
-                param_dtype=torch.bfloat16,
+                param_dtype=LOW_PRECISION[accelerator.mixed_precision],
                 reduce_dtype=getattr(torch, args.fsdp_reduce_dtype),
                 buffer_dtype=torch.float32,
             )
@@ -69,7 +69,7 @@ class FSDP1(Engine):
         return self.wrapped
 
     @torch.no_grad()
-    def gradient_norm(self, parameters: list[nn.Parameter]) -> float | None:
+    def _scaled_norm(self, parameters: list[nn.Parameter]) -> float | None:
         # Offloaded gradients are on the CPU, and all processes must reduce on one device.
         total = torch.zeros((), device=self.accelerator.device)
         for parameter in parameters:

@@ -19,7 +19,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from hope_hf.optim import LevelClock
 
 from .arguments import Arguments
-from .engine import Engine, Part, Shard, split_state
+from .engine import LOW_PRECISION, Engine, Part, Shard, split_state
+from .loss_scaling import DeepSpeedScaling
 
 # DeepSpeed's names of what the flags decide.
 FLAGS_OF_KEYS = {
@@ -70,18 +71,37 @@ class Zero(Engine):
             # Weights stay fp32 and memories compute in it, as under the other engines.
             config["bf16"] = {"enabled": False}
             config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-        # Where the model itself is bf16, its weights are what is shared out in fp32.
-        self.shards_weights = self.stage == 3 or config.get("bf16", {}).get("enabled") is True
+        # DeepSpeed's own way with fp16: weights of the forward pass in it, those of the optimizer in fp32. With
+        # torch's autocast it would clip gradients that are still scaled, and each process would look for its own
+        # overflow.
+        self._low_precision = any(config.get(name, {}).get("enabled") is True for name in LOW_PRECISION)
+        # Then its weights are what is shared out in fp32.
+        self.shards_weights = self.stage == 3 or self._low_precision
 
     def prepare(self, model: PreTrainedModel, optimizer: LevelClock) -> nn.Module:
         if self.stage == 3:
             self._gather_whole_blocks(model)
+        exact = {}
+        if self._low_precision:
+            exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         super().prepare(model, optimizer)
         assert self.wrapped.zero_optimization_stage() == self.stage
         assert self.wrapped.gradient_accumulation_steps() == self.accelerator.gradient_accumulation_steps
         self._zero = self.wrapped.optimizer
         self._names = {parameter: name for name, parameter in model.named_parameters()}
+        if self.accelerator.mixed_precision == "fp16":
+            self.scaling = DeepSpeedScaling(self._zero.loss_scaler)
+        if exact:
+            self._keep_exact(exact)
         return self.wrapped
+
+    @torch.no_grad()
+    def _keep_exact(self, weights: dict[str, Tensor]):
+        """Give the optimizer the weights as they were; DeepSpeed has rounded them before it took them up."""
+        for piece in self._pieces():
+            whole = weights[self._names[piece.parameter]].flatten()
+            own = piece.flat.narrow(0, piece.place, piece.length)
+            own.copy_(whole[piece.start : piece.start + piece.length])
 
     @staticmethod
     def _gather_whole_blocks(model: PreTrainedModel):
@@ -105,21 +125,25 @@ class Zero(Engine):
         groups = self._zero._get_norm_groups() if self.stage == 3 else None
         norm = combine_grad_norm_groups(groups) if groups is not None else self._zero.scaled_global_norm()
         # What is not finite is -1 there.
-        return float("nan") if is_invalid_grad_norm(norm) else float(norm)
+        return float("nan") if is_invalid_grad_norm(norm) else float(norm) / self._zero.loss_scale
 
     def step(self) -> None:
         self.wrapped.step()
 
-    def skip(self) -> None:
+    def skip(self, lower_scale: bool = False) -> None:
+        scaling = None if lower_scale or self.scaling is None else self.scaling.state()
         # DeepSpeed frees its gradients and counts on in a step only: one that changes nothing.
         step, self.optimizer.step = self.optimizer.step, lambda *arguments, **keywords: None
         try:
             self.wrapped.step()
         finally:
             self.optimizer.step = step
+        if scaling is not None:
+            # It takes what is not finite for an overflow, wherever it comes from.
+            self.scaling.load(scaling)
 
     @torch.no_grad()
-    def gradient_norm(self, parameters: list[nn.Parameter]) -> float | None:
+    def _scaled_norm(self, parameters: list[nn.Parameter]) -> float | None:
         from deepspeed.utils import safe_get_full_grad
 
         if not parameters:

@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs, set_seed
 from hope_hf.cli.process import set_up_cpu
 
 from .arguments import Arguments
-from .engine import Engine
+from .engine import LOW_PRECISION, Engine
 from .engine_cpu import cpu_accelerator
 from .engine_fsdp import FSDP2
 from .engine_fsdp1 import FSDP1
@@ -64,9 +64,15 @@ def make_engine(args: Arguments, trackers: list[str]) -> Engine:
             f"WORLD_SIZE is {world_size} but {accelerator.num_processes} process(es) train together: "
             "launch with accelerate_configs/ddp.yaml."
         )
-    if accelerator.mixed_precision not in ("no", "bf16"):
+    if accelerator.mixed_precision not in ("no", *LOW_PRECISION):
         raise ValueError(
-            f"mixed_precision {accelerator.mixed_precision} is not supported: set 'no' or bf16 in the config."
+            f"mixed_precision {accelerator.mixed_precision} is not supported: set 'no', bf16 or fp16 in the config."
+        )
+    if accelerator.mixed_precision == "fp16" and wanted != "deepspeed" and accelerator.scaler is None:
+        # accelerate drops it there without a word.
+        raise ValueError(
+            f"mixed_precision fp16 needs a GPU and this process has {accelerator.device}: set 'no' or bf16 in the "
+            "config."
         )
     runs = accelerator.distributed_type
     if wanted in ENGINE_TYPES and runs != ENGINE_TYPES[wanted]:
@@ -84,11 +90,11 @@ def make_engine(args: Arguments, trackers: list[str]) -> Engine:
 
 
 def _warn_of_ignored(args: Arguments, fsdp: bool, accelerator: Accelerator):
-    bf16 = accelerator.mixed_precision == "bf16"
+    mixed = accelerator.mixed_precision in LOW_PRECISION
     for name, is_ignored, reason in (
         ("fsdp_prefetch", not fsdp, "the launch file asks for no FSDP"),
         ("fsdp_limit_all_gathers", not fsdp, "the launch file asks for no FSDP"),
-        ("fsdp_reduce_dtype", not (fsdp and bf16), "the launch file does not ask for FSDP with bf16"),
+        ("fsdp_reduce_dtype", not (fsdp and mixed), "the launch file does not ask for FSDP with bf16 or fp16"),
     ):
         if is_ignored and getattr(args, name) != getattr(Arguments, name) and accelerator.is_main_process:
             warnings.warn(f"--{name} is ignored: {reason}.", stacklevel=3)
@@ -108,6 +114,8 @@ def prepare_process(args: Arguments, accelerator: Accelerator):
     if accelerator.device.type == "cuda" and args.tf32:
         torch.set_float32_matmul_precision("high")
     set_seed(args.seed)
+    # A first step without update is none of the user's making: the scale of fp16 begins too high.
+    warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)` before `optimizer.step\(\)`")
     if not shows_bars(accelerator):
         transformers.utils.logging.disable_progress_bar()
 

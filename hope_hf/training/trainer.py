@@ -56,6 +56,8 @@ class Progress:
     skipped: int = 0
     """Steps skipped for a non-finite loss or gradient."""
     skipped_in_a_row: int = 0
+    overflowed: int = 0
+    """Steps left out because the gradient, scaled for fp16, overflowed: not among the skipped, and no harm."""
     loss_sum: float = 0.0
     """Summed loss since the last log, in nats."""
     loss_tokens: int = 0
@@ -118,6 +120,8 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
         restore_checkpoint(saved, engine=engine, scheduler=scheduler)
         memory.load(saved.carried, accelerator.device)
         progress = Progress(**saved.trainer_state["progress"])
+        if engine.scaling is not None:
+            engine.scaling.load(saved.trainer_state["loss_scaling"])
         start_step = progress.step
 
     accelerator.print("\n".join([card, *(f"rank {line}" for line in rank_lines(accelerator, run.model))]))
@@ -146,7 +150,11 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
             engine=engine,
             tokenizer=run.data.tokenizer,
             scheduler=scheduler,
-            trainer_state={"progress": asdict(progress), "identity": identity},
+            trainer_state={
+                "progress": asdict(progress),
+                "identity": identity,
+                "loss_scaling": None if engine.scaling is None else engine.scaling.state(),
+            },
             data_state=data_state,
             carried=memory.state_tensors(),
             background=background,
@@ -186,12 +194,23 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
             data_state = window[-1][1]
             progress.step += 1
             progress.tokens += plan.tokens_per_step
+            scaling = engine.scaling
+            loss_scale = scaling.scale if scaling is not None else None
             # Both numbers are the same on all processes, so all of them skip or none.
             if math.isfinite(step_loss) and math.isfinite(grad_norm):
                 engine.step()
                 progress.skipped_in_a_row = 0
                 progress.loss_sum += step_loss
                 progress.loss_tokens += int(valid_tokens)
+            elif math.isfinite(step_loss) and scaling is not None and scaling.can_fall:
+                engine.skip(lower_scale=True)
+                progress.overflowed += 1
+                progress.loss_sum += step_loss
+                progress.loss_tokens += int(valid_tokens)
+                tracker.say(
+                    f"step {progress.step} left out: the gradient overflowed at loss scale {loss_scale:g}, the next "
+                    f"one is {scaling.scale:g}"
+                )
             else:
                 engine.skip()
                 progress.skipped += 1
@@ -201,7 +220,7 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
                 tracker.say(f"step {progress.step} skipped: loss {mean:g}, gradient norm {grad_norm:g}")
                 if progress.skipped_in_a_row >= MOST_SKIPS_IN_A_ROW:
                     writer.finish()
-                    raise _diverged(progress, args)
+                    raise _diverged(progress, args, loss_scale)
             memory_report.step_ends(progress.step)
             learning_rate = scheduler.get_last_lr()[0]
             scheduler.step()
@@ -219,15 +238,17 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
                 speed = watch.read(plan.total_steps - progress.step)
                 rows = {
                     "train/loss": progress.loss_sum / progress.loss_tokens if progress.loss_tokens else None,
-                    "train/grad_norm": grad_norm if math.isfinite(grad_norm) else None,
+                    "train/grad_norm": _finite(grad_norm),
                     "train/learning_rate": learning_rate,
                     "train/skipped_steps": progress.skipped,
                     "train/peak_memory_gib": peak_memory_gib(accelerator.device),
                     **speed,
-                    **{name: float(value) for name, value in rows.items()},
+                    **{name: _finite(float(value)) for name, value in rows.items()},
                     **level_rows(run.optimizer, plan.tokens_per_step),
                     **writer.take_report(),
                 }
+                if loss_scale is not None:
+                    rows |= {"train/loss_scale": loss_scale, "train/overflowed_steps": progress.overflowed}
                 if peak:
                     used = speed["train/tokens_per_second"] * flops / accelerator.num_processes
                     rows["train/mfu_percent"] = 100 * used / peak
@@ -269,9 +290,15 @@ def _read(batches: Iterator, count: int, vocab_size: int) -> list:
     return window
 
 
-def _diverged(progress: Progress, args: Arguments) -> TrainingDiverged:
+def _finite(value: float) -> float | None:
+    # JSON has no word for the others.
+    return value if math.isfinite(value) else None
+
+
+def _diverged(progress: Progress, args: Arguments, loss_scale: float | None) -> TrainingDiverged:
+    scaled = "" if loss_scale is None else f", with the loss scaled by {loss_scale:g}"
     return TrainingDiverged(
         f"The loss or its gradient was not finite in {MOST_SKIPS_IN_A_ROW} steps in a row, the last one "
-        f"{progress.step}: lower --learning_rate (now {args.learning_rate:g}) or raise --num_warmup_steps; "
+        f"{progress.step}{scaled}: lower --learning_rate (now {args.learning_rate:g}) or raise --num_warmup_steps; "
         f"last good checkpoint: {last_good(args.output_dir)}."
     )

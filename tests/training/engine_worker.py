@@ -3,9 +3,9 @@
     engine_worker.py PLAN.json
 
 The plan is a list of {"folder": ..., "flags": [...]}, with optional "forget": steps whose checkpoints are removed
-before, so that the run continues; "source": a finished run's folder that is copied before; and "poison": [step, rank],
-a loss that is not finite on one process. Data are masked as in `ddp_worker.py`. Each run's rows go to
-`FOLDER.<index>.json`.
+before, so that the run continues; "source": a finished run's folder that is copied before; "poison": [step, rank],
+a loss that is not finite on one process; and "overflow": [step, rank], in fp16, such a gradient. Data are masked as in
+`ddp_worker.py`. Each run's rows go to `FOLDER.<index>.json`.
 """
 
 import json
@@ -18,20 +18,23 @@ from pathlib import Path
 import ddp_worker
 import torch.distributed as dist
 from pytest import MonkeyPatch
-from training_runs import forget_the_end, read_rows, reset_accelerate
+from training_runs import forget_the_end, fp16_on_cpu, read_rows, reset_accelerate
 
 from hope_hf.training import finish, main, setup, trainer
 
 
 class Poisoned:
-    """`summed_loss`, not finite once."""
+    """`summed_loss`, once not finite, or with such a gradient."""
 
-    def __init__(self, loss, steps: int):
-        self.loss, self.steps = loss, steps
+    def __init__(self, loss, steps: int, gradient: bool):
+        self.loss, self.steps, self.gradient = loss, steps, gradient
 
     def __call__(self, *arguments):
         self.steps -= 1
-        return self.loss(*arguments) * (math.nan if self.steps == 0 else 1)
+        loss = self.loss(*arguments)
+        if self.steps:
+            return loss
+        return loss + (loss - loss.detach()) * 3e38 if self.gradient else loss * math.nan
 
 
 def run(
@@ -41,6 +44,7 @@ def run(
     forget: list[int] = (),
     source: str | None = None,
     poison: list[int] = (),
+    overflow: list[int] = (),
 ):
     rank = int(os.environ.get("RANK", "0"))
     if source and rank == 0:
@@ -50,11 +54,14 @@ def run(
     if forget and dist.is_initialized():
         dist.barrier()
     reset_accelerate()
-    loss = trainer.summed_loss
-    if poison and rank == poison[1]:
-        trainer.summed_loss = Poisoned(loss, poison[0])
-    status = main([*flags, "--output_dir", str(folder)])
-    trainer.summed_loss = loss
+    with MonkeyPatch.context() as patch:
+        if overflow:
+            fp16_on_cpu(patch)
+        for place in filter(None, (poison, overflow)):
+            if rank == place[1]:
+                poisoned = Poisoned(trainer.summed_loss, place[0], gradient=place is overflow)
+                patch.setattr(trainer, "summed_loss", poisoned)
+        status = main([*flags, "--output_dir", str(folder)])
     assert status == 0, f"{folder.name} ended with {status}"
     if rank == 0:
         Path(f"{folder}.{index}.json").write_text(json.dumps(read_rows(folder)))

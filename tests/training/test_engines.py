@@ -24,16 +24,28 @@ NEEDS_DEEPSPEED = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None or not (shutil.which("c++") or shutil.which("g++")),
     reason="DeepSpeed or the C++ compiler with which it builds itself is not installed",
 )
+
+
+def deepspeed_has_fp16() -> bool:
+    """What DeepSpeed asks torch before it trains in fp16 on a CPU."""
+    try:
+        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    except (AttributeError, RuntimeError):
+        return False
+
+
+FP16 = ["fp16", "fp16 continued"]
+NEEDS_FP16 = pytest.mark.skipif(not deepspeed_has_fp16(), reason="this CPU has no fp16 arithmetic for ZeRO")
 # Processes, and what is run on them.
 ENGINES = {
-    "ddp": (2, ["hope", "muon", "poisoned", "moved"]),
-    "fsdp2": (2, ["hope", "hope-attention", "llama", "gpt2", "muon", "poisoned", "continued", "moved"]),
-    "fsdp1": (2, ["hope", "llama", "gpt2", "poisoned", "moved"]),
+    "ddp": (2, ["hope", "muon", "poisoned", "fp16", "moved"]),
+    "fsdp2": (2, ["hope", "hope-attention", "llama", "gpt2", "muon", "poisoned", *FP16, "continued", "moved"]),
+    "fsdp1": (2, ["hope", "llama", "gpt2", "poisoned", "fp16", "moved"]),
     "fsdp_hybrid": (4, ["hope", "llama", "moved"]),
     "fsdp_offload": (2, ["llama", "poisoned"]),
     "multi_node_fsdp": (2, ["llama"]),
-    "deepspeed_zero2": (2, ["hope", "llama", "poisoned", "continued", "moved"]),
-    "deepspeed_zero3": (2, ["hope", "llama", "gpt2", "poisoned", "continued", "moved"]),
+    "deepspeed_zero2": (2, ["hope", "llama", "poisoned", *FP16, "continued", "moved"]),
+    "deepspeed_zero3": (2, ["hope", "llama", "gpt2", "poisoned", *FP16, "continued", "moved"]),
     "deepspeed_zero3_offload": (2, ["llama", "poisoned"]),
 }
 
@@ -41,10 +53,13 @@ ENGINES = {
 def each(*runs: str) -> list:
     """(engine, run) for every engine that makes one of these runs."""
     pairs = [(engine, run) for engine, (_, own) in ENGINES.items() for run in own if run in runs]
-    return [
-        pytest.param(*pair, marks=NEEDS_DEEPSPEED if pair[0].startswith("deepspeed") else (), id="-".join(pair))
-        for pair in pairs
-    ]
+    return [pytest.param(*pair, marks=marks(*pair), id="-".join(pair)) for pair in pairs]
+
+
+def marks(engine: str, run: str) -> list:
+    if not engine.startswith("deepspeed"):
+        return []
+    return [NEEDS_DEEPSPEED, NEEDS_FP16] if run in FP16 else [NEEDS_DEEPSPEED]
 
 
 ROWS = 8
@@ -58,10 +73,12 @@ RUNS = {
     "gpt2": (GPT2, 8, 1),
     "muon": ([*HOPE, "--optimizer", "muon"], 8, 1),
     "poisoned": (LLAMA, 8, 1),
+    "fp16": (HOPE, 16, 1),
 }
 # Whose checkpoint the run "moved" goes on from: one process's, and on four processes that of two.
 SOURCES = {"fsdp_hybrid": "fsdp2"}
 POISONED_STEP = 3
+LATER_POISONED_STEP = 5
 SAVED_STEP = 14
 
 
@@ -75,34 +92,41 @@ def plan(corpus: list[str], processes: int, wanted: list[str], source: Path | No
         length = ["--max_train_steps", str(steps), "--checkpointing_steps", str(SAVED_STEP)]
         runs[name] = {"flags": [*model, *corpus, *SMALL, *batch, *length]}
     runs["poisoned"]["poison"] = [POISONED_STEP, processes - 1]
+    runs["fp16"] |= {"overflow": [POISONED_STEP, processes - 1], "poison": [LATER_POISONED_STEP, processes - 1]}
+    # Beyond the steps that it trains again.
+    again = {"forget": [RUNS["fp16"][1]], "overflow": [RUNS["fp16"][1], 0]}
+    runs["fp16 continued"] = {"flags": runs["fp16"]["flags"], **again}
     runs["continued"] = {"flags": runs["hope"]["flags"], "forget": [RUNS["hope"][1]]}
     # Two ways to go on after the first checkpoint: with one's own, and with another launch's.
     runs["moved"] = {"flags": runs["hope"]["flags"], "forget": [RUNS["hope"][1]], "source": f"{source}/hope"}
     return {name: run for name, run in runs.items() if name in wanted}
 
 
-def run_plan(engine: str, processes: int, runs: dict[str, dict], folder: Path) -> dict[str, list[dict]]:
-    """The rows of every run: "single" in this process, else by `accelerate launch`."""
-    folders = {name: folder / ("hope" if name == "continued" else name) for name in runs}
+def run_plan(
+    engine: str, processes: int, runs: dict[str, dict], folder: Path, on_cpu: bool = True
+) -> dict[str, list[dict]]:
+    """The rows of every run: "single" in this process where it is on the CPU, else by `accelerate launch`."""
+    folders = {name: folder / {"continued": "hope", "fp16 continued": "fp16"}.get(name, name) for name in runs}
     entries = [{"folder": str(folders[name]), **run} for name, run in runs.items()]
-    if engine == "single":
+    if engine == "single" and on_cpu:
         threads = torch.get_num_threads()
         engine_worker.run_all(entries)
         reset_accelerate()
         torch.set_num_threads(threads)
     else:
-        launch(engine, processes, entries, folder)
+        launch(engine, processes, entries, folder, on_cpu)
     files = {name: Path(f"{folders[name]}.{index}.json") for index, name in enumerate(folders)}
     return {name: json.loads(file.read_text()) for name, file in files.items()}
 
 
-def launch(config: str, processes: int, entries: list[dict], folder: Path) -> None:
+def launch(config: str, processes: int, entries: list[dict], folder: Path, on_cpu: bool = True) -> None:
     """`accelerate launch` as README has it; on as many machines as the file says."""
     file = ROOT / "accelerate_configs" / f"{config}.yaml"
     machines = yaml.safe_load(file.read_text())["num_machines"]
     (folder / "plan.json").write_text(json.dumps(entries))
     paths = os.pathsep.join([str(ROOT), str(HERE)])
-    environment = os.environ | {"PYTHONPATH": paths, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment |= {"ACCELERATE_USE_CPU": "true"} if on_cpu else {}
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
     launcher += ["--num_processes", str(processes)]
     if machines > 1:
@@ -133,6 +157,8 @@ def rows(tmp_path_factory, corpus):
             if engine != "single":
                 get(source)
             processes, runs = ENGINES.get(engine, (1, list(RUNS)))
+            if engine.startswith("deepspeed") and not deepspeed_has_fp16():
+                runs = [run for run in runs if run not in FP16]
             folders[engine] = tmp_path_factory.mktemp(engine)
             runs = plan(corpus, processes, runs, folders.get(source))
             launched[engine] = run_plan(engine, processes, runs, folders[engine])
@@ -243,6 +269,53 @@ def test_one_process_in_bf16_follows_the_curve(rows, corpus, tmp_path):
     own, single = run_plan("single_bf16", 1, runs, tmp_path)["llama"], rows("single")["llama"]
     assert curve(own) == pytest.approx(curve(single), rel=2e-2)
     assert curve(own) != pytest.approx(curve(single), rel=1e-5)
+
+
+def follows_in_fp16(engine: str, own: list[dict], single: list[dict]) -> None:
+    """Where one process's gradient overflows all leave the step out and lower the scale; not where its loss does."""
+    steps = range(1, RUNS["fp16"][1] + 1)
+    assert curve(own, "train/overflowed_steps") == [float(step >= POISONED_STEP) for step in steps]
+    assert curve(own, "train/skipped_steps") == [float(step >= LATER_POISONED_STEP) for step in steps]
+    for name, rel in (("train/loss", 2e-3), ("train/grad_norm", 1e-2)):
+        values, expected = ([x or 0 for x in curve(rows, name)] for rows in (own, single))
+        assert values == pytest.approx(expected, rel=rel)
+    assert [row["step"] for row in own if row.get("train/loss", 0) is None] == [LATER_POISONED_STEP]
+    without = [row["step"] for row in own if row.get("train/grad_norm", 0) is None]
+    assert without == [POISONED_STEP, LATER_POISONED_STEP]
+    # DeepSpeed lowers it at the second overflow (its `hysteresis`).
+    falls = 1 if engine.startswith("deepspeed") else 2
+    assert curve(own, "train/loss_scale") == [2.0**16 / (falls if step > POISONED_STEP else 1) for step in steps]
+
+
+@pytest.mark.parametrize(("engine", "name"), each("fp16"))
+def test_engine_in_fp16_follows_one_process(rows, engine, name):
+    follows_in_fp16(engine, rows(engine)[name], rows("single")[name])
+    names = {name for name in rows("single")[name][0] if name.startswith("memory/")}
+    for name_ in names:
+        first, expected = rows(engine)[name][0][name_], rows("single")[name][0][name_]
+        assert first == pytest.approx(expected, rel=1e-2), name_
+
+
+@pytest.mark.parametrize(("engine", "name"), each("fp16 continued"))
+def test_continued_run_in_fp16_is_the_uninterrupted_one(rows, engine, name):
+    own, whole = rows(engine)[name], rows(engine)["fp16"]
+    assert curve(own)[SAVED_STEP:] == pytest.approx(curve(whole)[SAVED_STEP:], rel=1e-6)
+    assert curve(own, "train/loss_scale") == curve(whole, "train/loss_scale")
+    assert curve(own, "train/overflowed_steps") == curve(whole, "train/overflowed_steps")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "engine", ["single", "ddp", "fsdp2", "fsdp1", pytest.param("deepspeed_zero3", marks=NEEDS_DEEPSPEED)]
+)
+def test_engine_on_gpus_follows_the_cpu_in_fp16(rows, corpus, tmp_path, engine):
+    processes = 1 if engine == "single" else 2
+    if torch.cuda.device_count() < processes:
+        pytest.skip(f"{engine} needs {processes} GPUs")
+    runs = plan(corpus, processes, FP16, None)
+    own = run_plan(engine, processes, runs, tmp_path, on_cpu=False)
+    follows_in_fp16(engine, own["fp16"], rows("single")["fp16"])
+    assert curve(own["fp16 continued"])[SAVED_STEP:] == pytest.approx(curve(own["fp16"])[SAVED_STEP:], rel=1e-6)
 
 
 @pytest.mark.long

@@ -4,9 +4,14 @@ import json
 import shutil
 from pathlib import Path
 
+import torch
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from transformers import PreTrainedTokenizerFast
+
+from hope_hf.training import launch
 
 LLAMA = [
     "--model_type", "llama", "--config_overrides",
@@ -28,6 +33,25 @@ def reset_accelerate():
     """accelerate keeps its state in the process: the next run in it would inherit the last one's."""
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
+
+
+def fp16_on_cpu(patch, **scaler):
+    """What accelerate sets up for `mixed_precision: fp16` on a GPU: autocast, and a scaler with the options `scaler`.
+
+    DeepSpeed needs nothing of it.
+    """
+    make = launch.cpu_accelerator
+
+    def with_scaler(wanted: str, options: dict):
+        accelerator = make(wanted, options)
+        if wanted != "deepspeed":
+            fsdp1 = accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2
+            accelerator.native_amp = True
+            accelerator.scaler = (ShardedGradScaler if fsdp1 else torch.amp.GradScaler)("cpu", **scaler)
+        return accelerator
+
+    patch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    patch.setattr(launch, "cpu_accelerator", with_scaler)
 
 
 def read_rows(folder: Path) -> list[dict]:

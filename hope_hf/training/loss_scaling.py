@@ -1,0 +1,90 @@
+"""The factor by which a loss is multiplied in fp16 so that small gradients do not vanish, and how far it may sink.
+
+Both kinds double it after many good steps and halve it where gradients overflow. An engine without fp16 has none.
+"""
+
+from typing import Protocol
+
+import torch
+
+
+class LossScaling(Protocol):
+    """What the trainer asks of a loss's scale; the same on all processes, since they agree on what overflowed."""
+
+    scale: float
+    """Gradients between backward and step are these times too large."""
+
+    can_fall: bool
+    """Whether an overflow lowers it; at the minimum a gradient that is not finite is the model's, not the scale's."""
+
+    def state(self) -> dict[str, float]:
+        """`scale`, `good_steps` since it last changed, and what only one kind knows; JSON-able."""
+
+    def load(self, state: dict[str, float]) -> None:
+        """Continue from `state()`, of the other kind too."""
+
+
+class TorchScaling:
+    """`torch.amp.GradScaler`, or FSDP1's, as accelerate makes it; kept from sinking below 1."""
+
+    LEAST = 1.0
+
+    def __init__(self, scaler: torch.amp.GradScaler):
+        self._scaler = scaler
+
+    @property
+    def scale(self) -> float:
+        return self._scaler.get_scale()
+
+    @property
+    def can_fall(self) -> bool:
+        return self.scale > self.LEAST
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Change the weights by gradients that `clip` has found finite, and unscaled."""
+        self._scaler.step(optimizer)
+        self._scaler.update()
+
+    def skip(self, lower: bool) -> None:
+        """A step between whose backward and update the gradients are thrown away."""
+        # A new scale is also what makes the scaler forget the gradients' own check.
+        self._scaler.update(max(self.LEAST, self.scale * self._scaler.get_backoff_factor()) if lower else self.scale)
+        if lower:
+            self.load({"scale": self.scale, "good_steps": 0})
+
+    def state(self) -> dict[str, float]:
+        return {"scale": self.scale, "good_steps": self._scaler.state_dict()["_growth_tracker"]}
+
+    def load(self, state: dict[str, float]) -> None:
+        own = {"scale": state["scale"], "_growth_tracker": state["good_steps"]}
+        self._scaler.load_state_dict(self._scaler.state_dict() | own)
+
+
+class DeepSpeedScaling:
+    """The scaler inside a ZeRO optimizer, which lowers and raises its scale by itself in the optimizer's `step()`."""
+
+    def __init__(self, scaler):
+        self._scaler = scaler
+        # The trainer ends such a run itself, in its own words.
+        scaler.raise_error_at_min_scale = False
+
+    @property
+    def scale(self) -> float:
+        return float(self._scaler.cur_scale)
+
+    @property
+    def can_fall(self) -> bool:
+        # A scale that the DeepSpeed configuration fixes never does.
+        return self._scaler.dynamic and self.scale > self._scaler.min_scale
+
+    def state(self) -> dict[str, float]:
+        if not self._scaler.dynamic:
+            return {"scale": self.scale, "good_steps": 0}
+        good_steps = self._scaler.cur_iter - self._scaler.last_overflow_iter - 1
+        return {"scale": self.scale, "good_steps": good_steps, "hysteresis": self._scaler.cur_hysteresis}
+
+    def load(self, state: dict[str, float]) -> None:
+        if self._scaler.dynamic:
+            self._scaler.cur_scale = state["scale"]
+            self._scaler.cur_iter, self._scaler.last_overflow_iter = state["good_steps"], -1
+            self._scaler.cur_hysteresis = state.get("hysteresis", self._scaler.delayed_shift)
