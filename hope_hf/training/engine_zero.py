@@ -151,6 +151,18 @@ class Zero(Engine):
         norms = [torch.linalg.vector_norm(safe_get_full_grad(parameter).float()) for parameter in parameters]
         return float(torch.linalg.vector_norm(torch.stack(norms)))
 
+    def held_weights(self) -> list[Tensor]:
+        return [*super().held_weights(), *(piece.flat for piece in self._pieces())]
+
+    def held_gradients(self) -> list[Tensor]:
+        # Beside the parameters, where DeepSpeed frees them; those offloaded to the CPU belong to its flat weights.
+        flat = (piece.flat.grad for piece in self._pieces())
+        if self.stage == 3:
+            own = [self._zero.grad_partitions_flat_buffer]
+        else:
+            own = [gradient for group in self._zero.averaged_gradients.values() for gradient in group or ()]
+        return [*super().held_gradients(), *(gradient for gradient in (*flat, *own) if gradient is not None)]
+
     def weight_parts(self) -> Iterator[Part]:
         # Only in its groups DeepSpeed knows what belongs to a parameter.
         self._own = {id(piece.parameter): piece for piece in self._pieces()}

@@ -23,9 +23,9 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def size_in_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of this process's parts; a tensor that occurs twice counts once."""
-    parts = {id(tensor): local_part(tensor) for tensor in tensors}
-    return sum(part.numel() * part.element_size() for part in parts.values())
+    """Bytes that this process's parts take; memory that several of them share counts once, padding included."""
+    storages = (local_part(tensor).untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def free_memory(device: torch.device) -> int | None:

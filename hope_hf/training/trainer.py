@@ -133,9 +133,7 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
     heart = Heartbeat(*place, args.watchdog_seconds)
     at_exit.callback(heart.close)
     write_audit(*place, run.model)
-    memory_report = at_exit.enter_context(
-        MemoryReport(*place, accelerator.device, args.memory_dump_steps, run.model, run.optimizer)
-    )
+    memory_report = at_exit.enter_context(MemoryReport(*place, accelerator.device, args.memory_dump_steps, engine))
     watch = Stopwatch()
     model.train()
     batches = iter(run.data.train)

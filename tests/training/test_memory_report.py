@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from hope_hf.training.engine import Engine
 from hope_hf.training.memory_report import MemoryReport
 from hope_hf.training.placement import GIB
 
 
 def report(folder, every: int, model, optimizer) -> MemoryReport:
-    return MemoryReport(str(folder), 0, torch.device("cpu"), every, model, optimizer)
+    return MemoryReport(str(folder), 0, torch.device("cpu"), every, Engine().adopt(model, optimizer))
 
 
 def trained(steps: int, every: int, folder) -> list[dict]:
