@@ -109,6 +109,18 @@ def restore_checkpoint(saved: SavedRun, *, engine: Engine, scheduler: LRSchedule
         restore_rng(saved.rng)
 
 
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The safetensors in `folder` by name; what is tied has one of its names."""
+    index = folder / "model.safetensors.index.json"
+    files = {"model.safetensors"}
+    if index.exists():
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    saved: dict[str, Tensor] = {}
+    for file in sorted(files):
+        saved |= load_file(folder / file)
+    return saved
+
+
 @torch.no_grad()
 def load_weights(model: PreTrainedModel, folder: Path) -> None:
     """Copy the safetensors in `folder` into `model`, before an engine has taken it.
@@ -118,13 +130,7 @@ def load_weights(model: PreTrainedModel, folder: Path) -> None:
     Raises:
         ValueError: names, shapes or dtypes differ.
     """
-    index = folder / "model.safetensors.index.json"
-    files = {"model.safetensors"}
-    if index.exists():
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    saved: dict[str, Tensor] = {}
-    for file in sorted(files):
-        saved |= load_file(folder / file)
+    saved = read_weights(folder)
     own = model.state_dict()
     # Tied weights lie in the file once.
     present = {own[name].data_ptr() for name in saved if name in own}

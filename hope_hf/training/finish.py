@@ -5,8 +5,10 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from .arguments import Arguments
+from .checkpoint import read_weights
 from .engine import Engine
 from .plot import plot
 from .whole_weights import take_parts
@@ -15,9 +17,14 @@ SAMPLE_TOKENS = 96
 PROMPT_TOKENS = 32
 
 
-def finish(args: Arguments, accelerator: Accelerator, engine: Engine, data, evaluation: dict):
-    """Write weights, config, generation config, tokenizer, all_results.json and loss.png; show a sample."""
-    weights = take_parts(engine).together()
+def finish(
+    args: Arguments, accelerator: Accelerator, engine: Engine, data, evaluation: dict, checkpoint: Path | None = None
+):
+    """Write weights, config, generation config, tokenizer, all_results.json and loss.png; show a sample.
+
+    `checkpoint`: of the same weights, where there is one.
+    """
+    weights = final_weights(engine, checkpoint)
     if accelerator.is_main_process:
         folder = Path(args.output_dir)
         engine.model.save_pretrained(folder, state_dict=weights)
@@ -33,6 +40,13 @@ def finish(args: Arguments, accelerator: Accelerator, engine: Engine, data, eval
         print(f"Metrics: {folder / 'metrics.jsonl'}")
         print(f"Load the model:\n\n{loading_lines(engine.model, folder)}\n", flush=True)
     accelerator.wait_for_everyone()
+
+
+def final_weights(engine: Engine, checkpoint: Path | None) -> dict[str, Tensor]:
+    """All weights by name on the first process; from the checkpoint where they would have to be gathered again."""
+    if not engine.shards_weights or checkpoint is None:
+        return take_parts(engine).together()
+    return read_weights(checkpoint) if engine.accelerator.is_main_process else {}
 
 
 @torch.no_grad()

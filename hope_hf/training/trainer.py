@@ -140,8 +140,10 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
 
     writer = CheckpointWriter(args.output_dir, args.save_total_limit, args.save_only_model)
 
+    checkpoints = {saved.step: saved.path} if saved else {}
+
     def save(background=False):
-        writer.save(
+        checkpoints[progress.step] = writer.save(
             progress.step,
             engine=engine,
             tokenizer=run.data.tokenizer,
@@ -271,7 +273,7 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
     row = evaluate(model, run.data, accelerator)
     tracker.log(progress.step, progress.tokens, row, eval_line(row))
     tracker.close()
-    finish(args, accelerator, engine, run.data, row)
+    finish(args, accelerator, engine, run.data, row, checkpoints.get(progress.step))
     folder.close(record)
     return True
 

@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 from checkpoint_run import names
+from training_runs import LLAMA
 
 from hope_hf.training.manifest import verify
 
@@ -52,6 +53,7 @@ SHARDED = """
     import torch
     from checkpoint_run import Run
     from safetensors.torch import load_file
+    from hope_hf.training import finish
     from hope_hf.training.arguments import Arguments
     from hope_hf.training.checkpoint_writer import CheckpointWriter
     from hope_hf.training.launch import make_engine
@@ -79,8 +81,14 @@ SHARDED = """
     background.finish()
     run.train(2)
     expected = {name: tensor.full_tensor() for name, tensor in run.model.state_dict().items()}
-    run.save(output_dir / "at_once")
+    at_once = run.save(output_dir / "at_once")
     assert threads.pop() is threading.main_thread()
+    # A run that ends here does not gather them again.
+    finish.take_parts = None
+    weights = finish.final_weights(run.engine, at_once)
+    assert bool(weights) == process.is_main_process
+    if weights:
+        run.model.save_pretrained(output_dir / "exported", state_dict=weights)
     may_begin.clear()
     run.save_with(background, background=True)
     run.train(2)
@@ -109,19 +117,45 @@ SHARDED = """
 """
 
 
-def launched(script: str, folder: Path, *launcher: str) -> subprocess.CompletedProcess:
-    """The script on two processes, with `folder/run` as its argument."""
+FULL_DISK = """
+    import os, resource, sys
+    from training_runs import reset_accelerate
+    from hope_hf.training import main
+    from hope_hf.training.checkpoint_writer import CheckpointWriter
+
+    save, (soft, hard) = CheckpointWriter.save, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def save_on_one_full_disk(writer, step, **arguments):
+        # The limit on a file's size stands for a full disk: the same calls fail in the same places.
+        if step > 2 and os.environ["RANK"] == "1":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        return save(writer, step, **arguments)
+
+    CheckpointWriter.save = save_on_one_full_disk
+    for name, flags in (("at_once", []), ("background", ["--async_save", "true"])):
+        status = main([*sys.argv[2:], *flags, "--output_dir", f"{sys.argv[1]}/{name}"])
+        assert status == 2, f"{name} ended with {status}"
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        reset_accelerate()
+    # As run_clm.py ends.
+    sys.exit(status)
+"""
+
+
+def launched(script: str, folder: Path, *launcher: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    """The script on two processes, with `folder/run` and the flags as its arguments."""
     file = folder / "script.py"
     file.write_text(textwrap.dedent(script))
     paths = os.pathsep.join([str(Path(__file__).parent), str(ROOT)])
     environment = os.environ | {"PYTHONPATH": paths, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", *launcher, str(file), str(folder / "run")]
+    command = [sys.executable, "-m", *launcher, str(file), str(folder / "run"), *flags]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
 
-def launched_fsdp2(script: str, folder: Path) -> subprocess.CompletedProcess:
-    config = str(ROOT / "accelerate_configs" / "fsdp2.yaml")
-    return launched(script, folder, "accelerate.commands.launch", "--config_file", config, "--num_processes", "2")
+def launched_fsdp2(script: str, folder: Path, *flags: str) -> subprocess.CompletedProcess:
+    launcher = ["accelerate.commands.launch", "--num_processes", "2"]
+    launcher += ["--config_file", str(ROOT / "accelerate_configs" / "fsdp2.yaml")]
+    return launched(script, folder, *launcher, flags=flags)
 
 
 def test_two_processes_keep_their_own_states_and_agree_on_failures(tmp_path):
@@ -145,7 +179,25 @@ def test_weights_come_together_while_the_training_goes_on(tmp_path):
         for folder in folders
     )
     assert at_once == background
+    exported = tmp_path / "run" / "exported" / "model.safetensors"
+    assert exported.read_bytes() == at_once["model.safetensors"]
     assert re.fullmatch(
         r"No checkpoint .* \(a process has ended: .*\): .*; last good checkpoint: \S*checkpoint-2\.",
         sentence.read_text(),
     )
+
+
+def test_a_disk_that_is_full_for_one_of_two_processes_ends_both_with_one_sentence(tmp_path, corpus):
+    flags = [*LLAMA, *corpus, "--block_size", "32", "--per_device_train_batch_size", "2", "--cpu_threads", "1"]
+    result = launched_fsdp2(FULL_DISK, tmp_path, *flags, "--max_train_steps", "8", "--checkpointing_steps", "2")
+    assert result.returncode != 0
+    sentences = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(sentences) == 2, result.stderr[-5000:]
+    for name, sentence in zip(("at_once", "background"), sentences, strict=True):
+        (kept,) = (tmp_path / "run" / name).glob("checkpoint-*")
+        assert verify(kept)["step"] == 2
+        assert re.fullmatch(
+            rf"error: No checkpoint .*{name} \(.*[Ff]ile too large.*\): free space .*; last good checkpoint: {kept}\.",
+            sentence,
+        )
+    assert "Traceback" not in result.stderr.partition("torch/distributed/elastic")[0]

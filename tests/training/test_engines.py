@@ -41,7 +41,7 @@ ENGINES = {
     "ddp": (2, ["hope", "muon", "poisoned", "fp16", "moved"]),
     "fsdp2": (2, ["hope", "hope-attention", "llama", "gpt2", "muon", "poisoned", *FP16, "continued", "moved"]),
     "fsdp1": (2, ["hope", "llama", "gpt2", "poisoned", "fp16", "moved"]),
-    "fsdp_hybrid": (4, ["hope", "llama"]),
+    "fsdp_hybrid": (4, ["hope", "llama", "moved"]),
     "fsdp_offload": (2, ["llama", "poisoned"]),
     "multi_node_fsdp": (2, ["llama"]),
     "deepspeed_zero2": (2, ["hope", "llama", "poisoned", *FP16, "continued", "moved"]),
@@ -75,13 +75,15 @@ RUNS = {
     "poisoned": (LLAMA, 8, 1),
     "fp16": (HOPE, 16, 1),
 }
+# Whose checkpoint the run "moved" goes on from: one process's, and on four processes that of two.
+SOURCES = {"fsdp_hybrid": "fsdp2"}
 POISONED_STEP = 3
 LATER_POISONED_STEP = 5
 SAVED_STEP = 14
 
 
-def plan(corpus: list[str], processes: int, wanted: list[str], single: Path | None) -> dict[str, dict]:
-    """The wanted runs for one launch, in their order; `single` holds the runs of one process."""
+def plan(corpus: list[str], processes: int, wanted: list[str], source: Path | None) -> dict[str, dict]:
+    """The wanted runs for one launch, in their order; `source` holds the runs of another one."""
     runs = {}
     for name, (model, steps, accumulated) in RUNS.items():
         accumulated = min(accumulated, ROWS // processes) if processes > 1 else 1
@@ -95,8 +97,8 @@ def plan(corpus: list[str], processes: int, wanted: list[str], single: Path | No
     again = {"forget": [RUNS["fp16"][1]], "overflow": [RUNS["fp16"][1], 0]}
     runs["fp16 continued"] = {"flags": runs["fp16"]["flags"], **again}
     runs["continued"] = {"flags": runs["hope"]["flags"], "forget": [RUNS["hope"][1]]}
-    # Two ways to go on after the first checkpoint: with one's own, and with that of one process.
-    runs["moved"] = {"flags": runs["hope"]["flags"], "forget": [RUNS["hope"][1]], "source": f"{single}/hope"}
+    # Two ways to go on after the first checkpoint: with one's own, and with another launch's.
+    runs["moved"] = {"flags": runs["hope"]["flags"], "forget": [RUNS["hope"][1]], "source": f"{source}/hope"}
     return {name: run for name, run in runs.items() if name in wanted}
 
 
@@ -151,13 +153,14 @@ def rows(tmp_path_factory, corpus):
         if engine not in launched:
             # A launch that failed fails every test of its engine, and is not repeated.
             launched[engine] = None
+            source = SOURCES.get(engine, "single")
             if engine != "single":
-                get("single")
+                get(source)
             processes, runs = ENGINES.get(engine, (1, list(RUNS)))
             if engine.startswith("deepspeed") and not deepspeed_has_fp16():
                 runs = [run for run in runs if run not in FP16]
             folders[engine] = tmp_path_factory.mktemp(engine)
-            runs = plan(corpus, processes, runs, folders.get("single"))
+            runs = plan(corpus, processes, runs, folders.get(source))
             launched[engine] = run_plan(engine, processes, runs, folders[engine])
         assert launched[engine] is not None, f"the launch of {engine} has failed"
         return launched[engine]
@@ -174,11 +177,12 @@ def same(rows: list[dict], expected: list[dict], rel: float) -> None:
     assert curve(rows, "level/1/updates") == curve(expected, "level/1/updates")
 
 
-def went_on(folder: Path) -> None:
-    """That a run was continued and not begun again, which would give the same curve."""
+def went_on(folder: Path, saved: int = SAVED_STEP) -> None:
+    """That a finished run was continued and not begun again, which would give the same curve."""
     beats = [json.loads(line)["step"] for line in (folder / "heartbeat_rank0.jsonl").open()]
     steps = RUNS["hope"][1]
-    assert beats == [*range(1, steps + 1), *range(SAVED_STEP + 1, steps + 1)]
+    expected = [steps, *range(saved + 1, steps + 1)]
+    assert beats[-len(expected) :] == expected
 
 
 @pytest.mark.parametrize(("engine", "name"), each("hope", "hope-attention", "llama", "gpt2", "muon"))
@@ -204,9 +208,24 @@ def test_continued_run_is_the_uninterrupted_one(rows, engine, name):
 
 
 @pytest.mark.parametrize(("engine", "name"), each("moved"))
-def test_run_of_one_process_goes_on_under_the_engine(rows, engine, name):
+def test_run_of_another_number_of_processes_goes_on_under_the_engine(rows, engine, name):
+    """With the rows that come next, of which none is read twice: others would have other losses."""
     same(rows(engine)[name], rows("single")["hope"], rel=1e-5)
     went_on(rows.folders[engine] / name)
+
+
+def test_a_run_goes_on_from_two_processes_to_one_and_to_two_again(rows, corpus, tmp_path):
+    rows("fsdp2")
+    source = rows.folders["fsdp2"]
+    for config, processes, saved in (("single", 1, SAVED_STEP), ("ddp", 2, SAVED_STEP + 3)):
+        runs = plan(corpus, processes, ["moved"], source)
+        # One more checkpoint on the way, from which the next one goes on.
+        runs["moved"]["flags"] += ["--checkpointing_steps", str(SAVED_STEP + 3)]
+        source = tmp_path / config
+        source.mkdir()
+        same(run_plan(config, processes, runs, source)["moved"], rows("single")["hope"], rel=1e-5)
+        went_on(source / "moved", saved)
+        (source / "moved").rename(source / "hope")
 
 
 @NEEDS_DEEPSPEED
@@ -217,8 +236,7 @@ def test_runs_of_engines_go_on_in_one_process(rows, corpus, tmp_path):
         rows(engine)
         runs[engine] = {"flags": flags, "forget": [RUNS["hope"][1]], "source": str(rows.folders[engine] / "hope")}
     for engine, own in run_plan("single", 1, runs, tmp_path).items():
-        beats = [json.loads(line)["step"] for line in (tmp_path / engine / "heartbeat_rank0.jsonl").open()]
-        assert beats[-6:] == [*range(SAVED_STEP + 1, RUNS["hope"][1] + 1)], engine
+        went_on(tmp_path / engine)
         same(own, rows("single")["hope"], rel=1e-5)
 
 
