@@ -3,6 +3,7 @@
 import resource
 import sys
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import torch
@@ -63,6 +64,25 @@ def peak_memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_reserved(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def utilization_meter(device: torch.device) -> Callable[[], int] | None:
+    """Reads for how many percent of the last moments a GPU computed; None where nobody tells.
+
+    That is decided here, once: without GPU, without the package `nvidia-ml-py`, on a part of a GPU.
+    """
+    if device.type != "cuda":
+        return None
+
+    def read() -> int:
+        return torch.cuda.utilization(device)
+
+    try:
+        read()
+    # The driver has error types of its own.
+    except Exception:
+        return None
+    return read
 
 
 def peak_flops(device: torch.device) -> float | None:

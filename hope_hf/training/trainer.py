@@ -35,6 +35,7 @@ from .telemetry import (
     memory_statistics,
     peak_flops,
     peak_memory_gib,
+    utilization_meter,
 )
 from .tracking import Tracker, eval_line, tracker_names, train_line
 
@@ -134,7 +135,7 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
     at_exit.callback(heart.close)
     write_audit(*place, run.model)
     memory_report = at_exit.enter_context(MemoryReport(*place, accelerator.device, args.memory_dump_steps, engine))
-    watch = Stopwatch()
+    watch, utilization = Stopwatch(), utilization_meter(accelerator.device)
     model.train()
     batches = iter(run.data.train)
 
@@ -229,6 +230,7 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
                 tokens_per_second=plan.tokens_per_step / accelerator.num_processes / seconds,
                 data_seconds=data_seconds,
                 memory_gib=peak_memory_gib(accelerator.device),
+                **({"gpu_percent": utilization()} if utilization else {}),
             )
             tracker.advance()
 
