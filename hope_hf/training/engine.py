@@ -189,6 +189,10 @@ class Engine:
         """
         return distributed.new_group(backend="gloo") if self.shards_weights else None
 
+    def save_model(self, folder: Path, weights: dict[str, Tensor], **options) -> None:
+        """`save_pretrained` with the whole `weights`, on the first process; the config says their dtype."""
+        self.model.save_pretrained(folder, state_dict=weights, **options)
+
     def readable_model(self, folder: Path) -> PreTrainedModel:
         """A model that one process alone can run; where its weights are shared out, the one just saved to `folder`."""
         return self._model_class.from_pretrained(folder) if self.shards_weights else self.model

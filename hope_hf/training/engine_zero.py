@@ -178,6 +178,13 @@ class Zero(Engine):
         values = piece.flat.detach().narrow(0, piece.place, piece.length)
         return Part(names, _shape(tensor), piece.start, values, is_copy=False)
 
+    def save_model(self, folder: Path, weights: dict[str, Tensor], **options) -> None:
+        super().save_model(folder, weights, **options)
+        if self._low_precision:
+            # It was given that of the forward pass, in which they would be loaded.
+            self.model.config.dtype = "float32"
+            self.model.config.save_pretrained(folder)
+
     def optimizer_shards(self) -> Iterator[Shard]:
         for piece in self._pieces():
             tensors, scalars = split_state(self.optimizer.create_state(piece.flat, piece.group))

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from .placement import device_name
+
 # Dense bf16 matrix FLOP/s; an unknown device gets no MFU rather than a wrong one.
 PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12}
 
@@ -89,7 +91,7 @@ def peak_flops(device: torch.device) -> float | None:
     """Peak matrix FLOP/s of one device, or None where it is not known."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
+    name = device_name(device)
     return next((flops for key, flops in PEAK_FLOPS.items() if all(word in name for word in key.split())), None)
 
 

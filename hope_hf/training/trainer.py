@@ -105,7 +105,7 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
     if saved:
         load_weights(run.model, saved.path)
     # What the model says about itself, while it is whole.
-    card = run_card(args, accelerator, engine, run)
+    card = run_card(args, engine, run)
     flops, peak = flops_per_token(run.model, plan.block_size), peak_flops(accelerator.device)
     model = engine.prepare(run.model, run.optimizer)
     # The scheduler is not prepared: accelerate would step it once per process.
@@ -275,7 +275,7 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
     row = evaluate(model, run.data, accelerator)
     tracker.log(progress.step, progress.tokens, row, eval_line(row))
     tracker.close()
-    finish(args, accelerator, engine, run.data, row, checkpoints.get(progress.step))
+    finish(args, engine, run.data, row, checkpoints.get(progress.step))
     folder.close(record)
     return True
 

@@ -305,6 +305,9 @@ def follows_in_fp16(engine: str, own: list[dict], single: list[dict]) -> None:
 @pytest.mark.parametrize(("engine", "name"), each("fp16"))
 def test_engine_in_fp16_follows_one_process(rows, engine, name):
     follows_in_fp16(engine, rows(engine)[name], rows("single")[name])
+    folder = rows.folders[engine] / name
+    for config in (folder / "config.json", folder / f"checkpoint-{SAVED_STEP}" / "config.json"):
+        assert json.loads(config.read_text())["dtype"] == "float32"
     names = {name for name in rows("single")[name][0] if name.startswith("memory/")}
     for name_ in names:
         first, expected = rows(engine)[name][0][name_], rows("single")[name][0][name_]
