@@ -1,17 +1,18 @@
 """The run card: what is about to happen, before it happens."""
 
 import torch
-from accelerate import Accelerator
 
 from hope_hf.optim import warn_short_levels
 
 from .arguments import Arguments
 from .engine import Engine
+from .placement import device_name
 
 
-def run_card(args: Arguments, accelerator: Accelerator, engine: Engine, run) -> str:
+def run_card(args: Arguments, engine: Engine, run) -> str:
     """The card as text, of the trainer's `Run` before it is prepared. Warns, on rank 0, of levels that hardly step."""
     model, optimizer, data, plan = run.model, run.optimizer, run.data, run.plan
+    accelerator = engine.accelerator
     mixed = accelerator.mixed_precision
     rows = {
         "model": f"{model.config.model_type}, {model.num_parameters():,} parameters"
@@ -24,7 +25,7 @@ def run_card(args: Arguments, accelerator: Accelerator, engine: Engine, run) -> 
         "optimizer": f"{args.optimizer}, learning rate {args.learning_rate:g}, {args.lr_scheduler_type}, "
         f"weight decay {args.weight_decay:g}, clip {args.max_grad_norm:g}",
         "engine": engine.name,
-        "device": f"{_device(accelerator)}, {torch.get_num_threads()} thread(s) per process, "
+        "device": f"{device_name(accelerator.device)}, {torch.get_num_threads()} thread(s) per process, "
         f"precision {'fp32' if mixed == 'no' else f'{mixed} mixed'}",
     }
     for level, report in sorted(optimizer.level_report().items()):
@@ -40,9 +41,3 @@ def run_card(args: Arguments, accelerator: Accelerator, engine: Engine, run) -> 
 def _size(args: Arguments) -> str:
     name = args.config_name or ("tiny" if args.model_type in (None, "hope") else "default size")
     return f"new: {name}" + (f" with {args.config_overrides}" if args.config_overrides else "")
-
-
-def _device(accelerator: Accelerator) -> str:
-    if accelerator.device.type == "cuda":
-        return torch.cuda.get_device_name(accelerator.device)
-    return accelerator.device.type

@@ -114,7 +114,7 @@ class CheckpointWriter:
                 save_optimizer(folder, optimizer, rank)
             if first:
                 # The names of the model as it runs: what some families rename for export could not be loaded strictly.
-                engine.model.save_pretrained(folder, state_dict=weights, save_original_format=False)
+                engine.save_model(folder, weights, save_original_format=False)
                 tokenizer.save_pretrained(folder)
                 save_state(folder / "scheduler", schedule)
                 save_state(folder / "trainer", trainer_state)

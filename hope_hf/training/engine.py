@@ -152,6 +152,14 @@ class Engine:
         norms = [torch.linalg.vector_norm(gradient.float()) for gradient in gradients]
         return float(torch.linalg.vector_norm(torch.stack([self._gathered(norm) for norm in norms])))
 
+    def held_weights(self) -> list[Tensor]:
+        """What of the weights lies in this process's memory, an optimizer's own copy of them included."""
+        return list(self.model.parameters())
+
+    def held_gradients(self) -> list[Tensor]:
+        """The same of the gradients, as it is now."""
+        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+
     def _gathered(self, norm: Tensor) -> Tensor:
         """The norm of a whole gradient."""
         return norm
@@ -180,6 +188,10 @@ class Engine:
         All ask for it together the first time. None where the first process has all weights itself.
         """
         return distributed.new_group(backend="gloo") if self.shards_weights else None
+
+    def save_model(self, folder: Path, weights: dict[str, Tensor], **options) -> None:
+        """`save_pretrained` with the whole `weights`, on the first process; the config says their dtype."""
+        self.model.save_pretrained(folder, state_dict=weights, **options)
 
     def readable_model(self, folder: Path) -> PreTrainedModel:
         """A model that one process alone can run; where its weights are shared out, the one just saved to `folder`."""

@@ -4,7 +4,7 @@ import warnings
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from transformers import PreTrainedModel
 
 from hope_hf.optim import LevelClock
@@ -35,6 +35,10 @@ class FSDP1(Engine):
                 "launch file.",
                 stacklevel=2,
             )
+        if plugin.cpu_offload.offload_params and accelerator.device.type == "cpu":
+            # Torch would add each step's gradients to those of the step before.
+            warnings.warn("fsdp_offload_params is ignored: parameters are on the CPU already.", stacklevel=2)
+            plugin.cpu_offload = CPUOffload(offload_params=False)
         plugin.limit_all_gathers = args.fsdp_limit_all_gathers
         if accelerator.mixed_precision != "no":
             plugin.mixed_precision_policy = MixedPrecision(

@@ -151,6 +151,18 @@ class Zero(Engine):
         norms = [torch.linalg.vector_norm(safe_get_full_grad(parameter).float()) for parameter in parameters]
         return float(torch.linalg.vector_norm(torch.stack(norms)))
 
+    def held_weights(self) -> list[Tensor]:
+        return [*super().held_weights(), *(piece.flat for piece in self._pieces())]
+
+    def held_gradients(self) -> list[Tensor]:
+        # Beside the parameters, where DeepSpeed frees them; those offloaded to the CPU belong to its flat weights.
+        flat = (piece.flat.grad for piece in self._pieces())
+        if self.stage == 3:
+            own = [self._zero.grad_partitions_flat_buffer]
+        else:
+            own = [gradient for group in self._zero.averaged_gradients.values() for gradient in group or ()]
+        return [*super().held_gradients(), *(gradient for gradient in (*flat, *own) if gradient is not None)]
+
     def weight_parts(self) -> Iterator[Part]:
         # Only in its groups DeepSpeed knows what belongs to a parameter.
         self._own = {id(piece.parameter): piece for piece in self._pieces()}
@@ -165,6 +177,13 @@ class Zero(Engine):
             return Part(names, tensor.shape, 0, torch.empty(0), is_copy=False)
         values = piece.flat.detach().narrow(0, piece.place, piece.length)
         return Part(names, _shape(tensor), piece.start, values, is_copy=False)
+
+    def save_model(self, folder: Path, weights: dict[str, Tensor], **options) -> None:
+        super().save_model(folder, weights, **options)
+        if self._low_precision:
+            # It was given that of the forward pass, in which they would be loaded.
+            self.model.config.dtype = "float32"
+            self.model.config.save_pretrained(folder)
 
     def optimizer_shards(self) -> Iterator[Shard]:
         for piece in self._pieces():

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from .arguments import Arguments
@@ -17,17 +16,15 @@ SAMPLE_TOKENS = 96
 PROMPT_TOKENS = 32
 
 
-def finish(
-    args: Arguments, accelerator: Accelerator, engine: Engine, data, evaluation: dict, checkpoint: Path | None = None
-):
+def finish(args: Arguments, engine: Engine, data, evaluation: dict, checkpoint: Path | None = None):
     """Write weights, config, generation config, tokenizer, all_results.json and loss.png; show a sample.
 
     `checkpoint`: of the same weights, where there is one.
     """
     weights = final_weights(engine, checkpoint)
-    if accelerator.is_main_process:
+    if engine.accelerator.is_main_process:
         folder = Path(args.output_dir)
-        engine.model.save_pretrained(folder, state_dict=weights)
+        engine.save_model(folder, weights)
         data.tokenizer.save_pretrained(folder)
         results = {name.replace("/", "_"): value for name, value in evaluation.items()}
         results["perplexity"] = evaluation["eval/perplexity"]
@@ -39,7 +36,7 @@ def finish(
             print(f"Curves: {picture}")
         print(f"Metrics: {folder / 'metrics.jsonl'}")
         print(f"Load the model:\n\n{loading_lines(engine.model, folder)}\n", flush=True)
-    accelerator.wait_for_everyone()
+    engine.accelerator.wait_for_everyone()
 
 
 def final_weights(engine: Engine, checkpoint: Path | None) -> dict[str, Tensor]:

@@ -12,6 +12,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from .placement import device_name
+
 ALLOW_SINGLE_RANK = "HOPE_ALLOW_SINGLE_RANK"
 
 
@@ -36,9 +38,7 @@ def check_devices(accelerator: Accelerator):
                 f"Ranks {', '.join(map(str, ranks))} share {place}: launch one process per GPU (--num_processes)."
             )
     if accelerator.mixed_precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise ValueError(
-            f"mixed_precision bf16 is not supported by {torch.cuda.get_device_name(accelerator.device)}: set 'no'."
-        )
+        raise ValueError(f"mixed_precision bf16 is not supported by {device_name(accelerator.device)}: set 'no'.")
 
 
 def _check_single_rank(num_processes: int, visible: int):

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import torch
-from torch import nn
 
+from .engine import Engine
 from .placement import GIB, free_memory, size_in_bytes
 from .telemetry import peak_memory_gib
 
@@ -13,9 +13,10 @@ from .telemetry import peak_memory_gib
 class MemoryReport:
     """Appends lines to `memory_rank<N>.jsonl`: at the start, after the first step, every so often, and out of memory.
 
-    Rows are GiB of this process: parameters, gradients and optimizer state as it holds them, the largest total so
-    far, and what is left of the device. On a GPU also what torch has allocated and reserved, and, when memory runs
-    out, torch's own table in `memory_summary_rank<N>.txt`. A context manager around the training.
+    Rows are GiB of this process: weights, gradients (those of a step before its update) and optimizer state as it
+    holds them, the largest total so far, and what is left of the device. On a GPU also what torch has allocated and
+    reserved, and, when memory runs out, torch's own table in `memory_summary_rank<N>.txt`. A context manager around
+    the training.
     """
 
     def __init__(
@@ -24,13 +25,12 @@ class MemoryReport:
         rank: int,
         device: torch.device,
         every_steps: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        engine: Engine,
     ):
         """`every_steps` 0: at the start and after the first step alone."""
         self._folder, self._rank, self._device, self._every = Path(output_dir), rank, device, every_steps
-        self._model, self._optimizer = model, optimizer
-        self._gradients = 0
+        self._engine = engine
+        self._gradients: int | None = None
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self):
@@ -47,25 +47,26 @@ class MemoryReport:
     def backward_ends(self, step: int):
         """The gradients of `step` are there; the update will take them away."""
         if self._due(step):
-            gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-            self._gradients = size_in_bytes(gradients)
+            self._gradients = size_in_bytes(self._engine.held_gradients())
 
     def step_ends(self, step: int):
         """The update of `step` is done."""
         if self._due(step):
             self._write("step", step)
+            self._gradients = None
 
     def _due(self, step: int) -> bool:
         return step == 1 or (self._every > 0 and step % self._every == 0)
 
     def _write(self, event: str, step: int | None):
-        states = (value for state in self._optimizer.state.values() for value in state.values())
+        states = (value for state in self._engine.optimizer.state.values() for value in state.values())
+        gradients = size_in_bytes(self._engine.held_gradients()) if self._gradients is None else self._gradients
         free = free_memory(self._device)
         row = {
             "event": event,
             "step": step,
-            "parameters_gib": size_in_bytes(self._model.parameters()) / GIB,
-            "gradients_gib": self._gradients / GIB,
+            "parameters_gib": size_in_bytes(self._engine.held_weights()) / GIB,
+            "gradients_gib": gradients / GIB,
             "optimizer_gib": size_in_bytes(state for state in states if isinstance(state, torch.Tensor)) / GIB,
             "peak_gib": peak_memory_gib(self._device),
             "free_gib": None if free is None else free / GIB,

@@ -23,9 +23,14 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def size_in_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of this process's parts; a tensor that occurs twice counts once."""
-    parts = {id(tensor): local_part(tensor) for tensor in tensors}
-    return sum(part.numel() * part.element_size() for part in parts.values())
+    """Bytes that this process's parts take; memory that several of them share counts once, padding included."""
+    storages = (local_part(tensor).untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a GPU as its maker gives it, else the kind of device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -49,7 +54,7 @@ def rank_lines(accelerator: Accelerator, model: nn.Module) -> list[str]:
     held = ", ".join(f"{count:,} {dtype}" for dtype, count in sorted(by_dtype.items()))
     place = str(accelerator.device)
     if accelerator.device.type == "cuda":
-        place += f" ({torch.cuda.get_device_name(accelerator.device)})"
+        place += f" ({device_name(accelerator.device)})"
     if torch.distributed.is_initialized():
         place += f", {torch.distributed.get_backend()}"
     free = free_memory(accelerator.device)

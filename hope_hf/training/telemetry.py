@@ -3,10 +3,13 @@
 import resource
 import sys
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+
+from .placement import device_name
 
 # Dense bf16 matrix FLOP/s; an unknown device gets no MFU rather than a wrong one.
 PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12}
@@ -65,11 +68,30 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
+def utilization_meter(device: torch.device) -> Callable[[], int] | None:
+    """Reads for how many percent of the last moments a GPU computed; None where nobody tells.
+
+    That is decided here, once: without GPU, without the package `nvidia-ml-py`, on a part of a GPU.
+    """
+    if device.type != "cuda":
+        return None
+
+    def read() -> int:
+        return torch.cuda.utilization(device)
+
+    try:
+        read()
+    # The driver has error types of its own.
+    except Exception:
+        return None
+    return read
+
+
 def peak_flops(device: torch.device) -> float | None:
     """Peak matrix FLOP/s of one device, or None where it is not known."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
+    name = device_name(device)
     return next((flops for key, flops in PEAK_FLOPS.items() if all(word in name for word in key.split())), None)
 
 

@@ -35,6 +35,7 @@ from .telemetry import (
     memory_statistics,
     peak_flops,
     peak_memory_gib,
+    utilization_meter,
 )
 from .tracking import Tracker, eval_line, tracker_names, train_line
 
@@ -104,7 +105,7 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
     if saved:
         load_weights(run.model, saved.path)
     # What the model says about itself, while it is whole.
-    card = run_card(args, accelerator, engine, run)
+    card = run_card(args, engine, run)
     flops, peak = flops_per_token(run.model, plan.block_size), peak_flops(accelerator.device)
     model = engine.prepare(run.model, run.optimizer)
     # The scheduler is not prepared: accelerate would step it once per process.
@@ -133,10 +134,8 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
     heart = Heartbeat(*place, args.watchdog_seconds)
     at_exit.callback(heart.close)
     write_audit(*place, run.model)
-    memory_report = at_exit.enter_context(
-        MemoryReport(*place, accelerator.device, args.memory_dump_steps, run.model, run.optimizer)
-    )
-    watch = Stopwatch()
+    memory_report = at_exit.enter_context(MemoryReport(*place, accelerator.device, args.memory_dump_steps, engine))
+    watch, utilization = Stopwatch(), utilization_meter(accelerator.device)
     model.train()
     batches = iter(run.data.train)
 
@@ -231,6 +230,7 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
                 tokens_per_second=plan.tokens_per_step / accelerator.num_processes / seconds,
                 data_seconds=data_seconds,
                 memory_gib=peak_memory_gib(accelerator.device),
+                **({"gpu_percent": utilization()} if utilization else {}),
             )
             tracker.advance()
 
@@ -275,7 +275,7 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
     row = evaluate(model, run.data, accelerator)
     tracker.log(progress.step, progress.tokens, row, eval_line(row))
     tracker.close()
-    finish(args, accelerator, engine, run.data, row, checkpoints.get(progress.step))
+    finish(args, engine, run.data, row, checkpoints.get(progress.step))
     folder.close(record)
     return True
 

@@ -240,19 +240,34 @@ def test_runs_of_engines_go_on_in_one_process(rows, corpus, tmp_path):
         same(own, rows("single")["hope"], rel=1e-5)
 
 
+def memory(rows, engine: str, rank: int) -> dict:
+    """Its row after the first step of a HOPE."""
+    rows(engine)
+    file = rows.folders[engine] / "hope" / f"memory_rank{rank}.jsonl"
+    return next(row for row in map(json.loads, file.open()) if row["step"] == 1)
+
+
 @pytest.mark.parametrize(("engine", "most"), [("fsdp2", 0.55), ("fsdp1", 0.55)])
 def test_a_process_holds_its_part_and_no_more(rows, engine, most):
     """Parameters, gradients and optimizer state after the first step, over those of a whole replica."""
 
     def held(name: str, rank: int) -> float:
-        rows(name)
-        file = rows.folders[name] / "hope" / f"memory_rank{rank}.jsonl"
-        row = next(row for row in map(json.loads, file.open()) if row["step"] == 1)
+        row = memory(rows, name, rank)
         return row["parameters_gib"] + row["gradients_gib"] + row["optimizer_gib"]
 
     replica = held("ddp", 0)
     assert replica == held("single", 0)
     assert max(held(engine, 0), held(engine, 1)) / replica <= most
+
+
+@NEEDS_DEEPSPEED
+@pytest.mark.parametrize(("engine", "weights"), [("deepspeed_zero2", 1.5), ("deepspeed_zero3", 1.0)])
+def test_zero_shares_out_gradients_and_optimizer_state(rows, engine, weights):
+    """Over those of a replica; beside the weights, whole or its part, DeepSpeed keeps another copy of its part."""
+    replica = memory(rows, "ddp", 0)
+    for name, share in (("parameters_gib", weights), ("gradients_gib", 0.5), ("optimizer_gib", 0.5)):
+        own = [memory(rows, engine, rank)[name] for rank in (0, 1)]
+        assert own == pytest.approx([share * replica[name]] * 2, rel=0.1), name
 
 
 @pytest.mark.parametrize(("engine", "name"), each("poisoned"))
@@ -290,6 +305,9 @@ def follows_in_fp16(engine: str, own: list[dict], single: list[dict]) -> None:
 @pytest.mark.parametrize(("engine", "name"), each("fp16"))
 def test_engine_in_fp16_follows_one_process(rows, engine, name):
     follows_in_fp16(engine, rows(engine)[name], rows("single")[name])
+    folder = rows.folders[engine] / name
+    for config in (folder / "config.json", folder / f"checkpoint-{SAVED_STEP}" / "config.json"):
+        assert json.loads(config.read_text())["dtype"] == "float32"
     names = {name for name in rows("single")[name][0] if name.startswith("memory/")}
     for name_ in names:
         first, expected = rows(engine)[name][0][name_], rows("single")[name][0][name_]

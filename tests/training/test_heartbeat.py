@@ -3,7 +3,13 @@
 import json
 import time
 
+import pytest
+import torch
+from training_runs import LLAMA
+
+from hope_hf.training import trainer
 from hope_hf.training.heartbeat import Heartbeat
+from hope_hf.training.telemetry import utilization_meter
 
 
 def test_a_line_per_step_is_on_the_disk_at_once(tmp_path):
@@ -40,3 +46,32 @@ def test_beats_keep_the_watchdog_quiet(tmp_path):
         heart.beat(step)
     heart.close()
     assert not (tmp_path / "stacks_rank0.txt").exists()
+
+
+GPU = torch.device("cuda", 3)
+
+
+def test_a_gpu_that_tells_how_busy_it_is_is_read(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: asked.append(device) or 10 * len(asked))
+    read = utilization_meter(GPU)
+    assert (read(), read()) == (20, 30) and asked == [GPU] * 3
+    assert utilization_meter(torch.device("cpu")) is None and len(asked) == 3
+
+
+@pytest.mark.parametrize("error", [ModuleNotFoundError("nvidia-ml-py"), RuntimeError("driver"), Exception("part")])
+def test_a_gpu_that_does_not_is_asked_once(monkeypatch, error):
+    def fail(device):
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "utilization", fail)
+    assert utilization_meter(GPU) is None
+
+
+@pytest.mark.parametrize("percent", [37, None])
+def test_utilization_is_in_the_heartbeat_where_there_is_one(run, tmp_path, monkeypatch, percent):
+    monkeypatch.setattr(trainer, "utilization_meter", lambda device: (lambda: percent) if percent else None)
+    status, _ = run("a", "--max_train_steps", 2, model=LLAMA)
+    beats = [json.loads(line) for line in (tmp_path / "a" / "heartbeat_rank0.jsonl").open()]
+    assert status == 0
+    assert [beat.get("gpu_percent", "absent") for beat in beats] == [percent or "absent"] * 2

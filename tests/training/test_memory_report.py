@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from hope_hf.training import trainer
+from hope_hf.training.engine import Engine
 from hope_hf.training.memory_report import MemoryReport
 from hope_hf.training.placement import GIB
 
 
 def report(folder, every: int, model, optimizer) -> MemoryReport:
-    return MemoryReport(str(folder), 0, torch.device("cpu"), every, model, optimizer)
+    return MemoryReport(str(folder), 0, torch.device("cpu"), every, Engine().adopt(model, optimizer))
 
 
 def trained(steps: int, every: int, folder) -> list[dict]:
@@ -47,3 +49,23 @@ def test_running_out_of_memory_leaves_a_row_and_is_not_swallowed(tmp_path):
         raise RuntimeError("something else")
     rows = [json.loads(line) for line in (tmp_path / "memory_rank0.jsonl").read_text().splitlines()]
     assert [(row["event"], row["step"]) for row in rows] == [("start", 0), ("out of memory", None), ("start", 0)]
+
+
+def test_a_run_that_runs_out_of_memory_in_a_step_says_what_filled_it(run, tmp_path, monkeypatch):
+    loss, steps = trainer.summed_loss, []
+
+    def full(*arguments):
+        steps.append(len(steps))
+        if len(steps) == 4:
+            raise torch.OutOfMemoryError("full")
+        return loss(*arguments)
+
+    monkeypatch.setattr(trainer, "summed_loss", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        # In the second batch of a step, with the gradients of the first.
+        run("a", "--memory_dump_steps", 2, "--gradient_accumulation_steps", 2)
+    rows = [json.loads(line) for line in (tmp_path / "a" / "memory_rank0.jsonl").open()]
+    assert [(row["event"], row["step"]) for row in rows] == [("start", 0), ("step", 1), ("out of memory", None)]
+    start, step, last = rows
+    assert last["gradients_gib"] == last["parameters_gib"] == step["gradients_gib"] > start["gradients_gib"] == 0
+    assert last["optimizer_gib"] == step["optimizer_gib"] > 0
