@@ -89,7 +89,7 @@ SHARDED = """
     weights = finish.final_weights(run.engine, at_once)
     assert bool(weights) == process.is_main_process
     if weights:
-        run.model.save_pretrained(output_dir / "exported", state_dict=weights)
+        run.engine.save_model(output_dir / "exported", weights)
     may_begin.clear()
     run.save_with(background, background=True)
     run.train(2)
