@@ -34,7 +34,7 @@ def check_launch_file() -> None:
 
 
 def launch_file() -> Path | None:
-    """The file named on the launcher's command line; None where no launcher, or one without a file, started us."""
+    """The file on the launcher's command line, else what `accelerate config` has written; None without launcher."""
     try:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode().split("\0")
     except (OSError, UnicodeDecodeError):
@@ -44,7 +44,17 @@ def launch_file() -> Path | None:
         if name.replace("-", "_") == "__config_file":
             path = Path(value or words[index + 1])
             return path if path.is_file() else None
-    return None
+    return _default_file(words) if any(Path(word).name.startswith("accelerate") for word in words[:3]) else None
+
+
+def _default_file(words: list[str]) -> Path | None:
+    """What `accelerate launch` takes where its command line names no file; None if that chooses an engine itself."""
+    from accelerate.commands.config.config_args import default_config_file
+
+    script = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
+    own = [word.replace("-", "_") for word in words[:script]]
+    chooses = any(word.startswith(("__cpu", "__multi", "__tpu", "__use", "__fsdp")) for word in own)
+    return None if chooses or not Path(default_config_file).is_file() else Path(default_config_file)
 
 
 def check(path: Path, content: dict) -> None:

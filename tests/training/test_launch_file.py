@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from accelerate.commands.config import config_args
 
 from hope_hf.optim import build_optimizer
 from hope_hf.training import engine_zero, launch_file
@@ -91,6 +92,28 @@ def test_the_file_is_found_on_the_command_line_of_the_launcher(tmp_path, monkeyp
     assert launch_file.launch_file() == file
     command_line(["bash"])
     assert launch_file.launch_file() is None
+
+
+@pytest.mark.parametrize(
+    "launcher", [["python", "/bin/accelerate", "launch"], ["python", "-m", "accelerate.commands.launch"]]
+)
+def test_without_a_file_the_default_one_of_accelerate_counts(tmp_path, monkeypatch, launcher):
+    file = tmp_path / "default_config.yaml"
+    monkeypatch.setattr(config_args, "default_config_file", str(file))
+
+    def found(*words):
+        content = "\0".join(words).encode()
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_bytes", lambda path: content)
+            return launch_file.launch_file()
+
+    assert found(*launcher, "run_clm.py") is None
+    file.write_text("distributed_type: FSDP\n")
+    assert found(*launcher, "--num_processes", "2", "run_clm.py", "--fsdp_prefetch", "1") == file
+    assert found("torchrun", "run_clm.py") is None
+    # Then it is the command line that says what runs.
+    for words in (["--cpu"], ["--multi_gpu"], ["--use-fsdp", "--fsdp_version", "2"], ["--use_deepspeed"]):
+        assert found(*launcher, *words, "run_clm.py") is None
 
 
 def test_muon_is_refused_where_matrices_are_cut_anywhere(tiny_model):
