@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from .engine import Engine
-from .launch import OneSidedError
+from .guard import lost_process
 from .manifest import describe, last_good, publish, remove_leftovers, rotate, temporary_name
 from .optimizer_files import optimizer_part, save_optimizer
 from .state_files import rng_state, save_state
@@ -83,8 +83,7 @@ class CheckpointWriter:
             The folder. An existing one of the same step is replaced.
 
         Raises:
-            ValueError: the disk is full or cannot be written, or another process has ended; the checkpoints written
-                before are intact.
+            ValueError: the disk is full or cannot be written; the checkpoints written before are intact.
         """
         self.finish()
         start = time.perf_counter()
@@ -160,12 +159,9 @@ class CheckpointWriter:
         start = time.perf_counter()
         if pending.thread is not None:
             pending.thread.join()
-        if isinstance(pending.error, ConnectionError):
-            # There is no agreeing with a process that has ended.
-            raise OneSidedError(
-                f"No checkpoint could be written in --output_dir {self._output_dir} ({pending.error}): repeat the "
-                f"command to continue; last good checkpoint: {last_good(self._output_dir)}."
-            )
+        if lost_process(pending.error) is not None:
+            # There is no agreeing with a process that is gone.
+            raise pending.error
 
         def settle() -> None:
             if pending.error is not None:

@@ -1,7 +1,9 @@
-"""Launches that would waste a machine or spoil a run silently: refused in one sentence before anything is trained."""
+"""Launches that would waste a machine or spoil a run silently, refused in one sentence before anything is trained;
+and a process that is gone, told by what the others meet."""
 
 import hashlib
 import os
+import re
 import socket
 import warnings
 from pathlib import Path
@@ -78,3 +80,12 @@ def code_fingerprint() -> str:
     for file in sorted(package.rglob("*.py")):
         digest.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
+
+
+def lost_process(error: BaseException | None) -> str | None:
+    """What the error says of the connection to another process; None where it is about something else."""
+    text = str(error)
+    if isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "gloo/" in text):
+        # Without the place in gloo's sources, and its advice.
+        return re.sub(r"^\[\S*\] ", "", text.splitlines()[0]).partition(". ")[0]
+    return None

@@ -10,7 +10,8 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def main(argv: list[str]) -> int:
-    """Parse `argv` and train. Returns 0, or 2 after a mistake of the user, or 1 where training diverged.
+    """Parse `argv` and train. Returns 0, or 2 after a mistake of the user, or 1 where training diverged or another
+    process is gone.
 
     A ValueError is one sentence for the user; any other exception is ours or the machine's and keeps its traceback.
     """
@@ -19,6 +20,7 @@ def main(argv: list[str]) -> int:
     try:
         args = parse(argv)
         # Not at the top: --help and misspelled flags answer before models and data sets are imported.
+        from .guard import lost_process
         from .launch import OneSidedError
         from .trainer import TrainingDiverged, train
     except ValueError as error:
@@ -27,6 +29,16 @@ def main(argv: list[str]) -> int:
         return train(args)
     except TrainingDiverged as error:
         return complain(error, 1)
+    except RuntimeError as error:
+        reason = lost_process(error)
+        if reason is None:
+            raise
+        return complain(
+            f"another process of this run is gone ({reason}): see what it said last or why it was killed, then repeat "
+            "the command to continue; checkpoints that are complete are intact.",
+            1,
+            everywhere=True,
+        )
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise

@@ -49,16 +49,10 @@ class TakenParts:
     def together(self) -> dict[str, Tensor]:
         """All weights by name on the first process, what is tied being one tensor; empty on others.
 
-        All processes call it, each in a thread of its choice.
-
-        Raises:
-            ConnectionError: another process has ended meanwhile.
+        All processes call it, each in a thread of its choice; where one of them ends meanwhile, the others fail.
         """
         if self.group is not None:
-            try:
-                self._send() if distributed.get_rank() else self._receive()
-            except RuntimeError as error:
-                raise ConnectionError(f"a process has ended: {str(error).splitlines()[0]}") from None
+            self._send() if distributed.get_rank() else self._receive()
         return {name: tensor for names, tensor in self.whole.items() for name in names}
 
     def _send(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hope_hf.training import guard
-from hope_hf.training.guard import check_devices, check_same_on_all, code_fingerprint
+from hope_hf.training.guard import check_devices, check_same_on_all, code_fingerprint, lost_process
 
 
 @pytest.fixture
@@ -100,3 +100,13 @@ def test_the_fingerprint_follows_the_code(monkeypatch, tmp_path):
     assert code_fingerprint() == before
     (package / "a.py").write_text("x = 2")
     assert code_fingerprint() != before
+
+
+def test_a_lost_connection_is_told_from_other_errors():
+    gloo = (
+        "[/sources/gloo/transport/tcp/pair.cc:53] Read error [::1]:4021: Connection reset by peer. This is.\nX"
+    )
+    assert lost_process(RuntimeError(gloo)) == "Read error [::1]:4021: Connection reset by peer"
+    assert lost_process(torch.distributed.DistBackendError("NCCL communicator was aborted")) is not None
+    assert lost_process(RuntimeError("The size of tensor a (3) must match")) is None
+    assert lost_process(None) is None

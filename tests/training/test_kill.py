@@ -101,7 +101,7 @@ class Launch:
         return not self.alive()
 
     def text(self) -> str:
-        return self.folder.with_suffix(".txt").read_text()[-3000:]
+        return self.folder.with_suffix(".txt").read_text()[-6000:]
 
 
 def beats(folder: Path) -> int:
@@ -172,6 +172,9 @@ def test_a_killed_run_goes_on_and_leaves_no_orphan(engine, start, run, tmp_path,
             f"goes on from {kept}"
         )
         assert done - kept <= most_lost, launch.text()
+        if kill.victims == "a rank" and processes > 1:
+            assert "error: another process of this run is gone (" in launch.text(), launch.text()
+            assert "[rank" not in launch.text(), launch.text()
     launch = start(config, processes, folder, corpus + flags)
     launch.wait_until(launch.gone, 4 * LONGEST_START, "the last launch did not end")
     assert launch.launcher.wait() == 0, launch.text()
