@@ -322,17 +322,32 @@ def test_continued_run_in_fp16_is_the_uninterrupted_one(rows, engine, name):
     assert curve(own, "train/overflowed_steps") == curve(whole, "train/overflowed_steps")
 
 
+@pytest.fixture(scope="module")
+def on_gpus(corpus, tmp_path_factory):
+    """`on_gpus(engine)`: the rows of its runs in fp16, and of one in fp32 in which nothing overflows."""
+    launched = {}
+
+    def get(engine: str) -> dict[str, list[dict]]:
+        if engine not in launched:
+            processes = 1 if engine == "single" else 2
+            if torch.cuda.device_count() < processes:
+                pytest.skip(f"{engine} needs {processes} GPU(s)")
+            runs = plan(corpus, processes, FP16, None)
+            runs["fp32"] = {"flags": runs["fp16"]["flags"]}
+            launched[engine] = run_plan(engine, processes, runs, tmp_path_factory.mktemp(engine), on_cpu=False)
+        return launched[engine]
+
+    return get
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "engine", ["single", "ddp", "fsdp2", "fsdp1", pytest.param("deepspeed_zero3", marks=NEEDS_DEEPSPEED)]
 )
-def test_engine_on_gpus_follows_the_cpu_in_fp16(rows, corpus, tmp_path, engine):
-    processes = 1 if engine == "single" else 2
-    if torch.cuda.device_count() < processes:
-        pytest.skip(f"{engine} needs {processes} GPUs")
-    runs = plan(corpus, processes, FP16, None)
-    own = run_plan(engine, processes, runs, tmp_path, on_cpu=False)
-    follows_in_fp16(engine, own["fp16"], rows("single")["fp16"])
+def test_engine_on_gpus_trains_in_fp16(on_gpus, engine):
+    own = on_gpus(engine)
+    follows_in_fp16(engine, own["fp16"], on_gpus("single")["fp16"])
+    assert curve(own["fp16"])[:POISONED_STEP] == pytest.approx(curve(own["fp32"])[:POISONED_STEP], rel=2e-3)
     assert curve(own["fp16 continued"])[SAVED_STEP:] == pytest.approx(curve(own["fp16"])[SAVED_STEP:], rel=1e-6)
 
 

@@ -117,6 +117,12 @@ def test_overflow_changes_neither_weights_nor_clocks(fp16, tmp_path, monkeypatch
         assert any(not torch.equal(third[name], first[name]) for name in first)
 
 
+def test_scale_grows_again_after_as_many_good_steps_as_before(fp16, monkeypatch):
+    poison(monkeypatch, lambda step, loss: overflowing(loss) if step == 2 else loss)
+    _, rows = fp16("run", scaler={"growth_interval": 3})
+    assert curve(rows, "train/loss_scale") == [2.0**power for power in (16, 16, 15, 15, 15, 16, 16, 16)]
+
+
 def test_loss_that_is_not_finite_is_skipped_and_leaves_the_scale(fp16, monkeypatch):
     poison(monkeypatch, lambda step, loss: loss * math.nan if step == 3 else loss)
     status, rows = fp16("run", scaler={"growth_interval": 4})
