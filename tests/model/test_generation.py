@@ -210,6 +210,21 @@ def test_a_static_cache_can_be_passed_to_the_model(tiny_model, mixer, kernel):
         torch.testing.assert_close(torch.cat(logits, dim=1), model(ids).logits, rtol=close, atol=close)
 
 
+def test_a_static_memory_stays_where_it_is(tiny_model):
+    """A graph that is replayed on a GPU reads and writes the addresses it was recorded with."""
+    model = tiny_model()
+    cache = StaticCache(model.config, max_cache_len=20)
+    places = []
+    # The first part ends where a chunk does.
+    lengths = [8, 1, 3]
+    with torch.no_grad():
+        for part in text(2, 12).split(lengths, dim=1):
+            model(part, past_key_values=cache)
+            places.append({name: tensor.data_ptr() for name, tensor in cache.layers[0].state.items()})
+    assert places[0] and places[0] == places[1] == places[2]
+    assert len(set(places[0].values())) == len(places[0]), "two of them share their memory"
+
+
 def test_positions_made_by_generate_count_real_tokens(either, monkeypatch):
     """Left padding must not look like a document that begins in the middle of the row."""
     rows = [text(length, seed=length) for length in (8, 3)]
