@@ -51,6 +51,8 @@ class Zero(Engine):
     def __init__(self, accelerator: Accelerator, args: Arguments):
         """Raises ValueError where the DeepSpeed file contradicts a flag."""
         super().__init__(accelerator)
+        # DeepSpeed's own calls of what torch renames, in every step; its user can do nothing about them.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         # While it is set, transformers shares models out as it makes them: with other initial values, and one process
         # alone that loads a model waits for ever. Here models are made whole, on the CPU.
         unset_hf_deepspeed_config()

@@ -143,7 +143,11 @@ def leave(accelerator: Accelerator):
 
 
 class StopSignal:
-    """Remembers SIGTERM or the first Ctrl-C, so that the loop can stop at a step boundary; a context manager."""
+    """Remembers SIGTERM or the first Ctrl-C, so that the loop can stop at a step boundary; a context manager.
+
+    A loop that ends in an error leaves the process deaf to SIGTERM until it has said so and is gone: where one process
+    is lost, the launcher sends it to all others at once.
+    """
 
     def __init__(self):
         self.received = False
@@ -152,7 +156,9 @@ class StopSignal:
         self._previous = {s: signal.signal(s, self._receive) for s in (signal.SIGTERM, signal.SIGINT)}
         return self
 
-    def __exit__(self, *exception):
+    def __exit__(self, error, *_):
+        if error is not None:
+            del self._previous[signal.SIGTERM]
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

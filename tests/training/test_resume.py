@@ -6,6 +6,7 @@ import pytest
 from training_runs import HOPE, LLAMA, curve, forget_the_end
 
 from hope_hf.training import trainer
+from hope_hf.training.launch import StopSignal
 
 SAVES = ["--checkpointing_steps", "2", "--eval_steps", "3", "--max_train_steps", "5"]
 
@@ -79,3 +80,20 @@ def test_named_checkpoint_is_taken_and_later_rows_are_replaced(run, tmp_path, ca
     _, rows = run("a", *SAVES, "--resume_from_checkpoint", tmp_path / "a" / "checkpoint-2")
     assert "checkpoint-2 at step 2" in capsys.readouterr().out
     assert curve(rows) == curve(whole)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_after_an_error_in_the_loop_sigterm_waits_until_it_is_told(fails):
+    """A launcher that has lost one process sends it to the others, which know why they stop."""
+    before, stop = signal.getsignal(signal.SIGTERM), StopSignal()
+    try:
+        with stop:
+            if fails:
+                raise RuntimeError
+    except RuntimeError:
+        pass
+    try:
+        assert signal.getsignal(signal.SIGTERM) == (stop._receive if fails else before)
+        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
