@@ -24,6 +24,11 @@ OF_VERSION_1 = {
 }
 # Axes of a mesh along which the trainer does not divide its work.
 UNSUPPORTED_AXES = {"parallelism_config_tp_size": "tensor", "parallelism_config_cp_size": "context"}
+# accelerate stops where one of these stands beside a DeepSpeed json, and then lists all of them.
+DECIDED_BY_JSON = (
+    "mixed_precision", "zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_save_16bit_model",
+    "gradient_accumulation_steps", "gradient_clipping",
+)  # fmt: skip
 
 
 def check_launch_file() -> None:
@@ -81,7 +86,14 @@ def check(path: Path, content: dict) -> None:
     for key, axis in UNSUPPORTED_AXES.items():
         if int(parallel.get(key) or 1) > 1:
             refuse(f"{key} is {parallel[key]}, and {axis} parallelism is not supported in training: write 1")
-    for key, value in (content.get("deepspeed_config") or {}).items():
+    deepspeed = content.get("deepspeed_config") or {}
+    if "deepspeed_config_file" in deepspeed:
+        beside = [key for key in DECIDED_BY_JSON if key in content | deepspeed]
+        if beside:
+            refuse(
+                f"{', '.join(beside)} may not stand beside deepspeed_config_file, which alone decides: leave that out"
+            )
+    for key, value in deepspeed.items():
         if value == "nvme":
             refuse(f"{key} is nvme, which is not supported: write cpu")
 

@@ -1,5 +1,6 @@
 """What README and the launch files name beside their own values: each setting gives the curve of one process, too."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -45,10 +46,12 @@ def single(corpus, tmp_path_factory):
 
 @pytest.fixture
 def launched(corpus, tmp_path):
-    """The rows of two processes under a launch file with another mixed precision or other values in its section."""
+    """The rows of two processes under a launch file with other values, at its top or in its section for FSDP."""
 
     def launch(name: str, section: dict, flags: list[str], **changes) -> list[dict]:
-        values = yaml.safe_load((ROOT / "accelerate_configs" / f"{name}.yaml").read_text()) | changes
+        values = yaml.safe_load((ROOT / "accelerate_configs" / f"{name}.yaml").read_text())
+        assert changes.keys() <= values.keys()
+        values = {key: value for key, value in (values | changes).items() if value is not None}
         if section:
             assert section.keys() - {"fsdp_min_num_params"} <= values["fsdp_config"].keys()
             values["fsdp_config"] |= section
@@ -65,6 +68,17 @@ def launched(corpus, tmp_path):
 def test_setting_gives_the_curve_of_one_process(launched, single, name):
     assert len(curve(single)) == STEPS
     same(launched(*SETTINGS[name]), single, rel=1e-5)
+
+
+@NEEDS_DEEPSPEED
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_json_of_ones_own_gives_the_curve_of_one_process(launched, single, tmp_path, stage):
+    own = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 50_000}, "gradient_clipping": "auto"}
+    own |= {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps(own))
+    named = {"deepspeed_config_file": str(file), "zero3_init_flag": False}
+    same(launched(f"deepspeed_zero{stage}", {}, [], deepspeed_config=named, mixed_precision=None), single, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=NEEDS_DEEPSPEED) if n == "zero3" else n for n in BF16])

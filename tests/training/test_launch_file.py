@@ -65,6 +65,10 @@ def fsdp(version: int | None = 2, **keys) -> dict:
         ({"parallelism_config": {"parallelism_config_tp_size": 2}}, "tensor parallelism is not supported"),
         ({"deepspeed_config": {"offload_param_device": "nvme"}}, "is nvme, which is not supported: write cpu"),
         ({"deepspeed_config": {"zero_stag": 3}}, "ignores zero_stag in deepspeed_config"),
+        (
+            {"mixed_precision": "no", "deepspeed_config": {"deepspeed_config_file": "ds.json", "zero_stage": 3}},
+            "mixed_precision, zero_stage may not stand beside deepspeed_config_file",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
