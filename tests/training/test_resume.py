@@ -85,7 +85,8 @@ def test_named_checkpoint_is_taken_and_later_rows_are_replaced(run, tmp_path, ca
 @pytest.mark.parametrize("fails", [True, False])
 def test_after_an_error_in_the_loop_sigterm_waits_until_it_is_told(fails):
     """A launcher that has lost one process sends it to the others, which know why they stop."""
-    before, stop = signal.getsignal(signal.SIGTERM), StopSignal()
+    stop = StopSignal()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         with stop:
             if fails:
@@ -93,7 +94,7 @@ def test_after_an_error_in_the_loop_sigterm_waits_until_it_is_told(fails):
     except RuntimeError:
         pass
     try:
-        assert signal.getsignal(signal.SIGTERM) == (stop._receive if fails else before)
-        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+        assert signal.getsignal(signal.SIGTERM) == (stop._receive if fails else before[signal.SIGTERM])
+        assert signal.getsignal(signal.SIGINT) == before[signal.SIGINT]
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, before[signal.SIGTERM])
