@@ -103,9 +103,7 @@ def test_the_fingerprint_follows_the_code(monkeypatch, tmp_path):
 
 
 def test_a_lost_connection_is_told_from_other_errors():
-    gloo = (
-        "[/sources/gloo/transport/tcp/pair.cc:53] Read error [::1]:4021: Connection reset by peer. This is.\nX"
-    )
+    gloo = "[/sources/gloo/transport/tcp/pair.cc:53] Read error [::1]:4021: Connection reset by peer. This is.\nX"
     assert lost_process(RuntimeError(gloo)) == "Read error [::1]:4021: Connection reset by peer"
     assert lost_process(torch.distributed.DistBackendError("NCCL communicator was aborted")) is not None
     assert lost_process(RuntimeError("The size of tensor a (3) must match")) is None
