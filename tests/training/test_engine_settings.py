@@ -1,7 +1,6 @@
 """What README and the launch files name beside their own values: each setting gives the curve of one process, too."""
 
 import json
-from pathlib import Path
 
 import pytest
 import yaml
@@ -55,7 +54,7 @@ def launched(corpus, tmp_path):
         if section:
             assert section.keys() - {"fsdp_min_num_params"} <= values["fsdp_config"].keys()
             values["fsdp_config"] |= section
-        file = Path(tmp_path, "changed.yaml")
+        file = tmp_path / "changed.yaml"
         file.write_text(yaml.safe_dump(values))
         runs = {"hope": {"flags": [*FLAGS, *corpus, *flags, "--per_device_train_batch_size", str(ROWS // 2)]}}
         # A path from the root takes the place of the folder of launch files.

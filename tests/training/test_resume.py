@@ -1,5 +1,6 @@
 """A run that stops goes on as if it had not: bit for bit on one process."""
 
+import contextlib
 import signal
 
 import pytest
@@ -87,12 +88,9 @@ def test_after_an_error_in_the_loop_sigterm_waits_until_it_is_told(fails):
     """A launcher that has lost one process sends it to the others, which know why they stop."""
     stop = StopSignal()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        with stop:
-            if fails:
-                raise RuntimeError
-    except RuntimeError:
-        pass
+    with contextlib.suppress(RuntimeError), stop:
+        if fails:
+            raise RuntimeError
     try:
         assert signal.getsignal(signal.SIGTERM) == (stop._receive if fails else before[signal.SIGTERM])
         assert signal.getsignal(signal.SIGINT) == before[signal.SIGINT]
