@@ -13,6 +13,7 @@ from hope_hf.cli.models import build_config, build_model, parse_overrides
 
 from .arguments import Arguments
 
+_WIDEST_CELL = 40
 # Width 64 and 2 layers for every architecture; only the fields that it has are set.
 SIZES = {
     "hidden_size": 64,
@@ -75,6 +76,10 @@ def sizes(args: Arguments) -> dict:
 
 
 def describe(args: Arguments) -> str:
-    """The model's name in the report: its architecture, and in brackets what the user changed."""
+    """The model's name in the report: its architecture, and in brackets what the user changed, or how much of it."""
     name = args.config_name or args.model_type or "hope"
-    return f"{name} ({args.config_overrides})" if args.config_overrides else name
+    changed = parse_overrides(args.config_overrides)
+    words = ", ".join(f"{field}={value}" for field, value in changed.items())
+    if len(words) > _WIDEST_CELL:
+        words = f"{len(changed)} fields changed"
+    return f"{name} ({words})" if words else name

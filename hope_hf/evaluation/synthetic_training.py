@@ -11,7 +11,7 @@ from .display import show_progress
 from .task import Batch, Task, loss, score
 
 CHECK_EVERY = 50
-CHECK_SAMPLES = 64
+CHECK_SAMPLES = 256
 WARM_UP_STEPS = 50
 LAST_RATE = 0.1
 WEIGHT_DECAY = 0.01

@@ -110,8 +110,12 @@ class HopeConfig(PreTrainedConfig):
         memory_learning_rate_max (`float`, *optional*, defaults to 1.0):
             Largest step eta of equation (88), reached by the sigmoid of the learning-rate gate. 0 freezes every memory
             at its learned initial state. Values up to 2 allow exact sign flips and need `memory_error_clip`.
-        memory_learning_rate_bias (`float`, *optional*, defaults to 0.0):
-            Bias of the learning-rate gate before the sigmoid, at initialisation.
+        memory_learning_rate_bias_min (`float`, *optional*, defaults to 0.0):
+            Bias of the learning-rate gate before the sigmoid at initialisation, of the head that writes least.
+        memory_learning_rate_bias_max (`float`, *optional*, defaults to 0.0):
+            The same of the head that writes most; the heads between are spread evenly. With a largest rate of 2, heads
+            from 0 to 4 begin with everything between replacing what is stored under a key and flipping its sign: all
+            of the formal languages are learned with that (`docs/results.md`).
         retention_bias_min (`float`, *optional*, defaults to 1.0):
             Bias of the retention gate alpha before the sigmoid at initialisation, of the fastest forgetting head. A
             model of few heads that must recall rather than predict text learns faster with 3.
@@ -194,7 +198,8 @@ class HopeConfig(PreTrainedConfig):
     inner_layer_rate: float | int = 0.1
     projection_memory_rate: float | int = 0.1
     memory_learning_rate_max: float | int = 1.0
-    memory_learning_rate_bias: float | int = 0.0
+    memory_learning_rate_bias_min: float | int = 0.0
+    memory_learning_rate_bias_max: float | int = 0.0
     retention_bias_min: float | int = 1.0
     retention_bias_max: float | int = 8.0
     memory_decay_to: Literal["initial", "zero"] = "initial"

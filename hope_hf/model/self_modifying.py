@@ -137,14 +137,16 @@ class MemoryGates(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Learning rates near the middle of their range, horizons of retention spread over the heads."""
+        """Learning rates and horizons of retention, spread over the heads."""
         config = self.config
         if config.gate_mode == "memory":
             init.normal_(self.learning_rate_readout, std=_READOUT_STD)
             init.normal_(self.retention_readout, std=_READOUT_STD)
-        init.constant_(self.learning_rate_bias, config.memory_learning_rate_bias)
-        spread = torch.linspace(config.retention_bias_min, config.retention_bias_max, config.num_attention_heads)
-        init.copy_(self.retention_bias, spread)
+        for bias, low, high in (
+            (self.learning_rate_bias, config.memory_learning_rate_bias_min, config.memory_learning_rate_bias_max),
+            (self.retention_bias, config.retention_bias_min, config.retention_bias_max),
+        ):
+            init.copy_(bias, torch.linspace(low, high, config.num_attention_heads))
 
 
 class SelfModifyingTitans(nn.Module):

@@ -5,6 +5,7 @@ one runs, and each makes sure that it is the one asked for. All methods are call
 """
 
 import math
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -82,6 +83,11 @@ class Engine:
 
     def __init__(self, accelerator: Accelerator | None = None):
         self.accelerator = accelerator
+
+    def _warn(self, sentence: str) -> None:
+        """Once, not from every process."""
+        if self.accelerator.is_main_process:
+            warnings.warn(sentence, stacklevel=3)
 
     def adopt(self, model: PreTrainedModel, optimizer: LevelClock) -> "Engine":
         """Take model and optimizer as they are, without wrapping them."""
@@ -187,7 +193,9 @@ class Engine:
 
         All ask for it together the first time. None where the first process has all weights itself.
         """
-        return distributed.new_group(backend="gloo") if self.shards_weights else None
+        if not self.shards_weights:
+            return None
+        return distributed.new_group(backend="gloo", timeout=self.accelerator.init_handler.timeout)
 
     def save_model(self, folder: Path, weights: dict[str, Tensor], **options) -> None:
         """`save_pretrained` with the whole `weights`, on the first process; the config says their dtype."""

@@ -1,7 +1,6 @@
 """Fully sharded data parallelism of torch, version 2: every process owns a part of each parameter."""
 
 import math
-import warnings
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ class FSDP2(Engine):
             self.name += ", offloaded to the CPU"
         self._prefetch = args.fsdp_prefetch
         if not args.fsdp_limit_all_gathers:
-            warnings.warn("--fsdp_limit_all_gathers is ignored: it is a setting of FSDP's version 1.", stacklevel=2)
+            self._warn("--fsdp_limit_all_gathers is ignored: it is a setting of FSDP's version 1.")
         if accelerator.mixed_precision != "no":
             # Left alone, accelerate would reduce gradients in the low precision too.
             accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(

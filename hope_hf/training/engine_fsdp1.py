@@ -1,6 +1,5 @@
 """Fully sharded data parallelism of torch, version 1: parameters of a block lie end to end in one flat tensor."""
 
-import warnings
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +29,13 @@ class FSDP1(Engine):
                 "fsdp_use_orig_params is false: set it to true, or take version 2 (accelerate_configs/fsdp2.yaml)."
             )
         if args.fsdp_prefetch:
-            warnings.warn(
+            self._warn(
                 "--fsdp_prefetch is ignored: version 1 takes fsdp_forward_prefetch and fsdp_backward_prefetch in the "
-                "launch file.",
-                stacklevel=2,
+                "launch file."
             )
         if plugin.cpu_offload.offload_params and accelerator.device.type == "cpu":
             # Torch would add each step's gradients to those of the step before.
-            warnings.warn("fsdp_offload_params is ignored: parameters are on the CPU already.", stacklevel=2)
+            self._warn("fsdp_offload_params is ignored: parameters are on the CPU already.")
             plugin.cpu_offload = CPUOffload(offload_params=False)
         plugin.limit_all_gathers = args.fsdp_limit_all_gathers
         if accelerator.mixed_precision != "no":

@@ -57,7 +57,7 @@ class Zero(Engine):
         # alone that loads a model waits for ever. Here models are made whole, on the CPU.
         unset_hf_deepspeed_config()
         if os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false").lower() == "true":
-            warnings.warn("zero3_init_flag is ignored: every process makes the model whole, on the CPU.", stacklevel=2)
+            self._warn("zero3_init_flag is ignored: every process makes the model whole, on the CPU.")
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         self.stage = config["zero_optimization"]["stage"]
         if self.stage not in (2, 3):

@@ -13,7 +13,7 @@ from hope_hf.evaluation import synthetic_training
 from hope_hf.evaluation.arguments import Arguments
 from hope_hf.evaluation.formal_languages import LANGUAGES, draw
 from hope_hf.evaluation.synthetic import asked_tasks, known_tasks, measure, synthetic
-from hope_hf.evaluation.synthetic_model import small_model
+from hope_hf.evaluation.synthetic_model import describe, small_model
 from hope_hf.evaluation.synthetic_training import fixed_samples, rate_at, score_samples, train
 from hope_hf.evaluation.task import Batch, Task
 
@@ -72,6 +72,19 @@ def test_a_loaded_model_plays_no_part_and_the_user_is_told():
         small_model(arguments(model_name_or_path="nowhere"), 7, 0)
 
 
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "hope"),
+        ({"model_type": "llama"}, "llama"),
+        ({"config_overrides": "memory_depth=2"}, "hope (memory_depth=2)"),
+        ({"config_name": "tiny", "config_overrides": SMALL}, "tiny (5 fields changed)"),
+    ],
+)
+def test_a_models_name_says_what_was_changed(options, name):
+    assert describe(arguments(**{"config_overrides": None, **options})) == name
+
+
 def test_rows_count_what_they_rest_on():
     args = arguments(tasks="mqar-4,parity", max_train_steps=2, limit=5, num_seeds=2, batch_size=4)
     with warnings.catch_warnings():
@@ -82,7 +95,7 @@ def test_rows_count_what_they_rest_on():
     ]  # fmt: skip
     for row in rows:
         assert set(row) == set(rows[0]) and row["n"] == 10 and row["steps"] == 2 and row["seconds"] > 0
-        assert row["model"] == f"hope ({SMALL})"
+        assert row["model"] == "hope (5 fields changed)"
         assert 0 <= row["accuracy"] <= row["best"] <= 1
     module = small_model(args, 33, 0)
     assert rows[0]["parameters"] == sum(p.numel() for p in module.parameters())

@@ -44,8 +44,12 @@ def test_memories_begin_near_the_identity_with_an_orthogonal_inner_layer():
             assert memory.outer.std().item() == pytest.approx(0.05 / memory.outer.shape[-1] ** 0.5, rel=0.05)
 
 
-def test_horizons_of_retention_are_spread_over_the_heads():
-    config = HopeConfig(vocab_size=500, hidden_size=256, num_hidden_layers=1)
-    gates = HopeForCausalLM(config).model.layers[0].mixer.gates
+@pytest.mark.parametrize("gate_mode", ["static", "memory"])
+def test_learning_rates_and_horizons_are_spread_over_the_heads(gate_mode):
+    size = {"vocab_size": 500, "hidden_size": 256, "num_hidden_layers": 1, "gate_mode": gate_mode}
+    spread = HopeConfig(memory_learning_rate_bias_min=-1.0, memory_learning_rate_bias_max=2.5, **size)
+    gates = HopeForCausalLM(spread).model.layers[0].mixer.gates
+    assert gates.learning_rate_bias.tolist() == [-1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
+    gates = HopeForCausalLM(HopeConfig(**size)).model.layers[0].mixer.gates
     assert gates.retention_bias.tolist() == pytest.approx(torch.linspace(1, 8, 8).tolist())
     assert gates.learning_rate_bias.tolist() == [0.0] * 8

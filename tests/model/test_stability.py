@@ -111,7 +111,7 @@ def test_a_memory_that_decays_to_zero_dies():
     """The control: with retention towards zero the same measure falls, as the paper's literal rule does."""
     shares = []
     for target in ("initial", "zero"):
-        mixer = build_mixer(memory_decay_to=target, memory_learning_rate_bias=-12.0)
+        mixer = build_mixer(memory_decay_to=target, memory_learning_rate_max=1e-5)
         share = mixer.contribution(streams(4096, seed=1)[:1]).mean((0, 2))
         shares.append(share[-512:].mean() / share[64:128].mean())
     assert shares[0] > 0.5 > shares[1]
