@@ -1,11 +1,15 @@
 """Launch files: ours are short and known to accelerate; what a file asks for in vain is refused in one sentence."""
 
 import os
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 from accelerate.commands.config import config_args
+from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 
 from hope_hf.optim import build_optimizer
 from hope_hf.training import engine_zero, launch_file
@@ -118,6 +122,23 @@ def test_without_a_file_the_default_one_of_accelerate_counts(tmp_path, monkeypat
     # Then it is the command line that says what runs.
     for words in (["--cpu"], ["--multi_gpu"], ["--use-fsdp", "--fsdp_version", "2"], ["--use_deepspeed"]):
         assert found(*launcher, *words, "run_clm.py") is None
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_engine_says_once_what_it_ignores(first):
+    options = CPUOffload(offload_params=True)
+    plugin = SimpleNamespace(sharding_strategy=ShardingStrategy.FULL_SHARD, use_orig_params=True, cpu_offload=options)
+    accelerator = SimpleNamespace(
+        is_main_process=first,
+        device=torch.device("cpu"),
+        mixed_precision="no",
+        state=SimpleNamespace(fsdp_plugin=plugin),
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        FSDP1(accelerator, Arguments(output_dir="a", fsdp_prefetch=2))
+    said = [str(warning.message).split(":")[0] for warning in caught]
+    assert said == (["--fsdp_prefetch is ignored", "fsdp_offload_params is ignored"] if first else [])
 
 
 def test_muon_is_refused_where_matrices_are_cut_anywhere(tiny_model):
