@@ -113,9 +113,9 @@ class HopeConfig(PreTrainedConfig):
         memory_learning_rate_bias_min (`float`, *optional*, defaults to 0.0):
             Bias of the learning-rate gate before the sigmoid at initialisation, of the head that writes least.
         memory_learning_rate_bias_max (`float`, *optional*, defaults to 0.0):
-            The same of the head that writes most; the heads between are spread evenly. With a largest rate of 2, heads
-            from 0 to 4 begin with everything between replacing what is stored under a key and flipping its sign: all
-            of the formal languages are learned with that (`docs/results.md`).
+            The same of the head that writes most; the heads between are spread evenly. With a largest rate of 2,
+            biases from 0 to 8 begin with everything between replacing what is stored under a key and flipping its
+            sign, which the formal languages need (`benchmarks/formal_languages.yaml`).
         retention_bias_min (`float`, *optional*, defaults to 1.0):
             Bias of the retention gate alpha before the sigmoid at initialisation, of the fastest forgetting head. A
             model of few heads that must recall rather than predict text learns faster with 3.

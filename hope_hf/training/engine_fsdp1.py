@@ -1,6 +1,5 @@
 """Fully sharded data parallelism of torch, version 1: parameters of a block lie end to end in one flat tensor."""
 
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
