@@ -60,9 +60,7 @@ def train(task: Task, model: nn.Module, seed: int, device: torch.device) -> Trai
         optimizer.step()
         schedule.step()
         bar.set_postfix_str(f"loss {value.item():.3f}", refresh=False)
-        if step % CHECK_EVERY == 0 and all(
-            score_samples(task, module, samples, task.batch_size, device).min() == 1 for samples in checks.values()
-        ):
+        if step % CHECK_EVERY == 0 and all(all_right(task, module, samples, device) for samples in checks.values()):
             return Trained(module, step)
     return Trained(module, task.max_train_steps)
 
@@ -80,6 +78,13 @@ def fixed_samples(task: Task, seed: int, count: int) -> dict[str, Batch]:
     """At most `count` different samples of each bin; the same for every model."""
     generator = torch.Generator().manual_seed(seed)
     return {name: task.draw(count, generator, index).distinct() for index, name in enumerate(task.bins)}
+
+
+def all_right(task: Task, module: nn.Module, samples: Batch, device: torch.device) -> bool:
+    """Whether every sample is right. Ends at the first batch with one that is not: most checks come too early."""
+    size = task.batch_size
+    batches = (samples.rows(start, start + size) for start in range(0, len(samples), size))
+    return all(score_samples(task, module, batch, size, device).min() == 1 for batch in batches)
 
 
 @torch.no_grad()
