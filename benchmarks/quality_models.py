@@ -71,7 +71,7 @@ class Size:
 
 SIZES = {
     "small": Size(128, 2, 1024, 53, 4, 360, (2e-3, 4e-3, 8e-3), more_seeds=(2, 3)),
-    "medium": Size(256, 4, 4096, 172, 9, 300, (1e-3, 2e-3, 4e-3)),
+    "medium": Size(256, 4, 4096, 172, 9, 300, (2e-3, 4e-3, 8e-3)),
 }
 # CPU seconds on one thread, as this file prints them (torch 2.13); for estimates only.
 SECONDS_PER_STEP = {
