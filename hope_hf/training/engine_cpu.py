@@ -14,8 +14,9 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 def cpu_accelerator(wanted: str, options: dict) -> Accelerator:
     """The Accelerator of the engine `wanted` ("plain", "fsdp" or "deepspeed") on CPUs; `options` are its own."""
+    # Else it looks for a GPU and says so amid the run, under every engine: accelerate imports it where it is installed.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if wanted == "deepspeed":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
         # Taken away meanwhile: with it accelerate drops DeepSpeed for plain replicas.
         asked = os.environ.pop("ACCELERATE_USE_CPU", None)
         # Without the backend every process would be a world of its own.

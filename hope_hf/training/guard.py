@@ -89,3 +89,11 @@ def lost_process(error: BaseException | None) -> str | None:
         # Without the place in gloo's sources, and its advice.
         return re.sub(r"^\[\S*\] ", "", text.splitlines()[0]).partition(". ")[0]
     return None
+
+
+def gone(reason: str) -> str:
+    """What the user reads where another process is gone."""
+    return (
+        f"another process of this run is gone ({reason}): see what it said last or why it was killed, then repeat the "
+        "command to continue; checkpoints that are complete are intact."
+    )

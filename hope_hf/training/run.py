@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
     try:
         args = parse(argv)
         # Not at the top: --help and misspelled flags answer before models and data sets are imported.
-        from .guard import lost_process
+        from .guard import gone, lost_process
         from .launch import OneSidedError
         from .trainer import TrainingDiverged, train
     except ValueError as error:
@@ -33,12 +33,7 @@ def main(argv: list[str]) -> int:
         reason = lost_process(error)
         if reason is None:
             raise
-        return complain(
-            f"another process of this run is gone ({reason}): see what it said last or why it was killed, then repeat "
-            "the command to continue; checkpoints that are complete are intact.",
-            1,
-            everywhere=True,
-        )
+        return complain(gone(reason), 1, everywhere=True)
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise

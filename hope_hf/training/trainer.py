@@ -22,6 +22,7 @@ from .launch import OneSidedError, StopSignal, leave, make_engine, prepare_proce
 from .manifest import last_good
 from .memory import CarriedMemory
 from .memory_report import MemoryReport
+from .neighbours import NeighbourWatch, find_neighbours
 from .objective import check_token_ids, count_valid, model_inputs, summed_loss
 from .placement import rank_lines, write_audit
 from .push import push
@@ -159,7 +160,7 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, at_exit: ExitStac
             background=background,
         )
 
-    with StopSignal() as stop:
+    with StopSignal() as stop, NeighbourWatch(find_neighbours()):
         while progress.step < plan.total_steps:
             watch.step_begins()
             # The whole window of accumulated batches is read first: the number of its valid tokens divides the loss.

@@ -1,0 +1,74 @@
+"""Whoever is left when another process of its machine ends says so and ends, too, though its collective may wait on.
+
+A killed process closes its connections, and the collectives of the others fail. gloo's do not always: where the end
+falls between two of its looks at a connection, it waits until `--ddp_timeout`, in an all-reduce as in a send.
+"""
+
+import os
+import select
+import socket
+import sys
+import threading
+
+from accelerate.utils import gather_object
+
+from hope_hf.cli.process import complain
+
+from .guard import gone
+
+PATIENCE = 5.0
+"""Seconds in which the collective may fail by itself: what it says is more."""
+
+
+class NeighbourWatch:
+    """While training: ends this process soon after one of `neighbours`; a context manager.
+
+    Linux alone tells of the end of a process that is not one's child; elsewhere this does nothing.
+    """
+
+    def __init__(self, neighbours: list[int]):
+        """Process ids."""
+        self._neighbours = neighbours
+        self._left = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self):
+        if self._neighbours and sys.platform.startswith("linux"):
+            self._wake = os.eventfd(0)
+            self._processes = {}
+            for pid in self._neighbours:
+                try:
+                    self._processes[os.pidfd_open(pid)] = pid
+                except OSError:
+                    # Some sandboxes forbid it.
+                    continue
+            self._thread = threading.Thread(target=self._wait, name="neighbours", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._left.set()
+        if self._thread is not None:
+            os.eventfd_write(self._wake, 1)
+            self._thread.join()
+            for descriptor in (self._wake, *self._processes):
+                os.close(descriptor)
+
+    def _wait(self):
+        ends = select.poll()
+        for descriptor in (self._wake, *self._processes):
+            ends.register(descriptor, select.POLLIN)
+        ended = [self._processes[descriptor] for descriptor, _ in ends.poll() if descriptor in self._processes]
+        if ended and not self._left.wait(PATIENCE):
+            complain(gone(f"process {ended[0]} has ended"), 1, everywhere=True)
+            # The main thread may never come back.
+            os._exit(1)
+
+
+def find_neighbours() -> list[int]:
+    """Ids of the run's other processes that this one sees: on its machine, in its container. All processes call it."""
+    if not sys.platform.startswith("linux"):
+        return []
+    place = socket.gethostname(), os.readlink("/proc/self/ns/pid")
+    everyone = gather_object([(place, os.getpid())])
+    return [pid for other, pid in everyone if other == place and pid != os.getpid()]
