@@ -30,6 +30,12 @@ def is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def warn_once(sentence: str):
+    """Warn the user of what all processes find alike: on the first one."""
+    if is_first_process():
+        warnings.warn(sentence, stacklevel=2)
+
+
 def warn_in_sentences():
     """Show the package's own warnings to the user as one line each, without the place in the code."""
     warnings.formatwarning = _as_sentence

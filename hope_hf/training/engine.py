@@ -5,7 +5,6 @@ one runs, and each makes sure that it is the one asked for. All methods are call
 """
 
 import math
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -83,11 +82,6 @@ class Engine:
 
     def __init__(self, accelerator: Accelerator | None = None):
         self.accelerator = accelerator
-
-    def _warn(self, sentence: str) -> None:
-        """Once, not from every process."""
-        if self.accelerator.is_main_process:
-            warnings.warn(sentence, stacklevel=3)
 
     def adopt(self, model: PreTrainedModel, optimizer: LevelClock) -> "Engine":
         """Take model and optimizer as they are, without wrapping them."""

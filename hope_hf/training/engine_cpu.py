@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 def cpu_accelerator(wanted: str, options: dict) -> Accelerator:
     """The Accelerator of the engine `wanted` ("plain", "fsdp" or "deepspeed") on CPUs; `options` are its own."""
-    # Else it looks for a GPU and says so amid the run, under every engine: accelerate imports it where it is installed.
+    # Else DeepSpeed looks for a GPU and says so amid the run, under every engine: accelerate imports it if it can.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if wanted == "deepspeed":
         # Taken away meanwhile: with it accelerate drops DeepSpeed for plain replicas.

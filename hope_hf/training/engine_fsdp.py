@@ -9,6 +9,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from hope_hf.cli.process import warn_once
 from hope_hf.optim import LevelClock, own_part
 
 from .arguments import Arguments
@@ -29,7 +30,7 @@ class FSDP2(Engine):
             self.name += ", offloaded to the CPU"
         self._prefetch = args.fsdp_prefetch
         if not args.fsdp_limit_all_gathers:
-            self._warn("--fsdp_limit_all_gathers is ignored: it is a setting of FSDP's version 1.")
+            warn_once("--fsdp_limit_all_gathers is ignored: it is a setting of FSDP's version 1.")
         if accelerator.mixed_precision != "no":
             # Left alone, accelerate would reduce gradients in the low precision too.
             accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from transformers import PreTrainedModel
 
+from hope_hf.cli.process import warn_once
 from hope_hf.optim import LevelClock
 
 from .arguments import Arguments
@@ -28,13 +29,13 @@ class FSDP1(Engine):
                 "fsdp_use_orig_params is false: set it to true, or take version 2 (accelerate_configs/fsdp2.yaml)."
             )
         if args.fsdp_prefetch:
-            self._warn(
+            warn_once(
                 "--fsdp_prefetch is ignored: version 1 takes fsdp_forward_prefetch and fsdp_backward_prefetch in the "
                 "launch file."
             )
         if plugin.cpu_offload.offload_params and accelerator.device.type == "cpu":
             # Torch would add each step's gradients to those of the step before.
-            self._warn("fsdp_offload_params is ignored: parameters are on the CPU already.")
+            warn_once("fsdp_offload_params is ignored: parameters are on the CPU already.")
             plugin.cpu_offload = CPUOffload(offload_params=False)
         plugin.limit_all_gathers = args.fsdp_limit_all_gathers
         if accelerator.mixed_precision != "no":

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from hope_hf.cli.process import warn_once
 from hope_hf.optim import LevelClock
 
 from .arguments import Arguments
@@ -57,7 +58,7 @@ class Zero(Engine):
         # alone that loads a model waits for ever. Here models are made whole, on the CPU.
         unset_hf_deepspeed_config()
         if os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false").lower() == "true":
-            self._warn("zero3_init_flag is ignored: every process makes the model whole, on the CPU.")
+            warn_once("zero3_init_flag is ignored: every process makes the model whole, on the CPU.")
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         self.stage = config["zero_optimization"]["stage"]
         if self.stage not in (2, 3):

@@ -16,7 +16,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, set_seed
 
-from hope_hf.cli.process import set_up_cpu
+from hope_hf.cli.process import set_up_cpu, warn_once
 
 from .arguments import Arguments
 from .engine import LOW_PRECISION, Engine
@@ -96,8 +96,8 @@ def _warn_of_ignored(args: Arguments, fsdp: bool, accelerator: Accelerator):
         ("fsdp_limit_all_gathers", not fsdp, "the launch file asks for no FSDP"),
         ("fsdp_reduce_dtype", not (fsdp and mixed), "the launch file does not ask for FSDP with bf16 or fp16"),
     ):
-        if is_ignored and getattr(args, name) != getattr(Arguments, name) and accelerator.is_main_process:
-            warnings.warn(f"--{name} is ignored: {reason}.", stacklevel=3)
+        if is_ignored and getattr(args, name) != getattr(Arguments, name):
+            warn_once(f"--{name} is ignored: {reason}.")
 
 
 def wanted_engine() -> str:

@@ -1,13 +1,12 @@
 """From a command line to `Arguments`: YAML file, flags that override it, one sentence for each mistake."""
 
 import math
-import warnings
 from dataclasses import fields
 from pathlib import Path
 
 from hope_hf.cli.hub import check_repo_id
 from hope_hf.cli.parser import Parser, named_flags, read_recipe, require_at_least_one, split_recipe
-from hope_hf.cli.process import is_first_process
+from hope_hf.cli.process import warn_once
 
 from .arguments import FLAGS, GROUPS, Arguments
 
@@ -60,15 +59,14 @@ def _warn_of_ignored(args: Arguments, named: set[str]):
         ("hub_model_id", not args.push_to_hub, "--push_to_hub is not given"),
         ("hub_private_repo", not args.push_to_hub, "--push_to_hub is not given"),
     )
-    if args.watchdog_seconds >= args.ddp_timeout and is_first_process():
-        warnings.warn(
+    if args.watchdog_seconds >= args.ddp_timeout:
+        warn_once(
             f"--watchdog_seconds {args.watchdog_seconds:g} is not below --ddp_timeout {args.ddp_timeout:g}: a hang of "
-            "several processes leaves no stacks.",
-            stacklevel=3,
+            "several processes leaves no stacks."
         )
     for name, is_ignored, reason in ignored:
-        if name in named and is_ignored and is_first_process():
-            warnings.warn(f"--{name} is ignored: {reason}.", stacklevel=3)
+        if name in named and is_ignored:
+            warn_once(f"--{name} is ignored: {reason}.")
 
 
 def _check(args: Arguments):

@@ -7,18 +7,19 @@ from tempfile import TemporaryDirectory
 import huggingface_hub
 
 from hope_hf.cli.models import is_hope
+from hope_hf.cli.process import warn_once
 from hope_hf.export import ExportFailed, export_folder, upload
 
 from .arguments import Arguments
 from .parsing import repo_id
 
 
-def check_push(args: Arguments, config, is_main_process: bool):
+def check_push(args: Arguments, config):
     """Before the training: ValueError for a model that is no HOPE, a warning where there is no login yet."""
     if not is_hope(config):
         raise ValueError(f"--push_to_hub uploads a HOPE and this is a {config.model_type}: train without it.")
-    if is_main_process and huggingface_hub.get_token() is None:
-        warnings.warn("--push_to_hub finds no login: run `hf auth login` before the training ends.", stacklevel=2)
+    if huggingface_hub.get_token() is None:
+        warn_once("--push_to_hub finds no login: run `hf auth login` before the training ends.")
 
 
 def push(args: Arguments):

@@ -1,7 +1,6 @@
 """Data, model, optimizer and plan of a run, built and checked before anything is written."""
 
 import math
-import warnings
 from dataclasses import dataclass, fields
 
 from accelerate import Accelerator
@@ -9,6 +8,7 @@ from transformers import PreTrainedModel
 
 import hope_hf
 from hope_hf.cli.models import build_config, build_model, is_hope, load_config, parse_overrides
+from hope_hf.cli.process import warn_once
 from hope_hf.data import DEFAULT_VOCAB_SIZE, Data, DataConfig, build_data, disable_progress_bars
 from hope_hf.optim import LevelClock, build_optimizer
 
@@ -72,7 +72,7 @@ def build_all(args: Arguments, accelerator: Accelerator, data_state: dict | None
     _check_length(data.block_size, config)
     _check_carry(args, config)
     if args.push_to_hub:
-        check_push(args, config, accelerator.is_main_process)
+        check_push(args, config)
     model = build_model(args, config)
     if args.gradient_checkpointing:
         _recompute_activations(model)
@@ -99,11 +99,10 @@ def build_all(args: Arguments, accelerator: Accelerator, data_state: dict | None
     warmup = args.num_warmup_steps
     if warmup is None:
         warmup = min(total_steps // 10, MOST_WARM_UP_STEPS)
-    if warmup >= total_steps and accelerator.is_main_process:
-        warnings.warn(
+    if warmup >= total_steps:
+        warn_once(
             f"The run of {total_steps} steps ends within its warm-up of {warmup}: the learning rate never reaches its "
-            "peak; lower --num_warmup_steps.",
-            stacklevel=2,
+            "peak; lower --num_warmup_steps."
         )
     return Run(data, model, optimizer, Plan(data.block_size, tokens_per_step, total_steps, warmup))
 

@@ -125,11 +125,11 @@ def test_without_a_file_the_default_one_of_accelerate_counts(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_an_engine_says_once_what_it_ignores(first):
+def test_an_engine_says_once_what_it_ignores(first, monkeypatch):
+    monkeypatch.setenv("RANK", "0" if first else "1")
     options = CPUOffload(offload_params=True)
     plugin = SimpleNamespace(sharding_strategy=ShardingStrategy.FULL_SHARD, use_orig_params=True, cpu_offload=options)
     accelerator = SimpleNamespace(
-        is_main_process=first,
         device=torch.device("cpu"),
         mixed_precision="no",
         state=SimpleNamespace(fsdp_plugin=plugin),
