@@ -21,19 +21,16 @@ PATIENCE = 5.0
 
 
 class NeighbourWatch:
-    """While training: ends this process soon after one of `neighbours`; a context manager.
-
-    Linux alone tells of the end of a process that is not one's child; elsewhere this does nothing.
-    """
+    """While training: ends this process soon after one of `neighbours`; a context manager."""
 
     def __init__(self, neighbours: list[int]):
-        """Process ids."""
+        """Process ids; Linux, where there are any."""
         self._neighbours = neighbours
         self._left = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self):
-        if self._neighbours and sys.platform.startswith("linux"):
+        if self._neighbours:
             self._wake = os.eventfd(0)
             self._processes = {}
             for pid in self._neighbours:
@@ -66,7 +63,10 @@ class NeighbourWatch:
 
 
 def find_neighbours() -> list[int]:
-    """Ids of the run's other processes that this one sees: on its machine, in its container. All processes call it."""
+    """Ids of the run's other processes that this one sees: on its machine, in its container. All processes call it.
+
+    None but on Linux, which alone tells of the end of a process that is not one's child.
+    """
     if not sys.platform.startswith("linux"):
         return []
     place = socket.gethostname(), os.readlink("/proc/self/ns/pid")
