@@ -26,12 +26,10 @@ class NeighbourWatch:
     def __init__(self, neighbours: list[int]):
         """Process ids; Linux, where there are any."""
         self._neighbours = neighbours
-        self._left = threading.Event()
-        self._thread: threading.Thread | None = None
 
     def __enter__(self):
         if self._neighbours:
-            self._wake = os.eventfd(0)
+            self._leave = os.eventfd(0)
             self._processes = {}
             for pid in self._neighbours:
                 try:
@@ -44,19 +42,20 @@ class NeighbourWatch:
         return self
 
     def __exit__(self, *_):
-        self._left.set()
-        if self._thread is not None:
-            os.eventfd_write(self._wake, 1)
+        if self._neighbours:
+            os.eventfd_write(self._leave, 1)
             self._thread.join()
-            for descriptor in (self._wake, *self._processes):
+            for descriptor in (self._leave, *self._processes):
                 os.close(descriptor)
 
     def _wait(self):
         ends = select.poll()
-        for descriptor in (self._wake, *self._processes):
+        for descriptor in (self._leave, *self._processes):
             ends.register(descriptor, select.POLLIN)
         ended = [self._processes[descriptor] for descriptor, _ in ends.poll() if descriptor in self._processes]
-        if ended and not self._left.wait(PATIENCE):
+        for descriptor in self._processes:
+            ends.unregister(descriptor)
+        if ended and not ends.poll(1000 * PATIENCE):
             complain(gone(f"process {ended[0]} has ended"), 1, everywhere=True)
             # The main thread may never come back.
             os._exit(1)
