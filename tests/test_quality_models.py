@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from benchmarks.peers import LlamaConvConfig, convolve
 from benchmarks.quality_models import FROZEN, HOPE, MODELS, SECONDS_PER_STEP, SIZES, Size, build
 
-MICRO = Size(128, 2, 320, 112, 4, 3, (1e-3,), block_size=32, per_device_train_batch_size=2)
+MICRO = Size(128, 2, 320, 4, 112, 4, 3, (1e-3,), block_size=32, per_device_train_batch_size=2)
 PEERS = [name for name in MODELS if name not in (HOPE, FROZEN)]
 
 
