@@ -5,13 +5,14 @@ python benchmarks/quality_models.py [--sizes small] [--steps 5]
 prints their parameters and the CPU seconds of one training step on one thread, on random tokens.
 
 HOPE's three levels step every step: the paper's slowest level steps some 2,000 times in a training, which periods of
-several steps would not leave in runs this short (benchmarks/ablation.py measures what they cost). Every model has the
+several steps would not leave in runs this short (benchmarks/ablation.py measures what they cost). Three quarters of a
+block's parameters are its mixer's: a narrower mixer beside wider levels is behind (docs/log.md). Every model has the
 width, the heads of 64, the tied vocabulary and (but for Mamba-2, whose blocks have no MLP) the
 layers of HOPE. One number of each is chosen so that the parameters match:
 
 | model | what it is | fitted |
 |---|---|---|
-| hope | HOPE with the defaults of its config, chunks of 64 | nothing: the others follow it |
+| hope | HOPE with the memories of its config's defaults, chunks of 64 | nothing: the others follow it |
 | hope_frozen | the same, `memory_learning_rate_max=0` | nothing |
 | hope_attention | HOPE's levels on softmax attention | width of its three levels |
 | llama | transformers' Llama | width of its MLP |
