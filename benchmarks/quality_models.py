@@ -80,8 +80,8 @@ SIZES = {
 SECONDS_PER_STEP = {
     "small": {"hope": 1.10, "hope_frozen": 0.42, "hope_attention": 0.41, "llama": 0.41, "llama_conv": 0.49}
     | {"mamba2": 0.97, "gated_deltanet": 0.80},
-    "medium": {"hope": 4.60, "hope_frozen": 2.16, "hope_attention": 2.35, "llama": 2.25, "llama_conv": 2.56}
-    | {"mamba2": 5.11, "gated_deltanet": 4.01},
+    "medium": {"hope": 4.07, "hope_frozen": 1.84, "hope_attention": 1.36, "llama": 1.26, "llama_conv": 1.54}
+    | {"mamba2": 3.47, "gated_deltanet": 2.53},
 }
 HOPE, FROZEN, LLAMA, LLAMA_CONV = "hope", "hope_frozen", "llama", "llama_conv"
 RECURRENT_PEERS = ("mamba2", "gated_deltanet")
