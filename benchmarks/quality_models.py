@@ -55,7 +55,7 @@ class Size:
     num_hidden_layers: int
     vocab_size: int
     memory_heads: int
-    """Of HOPE's mixer. With the levels' width it divides the parameters: three quarters belong to the mixer."""
+    """Of HOPE's mixer; with the levels' width they divide a block's parameters."""
     level_intermediate_size: int
     """Of HOPE's three levels."""
     mamba_layers: int
@@ -73,8 +73,27 @@ class Size:
 
 
 SIZES = {
-    "small": Size(128, 2, 1024, 4, 53, 4, 360, (2e-3, 4e-3, 8e-3), more_seeds=(2, 3)),
-    "medium": Size(256, 4, 4096, 10, 103, 9, 300, (2e-3, 4e-3, 8e-3)),
+    "small": Size(
+        hidden_size=128,
+        num_hidden_layers=2,
+        vocab_size=1024,
+        memory_heads=4,
+        level_intermediate_size=53,
+        mamba_layers=4,
+        max_train_steps=360,
+        learning_rates=(2e-3, 4e-3, 8e-3),
+        more_seeds=(2, 3),
+    ),
+    "medium": Size(
+        hidden_size=256,
+        num_hidden_layers=4,
+        vocab_size=4096,
+        memory_heads=10,
+        level_intermediate_size=103,
+        mamba_layers=9,
+        max_train_steps=300,
+        learning_rates=(2e-3, 4e-3, 8e-3),
+    ),
 }
 # CPU seconds on one thread, as this file prints them (torch 2.13); for estimates only.
 SECONDS_PER_STEP = {
@@ -127,8 +146,8 @@ def _model(name: str, size: Size, fitted: int) -> Model:
     step = size.tokens_per_step
     hope = {
         "num_hidden_layers": layers,
-        # The defaults, spelled out: one that changes does not change what was compared.
         "num_attention_heads": size.memory_heads,
+        # The defaults, spelled out: one that changes does not change what was compared.
         "memory_depth": 1,
         "retention_bias_min": 1.0,
         "level_intermediate_sizes": [fitted] * 3,
