@@ -7,6 +7,7 @@ DeltaNet (`quality_models.py`), with the same parameters (within 2 %), tokenizer
     python benchmarks/quality.py --plan                     what is left to do, and how long it takes
     python benchmarks/quality.py                            the whole matrix, two runs at a time on one thread each
     python benchmarks/quality.py --sizes small --texts moby_dick --models hope mamba2
+    python benchmarks/quality.py --models hope --learning_rates 8e-3 --seeds 1 2 3      rows beside the plan's
     python benchmarks/quality.py --report                   the tables only
 
 Texts but the built-in corpus come from the folder that --data_dir or HOPE_TEST_DATA names. Finished runs are appended
@@ -25,7 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.quality_models import MODELS, SECONDS_PER_STEP, SIZES
-from benchmarks.quality_plan import Job, Losses, Matrix, outline
+from benchmarks.quality_plan import FIRST_SEED, Job, Losses, Matrix, Plan, outline, ready_jobs, rows_at
 from benchmarks.quality_report import report
 from benchmarks.quality_results import load
 from benchmarks.quality_runs import Runner
@@ -43,10 +44,10 @@ def estimate(job: Job, matrix: Matrix) -> float | None:
     return per_step and EXTRA_SECONDS + steps * TRAINER_FACTOR * per_step
 
 
-def plan_text(matrix: Matrix, losses: Losses, parallel: int) -> str:
-    """What is left to do, one line per run, and how long it takes."""
+def plan_text(matrix: Matrix, losses: Losses, plan: Plan, parallel: int) -> str:
+    """What `plan` has left to do, one line per run, and how long it takes."""
     lines, total = [], 0.0
-    for job, known in outline(matrix, losses):
+    for job, known in outline(matrix, losses, plan):
         seconds = estimate(job, matrix)
         total += seconds or 0.0
         duration = "?" if seconds is None else f"{seconds / 60:.1f} min"
@@ -87,6 +88,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--search_text", default=BUILTIN, choices=TEXTS, help="where learning rates are compared")
     parser.add_argument("--max_train_steps", type=int, help="of every run (default: the size's)")
+    parser.add_argument(
+        "--learning_rates", nargs="+", type=float, help="run these rows alone, instead of a search and its best"
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, help=f"with --learning_rates (default: {FIRST_SEED})")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--plan", action="store_true", help="list the runs that are left, and stop")
     action.add_argument("--report", action="store_true", help="print the tables, and stop")
@@ -115,6 +120,7 @@ def _main(options: argparse.Namespace) -> int:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} is {value}: it must be at least 1.")
+    plan = _plan(options)
     sizes = {name: SIZES[name] for name in options.sizes}
     if options.max_train_steps:
         sizes = {name: replace(size, max_train_steps=options.max_train_steps) for name, size in sizes.items()}
@@ -128,9 +134,9 @@ def _main(options: argparse.Namespace) -> int:
     texts = _texts(list(dict.fromkeys([*wanted, options.search_text])), required, data_dir, output_dir / "texts")
     shown = tuple(name for name in wanted if options.report or name in texts)
     matrix = Matrix(sizes, shown, tuple(options.models), options.search_text)
-    runner = Runner(matrix, texts, output_dir, results_file)
+    runner = Runner(matrix, texts, output_dir, results_file, plan)
     if options.plan:
-        print(plan_text(matrix, runner.losses(), options.parallel))
+        print(plan_text(matrix, runner.losses(), plan, options.parallel))
         return 0
     if not options.report:
         with (output_dir / ".lock").open("w") as lock:
@@ -142,6 +148,19 @@ def _main(options: argparse.Namespace) -> int:
     if others:
         print(f"\nLeft out: {others} runs in {results_file.name}, of other sizes or settings.")
     return 1 if runner.failures else 0
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    """The search and its best rows, or the rows that the flags name; ValueError for flags that name none."""
+    if options.learning_rates is None:
+        if options.seeds is not None:
+            raise ValueError("--seeds needs --learning_rates: without it seeds are those of the size.")
+        return ready_jobs
+    if options.report:
+        raise ValueError("--report shows every model at its best learning rate: leave out --learning_rates.")
+    if not all(0 < rate < 1 for rate in options.learning_rates):
+        raise ValueError("--learning_rates must lie between 0 and 1.")
+    return rows_at(options.learning_rates, options.seeds or [FIRST_SEED])
 
 
 def lock_folder(file, output_dir: Path) -> None:

@@ -6,8 +6,9 @@ a size has more seeds, HOPE, its frozen twin and, text by text, the better of th
 too.
 """
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.quality_models import FROZEN, HOPE, RECURRENT_PEERS, Size
@@ -41,6 +42,10 @@ class Matrix:
     texts: tuple[str, ...]
     models: tuple[str, ...]
     search_text: str
+
+
+Plan = Callable[[Matrix, Losses], list[Job]]
+"""Runs of a matrix that can start now and are not in the losses, in the order in which they should."""
 
 
 def search(matrix: Matrix, size: str, model: str, losses: Losses) -> tuple[list[float], bool]:
@@ -87,6 +92,16 @@ def ready_jobs(matrix: Matrix, losses: Losses) -> list[Job]:
     return [job for job in dict.fromkeys(jobs) if job is not None and job not in losses]
 
 
+def rows_at(learning_rates: Sequence[float], seeds: Sequence[int]) -> Plan:
+    """A plan of all rows of a matrix at these learning rates and seeds, whatever the searches say."""
+
+    def jobs(matrix: Matrix, losses: Losses) -> list[Job]:
+        rows = itertools.product(matrix.sizes, matrix.texts, matrix.models, learning_rates, seeds)
+        return [job for job in dict.fromkeys(itertools.starmap(Job, rows)) if job not in losses]
+
+    return jobs
+
+
 def _wanted(matrix: Matrix, size: str, losses: Losses) -> Iterable[Job | None]:
     searched = {model: search(matrix, size, model, losses) for model in matrix.models}
     for model, (rates, _) in searched.items():
@@ -103,14 +118,14 @@ def _wanted(matrix: Matrix, size: str, losses: Losses) -> Iterable[Job | None]:
                     yield job_at_best_rate(matrix, size, text, model, seed, losses)
 
 
-def outline(matrix: Matrix, losses: Losses) -> list[tuple[Job, bool]]:
-    """All runs that are left, and whether each is known already.
+def outline(matrix: Matrix, losses: Losses, plan: Plan) -> list[tuple[Job, bool]]:
+    """All runs that `plan` has left, and whether each is known already.
 
     The others wait for results: their learning rate, or which recurrent peer is the better one, is a guess (the middle
     rate, the first peer; a search does not go on).
     """
-    known, pretended, left = set(ready_jobs(matrix, losses)), dict(losses), []
-    while ready := ready_jobs(matrix, pretended):
+    known, pretended, left = set(plan(matrix, losses)), dict(losses), []
+    while ready := plan(matrix, pretended):
         for job in ready:
             left.append((job, job in known))
             rates = matrix.sizes[job.size].learning_rates

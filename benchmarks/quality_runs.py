@@ -7,14 +7,13 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks import quality_results as results
 from benchmarks.quality_models import build
-from benchmarks.quality_plan import Job, Losses, Matrix, ready_jobs
+from benchmarks.quality_plan import Job, Matrix, Plan, ready_jobs
 from benchmarks.quality_texts import Text
 
 PROGRAM = Path(__file__).with_name("train_peer.py")
@@ -43,7 +42,7 @@ class Runner:
         texts: dict[str, Text],
         output_dir: Path,
         results_file: Path,
-        plan: Callable[[Matrix, Losses], list[Job]] = ready_jobs,
+        plan: Plan = ready_jobs,
     ):
         self.matrix, self.texts, self.plan = matrix, texts, plan
         self.output_dir, self.results_file = output_dir, results_file

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import quality_models
 from benchmarks import quality_results as results
 from benchmarks.quality_models import FROZEN, HOPE, LLAMA, MODELS, SIZES, build
-from benchmarks.quality_plan import Job, Matrix, best_rate, best_recurrent_peer, outline, ready_jobs
+from benchmarks.quality_plan import Job, Matrix, best_rate, best_recurrent_peer, outline, ready_jobs, rows_at
 from benchmarks.quality_report import report
 
 TEXTS = ("builtin", "moby_dick")
@@ -110,12 +110,21 @@ def test_medium_has_one_seed_and_sizes_do_not_share_their_search():
 
 def test_the_outline_foresees_every_run():
     plan = matrix()
-    foreseen = outline(plan, {})
+    foreseen = outline(plan, {}, ready_jobs)
     # 3 rates on one text, 1 run on the other, and on both 2 more seeds of 3 models.
     assert len(foreseen) == len(MODELS) * 4 + 2 * 2 * 3
     assert [job for job, known in foreseen if known] == ready_jobs(plan, {})
     rest = finish({}, (job for job, _ in foreseen), lambda job: abs(job.learning_rate - RATES[1]))
-    assert outline(plan, rest) == []
+    assert outline(plan, rest, ready_jobs) == []
+
+
+def test_rows_can_be_named_whatever_the_search_says():
+    models, seeds = (HOPE, LLAMA), (3, 1)
+    wanted, named = matrix(models=models), rows_at([8e-3, 8e-3], seeds)
+    everything = [Job("small", text, model, 8e-3, seed) for text in TEXTS for model in models for seed in seeds]
+    assert named(wanted, {}) == everything
+    assert named(wanted, finish({}, everything[:3])) == everything[3:]
+    assert outline(wanted, {}, named) == [(job, True) for job in everything]
 
 
 def test_results_of_other_settings_or_texts_are_not_mixed():

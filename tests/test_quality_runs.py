@@ -70,6 +70,8 @@ def test_two_runs_are_trained_recorded_and_not_repeated(tmp_path, data_dir, monk
 
     assert quality.main(words) == 0
     assert "start" not in capsys.readouterr().out
+    assert quality.main([*words, "--learning_rates", "1e-3", "--seeds", "1", "2", "--plan"]) == 0
+    assert "learning rate 0.001, seed 2\n2 runs" in capsys.readouterr().out
     assert quality.main([*words, "--max_train_steps", "5", "--report"]) == 0
     shown = capsys.readouterr().out
     assert "Left out: 2 runs" in shown and f"{rows[0]['eval_loss']:.4f}" not in shown
@@ -101,6 +103,9 @@ def test_mistakes_are_one_sentence(tmp_path, data_dir, monkeypatch, capsys):
     assert "moby_dick.txt (No such file" in says("--texts", "moby_dick", "--data_dir", str(data_dir))
     assert "--parallel is 0" in says("--parallel", "0")
     assert "--max_train_steps is -1" in says("--max_train_steps", "-1")
+    assert "--seeds needs --learning_rates" in says("--seeds", "2")
+    assert "between 0 and 1" in says("--learning_rates", "4")
+    assert "leave out --learning_rates" in says("--learning_rates", "4e-3", "--report")
     broken = tmp_path / "broken.jsonl"
     broken.write_text("nothing\n")
     assert "line 1" in says("--report", "--texts", "builtin", "--results", str(broken))
