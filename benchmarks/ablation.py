@@ -1,8 +1,8 @@
 """Which ingredient of HOPE carries it? The same model with one of them changed, trained on the same tokens.
 
-The size `small` of benchmarks/quality.py on the built-in corpus, at one learning rate; the variants are those of
-`variants.py`. Differences are to HOPE with the same seed. A seed alone moves a loss, and a variant with other
-parameters draws other initial values: a difference below the spread over seeds means nothing.
+The size `small` of benchmarks/quality.py on the built-in corpus, with wider levels, at one learning rate; the variants
+are those of `variants.py`. Differences are to HOPE with the same seed. A seed alone moves a loss, and a variant with
+other parameters draws other initial values: a difference below the spread over seeds means nothing.
 
     python benchmarks/ablation.py                               all variants, two runs at a time
     python benchmarks/ablation.py --variants depth_2 momentum --seeds 1
@@ -27,6 +27,8 @@ from benchmarks.quality_texts import BUILTIN, prepare
 from benchmarks.variants import VARIANTS
 
 SIZE = "small"
+# Four times as wide levels as in the comparison, one head less: their ingredients are asked here, too.
+SHAPE = replace(SIZES[SIZE], memory_heads=4, level_intermediate_size=53)
 MISSING = "missing"
 
 
@@ -85,7 +87,7 @@ def main(argv: list[str]) -> int:
 def _main(options: argparse.Namespace) -> int:
     if options.parallel < 1 or not 0 < options.learning_rate < 1:
         raise ValueError("--parallel must be at least 1, and --learning_rate lie between 0 and 1.")
-    size = replace(SIZES[SIZE], learning_rates=(options.learning_rate,), more_seeds=tuple(options.seeds))
+    size = replace(SHAPE, learning_rates=(options.learning_rate,), more_seeds=tuple(options.seeds))
     matrix = Matrix({SIZE: size}, (BUILTIN,), (HOPE, *options.variants), BUILTIN)
     output_dir = options.output_dir.resolve()
     results_file = (options.results or output_dir / "results.jsonl").resolve()

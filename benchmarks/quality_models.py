@@ -5,8 +5,9 @@ python benchmarks/quality_models.py [--sizes small] [--steps 5]
 prints their parameters and the CPU seconds of one training step on one thread, on random tokens.
 
 HOPE's three levels step every step: the paper's slowest level steps some 2,000 times in a training, which periods of
-several steps would not leave in runs this short (benchmarks/ablation.py measures what they cost). Three quarters of a
-block's parameters are its mixer's: a narrower mixer beside wider levels is behind (docs/log.md). Every model has the
+several steps would not leave in runs this short (benchmarks/ablation.py measures what they cost). Nearly all of a
+block's parameters are its mixer's: fewer heads beside wider levels are behind, for the gated DeltaNet more heads beside
+a narrower MLP (docs/log.md). Every model has the
 width, the heads of 64, the tied vocabulary and (but for Mamba-2, whose blocks have no MLP) the
 layers of HOPE. One number of each is chosen so that the parameters match:
 
@@ -77,11 +78,11 @@ SIZES = {
         hidden_size=128,
         num_hidden_layers=2,
         vocab_size=1024,
-        memory_heads=4,
-        level_intermediate_size=53,
+        memory_heads=5,
+        level_intermediate_size=13,
         mamba_layers=4,
         max_train_steps=360,
-        learning_rates=(2e-3, 4e-3, 8e-3),
+        learning_rates=(4e-3, 8e-3, 1.6e-2),
         more_seeds=(2, 3),
     ),
     "medium": Size(

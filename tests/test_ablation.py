@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.ablation import SIZE, main, table, wanted_jobs
-from benchmarks.quality_models import FROZEN, HOPE, SIZES, build
+from benchmarks.ablation import SHAPE, SIZE, main, table, wanted_jobs
+from benchmarks.quality_models import FROZEN, HOPE, build
 from benchmarks.quality_plan import Job, Matrix
 from benchmarks.quality_texts import BUILTIN
 from benchmarks.variants import VARIANTS
@@ -15,7 +15,7 @@ RATE = 4e-3
 
 
 def matrix(*models: str, seeds=(1, 2)) -> Matrix:
-    size = replace(SIZES[SIZE], learning_rates=(RATE,), more_seeds=seeds)
+    size = replace(SHAPE, learning_rates=(RATE,), more_seeds=seeds)
     return Matrix({SIZE: size}, (BUILTIN,), models, BUILTIN)
 
 
@@ -24,11 +24,11 @@ def job(model: str, seed: int) -> Job:
 
 
 def test_every_variant_changes_what_it_names_and_nothing_else():
-    plain = build(HOPE, SIZES[SIZE])
+    plain = build(HOPE, SHAPE)
     base = json.loads(plain.overrides)
     identities = {plain.identity}
     for name, changes in VARIANTS.items():
-        model = build(name, SIZES[SIZE])
+        model = build(name, SHAPE)
         overrides = json.loads(model.overrides)
         changed = {key for key in overrides if overrides[key] != base.get(key)}
         assert changed <= changes.keys() and changed, name
@@ -37,11 +37,11 @@ def test_every_variant_changes_what_it_names_and_nothing_else():
 
 
 def test_levels_keep_their_width_in_sum():
-    base = json.loads(build(HOPE, SIZES[SIZE]).overrides)
+    base = json.loads(build(HOPE, SHAPE).overrides)
     for name in ("one_level", "clocks_1_4_16"):
-        overrides = json.loads(build(name, SIZES[SIZE]).overrides)
+        overrides = json.loads(build(name, SHAPE).overrides)
         assert sum(overrides["level_intermediate_sizes"]) == sum(base["level_intermediate_sizes"])
-        periods = [period / SIZES[SIZE].tokens_per_step for period in overrides["level_periods"]]
+        periods = [period / SHAPE.tokens_per_step for period in overrides["level_periods"]]
         assert periods == VARIANTS[name]["level_periods"]
 
 
