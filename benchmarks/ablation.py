@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.quality import finish, lock_folder, make_parser
 from benchmarks.quality_models import FROZEN, HOPE, SIZES, build
-from benchmarks.quality_plan import Job, Losses, Matrix
+from benchmarks.quality_plan import Job, Matrix, rows_at
 from benchmarks.quality_runs import Runner
 from benchmarks.quality_texts import BUILTIN, prepare
 from benchmarks.variants import VARIANTS
@@ -30,14 +30,6 @@ SIZE = "small"
 # Four times as wide levels as in the comparison, one head less: their ingredients are asked here, too.
 SHAPE = replace(SIZES[SIZE], memory_heads=4, level_intermediate_size=53)
 MISSING = "missing"
-
-
-def wanted_jobs(matrix: Matrix, losses: Losses) -> list[Job]:
-    """The runs that are left: seed by seed, so that every variant is seen once before any is seen twice."""
-    size = matrix.sizes[SIZE]
-    (rate,) = size.learning_rates
-    jobs = [Job(SIZE, BUILTIN, model, rate, seed) for seed in size.more_seeds for model in matrix.models]
-    return [job for job in jobs if job not in losses]
 
 
 def table(matrix: Matrix, rows: dict[Job, dict]) -> str:
@@ -92,7 +84,8 @@ def _main(options: argparse.Namespace) -> int:
     output_dir = options.output_dir.resolve()
     results_file = (options.results or output_dir / "results.jsonl").resolve()
     texts = {BUILTIN: prepare(BUILTIN, None, output_dir / "texts")}
-    runner = Runner(matrix, texts, output_dir, results_file, wanted_jobs)
+    plan = rows_at(size.learning_rates, size.more_seeds)
+    runner = Runner(matrix, texts, output_dir, results_file, plan)
     if not options.report:
         with (output_dir / ".lock").open("w") as lock:
             lock_folder(lock, output_dir)

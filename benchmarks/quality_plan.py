@@ -93,11 +93,15 @@ def ready_jobs(matrix: Matrix, losses: Losses) -> list[Job]:
 
 
 def rows_at(learning_rates: Sequence[float], seeds: Sequence[int]) -> Plan:
-    """A plan of all rows of a matrix at these learning rates and seeds, whatever the searches say."""
+    """A plan of all rows of a matrix at these learning rates and seeds, whatever the searches say.
+
+    Seed by seed, so that every row is seen once before any is seen twice.
+    """
 
     def jobs(matrix: Matrix, losses: Losses) -> list[Job]:
-        rows = itertools.product(matrix.sizes, matrix.texts, matrix.models, learning_rates, seeds)
-        return [job for job in dict.fromkeys(itertools.starmap(Job, rows)) if job not in losses]
+        rows = itertools.product(seeds, matrix.sizes, matrix.texts, matrix.models, learning_rates)
+        named = (Job(*row, seed) for seed, *row in rows)
+        return [job for job in dict.fromkeys(named) if job not in losses]
 
     return jobs
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.ablation import SHAPE, SIZE, main, table, wanted_jobs
+from benchmarks.ablation import SHAPE, SIZE, main, table
 from benchmarks.quality_models import FROZEN, HOPE, build
-from benchmarks.quality_plan import Job, Matrix
+from benchmarks.quality_plan import Job, Matrix, rows_at
 from benchmarks.quality_texts import BUILTIN
 from benchmarks.variants import VARIANTS
 
@@ -46,7 +46,7 @@ def test_levels_keep_their_width_in_sum():
 
 
 def test_every_run_is_planned_once_seed_by_seed():
-    jobs = wanted_jobs(matrix(HOPE, "depth_2"), {job(HOPE, 2): 3.0})
+    jobs = rows_at([RATE], [1, 2])(matrix(HOPE, "depth_2"), {job(HOPE, 2): 3.0})
     assert jobs == [job(HOPE, 1), job("depth_2", 1), job("depth_2", 2)]
 
 

@@ -121,7 +121,7 @@ def test_the_outline_foresees_every_run():
 def test_rows_can_be_named_whatever_the_search_says():
     models, seeds = (HOPE, LLAMA), (3, 1)
     wanted, named = matrix(models=models), rows_at([8e-3, 8e-3], seeds)
-    everything = [Job("small", text, model, 8e-3, seed) for text in TEXTS for model in models for seed in seeds]
+    everything = [Job("small", text, model, 8e-3, seed) for seed in seeds for text in TEXTS for model in models]
     assert named(wanted, {}) == everything
     assert named(wanted, finish({}, everything[:3])) == everything[3:]
     assert outline(wanted, {}, named) == [(job, True) for job in everything]
