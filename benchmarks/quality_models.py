@@ -1,4 +1,4 @@
-"""The models of benchmarks/quality.py at its sizes, all with as many parameters as HOPE.
+"""The models of benchmarks/quality.py at its sizes, all with as many parameters within 2 %.
 
 python benchmarks/quality_models.py [--sizes small] [--steps 5]
 
@@ -6,14 +6,14 @@ prints their parameters and the CPU seconds of one training step on one thread, 
 
 HOPE's three levels step every step: the paper's slowest level steps some 2,000 times in a training, which periods of
 several steps would not leave in runs this short (benchmarks/ablation.py measures what they cost). Most of a block's
-parameters are its mixer's (small 94 %, medium 77 %): fewer heads beside wider levels are behind. For the gated
+parameters are its mixer's (small 94 %, medium 92 %): fewer heads beside wider levels are behind. For the gated
 DeltaNet more heads and a narrower MLP are (docs/log.md). Every model has the width, the heads of 64, the tied
 vocabulary and (but for Mamba-2, whose blocks have no MLP) the layers of HOPE. One number of each is chosen so that the
 parameters match:
 
 | model | what it is | fitted |
 |---|---|---|
-| hope | HOPE with the memories of its config's defaults, chunks of 64 | nothing: the others follow it |
+| hope | HOPE with the memories of its config's defaults, chunks of 64 | nothing: divided by hand |
 | hope_frozen | the same, `memory_learning_rate_max=0` | nothing |
 | hope_attention | HOPE's levels on softmax attention | width of its three levels |
 | llama | transformers' Llama | width of its MLP |
@@ -59,6 +59,8 @@ class Size:
     """Of HOPE's mixer; with the levels' width they divide a block's parameters."""
     level_intermediate_size: int
     """Of HOPE's three levels."""
+    parameters: int
+    """To which the peers are fitted; not HOPE's own, so that dividing those anew changes no peer."""
     mamba_layers: int
     max_train_steps: int
     learning_rates: tuple[float, ...]
@@ -80,6 +82,7 @@ SIZES = {
         vocab_size=1024,
         memory_heads=5,
         level_intermediate_size=13,
+        parameters=623_000,
         mamba_layers=4,
         max_train_steps=360,
         learning_rates=(4e-3, 8e-3, 1.6e-2),
@@ -89,8 +92,9 @@ SIZES = {
         hidden_size=256,
         num_hidden_layers=4,
         vocab_size=4096,
-        memory_heads=10,
-        level_intermediate_size=103,
+        memory_heads=12,
+        level_intermediate_size=35,
+        parameters=5_170_000,
         mamba_layers=9,
         max_train_steps=300,
         learning_rates=(2e-3, 4e-3, 8e-3),
@@ -127,17 +131,24 @@ class Model:
 
 @cache
 def build(name: str, size: Size) -> Model:
-    """The model `name` of MODELS at a size, its parameters within 2 % of HOPE's."""
-    if name in (HOPE, FROZEN, *VARIANTS):
-        # Twins of HOPE, not peers: they differ in the one ingredient alone.
+    """The model `name` of MODELS or VARIANTS at a size, its parameters within 2 % of the size's (but for variants)."""
+    if name in VARIANTS:
+        # Not fitted: they differ from HOPE in the one ingredient alone.
         return _model(name, size, size.level_intermediate_size)
-    target = _model(HOPE, size, size.level_intermediate_size).parameters
+    if name in (HOPE, FROZEN):
+        model = _model(name, size, size.level_intermediate_size)
+    else:
+        model = _model(name, size, _fitted(name, size))
+    assert abs(model.parameters / size.parameters - 1) < TOLERANCE, (name, size, model.parameters)
+    return model
+
+
+def _fitted(name: str, size: Size) -> int:
+    """A multiple of four, with which the model's parameters come nearest to the size's."""
     # Parameters are linear in the fitted number.
     low, high = (_model(name, size, fitted).parameters for fitted in (64, 128))
-    fitted = 64 + (target - low) / ((high - low) / 64)
-    model = _model(name, size, 4 * max(1, round(fitted / 4)))
-    assert abs(model.parameters / target - 1) < TOLERANCE, (name, size, model.parameters, target)
-    return model
+    fitted = 64 + (size.parameters - low) / ((high - low) / 64)
+    return 4 * max(1, round(fitted / 4))
 
 
 def _model(name: str, size: Size, fitted: int) -> Model:

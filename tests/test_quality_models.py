@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from benchmarks.peers import LlamaConvConfig, convolve
 from benchmarks.quality_models import FROZEN, HOPE, MODELS, SECONDS_PER_STEP, SIZES, Size, build
 
-MICRO = Size(128, 2, 320, 4, 112, 4, 3, (1e-3,), block_size=32, per_device_train_batch_size=2)
+MICRO = Size(128, 2, 320, 4, 112, 669_000, 4, 3, (1e-3,), block_size=32, per_device_train_batch_size=2)
 PEERS = [name for name in MODELS if name not in (HOPE, FROZEN)]
 
 
@@ -34,6 +35,14 @@ def test_all_models_have_the_parameters_of_hope(size):
     for name, count in counts.items():
         assert count == pytest.approx(counts[HOPE], rel=0.02), name
     assert set(SECONDS_PER_STEP[size]) == set(MODELS)
+
+
+def test_another_division_of_hope_changes_no_peer():
+    size = SIZES["medium"]
+    fewer_heads = replace(size, memory_heads=size.memory_heads - 1, level_intermediate_size=70)
+    assert build(HOPE, fewer_heads).identity != build(HOPE, size).identity
+    for name in PEERS:
+        assert build(name, fewer_heads).identity == build(name, size).identity, name
 
 
 def test_every_model_is_another_one():

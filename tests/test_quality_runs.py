@@ -9,7 +9,7 @@ from benchmarks import quality
 from benchmarks.quality_models import SIZES, Size
 from benchmarks.quality_texts import book, part, prepare
 
-MICRO = Size(128, 2, 320, 4, 112, 4, 3, (1e-3,), block_size=32, per_device_train_batch_size=2)
+MICRO = Size(128, 2, 320, 4, 112, 669_000, 4, 3, (1e-3,), block_size=32, per_device_train_batch_size=2)
 
 
 @pytest.fixture
