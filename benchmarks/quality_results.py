@@ -35,6 +35,9 @@ FLAGS = {
 
 def flags(model: Model, size: Size) -> dict:
     """run_clm.py's flags that define a run, but for text, learning rate and seed."""
+    own = {}
+    if model.model_type == "hope" and size.vector_learning_rate is not None:
+        own["vector_learning_rate"] = size.vector_learning_rate
     return {
         "model_type": model.model_type,
         "config_overrides": model.overrides,
@@ -43,6 +46,7 @@ def flags(model: Model, size: Size) -> dict:
         "max_train_steps": size.max_train_steps,
         "num_warmup_steps": size.max_train_steps // 10,
         **FLAGS,
+        **own,
     }
 
 

@@ -57,8 +57,8 @@ RUN_CLM_FLAGS = """
     dataset_name dataset_config_name train_file validation_file validation_split_percentage max_train_samples
     max_eval_samples preprocessing_num_workers
     streaming block_size document_boundary dataloader_num_workers dataloader_pin_memory
-    per_device_train_batch_size gradient_accumulation_steps learning_rate weight_decay adam_beta1 adam_beta2
-    adam_epsilon max_grad_norm max_train_steps num_train_epochs lr_scheduler_type num_warmup_steps optimizer
+    per_device_train_batch_size gradient_accumulation_steps learning_rate vector_learning_rate weight_decay adam_beta1
+    adam_beta2 adam_epsilon max_grad_norm max_train_steps num_train_epochs lr_scheduler_type num_warmup_steps optimizer
     level_optimizers gradient_checkpointing torch_compile fsdp_reduce_dtype fsdp_limit_all_gathers
     fsdp_prefetch tf32
     output_dir resume_from_checkpoint checkpointing_steps save_total_limit async_save save_only_model

@@ -152,6 +152,15 @@ def test_settings_follow_steps_batch_and_every_field_of_the_config():
     assert base != results.settings(build(FROZEN, size), size)
 
 
+def test_vectors_rate_is_of_hope_alone_and_part_of_the_settings():
+    size = replace(SIZES["small"], vector_learning_rate=3e-2)
+    for name in MODELS:
+        model = build(name, size)
+        assert results.flags(model, size).get("vector_learning_rate") == (3e-2 if "hope" in name else None), name
+        same_settings = results.settings(model, size) == results.settings(model, SIZES["small"])
+        assert same_settings is ("hope" not in name), name
+
+
 def test_settings_follow_a_default_that_changes(monkeypatch):
     size = SIZES["small"]
     before = results.settings(build(HOPE, size), size)

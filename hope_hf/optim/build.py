@@ -20,10 +20,11 @@ def build_optimizer(
     eps: float,
     tokens_per_step: int,
     level_optimizers: str | dict | None = None,
+    vector_learning_rate: float | None = None,
 ) -> LevelClock:
     """One optimizer for all of a causal LM's trainable parameters.
 
-    A parameter's group is decided by three questions.
+    A parameter's group is decided by four questions.
 
     - Which level? That of the module around it that has the attributes `level` and `period` (in tokens). Without one
       it steps every time.
@@ -31,6 +32,9 @@ def build_optimizer(
       embeddings, the output embeddings, convolutions, memories' initial states and all that takes no decay.
     - Weight decay? Not for vectors, biases, norms, memories' initial states (`is_initial_state`), and what a module
       lists in `_no_weight_decay`.
+    - Vector or matrix? Norms, biases and taps of depthwise convolutions are vectors, to which `vector_learning_rate`
+      gives a rate of their own. The wider a model, the smaller the rate that its matrices bear; that of its vectors
+      stays (Yang et al. 2022, arXiv 2203.03466, table 3).
 
     A level steps every `max(1, round(period / tokens_per_step))` calls. Tied parameters appear once.
 
@@ -38,6 +42,7 @@ def build_optimizer(
         model: as `from_config` or `from_pretrained` gives it, not wrapped.
         name: "adamw" or "muon".
         learning_rate: of AdamW, at the schedule's top; Muon shares it.
+        vector_learning_rate: of vectors, at the schedule's top; `None`: the learning rate.
         weight_decay, betas, eps: AdamW's; Muon takes the decay too.
         tokens_per_step: over all processes and accumulated micro-batches.
         level_optimizers: see `parse_level_optimizers`; a level without an entry takes the run's settings, and as
@@ -63,7 +68,9 @@ def build_optimizer(
         own = options.get(level, LevelOptions())
         decays, is_matrix = kinds.decays(parameter_name, parameter), kinds.is_matrix(parameter_name, parameter)
         rule = "muon" if (own.optimizer or name) == "muon" and is_matrix else "adamw"
-        key = (-1 if level is None else level, rule, decays)
+        is_vector = vector_learning_rate is not None and kinds.is_vector(parameter_name, parameter)
+        # Matrices first: the first group's rate is the one that is logged.
+        key = (-1 if level is None else level, is_vector, rule, decays)
         if key not in groups:
             factor = own.lr_factor
             if factor is None:
@@ -75,7 +82,7 @@ def build_optimizer(
                 "level": level,
                 "period_tokens": periods.get(level, 0),
                 "period_steps": max(1, round(periods.get(level, 0) / tokens_per_step)),
-                "lr": learning_rate * factor,
+                "lr": (vector_learning_rate if is_vector else learning_rate) * factor,
                 "weight_decay": decay if decays else 0.0,
                 **({"momentum": MUON_MOMENTUM} if rule == "muon" else {"betas": own.betas or betas, "eps": eps}),
             }
@@ -121,11 +128,21 @@ class _Kinds:
                 self.not_matrix.update(module.parameters())
 
     def decays(self, name: str, parameter: nn.Parameter) -> bool:
-        owner, _, own_name = name.rpartition(".")
-        is_norm = "norm" in own_name.lower() or "norm" in owner.rpartition(".")[2].lower()
-        is_bias = own_name == "bias" or own_name.endswith("_bias")
-        return parameter.ndim >= 2 and not is_norm and not is_bias and parameter not in self.exempt
+        return not _is_flat(name, parameter) and parameter not in self.exempt
+
+    @staticmethod
+    def is_vector(name: str, parameter: nn.Parameter) -> bool:
+        is_taps = parameter.ndim == 3 and parameter.shape[1] == 1
+        return _is_flat(name, parameter) or is_taps
 
     def is_matrix(self, name: str, parameter: nn.Parameter) -> bool:
         # A depthwise convolution [channels, 1, width] outside a convolution module is a stack of vectors.
         return self.decays(name, parameter) and parameter not in self.not_matrix and min(parameter.shape[-2:]) > 1
+
+
+def _is_flat(name: str, parameter: nn.Parameter) -> bool:
+    """Whether it is a norm, a bias (those of heads are rows of one parameter) or any other vector."""
+    owner, _, own_name = name.rpartition(".")
+    is_norm = "norm" in own_name.lower() or "norm" in owner.rpartition(".")[2].lower()
+    is_bias = own_name == "bias" or own_name.endswith("_bias")
+    return parameter.ndim < 2 or is_norm or is_bias

@@ -33,6 +33,9 @@ class OptimizationArguments:
     per_device_train_batch_size: int = flag(8, "Rows per process and forward pass, in training and evaluation.")
     gradient_accumulation_steps: int = flag(1, "Forward passes per optimizer step.")
     learning_rate: float = flag(3e-4, "Peak learning rate of the fastest level and of everything outside the levels.")
+    vector_learning_rate: float | None = flag(
+        None, "Peak learning rate of norms, biases and convolutions' taps (default: --learning_rate)."
+    )
     weight_decay: float = flag(0.1, "Decoupled weight decay of matrices.")
     adam_beta1: float = flag(0.9, "AdamW: decay of the first moment.")
     adam_beta2: float = flag(0.95, "AdamW: decay of the second moment.")

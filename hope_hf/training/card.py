@@ -22,8 +22,9 @@ def run_card(args: Arguments, engine: Engine, run) -> str:
         f"{plan.block_size:,} tokens x {args.gradient_accumulation_steps} accumulated x "
         f"{accelerator.num_processes} process(es)",
         "steps": f"{plan.total_steps:,}, of which {plan.warmup_steps:,} warm-up; {plan.total_tokens:,} tokens",
-        "optimizer": f"{args.optimizer}, learning rate {args.learning_rate:g}, {args.lr_scheduler_type}, "
-        f"weight decay {args.weight_decay:g}, clip {args.max_grad_norm:g}",
+        "optimizer": f"{args.optimizer}, learning rate {args.learning_rate:g}"
+        + (f" (vectors {args.vector_learning_rate:g})" if args.vector_learning_rate is not None else "")
+        + f", {args.lr_scheduler_type}, weight decay {args.weight_decay:g}, clip {args.max_grad_norm:g}",
         "engine": engine.name,
         "device": f"{device_name(accelerator.device)}, {torch.get_num_threads()} thread(s) per process, "
         f"precision {'fp32' if mixed == 'no' else f'{mixed} mixed'}",

@@ -80,9 +80,9 @@ def _check(args: Arguments):
         value = getattr(args, name)
         if value is not None and not value >= 0:
             raise ValueError(f"--{name} is {value}: it must be 0 or more.")
-    for name in ("learning_rate", "num_train_epochs", "adam_epsilon", "ddp_timeout"):
+    for name in ("learning_rate", "vector_learning_rate", "num_train_epochs", "adam_epsilon", "ddp_timeout"):
         value = getattr(args, name)
-        if not (value > 0 and math.isfinite(value)):
+        if value is not None and not (value > 0 and math.isfinite(value)):
             raise ValueError(f"--{name} is {value}: it must be above 0.")
     for name in ("adam_beta1", "adam_beta2"):
         if not 0 <= getattr(args, name) < 1:

@@ -95,6 +95,7 @@ def build_all(args: Arguments, accelerator: Accelerator, data_state: dict | None
         eps=args.adam_epsilon,
         tokens_per_step=tokens_per_step,
         level_optimizers=args.level_optimizers,
+        vector_learning_rate=args.vector_learning_rate,
     )
     warmup = args.num_warmup_steps
     if warmup is None:

@@ -81,6 +81,36 @@ def test_periods_within_one_step_share_the_base_rate(leveled_model, settings):
     assert {(group["lr"], group["period_steps"]) for group in optimizer.param_groups} == {(1e-2, 1)}
 
 
+VECTORS = {
+    "mixer.short_conv_weight",
+    "mixer.head_bias",
+    "mixer.conv.bias",
+    "mixer.head_norm.weight",
+    "mixer.gate.bias",
+    "norm.weight",
+    "norm.bias",
+}
+VECTORS_OF_A_LEVEL = {"up_proj.bias", "input_layernorm.weight", "input_layernorm.bias"}
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_vectors_have_a_rate_of_their_own(name, leveled_model, settings):
+    """Whatever else is decided about them stays; levels scale it as they scale the other."""
+    model = leveled_model(periods=(100, 400))
+    groups = table(model, build_optimizer(model, name, **settings, vector_learning_rate=5e-2))
+    before = table(model, build_optimizer(model, name, **settings))
+    assert {n for n, group in groups.items() if group["level"] is None and group["lr"] == 5e-2} == VECTORS
+    for level, factor in ((0, 1), (1, 2)):
+        for own_name in ("up_proj.weight", *VECTORS_OF_A_LEVEL):
+            rate = (5e-2 if own_name in VECTORS_OF_A_LEVEL else 1e-2) * factor
+            assert groups[f"levels.{level}.{own_name}"]["lr"] == pytest.approx(rate), own_name
+    for n, group in groups.items():
+        assert {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr")} == {
+            k: v for k, v in before[n].items() if k not in ("params", "lr", "initial_lr")
+        }, n
+    assert build_optimizer(model, name, **settings, vector_learning_rate=5e-2).param_groups[0]["lr"] == 1e-2
+
+
 def test_level_optimizers_override_one_level(leveled_model, settings):
     model = leveled_model()
     entry = {"optimizer": "muon", "lr_factor": 3.0, "betas": [0.8, 0.9], "weight_decay": 0.5}

@@ -16,9 +16,9 @@ PROMISED = """
 model_name_or_path model_type config_name config_overrides tokenizer_name trust_remote_code attn_implementation
 dataset_name dataset_config_name train_file validation_file validation_split_percentage max_train_samples
 max_eval_samples streaming preprocessing_num_workers block_size per_device_train_batch_size
-gradient_accumulation_steps learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm
-max_train_steps num_train_epochs lr_scheduler_type num_warmup_steps optimizer level_optimizers gradient_checkpointing
-torch_compile fsdp_reduce_dtype fsdp_limit_all_gathers fsdp_prefetch tf32
+gradient_accumulation_steps learning_rate vector_learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon
+max_grad_norm max_train_steps num_train_epochs lr_scheduler_type num_warmup_steps optimizer level_optimizers
+gradient_checkpointing torch_compile fsdp_reduce_dtype fsdp_limit_all_gathers fsdp_prefetch tf32
 cpu_threads logging_steps eval_steps checkpointing_steps save_total_limit async_save save_only_model
 resume_from_checkpoint
 seed ddp_timeout watchdog_seconds memory_dump_steps
@@ -95,6 +95,7 @@ def test_an_ignored_flag_warns(words, sentence):
         (["--block_size", "0"], "--block_size is 0"),
         (["--per_device_train_batch_size", "0"], "--per_device_train_batch_size is 0"),
         (["--learning_rate", "nan"], "--learning_rate is nan"),
+        (["--vector_learning_rate", "0"], "--vector_learning_rate is 0.0: it must be above 0"),
         (["--adam_beta2", "1"], "--adam_beta2 is 1.0"),
         (["--model_name_or_path", "m", "--config_name", "tiny"], "--config_name shapes a new model"),
         (["--dataset_name", "d", "--streaming"], "give --max_train_steps"),

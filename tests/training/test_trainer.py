@@ -171,3 +171,13 @@ def test_wandb_offline(run, tmp_path, monkeypatch):
     status, _ = run("a", "--report_to", "wandb", "--max_train_steps", "2", *names)
     assert status == 0
     assert list((tmp_path / "a" / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_vectors_learn_at_a_rate_of_their_own(run, capsys):
+    _, plain = run("plain", "--max_train_steps", "3", model=HOPE)
+    assert "(vectors" not in capsys.readouterr().out
+    _, faster = run("faster", "--max_train_steps", "3", "--vector_learning_rate", "0.1", model=HOPE)
+    assert "learning rate 0.005 (vectors 0.1), cosine" in capsys.readouterr().out
+    rates = [[row["train/learning_rate"] for row in rows if "train/loss" in row] for rows in (plain, faster)]
+    assert rates[0] == rates[1]
+    assert curve(plain)[0] == curve(faster)[0] and curve(plain)[2] != curve(faster)[2]
