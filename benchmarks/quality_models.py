@@ -68,7 +68,7 @@ class Size:
     more_seeds: tuple[int, ...] = ()
     """Beside seed 1, for HOPE, its frozen twin and the best recurrent peer."""
     vector_learning_rate: float | None = None
-    """Of HOPE, its twin and Hope-Attention; the peers lose by one (docs/log.md)."""
+    """Of norms, biases and taps, at any rate of the matrices; None: that rate."""
     block_size: int = 512
     per_device_train_batch_size: int = 8
 
@@ -89,6 +89,7 @@ SIZES = {
         max_train_steps=360,
         learning_rates=(4e-3, 8e-3, 1.6e-2),
         more_seeds=(2, 3),
+        vector_learning_rate=3.2e-2,
     ),
     "medium": Size(
         hidden_size=256,
@@ -100,7 +101,7 @@ SIZES = {
         mamba_layers=9,
         max_train_steps=300,
         learning_rates=(2e-3, 4e-3, 8e-3),
-        vector_learning_rate=1.6e-2,
+        vector_learning_rate=3.2e-2,
     ),
 }
 # CPU seconds on one thread, as this file prints them (torch 2.13); for estimates only.

@@ -35,9 +35,7 @@ FLAGS = {
 
 def flags(model: Model, size: Size) -> dict:
     """run_clm.py's flags that define a run, but for text, learning rate and seed."""
-    own = {}
-    if model.model_type == "hope" and size.vector_learning_rate is not None:
-        own["vector_learning_rate"] = size.vector_learning_rate
+    own = {} if size.vector_learning_rate is None else {"vector_learning_rate": size.vector_learning_rate}
     return {
         "model_type": model.model_type,
         "config_overrides": model.overrides,

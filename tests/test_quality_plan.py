@@ -152,13 +152,13 @@ def test_settings_follow_steps_batch_and_every_field_of_the_config():
     assert base != results.settings(build(FROZEN, size), size)
 
 
-def test_vectors_rate_is_of_hope_alone_and_part_of_the_settings():
-    size = replace(SIZES["small"], vector_learning_rate=3e-2)
-    for name in MODELS:
-        model = build(name, size)
-        assert results.flags(model, size).get("vector_learning_rate") == (3e-2 if "hope" in name else None), name
-        same_settings = results.settings(model, size) == results.settings(model, SIZES["small"])
-        assert same_settings is ("hope" not in name), name
+@pytest.mark.parametrize("name", MODELS)
+def test_all_models_have_the_same_rate_of_vectors(name):
+    without, other = (replace(SIZES["small"], vector_learning_rate=rate) for rate in (None, 3e-2))
+    model = build(name, other)
+    assert results.flags(model, other)["vector_learning_rate"] == 3e-2
+    assert "vector_learning_rate" not in results.flags(model, without)
+    assert results.settings(model, other) != results.settings(model, without)
 
 
 def test_settings_follow_a_default_that_changes(monkeypatch):
