@@ -28,7 +28,7 @@ from benchmarks.variants import VARIANTS
 
 SIZE = "small"
 # Four times as wide levels as in the comparison, one head less: their ingredients are asked here, too.
-SHAPE = replace(SIZES[SIZE], memory_heads=4, level_intermediate_size=53, vector_learning_rate=None)
+SHAPE = replace(SIZES[SIZE], memory_heads=4, level_intermediate_size=53)
 MISSING = "missing"
 
 

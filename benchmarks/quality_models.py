@@ -89,7 +89,6 @@ SIZES = {
         max_train_steps=360,
         learning_rates=(4e-3, 8e-3, 1.6e-2),
         more_seeds=(2, 3),
-        vector_learning_rate=3.2e-2,
     ),
     "medium": Size(
         hidden_size=256,
@@ -101,7 +100,6 @@ SIZES = {
         mamba_layers=9,
         max_train_steps=300,
         learning_rates=(2e-3, 4e-3, 8e-3),
-        vector_learning_rate=3.2e-2,
     ),
 }
 # CPU seconds on one thread, as this file prints them (torch 2.13); for estimates only.

@@ -52,7 +52,8 @@ def _values(matrix: Matrix, rows: dict[Job, dict], size: str, key: str, title: s
         return [model, f"{build(model, shape).parameters:,}", shown, *(_cell(cell, digits) for cell in cells)]
 
     head = ["model", "parameters", "learning rate", *matrix.texts]
-    return f"{size}, {tokens:,} tokens: {title}\n\n{_table(head, map(line, MODELS))}"
+    vectors = "" if shape.vector_learning_rate is None else f", vectors learn at {shape.vector_learning_rate:g}"
+    return f"{size}, {tokens:,} tokens{vectors}: {title}\n\n{_table(head, map(line, MODELS))}"
 
 
 def _ratios(matrix: Matrix, rows: dict[Job, dict], size: str) -> str:

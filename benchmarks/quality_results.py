@@ -3,6 +3,7 @@
 | field | meaning |
 |---|---|
 | size, text, model, learning_rate, seed | the run |
+| vector_learning_rate | of norms, biases and taps; null or absent: the learning rate |
 | steps, tokens | optimizer steps, and tokens read in them |
 | parameters | of the model |
 | eval_loss | nats per token of the held-out part; null where the training diverged |

@@ -142,6 +142,7 @@ class Runner:
             "text": job.text,
             "model": job.model,
             "learning_rate": job.learning_rate,
+            "vector_learning_rate": size.vector_learning_rate,
             "seed": job.seed,
             "steps": size.max_train_steps,
             "tokens": size.max_train_steps * size.tokens_per_step,

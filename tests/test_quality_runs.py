@@ -10,6 +10,7 @@ from benchmarks.quality_models import SIZES, Size
 from benchmarks.quality_texts import book, part, prepare
 
 MICRO = Size(128, 2, 320, 4, 112, 669_000, 4, 3, (1e-3,), block_size=32, per_device_train_batch_size=2)
+VECTORS = ["--vector_learning_rate", "0.03"]
 
 
 @pytest.fixture
@@ -72,9 +73,19 @@ def test_two_runs_are_trained_recorded_and_not_repeated(tmp_path, data_dir, monk
     assert "start" not in capsys.readouterr().out
     assert quality.main([*words, "--learning_rates", "1e-3", "--seeds", "1", "2", "--plan"]) == 0
     assert "learning rate 0.001, seed 2\n2 runs" in capsys.readouterr().out
-    assert quality.main([*words, "--max_train_steps", "5", "--report"]) == 0
-    shown = capsys.readouterr().out
-    assert "Left out: 2 runs" in shown and f"{rows[0]['eval_loss']:.4f}" not in shown
+    for other, heading in (
+        (["--max_train_steps", "5"], "320 tokens: "),
+        (VECTORS, "192 tokens, vectors learn at 0.03: "),
+    ):
+        assert quality.main([*words, *other, "--report"]) == 0
+        shown = capsys.readouterr().out
+        assert heading in shown and "Left out: 2 runs" in shown and f"{rows[0]['eval_loss']:.4f}" not in shown
+
+    hope_alone = words[:-1]
+    assert quality.main([*hope_alone, *VECTORS]) == 0
+    third = json.loads((tmp_path / "out/results.jsonl").read_text().splitlines()[2])
+    assert third["vector_learning_rate"] == 0.03 and rows[0]["vector_learning_rate"] is None
+    assert third["eval_loss"] != next(row for row in rows if row["model"] == "hope")["eval_loss"]
 
 
 def test_a_run_that_fails_is_reported_and_recorded_nowhere(tmp_path, data_dir, monkeypatch, capsys):
@@ -103,6 +114,7 @@ def test_mistakes_are_one_sentence(tmp_path, data_dir, monkeypatch, capsys):
     assert "moby_dick.txt (No such file" in says("--texts", "moby_dick", "--data_dir", str(data_dir))
     assert "--parallel is 0" in says("--parallel", "0")
     assert "--max_train_steps is -1" in says("--max_train_steps", "-1")
+    assert "--vector_learning_rate is 0.0" in says("--vector_learning_rate", "0")
     assert "--seeds needs --learning_rates" in says("--seeds", "2")
     assert "between 0 and 1" in says("--learning_rates", "4")
     assert "leave out --learning_rates" in says("--learning_rates", "4e-3", "--report")
