@@ -64,7 +64,7 @@ def marks(engine: str, run: str) -> list:
 
 ROWS = 8
 SMALL = ["--block_size", "32", "--logging_steps", "1", "--learning_rate", "5e-3", "--max_grad_norm", "0.5"]
-SMALL += ["--cpu_threads", "1", "--save_total_limit", "9"]
+SMALL += ["--vector_learning_rate", "1e-2", "--cpu_threads", "1", "--save_total_limit", "9"]
 # Model, optimizer steps, and the batches accumulated for one where there are several processes.
 RUNS = {
     "hope": (HOPE, 20, 1),
