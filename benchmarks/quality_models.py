@@ -1,4 +1,4 @@
-"""The models of benchmarks/quality.py at its sizes, all with as many parameters within 2 %.
+"""The models of benchmarks/quality.py at its sizes, all of a size with the same number of parameters within 2 %.
 
 python benchmarks/quality_models.py [--sizes small] [--steps 5]
 
@@ -134,14 +134,10 @@ class Model:
 @cache
 def build(name: str, size: Size) -> Model:
     """The model `name` of MODELS or VARIANTS at a size, its parameters within 2 % of the size's (but for variants)."""
-    if name in VARIANTS:
-        # Not fitted: they differ from HOPE in the one ingredient alone.
-        return _model(name, size, size.level_intermediate_size)
-    if name in (HOPE, FROZEN):
-        model = _model(name, size, size.level_intermediate_size)
-    else:
-        model = _model(name, size, _fitted(name, size))
-    assert abs(model.parameters / size.parameters - 1) < TOLERANCE, (name, size, model.parameters)
+    # Twins of HOPE are not fitted: they differ from it in the one ingredient alone.
+    is_hope = name in (HOPE, FROZEN, *VARIANTS)
+    model = _model(name, size, size.level_intermediate_size if is_hope else _fitted(name, size))
+    assert name in VARIANTS or abs(model.parameters / size.parameters - 1) < TOLERANCE, (name, size, model.parameters)
     return model
 
 

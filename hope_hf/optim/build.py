@@ -30,11 +30,11 @@ def build_optimizer(
       it steps every time.
     - Muon or AdamW? Muon, if `name` or the level's entry says so, for matrices and stacks of matrices. AdamW for
       embeddings, the output embeddings, convolutions, memories' initial states and all that takes no decay.
-    - Weight decay? Not for vectors, biases, norms, memories' initial states (`is_initial_state`), and what a module
-      lists in `_no_weight_decay`.
-    - Vector or matrix? Norms, biases and taps of depthwise convolutions are vectors, to which `vector_learning_rate`
-      gives a rate of their own. The wider a model, the smaller the rate that its matrices bear; that of its vectors
-      stays (Yang et al. 2022, arXiv 2203.03466, table 3).
+    - Weight decay? Not for parameters of one axis, biases, norms, memories' initial states (`is_initial_state`), and
+      what a module lists in `_no_weight_decay`.
+    - Which rate? `vector_learning_rate`, where it is given, for vectors: parameters of one axis, biases, norms and
+      (though they decay) taps of depthwise convolutions. The wider a model, the smaller the rate that its matrices
+      bear; that of its vectors stays (Yang et al. 2022, arXiv 2203.03466, table 3).
 
     A level steps every `max(1, round(period / tokens_per_step))` calls. Tied parameters appear once.
 
@@ -141,7 +141,7 @@ class _Kinds:
 
 
 def _is_flat(name: str, parameter: nn.Parameter) -> bool:
-    """Whether it is a norm, a bias (those of heads are rows of one parameter) or any other vector."""
+    """Whether it has one axis, or is a norm or a bias (those of heads are rows of one parameter)."""
     owner, _, own_name = name.rpartition(".")
     is_norm = "norm" in own_name.lower() or "norm" in owner.rpartition(".")[2].lower()
     is_bias = own_name == "bias" or own_name.endswith("_bias")
