@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -96,15 +97,17 @@ def test_ten_non_finite_steps_in_a_row_stop_the_run_with_its_checkpoint_intact(r
         calls.append(1)
         return trainer_loss(logits, labels) * (math.nan if len(calls) > 3 else 1.0)
 
+    flags = ("--max_train_steps", "30", "--checkpointing_steps", "2", "--vector_learning_rate", "2e-2")
     trainer_loss = trainer.summed_loss
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "summed_loss", loss)
-        status, _ = run("a", "--max_train_steps", "30", "--checkpointing_steps", "2")
+        status, _ = run("a", *flags)
     error = capsys.readouterr().err
     assert status == 1
-    assert "not finite in 10 steps in a row" in error and "checkpoint-2" in error and "--learning_rate" in error
+    assert "not finite in 10 steps in a row" in error and "checkpoint-2" in error
+    assert re.search(r"lower --learning_rate \(now \S+\) and --vector_learning_rate \(now 0\.02\) or", error)
     assert len(calls) == 13
-    status, rows = run("a", "--max_train_steps", "30", "--checkpointing_steps", "2")
+    status, rows = run("a", *flags)
     assert status == 0 and rows[-1]["step"] == 30
 
 
