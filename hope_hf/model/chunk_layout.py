@@ -9,11 +9,29 @@ Axes: B sequence in batch, T token of the call, S slot (a multiple of the chunk)
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from .cache_hope import HopeMemoryLayer
 from .configuration_hope import HopeConfig
+
+
+class Piece(NamedTuple):
+    """What is to be known of the tokens of one piece; `None` where all rows are cut alike."""
+
+    # whether the chunk ends here, and the weights become the next chunk's start: bool or [B] bool
+    closes: torch.Tensor | bool
+    # slots that hold a token [B, 1, C]
+    valid: torch.Tensor | None = None
+    # tokens of the document before the slot's own [B, C]
+    position: torch.Tensor | None = None
+    # rows in which a document begins here [B]
+    resets: torch.Tensor | None = None
+    # slots up to the last token [B]
+    ends: torch.Tensor | None = None
+    # slots left empty, in the first piece of a text that goes on [B]
+    offset: torch.Tensor | None = None
 
 
 @dataclass
@@ -43,19 +61,23 @@ class ChunkLayout:
     ends: list | None = None
 
     @property
-    def is_plain(self) -> bool:
-        """Whether all rows are cut alike."""
-        return self.valid is None
-
-    @property
     def sizes(self) -> list[int]:
         """Slots of each piece."""
         return [stop - start for start, stop in self.pieces]
 
-    def valid_piece(self, index: int) -> torch.Tensor | None:
-        """Slots of a piece that hold a token [B, 1, C], or `None` where all do."""
+    def piece(self, index: int) -> Piece:
+        """The piece as its tokens see it."""
+        if self.valid is None:
+            return Piece(self.closes[index])
         start, stop = self.pieces[index]
-        return None if self.valid is None else self.valid[:, None, start:stop]
+        return Piece(
+            self.closes[index],
+            self.valid[:, None, start:stop],
+            self.position[:, start:stop],
+            self.resets[index],
+            self.ends[index],
+            self.offset if index == 0 else None,
+        )
 
     def to_slots(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, ...] -> [B, S, ...]."""

@@ -14,15 +14,9 @@ from torch import nn
 from transformers import initialization as init
 
 from .chunk_layout import ChunkLayout, ChunkPlan, plan_chunks
+from .chunk_steps import ChunkSteps, GateWeights, MemoryGroup, ProjectionGroup, ProjectionInputs, Projections
 from .configuration_hope import HopeConfig
-from .memory_scan import (
-    GateFunctions,
-    ProjectionInputs,
-    Projections,
-    measure_surprise,
-    scan_content,
-    scan_projections,
-)
+from .memory_scan import measure_surprise, scan_content, scan_projections
 from .memory_update import MemoryRule, MemoryState, Weights
 from .vector_norms import unit
 
@@ -116,24 +110,13 @@ class MemoryGates(nn.Module):
         self.learning_rate_bias = nn.Parameter(torch.empty(heads))
         self.retention_bias = nn.Parameter(torch.empty(heads))
 
-    def forward(self, dtype: torch.dtype) -> GateFunctions:
-        """The gates as functions of tensors in `dtype`, over weights that own their storage."""
-        rate_bias = self.learning_rate_bias.to(dtype, copy=True).unsqueeze(-1)
-        retention_bias = self.retention_bias.to(dtype, copy=True).unsqueeze(-1)
-        largest = self.config.memory_learning_rate_max
+    def forward(self, dtype: torch.dtype) -> GateWeights:
+        """The weights in `dtype`, each owning its storage."""
+        biases = (bias.to(dtype, copy=True).unsqueeze(-1) for bias in (self.learning_rate_bias, self.retention_bias))
         readouts = None
         if self.config.gate_mode == "memory":
             readouts = torch.stack([self.learning_rate_readout, self.retention_readout], 1).to(dtype).unsqueeze(2)
-
-        def logits(outputs: torch.Tensor) -> torch.Tensor:
-            # not a matrix product, whose operands TF32 would round
-            return (unit(outputs) * readouts).sum(-1)
-
-        def squash(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            rate, retention = logits.unbind(2)
-            return largest * (rate + rate_bias).sigmoid(), F.logsigmoid(retention + retention_bias)
-
-        return GateFunctions(logits, squash)
+        return GateWeights(*biases, readouts, float(self.config.memory_learning_rate_max))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -196,6 +179,8 @@ class SelfModifyingTitans(nn.Module):
         if config.memory_momentum:
             self.momentum_proj = nn.Linear(width, config.num_attention_heads)
         self.o_norm = HopeRMSNorm(config.head_dim, config.rms_norm_eps)
+        # what a chunk does; `HopePreTrainedModel.compile` puts compiled ones here
+        self.steps = ChunkSteps()
 
     def forward(
         self,
@@ -220,10 +205,10 @@ class SelfModifyingTitans(nn.Module):
             made = self._relay(made, plan.projection, plan.content)
             reads, content = scan_content(
                 made,
-                self.content_memory(made.step.dtype),
+                MemoryGroup.of(self.content_memory(made.step.dtype), len(made.step), self.rule),
                 None if state is None else unpack_state(state, "content"),
                 plan.content,
-                self.rule,
+                self.steps,
                 self.config.recompute_chunks,
                 need_state,
             )
@@ -276,8 +261,8 @@ class SelfModifyingTitans(nn.Module):
         plan = plan_chunks(self.config, hidden_states.shape[:2], hidden_states.device, None, None, None)
         made, _ = self._make_projections(hidden_states, plan, None, need_state=False)
         with torch.autocast(hidden_states.device.type, enabled=False):
-            initial = self.content_memory(made.step.dtype)
-            reads, _ = scan_content(made, initial, None, plan.content, self.rule, 0, need_state=False)
+            memory = MemoryGroup.of(self.content_memory(made.step.dtype), len(made.step), self.rule)
+            reads, _ = scan_content(made, memory, None, plan.content, self.steps, 0, need_state=False)
             return (reads - unit(made.streams[:, :, 2])).norm(dim=-1).transpose(1, 2)
 
     def _make_projections(
@@ -319,16 +304,14 @@ class SelfModifyingTitans(nn.Module):
                 log_momentum,
             )
             taps = torch.stack([conv(dtype) for conv in (self.k_conv1d, self.v_conv1d, self.q_conv1d)], dim=2)
+            memories = MemoryGroup.of(self.projection_memory(dtype), len(x), self.rule)
             made, projection, tail = scan_projections(
                 inputs,
-                self.projection_memory(dtype),
-                taps,
-                self.gates(dtype),
+                ProjectionGroup(memories, taps, self.gates(dtype), float(config.projection_memory_rate)),
                 None if state is None else unpack_state(state, "projection"),
                 None if state is None else state["conv_tail"],
                 layout,
-                self.rule,
-                float(config.projection_memory_rate),
+                self.steps,
                 config.recompute_chunks,
                 need_state,
             )

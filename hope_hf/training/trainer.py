@@ -302,6 +302,6 @@ def _diverged(progress: Progress, args: Arguments, loss_scale: float | None) -> 
     also = "" if vectors is None else f" and --vector_learning_rate (now {vectors:g})"
     return TrainingDiverged(
         f"The loss or its gradient was not finite in {MOST_SKIPS_IN_A_ROW} steps in a row, the last one "
-        f"{progress.step}{scaled}: lower --learning_rate (now {args.learning_rate:g}){also} or raise --num_warmup_steps; "
-        f"last good checkpoint: {last_good(args.output_dir)}."
+        f"{progress.step}{scaled}: lower --learning_rate (now {args.learning_rate:g}){also} or raise "
+        f"--num_warmup_steps; last good checkpoint: {last_good(args.output_dir)}."
     )

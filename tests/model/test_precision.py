@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
-from hope_hf.model import memory_scan, memory_update
+from hope_hf.model import chunk_steps, memory_update
 
 OPTIONS = {
     "defaults": {},
@@ -60,7 +60,7 @@ def seen(monkeypatch):
         return reads, after
 
     monkeypatch.setattr(torch.linalg, "solve_triangular", recorded_solve)
-    monkeypatch.setattr(memory_scan, "update_chunk", recorded_update)
+    monkeypatch.setattr(chunk_steps, "update_chunk", recorded_update)
     return dtypes
 
 
