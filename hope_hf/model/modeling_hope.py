@@ -126,7 +126,8 @@ class HopePreTrainedModel(PreTrainedModel):
     def compile(self, *args, **kwargs):
         """`nn.Module.compile` of what is the same at every call.
 
-        Of self-modifying models every block's continuum, and what a chunk does in each scan, once for all layers.
+        Of self-modifying models every block's continuum and, where there are gradients, what a chunk does in each
+        scan, once for all layers.
         """
         # CODEPATH: mixer='self_modifying' in HOPE, 'attention' in Hope-Attention.
         if self.config.mixer == "attention":
@@ -136,7 +137,7 @@ class HopePreTrainedModel(PreTrainedModel):
             if isinstance(module, ContinuumMemory):
                 module.compile(*args, **kwargs)
             elif isinstance(module, SelfModifyingTitans):
-                module.steps = steps
+                module.training_steps = steps
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, **kwargs):
         """As in transformers; the configuration names the code of every Auto class, not only of the one saved."""
