@@ -26,8 +26,8 @@ SYNTHETIC = ["--dataset_name", "synthetic"]
 def few_compilations():
     """Within torch's own limit, beyond which a function runs uncompiled.
 
-    A chunk is compiled as a text's first, middle and last, with documents and without; what is compiled for evaluation,
-    too, has but two kinds.
+    A chunk is compiled as a text's first, middle and last, with documents and without; what evaluation shares with
+    training has fewer kinds.
     """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
