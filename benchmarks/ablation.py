@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.quality import finish, lock_folder, make_parser
 from benchmarks.quality_models import FROZEN, HOPE, SIZES, build
-from benchmarks.quality_plan import Job, Matrix, rows_at
+from benchmarks.quality_plan import Job, Matrix, Rates, rows_at
 from benchmarks.quality_runs import Runner
 from benchmarks.quality_texts import BUILTIN, prepare
 from benchmarks.variants import VARIANTS
@@ -38,7 +38,7 @@ def table(matrix: Matrix, rows: dict[Job, dict]) -> str:
     (rate,) = size.learning_rates
 
     def by_seed(model: str, key: str) -> dict[int, float]:
-        jobs = {seed: Job(SIZE, BUILTIN, model, rate, seed) for seed in size.more_seeds}
+        jobs = {seed: Job(SIZE, BUILTIN, model, Rates(rate), seed) for seed in size.more_seeds}
         return {seed: rows[job][key] for seed, job in jobs.items() if job in rows and rows[job][key] is not None}
 
     own, seconds = by_seed(HOPE, "eval_loss"), by_seed(HOPE, "seconds")

@@ -67,8 +67,8 @@ class Size:
     """Each model counts at its best of these."""
     more_seeds: tuple[int, ...] = ()
     """Beside seed 1, for HOPE, its frozen twin and the best recurrent peer."""
-    vector_learning_rate: float | None = None
-    """Of norms, biases and taps, at any rate of the matrices; None: that rate."""
+    vector_learning_rates: tuple[float | None, ...] = (None,)
+    """Of norms, biases and taps, chosen like the others; None: that of matrices."""
     block_size: int = 512
     per_device_train_batch_size: int = 8
 

@@ -1,19 +1,31 @@
 """Which runs benchmarks/quality.py still has to do, as pure functions of what is known.
 
 Every model's best learning rate is found once per size, on the search text at seed 1: of three, and then of half the
-lowest or twice the highest while that end is the best. At that rate it is trained on the other texts at seed 1. Where
-a size has more seeds, HOPE, its frozen twin and, text by text, the better of the recurrent peers are trained on them,
-too.
+lowest or twice the highest while that end is the best. Where vectors (norms, biases, taps) have rates of their own to
+choose from, that is done at the middle one of those, and then theirs is found in the same way at the best rate of
+matrices. At its best rates a model is trained on the other texts at seed 1. Where a size has more seeds, HOPE, its
+frozen twin and, text by text, the better of the recurrent peers are trained on them, too.
 """
 
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from benchmarks.quality_models import FROZEN, HOPE, RECURRENT_PEERS, Size
 
 FIRST_SEED = 1
+
+
+class Rates(NamedTuple):
+    """Of matrices, and of vectors (None: the same)."""
+
+    matrices: float
+    vectors: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.matrices:g}" + ("" if self.vectors is None else f", vectors {self.vectors:g}")
 
 
 @dataclass(frozen=True)
@@ -23,11 +35,11 @@ class Job:
     size: str
     text: str
     model: str
-    learning_rate: float
+    rates: Rates
     seed: int
 
     def __str__(self) -> str:
-        return f"{self.size} {self.text} {self.model}, learning rate {self.learning_rate:g}, seed {self.seed}"
+        return f"{self.size} {self.text} {self.model}, learning rate {self.rates}, seed {self.seed}"
 
 
 Losses = Mapping[Job, float]
@@ -48,13 +60,12 @@ Plan = Callable[[Matrix, Losses], list[Job]]
 """Runs of a matrix that can start now and are not in the losses, in the order in which they should."""
 
 
-def search(matrix: Matrix, size: str, model: str, losses: Losses) -> tuple[list[float], bool]:
-    """The learning rates of a model's search as far as `losses` tell, ascending, and whether it is over."""
+def widen(rates: Iterable[float | None], loss: Callable[[float | None], float | None]) -> tuple[list, bool]:
+    """The rates of a search as far as `loss` tells, ascending, and whether it is over.
 
-    def loss(rate: float) -> float | None:
-        return losses.get(Job(size, matrix.search_text, model, rate, FIRST_SEED))
-
-    rates = sorted(matrix.sizes[size].learning_rates)
+    It goes on beyond an end that is the best, to half or twice it, until one there is not.
+    """
+    rates = sorted(rates)
     while None not in (measured := [loss(rate) for rate in rates]):
         best = measured.index(min(measured))
         if len(rates) == 1 or math.isinf(measured[best]) or 0 < best < len(rates) - 1:
@@ -63,26 +74,43 @@ def search(matrix: Matrix, size: str, model: str, losses: Losses) -> tuple[list[
     return rates, False
 
 
-def best_rate(matrix: Matrix, size: str, model: str, losses: Losses) -> float | None:
-    """The learning rate with the lowest loss on the search text; None until the first three are measured there."""
-    rates, _ = search(matrix, size, model, losses)
-    searched = {rate: losses.get(Job(size, matrix.search_text, model, rate, FIRST_SEED)) for rate in rates}
-    measured = {rate: loss for rate, loss in searched.items() if loss is not None}
-    first = matrix.sizes[size].learning_rates
-    return min(measured, key=measured.get) if measured.keys() >= set(first) else None
+def search(matrix: Matrix, size: str, model: str, losses: Losses) -> tuple[list[Rates], bool]:
+    """The rates of a model's search as far as `losses` tell, and whether it is over."""
+    shape = matrix.sizes[size]
+    middle = shape.vector_learning_rates[len(shape.vector_learning_rates) // 2]
+
+    def loss(rates: Rates) -> float | None:
+        return losses.get(Job(size, matrix.search_text, model, rates, FIRST_SEED))
+
+    matrices, over = widen(shape.learning_rates, lambda rate: loss(Rates(rate, middle)))
+    tried = [Rates(rate, middle) for rate in matrices]
+    if not over:
+        return tried, False
+    best = min(tried, key=loss).matrices
+    vectors, over = widen(shape.vector_learning_rates, lambda rate: loss(Rates(best, rate)))
+    return [*tried, *(Rates(best, rate) for rate in vectors if rate != middle)], over
 
 
-def job_at_best_rate(matrix: Matrix, size: str, text: str, model: str, seed: int, losses: Losses) -> Job | None:
+def best_rates(matrix: Matrix, size: str, model: str, losses: Losses) -> Rates | None:
+    """The rates with the lowest loss on the search text; None until the first three of matrices are measured there."""
+    tried, _ = search(matrix, size, model, losses)
+    searched = {rates: losses.get(Job(size, matrix.search_text, model, rates, FIRST_SEED)) for rates in tried}
+    measured = {rates: loss for rates, loss in searched.items() if loss is not None}
+    first = {*matrix.sizes[size].learning_rates}
+    return min(measured, key=measured.get) if {rates.matrices for rates in measured} >= first else None
+
+
+def job_at_best_rates(matrix: Matrix, size: str, text: str, model: str, seed: int, losses: Losses) -> Job | None:
     """The run that counts in the comparison; None until three learning rates of the model are measured."""
-    rate = best_rate(matrix, size, model, losses)
-    return None if rate is None else Job(size, text, model, rate, seed)
+    rates = best_rates(matrix, size, model, losses)
+    return None if rates is None else Job(size, text, model, rates, seed)
 
 
 def best_recurrent_peer(matrix: Matrix, size: str, text: str, losses: Losses) -> str | None:
     """The recurrent peer with the lower loss on this text at the first seed; None until all are measured."""
     measured = {}
     for model in RECURRENT_PEERS:
-        measured[model] = losses.get(job_at_best_rate(matrix, size, text, model, FIRST_SEED, losses))
+        measured[model] = losses.get(job_at_best_rates(matrix, size, text, model, FIRST_SEED, losses))
     return None if None in measured.values() else min(measured, key=measured.get)
 
 
@@ -93,14 +121,18 @@ def ready_jobs(matrix: Matrix, losses: Losses) -> list[Job]:
 
 
 def rows_at(learning_rates: Sequence[float], seeds: Sequence[int]) -> Plan:
-    """A plan of all rows of a matrix at these learning rates and seeds, whatever the searches say.
+    """A plan of all rows of a matrix at these rates of matrices, all rates of vectors and these seeds.
 
     Seed by seed, so that every row is seen once before any is seen twice.
     """
 
     def jobs(matrix: Matrix, losses: Losses) -> list[Job]:
         rows = itertools.product(seeds, matrix.sizes, matrix.texts, matrix.models, learning_rates)
-        named = (Job(*row, seed) for seed, *row in rows)
+        named = (
+            Job(size, text, model, Rates(rate, vectors), seed)
+            for seed, size, text, model, rate in rows
+            for vectors in matrix.sizes[size].vector_learning_rates
+        )
         return [job for job in dict.fromkeys(named) if job not in losses]
 
     return jobs
@@ -108,18 +140,18 @@ def rows_at(learning_rates: Sequence[float], seeds: Sequence[int]) -> Plan:
 
 def _wanted(matrix: Matrix, size: str, losses: Losses) -> Iterable[Job | None]:
     searched = {model: search(matrix, size, model, losses) for model in matrix.models}
-    for model, (rates, _) in searched.items():
-        for rate in rates:
-            yield Job(size, matrix.search_text, model, rate, FIRST_SEED)
+    for model, (tried, _) in searched.items():
+        for rates in tried:
+            yield Job(size, matrix.search_text, model, rates, FIRST_SEED)
     done = [model for model, (_, over) in searched.items() if over]
     for text in matrix.texts:
         for model in done:
-            yield job_at_best_rate(matrix, size, text, model, FIRST_SEED, losses)
+            yield job_at_best_rates(matrix, size, text, model, FIRST_SEED, losses)
     for text in matrix.texts:
         for seed in matrix.sizes[size].more_seeds:
             for model in (HOPE, FROZEN, best_recurrent_peer(matrix, size, text, losses)):
                 if model in done:
-                    yield job_at_best_rate(matrix, size, text, model, seed, losses)
+                    yield job_at_best_rates(matrix, size, text, model, seed, losses)
 
 
 def outline(matrix: Matrix, losses: Losses, plan: Plan) -> list[tuple[Job, bool]]:
@@ -132,10 +164,13 @@ def outline(matrix: Matrix, losses: Losses, plan: Plan) -> list[tuple[Job, bool]
     while ready := plan(matrix, pretended):
         for job in ready:
             left.append((job, job in known))
-            rates = matrix.sizes[job.size].learning_rates
-            distance = (
-                abs(rates.index(job.learning_rate) - len(rates) // 2) if job.learning_rate in rates else math.inf
-            )
+            size = matrix.sizes[job.size]
+            distance = _from_middle(job.rates.matrices, size.learning_rates)
+            distance += _from_middle(job.rates.vectors, size.vector_learning_rates)
             order = RECURRENT_PEERS.index(job.model) if job.model in RECURRENT_PEERS else 0
             pretended[job] = distance + order / 10
     return left
+
+
+def _from_middle(rate: float | None, rates: Sequence[float | None]) -> float:
+    return abs(rates.index(rate) - len(rates) // 2) if rate in rates else math.inf

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable
 
 from benchmarks.quality_models import FROZEN, HOPE, LLAMA, LLAMA_CONV, MODELS, RECURRENT_PEERS, build
-from benchmarks.quality_plan import FIRST_SEED, Job, Matrix, best_rate, best_recurrent_peer, job_at_best_rate, search
+from benchmarks.quality_plan import FIRST_SEED, Job, Matrix, best_rates, best_recurrent_peer, job_at_best_rates, search
 from benchmarks.quality_results import losses as losses_of
 
 MISSING = "missing"
@@ -29,7 +29,7 @@ def by_seed(matrix: Matrix, rows: dict[Job, dict], size: str, text: str, model: 
     """The rows that count for a model on a text: those at its best learning rate, by seed."""
     losses = losses_of(rows)
     seeds = (FIRST_SEED, *matrix.sizes[size].more_seeds)
-    jobs = {seed: job_at_best_rate(matrix, size, text, model, seed, losses) for seed in seeds}
+    jobs = {seed: job_at_best_rates(matrix, size, text, model, seed, losses) for seed in seeds}
     return {seed: rows[job] for seed, job in jobs.items() if job in rows}
 
 
@@ -45,15 +45,14 @@ def _values(matrix: Matrix, rows: dict[Job, dict], size: str, key: str, title: s
     tokens = shape.max_train_steps * shape.tokens_per_step
 
     def line(model: str) -> list[str]:
-        rate = best_rate(matrix, size, model, losses)
+        rates = best_rates(matrix, size, model, losses)
         _, over = search(matrix, size, model, losses)
-        shown = MISSING if rate is None else f"{rate:g}{'' if over else ' (the search goes on)'}"
+        shown = MISSING if rates is None else f"{rates}{'' if over else ' (the search goes on)'}"
         cells = [[row[key] for row in by_seed(matrix, rows, size, text, model).values()] for text in matrix.texts]
         return [model, f"{build(model, shape).parameters:,}", shown, *(_cell(cell, digits) for cell in cells)]
 
     head = ["model", "parameters", "learning rate", *matrix.texts]
-    vectors = "" if shape.vector_learning_rate is None else f", vectors learn at {shape.vector_learning_rate:g}"
-    return f"{size}, {tokens:,} tokens{vectors}: {title}\n\n{_table(head, map(line, MODELS))}"
+    return f"{size}, {tokens:,} tokens: {title}\n\n{_table(head, map(line, MODELS))}"
 
 
 def _ratios(matrix: Matrix, rows: dict[Job, dict], size: str) -> str:

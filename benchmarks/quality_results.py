@@ -20,10 +20,11 @@ import json
 import math
 import os
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 from benchmarks.quality_models import Model, Size, build
-from benchmarks.quality_plan import Job, Matrix
+from benchmarks.quality_plan import Job, Matrix, Rates
 
 # The same for every model.
 FLAGS = {
@@ -34,9 +35,9 @@ FLAGS = {
 }
 
 
-def flags(model: Model, size: Size) -> dict:
-    """run_clm.py's flags that define a run, but for text, learning rate and seed."""
-    own = {} if size.vector_learning_rate is None else {"vector_learning_rate": size.vector_learning_rate}
+def flags(model: Model, size: Size, vectors: float | None = None) -> dict:
+    """run_clm.py's flags that define a run whose vectors learn at `vectors`, but for text, learning rate and seed."""
+    own = {} if vectors is None else {"vector_learning_rate": vectors}
     return {
         "model_type": model.model_type,
         "config_overrides": model.overrides,
@@ -49,9 +50,9 @@ def flags(model: Model, size: Size) -> dict:
     }
 
 
-def settings(model: Model, size: Size) -> str:
-    """A hash of all that defines a run but for text, learning rate and seed."""
-    words = json.dumps([model.identity, flags(model, size)], sort_keys=True)
+def settings(model: Model, size: Size, vectors: float | None = None) -> str:
+    """A hash of all that defines a run but for text, learning rate of matrices and seed."""
+    words = json.dumps([model.identity, flags(model, size, vectors)], sort_keys=True)
     return hashlib.sha256(words.encode()).hexdigest()[:12]
 
 
@@ -82,26 +83,28 @@ def append(path: Path, row: dict):
 
 def job_of(row: dict) -> Job:
     """The run that a row is the result of."""
-    return Job(row["size"], row["text"], row["model"], row["learning_rate"], row["seed"])
+    rates = Rates(row["learning_rate"], row.get("vector_learning_rate"))
+    return Job(row["size"], row["text"], row["model"], rates, row["seed"])
 
 
 def current(rows: Iterable[dict], matrix: Matrix, digests: dict[str, str]) -> dict[Job, dict]:
-    """The rows that belong to the settings of `matrix` and to these texts; of two of one run the later.
+    """The rows that belong to the settings of `matrix` and to these texts, at any rates; of two of one run the later.
 
     A text without a digest here (its file is missing) counts as the one of its latest row.
     """
     rows = [row for row in rows if row["size"] in matrix.sizes]
     digests = {row["text"]: row["data"] for row in rows} | digests
-    expected: dict[tuple[str, str], str] = {}
-    for row in rows:
-        key = row["size"], row["model"]
-        if key not in expected:
-            size = matrix.sizes[row["size"]]
-            expected[key] = settings(build(row["model"], size), size)
+
+    @cache
+    def expected(size: str, model: str, vectors: float | None) -> str:
+        shape = matrix.sizes[size]
+        return settings(build(model, shape), shape, vectors)
+
+    by_job = [(job_of(row), row) for row in rows]
     return {
-        job_of(row): row
-        for row in rows
-        if row["settings"] == expected[row["size"], row["model"]] and row["data"] == digests[row["text"]]
+        job: row
+        for job, row in by_job
+        if row["settings"] == expected(job.size, job.model, job.rates.vectors) and row["data"] == digests[job.text]
     }
 
 

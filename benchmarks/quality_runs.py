@@ -85,15 +85,16 @@ class Runner:
     def _start(self, job: Job, lock: int) -> Run:
         size, text = self.matrix.sizes[job.size], self.texts[job.text]
         model = build(job.model, size)
-        name = f"{job.size}-{job.text}-{job.model}-lr{job.learning_rate:g}-seed{job.seed}"
-        folder = self.output_dir / "runs" / f"{name}-{results.settings(model, size)[:6]}{text.digest[:6]}"
+        name = f"{job.size}-{job.text}-{job.model}-lr{job.rates.matrices:g}-seed{job.seed}"
+        identity = results.settings(model, size, job.rates.vectors)
+        folder = self.output_dir / "runs" / f"{name}-{identity[:6]}{text.digest[:6]}"
         folder.parent.mkdir(parents=True, exist_ok=True)
-        flags = results.flags(model, size) | {
+        flags = results.flags(model, size, job.rates.vectors) | {
             "output_dir": folder,
             "train_file": text.train,
             "validation_file": text.validation,
             "tokenizer_name": text.tokenizer(size.vocab_size),
-            "learning_rate": job.learning_rate,
+            "learning_rate": job.rates.matrices,
             "seed": job.seed,
             "eval_steps": 0,
             "checkpointing_steps": CHECKPOINT_EVERY,
@@ -147,8 +148,8 @@ class Runner:
             "size": job.size,
             "text": job.text,
             "model": job.model,
-            "learning_rate": job.learning_rate,
-            "vector_learning_rate": size.vector_learning_rate,
+            "learning_rate": job.rates.matrices,
+            "vector_learning_rate": job.rates.vectors,
             "seed": job.seed,
             "steps": size.max_train_steps,
             "tokens": size.max_train_steps * size.tokens_per_step,
@@ -157,7 +158,7 @@ class Runner:
             "bits_per_byte": end.get("eval_bits_per_byte"),
             "perplexity": end.get("perplexity"),
             "seconds": round(_training_seconds(folder / "metrics.jsonl"), 3),
-            "settings": results.settings(model, size),
+            "settings": results.settings(model, size, job.rates.vectors),
             "data": self.texts[job.text].digest,
             "overrides": json.loads(model.overrides),
             "torch_compile": self._is_compiled(model),

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.ablation import SHAPE, SIZE, main, table
 from benchmarks.quality_models import FROZEN, HOPE, build
-from benchmarks.quality_plan import Job, Matrix, rows_at
+from benchmarks.quality_plan import Job, Matrix, Rates, rows_at
 from benchmarks.quality_texts import BUILTIN
 from benchmarks.variants import VARIANTS
 
@@ -20,7 +20,7 @@ def matrix(*models: str, seeds=(1, 2)) -> Matrix:
 
 
 def job(model: str, seed: int) -> Job:
-    return Job(SIZE, BUILTIN, model, RATE, seed)
+    return Job(SIZE, BUILTIN, model, Rates(RATE), seed)
 
 
 def test_every_variant_changes_what_it_names_and_nothing_else():

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import quality_models
 from benchmarks import quality_results as results
 from benchmarks.quality_models import FROZEN, HOPE, LLAMA, MODELS, SIZES, build
-from benchmarks.quality_plan import Job, Matrix, best_rate, best_recurrent_peer, outline, ready_jobs, rows_at
+from benchmarks.quality_plan import Job, Matrix, Rates, best_rates, best_recurrent_peer, outline, ready_jobs, rows_at
 from benchmarks.quality_report import report
 
 TEXTS = ("builtin", "moby_dick")
@@ -20,9 +20,14 @@ def matrix(sizes=("small",), texts=TEXTS, models=MODELS) -> Matrix:
     return Matrix({size: SIZES[size] for size in sizes}, texts, models, "builtin")
 
 
+def run(model: str, rate: float, text: str = "builtin", seed: int = 1) -> Job:
+    """One of the small size, with one rate for all."""
+    return Job("small", text, model, Rates(rate), seed)
+
+
 def off_middle(job: Job) -> float:
     """A loss that ends every search at the middle of the three rates."""
-    return 3.0 + abs(job.learning_rate - SIZES[job.size].learning_rates[1])
+    return 3.0 + abs(job.rates.matrices - SIZES[job.size].learning_rates[1])
 
 
 def finish(losses: dict, jobs, loss=off_middle) -> dict:
@@ -31,14 +36,15 @@ def finish(losses: dict, jobs, loss=off_middle) -> dict:
 
 def row(job: Job, loss: float | None, **changes) -> dict:
     size = SIZES[job.size]
-    settings = results.settings(build(job.model, size), size)
+    settings = results.settings(build(job.model, size), size, job.rates.vectors)
     made = {"settings": settings, "data": "d", "eval_loss": loss, "bits_per_byte": loss, "commit": "c"}
-    return {**vars(job), **made, **changes}
+    rates = {"learning_rate": job.rates.matrices, "vector_learning_rate": job.rates.vectors}
+    return {"size": job.size, "text": job.text, "model": job.model, "seed": job.seed, **rates, **made, **changes}
 
 
 def test_the_search_comes_first_and_only_on_one_text():
     ready = ready_jobs(matrix(), {})
-    assert ready == [Job("small", "builtin", model, rate, 1) for model in MODELS for rate in RATES]
+    assert ready == [run(model, rate) for model in MODELS for rate in RATES]
     assert ready == ready_jobs(matrix(texts=("moby_dick",)), {})
 
 
@@ -46,9 +52,9 @@ def test_other_texts_wait_for_the_whole_search_of_their_model_and_use_its_best_r
     plan = matrix(models=(LLAMA,))
     searched = ready_jobs(plan, {})
     two = finish({}, searched[:2])
-    assert best_rate(plan, "small", LLAMA, two) is None and ready_jobs(plan, two) == searched[2:]
+    assert best_rates(plan, "small", LLAMA, two) is None and ready_jobs(plan, two) == searched[2:]
     three = finish(two, searched[2:])
-    assert ready_jobs(plan, three) == [Job("small", "moby_dick", LLAMA, RATES[1], 1)]
+    assert ready_jobs(plan, three) == [run(LLAMA, RATES[1], "moby_dick")]
     assert ready_jobs(plan, finish(three, ready_jobs(plan, three))) == []
 
 
@@ -59,9 +65,9 @@ def test_the_search_goes_on_beyond_an_edge_that_is_the_best(best):
     while ready := ready_jobs(plan, losses):
         if ready[0].text == "moby_dick":
             break
-        searched += [job.learning_rate for job in ready]
-        losses = finish(losses, ready, lambda job: abs(math.log2(job.learning_rate / best)))
-    assert ready == [Job("small", "moby_dick", LLAMA, best, 1)]
+        searched += [job.rates.matrices for job in ready]
+        losses = finish(losses, ready, lambda job: abs(math.log2(job.rates.matrices / best)))
+    assert ready == [run(LLAMA, best, "moby_dick")]
     # Until the best has been passed by one rate, and no further.
     beyond = best / 2 if best < RATES[0] else 2 * best
     assert searched[-1] == beyond and len(searched) == len(set(searched))
@@ -69,13 +75,61 @@ def test_the_search_goes_on_beyond_an_edge_that_is_the_best(best):
 
 def test_a_search_ends_where_training_diverges():
     plan = matrix(models=(LLAMA,))
-    losses = finish({}, ready_jobs(plan, {}), lambda job: -job.learning_rate)
+    losses = finish({}, ready_jobs(plan, {}), lambda job: -job.rates.matrices)
     (further,) = ready_jobs(plan, losses)
-    assert further.learning_rate == 2 * RATES[2]
-    assert ready_jobs(plan, losses | {further: math.inf}) == [Job("small", "moby_dick", LLAMA, RATES[2], 1)]
+    assert further.rates.matrices == 2 * RATES[2]
+    assert ready_jobs(plan, losses | {further: math.inf}) == [run(LLAMA, RATES[2], "moby_dick")]
     assert [job.text for job in ready_jobs(plan, finish({}, ready_jobs(plan, {}), lambda job: math.inf))] == [
         "moby_dick"
     ]
+
+
+def with_vectors(*vectors: float) -> Matrix:
+    size = replace(SIZES["small"], vector_learning_rates=vectors)
+    return replace(matrix(models=(LLAMA,)), sizes={"small": size})
+
+
+@pytest.mark.parametrize(
+    "best, others",
+    [
+        (1e-2, [5e-3, 1e-2, 4e-2]),
+        (2e-2, [1e-2, 4e-2]),
+        (4e-2, [1e-2, 4e-2, 8e-2]),
+        (1.6e-1, [1e-2, 4e-2, 8e-2, 1.6e-1, 3.2e-1]),
+    ],
+)
+def test_vectors_rates_are_searched_at_the_best_rate_of_matrices(best, others):
+    plan = with_vectors(1e-2, 2e-2, 4e-2)
+
+    def loss(job):
+        return abs(math.log2(job.rates.matrices / RATES[0])) + abs(math.log2(job.rates.vectors / best))
+
+    losses, searched = {}, []
+    while ready := ready_jobs(plan, losses):
+        if ready[0].text == "moby_dick":
+            break
+        searched += [job.rates for job in ready]
+        losses = finish(losses, ready, loss)
+    assert [rates.matrices for rates in searched if rates.vectors == 2e-2] == [*RATES, RATES[0] / 2]
+    assert sorted(rates.vectors for rates in searched if rates.vectors != 2e-2) == others
+    assert {rates.matrices for rates in searched if rates.vectors != 2e-2} == {RATES[0]}
+    assert ready == [Job("small", "moby_dick", LLAMA, Rates(RATES[0], best), 1)]
+
+
+def test_one_rate_of_vectors_is_no_search():
+    plan = with_vectors(2e-2)
+    first = ready_jobs(plan, {})
+    assert [job.rates for job in first] == [Rates(rate, 2e-2) for rate in RATES]
+    assert [job.text for job in ready_jobs(plan, finish({}, first))] == ["moby_dick"]
+    # the same rates without vectors' own are other runs
+    assert ready_jobs(plan, finish({}, [run(LLAMA, rate) for rate in RATES])) == first
+
+
+def test_rows_by_name_take_all_rates_of_vectors():
+    plan = replace(with_vectors(1e-2, 2e-2), texts=("builtin",))
+    named = rows_at([4e-3], [1])(plan, {})
+    assert [job.rates for job in named] == [Rates(4e-3, 1e-2), Rates(4e-3, 2e-2)]
+    assert outline(plan, {}, rows_at([4e-3], [1])) == [(job, True) for job in named]
 
 
 def test_more_seeds_for_hope_its_twin_and_the_better_recurrent_peer_of_each_text():
@@ -83,7 +137,7 @@ def test_more_seeds_for_hope_its_twin_and_the_better_recurrent_peer_of_each_text
 
     def loss(job):
         better = "gated_deltanet" if job.text == "moby_dick" else "mamba2"
-        return abs(job.learning_rate - RATES[1]) + (0.5 if job.model == better else 1.0)
+        return abs(job.rates.matrices - RATES[1]) + (0.5 if job.model == better else 1.0)
 
     losses = {}
     while ready := [job for job in ready_jobs(plan, losses) if job.seed == 1]:
@@ -94,7 +148,7 @@ def test_more_seeds_for_hope_its_twin_and_the_better_recurrent_peer_of_each_text
     assert {(job.text, job.model, job.seed) for job in ready} == {
         (text, model, seed) for text in plan.texts for model in (HOPE, FROZEN, peers[text]) for seed in (2, 3)
     }
-    assert {job.learning_rate for job in ready} == {RATES[1]}
+    assert {job.rates.matrices for job in ready} == {RATES[1]}
     assert ready_jobs(plan, finish(losses, ready)) == []
 
 
@@ -114,14 +168,14 @@ def test_the_outline_foresees_every_run():
     # 3 rates on one text, 1 run on the other, and on both 2 more seeds of 3 models.
     assert len(foreseen) == len(MODELS) * 4 + 2 * 2 * 3
     assert [job for job, known in foreseen if known] == ready_jobs(plan, {})
-    rest = finish({}, (job for job, _ in foreseen), lambda job: abs(job.learning_rate - RATES[1]))
+    rest = finish({}, (job for job, _ in foreseen), lambda job: abs(job.rates.matrices - RATES[1]))
     assert outline(plan, rest, ready_jobs) == []
 
 
 def test_rows_can_be_named_whatever_the_search_says():
     models, seeds = (HOPE, LLAMA), (3, 1)
     wanted, named = matrix(models=models), rows_at([8e-3, 8e-3], seeds)
-    everything = [Job("small", text, model, 8e-3, seed) for seed in seeds for text in TEXTS for model in models]
+    everything = [run(model, 8e-3, text, seed) for seed in seeds for text in TEXTS for model in models]
     assert named(wanted, {}) == everything
     assert named(wanted, finish({}, everything[:3])) == everything[3:]
     assert outline(wanted, {}, named) == [(job, True) for job in everything]
@@ -129,7 +183,7 @@ def test_rows_can_be_named_whatever_the_search_says():
 
 def test_results_of_other_settings_or_texts_are_not_mixed():
     plan = matrix()
-    job = Job("small", "builtin", LLAMA, RATES[0], 1)
+    job = run(LLAMA, RATES[0])
     good = row(job, 3.0)
     assert results.losses(results.current([good], plan, {"builtin": "d"})) == {job: 3.0}
     # Without the text at hand the latest one counts; of two rows of a run the later.
@@ -154,11 +208,11 @@ def test_settings_follow_steps_batch_and_every_field_of_the_config():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_all_models_have_the_same_rate_of_vectors(name):
-    without, other = (replace(SIZES["small"], vector_learning_rate=rate) for rate in (None, 3e-2))
-    model = build(name, other)
-    assert results.flags(model, other)["vector_learning_rate"] == 3e-2
-    assert "vector_learning_rate" not in results.flags(model, without)
-    assert results.settings(model, other) != results.settings(model, without)
+    size = SIZES["small"]
+    model = build(name, size)
+    assert results.flags(model, size, 3e-2)["vector_learning_rate"] == 3e-2
+    assert "vector_learning_rate" not in results.flags(model, size)
+    assert len({results.settings(model, size, vectors) for vectors in (None, 3e-2, 6e-2)}) == 3
 
 
 def test_settings_follow_a_default_that_changes(monkeypatch):
@@ -172,7 +226,7 @@ def test_settings_follow_a_default_that_changes(monkeypatch):
 def test_the_results_file_grows_by_whole_lines_and_refuses_others(tmp_path):
     file = tmp_path / "new" / "results.jsonl"
     assert results.load(file) == []
-    rows = [row(Job("small", "builtin", LLAMA, rate, 1), None) for rate in RATES]
+    rows = [row(run(LLAMA, rate), None) for rate in RATES]
     for one in rows:
         results.append(file, one)
     assert results.load(file) == rows
@@ -189,10 +243,10 @@ def test_the_report_shows_means_ratios_and_what_is_missing():
     jobs, losses = {}, {}
     while ready := ready_jobs(plan, losses):
         for job in ready:
-            loss = {HOPE: 3.0, FROZEN: 3.2, LLAMA: 4.0}.get(job.model, 3.5) + abs(job.learning_rate - RATES[1])
+            loss = {HOPE: 3.0, FROZEN: 3.2, LLAMA: 4.0}.get(job.model, 3.5) + abs(job.rates.matrices - RATES[1])
             losses[job] = loss + 0.1 * (job.seed - 1)
             jobs[job] = row(job, losses[job])
-    open_end = Job("small", "builtin", LLAMA, RATES[2], 1)
+    open_end = run(LLAMA, RATES[2])
     assert f"{RATES[2]:g} (the search goes on) |" in report(
         plan, jobs | {open_end: jobs[open_end] | {"eval_loss": 0.1}}
     )

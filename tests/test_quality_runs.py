@@ -10,7 +10,7 @@ from benchmarks.quality_models import SIZES, Size
 from benchmarks.quality_texts import book, part, prepare
 
 MICRO = Size(128, 2, 320, 4, 112, 669_000, 4, 3, (1e-3,), block_size=32, per_device_train_batch_size=2)
-VECTORS = ["--vector_learning_rate", "0.03"]
+VECTORS = ["--vector_learning_rates", "0.03"]
 
 
 @pytest.fixture
@@ -73,18 +73,20 @@ def test_two_runs_are_trained_recorded_and_not_repeated(tmp_path, data_dir, monk
     assert "start" not in capsys.readouterr().out
     assert quality.main([*words, "--learning_rates", "1e-3", "--seeds", "1", "2", "--plan"]) == 0
     assert "learning rate 0.001, seed 2\n2 runs" in capsys.readouterr().out
-    for other, heading in (
-        (["--max_train_steps", "5"], "320 tokens: "),
-        (VECTORS, "192 tokens, vectors learn at 0.03: "),
+    for other, heading, left_out in (
+        (["--max_train_steps", "5"], "320 tokens: ", True),
+        (VECTORS, "192 tokens: ", False),
     ):
         assert quality.main([*words, *other, "--report"]) == 0
         shown = capsys.readouterr().out
-        assert heading in shown and "Left out: 2 runs" in shown and f"{rows[0]['eval_loss']:.4f}" not in shown
+        assert heading in shown and f"{rows[0]['eval_loss']:.4f}" not in shown
+        assert ("Left out: 2 runs" in shown) == left_out
 
     hope_alone = words[:-1]
     assert quality.main([*hope_alone, *VECTORS]) == 0
     third = json.loads((tmp_path / "out/results.jsonl").read_text().splitlines()[2])
     assert third["vector_learning_rate"] == 0.03 and rows[0]["vector_learning_rate"] is None
+    assert "| hope | " in (shown := capsys.readouterr().out) and "| 0.001, vectors 0.03 |" in shown
     assert third["eval_loss"] != next(row for row in rows if row["model"] == "hope")["eval_loss"]
 
 
@@ -126,7 +128,7 @@ def test_mistakes_are_one_sentence(tmp_path, data_dir, monkeypatch, capsys):
     assert "moby_dick.txt (No such file" in says("--texts", "moby_dick", "--data_dir", str(data_dir))
     assert "--parallel is 0" in says("--parallel", "0")
     assert "--max_train_steps is -1" in says("--max_train_steps", "-1")
-    assert "--vector_learning_rate is 0.0" in says("--vector_learning_rate", "0")
+    assert "--vector_learning_rates must lie between 0 and 1, not 0" in says("--vector_learning_rates", "3e-2", "0")
     assert "--seeds needs --learning_rates" in says("--seeds", "2")
     assert "between 0 and 1" in says("--learning_rates", "4")
     assert "leave out --learning_rates" in says("--learning_rates", "4e-3", "--report")
