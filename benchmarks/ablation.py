@@ -85,7 +85,7 @@ def _main(options: argparse.Namespace) -> int:
     results_file = (options.results or output_dir / "results.jsonl").resolve()
     texts = {BUILTIN: prepare(BUILTIN, None, output_dir / "texts")}
     plan = rows_at(size.learning_rates, size.more_seeds)
-    runner = Runner(matrix, texts, output_dir, results_file, plan, options.torch_compile)
+    runner = Runner(matrix, texts, output_dir, results_file, plan)
     if not options.report:
         with (output_dir / ".lock").open("w") as lock:
             lock_folder(lock, output_dir)

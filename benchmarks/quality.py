@@ -79,9 +79,6 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--output_dir", type=Path, default=Path("runs/quality"), help="texts, runs and results")
     parser.add_argument("--results", type=Path, help="results file (default: results.jsonl in the output folder)")
     parser.add_argument("--parallel", type=int, default=2, help="runs at a time, one thread each")
-    parser.add_argument(
-        "--torch_compile", action="store_true", help="compile HOPE and its twins: the same figures to rounding, sooner"
-    )
     return parser
 
 
@@ -146,7 +143,7 @@ def _main(options: argparse.Namespace) -> int:
     texts = _texts(list(dict.fromkeys([*wanted, options.search_text])), required, data_dir, output_dir / "texts")
     shown = tuple(name for name in wanted if options.report or name in texts)
     matrix = Matrix(sizes, shown, tuple(options.models), options.search_text)
-    runner = Runner(matrix, texts, output_dir, results_file, plan, options.torch_compile)
+    runner = Runner(matrix, texts, output_dir, results_file, plan)
     if options.plan:
         print(plan_text(matrix, runner.losses(), plan, options.parallel))
         return 0

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks import quality_results as results
-from benchmarks.quality_models import Model, build
+from benchmarks.quality_models import build
 from benchmarks.quality_plan import Job, Matrix, Plan, ready_jobs
 from benchmarks.quality_texts import Text
 
@@ -43,9 +43,8 @@ class Runner:
         output_dir: Path,
         results_file: Path,
         plan: Plan = ready_jobs,
-        torch_compile: bool = False,
     ):
-        self.matrix, self.texts, self.plan, self.torch_compile = matrix, texts, plan, torch_compile
+        self.matrix, self.texts, self.plan = matrix, texts, plan
         self.output_dir, self.results_file = output_dir, results_file
         self.failures: list[str] = []
 
@@ -101,9 +100,7 @@ class Runner:
             "save_total_limit": 1,
             "cpu_threads": 1,
         }
-        words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
-        if self._is_compiled(model):
-            words.append("--torch_compile")
+        words = (str(word) for name, value in flags.items() for word in (f"--{name}", value))
         # The second variable is what makes the trainer stop when this process is killed.
         own = {"OMP_NUM_THREADS": "1", "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "true"}
         print(f"start   {job}", flush=True)
@@ -116,9 +113,6 @@ class Runner:
                 pass_fds=[lock],
             )
         return Run(job, folder, process)
-
-    def _is_compiled(self, model: Model) -> bool:
-        return self.torch_compile and model.model_type == "hope"
 
     def _collect(self, run: Run) -> bool:
         """Append what a run that has ended gave; False where it gave nothing."""
@@ -161,7 +155,6 @@ class Runner:
             "settings": results.settings(model, size, job.rates.vectors),
             "data": self.texts[job.text].digest,
             "overrides": json.loads(model.overrides),
-            "torch_compile": self._is_compiled(model),
             "commit": origin["git"]["commit"],
             "modified": origin["git"]["modified"],
             "versions": origin["versions"],

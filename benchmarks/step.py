@@ -1,6 +1,6 @@
 """CPU time of one training step of HOPE over that of a Llama of the same size, in one interleaved run.
 
-python benchmarks/step.py [--lengths 512 2048] [--rounds 5] [--torch_compile]
+python benchmarks/step.py [--lengths 512 2048] [--rounds 5]
 """
 
 import argparse
@@ -49,7 +49,6 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=2)
     parser.add_argument("--vocab_size", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--torch_compile", action="store_true", help="compile both, one length at a time")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.set_flush_denormal(True)
@@ -58,10 +57,6 @@ def main() -> None:
     for name, model in models.items():
         print(f"{name}: {model.num_parameters():,} parameters")
     for length in options.lengths:
-        if options.torch_compile:
-            torch._dynamo.reset()
-            for model in models.values():
-                model.compile(dynamic=False)
         input_ids = torch.randint(options.vocab_size, (options.batch_size, length))
         times = {name: [] for name in models}
         for _ in range(options.rounds + 1):

@@ -103,18 +103,6 @@ def test_a_run_that_fails_is_reported_and_recorded_nowhere(tmp_path, data_dir, m
     assert not (tmp_path / "out/results.jsonl").exists()
 
 
-def test_compiled_runs_are_hopes(tmp_path, data_dir, monkeypatch):
-    monkeypatch.setitem(SIZES, "micro", MICRO)
-    program = tmp_path / "program.py"
-    program.write_text(f"import sys\nopen({str(tmp_path / 'seen')!r}, 'a').write(' '.join(sys.argv) + '\\n')\n")
-    monkeypatch.setattr("benchmarks.quality_runs.PROGRAM", program)
-    words = ["--output_dir", tmp_path / "out", "--data_dir", data_dir, "--sizes", "micro", "--torch_compile"]
-    words += ["--texts", "tinyshakespeare", "--search_text", "tinyshakespeare", "--models", "hope", "llama"]
-    assert quality.main(list(map(str, words))) == 1
-    seen = {" --torch_compile" in line: line for line in (tmp_path / "seen").read_text().splitlines()}
-    assert "--model_type hope" in seen[True] and "--model_type llama" in seen[False]
-
-
 def test_mistakes_are_one_sentence(tmp_path, data_dir, monkeypatch, capsys):
     monkeypatch.delenv("HOPE_TEST_DATA", raising=False)
 

@@ -15,6 +15,7 @@ import torch
 
 from .cache_hope import HopeMemoryLayer
 from .configuration_hope import HopeConfig
+from .memory_update import split_tokens
 
 
 class Piece(NamedTuple):
@@ -60,10 +61,9 @@ class ChunkLayout:
     # slots of the piece up to its last token, per piece [B]; `offset` (or 0) where it has none
     ends: list | None = None
 
-    @property
-    def sizes(self) -> list[int]:
-        """Slots of each piece."""
-        return [stop - start for start, stop in self.pieces]
+    def split(self, x: torch.Tensor | None, axis: int) -> tuple:
+        """Each piece's slots of `x`, which has them along `axis`; as many `None` for `None`."""
+        return split_tokens(x, [stop - start for start, stop in self.pieces], axis)
 
     def piece(self, index: int) -> Piece:
         """The piece as its tokens see it."""

@@ -1,18 +1,15 @@
 """What one chunk does in each of the two scans, as pure functions of tensors over the rules in `memory_update`.
 
-`HopePreTrainedModel.compile` compiles them: every chunk of every layer runs the same code.
-
 Axes: B sequence in batch, S slot (`chunk_layout`), H head, N memory of a group, G stream (k, v, q), C token in piece,
 D head width, K width of the convolution.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from .chunk_layout import Piece
+from .chunk_layout import ChunkLayout, Piece
 from .memory_update import (
     Gates,
     MemoryRule,
@@ -21,7 +18,6 @@ from .memory_update import (
     apply_memory,
     effective_weights,
     initial_state,
-    split_tokens,
     update_chunk,
 )
 from .vector_norms import unit
@@ -39,11 +35,11 @@ class ProjectionInputs(NamedTuple):
     # log of the momentum's coefficient [B, H, S], or None
     log_momentum: torch.Tensor | None
 
-    def split(self, sizes: list[int]) -> list["ProjectionInputs"]:
-        """The inputs of successive runs of tokens."""
-        static = zip(*(split_tokens(stream, sizes, -2) for stream in self.static_streams), strict=True)
-        memory_input = split_tokens(self.memory_input, sizes, -2)
-        gates = (split_tokens(gate, sizes, -1) for gate in (self.gate_logits, self.log_momentum))
+    def split(self, layout: ChunkLayout) -> list["ProjectionInputs"]:
+        """The inputs of each piece."""
+        static = zip(*(layout.split(stream, -2) for stream in self.static_streams), strict=True)
+        memory_input = layout.split(self.memory_input, -2)
+        gates = (layout.split(gate, -1) for gate in (self.gate_logits, self.log_momentum))
         return [ProjectionInputs(*part) for part in zip(memory_input, static, *gates, strict=True)]
 
 
@@ -59,11 +55,15 @@ class Projections(NamedTuple):
     # as in the inputs
     log_momentum: torch.Tensor | None
 
-    def split(self, sizes: list[int]) -> list["Projections"]:
-        """The projections of successive runs of tokens."""
-        streams = split_tokens(self.streams, sizes, -2)
-        gates = (split_tokens(gate, sizes, -1) for gate in self[1:])
+    def split(self, layout: ChunkLayout) -> list["Projections"]:
+        """The projections of each piece."""
+        streams = layout.split(self.streams, -2)
+        gates = (layout.split(gate, -1) for gate in self[1:])
         return [Projections(*part) for part in zip(streams, *gates, strict=True)]
+
+    def gates(self, valid: torch.Tensor | None = None) -> Gates:
+        """What the content memory writes, keeps and carries on."""
+        return Gates(self.step, self.log_retention, self.log_momentum, valid)
 
     @staticmethod
     def join(parts: list["Projections"], log_momentum: torch.Tensor | None) -> "Projections":
@@ -247,17 +247,6 @@ def read_chunk(
     initial, fresh, rule = memory
     state = begin_piece(state, fresh, piece)
     key, value, query = made.streams.unbind(2)
-    gates = Gates(made.step, made.log_retention, made.log_momentum, piece.valid)
+    gates = made.gates(piece.valid)
     reads, after = update_chunk(state, initial, unit(key), value, gates, rule, unit(query), need_state=need_state)
     return reads, end_piece(after, piece) if need_state else state
-
-
-class ChunkSteps(NamedTuple):
-    """The two functions above, as they are or compiled."""
-
-    project: Callable = project_chunk
-    read: Callable = read_chunk
-
-    def compiled(self, *args, **kwargs) -> "ChunkSteps":
-        """Through `torch.compile(function, *args, **kwargs)`."""
-        return ChunkSteps(*(torch.compile(step, *args, **kwargs) for step in self))

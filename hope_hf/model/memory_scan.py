@@ -14,9 +14,16 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from .chunk_layout import ChunkLayout
-from .chunk_steps import ChunkSteps, MemoryGroup, ProjectionGroup, ProjectionInputs, Projections, end_piece
+from .chunk_steps import (
+    MemoryGroup,
+    ProjectionGroup,
+    ProjectionInputs,
+    Projections,
+    end_piece,
+    project_chunk,
+    read_chunk,
+)
 from .memory_update import (
-    Gates,
     MemoryRule,
     MemoryState,
     Weights,
@@ -60,7 +67,6 @@ def scan_projections(
     state: MemoryState | None,
     tail: torch.Tensor | None,
     layout: ChunkLayout,
-    steps: ChunkSteps,
     recompute: int,
     need_state: bool,
 ) -> tuple[Projections, MemoryState, torch.Tensor]:
@@ -75,10 +81,10 @@ def scan_projections(
         state = group.memories.fresh
         tail = inputs.memory_input.new_zeros(batch, heads, 3, group.taps.shape[0] - 1, width)
     last = len(layout.pieces) - 1
-    pieces = inputs.split(layout.sizes)
+    pieces = inputs.split(layout)
 
     def step(index: int, carry: tuple) -> tuple[Projections, tuple]:
-        output, *carry = steps.project(pieces[index], *carry, group, layout.piece(index), need_state or index < last)
+        output, *carry = project_chunk(pieces[index], *carry, group, layout.piece(index), need_state or index < last)
         return output, tuple(carry)
 
     outputs, (state, tail) = scan(step, (state, tail), last + 1, recompute)
@@ -90,16 +96,15 @@ def scan_content(
     memory: MemoryGroup,
     state: MemoryState | None,
     layout: ChunkLayout,
-    steps: ChunkSteps,
     recompute: int,
     need_state: bool,
 ) -> tuple[torch.Tensor, MemoryState]:
     """Scan 2: write keys and values into the content memory, read it at every token [B, H, S, D] (equation 86)."""
     last = len(layout.pieces) - 1
-    pieces = made.split(layout.sizes)
+    pieces = made.split(layout)
 
     def step(index: int, state: MemoryState) -> tuple[torch.Tensor, MemoryState]:
-        return steps.read(pieces[index], state, memory, layout.piece(index), need_state or index < last)
+        return read_chunk(pieces[index], state, memory, layout.piece(index), need_state or index < last)
 
     reads, state = scan(step, memory.fresh if state is None else state, last + 1, recompute)
     return torch.cat(reads, dim=-2).squeeze(2), state
@@ -114,12 +119,12 @@ def measure_surprise(
     """
     state = initial_state(initial, made.step.shape[0], rule)
     before, after, targets = [], [], []
-    for index, part in enumerate(made.split(layout.sizes)):
+    for index, part in enumerate(made.split(layout)):
         key, value, _ = part.streams.unbind(2)
         key = unit(key)
         weights = effective_weights(state.snap, initial, rule)
         target = apply_memory(weights, (unit(value) if rule.target_norm else value).unsqueeze(2), rule)
-        _, state = update_chunk(state, initial, key, value, Gates(*part[1:]), rule)
+        _, state = update_chunk(state, initial, key, value, part.gates(), rule)
         written = effective_weights(state.run, initial, rule)
         targets.append(target.norm(dim=-1))
         before.append((apply_memory(weights, key.unsqueeze(2), rule) - target).norm(dim=-1))

@@ -27,7 +27,6 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention import HopeAttention
 from .cache_hope import HopeCache, HopeMemoryLayer
 from .chunk_layout import ChunkPlan, plan_chunks
-from .chunk_steps import ChunkSteps
 from .configuration_hope import HopeConfig
 from .continuum import ContinuumMemory, LevelMix
 from .input_checks import check_cache, check_labels, check_mask
@@ -124,20 +123,13 @@ class HopePreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, std=std * min(1.0, _HEAD_WIDTH / self.config.hidden_size) ** 0.5)
 
     def compile(self, *args, **kwargs):
-        """`nn.Module.compile` of what is the same at every call.
-
-        Of self-modifying models every block's continuum and, where there are gradients, what a chunk does in each
-        scan, once for all layers.
-        """
+        """`nn.Module.compile` of what is the same at every call; of self-modifying models, every block's continuum."""
         # CODEPATH: mixer='self_modifying' in HOPE, 'attention' in Hope-Attention.
         if self.config.mixer == "attention":
             return super().compile(*args, **kwargs)
-        steps = ChunkSteps().compiled(*args, **kwargs)
         for module in self.modules():
             if isinstance(module, ContinuumMemory):
                 module.compile(*args, **kwargs)
-            elif isinstance(module, SelfModifyingTitans):
-                module.training_steps = steps
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, **kwargs):
         """As in transformers; the configuration names the code of every Auto class, not only of the one saved."""

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .chunk_layout import ChunkLayout, ChunkPlan, plan_chunks
-from .chunk_steps import ChunkSteps, GateWeights, MemoryGroup, ProjectionGroup, ProjectionInputs, Projections
+from .chunk_steps import GateWeights, MemoryGroup, ProjectionGroup, ProjectionInputs, Projections
 from .configuration_hope import HopeConfig
 from .memory_scan import measure_surprise, scan_content, scan_projections
 from .memory_update import MemoryRule, MemoryState, Weights
@@ -179,8 +179,6 @@ class SelfModifyingTitans(nn.Module):
         if config.memory_momentum:
             self.momentum_proj = nn.Linear(width, config.num_attention_heads)
         self.o_norm = HopeRMSNorm(config.head_dim, config.rms_norm_eps)
-        # what a chunk does in training; `HopePreTrainedModel.compile` puts compiled ones here
-        self.training_steps = ChunkSteps()
 
     def forward(
         self,
@@ -208,7 +206,6 @@ class SelfModifyingTitans(nn.Module):
                 MemoryGroup.of(self.content_memory(made.step.dtype), len(made.step), self.rule),
                 None if state is None else unpack_state(state, "content"),
                 plan.content,
-                self._steps(),
                 self.config.recompute_chunks,
                 need_state,
             )
@@ -218,11 +215,6 @@ class SelfModifyingTitans(nn.Module):
         if not need_state:
             return output, None
         return output, {**after, **pack_state(content, "content"), "seen": plan.seen_after}
-
-    def _steps(self) -> ChunkSteps:
-        # Torch keeps at most eight versions of a function, and training needs six: a text's first, middle and last
-        # chunk, with documents and without. Evaluation would compile as many again for a few batches.
-        return self.training_steps if torch.is_grad_enabled() else ChunkSteps()
 
     @torch.no_grad()
     def statistics(self, hidden_states: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -267,7 +259,7 @@ class SelfModifyingTitans(nn.Module):
         made, _ = self._make_projections(hidden_states, plan, None, need_state=False)
         with torch.autocast(hidden_states.device.type, enabled=False):
             memory = MemoryGroup.of(self.content_memory(made.step.dtype), len(made.step), self.rule)
-            reads, _ = scan_content(made, memory, None, plan.content, self._steps(), 0, need_state=False)
+            reads, _ = scan_content(made, memory, None, plan.content, 0, need_state=False)
             return (reads - unit(made.streams[:, :, 2])).norm(dim=-1).transpose(1, 2)
 
     def _make_projections(
@@ -316,7 +308,6 @@ class SelfModifyingTitans(nn.Module):
                 None if state is None else unpack_state(state, "projection"),
                 None if state is None else state["conv_tail"],
                 layout,
-                self._steps(),
                 config.recompute_chunks,
                 need_state,
             )

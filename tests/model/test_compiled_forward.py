@@ -92,28 +92,6 @@ def test_one_graph_serves_every_generated_token(tiny_model, mixer, rows):
     torch.testing.assert_close(torch.stack(made.logits), torch.stack(plain.logits), rtol=1e-5, atol=1e-5)
 
 
-# two rows of two documents each; without them the rows are cut alike
-@pytest.mark.parametrize(
-    "positions", [None, [[*range(7), *range(12)], [*range(3), *range(16)]]], ids=["plain", "packed"]
-)
-def test_a_compiled_models_chunks_are_compiled_once_for_all_layers(tiny_model, positions):
-    model = tiny_model(**{**SMALL, "num_hidden_layers": 2})
-    inputs = {"input_ids": random_ids(2, 19)}
-    if positions is not None:
-        inputs["position_ids"] = torch.tensor(positions)
-    logits, gradients = step(model, model, **inputs)
-    model.compile(backend="aot_eager", fullgraph=True)
-    ours, own = step(model, model, **inputs)
-    torch.testing.assert_close(ours, logits, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(own, gradients, rtol=1e-4, atol=1e-5)
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    # the continuum's, and of each scan the text's first and last chunks'
-    assert graphs == 5
-    step(model, model, **inputs)
-    with torch.no_grad():
-        torch.testing.assert_close(model(**inputs).logits, logits, rtol=1e-5, atol=1e-5)
-
-
 @torch.no_grad()
 def test_documents_and_continued_texts_stay_outside_the_graph(tiny_model):
     model = tiny_model(**SMALL)

@@ -7,11 +7,10 @@ import pytest
 import torch
 from training_runs import HOPE, LLAMA, curve
 
-# Faults of torch's own: what Inductor imports, and how the tracer meets an autograd function.
+# Inductor imports a part of torch that torch itself has deprecated.
 pytestmark = [
     pytest.mark.long,
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
 
 # Rows hold documents of many lengths; logging at some steps only, so that hooks come and go.
@@ -24,14 +23,10 @@ SYNTHETIC = ["--dataset_name", "synthetic"]
 
 @pytest.fixture(autouse=True)
 def few_compilations():
-    """Within torch's own limit, beyond which a function runs uncompiled.
-
-    A chunk is compiled as a text's first, middle and last, with documents and without; what evaluation shares with
-    training has fewer kinds.
-    """
+    """A function may be compiled for training and for evaluation, each with documents inside a row and without."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True):
+    with torch._dynamo.config.patch(recompile_limit=4, fail_on_recompile_limit_hit=True):
         yield
     torch._dynamo.reset()
 
