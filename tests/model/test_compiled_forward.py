@@ -66,12 +66,13 @@ def test_one_graph_serves_every_mask(tiny_model, mixer):
 @pytest.mark.long
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_compiled_code_computes_the_same(tiny_model, mixer):
-    model = tiny_model(mixer=mixer, **SMALL)
+    # Inductor has had wrong gradients where errors are clipped, which rounding hides in float32.
+    model = tiny_model(mixer=mixer, **SMALL, memory_error_clip=0.5).double()
     compiled = torch.compile(model, fullgraph=True)
     inputs = {"input_ids": random_ids(2, 19)}
     (logits, gradients), (ours, own) = step(model, model, **inputs), step(model, compiled, **inputs)
-    torch.testing.assert_close(ours, logits, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(own, gradients, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours, logits, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(own, gradients, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("mixer, rows", [("self_modifying", 1), ("self_modifying", 2), ("attention", 2)])
