@@ -88,11 +88,13 @@ def job_of(row: dict) -> Job:
 
 
 def current(rows: Iterable[dict], matrix: Matrix, digests: dict[str, str]) -> dict[Job, dict]:
-    """The rows that belong to the settings of `matrix` and to these texts, at any rates; of two of one run the later.
+    """The rows that belong to the settings of `matrix` and to these texts; of two of one run the later.
 
-    A text without a digest here (its file is missing) counts as the one of its latest row.
+    At any rates, but runs with one rate for all and runs with vectors' own are not mixed. A text without a digest
+    here (its file is missing) counts as the one of its latest row.
     """
     rows = [row for row in rows if row["size"] in matrix.sizes]
+    one_rate = {name: None in size.vector_learning_rates for name, size in matrix.sizes.items()}
     digests = {row["text"]: row["data"] for row in rows} | digests
 
     @cache
@@ -104,7 +106,9 @@ def current(rows: Iterable[dict], matrix: Matrix, digests: dict[str, str]) -> di
     return {
         job: row
         for job, row in by_job
-        if row["settings"] == expected(job.size, job.model, job.rates.vectors) and row["data"] == digests[job.text]
+        if (job.rates.vectors is None) == one_rate[job.size]
+        and row["settings"] == expected(job.size, job.model, job.rates.vectors)
+        and row["data"] == digests[job.text]
     }
 
 

@@ -73,14 +73,10 @@ def test_two_runs_are_trained_recorded_and_not_repeated(tmp_path, data_dir, monk
     assert "start" not in capsys.readouterr().out
     assert quality.main([*words, "--learning_rates", "1e-3", "--seeds", "1", "2", "--plan"]) == 0
     assert "learning rate 0.001, seed 2\n2 runs" in capsys.readouterr().out
-    for other, heading, left_out in (
-        (["--max_train_steps", "5"], "320 tokens: ", True),
-        (VECTORS, "192 tokens: ", False),
-    ):
+    for other, heading in ((["--max_train_steps", "5"], "320 tokens: "), (VECTORS, "192 tokens: ")):
         assert quality.main([*words, *other, "--report"]) == 0
         shown = capsys.readouterr().out
-        assert heading in shown and f"{rows[0]['eval_loss']:.4f}" not in shown
-        assert ("Left out: 2 runs" in shown) == left_out
+        assert heading in shown and "Left out: 2 runs" in shown and f"{rows[0]['eval_loss']:.4f}" not in shown
 
     hope_alone = words[:-1]
     assert quality.main([*hope_alone, *VECTORS]) == 0

@@ -23,15 +23,7 @@ from .chunk_steps import (
     project_chunk,
     read_chunk,
 )
-from .memory_update import (
-    MemoryRule,
-    MemoryState,
-    Weights,
-    apply_memory,
-    effective_weights,
-    initial_state,
-    update_chunk,
-)
+from .memory_update import MemoryState, apply_memory, effective_weights, update_chunk
 from .vector_norms import unit
 
 
@@ -110,14 +102,12 @@ def scan_content(
     return torch.cat(reads, dim=-2).squeeze(2), state
 
 
-def measure_surprise(
-    made: Projections, initial: Weights, layout: ChunkLayout, rule: MemoryRule
-) -> dict[str, torch.Tensor]:
+def measure_surprise(made: Projections, memory: MemoryGroup, layout: ChunkLayout) -> dict[str, torch.Tensor]:
     """How far the content memory misses its targets at each chunk's first and last weights, and how far it moves.
 
     For plain layouts, from the initial state. Means over sequences, heads and tokens.
     """
-    state = initial_state(initial, made.step.shape[0], rule)
+    initial, state, rule = memory
     before, after, targets = [], [], []
     for index, part in enumerate(made.split(layout)):
         key, value, _ = part.streams.unbind(2)

@@ -203,7 +203,7 @@ class SelfModifyingTitans(nn.Module):
             made = self._relay(made, plan.projection, plan.content)
             reads, content = scan_content(
                 made,
-                MemoryGroup.of(self.content_memory(made.step.dtype), len(made.step), self.rule),
+                self._content(made),
                 None if state is None else unpack_state(state, "content"),
                 plan.content,
                 self.config.recompute_chunks,
@@ -230,13 +230,12 @@ class SelfModifyingTitans(nn.Module):
         plan = plan_chunks(self.config, hidden_states.shape[:2], hidden_states.device, None, None, None)
         made, _ = self._make_projections(hidden_states, plan, None, need_state=False)
         with torch.autocast(hidden_states.device.type, enabled=False):
-            initial = self.content_memory(made.step.dtype)
             return {
                 "learning_rate_mean": made.step.mean(),
                 "retention_mean": made.log_retention.exp().mean(),
                 "key_norm": made.streams[:, :, 0].norm(dim=-1).mean(),
                 "value_norm": made.streams[:, :, 1].norm(dim=-1).mean(),
-                **measure_surprise(made, initial, plan.content, self.rule),
+                **measure_surprise(made, self._content(made), plan.content),
             }
 
     @torch.no_grad()
@@ -258,9 +257,12 @@ class SelfModifyingTitans(nn.Module):
         plan = plan_chunks(self.config, hidden_states.shape[:2], hidden_states.device, None, None, None)
         made, _ = self._make_projections(hidden_states, plan, None, need_state=False)
         with torch.autocast(hidden_states.device.type, enabled=False):
-            memory = MemoryGroup.of(self.content_memory(made.step.dtype), len(made.step), self.rule)
-            reads, _ = scan_content(made, memory, None, plan.content, 0, need_state=False)
+            reads, _ = scan_content(made, self._content(made), None, plan.content, 0, need_state=False)
             return (reads - unit(made.streams[:, :, 2])).norm(dim=-1).transpose(1, 2)
+
+    def _content(self, made: Projections) -> MemoryGroup:
+        """The content memory, for what scan 1 made."""
+        return MemoryGroup.of(self.content_memory(made.step.dtype), len(made.step), self.rule)
 
     def _make_projections(
         self, hidden_states: torch.Tensor, plan: ChunkPlan, state: dict[str, torch.Tensor] | None, need_state: bool
