@@ -164,7 +164,8 @@ class _ShortConvolution(torch.autograd.Function):
         for tap in range(taps.shape[0]):
             part = gradient if inside is None or tap == taps.shape[0] - 1 else gradient * inside[tap]
             grad_padded[..., tap : tap + length, :].addcmul_(taps[tap].unsqueeze(-2), part)
-            grad_taps[tap] = (part * padded[..., tap : tap + length, :]).sum((0, -2))
+            # one axis after the other: both at once takes the CPU six times as long
+            grad_taps[tap] = (part * padded[..., tap : tap + length, :]).sum(-2).sum(0)
         return grad_padded, grad_taps, None
 
 
