@@ -189,9 +189,12 @@ def decay_matrix(rows: torch.Tensor, columns: torch.Tensor, strict: bool) -> tor
 
 
 class TileGates:
-    """Products of the gates over a tile, shared by all layers and memories of a group. [B, H, 1, C(, 1 or C)] each."""
+    """Products of the gates over a tile, shared by all layers and memories of a group. [B, H, 1, C(, 1 or C)] each.
 
-    def __init__(self, gates: Gates, exclusive_read: bool):
+    `read_mode`: at which weights a token reads ("inclusive" or "exclusive" of its own write), `None` where none does.
+    """
+
+    def __init__(self, gates: Gates, read_mode: str | None):
         self.step = gates.step.unsqueeze(2)
         total = gates.log_retention.cumsum(-1)
         before = total - gates.log_retention
@@ -199,15 +202,15 @@ class TileGates:
         self.keep_before = before.exp().unsqueeze(2).unsqueeze(-1)
         self.keep_all = total[..., -1:].exp().unsqueeze(2).unsqueeze(-1)
         self.keep_after = (total[..., -1:] - total).exp().unsqueeze(2)
-        if exclusive_read:
+        if read_mode == "exclusive":
             self.decay_read, self.keep_read = self.decay_before, self.keep_before
-        else:
+        elif read_mode == "inclusive":
             self.decay_read = decay_matrix(total, total, strict=False).unsqueeze(2)
             self.keep_read = total.exp().unsqueeze(2).unsqueeze(-1)
         if gates.log_momentum is not None:
-            self._carry_momentum(gates, total, before, exclusive_read)
+            self._carry_momentum(gates, total, before, read_mode)
 
-    def _carry_momentum(self, gates, total, before, exclusive_read) -> None:
+    def _carry_momentum(self, gates, total, before, read_mode) -> None:
         # A write lives on in the momentum: token i reaches token t through every j between,
         # m_ti = sum_j (g_t / g_j) (b_j / b_i).
         carried = gates.log_momentum.cumsum(-1)
@@ -223,8 +226,9 @@ class TileGates:
         self.momentum_before = (until @ spread).unsqueeze(2)
         self.growth_before = (until @ growth).unsqueeze(2)
         momentum_upto, growth_upto = (upto @ spread).unsqueeze(2), (upto @ growth).unsqueeze(2)
-        self.momentum_read = self.momentum_before if exclusive_read else momentum_upto
-        self.growth_read = self.growth_before if exclusive_read else growth_upto
+        exclusive = read_mode == "exclusive"
+        self.momentum_read = self.momentum_before if exclusive else momentum_upto
+        self.growth_read = self.growth_before if exclusive else growth_upto
         self.momentum_end, self.growth_end = momentum_upto[..., -1, :], growth_upto[..., -1:, :]
 
 
@@ -350,7 +354,7 @@ def update_chunk(
     for index, (layer_writes, tile_queries, tile_gates) in enumerate(
         zip(write_tiles, query_tiles, gates.split(sizes), strict=True)
     ):
-        products = TileGates(tile_gates, rule.read_mode == "exclusive")
+        products = TileGates(tile_gates, None if tile_queries is None else rule.read_mode)
         layers = [LayerTile(*parts, products) for parts in zip(run, base, momentum, layer_writes, strict=True)]
         if tile_queries is not None:
             reads.append(read_tile(layers, tile_queries, rule))
