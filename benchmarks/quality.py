@@ -9,8 +9,8 @@ DeltaNet (`quality_models.py`), with the same parameters (within 2 %), tokenizer
     python benchmarks/quality.py --sizes small --texts moby_dick --models hope mamba2
     python benchmarks/quality.py --models hope --learning_rates 8e-3 --seeds 1 2 3      rows beside the plan's
     python benchmarks/quality.py --report                   the tables only
-    python benchmarks/quality.py --vector_learning_rates 1.6e-2 3.2e-2 6.4e-2     norms, biases and taps have a rate of
-                                                            their own: a model's best of these, too
+    python benchmarks/quality.py --sizes small --vector_learning_rates 1.6e-2 3.2e-2 6.4e-2     norms, biases and taps
+                                                            have a rate of their own: a model's best of these, too
 
 Texts but the built-in corpus come from the folder that --data_dir or HOPE_TEST_DATA names. Finished runs are appended
 to the results file and not repeated; runs that were stopped go on at their last checkpoint. With `--results
@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seeds", nargs="+", type=int, help=f"with --learning_rates (default: {FIRST_SEED})")
     parser.add_argument(
-        "--vector_learning_rates", nargs="+", type=float, help="of norms, biases and taps (default: that of matrices)"
+        "--vector_learning_rates", nargs="+", type=float, help="of norms, biases and taps (default: the size's)"
     )
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--plan", action="store_true", help="list the runs that are left, and stop")
@@ -125,14 +125,16 @@ def _main(options: argparse.Namespace) -> int:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} is {value}: it must be at least 1.")
-    vectors = tuple(sorted(options.vector_learning_rates)) if options.vector_learning_rates else (None,)
-    for rate in vectors:
-        if rate is not None and not 0 < rate < 1:
+    for rate in options.vector_learning_rates or ():
+        if not 0 < rate < 1:
             raise ValueError(f"--vector_learning_rates must lie between 0 and 1, not {rate:g}.")
     plan = _plan(options)
-    sizes = {name: replace(SIZES[name], vector_learning_rates=vectors) for name in options.sizes}
+    changes = {}
+    if options.vector_learning_rates:
+        changes["vector_learning_rates"] = tuple(sorted(options.vector_learning_rates))
     if options.max_train_steps:
-        sizes = {name: replace(size, max_train_steps=options.max_train_steps) for name, size in sizes.items()}
+        changes["max_train_steps"] = options.max_train_steps
+    sizes = {name: replace(SIZES[name], **changes) for name in options.sizes}
     data_dir = options.data_dir or (Path(os.environ["HOPE_TEST_DATA"]) if os.environ.get("HOPE_TEST_DATA") else None)
     # The runs are processes of their own.
     output_dir = options.output_dir.resolve()
