@@ -1,0 +1,206 @@
+"""MAD's tasks and multi-query recall: HOPE beside its peers, each at its best of the learning rates.
+
+    python benchmarks/mad.py                                    all of it, two trainings at a time on one thread each
+    python benchmarks/mad.py --tasks mad-recall mqar-64 --models hope llama
+    python benchmarks/mad.py --report                           the tables only
+
+Models of width 64 and two layers (Mamba-2: four), trained on fresh samples as `run_eval.py --suite synthetic` trains
+them: the same steps, batches and samples for every model, about as many parameters (HOPE's are divided by its config's
+defaults, the others' one number is fitted). `hope_frozen` is the control: what convolutions and levels do alone.
+Finished trainings are appended to the results file and not repeated.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import multiprocessing
+import statistics
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import benchmarks.peers  # noqa: F401  registers its models
+from benchmarks.quality import finish
+from benchmarks.quality_results import append
+from hope_hf.cli.process import set_up_cpu
+from hope_hf.cli.provenance import provenance
+from hope_hf.evaluation.arguments import Arguments
+from hope_hf.evaluation.synthetic import synthetic
+from hope_hf.evaluation.synthetic_model import small_model
+
+# Model type, and fields that make it as large as HOPE (0.13 M parameters and the vocabulary's).
+UNTIED = {"tie_word_embeddings": False}
+MODELS = {
+    "hope": ("hope", UNTIED),
+    "hope_frozen": ("hope", UNTIED | {"memory_learning_rate_max": 0.0}),
+    "llama": ("llama", UNTIED | {"intermediate_size": 256}),
+    "llama_conv": ("llama_conv", UNTIED | {"intermediate_size": 252}),
+    "mamba2": (
+        "mamba2",
+        UNTIED | {"num_hidden_layers": 4, "state_size": 52, "initializer_range": round((3 * 64) ** -0.5, 3)},
+    ),
+    "gated_deltanet": (
+        "gated_deltanet",
+        UNTIED
+        | {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 2}
+        | {"linear_num_value_heads": 4, "intermediate_size": 164},
+    ),
+}
+# Rows per step and the most steps; a training ends before where 1,024 unseen samples are right.
+TASKS = {
+    "mad-compression": (32, 1000),
+    "mad-recall": (32, 1000),
+    "mad-fuzzy-recall": (32, 1000),
+    "mad-selective-copying": (32, 1000),
+    "mad-memorisation": (32, 1000),
+    "mqar-16": (32, 1000),
+    "mqar-64": (16, 1000),
+}
+LEARNING_RATES = (3e-3, 1e-2)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training."""
+
+    task: str
+    model: str
+    learning_rate: float
+    seed: int
+
+    @property
+    def arguments(self) -> Arguments:
+        """As the flags of `run_eval.py` that train and test it."""
+        model_type, overrides = MODELS[self.model]
+        rows, steps = TASKS[self.task]
+        return Arguments(
+            suite="synthetic",
+            tasks=self.task,
+            model_type=model_type,
+            config_overrides=json.dumps(overrides),
+            learning_rate=self.learning_rate,
+            batch_size=rows,
+            max_train_steps=steps,
+            seed=self.seed,
+            device="cpu",
+        )
+
+    @property
+    def settings(self) -> str:
+        """A hash of the model's config and of how it is trained: rows with another are never compared."""
+        config = small_model(self.arguments, 16, 0).config.to_dict()
+        config.pop("transformers_version")
+        words = json.dumps([config, TASKS[self.task]], sort_keys=True, default=str)
+        return hashlib.sha256(words.encode()).hexdigest()[:12]
+
+
+def measure(job: Job) -> dict:
+    """Train and test; the row for the results file. `accuracy` is None where the training diverged."""
+    start = time.perf_counter()
+    try:
+        (row,) = synthetic(job.arguments).tables["Synthetic tasks"]
+    except ValueError as error:
+        if "the loss became" not in str(error):
+            raise
+        row = {"accuracy": None, "steps": None, "parameters": None, "n": None}
+    origin = provenance()
+    return asdict(job) | {
+        "accuracy": row["accuracy"],
+        "steps": row["steps"],
+        "parameters": row["parameters"],
+        "n": row["n"],
+        "seconds": round(time.perf_counter() - start, 3),
+        "settings": job.settings,
+        "commit": origin["git"]["commit"],
+        "modified": origin["git"]["modified"],
+        "versions": origin["versions"],
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def load(path: Path, jobs: list[Job]) -> dict[Job, float | None]:
+    """The accuracies of those of these trainings that are done; ValueError for a line that is none."""
+    rows = {}
+    expected = {job: job.settings for job in jobs}
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            job = Job(row["task"], row["model"], row["learning_rate"], row["seed"])
+            if row["settings"] == expected.get(job):
+                rows[job] = row["accuracy"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"--results {path}: line {number} is not a finished training: remove it.") from None
+    return rows
+
+
+def table(rows: dict[Job, float | None]) -> str:
+    """Share of right answers in per cent at each model's best rate: mean over seeds, spread, and the rate."""
+
+    def best(task: str, model: str) -> str:
+        by_rate: dict[float, list[float]] = {}
+        for job, accuracy in rows.items():
+            if (job.task, job.model) == (task, model):
+                by_rate.setdefault(job.learning_rate, []).append(-math.inf if accuracy is None else accuracy)
+        if not by_rate:
+            return "missing"
+        rate, values = max(by_rate.items(), key=lambda item: statistics.mean(item[1]))
+        if -math.inf in values:
+            return "diverged"
+        spread = f" ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else ""
+        return f"{100 * statistics.mean(values):.1f}{spread} ({rate:g})"
+
+    tasks = list(dict.fromkeys(job.task for job in rows))
+    lines = [["model", *tasks], ["---"] * (len(tasks) + 1)]
+    lines += [[model, *(best(task, model) for task in tasks)] for model in MODELS]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def main(argv: list[str]) -> int:
+    """Train what is left and print the table. Returns 0, 2 after a mistake of the user."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--learning_rates", nargs="+", type=float, default=list(LEARNING_RATES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1])
+    parser.add_argument("--results", type=Path, default=Path("runs/mad.jsonl"))
+    parser.add_argument("--parallel", type=int, default=2, help="trainings at a time, one thread each")
+    parser.add_argument("--report", action="store_true", help="print the table, and stop")
+    return finish(_main, parser.parse_args(argv))
+
+
+def _main(options: argparse.Namespace) -> int:
+    if options.parallel < 1 or not all(0 < rate < 1 for rate in options.learning_rates):
+        raise ValueError("--parallel must be at least 1, and --learning_rates lie between 0 and 1.")
+    jobs = [
+        Job(task, model, rate, seed)
+        for seed in options.seeds
+        for task in options.tasks
+        for model in options.models
+        for rate in options.learning_rates
+    ]
+    rows = load(options.results, jobs)
+    left = [] if options.report else [job for job in jobs if job not in rows]
+    # Not forked: torch has threads by now.
+    processes = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.parallel, processes, set_up_cpu, (1,)) as pool:
+        for done in as_completed([pool.submit(measure, job) for job in left]):
+            row = done.result()
+            append(options.results, row)
+            accuracy = "diverged" if row["accuracy"] is None else f"{row['accuracy']:.4f}"
+            name = f"{row['task']} {row['model']}, learning rate {row['learning_rate']:g}, seed {row['seed']}"
+            print(f"{name}: {accuracy} after {row['steps']} steps, {row['seconds'] / 60:.1f} min", flush=True)
+    print(table(load(options.results, jobs)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

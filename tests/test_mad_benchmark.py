@@ -1,0 +1,85 @@
+"""benchmarks/mad.py: its models are of one size, and what is done is not done again."""
+
+import json
+
+import pytest
+
+from benchmarks import mad
+from hope_hf.evaluation.synthetic import known_tasks
+from hope_hf.evaluation.synthetic_model import small_model
+
+FLAGS = ["--tasks", "mad-memorisation", "--models", "llama", "--learning_rates", "3e-3", "--parallel", "1"]
+
+
+def parameters(model: str) -> int:
+    return small_model(mad.Job("mad-recall", model, 3e-3, 1).arguments, 16, 0).num_parameters()
+
+
+@pytest.mark.parametrize("model", mad.MODELS)
+def test_models_are_of_one_size(model):
+    assert parameters(model) == pytest.approx(parameters("hope"), rel=0.02)
+
+
+def test_all_tasks_are_known_and_of_issue_lengths():
+    assert set(mad.TASKS) <= set(known_tasks())
+    assert known_tasks()["mqar-64"].bins == ("512",)
+
+
+@pytest.fixture
+def results(tmp_path):
+    """A results file with one row, which no training gave."""
+    job = mad.Job("mad-memorisation", "llama", 3e-3, 1)
+    row = {"task": job.task, "model": job.model, "learning_rate": job.learning_rate, "seed": job.seed}
+    file = tmp_path / "mad.jsonl"
+    file.write_text(json.dumps(row | {"accuracy": 0.125, "settings": job.settings}) + "\n")
+    return file
+
+
+def test_a_finished_training_is_reported_and_not_repeated(results, capsys):
+    before = results.read_text()
+    assert mad.main([*FLAGS, "--results", str(results)]) == 0
+    assert results.read_text() == before
+    said = capsys.readouterr().out
+    assert "| llama | 12.5 (0.003) |" in said
+    assert "| hope | missing |" in said
+
+
+def test_a_row_of_other_settings_is_left_out(results, capsys, monkeypatch):
+    monkeypatch.setitem(mad.TASKS, "mad-memorisation", (32, 999))
+    assert mad.main([*FLAGS, "--results", str(results), "--report"]) == 0
+    assert "12.5" not in capsys.readouterr().out
+
+
+def test_the_best_rate_counts_and_a_diverged_one_does_not():
+    rows = {mad.Job("mqar-16", "hope", rate, seed): value for rate, seed, value in [
+        (3e-3, 1, 0.5), (3e-3, 2, 0.7), (1e-2, 1, 0.9), (1e-2, 2, None), (3e-2, 1, None),
+    ]}  # fmt: skip
+    assert "| hope | 60.0 ± 14.1 (0.003) |" in mad.table(rows)
+    assert "| hope | diverged |" in mad.table({job: None for job in rows})
+
+
+def test_a_training_gives_a_row(tmp_path, monkeypatch):
+    monkeypatch.setitem(mad.TASKS, "mad-memorisation", (2, 2))
+    row = mad.measure(mad.Job("mad-memorisation", "gated_deltanet", 3e-3, 1))
+    assert 0 <= row["accuracy"] <= 1
+    assert (row["steps"], row["n"]) == (2, 256)
+    assert json.loads(json.dumps(row)) == row
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (["--parallel", "0"], "--parallel must be at least 1"),
+        (["--learning_rates", "2"], "--learning_rates lie between 0 and 1"),
+    ],
+)
+def test_bad_flags_get_a_sentence(flags, sentence, capsys, tmp_path):
+    assert mad.main([*flags, "--results", str(tmp_path / "none.jsonl")]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_broken_results_file_gets_a_sentence(tmp_path, capsys):
+    file = tmp_path / "mad.jsonl"
+    file.write_text("{}\n")
+    assert mad.main(["--report", "--results", str(file)]) == 2
+    assert "line 1 is not a finished training: remove it." in capsys.readouterr().err
