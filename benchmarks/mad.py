@@ -7,7 +7,8 @@
 Models of width 64 and two layers (Mamba-2: four), trained on fresh samples as `run_eval.py --suite synthetic` trains
 them: the same steps, batches and samples for every model, about as many parameters (HOPE's are divided by its config's
 defaults, the others' one number is fitted). `hope_frozen` is the control: what convolutions and levels do alone.
-Finished trainings are appended to the results file and not repeated.
+Learning rates are tried in their order, the later ones where the earlier ones left mistakes. Finished trainings are
+appended to the results file and not repeated.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -140,6 +141,17 @@ def load(path: Path, jobs: list[Job]) -> dict[Job, float | None]:
     return rows
 
 
+def unsolved(jobs: list[Job], rows: dict[Job, float | None]) -> list[Job]:
+    """Those of `jobs` that are not done, and whose task no learning rate solves with every seed."""
+    seeds = {job.seed for job in jobs}
+
+    def solved(job: Job, rate: float) -> bool:
+        return all(rows.get(replace(job, learning_rate=rate, seed=seed)) == 1 for seed in seeds)
+
+    rates = {job.learning_rate for job in rows}
+    return [job for job in jobs if job not in rows and not any(solved(job, rate) for rate in rates)]
+
+
 def table(rows: dict[Job, float | None]) -> str:
     """Share of right answers in per cent at each model's best rate: mean over seeds, spread, and the rate."""
 
@@ -187,17 +199,17 @@ def _main(options: argparse.Namespace) -> int:
         for model in options.models
         for rate in options.learning_rates
     ]
-    rows = load(options.results, jobs)
-    left = [] if options.report else [job for job in jobs if job not in rows]
     # Not forked: torch has threads by now.
     processes = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.parallel, processes, set_up_cpu, (1,)) as pool:
-        for done in as_completed([pool.submit(measure, job) for job in left]):
-            row = done.result()
-            append(options.results, row)
-            accuracy = "diverged" if row["accuracy"] is None else f"{row['accuracy']:.4f}"
-            name = f"{row['task']} {row['model']}, learning rate {row['learning_rate']:g}, seed {row['seed']}"
-            print(f"{name}: {accuracy} after {row['steps']} steps, {row['seconds'] / 60:.1f} min", flush=True)
+        for rate in [] if options.report else options.learning_rates:
+            left = unsolved([job for job in jobs if job.learning_rate == rate], load(options.results, jobs))
+            for done in as_completed([pool.submit(measure, job) for job in left]):
+                row = done.result()
+                append(options.results, row)
+                accuracy = "diverged" if row["accuracy"] is None else f"{row['accuracy']:.4f}"
+                name = f"{row['task']} {row['model']}, learning rate {row['learning_rate']:g}, seed {row['seed']}"
+                print(f"{name}: {accuracy} after {row['steps']} steps, {row['seconds'] / 60:.1f} min", flush=True)
     print(table(load(options.results, jobs)))
     return 0
 

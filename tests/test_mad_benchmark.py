@@ -50,6 +50,15 @@ def test_a_row_of_other_settings_is_left_out(results, capsys, monkeypatch):
     assert "12.5" not in capsys.readouterr().out
 
 
+def test_a_task_that_is_solved_is_not_tried_at_other_rates():
+    first, second = (mad.Job("mqar-16", "hope", rate, 1) for rate in (3e-3, 1e-2))
+    assert mad.unsolved([first, second], {}) == [first, second]
+    assert mad.unsolved([first, second], {first: 0.999}) == [second]
+    assert mad.unsolved([first, second], {first: 1.0}) == []
+    other_seed = mad.Job("mqar-16", "hope", 1e-2, 2)
+    assert mad.unsolved([second, other_seed], {first: 1.0}) == [second, other_seed]
+
+
 def test_the_best_rate_counts_and_a_diverged_one_does_not():
     rows = {mad.Job("mqar-16", "hope", rate, seed): value for rate, seed, value in [
         (3e-3, 1, 0.5), (3e-3, 2, 0.7), (1e-2, 1, 0.9), (1e-2, 2, None), (3e-2, 1, None),
