@@ -12,7 +12,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 TRAIN_ARGS ?=
-PYTEST_ARGS ?= -n 2 --dist loadscope
+PYTEST_ARGS ?= -n 2 --dist loadscope --max-worker-restart 0
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -26,8 +26,12 @@ def run(model: str, rate: float, text: str = "builtin", seed: int = 1) -> Job:
 
 
 def off_middle(job: Job) -> float:
-    """A loss that ends every search at the middle of the three rates."""
-    return 3.0 + abs(job.rates.matrices - SIZES[job.size].learning_rates[1])
+    """A loss that ends every search of three rates at the middle one, of matrices and of vectors."""
+    size, vectors = SIZES[job.size], job.rates.vectors
+    distance = abs(job.rates.matrices - size.learning_rates[1])
+    if len(size.vector_learning_rates) > 1:
+        distance += abs(vectors - size.vector_learning_rates[1])
+    return 3.0 + distance
 
 
 def finish(losses: dict, jobs, loss=off_middle) -> dict:
@@ -159,7 +163,8 @@ def test_medium_has_one_seed_and_sizes_do_not_share_their_search():
     while ready := ready_jobs(plan, losses):
         assert {(job.size, job.seed) for job in ready} == {("medium", 1)}
         losses = finish(losses, ready)
-    assert len(losses) - len(small) == len(MODELS) * (3 + 1)
+    # Three rates of matrices, two more of vectors, and the other text.
+    assert len(losses) - len(small) == len(MODELS) * (3 + 2 + 1)
 
 
 def test_the_outline_foresees_every_run():
