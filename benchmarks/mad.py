@@ -1,7 +1,7 @@
 """MAD's tasks and multi-query recall: HOPE beside its peers, each at its best of the learning rates.
 
     python benchmarks/mad.py                                    all of it, two trainings at a time on one thread each
-    python benchmarks/mad.py --tasks mad-recall mqar-64 --models hope llama
+    python benchmarks/mad.py --tasks mad-recall mqar --models hope llama
     python benchmarks/mad.py --report                           the tables only
 
 Models of width 64 and two layers (Mamba-2: four), trained on fresh samples as `run_eval.py --suite synthetic` trains
@@ -14,7 +14,6 @@ appended to the results file and not repeated.
 import argparse
 import hashlib
 import json
-import math
 import multiprocessing
 import statistics
 import sys
@@ -60,8 +59,7 @@ TASKS = {
     "mad-fuzzy-recall": (32, 1000),
     "mad-selective-copying": (32, 1000),
     "mad-memorisation": (32, 1000),
-    "mqar-16": (32, 1000),
-    "mqar-64": (16, 1000),
+    "mqar": (32, 1000),
 }
 LEARNING_RATES = (3e-3, 1e-2)
 
@@ -102,10 +100,12 @@ class Job:
 
 
 def measure(job: Job) -> dict:
-    """Train and test; the row for the results file. `accuracy` is None where the training diverged."""
+    """Train and test; the row for the results file. `accuracy` has a number per length, or is None where the
+    training diverged."""
     start = time.perf_counter()
     try:
-        (row,) = synthetic(job.arguments).tables["Synthetic tasks"]
+        lengths = synthetic(job.arguments).tables["Synthetic tasks"]
+        row = lengths[0] | {"accuracy": [length["accuracy"] for length in lengths]}
     except ValueError as error:
         if "the loss became" not in str(error):
             raise
@@ -125,7 +125,11 @@ def measure(job: Job) -> dict:
     }
 
 
-def load(path: Path, jobs: list[Job]) -> dict[Job, float | None]:
+# What a training came to: the accuracy at each of the task's lengths, or None where it diverged.
+Accuracies = list[float] | None
+
+
+def load(path: Path, jobs: list[Job]) -> dict[Job, Accuracies]:
     """The accuracies of those of these trainings that are done; ValueError for a line that is none."""
     rows = {}
     expected = {job: job.settings for job in jobs}
@@ -141,37 +145,48 @@ def load(path: Path, jobs: list[Job]) -> dict[Job, float | None]:
     return rows
 
 
-def unsolved(jobs: list[Job], rows: dict[Job, float | None]) -> list[Job]:
+def unsolved(jobs: list[Job], rows: dict[Job, Accuracies]) -> list[Job]:
     """Those of `jobs` that are not done, and whose task no learning rate solves with every seed."""
     seeds = {job.seed for job in jobs}
 
     def solved(job: Job, rate: float) -> bool:
-        return all(rows.get(replace(job, learning_rate=rate, seed=seed)) == 1 for seed in seeds)
+        done = [rows.get(replace(job, learning_rate=rate, seed=seed)) for seed in seeds]
+        return all(accuracies is not None and min(accuracies) == 1 for accuracies in done)
 
     rates = {job.learning_rate for job in rows}
     return [job for job in jobs if job not in rows and not any(solved(job, rate) for rate in rates)]
 
 
-def table(rows: dict[Job, float | None]) -> str:
-    """Share of right answers in per cent at each model's best rate: mean over seeds, spread, and the rate."""
+def table(rows: dict[Job, Accuracies]) -> str:
+    """Right answers in per cent at each model's best rate, by length: mean over seeds and spread; and the rate."""
 
     def best(task: str, model: str) -> str:
-        by_rate: dict[float, list[float]] = {}
-        for job, accuracy in rows.items():
+        by_rate: dict[float, list[Accuracies]] = {}
+        for job, accuracies in rows.items():
             if (job.task, job.model) == (task, model):
-                by_rate.setdefault(job.learning_rate, []).append(-math.inf if accuracy is None else accuracy)
+                by_rate.setdefault(job.learning_rate, []).append(accuracies)
         if not by_rate:
             return "missing"
-        rate, values = max(by_rate.items(), key=lambda item: statistics.mean(item[1]))
-        if -math.inf in values:
+        finished = {rate: seeds for rate, seeds in by_rate.items() if None not in seeds}
+        if not finished:
             return "diverged"
-        spread = f" ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else ""
-        return f"{100 * statistics.mean(values):.1f}{spread} ({rate:g})"
+        rate, seeds = max(finished.items(), key=lambda item: sum(map(sum, item[1])) / len(item[1]))
+        return f"{by_length(seeds)} ({rate:g})"
 
     tasks = list(dict.fromkeys(job.task for job in rows))
     lines = [["model", *tasks], ["---"] * (len(tasks) + 1)]
     lines += [[model, *(best(task, model) for task in tasks)] for model in MODELS]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def by_length(seeds: list[list[float]]) -> str:
+    """In per cent: at each length the mean over the seeds, and the standard deviation where there are several."""
+
+    def cell(shares: tuple[float, ...]) -> str:
+        spread = f" ± {100 * statistics.stdev(shares):.1f}" if len(shares) > 1 else ""
+        return f"{100 * statistics.mean(shares):.1f}{spread}"
+
+    return " / ".join(cell(shares) for shares in zip(*seeds, strict=True))
 
 
 def main(argv: list[str]) -> int:
@@ -207,7 +222,7 @@ def _main(options: argparse.Namespace) -> int:
             for done in as_completed([pool.submit(measure, job) for job in left]):
                 row = done.result()
                 append(options.results, row)
-                accuracy = "diverged" if row["accuracy"] is None else f"{row['accuracy']:.4f}"
+                accuracy = "diverged" if row["accuracy"] is None else by_length([row["accuracy"]])
                 name = f"{row['task']} {row['model']}, learning rate {row['learning_rate']:g}, seed {row['seed']}"
                 print(f"{name}: {accuracy} after {row['steps']} steps, {row['seconds'] / 60:.1f} min", flush=True)
     print(table(load(options.results, jobs)))

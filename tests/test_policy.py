@@ -71,7 +71,7 @@ RUN_EVAL_FLAGS = """
     dataset_name dataset_config_name train_file validation_file validation_split_percentage max_train_samples
     max_eval_samples preprocessing_num_workers
     suite lengths depths samples_per_length tasks num_fewshot data_dir limit max_train_steps num_seeds
-    prompts max_new_tokens learning_rate output_dir batch_size dtype device seed cpu_threads
+    ema_decay prompts max_new_tokens learning_rate output_dir batch_size dtype device seed cpu_threads
 """.split()
 
 EXPORT_FLAGS = "help dir to push_to_hub private license results".split()

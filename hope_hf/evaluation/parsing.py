@@ -72,6 +72,8 @@ def _check(args: Arguments, suites):
         raise ValueError("--suite zero_shot needs --tasks: name tasks of lm-eval with commas between them.")
     if args.learning_rate is not None and not 0 < args.learning_rate < 1:
         raise ValueError(f"--learning_rate is {args.learning_rate}: it must lie between 0 and 1.")
+    if not 0 <= args.ema_decay < 1:
+        raise ValueError(f"--ema_decay is {args.ema_decay}: it must be at least 0 and below 1.")
     if args.lengths is not None:
         parse_lengths(args.lengths)
     parse_depths(args.depths)

@@ -57,6 +57,7 @@ def asked_tasks(args: Arguments) -> list[Task]:
         tasks[name].with_settings(
             max_train_steps=args.max_train_steps,
             learning_rate=args.learning_rate,
+            ema_decay=args.ema_decay,
             batch_size=args.batch_size,
             samples=min(args.limit, tasks[name].samples) if args.limit else None,
         )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm.auto import tqdm
 
 from .display import show_progress
@@ -23,7 +24,10 @@ CHECK_STREAM, TEST_STREAM = 10**9, 2 * 10**9
 
 @dataclass(frozen=True)
 class Trained:
-    """A model after its training: module from token ids [B, T] to logits [B, T, V], and the steps it took."""
+    """A model after its training: module from token ids [B, T] to logits [B, T, V], and the steps it took.
+
+    With an `ema_decay` the module has the mean weights.
+    """
 
     module: nn.Module
     steps: int
@@ -43,6 +47,8 @@ def train(task: Task, model: nn.Module, seed: int, device: torch.device) -> Trai
         module.parameters(), lr=task.learning_rate, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, task.max_train_steps))
+    mean = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(task.ema_decay)) if task.ema_decay else None
+    tested = mean.module if mean else module
     generator = torch.Generator().manual_seed(seed)
     checks = fixed_samples(task, seed + CHECK_STREAM, CHECK_SAMPLES)
     bar = tqdm(range(1, task.max_train_steps + 1), task.name, disable=not show_progress(), leave=False)
@@ -59,10 +65,12 @@ def train(task: Task, model: nn.Module, seed: int, device: torch.device) -> Trai
         nn.utils.clip_grad_norm_(module.parameters(), MAX_GRAD_NORM)
         optimizer.step()
         schedule.step()
+        if mean:
+            mean.update_parameters(module)
         bar.set_postfix_str(f"loss {value.item():.3f}", refresh=False)
-        if step % CHECK_EVERY == 0 and all(all_right(task, module, samples, device) for samples in checks.values()):
-            return Trained(module, step)
-    return Trained(module, task.max_train_steps)
+        if step % CHECK_EVERY == 0 and all(all_right(task, tested, samples, device) for samples in checks.values()):
+            return Trained(tested, step)
+    return Trained(tested, task.max_train_steps)
 
 
 def rate_at(step: int, steps: int) -> float:

@@ -89,6 +89,8 @@ class Task:
     attach: makes from a causal language model the module whose forward takes token ids to logits.
     max_train_steps, batch_size, learning_rate, samples: training steps, rows per step, peak rate, and evaluated
         samples per bin.
+    ema_decay: what is tested is the mean of the weights over the steps, exponentially weighted with this decay per
+        step; with 0 the weights of the last step.
     """
 
     name: str
@@ -100,6 +102,7 @@ class Task:
     batch_size: int = 32
     learning_rate: float = 3e-3
     samples: int = 256
+    ema_decay: float = 0.0
 
     def with_settings(self, **given: float | None) -> "Task":
         """The task with the user's settings where they are not None."""

@@ -1,5 +1,7 @@
 """Multi-query recall: what is written, what is asked, and that the asked is what was written."""
 
+from collections import Counter
+
 import torch
 
 from hope_hf.evaluation.associative_recall import IGNORED, associative_recall, recall_batch
@@ -24,20 +26,29 @@ def test_blanks_stand_between_the_asked_pairs_and_change_nothing_else():
 
 
 def test_every_asked_key_wants_the_value_it_was_written_with():
-    for name, task in associative_recall().items():
-        pairs = int(name.removeprefix("mqar-"))
-        batch = task.draw(20, torch.Generator().manual_seed(0), 0)
-        assert batch.input_ids.shape == (20, 8 * pairs - 1) and batch.input_ids.max() < task.vocab_size
-        assert (batch.mask.sum(1) == pairs).all() and not batch.mask[:, : 2 * pairs].any()
-        for ids, targets, mask in zip(batch.input_ids.tolist(), batch.targets.tolist(), batch.mask, strict=True):
-            written = dict(zip(ids[: 2 * pairs : 2], ids[1 : 2 * pairs : 2], strict=True))
-            asked = mask.nonzero().flatten().tolist()
-            assert {ids[place] for place in asked} == set(written)
-            assert all(targets[place] == written[ids[place]] for place in asked)
+    for task in associative_recall().values():
+        for bin, length in enumerate(map(int, task.bins)):
+            pairs = length // 8
+            batch = task.draw(20, torch.Generator().manual_seed(0), bin)
+            assert batch.input_ids.shape == (20, length - 1) and batch.input_ids.max() < task.vocab_size
+            assert (batch.mask.sum(1) == pairs).all() and not batch.mask[:, : 2 * pairs].any()
+            for ids, targets, mask in zip(batch.input_ids.tolist(), batch.targets.tolist(), batch.mask, strict=True):
+                written = dict(zip(ids[: 2 * pairs : 2], ids[1 : 2 * pairs : 2], strict=True))
+                asked = mask.nonzero().flatten().tolist()
+                assert {ids[place] for place in asked} == set(written)
+                assert all(targets[place] == written[ids[place]] for place in asked)
 
 
 def test_the_largest_task_has_64_pairs_in_512_tokens():
     assert associative_recall()["mqar-64"].bins == ("512",)
+
+
+def test_mixed_sizes_are_trained_equally_often_with_the_symbols_of_the_largest():
+    task, generator = associative_recall()["mqar"], torch.Generator().manual_seed(0)
+    assert task.bins == ("32", "64", "128", "256", "512")
+    lengths = Counter(task.draw(1, generator, None).input_ids.shape[1] + 1 for _ in range(1000))
+    assert sorted(lengths) == [32, 64, 128, 256, 512] and min(lengths.values()) > 150
+    assert task.draw(1000, generator, 0).input_ids.unique().tolist() == list(range(513))
 
 
 def test_keys_and_values_are_paired_at_random():

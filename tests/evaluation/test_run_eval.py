@@ -110,6 +110,7 @@ def test_a_report_is_never_overwritten(folders, text_file, tmp_path, capsys):
         (["--limit", "-1"], "--limit is -1"),
         (["--seed", "-1"], "--seed is -1"),
         (["--learning_rate", "-1"], "--learning_rate is -1.0"),
+        (["--ema_decay", "1"], "--ema_decay is 1.0: it must be at least 0 and below 1"),
         (["--dtype", "float16"], "float16"),
         (["--device", "tpu9"], "--device tpu9 cannot be used"),
         (["--lenghts", "1k"], "There is no flag --lenghts; did you mean --lengths?"),

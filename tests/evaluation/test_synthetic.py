@@ -204,6 +204,30 @@ def test_every_seed_trains_on_samples_of_its_own():
     assert drawn[0] == drawn[2] != drawn[1]
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.75])
+def test_what_is_tested_is_the_mean_of_the_weights(monkeypatch, decay):
+    tested, weights = [], []
+
+    class Recording(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(33))
+
+        def forward(self, input_ids):
+            (weights if self.training else tested).append(self.weight.detach().clone())
+            return self.weight.expand(*input_ids.shape, 33)
+
+    monkeypatch.setattr(synthetic_training, "CHECK_EVERY", 4)
+    task = replace(known_tasks()["mqar-4"], attach=Recording, max_train_steps=5, batch_size=4, ema_decay=decay)
+    train(task, small_model(arguments(), 33, 0), 0, CPU)
+    # weights[n] are those after n steps; the mean starts from those after the first
+    mean = weights[1]
+    for after_a_step in weights[2:5]:
+        mean = decay * mean + (1 - decay) * after_a_step
+    assert len(tested) == 1 and weights[4].abs().min() > 0
+    torch.testing.assert_close(tested[0], mean)
+
+
 def test_the_rate_warms_up_and_falls_to_a_tenth():
     rates = [rate_at(step, 1000) for step in range(1000)]
     assert rates[0] == 1 / 50 and rates[49] == rates[50] == 1
@@ -217,9 +241,10 @@ def test_the_users_settings_replace_the_tasks_own():
     assert (task.max_train_steps, task.batch_size, task.learning_rate) == (
         own.max_train_steps, own.batch_size, own.learning_rate,
     )  # fmt: skip
-    asked = arguments(tasks="mqar-8", max_train_steps=7, batch_size=3, learning_rate=0.5, limit=2)
+    asked = arguments(tasks="mqar-8", max_train_steps=7, batch_size=3, learning_rate=0.5, limit=2, ema_decay=0.9)
     task = asked_tasks(asked)[0]
-    assert (task.max_train_steps, task.batch_size, task.learning_rate, task.samples) == (7, 3, 0.5, 2)
+    settings = task.max_train_steps, task.batch_size, task.learning_rate, task.samples, task.ema_decay
+    assert settings == (7, 3, 0.5, 2, 0.9)
     assert [task.name for task in asked_tasks(arguments())] == list(known_tasks())
     assert asked_tasks(arguments(tasks="aa", lengths="64,128"))[0].bins == ("2-50", "51-64", "65-128")
 
