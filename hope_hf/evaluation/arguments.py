@@ -26,7 +26,9 @@ class SuiteArguments:
     limit: int | None = flag(None, "Use at most N samples of everything; marked in the report.")
     max_train_steps: int | None = flag(None, "synthetic: steps of training (default: the task's own).")
     learning_rate: float | None = flag(None, "synthetic: peak learning rate (default: the task's own).")
-    ema_decay: float = flag(0.0, "synthetic: tests a moving mean of the weights that decays so per step (0: none).")
+    ema_decay: float = flag(
+        0.0, "synthetic: decay per step of a moving mean of the weights, tested beside them (0: none)."
+    )
     num_seeds: int = flag(1, "synthetic: models trained per task, with seeds --seed, --seed + 1, ...")
     prompts: str | None = flag(None, "sample: a text file with one prompt a line (default: the text's beginnings).")
     max_new_tokens: int = flag(64, "sample: tokens of each continuation.")

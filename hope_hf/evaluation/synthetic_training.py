@@ -26,7 +26,7 @@ CHECK_STREAM, TEST_STREAM = 10**9, 2 * 10**9
 class Trained:
     """A model after its training: module from token ids [B, T] to logits [B, T, V], and the steps it took.
 
-    With an `ema_decay` the module has the mean weights.
+    With an `ema_decay` it has the mean weights, unless those of the last step were all right before them.
     """
 
     module: nn.Module
@@ -36,7 +36,9 @@ class Trained:
 def train(task: Task, model: nn.Module, seed: int, device: torch.device) -> Trained:
     """AdamW on fresh samples, warm-up then a cosine to a tenth of the rate.
 
-    Stops early once some samples of every bin, drawn apart from those trained on and tested, are all right. A language
+    Stops early once some samples of every bin, drawn apart from those trained on and tested, are all right, by the
+    weights of the step or with an `ema_decay` by their mean: a count that is found early is lost again, and one that
+    drifts is right by the mean alone. A language
     of few words has no others: what stops the training there are the words that are tested, the longer bin's among
     them, as in Irie et al. 2023. Raises ValueError that names the task where the loss is no number.
     """
@@ -48,7 +50,7 @@ def train(task: Task, model: nn.Module, seed: int, device: torch.device) -> Trai
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, task.max_train_steps))
     mean = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(task.ema_decay)) if task.ema_decay else None
-    tested = mean.module if mean else module
+    candidates = [module, mean.module] if mean else [module]
     generator = torch.Generator().manual_seed(seed)
     checks = fixed_samples(task, seed + CHECK_STREAM, CHECK_SAMPLES)
     bar = tqdm(range(1, task.max_train_steps + 1), task.name, disable=not show_progress(), leave=False)
@@ -68,9 +70,11 @@ def train(task: Task, model: nn.Module, seed: int, device: torch.device) -> Trai
         if mean:
             mean.update_parameters(module)
         bar.set_postfix_str(f"loss {value.item():.3f}", refresh=False)
-        if step % CHECK_EVERY == 0 and all(all_right(task, tested, samples, device) for samples in checks.values()):
-            return Trained(tested, step)
-    return Trained(tested, task.max_train_steps)
+        if step % CHECK_EVERY == 0:
+            for candidate in candidates:
+                if all(all_right(task, candidate, samples, device) for samples in checks.values()):
+                    return Trained(candidate, step)
+    return Trained(candidates[-1], task.max_train_steps)
 
 
 def rate_at(step: int, steps: int) -> float:

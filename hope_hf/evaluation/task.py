@@ -89,8 +89,7 @@ class Task:
     attach: makes from a causal language model the module whose forward takes token ids to logits.
     max_train_steps, batch_size, learning_rate, samples: training steps, rows per step, peak rate, and evaluated
         samples per bin.
-    ema_decay: what is tested is the mean of the weights over the steps, exponentially weighted with this decay per
-        step; with 0 the weights of the last step.
+    ema_decay: decay per step of an exponentially weighted mean of the weights, which is tested beside them; 0: none.
     """
 
     name: str

@@ -204,28 +204,41 @@ def test_every_seed_trains_on_samples_of_its_own():
     assert drawn[0] == drawn[2] != drawn[1]
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.75])
-def test_what_is_tested_is_the_mean_of_the_weights(monkeypatch, decay):
-    tested, weights = [], []
+def test_the_mean_of_the_weights_is_tested_beside_them(monkeypatch):
+    """What is right first ends the training and comes back, the weights or their mean; else the mean."""
+    trained, tested = [], []
 
-    class Recording(nn.Module):
+    class Bias(nn.Module):
         def __init__(self, model):
             super().__init__()
             self.weight = nn.Parameter(torch.zeros(33))
 
         def forward(self, input_ids):
-            (weights if self.training else tested).append(self.weight.detach().clone())
+            if self.training:
+                trained.append(self.weight.detach().clone())
             return self.weight.expand(*input_ids.shape, 33)
 
+    def run(right: int | None) -> synthetic_training.Trained:
+        trained.clear()
+        tested.clear()
+        monkeypatch.setattr(synthetic_training, "all_right", lambda task, module, *_: tested.append(module) or (
+            len(tested) - 1 == right
+        ))  # fmt: skip
+        task = replace(known_tasks()["mqar-4"], attach=Bias, max_train_steps=5, batch_size=4, ema_decay=0.75)
+        return train(task, small_model(arguments(), 33, 0), 0, CPU)
+
     monkeypatch.setattr(synthetic_training, "CHECK_EVERY", 4)
-    task = replace(known_tasks()["mqar-4"], attach=Recording, max_train_steps=5, batch_size=4, ema_decay=decay)
-    train(task, small_model(arguments(), 33, 0), 0, CPU)
-    # weights[n] are those after n steps; the mean starts from those after the first
-    mean = weights[1]
-    for after_a_step in weights[2:5]:
-        mean = decay * mean + (1 - decay) * after_a_step
-    assert len(tested) == 1 and weights[4].abs().min() > 0
-    torch.testing.assert_close(tested[0], mean)
+    done = run(None)
+    assert done.steps == 5 and done.module is tested[1] and len(tested) == 2
+    # trained[n] are the weights after n steps; the mean starts from those after the first
+    weights, mean = trained[4], trained[1]
+    for after_a_step in trained[2:5]:
+        mean = 0.75 * mean + 0.25 * after_a_step
+    for right, expected in enumerate([weights, mean]):
+        done = run(right)
+        assert done.steps == 4 and done.module is tested[right] and len(tested) == right + 1
+        torch.testing.assert_close(done.module.weight.detach(), expected)
+    assert not torch.allclose(weights, mean)
 
 
 def test_the_rate_warms_up_and_falls_to_a_tenth():
