@@ -139,7 +139,8 @@ def load(path: Path, jobs: list[Job]) -> dict[Job, Accuracies]:
             row = json.loads(line)
             job = Job(row["task"], row["model"], row["learning_rate"], row["seed"])
             if row["settings"] == expected.get(job):
-                rows[job] = row["accuracy"]
+                shares = row["accuracy"]
+                rows[job] = None if shares is None else [float(share) for share in shares]
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"--results {path}: line {number} is not a finished training: remove it.") from None
     return rows

@@ -88,8 +88,9 @@ def test_bad_flags_get_a_sentence(flags, sentence, capsys, tmp_path):
     assert sentence in capsys.readouterr().err
 
 
-def test_a_broken_results_file_gets_a_sentence(tmp_path, capsys):
-    file = tmp_path / "mad.jsonl"
-    file.write_text("{}\n")
+@pytest.mark.parametrize("change", [{"seed": None}, {"accuracy": 0.125}])
+def test_a_broken_results_file_gets_a_sentence(results, change, capsys):
+    file, row = results, json.loads(results.read_text())
+    file.write_text(json.dumps({key: value for key, value in (row | change).items() if value is not None}) + "\n")
     assert mad.main(["--report", "--results", str(file)]) == 2
     assert "line 1 is not a finished training: remove it." in capsys.readouterr().err

@@ -37,11 +37,11 @@ class Trained:
 def train(task: Task, model: nn.Module, seed: int, device: torch.device) -> Trained:
     """AdamW on fresh samples, warm-up then a cosine to a tenth of the rate.
 
-    Stops early once some samples of every bin, drawn apart from those trained on and tested, are all right, by the
-    weights of the step or with an `ema_decay` by their mean: a count that is found early is lost again, and one that
-    drifts is right by the mean alone. A language
-    of few words has no others: what stops the training there are the words that are tested, the longer bin's among
-    them, as in Irie et al. 2023. Raises ValueError that names the task where the loss is no number.
+    Stops early once some samples of every bin, drawn apart from those trained on and tested, are all right: by the
+    weights of the step or, with an `ema_decay`, by their mean, since a count that is found early is lost again and one
+    that drifts is right by the mean alone. A language of few words has no others: what stops the training there are
+    the words that are tested, the longer bin's among them, as in Irie et al. 2023. Raises ValueError that names the
+    task where the loss is no number.
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
