@@ -52,7 +52,7 @@ MODELS = {
         | {"linear_num_value_heads": 4, "intermediate_size": 164},
     ),
 }
-# Rows per step and the most steps; a training ends before where 4,096 unseen samples are right.
+# Rows per step and the most steps; a training ends before where 1,024 unseen samples are right.
 TASKS = {
     "mad-compression": (32, 1000),
     "mad-recall": (32, 1000),
