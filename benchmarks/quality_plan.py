@@ -3,8 +3,9 @@
 Every model's best learning rate is found once per size, on the search text at seed 1: of three, and then of half the
 lowest or twice the highest while that end is the best. Where vectors (norms, biases, taps) have rates of their own to
 choose from, that is done at the middle one of those, and then theirs is found in the same way at the best rate of
-matrices. At its best rates a model is trained on the other texts at seed 1. Where a size has more seeds, HOPE, its
-frozen twin and, text by text, the better of the recurrent peers are trained on them, too.
+matrices. At the best rates measured there, rows named by `--learning_rates` included, a model is trained on the
+other texts at seed 1. Where a size has more seeds, HOPE, its frozen twin and, text by text, the better of the recurrent
+peers are trained on them, too.
 """
 
 import itertools
@@ -92,10 +93,12 @@ def search(matrix: Matrix, size: str, model: str, losses: Losses) -> tuple[list[
 
 
 def best_rates(matrix: Matrix, size: str, model: str, losses: Losses) -> Rates | None:
-    """The rates with the lowest loss on the search text; None until the first three of matrices are measured there."""
-    tried, _ = search(matrix, size, model, losses)
-    searched = {rates: losses.get(Job(size, matrix.search_text, model, rates, FIRST_SEED)) for rates in tried}
-    measured = {rates: loss for rates, loss in searched.items() if loss is not None}
+    """The rates with the lowest loss on the search text, of the search and of rows named beside it.
+
+    None until the first three of matrices are measured there.
+    """
+    run = (size, matrix.search_text, model, FIRST_SEED)
+    measured = {job.rates: loss for job, loss in losses.items() if (job.size, job.text, job.model, job.seed) == run}
     first = {*matrix.sizes[size].learning_rates}
     return min(measured, key=measured.get) if {rates.matrices for rates in measured} >= first else None
 

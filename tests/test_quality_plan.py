@@ -120,6 +120,20 @@ def test_vectors_rates_are_searched_at_the_best_rate_of_matrices(best, others):
     assert ready == [Job("small", "moby_dick", LLAMA, Rates(RATES[0], best), 1)]
 
 
+def test_a_row_beside_the_search_counts_where_it_is_the_best():
+    plan = with_vectors(1e-2, 2e-2, 4e-2)
+    middle, beside = Rates(RATES[1], 2e-2), Rates(RATES[0], 4e-2)
+
+    def other_text(rates):
+        return [Job("small", "moby_dick", LLAMA, rates, 1)]
+
+    losses = {}
+    while (ready := ready_jobs(plan, losses)) != other_text(middle):
+        losses = finish(losses, ready, lambda job: float(job.rates != middle))
+    assert ready_jobs(plan, losses | {Job("small", "builtin", LLAMA, beside, 2): -1.0}) == other_text(middle)
+    assert ready_jobs(plan, losses | {Job("small", "builtin", LLAMA, beside, 1): -1.0}) == other_text(beside)
+
+
 def test_one_rate_of_vectors_is_no_search():
     plan = with_vectors(2e-2)
     first = ready_jobs(plan, {})
