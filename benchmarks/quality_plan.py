@@ -4,8 +4,8 @@ Every model's best learning rate is found once per size, on the search text at s
 lowest or twice the highest while that end is the best. Where vectors (norms, biases, taps) have rates of their own to
 choose from, that is done at the middle one of those, and then theirs is found in the same way at the best rate of
 matrices. At the best rates measured there, rows named by `--learning_rates` included, a model is trained on the
-other texts at seed 1. Where a size has more seeds, HOPE, its frozen twin and, text by text, the better of the recurrent
-peers are trained on them, too.
+other texts at seed 1. Where a size has more seeds, HOPE, its frozen twin and, text by text, the better of the
+recurrent peers are trained on them, too.
 """
 
 import itertools
