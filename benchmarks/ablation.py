@@ -37,15 +37,16 @@ def table(matrix: Matrix, rows: dict[Job, dict]) -> str:
     size = matrix.sizes[SIZE]
     (rate,) = size.learning_rates
 
-    def by_seed(model: str, key: str) -> dict[int, float]:
+    def by_seed(model: str, key: str) -> dict[int, float | None]:
         jobs = {seed: Job(SIZE, BUILTIN, model, Rates(rate), seed) for seed in size.more_seeds}
-        return {seed: rows[job][key] for seed, job in jobs.items() if job in rows and rows[job][key] is not None}
+        return {seed: rows[job][key] for seed, job in jobs.items() if job in rows}
 
     own, seconds = by_seed(HOPE, "eval_loss"), by_seed(HOPE, "seconds")
     lines = ["| model | parameters | loss | minus HOPE | seeds | time / HOPE |", "|---|---|---|---|---|---|"]
     for model in matrix.models:
         losses, times = by_seed(model, "eval_loss"), by_seed(model, "seconds")
-        differences = [loss - own[seed] for seed, loss in losses.items() if seed in own]
+        pairs = [(loss, own[seed]) for seed, loss in losses.items() if seed in own]
+        differences = [None if None in pair else pair[0] - pair[1] for pair in pairs]
         ratios = [time / seconds[seed] for seed, time in times.items() if seed in seconds]
         cells = [
             model,
@@ -59,9 +60,11 @@ def table(matrix: Matrix, rows: dict[Job, dict]) -> str:
     return "\n".join(lines)
 
 
-def _mean(values: list[float], form: str) -> str:
+def _mean(values: list[float | None], form: str) -> str:
     if not values:
         return MISSING
+    if None in values:
+        return "diverged"
     spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
     return form.format(statistics.mean(values)) + spread
 

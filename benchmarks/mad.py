@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import benchmarks.peers  # noqa: F401  registers its models
 from benchmarks.quality import finish
-from benchmarks.quality_results import append
+from benchmarks.quality_results import append, read_lines
 from hope_hf.cli.process import set_up_cpu
 from hope_hf.cli.provenance import provenance
 from hope_hf.evaluation.arguments import Arguments
@@ -133,7 +133,7 @@ def load(path: Path, jobs: list[Job]) -> dict[Job, Accuracies]:
     """The accuracies of those of these trainings that are done; ValueError for a line that is none."""
     rows = {}
     expected = {job: job.settings for job in jobs}
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = read_lines(path)
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
@@ -218,14 +218,19 @@ def _main(options: argparse.Namespace) -> int:
     # Not forked: torch has threads by now.
     processes = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.parallel, processes, set_up_cpu, (1,)) as pool:
-        for rate in [] if options.report else options.learning_rates:
-            left = unsolved([job for job in jobs if job.learning_rate == rate], load(options.results, jobs))
-            for done in as_completed([pool.submit(measure, job) for job in left]):
-                row = done.result()
-                append(options.results, row)
-                accuracy = "diverged" if row["accuracy"] is None else by_length([row["accuracy"]])
-                name = f"{row['task']} {row['model']}, learning rate {row['learning_rate']:g}, seed {row['seed']}"
-                print(f"{name}: {accuracy} after {row['steps']} steps, {row['seconds'] / 60:.1f} min", flush=True)
+        try:
+            for rate in [] if options.report else options.learning_rates:
+                left = unsolved([job for job in jobs if job.learning_rate == rate], load(options.results, jobs))
+                for done in as_completed([pool.submit(measure, job) for job in left]):
+                    row = done.result()
+                    append(options.results, row)
+                    accuracy = "diverged" if row["accuracy"] is None else by_length([row["accuracy"]])
+                    name = f"{row['task']} {row['model']}, learning rate {row['learning_rate']:g}, seed {row['seed']}"
+                    print(f"{name}: {accuracy} after {row['steps']} steps, {row['seconds'] / 60:.1f} min", flush=True)
+        except BaseException:
+            # or the pool trains all that waits before it lets go
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     print(table(load(options.results, jobs)))
     return 0
 

@@ -116,7 +116,7 @@ def finish(run: Callable[[argparse.Namespace], int], options: argparse.Namespace
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("Stopped: the same command goes on from the last checkpoints.", file=sys.stderr)
+        print("Stopped: the same command goes on with what is left.", file=sys.stderr)
         return 130
 
 

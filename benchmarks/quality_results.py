@@ -56,10 +56,17 @@ def settings(model: Model, size: Size, vectors: float | None = None) -> str:
     return hashlib.sha256(words.encode()).hexdigest()[:12]
 
 
+def read_lines(path: Path) -> list[str]:
+    """The lines of a results file, none where it does not exist; ValueError for a folder."""
+    if path.is_dir():
+        raise ValueError(f"--results {path} is a folder: name a file.")
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
 def load(path: Path) -> list[dict]:
     """The rows of a results file, none where it does not exist; ValueError for a line that is no row."""
     rows = []
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = read_lines(path)
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)

@@ -63,6 +63,8 @@ def test_differences_are_those_of_a_seed():
     assert "| 3.1000 | +0.1000 | 1 | 0.25 |" in lines[3]
     assert "| 3.9000 ± 0.5657 | +0.4000 ± 0.1414 | 2 | 0.55 ± 0.0707 |" in lines[4]
     assert "missing | missing | 0 | missing" in lines[5]
+    diverged = rows | {job("momentum", 1): row(None, 50.0)}
+    assert "| diverged | diverged | 1 | 0.50 |" in table(matrix(HOPE, "momentum"), diverged).splitlines()[3]
 
 
 @pytest.mark.parametrize("flags", [["--parallel", "0"], ["--learning_rate", "2"]])

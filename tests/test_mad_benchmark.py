@@ -1,6 +1,8 @@
 """benchmarks/mad.py: its models are of one size, and what is done is not done again."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import pytest
 
@@ -86,6 +88,36 @@ def test_a_training_gives_a_row(tmp_path, monkeypatch):
 def test_bad_flags_get_a_sentence(flags, sentence, capsys, tmp_path):
     assert mad.main([*flags, "--results", str(tmp_path / "none.jsonl")]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_what_waits_is_given_up_where_a_training_fails(tmp_path, monkeypatch, capsys):
+    begun, let_go = [], Event()
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, workers, *process_options):
+            super().__init__(workers)
+
+        def shutdown(self, wait=True, *, cancel_futures=False):
+            super().shutdown(wait=False, cancel_futures=cancel_futures)
+            let_go.set()
+            super().shutdown(wait)
+
+    def fail(job):
+        if begun:
+            let_go.wait()
+        begun.append(job)
+        raise ValueError("the scores are no numbers")
+
+    monkeypatch.setattr(mad, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(mad, "measure", fail)
+    assert mad.main(["--parallel", "1", "--results", str(tmp_path / "new.jsonl")]) == 2
+    assert capsys.readouterr().err == "error: the scores are no numbers\n"
+    assert len(begun) <= 2
+
+
+def test_a_folder_is_no_results_file(tmp_path, capsys):
+    assert mad.main(["--report", "--results", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: --results {tmp_path} is a folder: name a file.\n"
 
 
 @pytest.mark.parametrize("change", [{"seed": None}, {"accuracy": 0.125}])

@@ -6,7 +6,9 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_PACKAGES = ("hope_hf", "torch", "transformers", "accelerate", "datasets", "tokenizers", "lm_eval")
+_PACKAGES = (
+    "hope_hf", "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "evaluate", "lm_eval"
+)  # fmt: skip
 
 
 def provenance() -> dict:

@@ -1,5 +1,6 @@
 """From a command line to checked `Arguments`."""
 
+import warnings
 from dataclasses import fields
 
 from hope_hf.cli.parser import Parser, named_flags, nearest, require_at_least_one, split_recipe
@@ -10,6 +11,9 @@ AT_LEAST_ONE = (
     "samples_per_length limit max_train_steps num_seeds max_new_tokens batch_size cpu_threads max_train_samples "
     "max_eval_samples preprocessing_num_workers"
 ).split()
+
+# A recipe of run_clm.py may hold them.
+TRAINING_ONLY = ("max_train_samples", "preprocessing_num_workers")
 
 
 def parse(argv: list[str], suites) -> Arguments:
@@ -64,6 +68,9 @@ def _check(args: Arguments, suites):
         if name not in suites:
             raise ValueError(f"--suite {name} is none of {', '.join(suites)}{nearest(name, suites)}")
     require_at_least_one(args, AT_LEAST_ONE)
+    for name in TRAINING_ONLY:
+        if getattr(args, name) is not None:
+            warnings.warn(f"--{name} is ignored: it says how run_clm.py reads its training text.", stacklevel=2)
     if args.seed < 0:
         raise ValueError(f"--seed is {args.seed}: it must be 0 or more.")
     if args.num_fewshot is not None and args.num_fewshot < 0:

@@ -1,5 +1,6 @@
 """A number hidden in filler: is it still known at the end of the text?"""
 
+import math
 import random
 from functools import partial
 from pathlib import Path
@@ -93,11 +94,12 @@ def _measure(args: Arguments, subject: Subject, samples: list) -> Row:
 
 def _generate(subject: Subject, prompts: torch.Tensor, keys: list[str]) -> list[float]:
     prompts = prompts.to(subject.model.device)
+    # a digit is at least one token, and a space may be one; the answer's own tokens always fit
+    new_tokens = min(DIGITS + 1, (subject.longest_input or math.inf) - prompts.shape[1])
     tokens = subject.model.generate(
         prompts,
         attention_mask=torch.ones_like(prompts),
-        # a digit is at least one token, and a space may be one
-        max_new_tokens=DIGITS + 1,
+        max_new_tokens=new_tokens,
         do_sample=False,
         pad_token_id=subject.padding,
     )

@@ -62,7 +62,7 @@ def whole_text(args: Arguments, subject: Subject, texts: list[str], documents: l
     # Alike in length side by side: less padding.
     order = sorted(range(len(documents)), key=lambda index: len(documents[index]))
     groups = [order[start : start + args.rows] for start in range(0, len(order), args.rows)]
-    accuracy, found = next_token_accuracy(), []
+    accuracy, found, hits = next_token_accuracy(), [], []
     for group in tqdm(groups, "perplexity: documents", disable=not show_progress(), leave=False):
         rows = [documents[index] for index in group]
         if longest is None or len(rows[-1]) <= longest:
@@ -73,25 +73,31 @@ def whole_text(args: Arguments, subject: Subject, texts: list[str], documents: l
             found += [window_scores(subject.model, row, longest, longest // 2, args.rows) for row in rows]
         for scores, row in zip(found[-len(rows) :], rows, strict=True):
             accuracy.add_batch(predictions=scores.guesses.tolist(), references=row[1:].tolist())
+            hits.append(scores.guesses == row[1:])
     losses = torch.cat([scores.losses for scores in found])
     _require_finite(losses, "the text")
     loss, stderr = _blocks(losses)
-    num_bytes = sum(len(text.encode("utf-8")) for text in texts)
+    bits_per_loss = len(losses) / math.log(2) / sum(len(text.encode("utf-8")) for text in texts)
+    perplexity = math.exp(min(loss, 700.0))
     return {
         "documents": len(documents),
         "n": len(losses),
         "loss": loss,
         "loss_stderr": stderr,
-        "perplexity": math.exp(min(loss, 700.0)),
-        "bits_per_byte": float(losses.double().sum()) / math.log(2) / num_bytes,
+        "perplexity": perplexity,
+        "perplexity_stderr": stderr and perplexity * stderr,
+        "bits_per_byte": loss * bits_per_loss,
+        "bits_per_byte_stderr": stderr and bits_per_loss * stderr,
         **accuracy.compute(),
+        "accuracy_stderr": _blocks(torch.cat(hits))[1],
     }
 
 
 def by_position(args: Arguments, subject: Subject, documents: list[Tensor]) -> list[Row]:
     """A row for every bucket of positions that ends at one of the lengths; bits per byte are the first mode's."""
     edges = _edges(args, subject, documents)
-    streams = _streams(documents, edges[-1], subject.start, args.samples_per_length)
+    count = min(args.samples_per_length, args.limit or args.samples_per_length)
+    streams = _streams(documents, edges[-1], subject.start, count)
     sizes, modes = [], {}
     bound = subject.longest_input or math.inf
     if edges[-1] <= bound:
@@ -101,7 +107,8 @@ def by_position(args: Arguments, subject: Subject, documents: list[Tensor]) -> l
             modes["frozen"] = _carried(args, subject, streams, edges)
     window = min(bound, LONGEST_WINDOW, edges[-2] if len(edges) > 1 else max(2, edges[0] // 2))
     modes["window"] = _windows(args, subject, streams, window, window // 2)
-    modes[f"reset_{RESET_EVERY}"] = _windows(args, subject, streams, RESET_EVERY + 1, RESET_EVERY)
+    if RESET_EVERY < bound:
+        modes[f"reset_{RESET_EVERY}"] = _windows(args, subject, streams, RESET_EVERY + 1, RESET_EVERY)
     for name, losses in modes.items():
         _require_finite(losses, f"texts of {edges[-1]:,} tokens ({name})")
     table = torch.tensor(bytes_per_id(subject.tokenizer))
@@ -115,7 +122,9 @@ def by_position(args: Arguments, subject: Subject, documents: list[Tensor]) -> l
             # The same tokens: the error is that of the difference.
             gain = (modes[name] - modes["loss"])[:, start:end]
             row[f"{name}_minus_loss"], row[f"{name}_minus_loss_stderr"] = _blocks(gain)
-        row["bits_per_byte"] = row[next(iter(modes))] * row["n"] / math.log(2) / max(1, num_bytes)
+        first, bits_per_loss = next(iter(modes)), row["n"] / math.log(2) / max(1, num_bytes)
+        row["bits_per_byte"] = row[first] * bits_per_loss
+        row["bits_per_byte_stderr"] = row[f"{first}_stderr"] and row[f"{first}_stderr"] * bits_per_loss
         if sizes:
             row |= sizes[index]
         rows.append(row)

@@ -1,8 +1,11 @@
 """From the suites' results to the terminal, results.json, results.md and pictures; written when all have ended."""
 
 import json
-from dataclasses import asdict
+import os
+import warnings
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 
 from hope_hf.cli.provenance import provenance
@@ -22,6 +25,9 @@ def check_folder(output_dir: str | None):
         raise ValueError(f"--output_dir {folder} is a file: name a folder.")
     if (folder / RESULTS_FILE).exists():
         raise ValueError(f"--output_dir {folder} holds {RESULTS_FILE} already: name another folder.")
+    nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise ValueError(f"--output_dir {folder} cannot be written: {nearest} is a file or read-only.")
 
 
 def as_markdown(name: str, result: SuiteResult) -> str:
@@ -39,6 +45,9 @@ def write_report(
 ) -> Path:
     """Write the folder's files, results.json last; gives its path. Raises ValueError where the folder refuses."""
     folder = Path(args.output_dir)
+    if find_spec("matplotlib") is None:
+        warnings.warn("No pictures: matplotlib is not installed (pip install 'hope_hf[plot]').", stacklevel=2)
+        results = {name: replace(result, pictures={}) for name, result in results.items()}
     record = {
         "schema_version": SCHEMA_VERSION,
         "config": asdict(args),
@@ -94,5 +103,6 @@ def _describe(subject: Subject | None) -> dict | None:
         "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
-        "config": model.config.to_dict(),
+        # an infinite number, such as Mamba-2's longest time step, is no JSON: its name is
+        "config": json.loads(json.dumps(model.config.to_dict()), parse_constant=str),
     }

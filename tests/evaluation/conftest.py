@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
 
 from hope_hf import HopeConfig, HopeForCausalLM
 from hope_hf.data import train_tokenizer
@@ -35,19 +35,25 @@ def text_file(texts, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def folders(tokenizer, tmp_path_factory) -> dict[str, str]:
-    """Folders of an untrained HOPE whose memories write strongly, and of a Llama with 512 positions."""
+    """Folders of an untrained HOPE whose memories write strongly, and of others.
+
+    A Llama with 512 positions, a GPT-2 that has learned 160 and no more, a Mamba-2, whose config holds an infinity.
+    """
     torch.manual_seed(0)
     sizes = dict(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2)
     chunks = dict(memory_chunk_size=8, projection_chunk_size=16, level_intermediate_sizes=[32], level_periods=[1])
     hope = HopeForCausalLM(HopeConfig(head_dim=16, **chunks, **sizes))
     llama = LlamaConfig(num_attention_heads=2, intermediate_size=48, max_position_embeddings=512, **sizes)
+    gpt2 = GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=1, n_head=2, n_positions=160)
+    mamba2 = Mamba2Config(num_heads=4, head_dim=16, n_groups=1, state_size=8, chunk_size=16, **sizes)
+    others = {"llama": LlamaForCausalLM(llama), "gpt2": GPT2LMHeadModel(gpt2), "mamba2": Mamba2ForCausalLM(mamba2)}
     with torch.no_grad():
         for block in hope.model.layers:
             block.mixer.content_memory.outer.mul_(20)
             # untrained, every logit is next to nothing: let what the memory holds be seen in them
             block.mixer.o_proj.weight.mul_(20)
     result = {}
-    for name, model in {"hope": hope, "llama": LlamaForCausalLM(llama)}.items():
+    for name, model in {"hope": hope, **others}.items():
         result[name] = str(tmp_path_factory.mktemp(name))
         model.save_pretrained(result[name])
         tokenizer.save_pretrained(result[name])

@@ -62,6 +62,19 @@ def test_an_untrained_model_knows_nothing(subject, arguments, tmp_path):
             assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_text_as_long_as_the_models_positions(subject, arguments):
+    (row,) = passkey(arguments(lengths="160", depths="0.5", samples_per_length=1), subject("gpt2")).tables["Passkey"]
+    assert row["n"] == 1 and row["generated"] == 0.0
+
+
+def test_losses_that_are_no_numbers(subject, arguments):
+    broken = subject("llama")
+    with torch.no_grad():
+        broken.model.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="passkey: the model's losses are not finite"):
+        passkey(arguments(lengths="160", depths="0.5", samples_per_length=1), broken)
+
+
 def test_generated_answers_are_compared_as_text(subject, monkeypatch):
     loaded = subject()
     prompts = torch.ones(2, 4, dtype=torch.long)

@@ -83,6 +83,18 @@ def test_attention_reads_its_positions_and_then_slides(subject, arguments):
     assert "loss" not in rows[0] and rows[1]["bits_per_byte"] > 0
 
 
+def test_a_model_of_few_positions_has_no_reset_control(subject, arguments):
+    whole, rows = rows_of(perplexity(arguments(lengths="64,128", samples_per_length=1), subject("gpt2")))
+    assert whole["loss"] > 0 and {"loss", "window"} <= rows[0].keys() and "reset_256" not in rows[0]
+
+
+def test_the_limit_holds_for_texts_by_position(subject, arguments):
+    loaded = subject("llama")
+    for limit, texts in ((None, 2), (1, 1)):
+        _, (row,) = rows_of(perplexity(arguments(lengths="64", samples_per_length=2, limit=limit), loaded))
+        assert row["n"] == 64 * texts
+
+
 def test_the_curve_is_drawn(subject, arguments, tmp_path):
     for kind in ("hope", "llama"):
         result = perplexity(arguments(lengths="100,300"), subject(kind))

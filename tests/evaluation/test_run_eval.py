@@ -1,6 +1,7 @@
 """The program as a user meets it: files, tables, exit statuses, one sentence a mistake."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -46,9 +47,44 @@ def test_a_whole_report(folders, text_file, tmp_path, capsys):
     ]  # fmt: skip
 
 
-def test_another_causal_model(folders, text_file, capsys):
-    status = evaluate(folders["llama"], text_file, "--suite", "perplexity,sample", "--max_new_tokens", "2")
-    assert status == 0 and "### Loss by position" in capsys.readouterr().out
+@pytest.mark.parametrize("kind", ["llama", "mamba2"])
+def test_another_causal_model(folders, text_file, tmp_path, kind, capsys):
+    options = ["--suite", "perplexity,sample", "--max_new_tokens", "2", "--lengths", "128", "--output_dir", tmp_path]
+    assert evaluate(folders[kind], text_file, *options) == 0
+    shown = capsys.readouterr().out
+    assert "### Loss by position" in shown
+    record = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
+    assert record["model"]["config"]["model_type"] == kind and record["versions"]["evaluate"]
+    (row,) = next(iter(record["results"]["perplexity"]["tables"].values()))
+    assert all(row[f"{name}_stderr"] > 0 for name in ("loss", "perplexity", "bits_per_byte", "accuracy"))
+
+
+def test_a_model_of_no_numbers_fails_its_suites_and_keeps_the_others(folders, text_file, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folders["llama"])
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(folders["llama"]).save_pretrained(tmp_path)
+    assert evaluate(str(tmp_path), text_file, "--suite", "perplexity,passkey,sample", "--lengths", "160") == 1
+    errors = capsys.readouterr().err
+    assert [line.split(":")[1].strip() for line in errors.splitlines()] == ["perplexity", "passkey", "sample"]
+
+
+def test_without_matplotlib_the_tables_are_written(folders, text_file, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    output = tmp_path / "report"
+    with pytest.warns(UserWarning, match="matplotlib is not installed"):
+        options = ["--suite", "perplexity", "--lengths", "128", "--output_dir", output]
+        assert evaluate(folders["llama"], text_file, *options) == 0
+    assert sorted(path.name for path in output.iterdir()) == ["results.json", "results.md"]
+    assert ".png" not in (output / "results.md").read_text()
+
+
+def test_flags_of_the_training_text_are_ignored_with_a_word(folders, text_file):
+    with pytest.warns(UserWarning, match="--max_train_samples is ignored"):
+        assert evaluate(folders["llama"], text_file, "--suite", "sample", "--max_train_samples", 3) == 0
 
 
 def test_the_synthetic_suite_needs_no_model(tmp_path, capsys):
@@ -96,6 +132,9 @@ def test_a_report_is_never_overwritten(folders, text_file, tmp_path, capsys):
     assert (tmp_path / "results.json").read_text() == "{}"
     assert evaluate(folders["hope"], text_file, "--suite", "sample", "--output_dir", tmp_path / "results.json") == 2
     assert "is a file: name a folder" in capsys.readouterr().err
+    below = tmp_path / "results.json" / "report"
+    assert evaluate(folders["hope"], text_file, "--suite", "sample", "--output_dir", below) == 2
+    assert f"cannot be written: {tmp_path / 'results.json'} is a file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
