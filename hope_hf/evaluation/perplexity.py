@@ -174,10 +174,10 @@ def _streams(documents: list[Tensor], length: int, start: int, count: int) -> Te
 def _carried(
     args: Arguments, subject: Subject, streams: Tensor, edges: list[int], sizes: list[Row] | None = None
 ) -> Tensor:
-    """Losses [n, T] in one pass; `sizes` receives what the memories hold at each edge, of the last batch."""
+    """Losses [n, T] in one pass; `sizes` receives the most that the memories of any text hold at each edge."""
     pieces = len({*range(PIECE, edges[-1], PIECE), *edges})
     total = math.ceil(len(streams) / args.rows) * pieces
-    losses = []
+    losses, held = [], []
     with tqdm(total=total, desc="perplexity: by position", disable=not show_progress(), leave=False) as bar:
         for start in range(0, len(streams), args.rows):
             batch, found = streams[start : start + args.rows], {}
@@ -188,8 +188,9 @@ def _carried(
                     found[end] = _size(cache)
 
             losses.append(carried_scores(subject.model, batch, None, after_piece, edges).losses)
+            held.append(found.values())
     if sizes is not None:
-        sizes += found.values()
+        sizes += [max(batches, key=lambda row: row["state_largest"]) for batches in zip(*held, strict=True)]
     return torch.cat(losses)
 
 

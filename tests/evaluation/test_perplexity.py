@@ -59,6 +59,15 @@ def test_by_position_and_its_controls(subject, arguments, texts):
     assert abs(rows[2]["reset_256_minus_loss"]) > 1e-4
 
 
+def test_the_largest_state_is_that_of_all_texts(subject, arguments):
+    loaded, found = subject(), []
+    for rows_at_a_time in (1, 3):
+        options = dict(lengths="100,300", samples_per_length=3, batch_size=rows_at_a_time)
+        _, rows = rows_of(perplexity(arguments(**options), loaded))
+        found.append([row["state_largest"] for row in rows])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
 def test_standard_errors_are_those_of_blocks(subject, arguments):
     loaded = subject()
     _, (row,) = rows_of(perplexity(arguments(lengths="512", samples_per_length=1), loaded))

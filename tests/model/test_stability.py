@@ -90,6 +90,14 @@ def test_more_initialisations_stay_bounded(gates, seed):
     assert largest < 1e3
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["default", "largest-rate", "momentum", "strong-momentum", "depth-1-largest-rate"])
+def test_a_hundred_thousand_tokens_stay_bounded(name):
+    output, largest = read_with_gates(streams(100_000, seed=5), *GATES[name])
+    assert output.isfinite().all()
+    assert largest < 1e3
+
+
 @pytest.mark.parametrize("name", ["never-forget", "strong-momentum"])
 def test_without_the_clip_the_same_gates_diverge(name):
     """The control: the bound above is the clip's doing. How far a seed goes depends on the machine's rounding."""
