@@ -63,8 +63,11 @@ def test_an_untrained_model_knows_nothing(subject, arguments, tmp_path):
 
 
 def test_a_text_as_long_as_the_models_positions(subject, arguments):
-    (row,) = passkey(arguments(lengths="160", depths="0.5", samples_per_length=1), subject("gpt2")).tables["Passkey"]
+    loaded = subject("gpt2")
+    (row,) = passkey(arguments(lengths="160", depths="0.5", samples_per_length=1), loaded).tables["Passkey"]
     assert row["n"] == 1 and row["generated"] == 0.0
+    # a tokenizer with longer tokens leaves fewer of the positions to the answer
+    assert suite._generate(loaded, torch.full((1, 157), loaded.start), ["12345"]) == [0.0]
 
 
 def test_losses_that_are_no_numbers(subject, arguments):

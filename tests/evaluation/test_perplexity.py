@@ -99,8 +99,8 @@ def test_a_model_of_few_positions_has_no_reset_control(subject, arguments):
 
 def test_the_limit_holds_for_texts_by_position(subject, arguments):
     loaded = subject("llama")
-    for limit, texts in ((None, 2), (1, 1)):
-        _, (row,) = rows_of(perplexity(arguments(lengths="64", samples_per_length=2, limit=limit), loaded))
+    for limit, texts in ((None, 4), (2, 2)):
+        _, (row,) = rows_of(perplexity(arguments(lengths="64", samples_per_length=4, limit=limit), loaded))
         assert row["n"] == 64 * texts
 
 
