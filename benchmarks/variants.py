@@ -16,7 +16,7 @@ VARIANTS = {
     "gates_from_memories": {"gate_mode": "memory"},
     "small_learning_rate": {"memory_learning_rate_bias_min": -3.0, "memory_learning_rate_bias_max": -3.0},
     "spread_learning_rates": {"memory_learning_rate_bias_min": -3.0, "memory_learning_rate_bias_max": 3.0},
-    "largest_learning_rate_2": {"memory_learning_rate_max": 2.0},
+    "largest_learning_rate_1_99": {"memory_learning_rate_max": 1.99},
     "heads_of_the_streams_width": {"num_attention_heads": 2},
     "longer_horizons": {"retention_bias_min": 3.0},
     "depth_2": {"memory_depth": 2},

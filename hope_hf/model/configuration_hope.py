@@ -45,6 +45,8 @@ PRESETS = {
 
 # How the names of fields begin that transformers has not.
 _OWN_PREFIXES = ("adaptive_", "gate_mode", "inner_layer", "level_", "memory_", "projection_memory", "retention_bias")
+# Of what is stored under a key a write of rate eta leaves 1 - eta: at 2 clipped errors add up over the whole text.
+_LARGEST_RATE = 1.99
 
 
 @strict
@@ -109,11 +111,12 @@ class HopeConfig(PreTrainedConfig):
             Step of the memories that make keys, values and gates relative to the content memory's.
         memory_learning_rate_max (`float`, *optional*, defaults to 1.0):
             Largest step eta of equation (88), reached by the sigmoid of the learning-rate gate. 0 freezes every memory
-            at its learned initial state. Values up to 2 allow exact sign flips and need `memory_error_clip`.
+            at its learned initial state. Values above 1 need `memory_error_clip`. At 1.99, the largest allowed, what
+            is stored under a key changes its sign and keeps 0.99 of its size; at 2 the state would grow with the text.
         memory_learning_rate_bias_min (`float`, *optional*, defaults to 0.0):
             Bias of the learning-rate gate before the sigmoid at initialisation, of the head that writes least.
         memory_learning_rate_bias_max (`float`, *optional*, defaults to 0.0):
-            The same of the head that writes most; the heads between are spread evenly. With a largest rate of 2,
+            The same of the head that writes most; the heads between are spread evenly. With a largest rate of 1.99,
             biases from 0 to 8 begin with everything between replacing what is stored under a key and flipping its
             sign, which the formal languages need (`benchmarks/formal_languages.yaml`).
         retention_bias_min (`float`, *optional*, defaults to 1.0):
@@ -335,10 +338,11 @@ class HopeConfig(PreTrainedConfig):
             raise ValueError(f"`memory_error_clip` must be positive or None, got {self.memory_error_clip}")
         if self.memory_gradient_factor not in (1, 2):
             raise ValueError(f"`memory_gradient_factor` must be 1 or 2, got {self.memory_gradient_factor}")
-        if not 0 <= self.memory_learning_rate_max <= 2:
-            # a step beyond 2 turns the erased part of a weight over and makes it larger, token after token
+        if not 0 <= self.memory_learning_rate_max <= _LARGEST_RATE:
             raise ValueError(
-                f"`memory_learning_rate_max` must be between 0 and 2, got {self.memory_learning_rate_max}"
+                f"`memory_learning_rate_max` must be between 0 and {_LARGEST_RATE}, got "
+                f"{self.memory_learning_rate_max}: at 2 what is stored turns over without shrinking, and grows with "
+                "the text"
             )
         if self.memory_learning_rate_max > 1 and self.memory_error_clip is None:
             raise ValueError(

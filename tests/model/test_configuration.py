@@ -78,7 +78,7 @@ REFUSED = {
     "recompute_chunks": [-1],
     "inner_layer_rate": [-0.1],
     "projection_memory_rate": [-0.1],
-    "memory_learning_rate_max": [-0.1, 2.5, float("nan")],
+    "memory_learning_rate_max": [-0.1, 2, float("nan")],
     "memory_error_clip": [0, -1.0],
     "memory_gradient_factor": [3],
     "memory_read_mode": ["before"],
@@ -109,7 +109,7 @@ def test_a_bad_value_is_refused_in_a_sentence_with_the_name_of_its_field(field, 
 def test_large_steps_need_a_clip():
     with pytest.raises(StrictDataclassError, match="memory_learning_rate_max.*memory_error_clip"):
         HopeConfig(**SMALL, memory_learning_rate_max=1.5, memory_error_clip=None)
-    assert HopeConfig(**SMALL, memory_learning_rate_max=2).memory_learning_rate_max == 2
+    assert HopeConfig(**SMALL, memory_learning_rate_max=1.99).memory_learning_rate_max == 1.99
 
 
 def test_one_projection_must_be_a_memory():

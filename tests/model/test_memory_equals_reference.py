@@ -38,7 +38,7 @@ VARIANTS = {
     "factor-2": dict(memory_gradient_factor=2.0),
     "frozen": dict(memory_learning_rate_max=0.0),
     "frozen-decaying": dict(memory_learning_rate_max=0.0, memory_decay_to="zero"),
-    "largest-rate-2": dict(memory_learning_rate_max=2.0),
+    "largest-rate": dict(memory_learning_rate_max=1.99),
     "full-rates": dict(inner_layer_rate=1.0, projection_memory_rate=1.0),
     "momentum": dict(memory_momentum=True),
     "momentum-exclusive-zero": dict(memory_momentum=True, memory_read_mode="exclusive", memory_decay_to="zero"),
