@@ -95,12 +95,12 @@ def search(matrix: Matrix, size: str, model: str, losses: Losses) -> tuple[list[
 def best_rates(matrix: Matrix, size: str, model: str, losses: Losses) -> Rates | None:
     """The rates with the lowest loss on the search text, of the search and of rows named beside it.
 
-    None until the first three of matrices are measured there.
+    None until as many rates of matrices are measured there as the search begins with.
     """
     run = (size, matrix.search_text, model, FIRST_SEED)
     measured = {job.rates: loss for job, loss in losses.items() if (job.size, job.text, job.model, job.seed) == run}
-    first = {*matrix.sizes[size].learning_rates}
-    return min(measured, key=measured.get) if {rates.matrices for rates in measured} >= first else None
+    enough = len({rates.matrices for rates in measured}) >= len(matrix.sizes[size].learning_rates)
+    return min(measured, key=measured.get) if enough else None
 
 
 def job_at_best_rates(matrix: Matrix, size: str, text: str, model: str, seed: int, losses: Losses) -> Job | None:
