@@ -133,8 +133,7 @@ def load(path: Path, jobs: list[Job]) -> dict[Job, Accuracies]:
     """The accuracies of those of these trainings that are done; ValueError for a line that is none."""
     rows = {}
     expected = {job: job.settings for job in jobs}
-    lines = read_lines(path)
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_lines(path), 1):
         try:
             row = json.loads(line)
             job = Job(row["task"], row["model"], row["learning_rate"], row["seed"])

@@ -66,8 +66,7 @@ def read_lines(path: Path) -> list[str]:
 def load(path: Path) -> list[dict]:
     """The rows of a results file, none where it does not exist; ValueError for a line that is no row."""
     rows = []
-    lines = read_lines(path)
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_lines(path), 1):
         try:
             row = json.loads(line)
             job_of(row), row["settings"], row["data"], row["eval_loss"]

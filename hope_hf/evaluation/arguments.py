@@ -59,6 +59,11 @@ class Arguments(ModelArguments, TextArguments, SuiteArguments, RunArguments):
         """Rows per forward pass of a loaded model."""
         return self.batch_size or 8
 
+    @property
+    def texts_per_length(self) -> int:
+        """`--samples_per_length`, and no more than `--limit`."""
+        return min(self.samples_per_length, self.limit or self.samples_per_length)
+
 
 GROUPS = (ModelArguments, TextArguments, SuiteArguments, RunArguments)
 FLAGS = tuple(f.name for group in GROUPS for f in fields(group))

@@ -36,12 +36,13 @@ def passkey(args: Arguments, subject: Subject) -> SuiteResult:
             f"--lengths asks for {lengths[-1]:,} tokens, and the model has {bound:,} positions "
             "(max_position_embeddings): lower it."
         )
-    per_cell = min(args.samples_per_length, args.limit or args.samples_per_length)
     rows = []
     with tqdm(total=len(lengths) * len(depths), desc="passkey", disable=not show_progress(), leave=False) as bar:
         for length in lengths:
             for depth in depths:
-                samples = [make_sample(subject, length, depth, args.seed + index) for index in range(per_cell)]
+                samples = [
+                    make_sample(subject, length, depth, args.seed + index) for index in range(args.texts_per_length)
+                ]
                 rows.append({"length": length, "depth": depth, **_measure(args, subject, samples)})
                 bar.update()
     pictures = {f"passkey_{name}.png": partial(draw, rows, name) for name in ("exact", "generated")}

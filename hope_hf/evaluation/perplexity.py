@@ -77,7 +77,7 @@ def whole_text(args: Arguments, subject: Subject, texts: list[str], documents: l
     losses = torch.cat([scores.losses for scores in found])
     _require_finite(losses, "the text")
     loss, stderr = _blocks(losses)
-    bits_per_loss = len(losses) / math.log(2) / sum(len(text.encode("utf-8")) for text in texts)
+    num_bytes = sum(len(text.encode("utf-8")) for text in texts)
     perplexity = math.exp(min(loss, 700.0))
     return {
         "documents": len(documents),
@@ -86,8 +86,7 @@ def whole_text(args: Arguments, subject: Subject, texts: list[str], documents: l
         "loss_stderr": stderr,
         "perplexity": perplexity,
         "perplexity_stderr": stderr and perplexity * stderr,
-        "bits_per_byte": loss * bits_per_loss,
-        "bits_per_byte_stderr": stderr and bits_per_loss * stderr,
+        **_bits_per_byte(loss, stderr, len(losses) / num_bytes),
         **accuracy.compute(),
         "accuracy_stderr": _blocks(torch.cat(hits))[1],
     }
@@ -96,8 +95,7 @@ def whole_text(args: Arguments, subject: Subject, texts: list[str], documents: l
 def by_position(args: Arguments, subject: Subject, documents: list[Tensor]) -> list[Row]:
     """A row for every bucket of positions that ends at one of the lengths; bits per byte are the first mode's."""
     edges = _edges(args, subject, documents)
-    count = min(args.samples_per_length, args.limit or args.samples_per_length)
-    streams = _streams(documents, edges[-1], subject.start, count)
+    streams = _streams(documents, edges[-1], subject.start, args.texts_per_length)
     sizes, modes = [], {}
     bound = subject.longest_input or math.inf
     if edges[-1] <= bound:
@@ -122,9 +120,8 @@ def by_position(args: Arguments, subject: Subject, documents: list[Tensor]) -> l
             # The same tokens: the error is that of the difference.
             gain = (modes[name] - modes["loss"])[:, start:end]
             row[f"{name}_minus_loss"], row[f"{name}_minus_loss_stderr"] = _blocks(gain)
-        first, bits_per_loss = next(iter(modes)), row["n"] / math.log(2) / max(1, num_bytes)
-        row["bits_per_byte"] = row[first] * bits_per_loss
-        row["bits_per_byte_stderr"] = row[f"{first}_stderr"] and row[f"{first}_stderr"] * bits_per_loss
+        first = next(iter(modes))
+        row |= _bits_per_byte(row[first], row[f"{first}_stderr"], row["n"] / max(1, num_bytes))
         if sizes:
             row |= sizes[index]
         rows.append(row)
@@ -212,6 +209,12 @@ def _blocks(losses: Tensor) -> tuple[float, float | None]:
     mean = float(losses.double().mean())
     blocks = [float(part.double().mean()) for row in torch.atleast_2d(losses) for part in row.split(BLOCK)]
     return mean, mean_and_stderr(blocks)[1]
+
+
+def _bits_per_byte(loss: float, stderr: float | None, tokens_per_byte: float) -> Row:
+    """From a mean loss in nats per token and its standard error."""
+    factor = tokens_per_byte / math.log(2)
+    return {"bits_per_byte": loss * factor, "bits_per_byte_stderr": stderr and stderr * factor}
 
 
 def _require_finite(losses: Tensor, where: str):
