@@ -18,7 +18,7 @@ import multiprocessing
 import statistics
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -204,6 +204,23 @@ def main(argv: list[str]) -> int:
     return finish(_main, parser.parse_args(argv))
 
 
+def train_all(pool: Executor, path: Path, jobs: list[Job], rates: list[float]) -> None:
+    """Train what is left of `jobs`, one learning rate after the other, and append a row as each of them ends."""
+    for rate in rates:
+        left = unsolved([job for job in jobs if job.learning_rate == rate], load(path, jobs))
+        for done in as_completed([pool.submit(measure, job) for job in left]):
+            row = done.result()
+            append(path, row)
+            print(line(row), flush=True)
+
+
+def line(row: dict) -> str:
+    """A finished training in a line for the terminal."""
+    accuracy = "diverged" if row["accuracy"] is None else by_length([row["accuracy"]])
+    name = f"{row['task']} {row['model']}, learning rate {row['learning_rate']:g}, seed {row['seed']}"
+    return f"{name}: {accuracy} after {row['steps']} steps, {row['seconds'] / 60:.1f} min"
+
+
 def _main(options: argparse.Namespace) -> int:
     if options.parallel < 1 or not all(0 < rate < 1 for rate in options.learning_rates):
         raise ValueError("--parallel must be at least 1, and --learning_rates lie between 0 and 1.")
@@ -214,22 +231,16 @@ def _main(options: argparse.Namespace) -> int:
         for model in options.models
         for rate in options.learning_rates
     ]
-    # Not forked: torch has threads by now.
-    processes = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.parallel, processes, set_up_cpu, (1,)) as pool:
-        try:
-            for rate in [] if options.report else options.learning_rates:
-                left = unsolved([job for job in jobs if job.learning_rate == rate], load(options.results, jobs))
-                for done in as_completed([pool.submit(measure, job) for job in left]):
-                    row = done.result()
-                    append(options.results, row)
-                    accuracy = "diverged" if row["accuracy"] is None else by_length([row["accuracy"]])
-                    name = f"{row['task']} {row['model']}, learning rate {row['learning_rate']:g}, seed {row['seed']}"
-                    print(f"{name}: {accuracy} after {row['steps']} steps, {row['seconds'] / 60:.1f} min", flush=True)
-        except BaseException:
-            # or the pool trains all that waits before it lets go
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    if not options.report:
+        # Not forked: torch has threads by now.
+        processes = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(options.parallel, processes, set_up_cpu, (1,)) as pool:
+            try:
+                train_all(pool, options.results, jobs, options.learning_rates)
+            except BaseException:
+                # or the pool trains all that waits before it lets go
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
     print(table(load(options.results, jobs)))
     return 0
 

@@ -13,7 +13,7 @@ from .display import heat_map, show_progress
 from .parsing import parse_depths, parse_lengths
 from .result import Row, SuiteResult, mean_and_stderr
 from .streams import carried_scores, frozen_memories
-from .subject import Subject
+from .subject import Subject, require_finite
 
 DEFAULT_LENGTHS = "256,512,1k"
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -84,8 +84,7 @@ def _measure(args: Arguments, subject: Subject, samples: list) -> Row:
                 with frozen_memories(subject.model):
                     frozen += carried_scores(subject.model, texts).losses[:, answers].mean(1).tolist()
             generated += _generate(subject, texts[:, :size], [key for _, _, key in batch])
-    if not all(loss < float("inf") for loss in losses):
-        raise ValueError("passkey: the model's losses are not finite: its weights or --dtype do not serve.")
+    require_finite(torch.tensor(losses), "passkey: the model's losses")
     columns = {"exact": exact, "generated": generated, "loss": losses} | ({"frozen": frozen} if frozen else {})
     row = {"n": len(samples)}
     for name, values in columns.items():

@@ -16,7 +16,7 @@ from .metrics import next_token_accuracy
 from .parsing import parse_lengths
 from .result import Row, SuiteResult, mean_and_stderr
 from .streams import PIECE, Scores, carried_scores, frozen_memories, memory_states, window_scores
-from .subject import Subject, held_out_documents
+from .subject import Subject, held_out_documents, require_finite
 
 RESET_EVERY = 256
 DEFAULT_LENGTHS = [256, 512, 1024, 2048, 4096, 8192]
@@ -75,7 +75,7 @@ def whole_text(args: Arguments, subject: Subject, texts: list[str], documents: l
             accuracy.add_batch(predictions=scores.guesses.tolist(), references=row[1:].tolist())
             hits.append(scores.guesses == row[1:])
     losses = torch.cat([scores.losses for scores in found])
-    _require_finite(losses, "the text")
+    require_finite(losses, "perplexity: the model's losses on the text")
     loss, stderr = _blocks(losses)
     num_bytes = sum(len(text.encode("utf-8")) for text in texts)
     perplexity = math.exp(min(loss, 700.0))
@@ -108,7 +108,7 @@ def by_position(args: Arguments, subject: Subject, documents: list[Tensor]) -> l
     if RESET_EVERY < bound:
         modes[f"reset_{RESET_EVERY}"] = _windows(args, subject, streams, RESET_EVERY + 1, RESET_EVERY)
     for name, losses in modes.items():
-        _require_finite(losses, f"texts of {edges[-1]:,} tokens ({name})")
+        require_finite(losses, f"perplexity: the model's losses on texts of {edges[-1]:,} tokens ({name})")
     table = torch.tensor(bytes_per_id(subject.tokenizer))
     rows = []
     for index, (start, end) in enumerate(zip([0, *edges], edges, strict=False)):
@@ -215,10 +215,3 @@ def _bits_per_byte(loss: float, stderr: float | None, tokens_per_byte: float) ->
     """From a mean loss in nats per token and its standard error."""
     factor = tokens_per_byte / math.log(2)
     return {"bits_per_byte": loss * factor, "bits_per_byte_stderr": stderr and stderr * factor}
-
-
-def _require_finite(losses: Tensor, where: str):
-    if not losses.isfinite().all():
-        raise ValueError(
-            f"perplexity: the model's losses on {where} are not finite: its weights or --dtype do not serve."
-        )

@@ -6,7 +6,7 @@ import torch
 
 from .arguments import Arguments
 from .result import SuiteResult
-from .subject import Subject, held_out_documents
+from .subject import Subject, held_out_documents, require_finite
 
 NUM_PROMPTS = 3
 PROMPT_TOKENS = 32
@@ -21,7 +21,9 @@ def sample(args: Arguments, subject: Subject) -> SuiteResult:
     rows, shown = [], []
     for index, prompt in enumerate(prompts):
         ids = torch.tensor([[subject.start, *prompt]], device=subject.model.device)
-        _require_finite(subject, ids)
+        with torch.no_grad():
+            logits = subject.model(ids, use_cache=False).logits
+        require_finite(logits[:, -1], "sample: the model's logits")
         row = {"prompt": subject.tokenizer.decode(prompt)}
         for way, options in {"greedy": {}, "sampled": {"temperature": 0.8, "top_k": 50}}.items():
             torch.manual_seed(args.seed + index)
@@ -38,12 +40,6 @@ def sample(args: Arguments, subject: Subject) -> SuiteResult:
         shown += [f"--- {index + 1}", f"{row['prompt']}>>>{row['greedy']}", f"--- {index + 1}, sampled"]
         shown += [f"{row['prompt']}>>>{row['sampled']}"]
     return SuiteResult(samples={"samples": rows}, text="\n".join(shown))
-
-
-@torch.no_grad()
-def _require_finite(subject: Subject, ids: torch.Tensor) -> None:
-    if not subject.model(ids, use_cache=False).logits[:, -1].isfinite().all():
-        raise ValueError("sample: the model's logits are not finite: its weights or --dtype do not serve.")
 
 
 def _prompts(args: Arguments, subject: Subject) -> list[list[int]]:

@@ -94,3 +94,9 @@ def held_out_documents(args: Arguments) -> tuple[list[str], str]:
     if not texts:
         raise ValueError(f"{source} holds no text to evaluate on: give another --validation_file.")
     return texts, source
+
+
+def require_finite(values: torch.Tensor, what: str) -> None:
+    """Raises ValueError that says of `what` (suite and values, in the plural) that not all of it are numbers."""
+    if not values.isfinite().all():
+        raise ValueError(f"{what} are not finite: its weights or --dtype do not serve.")
