@@ -238,8 +238,10 @@ def _main(options: argparse.Namespace) -> int:
             try:
                 train_all(pool, options.results, jobs, options.learning_rates)
             except BaseException:
-                # or the pool trains all that waits before it lets go
+                # or the pool trains what runs and all that waits before it lets go
                 pool.shutdown(wait=False, cancel_futures=True)
+                for process in multiprocessing.active_children():
+                    process.terminate()
                 raise
     print(table(load(options.results, jobs)))
     return 0

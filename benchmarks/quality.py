@@ -20,6 +20,7 @@ docs/results/quality.jsonl` a later call continues what another one published.
 import argparse
 import fcntl
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -109,7 +110,8 @@ def main(argv: list[str]) -> int:
 
 
 def finish(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """The exit status of `run(options)`; a mistake of the user becomes one sentence and 2, Ctrl-C 130."""
+    """The exit status of `run(options)`; a mistake of the user becomes one sentence and 2, Ctrl-C or SIGTERM 130."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return run(options)
     except ValueError as error:
@@ -118,6 +120,8 @@ def finish(run: Callable[[argparse.Namespace], int], options: argparse.Namespace
     except KeyboardInterrupt:
         print("Stopped: the same command goes on with what is left.", file=sys.stderr)
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _main(options: argparse.Namespace) -> int:

@@ -1,9 +1,14 @@
 """benchmarks/mad.py: its models are of one size, and what is done is not done again."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
+import psutil
 import pytest
 
 from benchmarks import mad
@@ -113,6 +118,24 @@ def test_what_waits_is_given_up_where_a_training_fails(tmp_path, monkeypatch, ca
     assert mad.main(["--parallel", "1", "--results", str(tmp_path / "new.jsonl")]) == 2
     assert capsys.readouterr().err == "error: the scores are no numbers\n"
     assert len(begun) <= 2
+
+
+def test_stopped_by_sigterm_it_leaves_no_training(tmp_path):
+    words = ["--tasks", "mqar", "--models", "hope", "--parallel", "1", "--results", tmp_path / "new.jsonl"]
+    with (tmp_path / "said").open("w") as said:
+        program = subprocess.Popen([sys.executable, mad.__file__, *map(str, words)], stderr=said)
+    own, trainings = psutil.Process(program.pid), []
+    while not trainings and program.poll() is None:
+        time.sleep(0.1)
+        trainings = [child for child in own.children() if "spawn_main" in " ".join(child.cmdline())]
+    program.send_signal(signal.SIGTERM)
+    status = program.wait(60)
+    _, alive = psutil.wait_procs(trainings, timeout=10)
+    for training in alive:
+        training.kill()
+    assert trainings and not alive
+    assert status == 130
+    assert "Stopped: the same command goes on with what is left." in (tmp_path / "said").read_text().splitlines()
 
 
 def test_a_folder_is_no_results_file(tmp_path, capsys):
