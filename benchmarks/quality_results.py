@@ -23,8 +23,9 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from benchmarks.quality_models import Model, Size, build
+from benchmarks.quality_models import MODELS, Model, Size, build
 from benchmarks.quality_plan import Job, Matrix, Rates
+from benchmarks.variants import VARIANTS
 
 # The same for every model.
 FLAGS = {
@@ -99,7 +100,8 @@ def current(rows: Iterable[dict], matrix: Matrix, digests: dict[str, str]) -> di
     At any rates, but runs with one rate for all and runs with vectors' own are not mixed. A text without a digest
     here (its file is missing) counts as the one of its latest row.
     """
-    rows = [row for row in rows if row["size"] in matrix.sizes]
+    # published rows may be of a variant that is no more
+    rows = [row for row in rows if row["size"] in matrix.sizes and row["model"] in (*MODELS, *VARIANTS)]
     one_rate = {name: None in size.vector_learning_rates for name, size in matrix.sizes.items()}
     digests = {row["text"]: row["data"] for row in rows} | digests
 

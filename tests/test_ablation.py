@@ -2,9 +2,11 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from benchmarks import quality
 from benchmarks.ablation import SHAPE, SIZE, main, table
 from benchmarks.quality_models import FROZEN, HOPE, build
 from benchmarks.quality_plan import Job, Matrix, Rates, rows_at
@@ -71,3 +73,10 @@ def test_differences_are_those_of_a_seed():
 def test_one_sentence_for_wrong_flags(tmp_path, flags, capsys):
     assert main(["--output_dir", str(tmp_path), *flags]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("program", [main, quality.main])
+def test_the_published_rows_are_shown(program, tmp_path, capsys):
+    published = Path(__file__).parents[1] / "docs/results/quality.jsonl"
+    assert program(["--output_dir", str(tmp_path), "--report", "--results", str(published)]) == 0
+    assert "| hope_frozen | 623,12" in capsys.readouterr().out

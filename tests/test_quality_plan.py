@@ -212,6 +212,7 @@ def test_results_of_other_settings_or_texts_are_not_mixed():
     shorter = replace(plan, sizes={"small": replace(SIZES["small"], max_train_steps=7)})
     assert results.current([good], shorter, {"builtin": "d"}) == {}
     assert results.current([good], matrix(sizes=("medium",)), {}) == {}
+    assert results.current([good | {"model": "a_variant_that_is_no_more"}], plan, {"builtin": "d"}) == {}
 
 
 def test_settings_follow_steps_batch_and_every_field_of_the_config():
