@@ -55,8 +55,8 @@ PUBLIC = [
 RUN_CLM_FLAGS = """
     model_name_or_path model_type config_name config_overrides tokenizer_name trust_remote_code attn_implementation
     dataset_name dataset_config_name train_file validation_file validation_split_percentage max_train_samples
-    max_eval_samples preprocessing_num_workers
-    streaming block_size document_boundary dataloader_num_workers dataloader_pin_memory
+    max_eval_samples streaming preprocessing_num_workers
+    block_size document_boundary dataloader_num_workers dataloader_pin_memory
     per_device_train_batch_size gradient_accumulation_steps learning_rate vector_learning_rate weight_decay adam_beta1
     adam_beta2 adam_epsilon max_grad_norm max_train_steps num_train_epochs lr_scheduler_type num_warmup_steps optimizer
     level_optimizers gradient_checkpointing torch_compile fsdp_reduce_dtype fsdp_limit_all_gathers
@@ -69,7 +69,7 @@ RUN_CLM_FLAGS = """
 RUN_EVAL_FLAGS = """
     model_name_or_path model_type config_name config_overrides tokenizer_name trust_remote_code attn_implementation
     dataset_name dataset_config_name train_file validation_file validation_split_percentage max_train_samples
-    max_eval_samples preprocessing_num_workers
+    max_eval_samples streaming preprocessing_num_workers
     suite lengths depths samples_per_length tasks num_fewshot data_dir limit max_train_steps num_seeds
     ema_decay prompts max_new_tokens learning_rate output_dir batch_size dtype device seed cpu_threads
 """.split()

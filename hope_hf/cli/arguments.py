@@ -40,4 +40,5 @@ class TextArguments:
     )
     max_train_samples: int | None = flag(None, "Use only the first N training documents.")
     max_eval_samples: int | None = flag(None, "Use only the first N validation documents.")
+    streaming: bool = flag(False, "Read the data set as a stream; training needs --max_train_steps.")
     preprocessing_num_workers: int | None = flag(None, "Processes that tokenize.")

@@ -1,5 +1,6 @@
 """What is evaluated: a model with its tokenizer, and the text it is evaluated on."""
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -72,10 +73,12 @@ def load_subject(args: Arguments) -> Subject:
 def held_out_documents(args: Arguments) -> tuple[list[str], str]:
     """The documents that the model was not trained on, and where they come from.
 
-    All of `--validation_file`, or what `run_clm.py` with the same data flags holds out. Raises ValueError where there
-    is no text.
+    All of `--validation_file`, or what `run_clm.py` with the same data flags holds out: of a stream its first such
+    documents. Raises ValueError where there is no text.
     """
     if args.validation_file:
+        if args.streaming:
+            warnings.warn("--streaming is ignored: --validation_file is read as a whole.", stacklevel=2)
         documents = load_files(find_files(args.validation_file, "--validation_file"), "--validation_file")
         source = args.validation_file
     elif args.dataset_name == "synthetic":
@@ -86,6 +89,8 @@ def held_out_documents(args: Arguments) -> tuple[list[str], str]:
             dataset_config_name=args.dataset_config_name,
             train_file=args.train_file,
             validation_split_percentage=args.validation_split_percentage,
+            max_eval_samples=args.max_eval_samples,
+            streaming=args.streaming,
         )
         sources = open_sources(config)
         documents, source = sources.validation, f"{sources.description}, held-out documents"

@@ -13,7 +13,6 @@ from hope_hf.cli.arguments import ModelArguments, TextArguments, flag
 class DataArguments(TextArguments):
     """Which text is read, and how it is cut. Without a data set or file: the built-in corpus."""
 
-    streaming: bool = flag(False, "Read the data set as a stream; needs --max_train_steps.")
     block_size: int | None = flag(None, "Tokens per row (default: the model's longest input, at most 1,024).")
     document_boundary: Literal["reset", "carry"] = flag(
         "reset",

@@ -7,8 +7,12 @@ import pytest
 import torch
 
 from hope_hf.cli.tables import markdown_table
+from hope_hf.data import DataConfig
+from hope_hf.data.sources import open_sources
 from hope_hf.evaluation import main
+from hope_hf.evaluation.arguments import Arguments
 from hope_hf.evaluation.parsing import parse_depths, parse_lengths
+from hope_hf.evaluation.subject import held_out_documents
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +89,22 @@ def test_without_matplotlib_the_tables_are_written(folders, text_file, tmp_path,
 def test_flags_of_the_training_text_are_ignored_with_a_word(folders, text_file):
     with pytest.warns(UserWarning, match="--max_train_samples is ignored"):
         assert evaluate(folders["llama"], text_file, "--suite", "sample", "--max_train_samples", 3) == 0
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+def test_a_stream_holds_out_what_it_does_in_training(tmp_path, limit):
+    file = tmp_path / "text.jsonl"
+    file.write_text("".join(json.dumps({"text": f"document {index}"}) + "\n" for index in range(60)))
+    data = {"train_file": str(file), "streaming": True, "validation_split_percentage": 20.0, "max_eval_samples": limit}
+    texts, source = held_out_documents(Arguments(**data))
+    assert texts == open_sources(DataConfig(**data)).validation["text"][:] and len(texts) > 1
+    assert texts[0] in held_out_documents(Arguments(**data | {"streaming": False, "max_eval_samples": None}))[0]
+    assert str(file) in source
+
+
+def test_a_validation_file_is_no_stream(text_file):
+    with pytest.warns(UserWarning, match="--streaming is ignored"):
+        held_out_documents(Arguments(validation_file=str(text_file), streaming=True))
 
 
 def test_the_synthetic_suite_needs_no_model(tmp_path, capsys):
