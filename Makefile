@@ -40,7 +40,7 @@ test-gpu: $(VENV)/.installed-test
 
 test-kill: export HOPE_KILLS := 30
 test-kill: $(VENV)/.installed-test
-	$(BIN)/python -m pytest tests/training/test_kill.py --capture=no
+	$(BIN)/python -m pytest tests/training/checkpoints/test_kill.py --capture=no
 
 hf-suite: $(VENV)/.installed-test
 	$(BIN)/python tests/hf_suite/run.py

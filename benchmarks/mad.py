@@ -31,8 +31,8 @@ from benchmarks.quality_results import append, read_lines
 from hope_hf.cli.process import set_up_cpu
 from hope_hf.cli.provenance import provenance
 from hope_hf.evaluation.arguments import Arguments
-from hope_hf.evaluation.synthetic import synthetic
-from hope_hf.evaluation.synthetic_model import small_model
+from hope_hf.evaluation.synthetic.model import small_model
+from hope_hf.evaluation.synthetic.suite import synthetic
 
 # Model type, and fields that make it as large as HOPE (0.13 M parameters and the vocabulary's).
 UNTIED = {"tie_word_embeddings": False}

@@ -11,7 +11,7 @@ import time
 import torch
 
 from hope_hf import HopeConfig, HopeForCausalLM
-from hope_hf.evaluation.associative_recall import IGNORED, recall_batch
+from hope_hf.evaluation.synthetic.associative_recall import IGNORED, recall_batch
 
 
 @torch.no_grad()

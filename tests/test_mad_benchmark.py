@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from benchmarks import mad
-from hope_hf.evaluation.synthetic import known_tasks
-from hope_hf.evaluation.synthetic_model import small_model
+from hope_hf.evaluation.synthetic.model import small_model
+from hope_hf.evaluation.synthetic.suite import known_tasks
 
 FLAGS = ["--tasks", "mad-memorisation", "--models", "llama", "--learning_rates", "3e-3", "--parallel", "1"]
 

@@ -7,7 +7,7 @@ from hope_hf.cli.parser import nearest
 
 from .arguments import Arguments
 from .parsing import names
-from .synthetic import known_tasks
+from .synthetic.suite import known_tasks
 
 # lm-eval merges what a member of a group says with the task of that name. Nothing of the group is reported.
 LOCAL = "local data"

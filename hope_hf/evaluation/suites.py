@@ -4,7 +4,7 @@ from .memory import memory
 from .passkey import passkey
 from .perplexity import perplexity
 from .sample import sample
-from .synthetic import synthetic
+from .synthetic.suite import synthetic
 from .zero_shot import zero_shot
 
 SUITES = {

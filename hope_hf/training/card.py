@@ -5,8 +5,8 @@ import torch
 from hope_hf.optim import warn_short_levels
 
 from .arguments import Arguments
-from .engine import Engine
-from .placement import device_name
+from .engines.base import Engine
+from .engines.placement import device_name
 
 
 def run_card(args: Arguments, engine: Engine, run) -> str:

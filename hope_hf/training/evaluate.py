@@ -7,8 +7,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
-from .launch import sum_over_processes
 from .objective import count_valid, model_inputs, summed_loss
+from .process import sum_over_processes
 
 
 @torch.no_grad()

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from .arguments import Arguments
-from .checkpoint import read_weights
-from .engine import Engine
-from .plot import plot
-from .whole_weights import take_parts
+from .checkpoints.reader import read_weights
+from .checkpoints.whole_weights import take_parts
+from .engines.base import Engine
+from .watch.plot import plot
 
 SAMPLE_TOKENS = 96
 PROMPT_TOKENS = 32

@@ -20,8 +20,7 @@ def main(argv: list[str]) -> int:
     try:
         args = parse(argv)
         # Not at the top: --help and misspelled flags answer before models and data sets are imported.
-        from .guard import gone, lost_process
-        from .launch import OneSidedError
+        from .engines.guard import OneSidedError, gone, lost_process
         from .trainer import TrainingDiverged, train
     except ValueError as error:
         return complain(error, 2)

@@ -13,7 +13,7 @@ from hope_hf.data import DEFAULT_VOCAB_SIZE, Data, DataConfig, build_data, disab
 from hope_hf.optim import LevelClock, build_optimizer
 
 from .arguments import FLAGS, Arguments
-from .launch import shows_bars
+from .process import shows_bars
 from .push import check_push
 
 SYNTHETIC = "synthetic"

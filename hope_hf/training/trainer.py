@@ -11,24 +11,25 @@ from accelerate.utils import send_to_device, set_seed
 
 from .arguments import Arguments
 from .card import run_card
-from .checkpoint import find_checkpoint, load_weights, restore_checkpoint
-from .checkpoint_writer import CheckpointWriter
-from .engine import Engine
+from .carry import CarriedMemory
+from .checkpoints.manifest import last_good
+from .checkpoints.reader import find_checkpoint, load_weights, restore_checkpoint
+from .checkpoints.run_folder import RunFolder, require_same_run
+from .checkpoints.writer import CheckpointWriter
+from .engines.base import Engine
+from .engines.choose import make_engine
+from .engines.guard import OneSidedError, check_same_on_all
+from .engines.neighbours import NeighbourWatch, find_neighbours
+from .engines.placement import rank_lines, write_audit
 from .evaluate import evaluate
 from .finish import finish
-from .guard import check_same_on_all
-from .heartbeat import Heartbeat
-from .launch import OneSidedError, StopSignal, leave, make_engine, prepare_process, sum_over_processes
-from .manifest import last_good
-from .memory import CarriedMemory
-from .memory_report import MemoryReport
-from .neighbours import NeighbourWatch, find_neighbours
 from .objective import check_token_ids, count_valid, model_inputs, summed_loss
-from .placement import rank_lines, write_audit
+from .process import StopSignal, leave, prepare_process, sum_over_processes
 from .push import push
-from .run_folder import RunFolder, require_same_run
 from .setup import build_all
-from .telemetry import (
+from .watch.heartbeat import Heartbeat
+from .watch.ram import MemoryReport
+from .watch.telemetry import (
     Stopwatch,
     flops_per_token,
     initial_state_gradients,
@@ -38,7 +39,7 @@ from .telemetry import (
     peak_memory_gib,
     utilization_meter,
 )
-from .tracking import Tracker, eval_line, tracker_names, train_line
+from .watch.tracking import Tracker, eval_line, tracker_names, train_line
 
 MOST_SKIPS_IN_A_ROW = 10
 

@@ -13,7 +13,7 @@ import yaml
 
 from hope_hf.evaluation import harness_tasks, main
 from hope_hf.evaluation.harness_tasks import find_tasks, overrides
-from hope_hf.evaluation.synthetic import asked_tasks
+from hope_hf.evaluation.synthetic.suite import asked_tasks
 from hope_hf.evaluation.zero_shot import rows, zero_shot
 
 ROOT = Path(__file__).parents[2]

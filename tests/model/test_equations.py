@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from test_memory_equals_reference import build_mixer, run_fast
+from mixers import build_mixer, run_fast
 
 LITERAL = dict(
     memory_depth=2,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from test_memory_equals_reference import build_mixer, run_fast
+from mixers import build_mixer, run_fast
 
 from hope_hf.model.memory_update import TILE, Gates, MemoryRule, MemoryState, initial_state, update_chunk
 from hope_hf.model.vector_norms import back_through_unit_silu, clip_norm, unit, unit_silu

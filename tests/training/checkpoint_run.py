@@ -9,9 +9,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, get_scheduler
 
 from hope_hf.optim import build_optimizer
-from hope_hf.training.checkpoint import find_checkpoint, load_weights, restore_checkpoint
-from hope_hf.training.checkpoint_writer import CheckpointWriter
-from hope_hf.training.engine import Engine
+from hope_hf.training.checkpoints.reader import find_checkpoint, load_weights, restore_checkpoint
+from hope_hf.training.checkpoints.writer import CheckpointWriter
+from hope_hf.training.engines.base import Engine
 
 CONFIG = dict(
     vocab_size=32,

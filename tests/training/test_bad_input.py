@@ -8,8 +8,9 @@ import pytest
 from training_runs import HOPE, LLAMA, make_tokenizer
 
 from hope_hf.data import build
-from hope_hf.training import heartbeat, main
+from hope_hf.training import main
 from hope_hf.training.parsing import parse
+from hope_hf.training.watch import heartbeat
 
 
 def refuse(run, capsys, sentence, name="a", **keywords):

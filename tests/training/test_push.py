@@ -77,7 +77,7 @@ def test_whatever_fails_is_a_warning(monkeypatch, tmp_path, error):
 def test_a_stopped_run_is_not_uploaded(run, hub, monkeypatch, tmp_path):
     pushed = []
     monkeypatch.setattr("hope_hf.training.trainer.push", pushed.append)
-    monkeypatch.setattr("hope_hf.training.launch.StopSignal.__enter__", stopped)
+    monkeypatch.setattr("hope_hf.training.process.StopSignal.__enter__", stopped)
     assert run("a", *PUSH, model=HOPE)[0] == 0
     assert pushed == []
     assert json.loads((tmp_path / "a" / "run.json").read_text())["complete"] is False

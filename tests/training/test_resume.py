@@ -7,7 +7,7 @@ import pytest
 from training_runs import HOPE, LLAMA, curve, forget_the_end
 
 from hope_hf.training import trainer
-from hope_hf.training.launch import StopSignal
+from hope_hf.training.process import StopSignal
 
 SAVES = ["--checkpointing_steps", "2", "--eval_steps", "3", "--max_train_steps", "5"]
 

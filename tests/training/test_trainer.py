@@ -11,7 +11,7 @@ from training_runs import HOPE, LLAMA, curve
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hope_hf.training import trainer
-from hope_hf.training.memory import CarriedMemory
+from hope_hf.training.carry import CarriedMemory
 
 
 def test_run_leaves_a_model_that_loads_and_metrics_of_every_kind(run, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -11,8 +12,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from transformers import PreTrainedTokenizerFast
 
-from hope_hf.training import launch
+from hope_hf.training.engines import choose
 
+ROOT = Path(__file__).parents[2]
+TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 LLAMA = [
     "--model_type", "llama", "--config_overrides",
     "hidden_size=32,intermediate_size=64,num_hidden_layers=2,num_attention_heads=2,num_key_value_heads=2",
@@ -40,7 +43,7 @@ def fp16_on_cpu(patch, **scaler):
 
     DeepSpeed needs nothing of it.
     """
-    make = launch.cpu_accelerator
+    make = choose.cpu_accelerator
 
     def with_scaler(wanted: str, options: dict):
         accelerator = make(wanted, options)
@@ -51,7 +54,7 @@ def fp16_on_cpu(patch, **scaler):
         return accelerator
 
     patch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    patch.setattr(launch, "cpu_accelerator", with_scaler)
+    patch.setattr(choose, "cpu_accelerator", with_scaler)
 
 
 def read_rows(folder: Path) -> list[dict]:

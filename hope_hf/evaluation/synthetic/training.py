@@ -1,0 +1,122 @@
+"""Train a small model on fresh samples of a task, and test it on samples that are fixed beforehand."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from tqdm.auto import tqdm
+
+from ..display import show_progress
+from .task import Batch, Task, loss, score
+
+# Small, since a count may be exact for a few dozen steps only.
+CHECK_EVERY = 10
+# Enough that a model that passes is right on at least 99.7 % of all samples, with a certainty of 95 %.
+CHECK_SAMPLES = 1024
+WARM_UP_STEPS = 50
+LAST_RATE = 0.1
+WEIGHT_DECAY = 0.1
+MAX_GRAD_NORM = 1.0
+# Streams of random numbers that no training seed comes near: samples for the check, and for the test.
+CHECK_STREAM, TEST_STREAM = 10**9, 2 * 10**9
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model after its training: module from token ids [B, T] to logits [B, T, V], and the steps it took.
+
+    With an `ema_decay` it has the mean weights, unless those of the last step were all right before them.
+    """
+
+    module: nn.Module
+    steps: int
+
+
+def train(task: Task, model: nn.Module, seed: int, device: torch.device) -> Trained:
+    """AdamW on fresh samples, warm-up then a cosine to a tenth of the rate.
+
+    Stops early once some samples of every bin, drawn apart from those trained on and tested, are all right: by the
+    weights of the step or, with an `ema_decay`, by their mean, since a count that is found early is lost again and one
+    that drifts is right by the mean alone. A language of few words has no others: what stops the training there are
+    the words that are tested, the longer bin's among them, as in Irie et al. 2023. Raises ValueError that names the
+    task where the loss is no number.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        module = task.attach(model).to(device).train()
+    optimizer = torch.optim.AdamW(
+        module.parameters(), lr=task.learning_rate, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, task.max_train_steps))
+    mean = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(task.ema_decay)) if task.ema_decay else None
+    candidates = [module, mean.module] if mean else [module]
+    generator = torch.Generator().manual_seed(seed)
+    checks = fixed_samples(task, seed + CHECK_STREAM, CHECK_SAMPLES)
+    bar = tqdm(range(1, task.max_train_steps + 1), task.name, disable=not show_progress(), leave=False)
+    for step in bar:
+        batch = task.draw(task.batch_size, generator, None).to(device)
+        value = loss(module(batch.input_ids), batch)
+        if not math.isfinite(value.item()):
+            raise ValueError(
+                f"Task {task.name}: the loss became {value.item()} at step {step}; "
+                f"try a --learning_rate below {task.learning_rate:g}."
+            )
+        optimizer.zero_grad()
+        value.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        schedule.step()
+        if mean:
+            mean.update_parameters(module)
+        bar.set_postfix_str(f"loss {value.item():.3f}", refresh=False)
+        if step % CHECK_EVERY == 0:
+            for candidate in candidates:
+                # The longest samples first: they are the last to be right.
+                if all(all_right(task, candidate, samples, device) for samples in reversed(checks.values())):
+                    return Trained(candidate, step)
+    return Trained(candidates[-1], task.max_train_steps)
+
+
+def rate_at(step: int, steps: int) -> float:
+    """Share of the peak rate at `step` (from 0) of `steps`: linear warm-up, then a cosine to a tenth."""
+    warm_up = min(WARM_UP_STEPS, max(1, steps // 10))
+    if step < warm_up:
+        return (step + 1) / warm_up
+    done = (step - warm_up) / max(1, steps - warm_up)
+    return LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+
+
+def fixed_samples(task: Task, seed: int, count: int) -> dict[str, Batch]:
+    """At most `count` different samples of each bin; the same for every model."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: task.draw(count, generator, index).distinct() for index, name in enumerate(task.bins)}
+
+
+def all_right(task: Task, module: nn.Module, samples: Batch, device: torch.device) -> bool:
+    """Whether every sample is right. Ends at the first batch with one that is not: most checks come too early."""
+    size = task.batch_size
+    batches = (samples.rows(start, start + size) for start in range(0, len(samples), size))
+    return all(score_samples(task, module, batch, size, device).min() == 1 for batch in batches)
+
+
+@torch.no_grad()
+def score_samples(task: Task, module: nn.Module, samples: Batch, batch_size: int, device: torch.device) -> Tensor:
+    """How right each sample is, [N] float64 on the CPU; the module comes back in the mode it was in.
+
+    Raises ValueError that names the task where the logits are no numbers.
+    """
+    was_training = module.training
+    module.eval()
+    scores = []
+    for start in range(0, len(samples), batch_size):
+        batch = samples.rows(start, start + batch_size).to(device)
+        try:
+            scores.append(score(module(batch.input_ids), batch).cpu())
+        except ValueError as error:
+            raise ValueError(
+                f"Task {task.name} cannot be scored: {error}; try a --learning_rate below {task.learning_rate:g}."
+            ) from None
+    module.train(was_training)
+    return torch.cat(scores)

@@ -1,0 +1,141 @@
+"""The optimizer's state on disk, part by part: every process writes what it holds, and reads what it needs.
+
+    optimizer.json                          the groups: hyperparameters, and the names of their parameters
+    optimizer_rank_<r>.{json,safetensors}   flat pieces of the state's tensors, and where each begins in its parameter
+
+Whatever the engine, a process holds contiguous pieces of flattened parameters, so any engine on any number of
+processes reads what any other has written. (torch's own distributed checkpoints have no place for ZeRO's pieces, and
+pickle.)
+"""
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hope_hf.optim import require_same_groups
+
+from ..engines.base import Engine, Shard
+
+
+@dataclass(frozen=True)
+class OptimizerPart:
+    """What one process writes of the optimizer's state."""
+
+    tensors: dict[str, Tensor]
+    """On the CPU, none of them a part of a larger one."""
+    index: dict[str, dict]
+    groups: list[dict]
+
+
+def optimizer_part(engine: Engine, copied: Callable[[str, Tensor], Tensor] | None = None) -> OptimizerPart:
+    """This process's part; its tensors are those of the optimizer itself where they can be, or what `copied` makes of
+    a name and a tensor.
+    """
+    tensors: dict[str, Tensor] = {}
+    index: dict[str, dict] = {}
+    for shard in engine.optimizer_shards():
+        if shard.is_copy or not any(tensor.numel() for tensor in shard.tensors.values()):
+            continue
+        index[shard.name] = {
+            "start": shard.start,
+            "numel": shard.numel,
+            "scalars": {key: value.item() for key, value in shard.scalars.items()},
+        }
+        for key, tensor in shard.tensors.items():
+            name = f"{shard.name}:{key}"
+            if copied is not None:
+                tensors[name] = copied(name, tensor.detach())
+                continue
+            # safetensors refuses tensors that are parts of a larger one.
+            piece = tensor.detach().cpu()
+            whole = piece.untyped_storage().nbytes() == piece.nbytes
+            tensors[name] = piece if whole else piece.clone()
+    return OptimizerPart(tensors, index, copy.deepcopy(_groups(engine)))
+
+
+def save_optimizer(folder: Path, part: OptimizerPart, rank: int) -> None:
+    """Write this process's part of the optimizer's state; rank 0 writes the groups as well."""
+    stem = folder / f"optimizer_rank_{rank}"
+    stem.with_suffix(".json").write_text(json.dumps(part.index), encoding="utf-8")
+    if part.tensors:
+        save_file(part.tensors, stem.with_suffix(".safetensors"))
+    if rank == 0:
+        (folder / "optimizer.json").write_text(json.dumps(part.groups), encoding="utf-8")
+
+
+@torch.no_grad()
+def load_optimizer(folder: Path, engine: Engine) -> None:
+    """Put a saved state into the engine's optimizer.
+
+    Raises:
+        ValueError: it is the state of other levels, rules, periods or parameters; nothing is changed then.
+    """
+    saved = json.loads((folder / "optimizer.json").read_text(encoding="utf-8"))
+    require_same_groups(saved, _groups(engine))
+    with _Files(folder) as files:
+        for shard in engine.optimizer_shards():
+            files.read_into(shard)
+    for group, values in zip(engine.optimizer.param_groups, saved, strict=True):
+        # JSON has no tuples.
+        values = {key: tuple(value) if key == "betas" else value for key, value in values.items()}
+        group.update({key: value for key, value in values.items() if key != "params"})
+
+
+def _groups(engine: Engine) -> list[dict]:
+    return [
+        {**group, "params": names} for names, group in zip(engine.groups, engine.optimizer.param_groups, strict=True)
+    ]
+
+
+class _Files:
+    """All pieces of all processes, opened and not read."""
+
+    def __init__(self, folder: Path):
+        self._pieces: dict[str, list[tuple[int, dict, object]]] = {}
+        self._open = []
+        for index in sorted(folder.glob("optimizer_rank_*.json")):
+            entries = json.loads(index.read_text(encoding="utf-8"))
+            if not entries:
+                continue
+            file = safe_open(index.with_suffix(".safetensors"), framework="pt")
+            self._open.append(file)
+            for name, entry in entries.items():
+                self._pieces.setdefault(name, []).append((entry["start"], entry, file))
+
+    def __enter__(self):
+        for file in self._open:
+            file.__enter__()
+        return self
+
+    def __exit__(self, *exception):
+        for file in self._open:
+            file.__exit__(*exception)
+
+    def read_into(self, shard: Shard) -> None:
+        """Fill the shard's tensors and scalars from whichever pieces overlap with it."""
+        pieces = self._pieces[shard.name]
+        for key, value in pieces[0][1]["scalars"].items():
+            shard.scalars[key].fill_(value)
+        for key, tensor in shard.tensors.items():
+            filled = 0
+            for begin, source in self._overlaps(pieces, f"{shard.name}:{key}", shard.start, len(tensor)):
+                tensor[begin : begin + len(source)].copy_(source)
+                filled += len(source)
+            assert filled == len(tensor), f"{shard.name}:{key} is not whole in the checkpoint"
+
+    @staticmethod
+    def _overlaps(pieces: list, key: str, start: int, length: int) -> Iterator[tuple[int, Tensor]]:
+        """(where in the shard, values) of each piece."""
+        for piece_start, _, file in pieces:
+            stored = file.get_slice(key)
+            low = max(start, piece_start)
+            high = min(start + length, piece_start + stored.get_shape()[0])
+            if low < high:
+                yield low - start, stored[low - piece_start : high - piece_start]

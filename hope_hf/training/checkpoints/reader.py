@@ -1,0 +1,169 @@
+"""A run's whole state in one folder, from which it continues bit for bit.
+
+    checkpoint-<step>/            appears complete, by a rename
+        config.json, model.safetensors, tokenizer files     what `from_pretrained` loads
+        optimizer.json, optimizer_rank_<r>.{json,safetensors}   see `optimizer_files`
+        scheduler.json, trainer.json
+        rank_<r>.{json,safetensors}                          random generators, data position, carried memories
+        manifest.json                                        sizes and SHA-256 of all the others
+
+Nothing is pickled. `writer.py` writes it, this file chooses and reads. Every process calls every function;
+processes agree on errors, so that none is left waiting.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel
+
+from ..engines.base import Engine
+from .manifest import FORMAT, latest_checkpoint, verify
+from .optimizer_files import load_optimizer
+from .state_files import load_state, restore_rng
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A verified checkpoint as this process needs it before model and data exist.
+
+    Attributes:
+        path: the checkpoint's folder.
+        step: optimizer steps done.
+        trainer_state: as given to `CheckpointWriter.save`.
+        data_state: as this process gave it.
+        carried: this process's carried memories by name, on the CPU; empty where none were given.
+        rng: this process's random generators; None where another number of processes wrote the checkpoint.
+    """
+
+    path: Path
+    step: int
+    trainer_state: dict
+    data_state: dict
+    carried: dict[str, Tensor]
+    rng: dict | None
+
+
+def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | None) -> SavedRun | None:
+    """Choose the checkpoint to continue from, verify every byte of it, and read what is needed first.
+
+    Args:
+        output_dir: of the run.
+        resume_from_checkpoint: a checkpoint's folder; "latest": the newest complete one in `output_dir`; None: the
+            same, where there is one.
+
+    Raises:
+        ValueError: the named one is not complete, or none is, or it carries memories of another number of processes.
+    """
+    process = PartialState()
+    # One process reads; the others take its choice, whatever they see of a shared disk.
+    choice: list = [None, None]
+    if process.is_main_process:
+        try:
+            choice[0] = _choose(Path(output_dir), resume_from_checkpoint)
+        except ValueError as error:
+            choice[1] = str(error)
+    path, problem = broadcast_object_list(choice)
+    if problem is not None:
+        raise ValueError(problem)
+    if path is None:
+        return None
+    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    if manifest.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} was written by another version of hope_hf (format {manifest.get('format', 1)}, this one reads "
+            f"{FORMAT}): continue with that version, or begin from its weights with --model_name_or_path {path}."
+        )
+    if manifest["only_model"]:
+        raise ValueError(
+            f"{path} holds the model alone (--save_only_model), so its run cannot be continued: begin another one "
+            f"from it with --model_name_or_path {path} and a new --output_dir."
+        )
+    same_world = manifest["num_processes"] == process.num_processes
+    # What all processes have alike, such as the number of rows read, is in any file; the data say where it is not.
+    own = load_state(path / f"rank_{process.process_index if same_world else 0}")
+    if own["carried"] and not same_world:
+        raise ValueError(
+            f"{path} carries the memories of {manifest['num_processes']} processes on and this run has "
+            f"{process.num_processes}: launch it with --num_processes {manifest['num_processes']}."
+        )
+    rng = own["rng"] if same_world else None
+    return SavedRun(path, manifest["step"], load_state(path / "trainer"), own["data"], own["carried"], rng)
+
+
+def restore_checkpoint(saved: SavedRun, *, engine: Engine, scheduler: LRScheduler) -> None:
+    """Put the rest of a checkpoint, after `load_weights`, into a run that is prepared; random generators last of all.
+
+    Raises:
+        ValueError: the optimizer is not the one that was saved.
+    """
+    load_optimizer(saved.path, engine)
+    scheduler.load_state_dict(load_state(saved.path / "scheduler"))
+    if saved.rng is not None:
+        restore_rng(saved.rng)
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The safetensors in `folder` by name; what is tied has one of its names."""
+    index = folder / "model.safetensors.index.json"
+    files = {"model.safetensors"}
+    if index.exists():
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    saved: dict[str, Tensor] = {}
+    for file in sorted(files):
+        saved |= load_file(folder / file)
+    return saved
+
+
+@torch.no_grad()
+def load_weights(model: PreTrainedModel, folder: Path) -> None:
+    """Copy the safetensors in `folder` into `model`, before an engine has taken it.
+
+    Names, shapes and dtypes are the same, or nothing is changed.
+
+    Raises:
+        ValueError: names, shapes or dtypes differ.
+    """
+    saved = read_weights(folder)
+    own = model.state_dict()
+    # Tied weights lie in the file once.
+    present = {own[name].data_ptr() for name in saved if name in own}
+    differences = [f"{name} is only in the checkpoint" for name in saved if name not in own]
+    differences += [
+        f"{name} is only in the model" for name in own if name not in saved and own[name].data_ptr() not in present
+    ]
+    differences += [
+        f"{name} is {_describe(saved[name])} in the checkpoint and {_describe(own[name])} in the model"
+        for name in saved
+        if name in own and _describe(saved[name]) != _describe(own[name])
+    ]
+    if differences:
+        more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
+        raise ValueError(
+            f"{folder} does not fit this model, {differences[0]}{more}: repeat the flags of the run that wrote it."
+        )
+    for name, tensor in saved.items():
+        own[name].copy_(tensor)
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _choose(output_dir: Path, resume_from_checkpoint: str | None) -> Path | None:
+    if resume_from_checkpoint not in (None, "latest"):
+        path = Path(resume_from_checkpoint)
+        verify(path)
+        return path
+    path = latest_checkpoint(output_dir)
+    if path is None and resume_from_checkpoint == "latest":
+        raise ValueError(
+            f"--resume_from_checkpoint latest: {output_dir} holds no checkpoint, so leave the flag out to begin."
+        )
+    return path

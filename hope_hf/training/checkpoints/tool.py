@@ -1,0 +1,92 @@
+"""The command line of checkpoints: `python -m hope_hf.training.checkpoints info|verify|consolidate DIR`."""
+
+import json
+import shutil
+import uuid
+from pathlib import Path
+
+from hope_hf.cli.parser import Parser
+from hope_hf.cli.process import complain, warn_in_sentences
+from hope_hf.cli.tables import markdown_table
+
+from .manifest import latest_checkpoint, verify
+
+# What only a run that continues needs.
+STATE_FILES = ("optimizer", "scheduler.", "trainer.", "rank_", "manifest.")
+
+
+def make_parser() -> Parser:
+    """All commands and flags."""
+    parser = Parser((), prog="python -m hope_hf.training.checkpoints", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="info|verify|consolidate")
+    for name, text in (
+        ("info", "say what a checkpoint holds, without reading all of it"),
+        ("verify", "read every byte and compare it with the manifest"),
+        ("consolidate", "verify, then copy what `from_pretrained` loads to a new folder"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("dir", metavar="DIR", help="a checkpoint, or a run's folder for its newest complete one")
+        if name == "consolidate":
+            command.add_argument("--to", metavar="OUT", required=True, help="a new folder")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Returns 0, or 2 after a mistake of the user or for a checkpoint that is not whole."""
+    warn_in_sentences()
+    try:
+        options = make_parser().parse_args(argv)
+        folder = _checkpoint(Path(options.dir))
+        if options.command == "info":
+            print(_info(folder))
+            return 0
+        manifest = verify(folder)
+        size = sum(entry["size"] for entry in manifest["files"].values())
+        print(f"{folder} is whole: step {manifest['step']}, {len(manifest['files'])} files, {size:,} bytes.")
+        if options.command == "consolidate":
+            _consolidate(folder, manifest, Path(options.to))
+    except ValueError as error:
+        return complain(error, 2)
+    return 0
+
+
+def _checkpoint(folder: Path) -> Path:
+    """`folder` itself, or the newest complete checkpoint in it."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder: name a checkpoint-<step>, or the --output_dir of a run.")
+    inside = None if folder.name.startswith("checkpoint-") else latest_checkpoint(folder)
+    return inside or folder
+
+
+def _info(folder: Path) -> str:
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        state = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
+        facts = {"step": manifest["step"], "num_processes": manifest["num_processes"], **state}
+        # The flags and the counters of the run, each a dict of its own.
+        for group in [name for name, value in facts.items() if isinstance(value, dict)]:
+            facts |= facts.pop(group)
+        size = sum(entry["size"] for entry in manifest["files"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(
+            f"{folder} is no finished checkpoint: its manifest.json or trainer.json cannot be read."
+        ) from None
+    rows = [{"what": name, "value": str(value)} for name, value in facts.items() if value is not None]
+    rows.append({"what": "size", "value": f"{size:,} bytes in {len(manifest['files'])} files"})
+    return f"{folder}\n\n{markdown_table(rows)}"
+
+
+def _consolidate(folder: Path, manifest: dict, out: Path):
+    if out.exists():
+        raise ValueError(f"--to {out} exists: name a new folder.")
+    wanted = [name for name in manifest["files"] if not name.startswith(STATE_FILES)]
+    unfinished = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex[:8]}")
+    try:
+        for name in wanted:
+            (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder / name, unfinished / name)
+        unfinished.rename(out)
+    except OSError as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise ValueError(f"--to {out} cannot be written: {error.strerror}.") from None
+    print(f"{out} holds the model: AutoModelForCausalLM.from_pretrained({str(out)!r})")

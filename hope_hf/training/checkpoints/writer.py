@@ -1,0 +1,241 @@
+"""Writes checkpoints: at once, or while the training goes on.
+
+For a checkpoint in the background every process first copies its part to the CPU's memory, which is all that the
+training waits for; a thread of each then sends its part of the weights to the first, writes the process's own files
+and hashes them. Once all have (`written`, which the processes compare in the sum they form in each step anyway),
+`finish` seals the folder. One checkpoint is under way at a time, so there is one copy, which is kept for the next.
+"""
+
+import copy
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedTokenizerBase
+
+from ..engines.base import Engine
+from ..engines.guard import lost_process
+from .manifest import describe, last_good, publish, remove_leftovers, rotate, temporary_name
+from .optimizer_files import optimizer_part, save_optimizer
+from .state_files import rng_state, save_state
+from .whole_weights import HostBuffers, take_parts
+
+_OF_A_RANK = re.compile(r"(?:optimizer_)?rank_(\d+)\.(?:json|safetensors)")
+
+
+@dataclass
+class _Pending:
+    folder: Path
+    step: int
+    thread: threading.Thread | None = None
+    files: dict[str, dict] = field(default_factory=dict)
+    """This process's own, as the manifest lists them."""
+    error: Exception | None = None
+    stall: float = 0.0
+    """Seconds that the training waited."""
+    write: float = 0.0
+    """Seconds of this process's writing and hashing."""
+
+
+class CheckpointWriter:
+    """Writes `output_dir/checkpoint-<step>`, and deletes the oldest beyond `save_total_limit` (None keeps all).
+
+    All processes call all methods, in the same order. `only_model` leaves out what a run needs to continue.
+    """
+
+    def __init__(self, output_dir: str | Path, save_total_limit: int | None = None, only_model: bool = False):
+        self._output_dir = Path(output_dir)
+        self._save_total_limit = save_total_limit
+        self._only_model = only_model
+        self._pending: _Pending | None = None
+        self._report: dict[str, float] = {}
+        self._buffers = HostBuffers()
+        self._rotation: threading.Thread | None = None
+
+    def save(
+        self,
+        step: int,
+        *,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        scheduler: LRScheduler,
+        trainer_state: dict,
+        data_state: dict,
+        carried: dict[str, Tensor] | None = None,
+        background: bool = False,
+    ) -> Path:
+        """Write a checkpoint, after the one that is under way; with `background` only begin to.
+
+        The engine gives the whole model and every process's part of the optimizer's state; tokenizer, scheduler and
+        `trainer_state` are taken from the first process, `data_state`, `carried` and the random generators from each.
+        The two states are plain values, not tensors.
+
+        Returns:
+            The folder. An existing one of the same step is replaced.
+
+        Raises:
+            ValueError: the disk is full or cannot be written; the checkpoints written before are intact.
+        """
+        self.finish()
+        start = time.perf_counter()
+        rank, first = PartialState().process_index, PartialState().is_main_process
+        folder = broadcast_object_list([temporary_name(self._output_dir, step)])[0]
+        if not background:
+            self._buffers.clear()
+        parts = take_parts(engine, self._buffers if background else None)
+        carried = carried or {}
+        optimizer = None if self._only_model else optimizer_part(engine, self._buffers.copy if background else None)
+        plain = scheduler.state_dict(), trainer_state, data_state
+        if background:
+            plain, carried = copy.deepcopy(plain), {name: tensor.cpu().clone() for name, tensor in carried.items()}
+        schedule, trainer_state, data_state = plain
+        own = {"rng": rng_state(), "data": data_state, "carried": carried}
+
+        def make_folder() -> None:
+            if first:
+                self._output_dir.mkdir(parents=True, exist_ok=True)
+                remove_leftovers(self._output_dir)
+                folder.mkdir()
+
+        def write() -> None:
+            # All processes take part in it, so before anything that may fail on one of them.
+            weights = parts.together()
+            if optimizer is not None:
+                save_state(folder / f"rank_{rank}", own)
+                save_optimizer(folder, optimizer, rank)
+            if first:
+                # The names of the model as it runs: what some families rename for export could not be loaded strictly.
+                engine.save_model(folder, weights, save_original_format=False)
+                tokenizer.save_pretrained(folder)
+                save_state(folder / "scheduler", schedule)
+                save_state(folder / "trainer", trainer_state)
+            # Folders are the first process's, and some go away again while another would look through them.
+            files = folder.rglob("*") if first else folder.glob("*")
+            pending.files = describe(folder, [path for path in files if _owner(path) == rank])
+
+        def find_folder() -> None:
+            if not folder.is_dir():
+                raise OSError("it must be on a disk that all machines share")
+
+        _together(make_folder, folder)
+        _together(find_folder, folder)
+        self._pending = pending = _Pending(folder, step)
+        if background:
+            pending.thread = threading.Thread(target=_caught, args=(write, pending), name=f"checkpoint-{step}")
+            pending.thread.start()
+            pending.stall = time.perf_counter() - start
+        else:
+            _caught(write, pending)
+            pending.stall = time.perf_counter() - start
+            self.finish()
+        return self._output_dir / f"checkpoint-{step}"
+
+    @property
+    def written(self) -> bool:
+        """Whether a checkpoint is under way of which this process has written its files: once all have, `finish`."""
+        return self._pending is not None and not self._pending.thread.is_alive()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is under way, if one is, and give it its name.
+
+        Raises:
+            ValueError: as `save`.
+        """
+        if self._rotation is not None:
+            self._rotation.join()
+            self._rotation = None
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        start = time.perf_counter()
+        if pending.thread is not None:
+            pending.thread.join()
+        if lost_process(pending.error) is not None:
+            # There is no agreeing with a process that is gone.
+            raise pending.error
+
+        def settle() -> None:
+            if pending.error is not None:
+                raise pending.error
+
+        _together(settle, pending.folder)
+        files = {name: entry for part in gather_object([pending.files]) for name, entry in part.items()}
+        facts = {"num_processes": PartialState().num_processes, "only_model": self._only_model}
+
+        def seal() -> None:
+            if PartialState().is_main_process:
+                newest = publish(pending.folder, pending.step, facts, files)
+                arguments = self._output_dir, newest, self._save_total_limit
+                if pending.thread is None:
+                    rotate(*arguments)
+                else:
+                    # To delete a large file takes about as long as to copy it.
+                    self._rotation = threading.Thread(target=rotate, args=arguments)
+                    self._rotation.start()
+
+        _together(seal, pending.folder)
+        stall = pending.stall + time.perf_counter() - start
+        self._report = {
+            "train/checkpoint_stall_seconds": stall,
+            "train/checkpoint_write_seconds": pending.write,
+        }
+
+    def take_report(self) -> dict[str, float]:
+        """Rows about the last checkpoint that became whole, once."""
+        report, self._report = self._report, {}
+        return report
+
+
+def _caught(write: Callable[[], None], pending: _Pending) -> None:
+    start = time.perf_counter()
+    try:
+        write()
+    except Exception as error:
+        pending.error = error
+    pending.write = time.perf_counter() - start
+
+
+def _owner(path: Path) -> int | None:
+    """The rank that writes this file; None of what safetensors has not given its name yet, on any rank."""
+    if path.name.startswith("."):
+        return None
+    match = _OF_A_RANK.fullmatch(path.name)
+    return int(match[1]) if match else 0
+
+
+def _together(stage: Callable[[], None], folder: Path) -> None:
+    """Run `stage` on every process; where it fails on one, all give `folder` up and raise."""
+    error = None
+    try:
+        stage()
+    except Exception as caught:
+        error = caught
+    reason = None if error is None else getattr(error, "strerror", None) or str(error) or repr(error)
+    reasons = [reason for reason in gather_object([reason]) if reason is not None]
+    if reasons:
+        sentence = _abandon(folder, reasons[0])
+        # The tokenizers library reports a full disk as a bare Exception. Anything else is a mistake of ours.
+        if error is None or isinstance(error, OSError | SafetensorError) or type(error) is Exception:
+            raise ValueError(sentence) from None
+        raise error
+
+
+def _abandon(folder: Path, problem: str) -> str:
+    """Give a full disk its space back; the sentence that says what is left."""
+    sentence = None
+    if PartialState().is_main_process:
+        shutil.rmtree(folder, ignore_errors=True)
+        sentence = (
+            f"No checkpoint could be written in --output_dir {folder.parent} ({problem}): free space there or make it "
+            f"writable, then continue; last good checkpoint: {last_good(folder.parent)}."
+        )
+    return broadcast_object_list([sentence])[0]

@@ -1,0 +1,100 @@
+"""Which engine the launcher's environment asks for, with its Accelerator.
+
+accelerate decides the engine from that environment, and some wrong launches start silently as something else (one
+process where two were asked for, plain DDP instead of FSDP). Here they stop with a sentence.
+"""
+
+import datetime
+import importlib.util
+import os
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, InitProcessGroupKwargs
+
+from hope_hf.cli.process import warn_once
+
+from ..arguments import Arguments
+from .base import LOW_PRECISION, Engine
+from .cpu import cpu_accelerator
+from .fsdp1 import FSDP1
+from .fsdp2 import FSDP2
+from .guard import OneSidedError, check_devices
+from .launch_file import check_launch_file
+from .zero import Zero
+
+ENGINE_TYPES = {"fsdp": DistributedType.FSDP, "deepspeed": DistributedType.DEEPSPEED}
+
+
+def make_engine(args: Arguments, trackers: list[str]) -> Engine:
+    """The engine that the launcher asked for, with its Accelerator.
+
+    Raises ValueError for launches that fell apart or became something else, and where the processes do not meet.
+    """
+    check_launch_file()
+    wanted = wanted_engine()
+    timeout = datetime.timedelta(seconds=args.ddp_timeout)
+    options = {
+        "kwargs_handlers": [InitProcessGroupKwargs(timeout=timeout)],
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "log_with": trackers or None,
+        "project_dir": args.output_dir,
+    }
+    if wanted == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        raise ValueError("The launch file asks for DeepSpeed, which is not installed: pip install hope_hf[deepspeed].")
+    try:
+        accelerator = Accelerator(**options) if torch.accelerator.is_available() else cpu_accelerator(wanted, options)
+    except torch.distributed.DistError as error:
+        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        raise OneSidedError(
+            f"Rank {os.environ.get('RANK')} did not meet the others at {host}:{port} within {args.ddp_timeout:g} s "
+            f"(--ddp_timeout): {str(error).splitlines()[0]}"
+        ) from None
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != world_size:
+        raise ValueError(
+            f"WORLD_SIZE is {world_size} but {accelerator.num_processes} process(es) train together: "
+            "launch with accelerate_configs/ddp.yaml."
+        )
+    if accelerator.mixed_precision not in ("no", *LOW_PRECISION):
+        raise ValueError(
+            f"mixed_precision {accelerator.mixed_precision} is not supported: set 'no', bf16 or fp16 in the config."
+        )
+    if accelerator.mixed_precision == "fp16" and wanted != "deepspeed" and accelerator.scaler is None:
+        # accelerate drops it there without a word.
+        raise ValueError(
+            f"mixed_precision fp16 needs a GPU and this process has {accelerator.device}: set 'no' or bf16 in the "
+            "config."
+        )
+    runs = accelerator.distributed_type
+    if wanted in ENGINE_TYPES and runs != ENGINE_TYPES[wanted]:
+        raise ValueError(
+            f"The launch file asks for {ENGINE_TYPES[wanted].value} and {runs.value} runs: launch at least two "
+            "processes with it (--num_processes), or take accelerate_configs/single.yaml."
+        )
+    check_devices(accelerator)
+    _warn_of_ignored(args, wanted == "fsdp", accelerator)
+    if wanted == "plain":
+        return Engine(accelerator)
+    if wanted == "deepspeed":
+        return Zero(accelerator, args)
+    return FSDP2(accelerator, args) if accelerator.is_fsdp2 else FSDP1(accelerator, args)
+
+
+def _warn_of_ignored(args: Arguments, fsdp: bool, accelerator: Accelerator):
+    mixed = accelerator.mixed_precision in LOW_PRECISION
+    for name, is_ignored, reason in (
+        ("fsdp_prefetch", not fsdp, "the launch file asks for no FSDP"),
+        ("fsdp_limit_all_gathers", not fsdp, "the launch file asks for no FSDP"),
+        ("fsdp_reduce_dtype", not (fsdp and mixed), "the launch file does not ask for FSDP with bf16 or fp16"),
+    ):
+        if is_ignored and getattr(args, name) != getattr(Arguments, name):
+            warn_once(f"--{name} is ignored: {reason}.")
+
+
+def wanted_engine() -> str:
+    """What the launcher's environment asks for: "fsdp", "deepspeed" or "plain" (single process, DDP)."""
+    for name in ("fsdp", "deepspeed"):
+        if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() == "true":
+            return name
+    return "plain"

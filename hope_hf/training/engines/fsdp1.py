@@ -1,0 +1,96 @@
+"""Fully sharded data parallelism of torch, version 1: parameters of a block lie end to end in one flat tensor."""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from transformers import PreTrainedModel
+
+from hope_hf.cli.process import warn_once
+from hope_hf.optim import LevelClock
+
+from ..arguments import Arguments
+from .base import LOW_PRECISION, Engine, Part, Shard, split_state
+
+
+class FSDP1(Engine):
+    """All four strategies. A process holds any stretch of the flat tensor: parts of parameters, not rows."""
+
+    flattens = True
+    shards_weights = True
+
+    def __init__(self, accelerator, args: Arguments):
+        """Raises ValueError without original parameters, of which level clocks and weight decay need to know."""
+        super().__init__(accelerator)
+        plugin = accelerator.state.fsdp_plugin
+        self._strategy = plugin.sharding_strategy
+        self.name = f"FSDP1 {self._strategy.name}"
+        if not plugin.use_orig_params:
+            raise ValueError(
+                "fsdp_use_orig_params is false: set it to true, or take version 2 (accelerate_configs/fsdp2.yaml)."
+            )
+        if args.fsdp_prefetch:
+            warn_once(
+                "--fsdp_prefetch is ignored: version 1 takes fsdp_forward_prefetch and fsdp_backward_prefetch in the "
+                "launch file."
+            )
+        if plugin.cpu_offload.offload_params and accelerator.device.type == "cpu":
+            # Torch would add each step's gradients to those of the step before.
+            warn_once("fsdp_offload_params is ignored: parameters are on the CPU already.")
+            plugin.cpu_offload = CPUOffload(offload_params=False)
+        plugin.limit_all_gathers = args.fsdp_limit_all_gathers
+        if accelerator.mixed_precision != "no":
+            plugin.mixed_precision_policy = MixedPrecision(
+                param_dtype=LOW_PRECISION[accelerator.mixed_precision],
+                reduce_dtype=getattr(torch, args.fsdp_reduce_dtype),
+                buffer_dtype=torch.float32,
+            )
+
+    def prepare(self, model: PreTrainedModel, optimizer: LevelClock) -> nn.Module:
+        # The parameters stay the same objects, whatever is wrapped around their modules.
+        self._entries = list(model.state_dict(keep_vars=True).items())
+        super().prepare(model, optimizer)
+        units = FullyShardedDataParallel.fsdp_modules(self.wrapped)
+        for unit in units:
+            # Torch turns to whole replicas with a warning, and in a hybrid of one process per machine lets them drift.
+            if unit.sharding_strategy != self._strategy:
+                raise ValueError(
+                    f"fsdp_sharding_strategy {self._strategy.name} was asked for and {unit.sharding_strategy.name} "
+                    "runs: launch more processes per machine, or choose FULL_SHARD."
+                )
+        flat_parameters = [unit._handle.flat_param for unit in units if unit._handle is not None]
+        self._places = {
+            id(parameter): (info, shape)
+            for flat in flat_parameters
+            for parameter, info, shape in zip(flat._params, flat._shard_param_infos, flat._shapes, strict=True)
+        }
+        world = self.accelerator.num_processes
+        between = getattr(units[0], "_inter_node_pg", None)
+        self._replicas = world if self._strategy is ShardingStrategy.NO_SHARD else between.size() if between else 1
+        rank = self.accelerator.process_index
+        self._is_copy = (rank if self._replicas == world else between.rank() if between else 0) > 0
+        return self.wrapped
+
+    @torch.no_grad()
+    def _scaled_norm(self, parameters: list[nn.Parameter]) -> float | None:
+        # Offloaded gradients are on the CPU, and all processes must reduce on one device.
+        total = torch.zeros((), device=self.accelerator.device)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                total += parameter.grad.float().square().sum().to(total.device)
+        # Elsewhere may lie what this process has no part of.
+        return float(self.accelerator.reduce(total, "sum") / self._replicas) ** 0.5 if parameters else None
+
+    def _state(self) -> list[tuple[str, Tensor]]:
+        return self._entries
+
+    def _part(self, names: tuple[str, ...], tensor: Tensor) -> Part:
+        if id(tensor) not in self._places:
+            return super()._part(names, tensor)
+        info, shape = self._places[id(tensor)]
+        return Part(names, shape, info.intra_param_start_idx or 0, tensor.detach().view(-1), self._is_copy)
+
+    def _shard(self, name: str, parameter: Tensor, state: dict[str, Tensor]) -> Shard:
+        tensors, scalars = split_state(state)
+        tensors = {key: tensor.view(-1) for key, tensor in tensors.items()}
+        info, shape = self._places[id(parameter)]
+        return Shard(name, info.intra_param_start_idx or 0, shape.numel(), tensors, scalars, self._is_copy)

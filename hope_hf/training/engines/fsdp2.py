@@ -1,0 +1,101 @@
+"""Fully sharded data parallelism of torch, version 2: every process owns a part of each parameter."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from hope_hf.cli.process import warn_once
+from hope_hf.optim import LevelClock, own_part
+
+from ..arguments import Arguments
+from .base import LOW_PRECISION, Engine, Part, Shard, split_state
+
+
+class FSDP2(Engine):
+    """`fully_shard` by transformer block or by size, as the launch file says; also in hybrid meshes."""
+
+    shards_weights = True
+
+    def __init__(self, accelerator, args: Arguments):
+        super().__init__(accelerator)
+        mesh = accelerator.torch_device_mesh
+        replicas = mesh["dp_replicate"].size() if mesh is not None and "dp_replicate" in mesh.mesh_dim_names else 1
+        self.name = f"FSDP2, {replicas} replicas" if replicas > 1 else "FSDP2"
+        if isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
+            self.name += ", offloaded to the CPU"
+        self._prefetch = args.fsdp_prefetch
+        if not args.fsdp_limit_all_gathers:
+            warn_once("--fsdp_limit_all_gathers is ignored: it is a setting of FSDP's version 1.")
+        if accelerator.mixed_precision != "no":
+            # Left alone, accelerate would reduce gradients in the low precision too.
+            accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+                param_dtype=LOW_PRECISION[accelerator.mixed_precision],
+                reduce_dtype=getattr(torch, args.fsdp_reduce_dtype),
+            )
+
+    def prepare(self, model: PreTrainedModel, optimizer: LevelClock) -> nn.Module:
+        plugin = self.accelerator.state.fsdp_plugin
+        if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
+            # accelerate would wrap lists of modules too, and stop.
+            plugin.auto_wrap_policy = transformer_auto_wrap_policy
+            plugin.transformer_cls_names_to_wrap = classes_by_size(model, plugin.min_num_params)
+        super().prepare(model, optimizer)
+        assert isinstance(self.wrapped, FSDPModule)
+        # Sharded in place.
+        self.model = self.wrapped
+        self._order_prefetching()
+        return self.wrapped
+
+    def _order_prefetching(self):
+        """`--fsdp_prefetch`: every block asks for the next ones while it computes, in both directions."""
+        blocks = [unit for unit in self.wrapped.modules() if isinstance(unit, FSDPModule) and unit is not self.wrapped]
+        for index, block in enumerate(blocks if self._prefetch else ()):
+            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + self._prefetch])
+            block.set_modules_to_backward_prefetch(blocks[max(0, index - self._prefetch) : index][::-1])
+
+    def _part(self, names: tuple[str, ...], tensor: Tensor) -> Part:
+        if not isinstance(tensor, DTensor):
+            return super()._part(names, tensor)
+        start, is_copy = _place(tensor)
+        return Part(names, tensor.shape, start, own_part(tensor.detach()).view(-1), is_copy)
+
+    def _shard(self, name: str, parameter: DTensor, state: dict[str, Tensor]) -> Shard:
+        tensors, scalars = split_state(state)
+        tensors = {key: own_part(tensor).view(-1) for key, tensor in tensors.items()}
+        start, is_copy = _place(parameter)
+        return Shard(name, start, parameter.numel(), tensors, scalars, is_copy)
+
+    def _gathered(self, norm: Tensor) -> Tensor:
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _place(tensor: DTensor) -> tuple[int, bool]:
+    """Where this process's part of it begins in the flattened tensor, and whether another process writes it."""
+    (chunk,) = tensor.__create_chunk_list__()
+    assert chunk.sizes[1:] == tensor.shape[1:], "shared out along another axis than the first"
+    # Of the processes that hold the same part in a hybrid mesh the first writes it.
+    mesh = tensor.device_mesh
+    copies = [mesh.get_local_rank(axis) for axis, place in enumerate(tensor.placements) if place.is_replicate()]
+    return chunk.offsets[0] * math.prod(tensor.shape[1:]), any(copies)
+
+
+def classes_by_size(model: PreTrainedModel, least: int) -> list[str]:
+    """Names of the classes of which an instance has more than `least` parameters: the model's blocks and their parts.
+
+    Without memories' initial states, which are used outside of their own forward pass, and torch's own classes, of
+    which each model has instances of all sizes.
+    """
+    wanted = model._no_split_modules or ()
+    names = set()
+    for block in (module for module in model.modules() if type(module).__name__ in wanted):
+        for module in block.modules():
+            small = sum(parameter.numel() for parameter in module.parameters()) <= least
+            foreign = type(module).__module__.startswith("torch.") or getattr(module, "is_initial_state", False)
+            if not small and not foreign:
+                names.add(type(module).__name__)
+    return sorted(names)

@@ -1,0 +1,254 @@
+"""DeepSpeed's ZeRO: stage 2 shares out gradients and optimizer state, stage 3 the parameters as well.
+
+DeepSpeed is imported inside functions: it is an extra.
+"""
+
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from hope_hf.cli.process import warn_once
+from hope_hf.optim import LevelClock
+
+from ..arguments import Arguments
+from .base import LOW_PRECISION, Engine, Part, Shard, split_state
+from .loss_scaling import DeepSpeedScaling
+
+# DeepSpeed's names of what the flags decide.
+FLAGS_OF_KEYS = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+}
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Where this process holds its part of a parameter in fp32: `start` in the parameter, `place` in `flat`."""
+
+    parameter: Tensor
+    start: int
+    flat: Tensor
+    place: int
+    length: int
+    group: dict
+    """The optimizer's."""
+
+
+class Zero(Engine):
+    """Stages 2 and 3. DeepSpeed flattens parameters, so that no process holds whole matrices of an optimizer."""
+
+    flattens = True
+
+    def __init__(self, accelerator: Accelerator, args: Arguments):
+        """Raises ValueError where the DeepSpeed file contradicts a flag."""
+        super().__init__(accelerator)
+        # DeepSpeed's own calls of what torch renames, in every step; its user can do nothing about them.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+        # While it is set, transformers shares models out as it makes them: with other initial values, and one process
+        # alone that loads a model waits for ever. Here models are made whole, on the CPU.
+        unset_hf_deepspeed_config()
+        if os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false").lower() == "true":
+            warn_once("zero3_init_flag is ignored: every process makes the model whole, on the CPU.")
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        self.stage = config["zero_optimization"]["stage"]
+        if self.stage not in (2, 3):
+            raise ValueError(f"DeepSpeed's zero_stage is {self.stage}: use 2 or 3, or accelerate_configs/ddp.yaml.")
+        self.name = f"DeepSpeed ZeRO-{self.stage}"
+        _check_file(args)
+        # With an optimizer of ours on the CPU, not one of DeepSpeed's.
+        config["zero_force_ds_cpu_optimizer"] = False
+        for key, flag in FLAGS_OF_KEYS.items():
+            config[key] = getattr(args, flag)
+        accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
+        if accelerator.mixed_precision == "bf16" and not _file().get("bf16"):
+            # Weights stay fp32 and memories compute in it, as under the other engines.
+            config["bf16"] = {"enabled": False}
+            config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+        # DeepSpeed's own way with fp16: weights of the forward pass in it, those of the optimizer in fp32. With
+        # torch's autocast it would clip gradients that are still scaled, and each process would look for its own
+        # overflow.
+        self._low_precision = any(config.get(name, {}).get("enabled") is True for name in LOW_PRECISION)
+        # Then its weights are what is shared out in fp32.
+        self.shards_weights = self.stage == 3 or self._low_precision
+
+    def prepare(self, model: PreTrainedModel, optimizer: LevelClock) -> nn.Module:
+        if self.stage == 3:
+            self._gather_whole_blocks(model)
+        exact = {}
+        if self._low_precision:
+            exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        super().prepare(model, optimizer)
+        assert self.wrapped.zero_optimization_stage() == self.stage
+        assert self.wrapped.gradient_accumulation_steps() == self.accelerator.gradient_accumulation_steps
+        self._zero = self.wrapped.optimizer
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        if self.accelerator.mixed_precision == "fp16":
+            self.scaling = DeepSpeedScaling(self._zero.loss_scaler)
+        if exact:
+            self._keep_exact(exact)
+        return self.wrapped
+
+    @torch.no_grad()
+    def _keep_exact(self, weights: dict[str, Tensor]):
+        """Give the optimizer the weights as they were; DeepSpeed has rounded them before it took them up."""
+        for piece in self._pieces():
+            whole = weights[self._names[piece.parameter]].flatten()
+            own = piece.flat.narrow(0, piece.place, piece.length)
+            own.copy_(whole[piece.start : piece.start + piece.length])
+
+    @staticmethod
+    def _gather_whole_blocks(model: PreTrainedModel):
+        """Memories are used by the mixer around them: outside the forward pass of their own module."""
+        from deepspeed.utils import set_z3_leaf_modules
+
+        wanted = model._no_split_modules or ()
+        classes = {type(module) for module in model.modules() if type(module).__name__ in wanted}
+        if classes:
+            set_z3_leaf_modules(model, list(classes))
+
+    def backward(self, loss: Tensor) -> None:
+        # accelerate would take the step in here too, before anyone knows whether it is to be skipped.
+        self.wrapped.set_gradient_accumulation_boundary(is_boundary=self.accelerator.sync_gradients)
+        self.wrapped.backward(loss)
+
+    def clip(self, max_norm: float) -> float:
+        """The norm; DeepSpeed clips inside its step, by what `--max_grad_norm` has put in its config."""
+        from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
+
+        groups = self._zero._get_norm_groups() if self.stage == 3 else None
+        norm = combine_grad_norm_groups(groups) if groups is not None else self._zero.scaled_global_norm()
+        # What is not finite is -1 there.
+        return float("nan") if is_invalid_grad_norm(norm) else float(norm) / self._zero.loss_scale
+
+    def step(self) -> None:
+        self.wrapped.step()
+
+    def skip(self, lower_scale: bool = False) -> None:
+        scaling = None if lower_scale or self.scaling is None else self.scaling.state()
+        # DeepSpeed frees its gradients and counts on in a step only: one that changes nothing.
+        step, self.optimizer.step = self.optimizer.step, lambda *arguments, **keywords: None
+        try:
+            self.wrapped.step()
+        finally:
+            self.optimizer.step = step
+        if scaling is not None:
+            # It takes what is not finite for an overflow, wherever it comes from.
+            self.scaling.load(scaling)
+
+    @torch.no_grad()
+    def _scaled_norm(self, parameters: list[nn.Parameter]) -> float | None:
+        from deepspeed.utils import safe_get_full_grad
+
+        if not parameters:
+            return None
+        norms = [torch.linalg.vector_norm(safe_get_full_grad(parameter).float()) for parameter in parameters]
+        return float(torch.linalg.vector_norm(torch.stack(norms)))
+
+    def held_weights(self) -> list[Tensor]:
+        return [*super().held_weights(), *(piece.flat for piece in self._pieces())]
+
+    def held_gradients(self) -> list[Tensor]:
+        # Beside the parameters, where DeepSpeed frees them; those offloaded to the CPU belong to its flat weights.
+        flat = (piece.flat.grad for piece in self._pieces())
+        if self.stage == 3:
+            own = [self._zero.grad_partitions_flat_buffer]
+        else:
+            own = [gradient for group in self._zero.averaged_gradients.values() for gradient in group or ()]
+        return [*super().held_gradients(), *(gradient for gradient in (*flat, *own) if gradient is not None)]
+
+    def weight_parts(self) -> Iterator[Part]:
+        # Only in its groups DeepSpeed knows what belongs to a parameter.
+        self._own = {id(piece.parameter): piece for piece in self._pieces()}
+        return super().weight_parts()
+
+    def _part(self, names: tuple[str, ...], tensor: Tensor) -> Part:
+        if not self.shards_weights or not isinstance(tensor, nn.Parameter):
+            return super()._part(names, tensor)
+        piece = self._own.get(id(tensor))
+        if piece is None:
+            # Of stage 2's parts, cut from all parameters end to end, this one ends before or begins behind.
+            return Part(names, tensor.shape, 0, torch.empty(0), is_copy=False)
+        values = piece.flat.detach().narrow(0, piece.place, piece.length)
+        return Part(names, _shape(tensor), piece.start, values, is_copy=False)
+
+    def save_model(self, folder: Path, weights: dict[str, Tensor], **options) -> None:
+        super().save_model(folder, weights, **options)
+        if self._low_precision:
+            # It was given that of the forward pass, in which they would be loaded.
+            self.model.config.dtype = "float32"
+            self.model.config.save_pretrained(folder)
+
+    def optimizer_shards(self) -> Iterator[Shard]:
+        for piece in self._pieces():
+            tensors, scalars = split_state(self.optimizer.create_state(piece.flat, piece.group))
+            tensors = {key: tensor.narrow(0, piece.place, piece.length) for key, tensor in tensors.items()}
+            name, numel = self._names[piece.parameter], _shape(piece.parameter).numel()
+            yield Shard(name, piece.start, numel, tensors, scalars, is_copy=False)
+
+    def _pieces(self) -> Iterator[_Piece]:
+        return self._pieces_of_stage_3() if self.stage == 3 else self._pieces_of_stage_2()
+
+    def _pieces_of_stage_2(self) -> Iterator[_Piece]:
+        zero = self._zero
+        for parameters, flat, group in zip(
+            zero.bit16_groups, zero.single_partition_of_fp32_groups, self.optimizer.param_groups, strict=True
+        ):
+            for parameter in parameters:
+                mapping = parameter._hp_mapping
+                if mapping is not None:
+                    start, place = mapping.lp_fragment_address.start, mapping.hp_fragment_address
+                    yield _Piece(parameter, start, flat, place.start, place.numel, group)
+
+    def _pieces_of_stage_3(self) -> Iterator[_Piece]:
+        zero, groups = self._zero, self.optimizer.param_groups
+        for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
+            for parameter in zero.fp16_groups[index]:
+                _, place, length = zero.grad_position[zero.get_param_id(parameter)]
+                start = self.accelerator.process_index * length
+                # The last parts are padded.
+                length = max(0, min(length, parameter.ds_numel - start))
+                yield _Piece(parameter, start, flat, place, length, groups[zero.sub_group_to_group_id[index]])
+
+
+def _shape(parameter: Tensor) -> torch.Size:
+    """Of the whole."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def _file() -> dict:
+    """The DeepSpeed json that the launch file names; empty without one."""
+    name = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    return {} if name == "none" else json.loads(Path(name).read_text(encoding="utf-8"))
+
+
+def _check_file(args: Arguments) -> None:
+    given = _file()
+    for key, variable in (
+        ("gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
+        ("gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING"),
+    ):
+        if os.environ.get(variable, "auto") != "auto":
+            given.setdefault(key, float(os.environ[variable]))
+    for key, flag in FLAGS_OF_KEYS.items():
+        value = given.get(key, "auto")
+        if value != "auto" and value != getattr(args, flag):
+            raise ValueError(
+                f"The DeepSpeed configuration has {key} {value:g} and --{flag} is {getattr(args, flag):g}: leave the "
+                "key out, or make it 'auto'."
+            )
+    for key in ("optimizer", "scheduler"):
+        if key in given:
+            raise ValueError(
+                f"The DeepSpeed configuration brings {key}, and so does run_clm.py: leave the key out "
+                "(--optimizer, --lr_scheduler_type)."
+            )

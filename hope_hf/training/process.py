@@ -1,0 +1,75 @@
+"""The process itself: threads, signals, sums over all processes, and a clean way out."""
+
+import os
+import signal
+import sys
+import warnings
+
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+from hope_hf.cli.process import set_up_cpu
+
+from .arguments import Arguments
+
+
+def prepare_process(args: Arguments, accelerator: Accelerator):
+    """Threads, denormals, matmul precision and seed; the same in every process."""
+    set_up_cpu(args.cpu_threads)
+    if accelerator.device.type == "cuda" and args.tf32:
+        torch.set_float32_matmul_precision("high")
+    set_seed(args.seed)
+    # A first step without update is none of the user's making: the scale of fp16 begins too high.
+    warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)` before `optimizer.step\(\)`")
+    if not shows_bars(accelerator):
+        transformers.utils.logging.disable_progress_bar()
+
+
+def shows_bars(accelerator: Accelerator) -> bool:
+    """Whether this process draws progress bars: in a log file, or one per process, they make all else unreadable."""
+    return sys.stderr.isatty() and accelerator.is_local_main_process
+
+
+def sum_over_processes(accelerator: Accelerator, *values: float) -> list[float]:
+    """Each value summed over all processes, in float64 (counts are exact up to 2^53)."""
+    if accelerator.num_processes == 1:
+        return [float(value) for value in values]
+    return accelerator.reduce(torch.tensor(values, dtype=torch.float64, device=accelerator.device), "sum").tolist()
+
+
+def leave(accelerator: Accelerator):
+    """End trackers and process group; on gloo leave at once, since its threads can abort a finished interpreter."""
+    distributed = accelerator.num_processes > 1
+    accelerator.end_training()
+    if distributed and accelerator.device.type == "cpu":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+class StopSignal:
+    """Remembers SIGTERM or the first Ctrl-C, so that the loop can stop at a step boundary; a context manager.
+
+    A loop that ends in an error leaves the process deaf to SIGTERM until it has said so and is gone: where one process
+    is lost, the launcher sends it to all others at once.
+    """
+
+    def __init__(self):
+        self.received = False
+
+    def __enter__(self):
+        self._previous = {s: signal.signal(s, self._receive) for s in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, error, *_):
+        if error is not None:
+            del self._previous[signal.SIGTERM]
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number, frame):
+        self.received = True
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

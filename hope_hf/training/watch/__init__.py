@@ -1,0 +1,1 @@
+"""What a run reports about itself while it trains: metrics, speed, heartbeats, memory, curves."""

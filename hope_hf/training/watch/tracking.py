@@ -1,0 +1,142 @@
+"""Where metrics go: `metrics.jsonl` always, one console line per log, and accelerate's trackers by name."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import transformers
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from tqdm.auto import tqdm
+
+from hope_hf.cli.models import one_line
+from hope_hf.cli.parser import nearest
+
+from ..arguments import Arguments
+from ..process import shows_bars
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def tracker_names(report_to: str) -> list[str]:
+    """The trackers of `--report_to`, checked to exist and to be installed."""
+    available = [str(getattr(name, "value", name)) for name in get_available_trackers()]
+    names = [name.strip() for name in report_to.split(",") if name.strip()]
+    if names == ["all"]:
+        return available
+    names = [] if names == ["none"] else names
+    for name in names:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            raise ValueError(f"--report_to {name} is no tracker{nearest(name, LOGGER_TYPE_TO_CLASS)}")
+        if name not in available:
+            raise ValueError(f"--report_to {name}: the tracker is not installed (pip install {name}).")
+    return names
+
+
+def read_metrics(output_dir: str | Path) -> list[dict]:
+    """The rows of a run's metrics.jsonl; a last row cut off by a crash is left out."""
+    rows = []
+    for line in (Path(output_dir) / METRICS_FILE).read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+class Tracker:
+    """Writes rows of metrics. Only rank 0 writes the file and the console; trackers know their own rank."""
+
+    def __init__(self, accelerator: Accelerator, args: Arguments, total_steps: int, start_step: int, run_id: str):
+        self._accelerator = accelerator
+        self._total_steps = total_steps
+        self._file = self._bar = None
+        if accelerator.is_main_process:
+            path = Path(args.output_dir) / METRICS_FILE
+            _drop_rows_after(path, start_step)
+            self._file = path.open("a", encoding="utf-8")
+            if shows_bars(accelerator):
+                # The one of each saved model would leave this one behind, cut in two.
+                transformers.utils.logging.disable_progress_bar()
+                self._bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True)
+        if accelerator.trackers or accelerator.log_with:
+            run_name = args.run_name or Path(args.output_dir).resolve().name
+            config = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in args.identity().items()}
+            options = {"wandb": {"name": run_name, "dir": args.output_dir}}
+            if os.environ.get("WANDB_MODE") != "offline":
+                options["wandb"] |= {"id": run_id, "resume": "allow"}
+            try:
+                accelerator.init_trackers(args.project_name, config=config, init_kwargs=options)
+            # Every tracker has error types of its own: not logged in, no network, no space.
+            except Exception as error:
+                raise ValueError(f"--report_to {args.report_to} could not start: {one_line(error)}") from error
+
+    def advance(self):
+        """One optimizer step was done."""
+        if self._bar is not None:
+            self._bar.update(1)
+
+    def log(self, step: int, tokens: int, row: dict, line: str):
+        """Write one row of metrics, and `line` on the console."""
+        if self._file is not None:
+            self._file.write(json.dumps({"step": step, "tokens": tokens, **row}) + "\n")
+            self._file.flush()
+        if self._accelerator.trackers:
+            self._accelerator.log({"tokens": tokens, **row}, step=step)
+        self.say(f"step {step:>{len(str(self._total_steps))}}/{self._total_steps} | {line}")
+
+    def say(self, text: str):
+        """Print on rank 0, above the progress bar where there is one."""
+        if self._accelerator.is_main_process:
+            tqdm.write(text) if self._bar is not None else print(text, flush=True)
+
+    def close(self):
+        """Close the file and the bar: what is printed next begins a line. The trackers end with the process."""
+        if self._file is not None:
+            self._file.close()
+        if self._bar is not None:
+            self._bar.close()
+
+
+def train_line(row: dict) -> str:
+    """The console's fixed fields of a training row."""
+    fields = [
+        f"loss {_or_nan(row['train/loss']):7.4f}",
+        f"grad {_or_nan(row['train/grad_norm']):7.3f}",
+        f"lr {row['train/learning_rate']:.2e}",
+        f"{row['train/tokens_per_second']:>9,.0f} tok/s",
+        f"mem {row['train/peak_memory_gib']:5.2f} GiB",
+        f"data {row['train/data_loading_percent']:4.1f} %",
+        f"eta {_clock(row['train/eta_seconds'])}",
+    ]
+    if "train/mfu_percent" in row:
+        fields.insert(4, f"mfu {row['train/mfu_percent']:4.1f} %")
+    if row["train/skipped_steps"]:
+        fields.append(f"skipped {row['train/skipped_steps']}")
+    return " | ".join(fields)
+
+
+def eval_line(row: dict) -> str:
+    """The console's fixed fields of an evaluation row."""
+    line = f"eval loss {row['eval/loss']:.4f} | perplexity {row['eval/perplexity']:,.2f}"
+    return line + (f" | bits per byte {row['eval/bits_per_byte']:.4f}" if "eval/bits_per_byte" in row else "")
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+
+
+def _drop_rows_after(path: Path, step: int):
+    """Rows logged after the checkpoint a run continues from are about to be logged again."""
+    if not path.exists():
+        return
+    rows = [row for row in read_metrics(path.parent) if row["step"] <= step]
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    temporary.replace(path)

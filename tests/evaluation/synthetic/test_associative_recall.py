@@ -1,0 +1,57 @@
+"""Multi-query recall: what is written, what is asked, and that the asked is what was written."""
+
+from collections import Counter
+
+import torch
+
+from hope_hf.evaluation.synthetic.associative_recall import IGNORED, associative_recall, recall_batch
+
+
+def test_blanks_stand_between_the_asked_pairs_and_change_nothing_else():
+    rows, pairs, symbols, length = 60, 8, 32, 64
+    plain, plain_labels = recall_batch(rows, pairs, symbols, torch.Generator().manual_seed(3))
+    input_ids, labels = recall_batch(rows, pairs, symbols, torch.Generator().manual_seed(3), length)
+    assert input_ids.shape == labels.shape == (rows, length)
+    starts = set()
+    for row in range(rows):
+        kept = input_ids[row] != 2 * symbols
+        assert torch.equal(input_ids[row][kept], plain[row]) and torch.equal(labels[row][kept], plain_labels[row])
+        assert kept[: 2 * pairs].all() and (labels[row][~kept] == IGNORED).all()
+        places = kept.nonzero().flatten()[2 * pairs :].tolist()
+        # a value follows its key at once
+        assert all(value == key + 1 for key, value in zip(places[::2], places[1::2], strict=True))
+        starts.update(places)
+    # every position of the second half is used
+    assert starts == set(range(2 * pairs, length))
+
+
+def test_every_asked_key_wants_the_value_it_was_written_with():
+    for task in associative_recall().values():
+        for bin, length in enumerate(map(int, task.bins)):
+            pairs = length // 8
+            batch = task.draw(20, torch.Generator().manual_seed(0), bin)
+            assert batch.input_ids.shape == (20, length - 1) and batch.input_ids.max() < task.vocab_size
+            assert (batch.mask.sum(1) == pairs).all() and not batch.mask[:, : 2 * pairs].any()
+            for ids, targets, mask in zip(batch.input_ids.tolist(), batch.targets.tolist(), batch.mask, strict=True):
+                written = dict(zip(ids[: 2 * pairs : 2], ids[1 : 2 * pairs : 2], strict=True))
+                asked = mask.nonzero().flatten().tolist()
+                assert {ids[place] for place in asked} == set(written)
+                assert all(targets[place] == written[ids[place]] for place in asked)
+
+
+def test_the_largest_task_has_64_pairs_in_512_tokens():
+    assert associative_recall()["mqar-64"].bins == ("512",)
+
+
+def test_mixed_sizes_are_trained_equally_often_out_of_64_keys_and_values():
+    task, generator = associative_recall()["mqar"], torch.Generator().manual_seed(0)
+    assert task.bins == ("32", "64", "128", "256", "512")
+    lengths = Counter(task.draw(1, generator, None).input_ids.shape[1] + 1 for _ in range(1000))
+    assert sorted(lengths) == [32, 64, 128, 256, 512] and min(lengths.values()) > 150
+    assert task.draw(1000, generator, 0).input_ids.unique().tolist() == list(range(129))
+
+
+def test_keys_and_values_are_paired_at_random():
+    input_ids, _ = recall_batch(400, 4, 8, torch.Generator().manual_seed(0))
+    pairs = {(int(key), int(value)) for row in input_ids for key, value in row[:8].view(4, 2)}
+    assert len(pairs) == 64

@@ -1,0 +1,134 @@
+"""A checkpoint written while the training goes on is the one that it would have waited for."""
+
+import errno
+import random
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoint_run import Run, names
+
+from hope_hf.training.checkpoints import manifest
+from hope_hf.training.checkpoints import writer as writer_module
+from hope_hf.training.checkpoints.manifest import latest_checkpoint, verify
+from hope_hf.training.checkpoints.writer import CheckpointWriter
+
+pytestmark = pytest.mark.usefixtures("one_cpu_process")
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Nothing is written before the event is set."""
+    free = threading.Event()
+    save_state = writer_module.save_state
+
+    def wait_and_save(*arguments):
+        assert free.wait(60)
+        save_state(*arguments)
+
+    monkeypatch.setattr(writer_module, "save_state", wait_and_save)
+    yield free
+    free.set()
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
+
+
+def trained(steps: int) -> Run:
+    random.seed(0)
+    np.random.seed(0)
+    run = Run()
+    run.train(steps)
+    return run
+
+
+def test_it_holds_the_moment_at_which_it_began(tmp_path, slow_disk):
+    run, writer = trained(5), CheckpointWriter(tmp_path / "background")
+    folder = run.save_with(writer, background=True)
+    uninterrupted = run.train(3)
+    assert not writer.written and not folder.exists()
+    slow_disk.set()
+    writer.finish()
+    assert contents(folder) == contents(trained(5).save(tmp_path / "at_once"))
+    other = Run(seed=1)
+    assert other.restore(tmp_path / "background").step == 5
+    assert other.train(3) == uninterrupted
+
+
+def test_the_next_one_waits_for_it(tmp_path, slow_disk):
+    run, writer = Run(), CheckpointWriter(tmp_path, save_total_limit=1)
+    run.step = 1
+    run.save_with(writer, background=True)
+    run.step = 2
+    threading.Timer(0.2, slow_disk.set).start()
+    run.save_with(writer, background=True)
+    assert latest_checkpoint(tmp_path).name == "checkpoint-1"
+    writer.finish()
+    assert not writer.written
+    # Old ones are deleted in the background, too.
+    writer.finish()
+    assert names(tmp_path) == ["checkpoint-2"]
+
+
+def test_it_is_written_without_anybody_waiting(tmp_path):
+    run, writer = Run(), CheckpointWriter(tmp_path)
+    run.save_with(writer, background=True)
+    threads = [thread for thread in threading.enumerate() if thread.name == "checkpoint-0"]
+    for thread in threads:
+        thread.join(60)
+    assert writer.written
+    writer.finish()
+    assert verify(tmp_path / "checkpoint-0")["step"] == 0
+
+
+def test_a_disk_that_fills_up_meanwhile_is_told_at_the_end(output_dir, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run, writer = Run(), CheckpointWriter(output_dir)
+    run.step = 9
+    monkeypatch.setattr(writer_module, "save_state", full)
+    run.save_with(writer, background=True)
+    with pytest.raises(ValueError, match=r"No checkpoint .*No space left on device.*last good .*checkpoint-5\.$"):
+        writer.finish()
+    assert names(output_dir) == ["checkpoint-3", "checkpoint-5"]
+
+
+def test_what_another_process_is_still_writing_is_not_taken_for_a_file(tmp_path, monkeypatch):
+    def write_beside(folder, *_):
+        (folder / ".tmpAbCdEf").write_text("half")
+        (folder / "rank_1.json").write_text("of another process")
+
+    monkeypatch.setattr(writer_module, "save_optimizer", write_beside)
+    listed = verify(Run().save(tmp_path))["files"].keys()
+    assert {"config.json", "rank_0.json", "trainer.json"} < listed
+    assert not {".tmpAbCdEf", "rank_1.json"} & listed
+
+
+def test_the_model_alone_is_saved_and_cannot_be_continued(tmp_path):
+    run = Run()
+    folder = run.save_with(CheckpointWriter(tmp_path, only_model=True))
+    present = {path.name for path in folder.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} < present
+    assert not [name for name in present if "rank" in name or "optimizer" in name]
+    with pytest.raises(ValueError, match="--save_only_model.*--model_name_or_path"):
+        run.restore(tmp_path)
+
+
+def test_a_checkpoint_of_another_version_is_named(tmp_path, monkeypatch):
+    run = Run()
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "FORMAT", manifest.FORMAT + 1)
+        run.save(tmp_path)
+    with pytest.raises(ValueError, match=r"another version of hope_hf \(format 3, this one reads 2\)"):
+        run.restore(tmp_path)
+
+
+def test_a_disk_that_the_machines_do_not_share_is_named(tmp_path, monkeypatch):
+    """This process makes the folder and does not find it, as another machine would not."""
+    is_dir = Path.is_dir
+    monkeypatch.setattr(Path, "is_dir", lambda path: ".tmp-" not in path.name and is_dir(path))
+    with pytest.raises(ValueError, match="No checkpoint .* must be on a disk that all machines share"):
+        Run().save(tmp_path)

@@ -1,0 +1,141 @@
+"""Killed or failing at any moment, writing and deleting leave complete checkpoints only."""
+
+import errno
+import os
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+from checkpoint_run import Run, names, truncate
+
+from hope_hf.training.checkpoints.manifest import latest_checkpoint, verify
+
+pytestmark = pytest.mark.usefixtures("one_cpu_process")
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing that handles errors may handle it."""
+
+
+def test_a_kill_at_any_moment_leaves_the_last_checkpoint(output_dir, monkeypatch):
+    """Stop before each call that changes the disk, the rename over an existing step included."""
+    run = Run()
+    run.restore(output_dir)
+    before = {path.name: path.read_bytes() for path in (output_dir / "checkpoint-5").iterdir()}
+    calls, limit = 0, 0
+
+    def interrupting(function):
+        def call(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls > limit:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return call
+
+    changes = [(Path, "mkdir"), (Path, "write_text"), (Path, "rename"), (os, "fsync"), (shutil, "rmtree")]
+    with monkeypatch.context() as patch:
+        for owner, name in changes:
+            patch.setattr(owner, name, interrupting(getattr(owner, name)))
+        finished = False
+        while not finished:
+            calls = 0
+            try:
+                run.save(output_dir)
+                finished = True
+            except Killed:
+                pass
+            limit += 1
+            calls = -(10**9)
+            chosen = latest_checkpoint(output_dir)
+            assert verify(chosen)["step"] == 5
+            assert before.keys() == {path.name for path in chosen.iterdir()}
+    assert limit > 20
+    run.save(output_dir)
+    assert names(output_dir) == ["checkpoint-3", "checkpoint-5"]
+
+
+def test_what_a_kill_between_two_renames_leaves(output_dir):
+    """The replaced folder counts until the one that replaces it is there."""
+    replaced = output_dir / "checkpoint-5.replaced"
+    (output_dir / "checkpoint-5").rename(replaced)
+    run = Run()
+    assert run.restore(output_dir).path == replaced
+    run.save(output_dir)
+    shutil.copytree(output_dir / "checkpoint-5", replaced)
+    assert latest_checkpoint(output_dir) == output_dir / "checkpoint-5"
+    run.step = 6
+    run.save(output_dir)
+    assert names(output_dir) == ["checkpoint-3", "checkpoint-5", "checkpoint-6"]
+
+
+def test_rotation_keeps_the_newest(tmp_path):
+    run = Run()
+    for expected in (["1"], ["1", "2"], ["2", "3"], ["3", "4"]):
+        run.step += 1
+        run.save(tmp_path, save_total_limit=2)
+        assert names(tmp_path) == [f"checkpoint-{step}" for step in expected]
+    run.step = 10
+    run.save(tmp_path, save_total_limit=1)
+    assert names(tmp_path) == ["checkpoint-10"]
+
+
+def test_rotation_does_not_count_broken_ones_and_keeps_later_ones(output_dir):
+    run = Run()
+    truncate(output_dir / "checkpoint-5" / "model.safetensors")
+    run.step = 6
+    run.save(output_dir, save_total_limit=2)
+    assert names(output_dir) == ["checkpoint-3", "checkpoint-6"]
+    # After going back to an older checkpoint by name the newer ones are somebody's still.
+    run.step = 4
+    run.save(output_dir, save_total_limit=1)
+    assert names(output_dir) == ["checkpoint-4", "checkpoint-6"]
+
+
+def test_a_kill_while_deleting_leaves_no_half_checkpoint(output_dir, monkeypatch):
+    def delete_one_file(folder, **_):
+        (Path(folder) / "model.safetensors").unlink()
+        raise Killed
+
+    run = Run()
+    run.step = 6
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(shutil, "rmtree", delete_one_file)
+        run.save(output_dir, save_total_limit=1)
+    whole = [name for name in names(output_dir) if ".tmp-" not in name]
+    assert whole == ["checkpoint-3", "checkpoint-6"]
+    for name in whole:
+        verify(output_dir / name)
+    run.save(output_dir, save_total_limit=1)
+    assert names(output_dir) == ["checkpoint-6"]
+
+
+def test_a_full_disk_gets_one_sentence_and_its_space_back(output_dir):
+    """The limit on a file's size stands for a full disk: the same calls fail in the same places."""
+    run = Run()
+    run.step = 9
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16 * 1024, hard))
+    try:
+        with pytest.raises(ValueError, match=r"No checkpoint .* \(.*[Ff]ile too large.*last good .*checkpoint-5\.$"):
+            run.save(output_dir)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(output_dir) == ["checkpoint-3", "checkpoint-5"]
+
+
+def test_a_read_only_folder_gets_one_sentence(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(ValueError, match=r"\(Read-only file system\).*last good checkpoint: none was written yet\.$"):
+        Run().save(tmp_path / "run")
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(output_dir):
+    run = Run()
+    with pytest.raises(AssertionError, match="state.data.epoch is a"):
+        run.save(output_dir, data_state={"epoch": object()})

@@ -1,0 +1,122 @@
+"""A checkpoint holds the whole run, which continues from it bit for bit, in a model that fits and in no other."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_run import CONFIG, Run, names
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from hope_hf.training.checkpoints.manifest import verify
+from hope_hf.training.checkpoints.reader import find_checkpoint, load_weights
+
+pytestmark = pytest.mark.usefixtures("one_cpu_process")
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path):
+    random.seed(1), np.random.seed(2)
+    run = Run()
+    run.train(6)
+    run.save(tmp_path)
+    expected = run.train(6)
+
+    random.seed(8), np.random.seed(9)
+    resumed = Run(seed=7)
+    resumed.train(1)
+    saved = resumed.restore(tmp_path)
+    assert (saved.step, saved.path) == (6, tmp_path / "checkpoint-6")
+    assert saved.trainer_state == {"step": 6, "loss_sum": 0.1 + 0.2, "best": None}
+    assert saved.data_state == {"epoch": 1, "positions": [3, 5]}
+    assert saved.carried == {}
+    assert resumed.train(6) == expected
+    for (name, a), (_, b) in zip(run.model.named_parameters(), resumed.model.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    assert resumed.optimizer.level_report() == run.optimizer.level_report()
+
+
+def test_carried_memories_come_back_as_they_were(tmp_path):
+    whole = torch.randn(4, 6)
+    carried = {
+        "all": whole,
+        "columns": whole[:, :3],
+        "rows": whole[2:],
+        "same": whole,
+        "half": torch.randn(2).bfloat16(),
+        "count": torch.tensor(3),
+    }
+    Run().save(tmp_path, carried=carried)
+    found = find_checkpoint(tmp_path, None).carried
+    assert found.keys() == carried.keys()
+    for name, tensor in carried.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+
+
+def test_nothing_is_pickled_and_every_file_is_in_the_manifest(output_dir):
+    folder = output_dir / "checkpoint-5"
+    assert {path.suffix for path in folder.iterdir()} <= {".json", ".safetensors"}
+    assert {*verify(folder)["files"], "manifest.json"} == set(names(folder))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_folder_loads_with_the_auto_classes(tmp_path, tied):
+    run = Run(tie_word_embeddings=tied)
+    folder = run.save(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert AutoTokenizer.from_pretrained(folder)("hope")["input_ids"] == [1]
+    for (name, a), (_, b) in zip(run.model.named_parameters(), model.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    fresh = Run(seed=3, tie_word_embeddings=tied).model
+    load_weights(fresh, folder)
+    assert torch.equal(fresh.lm_head.weight, run.model.lm_head.weight)
+
+
+def test_a_family_that_renames_its_weights_for_export_continues(tmp_path):
+    """Mixtral's experts are stacked in the model and apart in the files of the Hub."""
+    config = AutoConfig.for_model("mixtral", **CONFIG | {"num_local_experts": 2, "num_key_value_heads": 2})
+    torch.manual_seed(0)
+    model, fresh = AutoModelForCausalLM.from_config(config), AutoModelForCausalLM.from_config(config)
+    run = Run()
+    run.engine.model = model
+    folder = run.save(tmp_path)
+    load_weights(fresh, folder)
+    for (name, a), (_, b) in zip(model.named_parameters(), fresh.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
+
+
+def test_weights_in_several_files(tmp_path):
+    run = Run()
+    run.model.save_pretrained(tmp_path, max_shard_size="5KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    fresh = Run(seed=3).model
+    load_weights(fresh, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(run.model.parameters(), fresh.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden_size": 32}, r"lm_head.weight is float32 \[32, 16\] in the checkpoint and float32 \[32, 32\]"),
+        ({"num_hidden_layers": 1}, "model.layers.1.* is only in the checkpoint"),
+        ({"num_hidden_layers": 3}, "model.layers.2.* is only in the model"),
+        ({"dtype": "bfloat16"}, "in the checkpoint and bfloat16"),
+    ],
+)
+def test_another_model_is_refused_untouched(output_dir, change, said):
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**CONFIG | change))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(ValueError, match=said):
+        load_weights(model, output_dir / "checkpoint-5")
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_missing_tensor_is_refused(output_dir):
+    file = output_dir / "checkpoint-5" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match="model.norm.weight is only in the model: repeat the flags"):
+        load_weights(Run().model, file.parent)

@@ -1,0 +1,66 @@
+"""`python -m hope_hf.training.checkpoint info|verify|consolidate DIR`."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from checkpoint_run import truncate
+from transformers import AutoModelForCausalLM
+
+from hope_hf.training.checkpoints.tool import main
+
+pytestmark = pytest.mark.usefixtures("one_cpu_process")
+
+
+def test_info_shows_what_the_manifest_and_the_trainer_say(output_dir, capsys):
+    assert main(["info", str(output_dir)]) == 0
+    shown = capsys.readouterr().out
+    assert f"{output_dir / 'checkpoint-5'}\n" in shown
+    cells = dict([cell.strip() for cell in line.strip("|").split("|")] for line in shown.splitlines() if "|" in line)
+    assert cells["step"] == "5" and cells["num_processes"] == "1" and cells["loss_sum"] == str(0.1 + 0.2)
+    assert cells["size"].endswith("files")
+
+
+def test_verify_reads_every_byte(output_dir, capsys):
+    assert main(["verify", str(output_dir / "checkpoint-3")]) == 0
+    assert "is whole: step 3," in capsys.readouterr().out
+    truncate(output_dir / "checkpoint-3" / "model.safetensors")
+    assert main(["verify", str(output_dir / "checkpoint-3")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "model.safetensors has" in error and error.count("\n") == 1
+
+
+def test_consolidate_makes_a_folder_that_loads(output_dir, tmp_path, capsys):
+    out = tmp_path / "model"
+    assert main(["consolidate", str(output_dir), "--to", str(out)]) == 0
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(folder) for folder in (out, output_dir / "checkpoint-5"))
+    for name, weight in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], weight), name
+    assert (out / "tokenizer.json").exists()
+    assert not [path.name for path in out.iterdir() if path.name.startswith(("optimizer", "rank", "trainer", "mani"))]
+    assert main(["consolidate", str(output_dir), "--to", str(out)]) == 2
+    assert "exists: name a new folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (["info", "nowhere"], "nowhere is not a folder"),
+        (["info", "."], "is no finished checkpoint"),
+        (["verify", "."], "has no manifest.json"),
+        (["consolidate", "."], "--to"),
+        (["burn", "."], "invalid choice"),
+    ],
+)
+def test_mistakes_are_one_sentence(tmp_path, monkeypatch, capsys, words, sentence):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and error.count("\n") == 1
+
+
+def test_it_runs_as_a_module(output_dir):
+    command = [sys.executable, "-m", "hope_hf.training.checkpoint", "verify", str(output_dir)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "checkpoint-5 is whole" in done.stdout, done.stderr

@@ -1,0 +1,110 @@
+"""Launches that waste GPUs, share one or mix code are refused in a sentence that names the mend."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hope_hf.training.engines import guard
+from hope_hf.training.engines.guard import check_devices, check_same_on_all, code_fingerprint, lost_process
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Pretend that a number of GPUs is visible; no other variable of the machine plays a part."""
+    for name in ("CI", guard.ALLOW_SINGLE_RANK):
+        monkeypatch.delenv(name, raising=False)
+
+    def pretend(count: int, bf16: bool = True):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old GPU")
+
+    return pretend
+
+
+def others_say(monkeypatch, *others):
+    monkeypatch.setattr(guard, "gather_object", lambda own: [*own, *others])
+
+
+def accelerator(device="cuda:0", num_processes=1, mixed_precision="no"):
+    return SimpleNamespace(device=torch.device(device), num_processes=num_processes, mixed_precision=mixed_precision)
+
+
+def test_one_process_does_not_leave_gpus_idle(gpus, monkeypatch):
+    gpus(8)
+    others_say(monkeypatch)
+    with pytest.raises(ValueError, match="8 GPUs are visible .* --num_processes 8 run_clm.py"):
+        check_devices(accelerator())
+    monkeypatch.setenv("CI", "true")
+    with pytest.warns(UserWarning, match="8 GPUs are visible"):
+        check_devices(accelerator())
+    monkeypatch.setenv("CI", "false")
+    with pytest.raises(ValueError, match="8 GPUs"):
+        check_devices(accelerator())
+    monkeypatch.setenv(guard.ALLOW_SINGLE_RANK, "1")
+    check_devices(accelerator())
+
+
+@pytest.mark.parametrize("visible, own", [(1, accelerator()), (8, accelerator("cpu"))])
+def test_what_is_meant_passes(gpus, monkeypatch, visible, own):
+    gpus(visible)
+    others_say(monkeypatch)
+    check_devices(own)
+
+
+def test_more_processes_than_gpus_are_refused_before_they_talk(gpus, monkeypatch):
+    gpus(2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setattr(guard, "gather_object", None)
+    with pytest.raises(ValueError, match=r"3 processes share 2 GPU\(s\): launch one process per GPU"):
+        check_devices(accelerator(num_processes=3))
+
+
+def test_two_processes_do_not_share_a_gpu(gpus, monkeypatch):
+    gpus(2)
+    own = accelerator(num_processes=3)
+    host = guard.socket.gethostname()
+    others_say(monkeypatch, f"cuda:1 of {host}", "cuda:0 of another")
+    check_devices(own)
+    others_say(monkeypatch, f"cuda:1 of {host}", f"cuda:0 of {host}")
+    with pytest.raises(ValueError, match="Ranks 0, 2 share cuda:0"):
+        check_devices(own)
+
+
+def test_bf16_is_refused_where_it_would_be_emulated(gpus, monkeypatch):
+    gpus(1, bf16=False)
+    others_say(monkeypatch)
+    check_devices(accelerator())
+    with pytest.raises(ValueError, match="bf16 is not supported by Old GPU"):
+        check_devices(accelerator(mixed_precision="bf16"))
+
+
+@pytest.mark.parametrize("name", ["code", "flags", "data"])
+def test_the_rank_that_differs_is_named(monkeypatch, name):
+    own = {"flags": "f", "data": "d"}
+    same = {"code": code_fingerprint(), **own, "host": "elsewhere"}
+    others_say(monkeypatch, same)
+    check_same_on_all(accelerator("cpu", 2), own)
+    others_say(monkeypatch, same, same | {name: "another"})
+    with pytest.raises(ValueError, match=f"Rank 2 on elsewhere has other {name} than rank 0"):
+        check_same_on_all(accelerator("cpu", 3), own)
+
+
+def test_the_fingerprint_follows_the_code(monkeypatch, tmp_path):
+    package = tmp_path / "package"
+    (package / "training" / "engines").mkdir(parents=True)
+    monkeypatch.setattr(guard, "__file__", str(package / "training" / "engines" / "guard.py"))
+    (package / "a.py").write_text("x = 1")
+    before = code_fingerprint()
+    assert code_fingerprint() == before
+    (package / "a.py").write_text("x = 2")
+    assert code_fingerprint() != before
+
+
+def test_a_lost_connection_is_told_from_other_errors():
+    gloo = "[/sources/gloo/transport/tcp/pair.cc:53] Read error [::1]:4021: Connection reset by peer. This is.\nX"
+    assert lost_process(RuntimeError(gloo)) == "Read error [::1]:4021: Connection reset by peer"
+    assert lost_process(torch.distributed.DistBackendError("NCCL communicator was aborted")) is not None
+    assert lost_process(RuntimeError("The size of tensor a (3) must match")) is None
+    assert lost_process(None) is None

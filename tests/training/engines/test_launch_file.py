@@ -1,0 +1,182 @@
+"""Launch files: ours are short and known to accelerate; what a file asks for in vain is refused in one sentence."""
+
+import os
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.config import config_args
+from torch.distributed.fsdp import CPUOffload, ShardingStrategy
+
+from hope_hf.optim import build_optimizer
+from hope_hf.training.arguments import Arguments
+from hope_hf.training.engines import launch_file, zero
+from hope_hf.training.engines.base import Engine
+from hope_hf.training.engines.fsdp1 import FSDP1
+from hope_hf.training.engines.fsdp2 import classes_by_size
+from hope_hf.training.engines.launch_file import check
+from hope_hf.training.engines.zero import Zero
+
+CONFIGS = sorted((Path(__file__).parents[3] / "accelerate_configs").glob("*.yaml"))
+NAMES = """single single_bf16 ddp fsdp2 fsdp1 fsdp_hybrid fsdp_offload deepspeed_zero2 deepspeed_zero3
+deepspeed_zero3_offload multi_node_fsdp""".split()
+CHANGEABLE = "num_processes mixed_precision fsdp_reshard_after_forward fsdp_auto_wrap_policy fsdp_offload_params"
+
+
+def test_there_are_these_files():
+    assert sorted(path.stem for path in CONFIGS) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_our_files_are_short_explained_and_fit_their_version(path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 119
+    check(path, yaml.safe_load(path.read_text()))
+    for above, line in zip(lines, lines[1:], strict=False):
+        key = line.strip().split(":")[0]
+        # A single process has nothing to choose here.
+        if key in CHANGEABLE.split() and line.strip() != "num_processes: 1":
+            assert above.strip().startswith("#"), f"{path.name} does not explain {key}"
+
+
+def fsdp(version: int | None = 2, **keys) -> dict:
+    config = {} if version is None else {"fsdp_version": version}
+    return {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": config | keys}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (fsdp(fsdp_sharding_strategy="FULL_SHARD"), "version 2 ignores: write fsdp_reshard_after_forward: true"),
+        (fsdp(fsdp_backward_prefetch="BACKWARD_PRE"), "give run_clm.py --fsdp_prefetch N"),
+        (fsdp(fsdp_forward_prefetch=False), "give run_clm.py --fsdp_prefetch N"),
+        (fsdp(fsdp_use_orig_params=True), "fsdp_use_orig_params is a key of FSDP's version 1"),
+        (fsdp(fsdp_sync_module_states=True), "all processes make the same model"),
+        (fsdp(fsdp_reshard_after_forward="FULL_SHARD"), "is FULL_SHARD: write true or false"),
+        (fsdp(1, fsdp_reshard_after_forward=True), "write fsdp_sharding_strategy: FULL_SHARD"),
+        (fsdp(1, fsdp_use_orig_params=False), "level clocks go by parameter: write true"),
+        (fsdp(None), "names no fsdp_version"),
+        (
+            fsdp(fsdp_ofload_params=True),
+            "ignores fsdp_ofload_params in fsdp_config; did you mean fsdp_offload_params?",
+        ),
+        (fsdp(fsdp_auto_wrap_policy="SIZE_BASED_WRAP"), "write fsdp_min_num_params: 1000000"),
+        (fsdp(fsdp_auto_wrap_policy="NO_WRAP"), "write fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"),
+        ({"distributed_type": "MULTI_CPU", "num_processes": 2}, "starts a single process: write MULTI_GPU"),
+        ({"parallelism_config": {"parallelism_config_tp_size": 2}}, "tensor parallelism is not supported"),
+        ({"deepspeed_config": {"offload_param_device": "nvme"}}, "is nvme, which is not supported: write cpu"),
+        ({"deepspeed_config": {"zero_stag": 3}}, "ignores zero_stag in deepspeed_config"),
+        (
+            {"mixed_precision": "no", "deepspeed_config": {"deepspeed_config_file": "ds.json", "zero_stage": 3}},
+            "mixed_precision, zero_stage may not stand beside deepspeed_config_file",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_key_without_effect_is_refused(content, said):
+    with pytest.raises(ValueError) as caught:
+        check(Path("own.yaml"), content)
+    assert str(caught.value).startswith("own.yaml: ") and said in str(caught.value)
+    assert str(caught.value)[-1] in ".?" and "\n" not in str(caught.value)
+
+
+def test_the_file_is_found_on_the_command_line_of_the_launcher(tmp_path, monkeypatch):
+    file = tmp_path / "own.yaml"
+    file.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\n")
+    read = Path.read_bytes
+
+    def command_line(words):
+        content = "\0".join(words).encode()
+        mine = f"/proc/{os.getppid()}/cmdline"
+        monkeypatch.setattr(Path, "read_bytes", lambda path: content if str(path) == mine else read(path))
+
+    command_line(["accelerate", "launch", "--config_file", str(file), "run_clm.py"])
+    with pytest.raises(ValueError, match="MULTI_CPU starts a single process"):
+        launch_file.check_launch_file()
+    command_line(["accelerate", "launch", f"--config-file={file}", "run_clm.py"])
+    assert launch_file.launch_file() == file
+    command_line(["bash"])
+    assert launch_file.launch_file() is None
+
+
+@pytest.mark.parametrize(
+    "launcher", [["python", "/bin/accelerate", "launch"], ["python", "-m", "accelerate.commands.launch"]]
+)
+def test_without_a_file_the_default_one_of_accelerate_counts(tmp_path, monkeypatch, launcher):
+    file = tmp_path / "default_config.yaml"
+    monkeypatch.setattr(config_args, "default_config_file", str(file))
+
+    def found(*words):
+        content = "\0".join(words).encode()
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_bytes", lambda path: content)
+            return launch_file.launch_file()
+
+    assert found(*launcher, "run_clm.py") is None
+    file.write_text("distributed_type: FSDP\n")
+    assert found(*launcher, "--num_processes", "2", "run_clm.py", "--fsdp_prefetch", "1") == file
+    assert found("torchrun", "run_clm.py") is None
+    # Then it is the command line that says what runs.
+    for words in (["--cpu"], ["--multi_gpu"], ["--use-fsdp", "--fsdp_version", "2"], ["--use_deepspeed"]):
+        assert found(*launcher, *words, "run_clm.py") is None
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_engine_says_once_what_it_ignores(first, monkeypatch):
+    monkeypatch.setenv("RANK", "0" if first else "1")
+    options = CPUOffload(offload_params=True)
+    plugin = SimpleNamespace(sharding_strategy=ShardingStrategy.FULL_SHARD, use_orig_params=True, cpu_offload=options)
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"),
+        mixed_precision="no",
+        state=SimpleNamespace(fsdp_plugin=plugin),
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        FSDP1(accelerator, Arguments(output_dir="a", fsdp_prefetch=2))
+    said = [str(warning.message).split(":")[0] for warning in caught]
+    assert said == (["--fsdp_prefetch is ignored", "fsdp_offload_params is ignored"] if first else [])
+
+
+def test_muon_is_refused_where_matrices_are_cut_anywhere(tiny_model):
+    assert FSDP1.flattens and Zero.flattens and not Engine.flattens
+
+    class Cutting(Engine):
+        name, flattens = "This engine", True
+
+    model = tiny_model()
+    muon = build_optimizer(model, "muon", 1e-3, 0.1, (0.9, 0.95), 1e-8, tokens_per_step=8)
+    with pytest.raises(ValueError, match="This engine cuts them anywhere: launch with accelerate_configs/fsdp2.yaml"):
+        Cutting().prepare(model, muon)
+
+
+def test_wrapping_by_size_takes_blocks_and_their_parts(tiny_model):
+    model = tiny_model()
+    sizes = {type(m).__name__: sum(p.numel() for p in m.parameters()) for m in model.model.layers[0].modules()}
+    chosen = classes_by_size(model, sizes["ContinuumLevel"] - 1)
+    assert {"HopeBlock", "ContinuumMemory", "ContinuumLevel"} <= set(chosen)
+    assert not {"ModuleList", "Linear", "InitialMemory", "HopeModel", "HopeForCausalLM"} & set(chosen)
+    assert classes_by_size(model, sizes["HopeBlock"]) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (
+            '{"gradient_accumulation_steps": 4}',
+            "has gradient_accumulation_steps 4 and --gradient_accumulation_steps is 1",
+        ),
+        ('{"gradient_clipping": 0.5}', "has gradient_clipping 0.5 and --max_grad_norm is 1"),
+        ('{"train_micro_batch_size_per_gpu": 3}', "--per_device_train_batch_size is 8"),
+        ('{"optimizer": {"type": "Adam"}}', "brings optimizer, and so does run_clm.py"),
+    ],
+)
+def test_a_deepspeed_file_that_contradicts_a_flag_is_refused(tmp_path, monkeypatch, content, said):
+    file = tmp_path / "ds.json"
+    file.write_text(content)
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
+    with pytest.raises(ValueError, match=said):
+        zero._check_file(Arguments(output_dir=str(tmp_path)))

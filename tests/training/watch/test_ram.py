@@ -1,0 +1,71 @@
+"""Rows of what fills a process's memory."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from hope_hf.training import trainer
+from hope_hf.training.engines.base import Engine
+from hope_hf.training.engines.placement import GIB
+from hope_hf.training.watch.ram import MemoryReport
+
+
+def report(folder, every: int, model, optimizer) -> MemoryReport:
+    return MemoryReport(str(folder), 0, torch.device("cpu"), every, Engine().adopt(model, optimizer))
+
+
+def trained(steps: int, every: int, folder) -> list[dict]:
+    model = nn.Linear(64, 32, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with report(folder, every, model, optimizer) as memory:
+        for step in range(1, steps + 1):
+            model(torch.ones(1, 64)).sum().backward()
+            memory.backward_ends(step)
+            optimizer.step()
+            optimizer.zero_grad()
+            memory.step_ends(step)
+    return [json.loads(line) for line in (folder / "memory_rank0.jsonl").read_text().splitlines()]
+
+
+def test_rows_at_the_start_after_the_first_step_and_every_so_often(tmp_path):
+    rows = trained(6, 3, tmp_path)
+    assert [(row["event"], row["step"]) for row in rows] == [("start", 0), ("step", 1), ("step", 3), ("step", 6)]
+    weight = 64 * 32 * 4 / GIB
+    assert [row["parameters_gib"] for row in rows] == [weight] * 4
+    assert [row["gradients_gib"] for row in rows] == [0, weight, weight, weight]
+    # Two moments and a count.
+    assert [row["optimizer_gib"] for row in rows[:2]] == [0, 2 * weight + 4 / GIB]
+    assert all(row["peak_gib"] > 0 and row["free_gib"] > 0 for row in rows)
+    assert len(trained(4, 0, tmp_path)) == len(rows) + 2
+
+
+def test_running_out_of_memory_leaves_a_row_and_is_not_swallowed(tmp_path):
+    model = nn.Linear(2, 2)
+    with pytest.raises(torch.OutOfMemoryError), report(tmp_path, 0, model, torch.optim.SGD(model.parameters())):
+        raise torch.OutOfMemoryError("full")
+    with pytest.raises(RuntimeError), report(tmp_path, 0, model, torch.optim.SGD(model.parameters())):
+        raise RuntimeError("something else")
+    rows = [json.loads(line) for line in (tmp_path / "memory_rank0.jsonl").read_text().splitlines()]
+    assert [(row["event"], row["step"]) for row in rows] == [("start", 0), ("out of memory", None), ("start", 0)]
+
+
+def test_a_run_that_runs_out_of_memory_in_a_step_says_what_filled_it(run, tmp_path, monkeypatch):
+    loss, steps = trainer.summed_loss, []
+
+    def full(*arguments):
+        steps.append(len(steps))
+        if len(steps) == 4:
+            raise torch.OutOfMemoryError("full")
+        return loss(*arguments)
+
+    monkeypatch.setattr(trainer, "summed_loss", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        # In the second batch of a step, with the gradients of the first.
+        run("a", "--memory_dump_steps", 2, "--gradient_accumulation_steps", 2)
+    rows = [json.loads(line) for line in (tmp_path / "a" / "memory_rank0.jsonl").open()]
+    assert [(row["event"], row["step"]) for row in rows] == [("start", 0), ("step", 1), ("out of memory", None)]
+    start, step, last = rows
+    assert last["gradients_gib"] == last["parameters_gib"] == step["gradients_gib"] > start["gradients_gib"] == 0
+    assert last["optimizer_gib"] == step["optimizer_gib"] > 0
