@@ -1,6 +1,6 @@
 """Killed at a random moment, a run goes on from a verified checkpoint, and none of its processes is left behind.
 
-`HOPE_KILLS=30 pytest tests/training/checkpoints/test_kill.py -s` (`make test-kill`) kills more often and prints each kill.
+`make test-kill` (`HOPE_KILLS=30 pytest tests/training/checkpoints/test_kill.py -s`) kills more often.
 """
 
 import json
