@@ -29,8 +29,9 @@ class CarriedMemory:
             self._cache = HopeCache(self._config)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The memories by name, for a checkpoint; empty where none are carried."""
-        return {} if self._cache is None else self._cache.state_tensors()
+        """The memories by name, on the CPU, for a checkpoint; empty where none are carried."""
+        tensors = {} if self._cache is None else self._cache.state_tensors()
+        return {name: tensor.cpu() for name, tensor in tensors.items()}
 
     def load(self, tensors: dict[str, Tensor], device: torch.device):
         """Continue with the memories of a checkpoint."""

@@ -9,7 +9,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, get_scheduler
 
 from hope_hf.optim import build_optimizer
-from hope_hf.training.checkpoints.reader import find_checkpoint, load_weights, restore_checkpoint
+from hope_hf.training.checkpoints.optimizer_files import load_optimizer
+from hope_hf.training.checkpoints.reader import find_checkpoint, load_weights
+from hope_hf.training.checkpoints.state_files import restore_rng, rng_state
 from hope_hf.training.checkpoints.writer import CheckpointWriter
 from hope_hf.training.engines.base import Engine
 
@@ -22,6 +24,9 @@ CONFIG = dict(
     attention_dropout=0.1,
     pad_token_id=0,
 )
+
+
+DATA = {"epoch": 1, "positions": [3, 5]}
 
 
 class Run:
@@ -58,20 +63,27 @@ class Run:
     def save(self, output_dir: Path, save_total_limit: int | None = None, **changes) -> Path:
         return self.save_with(CheckpointWriter(output_dir, save_total_limit), **changes)
 
-    def save_with(self, writer: CheckpointWriter, **changes) -> Path:
+    def save_with(
+        self, writer: CheckpointWriter, background: bool = False, data: object = DATA, carried: dict | None = None
+    ) -> Path:
         pieces = {
             "engine": self.engine,
             "tokenizer": self.tokenizer,
-            "scheduler": self.scheduler,
-            "trainer_state": {"step": self.step, "loss_sum": 0.1 + 0.2, "best": None},
-            "data_state": {"epoch": 1, "positions": [3, 5]},
+            "state": {
+                "scheduler": self.scheduler.state_dict(),
+                "trainer": {"step": self.step, "loss_sum": 0.1 + 0.2, "best": None},
+                "rank": {"rng": rng_state(), "data": data, "carried": carried or {}},
+            },
         }
-        return writer.save(self.step, **pieces | changes)
+        return writer.save(self.step, **pieces, background=background)
 
     def restore(self, output_dir: Path, choice: str | None = None):
         saved = find_checkpoint(output_dir, choice)
         load_weights(self.model, saved.path)
-        restore_checkpoint(saved, engine=self.engine, scheduler=self.scheduler)
+        load_optimizer(saved.path, self.engine)
+        self.scheduler.load_state_dict(saved.state["scheduler"])
+        if saved.state["rank"]["rng"] is not None:
+            restore_rng(saved.state["rank"]["rng"])
         self.step = saved.step
         return saved
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hope_hf.optim import require_same_groups
 
-from ..engines.base import Engine, Shard
+from ..engines.base import Engine, Slice
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,17 @@ def optimizer_part(engine: Engine, copied: Callable[[str, Tensor], Tensor] | Non
     """
     tensors: dict[str, Tensor] = {}
     index: dict[str, dict] = {}
-    for shard in engine.optimizer_shards():
-        if shard.is_copy or not any(tensor.numel() for tensor in shard.tensors.values()):
+    for part, scalars in engine.optimizer_slices():
+        if part.is_copy or not any(tensor.numel() for tensor in part.tensors.values()):
             continue
-        index[shard.name] = {
-            "start": shard.start,
-            "numel": shard.numel,
-            "scalars": {key: value.item() for key, value in shard.scalars.items()},
+        (parameter,) = part.names
+        index[parameter] = {
+            "start": part.start,
+            "numel": part.shape.numel(),
+            "scalars": {key: value.item() for key, value in scalars.items()},
         }
-        for key, tensor in shard.tensors.items():
-            name = f"{shard.name}:{key}"
+        for key, tensor in part.tensors.items():
+            name = f"{parameter}:{key}"
             if copied is not None:
                 tensors[name] = copied(name, tensor.detach())
                 continue
@@ -80,8 +81,8 @@ def load_optimizer(folder: Path, engine: Engine) -> None:
     saved = json.loads((folder / "optimizer.json").read_text(encoding="utf-8"))
     require_same_groups(saved, _groups(engine))
     with _Files(folder) as files:
-        for shard in engine.optimizer_shards():
-            files.read_into(shard)
+        for part, scalars in engine.optimizer_slices():
+            files.read_into(part, scalars)
     for group, values in zip(engine.optimizer.param_groups, saved, strict=True):
         # JSON has no tuples.
         values = {key: tuple(value) if key == "betas" else value for key, value in values.items()}
@@ -118,21 +119,22 @@ class _Files:
         for file in self._open:
             file.__exit__(*exception)
 
-    def read_into(self, shard: Shard) -> None:
-        """Fill the shard's tensors and scalars from whichever pieces overlap with it."""
-        pieces = self._pieces[shard.name]
+    def read_into(self, part: Slice, scalars: dict[str, Tensor]) -> None:
+        """Fill the slice's tensors and the parameter's scalars from whichever pieces overlap with it."""
+        (parameter,) = part.names
+        pieces = self._pieces[parameter]
         for key, value in pieces[0][1]["scalars"].items():
-            shard.scalars[key].fill_(value)
-        for key, tensor in shard.tensors.items():
+            scalars[key].fill_(value)
+        for key, tensor in part.tensors.items():
             filled = 0
-            for begin, source in self._overlaps(pieces, f"{shard.name}:{key}", shard.start, len(tensor)):
+            for begin, source in self._overlaps(pieces, f"{parameter}:{key}", part.start, len(tensor)):
                 tensor[begin : begin + len(source)].copy_(source)
                 filled += len(source)
-            assert filled == len(tensor), f"{shard.name}:{key} is not whole in the checkpoint"
+            assert filled == len(tensor), f"{parameter}:{key} is not whole in the checkpoint"
 
     @staticmethod
     def _overlaps(pieces: list, key: str, start: int, length: int) -> Iterator[tuple[int, Tensor]]:
-        """(where in the shard, values) of each piece."""
+        """(where in the slice, values) of each piece."""
         for piece_start, _, file in pieces:
             stored = file.get_slice(key)
             low = max(start, piece_start)

@@ -20,13 +20,10 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
-from ..engines.base import Engine
 from .manifest import FORMAT, latest_checkpoint, verify
-from .optimizer_files import load_optimizer
-from .state_files import load_state, restore_rng
+from .state_files import SHARED_STATE, load_state
 
 
 @dataclass(frozen=True)
@@ -36,18 +33,13 @@ class SavedRun:
     Attributes:
         path: the checkpoint's folder.
         step: optimizer steps done.
-        trainer_state: as given to `CheckpointWriter.save`.
-        data_state: as this process gave it.
-        carried: this process's carried memories by name, on the CPU; empty where none were given.
-        rng: this process's random generators; None where another number of processes wrote the checkpoint.
+        state: by file, as given to `CheckpointWriter.save`; in "rank" this process's own, with None for the random
+            generators where another number of processes wrote the checkpoint.
     """
 
     path: Path
     step: int
-    trainer_state: dict
-    data_state: dict
-    carried: dict[str, Tensor]
-    rng: dict | None
+    state: dict[str, dict]
 
 
 def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | None) -> SavedRun | None:
@@ -93,20 +85,10 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | None) 
             f"{path} carries the memories of {manifest['num_processes']} processes on and this run has "
             f"{process.num_processes}: launch it with --num_processes {manifest['num_processes']}."
         )
-    rng = own["rng"] if same_world else None
-    return SavedRun(path, manifest["step"], load_state(path / "trainer"), own["data"], own["carried"], rng)
-
-
-def restore_checkpoint(saved: SavedRun, *, engine: Engine, scheduler: LRScheduler) -> None:
-    """Put the rest of a checkpoint, after `load_weights`, into a run that is prepared; random generators last of all.
-
-    Raises:
-        ValueError: the optimizer is not the one that was saved.
-    """
-    load_optimizer(saved.path, engine)
-    scheduler.load_state_dict(load_state(saved.path / "scheduler"))
-    if saved.rng is not None:
-        restore_rng(saved.rng)
+    if not same_world:
+        own["rng"] = None
+    shared = {name: load_state(path / name) for name in SHARED_STATE}
+    return SavedRun(path, manifest["step"], {**shared, "rank": own})
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

@@ -9,6 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+SHARED_STATE = ("scheduler", "trainer")
+"""What all processes have alike, written by the first; beside it each writes "rank_<r>"."""
+
 
 def save_state(stem: Path, state: object) -> None:
     """Write `state` to `<stem>.json` and, where it holds tensors, `<stem>.safetensors`.

@@ -84,19 +84,19 @@ def take_parts(engine: Engine, buffers: HostBuffers | None = None) -> TakenParts
         buffers: for copies, where the training changes weights before `together` is done; None where it waits.
     """
     whole, own = {}, []
-    for part in engine.weight_parts():
-        name, start, values = part.names[0], part.start or 0, part.values
+    for part in engine.weight_slices():
+        name, start, values = part.names[0], part.start, part.tensors["weight"]
         if part.is_copy:
             values = torch.empty(0)
-        elif part.start is None or not PartialState().is_main_process:
+        elif not engine.shards_weights or not PartialState().is_main_process:
             values = buffers.copy(name, values) if buffers else values
         if PartialState().is_main_process:
             tensor = values
-            if part.start is not None:
+            if engine.shards_weights:
                 tensor = torch.empty(part.shape, dtype=values.dtype)
                 if buffers:
                     tensor = buffers.take(name, part.shape, values)
                 values = tensor.view(-1)[start : start + len(values)].copy_(values)
-            whole[part.names] = tensor
+            whole[part.names] = tensor.view(part.shape)
         own.append((start, values))
     return TakenParts(whole, own, engine.part_group)

@@ -18,15 +18,13 @@ from pathlib import Path
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
-from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from ..engines.base import Engine
 from ..engines.guard import lost_process
 from .manifest import describe, last_good, publish, remove_leftovers, rotate, temporary_name
 from .optimizer_files import optimizer_part, save_optimizer
-from .state_files import rng_state, save_state
+from .state_files import SHARED_STATE, save_state
 from .whole_weights import HostBuffers, take_parts
 
 _OF_A_RANK = re.compile(r"(?:optimizer_)?rank_(\d+)\.(?:json|safetensors)")
@@ -67,17 +65,13 @@ class CheckpointWriter:
         *,
         engine: Engine,
         tokenizer: PreTrainedTokenizerBase,
-        scheduler: LRScheduler,
-        trainer_state: dict,
-        data_state: dict,
-        carried: dict[str, Tensor] | None = None,
+        state: dict[str, dict],
         background: bool = False,
     ) -> Path:
         """Write a checkpoint, after the one that is under way; with `background` only begin to.
 
-        The engine gives the whole model and every process's part of the optimizer's state; tokenizer, scheduler and
-        `trainer_state` are taken from the first process, `data_state`, `carried` and the random generators from each.
-        The two states are plain values, not tensors.
+        The engine gives the whole model and every process's part of the optimizer's state. Tokenizer, "scheduler" and
+        "trainer" of `state` are taken from the first process, "rank" from each.
 
         Returns:
             The folder. An existing one of the same step is replaced.
@@ -92,13 +86,9 @@ class CheckpointWriter:
         if not background:
             self._buffers.clear()
         parts = take_parts(engine, self._buffers if background else None)
-        carried = carried or {}
         optimizer = None if self._only_model else optimizer_part(engine, self._buffers.copy if background else None)
-        plain = scheduler.state_dict(), trainer_state, data_state
         if background:
-            plain, carried = copy.deepcopy(plain), {name: tensor.cpu().clone() for name, tensor in carried.items()}
-        schedule, trainer_state, data_state = plain
-        own = {"rng": rng_state(), "data": data_state, "carried": carried}
+            state = copy.deepcopy(state)
 
         def make_folder() -> None:
             if first:
@@ -110,14 +100,14 @@ class CheckpointWriter:
             # All processes take part in it, so before anything that may fail on one of them.
             weights = parts.together()
             if optimizer is not None:
-                save_state(folder / f"rank_{rank}", own)
+                save_state(folder / f"rank_{rank}", state["rank"])
                 save_optimizer(folder, optimizer, rank)
             if first:
                 # The names of the model as it runs: what some families rename for export could not be loaded strictly.
                 engine.save_model(folder, weights, save_original_format=False)
                 tokenizer.save_pretrained(folder)
-                save_state(folder / "scheduler", schedule)
-                save_state(folder / "trainer", trainer_state)
+                for name in SHARED_STATE:
+                    save_state(folder / name, state[name])
             # Folders are the first process's, and some go away again while another would look through them.
             files = folder.rglob("*") if first else folder.glob("*")
             pending.files = describe(folder, [path for path in files if _owner(path) == rank])

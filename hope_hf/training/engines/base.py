@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -24,43 +25,38 @@ LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Shard:
-    """A process's part of the optimizer's state of one parameter.
+class Slice:
+    """What this process holds of one of the model's tensors: contiguous elements of it, once flattened.
 
     Attributes:
-        name: of the parameter, in the model as it was before it was wrapped.
-        start: where the part begins in the flattened parameter.
-        numel: elements of the whole parameter.
-        tensors: by key, 1-D views of the state itself, all of the part's length.
-        scalars: by key, the state's tensors without axes.
-        is_copy: another process holds the same part and writes it.
-    """
-
-    name: str
-    start: int
-    numel: int
-    tensors: dict[str, Tensor]
-    scalars: dict[str, Tensor]
-    is_copy: bool
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a process holds of one of the model's weights or buffers: contiguous elements of it.
-
-    Attributes:
-        names: in the model as it was before it was wrapped; several where it is tied.
-        shape: of the whole.
-        start: where the part begins in the flattened whole; None where it is not shared out.
-        values: the part, 1-D; shaped as the whole where it is not shared out.
-        is_copy: another process holds the same part and writes it.
+        names: of the tensor, in the model as it was before it was wrapped; several where it is tied.
+        shape: of the whole tensor.
+        start: where the slice begins in the flattened tensor.
+        tensors: by key, 1-D views of the slice's length: {"weight": ...}, or those of the optimizer's state.
+        is_copy: another process holds the same slice and writes it.
     """
 
     names: tuple[str, ...]
     shape: torch.Size
-    start: int | None
-    values: Tensor
+    start: int
+    tensors: dict[str, Tensor]
     is_copy: bool
+
+
+@dataclass(frozen=True)
+class Update:
+    """How one optimizer step ended, the same on all processes.
+
+    Attributes:
+        outcome: "stepped"; "overflowed": left out because the gradient, scaled for fp16, overflowed, and the scale was
+            lowered; "skipped": left out because the loss or its gradient was not finite.
+        grad_norm: global, before clipping.
+        loss_scale: by which gradients were multiplied in this step; None where they are not scaled.
+    """
+
+    outcome: Literal["stepped", "overflowed", "skipped"]
+    grad_norm: float
+    loss_scale: float | None
 
 
 class Engine:
@@ -118,12 +114,28 @@ class Engine:
         """Add the gradients of one batch of the step."""
         self.accelerator.backward(loss)
 
-    def clip(self, max_norm: float) -> float:
+    def update(self, loss: float, max_grad_norm: float) -> Update:
+        """End the step after its last batch: clip, then change the weights or leave the step out.
+
+        `loss` is the step's over all processes: like the norm it is the same on all, so all of them step or none.
+        """
+        grad_norm = self._clip(max_grad_norm)
+        scale = None if self.scaling is None else self.scaling.scale
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            outcome = "stepped"
+            self._step()
+        else:
+            overflowed = math.isfinite(loss) and self.scaling is not None and self.scaling.can_fall
+            outcome = "overflowed" if overflowed else "skipped"
+            self._skip(lower_scale=overflowed)
+        return Update(outcome, grad_norm, scale)
+
+    def _clip(self, max_norm: float) -> float:
         """Clip the global gradient norm after the step's last batch; returns it, the same on all processes."""
         norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm or math.inf)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
-    def step(self) -> None:
+    def _step(self) -> None:
         """Change the weights, forget the gradients."""
         if self.scaling is None:
             self._stepper.step()
@@ -132,14 +144,14 @@ class Engine:
             self.scaling.step(self.optimizer)
         self._stepper.zero_grad()
 
-    def skip(self, lower_scale: bool = False) -> None:
-        """Forget the gradients, after `clip`; `lower_scale`: because of the loss's scale, which shall fall."""
+    def _skip(self, lower_scale: bool) -> None:
+        """Forget the gradients; `lower_scale`: because they overflowed at the loss's scale."""
         if self.scaling is not None:
             self.scaling.skip(lower_scale)
         self._stepper.zero_grad()
 
     def gradient_norm(self, parameters: list[nn.Parameter]) -> float | None:
-        """Norm of the gradients of some of the model's parameters, between backward and `clip`; None without any."""
+        """Norm of the gradients of some of the model's parameters, between backward and `update`; None without any."""
         norm = self._scaled_norm(parameters)
         return norm if norm is None or self.scaling is None else norm / self.scaling.scale
 
@@ -164,7 +176,7 @@ class Engine:
         """The norm of a whole gradient."""
         return norm
 
-    def weight_parts(self) -> Iterator[Part]:
+    def weight_slices(self) -> Iterator[Slice]:
         """This process's part of the state dict: the same weights in the same order on all processes."""
         tied: dict[int, list[str]] = {}
         tensors = {}
@@ -172,14 +184,16 @@ class Engine:
             tied.setdefault(id(tensor), []).append(name)
             tensors[id(tensor)] = tensor
         for key, names in tied.items():
-            yield self._part(tuple(names), tensors[key])
+            yield self._slice(tuple(names), tensors[key], {"weight": tensors[key].detach()})
 
     def _state(self) -> list[tuple[str, Tensor]]:
         # The parameters themselves and not copies of them, which tell what is tied.
         return list(self.model.state_dict(keep_vars=True).items())
 
-    def _part(self, names: tuple[str, ...], tensor: Tensor) -> Part:
-        return Part(names, tensor.shape, None, tensor.detach(), not PartialState().is_main_process)
+    def _slice(self, names: tuple[str, ...], tensor: Tensor, values: dict[str, Tensor]) -> Slice:
+        """This process's part of a weight or buffer; `values`: itself or its optimizer state, as the engine has it."""
+        values = {key: value.view(-1) for key, value in values.items()}
+        return Slice(names, tensor.shape, 0, values, not PartialState().is_main_process)
 
     @cached_property
     def part_group(self) -> distributed.ProcessGroup | None:
@@ -199,18 +213,13 @@ class Engine:
         """A model that one process alone can run; where its weights are shared out, the one just saved to `folder`."""
         return self._model_class.from_pretrained(folder) if self.shards_weights else self.model
 
-    def optimizer_shards(self) -> Iterator[Shard]:
-        """This process's part of the optimizer's state, which is created where there was none yet."""
+    def optimizer_slices(self) -> Iterator[tuple[Slice, dict[str, Tensor]]]:
+        """This process's part of the optimizer's state, and each parameter's scalars; created where there was none."""
         self.optimizer.create_states()
         for names, group in zip(self.groups, self.optimizer.param_groups, strict=True):
             for name, parameter in zip(names, group["params"], strict=True):
-                state = self.optimizer.state[parameter]
-                yield self._shard(name, parameter, state)
-
-    def _shard(self, name: str, parameter: Tensor, state: dict[str, Tensor]) -> Shard:
-        tensors, scalars = split_state(state)
-        tensors = {key: tensor.view(-1) for key, tensor in tensors.items()}
-        return Shard(name, 0, parameter.numel(), tensors, scalars, not PartialState().is_main_process)
+                tensors, scalars = split_state(self.optimizer.state[parameter])
+                yield self._slice((name,), parameter, tensors), scalars
 
 
 def split_state(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

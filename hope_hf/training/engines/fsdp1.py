@@ -9,7 +9,7 @@ from hope_hf.cli.process import warn_once
 from hope_hf.optim import LevelClock
 
 from ..arguments import Arguments
-from .base import LOW_PRECISION, Engine, Part, Shard, split_state
+from .base import LOW_PRECISION, Engine, Slice
 
 
 class FSDP1(Engine):
@@ -83,14 +83,9 @@ class FSDP1(Engine):
     def _state(self) -> list[tuple[str, Tensor]]:
         return self._entries
 
-    def _part(self, names: tuple[str, ...], tensor: Tensor) -> Part:
+    def _slice(self, names: tuple[str, ...], tensor: Tensor, values: dict[str, Tensor]) -> Slice:
         if id(tensor) not in self._places:
-            return super()._part(names, tensor)
+            return super()._slice(names, tensor, values)
         info, shape = self._places[id(tensor)]
-        return Part(names, shape, info.intra_param_start_idx or 0, tensor.detach().view(-1), self._is_copy)
-
-    def _shard(self, name: str, parameter: Tensor, state: dict[str, Tensor]) -> Shard:
-        tensors, scalars = split_state(state)
-        tensors = {key: tensor.view(-1) for key, tensor in tensors.items()}
-        info, shape = self._places[id(parameter)]
-        return Shard(name, info.intra_param_start_idx or 0, shape.numel(), tensors, scalars, self._is_copy)
+        values = {key: value.view(-1) for key, value in values.items()}
+        return Slice(names, shape, info.intra_param_start_idx or 0, values, self._is_copy)

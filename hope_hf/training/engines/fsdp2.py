@@ -13,7 +13,7 @@ from hope_hf.cli.process import warn_once
 from hope_hf.optim import LevelClock, own_part
 
 from ..arguments import Arguments
-from .base import LOW_PRECISION, Engine, Part, Shard, split_state
+from .base import LOW_PRECISION, Engine, Slice
 
 
 class FSDP2(Engine):
@@ -58,17 +58,12 @@ class FSDP2(Engine):
             block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + self._prefetch])
             block.set_modules_to_backward_prefetch(blocks[max(0, index - self._prefetch) : index][::-1])
 
-    def _part(self, names: tuple[str, ...], tensor: Tensor) -> Part:
+    def _slice(self, names: tuple[str, ...], tensor: Tensor, values: dict[str, Tensor]) -> Slice:
         if not isinstance(tensor, DTensor):
-            return super()._part(names, tensor)
+            return super()._slice(names, tensor, values)
         start, is_copy = _place(tensor)
-        return Part(names, tensor.shape, start, own_part(tensor.detach()).view(-1), is_copy)
-
-    def _shard(self, name: str, parameter: DTensor, state: dict[str, Tensor]) -> Shard:
-        tensors, scalars = split_state(state)
-        tensors = {key: own_part(tensor).view(-1) for key, tensor in tensors.items()}
-        start, is_copy = _place(parameter)
-        return Shard(name, start, parameter.numel(), tensors, scalars, is_copy)
+        values = {key: own_part(value).view(-1) for key, value in values.items()}
+        return Slice(names, tensor.shape, start, values, is_copy)
 
     def _gathered(self, norm: Tensor) -> Tensor:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm

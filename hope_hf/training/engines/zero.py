@@ -20,7 +20,7 @@ from hope_hf.cli.process import warn_once
 from hope_hf.optim import LevelClock
 
 from ..arguments import Arguments
-from .base import LOW_PRECISION, Engine, Part, Shard, split_state
+from .base import LOW_PRECISION, Engine, Slice, split_state
 from .loss_scaling import DeepSpeedScaling
 
 # DeepSpeed's names of what the flags decide.
@@ -42,6 +42,11 @@ class _Piece:
     length: int
     group: dict
     """The optimizer's."""
+
+    def slice(self, names: tuple[str, ...], flat: dict[str, Tensor]) -> Slice:
+        """The part of `flat`, which are laid out as `self.flat` is, that belongs to the parameter."""
+        values = {key: tensor.narrow(0, self.place, self.length) for key, tensor in flat.items()}
+        return Slice(names, _shape(self.parameter), self.start, values, is_copy=False)
 
 
 class Zero(Engine):
@@ -121,7 +126,7 @@ class Zero(Engine):
         self.wrapped.set_gradient_accumulation_boundary(is_boundary=self.accelerator.sync_gradients)
         self.wrapped.backward(loss)
 
-    def clip(self, max_norm: float) -> float:
+    def _clip(self, max_norm: float) -> float:
         """The norm; DeepSpeed clips inside its step, by what `--max_grad_norm` has put in its config."""
         from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
 
@@ -130,10 +135,10 @@ class Zero(Engine):
         # What is not finite is -1 there.
         return float("nan") if is_invalid_grad_norm(norm) else float(norm) / self._zero.loss_scale
 
-    def step(self) -> None:
+    def _step(self) -> None:
         self.wrapped.step()
 
-    def skip(self, lower_scale: bool = False) -> None:
+    def _skip(self, lower_scale: bool) -> None:
         scaling = None if lower_scale or self.scaling is None else self.scaling.state()
         # DeepSpeed frees its gradients and counts on in a step only: one that changes nothing.
         step, self.optimizer.step = self.optimizer.step, lambda *arguments, **keywords: None
@@ -166,20 +171,19 @@ class Zero(Engine):
             own = [gradient for group in self._zero.averaged_gradients.values() for gradient in group or ()]
         return [*super().held_gradients(), *(gradient for gradient in (*flat, *own) if gradient is not None)]
 
-    def weight_parts(self) -> Iterator[Part]:
+    def weight_slices(self) -> Iterator[Slice]:
         # Only in its groups DeepSpeed knows what belongs to a parameter.
         self._own = {id(piece.parameter): piece for piece in self._pieces()}
-        return super().weight_parts()
+        return super().weight_slices()
 
-    def _part(self, names: tuple[str, ...], tensor: Tensor) -> Part:
+    def _slice(self, names: tuple[str, ...], tensor: Tensor, values: dict[str, Tensor]) -> Slice:
         if not self.shards_weights or not isinstance(tensor, nn.Parameter):
-            return super()._part(names, tensor)
+            return super()._slice(names, tensor, values)
         piece = self._own.get(id(tensor))
         if piece is None:
             # Of stage 2's parts, cut from all parameters end to end, this one ends before or begins behind.
-            return Part(names, tensor.shape, 0, torch.empty(0), is_copy=False)
-        values = piece.flat.detach().narrow(0, piece.place, piece.length)
-        return Part(names, _shape(tensor), piece.start, values, is_copy=False)
+            return Slice(names, tensor.shape, 0, {"weight": torch.empty(0)}, is_copy=False)
+        return piece.slice(names, {"weight": piece.flat.detach()})
 
     def save_model(self, folder: Path, weights: dict[str, Tensor], **options) -> None:
         super().save_model(folder, weights, **options)
@@ -188,12 +192,10 @@ class Zero(Engine):
             self.model.config.dtype = "float32"
             self.model.config.save_pretrained(folder)
 
-    def optimizer_shards(self) -> Iterator[Shard]:
+    def optimizer_slices(self) -> Iterator[tuple[Slice, dict[str, Tensor]]]:
         for piece in self._pieces():
             tensors, scalars = split_state(self.optimizer.create_state(piece.flat, piece.group))
-            tensors = {key: tensor.narrow(0, piece.place, piece.length) for key, tensor in tensors.items()}
-            name, numel = self._names[piece.parameter], _shape(piece.parameter).numel()
-            yield Shard(name, piece.start, numel, tensors, scalars, is_copy=False)
+            yield piece.slice((self._names[piece.parameter],), tensors), scalars
 
     def _pieces(self) -> Iterator[_Piece]:
         return self._pieces_of_stage_3() if self.stage == 3 else self._pieces_of_stage_2()

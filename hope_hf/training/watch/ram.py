@@ -10,7 +10,7 @@ from ..engines.placement import GIB, free_memory, size_in_bytes
 from .telemetry import peak_memory_gib
 
 
-class MemoryReport:
+class RamReport:
     """Appends lines to `memory_rank<N>.jsonl`: at the start, after the first step, every so often, and out of memory.
 
     Rows are GiB of this process: weights, gradients (those of a step before its update) and optimizer state as it

@@ -138,4 +138,4 @@ def test_a_read_only_folder_gets_one_sentence(tmp_path, monkeypatch):
 def test_a_mistake_of_ours_keeps_its_traceback(output_dir):
     run = Run()
     with pytest.raises(AssertionError, match="state.data.epoch is a"):
-        run.save(output_dir, data_state={"epoch": object()})
+        run.save(output_dir, data={"epoch": object()})

@@ -25,15 +25,15 @@ TWO_PROCESSES = """
     run, rank, output_dir = Run(), process.process_index, sys.argv[1]
     torch.manual_seed(rank)
     run.step = 1
-    run.save(output_dir, data_state={"rank": rank}, carried={"memory": torch.full((2,), float(rank))})
+    run.save(output_dir, data={"rank": rank}, carried={"memory": torch.full((2,), float(rank))})
     expected = torch.rand(3)
     saved = run.restore(output_dir)
-    assert saved.data_state == {"rank": rank} and (saved.carried["memory"] == rank).all()
+    assert saved.state["rank"]["data"] == {"rank": rank} and (saved.state["rank"]["carried"]["memory"] == rank).all()
     assert torch.equal(torch.rand(3), expected)
 
     run.step = 2
     try:
-        run.save(output_dir, data_state={"bad": object()} if rank else {})
+        run.save(output_dir, data={"bad": object()} if rank else {})
     except AssertionError:
         assert rank == 1
     except ValueError as error:

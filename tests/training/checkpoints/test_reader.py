@@ -27,9 +27,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path):
     resumed.train(1)
     saved = resumed.restore(tmp_path)
     assert (saved.step, saved.path) == (6, tmp_path / "checkpoint-6")
-    assert saved.trainer_state == {"step": 6, "loss_sum": 0.1 + 0.2, "best": None}
-    assert saved.data_state == {"epoch": 1, "positions": [3, 5]}
-    assert saved.carried == {}
+    assert saved.state["trainer"] == {"step": 6, "loss_sum": 0.1 + 0.2, "best": None}
+    assert saved.state["rank"]["data"] == {"epoch": 1, "positions": [3, 5]}
+    assert saved.state["rank"]["carried"] == {}
     assert resumed.train(6) == expected
     for (name, a), (_, b) in zip(run.model.named_parameters(), resumed.model.named_parameters(), strict=True):
         assert torch.equal(a, b), name
@@ -47,7 +47,7 @@ def test_carried_memories_come_back_as_they_were(tmp_path):
         "count": torch.tensor(3),
     }
     Run().save(tmp_path, carried=carried)
-    found = find_checkpoint(tmp_path, None).carried
+    found = find_checkpoint(tmp_path, None).state["rank"]["carried"]
     assert found.keys() == carried.keys()
     for name, tensor in carried.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from training_runs import LLAMA
 
-from hope_hf.training import trainer
+from hope_hf.training.watch import monitor
 from hope_hf.training.watch.heartbeat import Heartbeat
 from hope_hf.training.watch.telemetry import utilization_meter
 
@@ -70,7 +70,7 @@ def test_a_gpu_that_does_not_is_asked_once(monkeypatch, error):
 
 @pytest.mark.parametrize("percent", [37, None])
 def test_utilization_is_in_the_heartbeat_where_there_is_one(run, tmp_path, monkeypatch, percent):
-    monkeypatch.setattr(trainer, "utilization_meter", lambda device: (lambda: percent) if percent else None)
+    monkeypatch.setattr(monitor, "utilization_meter", lambda device: (lambda: percent) if percent else None)
     status, _ = run("a", "--max_train_steps", 2, model=LLAMA)
     beats = [json.loads(line) for line in (tmp_path / "a" / "heartbeat_rank0.jsonl").open()]
     assert status == 0

@@ -9,11 +9,11 @@ from torch import nn
 from hope_hf.training import trainer
 from hope_hf.training.engines.base import Engine
 from hope_hf.training.engines.placement import GIB
-from hope_hf.training.watch.ram import MemoryReport
+from hope_hf.training.watch.ram import RamReport
 
 
-def report(folder, every: int, model, optimizer) -> MemoryReport:
-    return MemoryReport(str(folder), 0, torch.device("cpu"), every, Engine().adopt(model, optimizer))
+def report(folder, every: int, model, optimizer) -> RamReport:
+    return RamReport(str(folder), 0, torch.device("cpu"), every, Engine().adopt(model, optimizer))
 
 
 def trained(steps: int, every: int, folder) -> list[dict]:

@@ -1,0 +1,137 @@
+"""What a run tells about itself: the trainer says what has happened, the monitor measures and reports it."""
+
+import math
+from contextlib import AbstractContextManager, ExitStack
+
+from ..arguments import Arguments
+from ..engines.base import Engine, Update
+from ..state import Progress
+from .heartbeat import Heartbeat
+from .ram import RamReport
+from .telemetry import (
+    Stopwatch,
+    initial_state_gradients,
+    level_rows,
+    memory_statistics,
+    peak_flops,
+    peak_memory_gib,
+    utilization_meter,
+)
+from .tracking import Tracker, eval_line, train_line
+
+
+class Monitor:
+    """Metrics, console, heartbeat and RAM report of one run, step by step; a context manager around the training.
+
+    The trainer calls `step_begins`, `loading`, `forward`, `backward_ends`, `updated` and `step_ends`, in this order.
+    """
+
+    def __init__(self, args: Arguments, engine: Engine, plan, flops_per_token: int, start_step: int, run_id: str):
+        """`plan`: of the run; `flops_per_token`: of its model, for the MFU."""
+        self._engine, self._accelerator, self._plan = engine, engine.accelerator, plan
+        self._device = engine.accelerator.device
+        self._logging_steps = args.logging_steps
+        self._flops, self._peak = flops_per_token, peak_flops(self._device)
+        place = args.output_dir, engine.accelerator.process_index
+        with ExitStack() as opened:
+            self._tracker = Tracker(engine.accelerator, args, plan.total_steps, start_step, run_id)
+            opened.callback(self._tracker.close)
+            self._heart = Heartbeat(*place, args.watchdog_seconds)
+            opened.callback(self._heart.close)
+            self._ram = opened.enter_context(RamReport(*place, self._device, args.memory_dump_steps, engine))
+            self._opened = opened.pop_all()
+        self._stopwatch, self._utilization = Stopwatch(), utilization_meter(self._device)
+        self.say = self._tracker.say
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return self._opened.__exit__(*error)
+
+    def step_begins(self, step: int) -> None:
+        """`step`: the number of the one that begins, from 1."""
+        self._step = step
+        self._logs = step == 1 or step % self._logging_steps == 0
+        self._rows: dict = {}
+        self._stopwatch.step_begins()
+
+    def loading(self) -> AbstractContextManager:
+        """Around waiting for data."""
+        return self._stopwatch.loading()
+
+    def forward(self) -> AbstractContextManager:
+        """Around a forward pass; in steps that are logged the first one reports on the memories."""
+        return memory_statistics(self._engine.model, self._rows, enabled=self._logs and not self._rows)
+
+    def backward_ends(self) -> None:
+        """The gradients are there, and not yet clipped."""
+        if self._logs:
+            self._rows |= initial_state_gradients(self._engine)
+        self._ram.backward_ends(self._step)
+
+    def updated(self, update: Update, mean_loss: float) -> None:
+        """The optimizer's step was made or left out."""
+        if update.outcome == "overflowed":
+            self.say(
+                f"step {self._step} left out: the gradient overflowed at loss scale {update.loss_scale:g}, the next "
+                f"one is {self._engine.scaling.scale:g}"
+            )
+        elif update.outcome == "skipped":
+            self.say(f"step {self._step} skipped: loss {mean_loss:g}, gradient norm {update.grad_norm:g}")
+        self._ram.step_ends(self._step)
+
+    def step_ends(self, progress: Progress, update: Update, learning_rate: float, own_loss: float, report) -> None:
+        """Beat, and write the row of a step that is logged.
+
+        Args:
+            progress: the loop's counters, this step included.
+            update: what became of the step.
+            learning_rate: of this step.
+            own_loss: nats per token of this process's own tokens; NaN where none counted.
+            report: called for more rows, where rows are written.
+        """
+        plan = self._plan
+        processes = self._accelerator.num_processes
+        seconds, data_seconds = self._stopwatch.step_ends(plan.tokens_per_step)
+        self._heart.beat(
+            progress.step,
+            loss=_finite(own_loss),
+            tokens_per_second=plan.tokens_per_step / processes / seconds,
+            data_seconds=data_seconds,
+            memory_gib=peak_memory_gib(self._device),
+            **({"gpu_percent": self._utilization()} if self._utilization else {}),
+        )
+        self._tracker.advance()
+        if not self._logs:
+            return
+        speed = self._stopwatch.read(plan.total_steps - progress.step)
+        rows = {
+            "train/loss": progress.take_mean_loss(),
+            "train/grad_norm": _finite(update.grad_norm),
+            "train/learning_rate": learning_rate,
+            "train/skipped_steps": progress.skipped,
+            "train/peak_memory_gib": peak_memory_gib(self._device),
+            **speed,
+            **{name: _finite(float(value)) for name, value in self._rows.items()},
+            **level_rows(self._engine.optimizer, plan.tokens_per_step),
+            **report(),
+        }
+        if update.loss_scale is not None:
+            rows |= {"train/loss_scale": update.loss_scale, "train/overflowed_steps": progress.overflowed}
+        if self._peak:
+            rows["train/mfu_percent"] = 100 * speed["train/tokens_per_second"] * self._flops / processes / self._peak
+        self._tracker.log(progress.step, progress.tokens, rows, train_line(rows))
+
+    def evaluated(self, progress: Progress, row: dict) -> None:
+        """Write the row of an evaluation."""
+        self._tracker.log(progress.step, progress.tokens, row, eval_line(row))
+
+    def close_tracker(self) -> None:
+        """No row follows: what is printed next begins a line."""
+        self._tracker.close()
+
+
+def _finite(value: float) -> float | None:
+    # JSON has no word for the others.
+    return value if math.isfinite(value) else None
