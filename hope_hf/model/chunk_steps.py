@@ -49,7 +49,7 @@ class Projections(NamedTuple):
     # k, v, q after convolution and SiLU, not normalised [B, H, 3, S, D]
     streams: torch.Tensor
     # eta of equation (88) [B, H, S]
-    step: torch.Tensor
+    learning_rate: torch.Tensor
     # log alpha [B, H, S]
     log_retention: torch.Tensor
     # as in the inputs
@@ -63,27 +63,27 @@ class Projections(NamedTuple):
 
     def gates(self, valid: torch.Tensor | None = None) -> Gates:
         """What the content memory writes, keeps and carries on."""
-        return Gates(self.step, self.log_retention, self.log_momentum, valid)
+        return Gates(self.learning_rate, self.log_retention, self.log_momentum, valid)
 
     @staticmethod
     def join(parts: list["Projections"], log_momentum: torch.Tensor | None) -> "Projections":
         """The inverse of `split`; of `log_momentum` the whole is at hand."""
         if len(parts) == 1:
             return parts[0]
-        streams, steps, retentions, _ = zip(*parts, strict=True)
-        return Projections(torch.cat(streams, -2), torch.cat(steps, -1), torch.cat(retentions, -1), log_momentum)
+        streams, rates, retentions, _ = zip(*parts, strict=True)
+        return Projections(torch.cat(streams, -2), torch.cat(rates, -1), torch.cat(retentions, -1), log_momentum)
 
 
 class GateWeights(NamedTuple):
     """How learning rate and retention follow from their logits, and the logits from memories' outputs."""
 
     # added to the logits [H, 1]
-    rate_bias: torch.Tensor
+    learning_rate_bias: torch.Tensor
     retention_bias: torch.Tensor
     # of both gates' memories [H, 2, 1, D], or None where a linear map makes the logits
     readouts: torch.Tensor | None
     # the largest eta
-    largest_rate: float
+    largest_learning_rate: float
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
         """From the outputs of the gates' memories [B, H, 2, C, D]; returns [B, H, 2, C]."""
@@ -93,7 +93,8 @@ class GateWeights(NamedTuple):
     def squash(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """eta and log alpha, both [B, H, C], from logits [B, H, 2, C]."""
         rate, retention = logits.unbind(2)
-        return self.largest_rate * (rate + self.rate_bias).sigmoid(), F.logsigmoid(retention + self.retention_bias)
+        learning_rate = self.largest_learning_rate * (rate + self.learning_rate_bias).sigmoid()
+        return learning_rate, F.logsigmoid(retention + self.retention_bias)
 
 
 class MemoryGroup(NamedTuple):
@@ -119,8 +120,8 @@ class ProjectionGroup(NamedTuple):
     # of the convolutions on k, v and q [K, H, 3, D]
     taps: torch.Tensor
     gates: GateWeights
-    # step of these memories relative to the content memory's
-    rate: float
+    # by which these memories' eta is smaller than what a token's gate says
+    rate_factor: float
 
 
 def select_rows(rows: torch.Tensor | bool, chosen: Any, other: Any) -> Any:
@@ -231,7 +232,7 @@ def project_chunk(
         log_retention = torch.where(piece.valid, log_retention, 0.0)
     output = Projections(streams, learning_rate, log_retention, inputs.log_momentum)
     if need_state:
-        gates = Gates(group.rate * learning_rate, log_retention, inputs.log_momentum, piece.valid)
+        gates = Gates(group.rate_factor * learning_rate, log_retention, inputs.log_momentum, piece.valid)
         key, value, _ = streams.unbind(2)
         _, state = update_chunk(state, initial, unit(key), value, gates, rule)
         state = end_piece(state, piece)

@@ -1,8 +1,8 @@
 """The update rules of the self-modifying memories in chunk-parallel form, as plain functions of tensors.
 
 A memory is `M(z) = z + W1 act(W2 z)` (equation 89; depth 1: `M(z) = z + W z`) and learns with delta gradient descent
-and retention (equation 88). Everything a token writes (inputs, errors, step sizes) is taken at the weights that stood
-at its chunk's start (section 8.2 of the paper), so that inside a chunk each layer is a linear recurrence
+and retention (equation 88). Everything a token writes (inputs, errors, learning rates) is taken at the weights of its
+chunk's start (section 8.2 of the paper), so that inside a chunk each layer is a linear recurrence
 
     W_t = alpha_t W_{t-1} - e_t W_{t-1} u_t u_t^T - w_t delta_t u_t^T
 
@@ -66,9 +66,10 @@ class MemoryState(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """Per token and head: what is written, kept and carried on. All [B, H, C]; padding has step 0, log_retention 0."""
+    """Per token and head: what is written, kept and carried on. All [B, H, C]; padding has 0 in the first two."""
 
-    step: torch.Tensor
+    # eta of equation (88)
+    learning_rate: torch.Tensor
     log_retention: torch.Tensor
     # log of the momentum's coefficient, only with momentum
     log_momentum: torch.Tensor | None = None
@@ -119,7 +120,7 @@ class LayerWrite(NamedTuple):
     inputs: torch.Tensor
     # delta = dL/d(W u), clipped [B, H, N, C, o]
     errors: torch.Tensor
-    # factor on the token's step: float or [B, H, N, C]
+    # factor on the token's learning rate: float or [B, H, N, C]
     scale: torch.Tensor | float
     # whether the layer erases along u before it writes
     erase: bool
@@ -195,7 +196,7 @@ class TileGates:
     """
 
     def __init__(self, gates: Gates, read_mode: str | None):
-        self.step = gates.step.unsqueeze(2)
+        self.learning_rate = gates.learning_rate.unsqueeze(2)
         total = gates.log_retention.cumsum(-1)
         before = total - gates.log_retention
         self.decay_before = decay_matrix(before, total, strict=True).unsqueeze(2)
@@ -216,8 +217,8 @@ class TileGates:
         carried = gates.log_momentum.cumsum(-1)
         spread = decay_matrix(carried, carried, strict=False)
         growth = carried.exp().unsqueeze(-1)
-        # momentum multiplies the effective step by 1 / (1 - coefficient): the write gives that back
-        self.write_step = self.step * -torch.expm1(gates.log_momentum).unsqueeze(2)
+        # momentum multiplies the effective learning rate by 1 / (1 - coefficient): the write gives that back
+        self.write_rate = self.learning_rate * -torch.expm1(gates.log_momentum).unsqueeze(2)
         self.momentum_keep = carried[..., -1:].exp().unsqueeze(2).unsqueeze(-1)
         self.momentum_after = (carried[..., -1:] - carried).exp().unsqueeze(2)
         valid = 1.0 if gates.valid is None else gates.valid.to(total.dtype).unsqueeze(-2)
@@ -255,8 +256,8 @@ class LayerTile:
     ):
         self.stored, self.initial, self.momentum, self.gates = stored, initial, momentum, gates
         self.inputs, self.errors = write.inputs, write.errors
-        self.step = gates.step * write.scale
-        self.write_step = None if momentum is None else gates.write_step * write.scale
+        self.learning_rate = gates.learning_rate * write.scale
+        self.write_rate = None if momentum is None else gates.write_rate * write.scale
         if not write.erase:
             self.corrections = self.errors if momentum is None else None
             return
@@ -268,8 +269,8 @@ class LayerTile:
             right = right + self.errors
         else:
             right = right + gates.growth_before * (self.inputs @ momentum.mT)
-            right = right - (gram * _scale_columns(gates.momentum_before, self.write_step)) @ self.errors
-        lower = gram * _scale_columns(gates.decay_before, self.step)
+            right = right - (gram * _scale_columns(gates.momentum_before, self.write_rate)) @ self.errors
+        lower = gram * _scale_columns(gates.decay_before, self.learning_rate)
         # unitriangular: the diagonal of ones is not read, so (I + L) is never formed
         self.corrections = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
 
@@ -281,10 +282,10 @@ class LayerTile:
             result = result + queries @ self.initial.mT
         similarity = queries @ self.inputs.mT
         if self.corrections is not None:
-            result = result - (similarity * _scale_columns(gates.decay_read, self.step)) @ self.corrections
+            result = result - (similarity * _scale_columns(gates.decay_read, self.learning_rate)) @ self.corrections
         if self.momentum is not None:
             result = result + gates.growth_read * (queries @ self.momentum.mT)
-            result = result - (similarity * _scale_columns(gates.momentum_read, self.write_step)) @ self.errors
+            result = result - (similarity * _scale_columns(gates.momentum_read, self.write_rate)) @ self.errors
         return result
 
     def end(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -292,14 +293,14 @@ class LayerTile:
         gates = self.gates
         stored = gates.keep_all * self.stored
         if self.corrections is not None:
-            stored = stored - self._sum(self.corrections, self.step * gates.keep_after)
+            stored = stored - self._sum(self.corrections, self.learning_rate * gates.keep_after)
         if self.momentum is None:
             return stored, None
         stored = (
-            stored + gates.growth_end * self.momentum - self._sum(self.errors, self.write_step * gates.momentum_end)
+            stored + gates.growth_end * self.momentum - self._sum(self.errors, self.write_rate * gates.momentum_end)
         )
         carried = gates.momentum_keep * self.momentum
-        return stored, carried - self._sum(self.errors, self.write_step * gates.momentum_after)
+        return stored, carried - self._sum(self.errors, self.write_rate * gates.momentum_after)
 
     def _sum(self, vectors: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Sum over tokens of `weight vector input^T` [B, H, N, o, i]."""
@@ -328,7 +329,7 @@ def update_chunk(
         initial: learned initial weights, each [H, N, o, i].
         keys: unit keys, shared by the group's memories [B, H, C, D].
         values: values [B, H, C, D].
-        gates: step, log retention, log momentum [B, H, C].
+        gates: learning rate, log retention, log momentum [B, H, C].
         queries: unit queries [B, H, C, D], or `None` to write only.
         tile: tokens of one triangular solve; any value gives the same result.
         need_state: False where nobody reads the memory after these tokens: saves its last update.

@@ -231,7 +231,7 @@ class SelfModifyingTitans(nn.Module):
         made, _ = self._make_projections(hidden_states, plan, None, need_state=False)
         with torch.autocast(hidden_states.device.type, enabled=False):
             return {
-                "learning_rate_mean": made.step.mean(),
+                "learning_rate_mean": made.learning_rate.mean(),
                 "retention_mean": made.log_retention.exp().mean(),
                 "key_norm": made.streams[:, :, 0].norm(dim=-1).mean(),
                 "value_norm": made.streams[:, :, 1].norm(dim=-1).mean(),
@@ -246,7 +246,7 @@ class SelfModifyingTitans(nn.Module):
         """
         plan = plan_chunks(self.config, hidden_states.shape[:2], hidden_states.device, None, None, None)
         made, _ = self._make_projections(hidden_states, plan, None, need_state=False)
-        return made.step.transpose(1, 2), made.log_retention.exp().transpose(1, 2)
+        return made.learning_rate.transpose(1, 2), made.log_retention.exp().transpose(1, 2)
 
     @torch.no_grad()
     def contribution(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -262,7 +262,7 @@ class SelfModifyingTitans(nn.Module):
 
     def _content(self, made: Projections) -> MemoryGroup:
         """The content memory, for what scan 1 made."""
-        return MemoryGroup.of(self.content_memory(made.step.dtype), len(made.step), self.rule)
+        return MemoryGroup.of(self.content_memory(made.learning_rate.dtype), len(made.learning_rate), self.rule)
 
     def _make_projections(
         self, hidden_states: torch.Tensor, plan: ChunkPlan, state: dict[str, torch.Tensor] | None, need_state: bool
