@@ -1,10 +1,17 @@
 """What is shown beside the tables: pictures, and progress bars on a terminal."""
 
+import math
 import sys
+from itertools import cycle
 from pathlib import Path
 
 import datasets
 import transformers
+
+STYLES = (
+    {"linestyle": "-", "linewidth": 2, "marker": "o", "markersize": 8, "markerfacecolor": "white"},
+    {"linestyle": (0, (3, 3)), "linewidth": 2, "marker": "o", "markersize": 4},
+)
 
 
 def show_progress() -> bool:
@@ -19,12 +26,16 @@ def hide_foreign_bars():
 
 
 def curves(path: Path, x: list[int], panels: dict[str, dict[str, list[tuple[float, float | None]]]], x_label: str):
-    """Panels side by side: title -> name of a curve -> (value, its error) at each x, on a logarithmic scale."""
+    """Panels side by side: title -> name of a curve -> (value, its error or None) at each x, on a logarithmic scale.
+
+    Curves are solid with rings and dashed with dots in turn: of two neighbours that coincide both are seen.
+    """
     figure = _figure(width=6.5 * len(panels))
     for axes, (title, series) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        for name, points in series.items():
+        for (name, points), style in zip(series.items(), cycle(STYLES), strict=False):
             values, errors = zip(*points, strict=True)
-            axes.errorbar(x, values, [error or 0.0 for error in errors], marker="o", capsize=3, label=name)
+            bars = [math.nan if error is None else error for error in errors]
+            axes.errorbar(x, values, bars, capsize=3, elinewidth=1, label=name, **style)
         axes.set_xscale("log", base=2)
         axes.set_xticks(x, [f"{value:,}" for value in x], rotation=45)
         axes.set(xlabel=x_label, title=title)

@@ -23,20 +23,20 @@ def plot(folders: list[str | Path], target: str | Path) -> Path | None:
         warnings.warn("No loss.png: matplotlib is not installed (pip install 'hope_hf[plot]').", stacklevel=2)
         return None
     figure = Figure(figsize=(10, 6.5), layout="constrained")
-    axes = figure.subplots(2, 2).flat
+    axes = figure.subplots(2, 2, sharex=True).flat
     runs = [(Path(folder).resolve().name, read_metrics(folder)) for folder in folders]
     for axis, (title, names) in zip(axes, PANELS, strict=True):
         for index, (run, rows) in enumerate(runs):
             for name in names:
                 points = [(row["tokens"], row[name]) for row in rows if row.get(name) is not None]
-                style = "o-" if name.startswith("eval") else "-"
+                style = "o--" if name.startswith("eval") else "-"
                 label = f"{run} {name.split('/')[0]}" if len(names) > 1 else run
                 if points:
                     axis.plot(*zip(*points, strict=True), style, label=label, color=f"C{index}", markersize=4)
         axis.set(title=title, xlabel="tokens")
-        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axis.tick_params(labelbottom=True)
         axis.grid(alpha=0.3)
-    figure.axes[0].set_xscale("log")
+    figure.axes[0].xaxis.set_major_formatter(EngFormatter(sep=""))
     figure.axes[0].legend()
     figure.savefig(target, dpi=120)
     return Path(target)
