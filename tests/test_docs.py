@@ -1,0 +1,199 @@
+"""README and docs say what is true: blocks run, commands, flags, files, functions and links exist, prose is short."""
+
+import importlib
+import json
+import re
+import shlex
+from operator import attrgetter
+from pathlib import Path
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+
+from hope_hf.evaluation.arguments import FLAGS as EVALUATION_FLAGS
+from hope_hf.export.run import make_parser as make_export_parser
+from hope_hf.training.arguments import FLAGS
+
+ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# Programs of others, whose flags are theirs.
+OTHERS = {"pip", "tensorboard", "wandb", "hf", "lm_eval", "git", "export", "make", "pytest", "torchrun"}
+
+
+def text_of(page: str) -> str:
+    """The page; of the decision log what is above its diary, which keeps the names of its days."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return text.split("\n## Diary\n")[0] if page == "docs/log.md" else text
+
+
+def python_blocks(page: str) -> list[tuple[int, str]]:
+    """Line number and source of each python block."""
+    text = text_of(page)
+    return [(text[: found.start(2)].count("\n"), found[2]) for found in FENCE.finditer(text) if found[1] == "python"]
+
+
+def commands(page: str) -> list[str]:
+    """Every line of the shell blocks, with what `\\` continues joined, and every span of code in the prose."""
+    text = text_of(page)
+    shell = "".join(found[2] for found in FENCE.finditer(text) if not found[1]).replace("\\\n", " ")
+    lines = [line.split(" #")[0].strip() for line in shell.splitlines()]
+    return [line for line in lines if line] + re.findall(r"`([^`]+)`", FENCE.sub("", text))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)])
+def test_python_blocks_run_in_order(page, tiny_model, word_tokenizer, tmp_path, monkeypatch):
+    tiny_model().save_pretrained(tmp_path / "runs/demo")
+    word_tokenizer.save_pretrained(tmp_path / "runs/demo")
+    monkeypatch.chdir(tmp_path)
+    namespace = {}
+    for line, source in python_blocks(page):
+        # Empty lines in front, so that a traceback names the page's line.
+        exec(compile("\n" * line + source, str(ROOT / page), "exec"), namespace)
+
+
+def test_python_blocks_are_found():
+    assert {"README.md", "docs/memory_files.md", "docs/fine_tuning.md", "docs/generation.md"} <= {
+        page for page in PAGES if python_blocks(page)
+    }
+
+
+def flags_of(program: str) -> set[str]:
+    """The options of a program as it is named in a command, such as run_clm.py or hope_hf.export."""
+    if program in ("run_clm.py", "run_eval.py"):
+        names = FLAGS if program == "run_clm.py" else EVALUATION_FLAGS
+        return {f"--{name}" for name in names} | {"--help"}
+    if program == "hope_hf.export":
+        return {option for action in make_export_parser()._actions for option in action.option_strings}
+    if program == "accelerate":
+        return {option for action in launch_command_parser()._actions for option in action.option_strings}
+    if program.startswith("hope_hf."):
+        source = Path(importlib.import_module(program).__file__)
+        files = list(source.parent.glob("*.py")) if source.name == "__init__.py" else [source]
+    else:
+        shared = re.findall(r"from benchmarks\.(\w+) import", (ROOT / program).read_text(encoding="utf-8"))
+        files = [ROOT / program, *(ROOT / f"benchmarks/{name}.py" for name in shared)]
+    return {flag for file in files for flag in re.findall(r'"(--\w+)"', file.read_text(encoding="utf-8"))} | {"--help"}
+
+
+def programs_and_flags(command: str) -> list[tuple[str, str]]:
+    """Every flag of a command with the program of ours (or accelerate) that it belongs to."""
+    found, program = [], None
+    words = command.split()
+    for index, word in enumerate(words):
+        if word == "accelerate":
+            program = word
+        elif re.fullmatch(r"(run_clm|run_eval|benchmarks/\w+)\.py", word):
+            program = word
+        elif word.startswith("hope_hf.") and words[index - 1] == "-m":
+            program = word
+        elif word in OTHERS:
+            program = None
+        elif program and word.startswith("--"):
+            found.append((program, word.split("=")[0]))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_flag_exists_in_the_program_that_it_is_given_to(page):
+    unknown = [
+        (program, flag)
+        for command in commands(page)
+        for program, flag in programs_and_flags(command)
+        if flag not in flags_of(program)
+    ]
+    assert not unknown
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_flag_in_the_prose_exists_somewhere(page):
+    programs = ["run_clm.py", "run_eval.py", "hope_hf.export", "hope_hf.training.checkpoints", "accelerate"]
+    programs += [path.relative_to(ROOT).as_posix() for path in (ROOT / "benchmarks").glob("*.py")]
+    known = set.union(*map(flags_of, programs))
+    named = {command.split()[0] for command in commands(page) if command.startswith("--")}
+    assert named <= known
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_of_the_repository_that_is_named_exists(page):
+    folders = r"(?:tests|docs|benchmarks|hope_hf|accelerate_configs|\.ci)"
+    named = {word for command in commands(page) for word in re.findall(rf"(?<![\w/.]){folders}/[\w./*-]*", command)}
+    missing = [name for name in named if not (list(ROOT.glob(name)) if "*" in name else (ROOT / name).exists())]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_make_target_exists(page):
+    targets = re.findall(r"^([\w-]+)(?: [\w -]+)?:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    targets += ["test-long", "test-gpu", "test-kill"]
+    named = [shlex.split(command)[1:] for command in commands(page) if re.match(r"make [\w-]", command)]
+    assert not [words[0] for words in named if words[0] not in targets]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page):
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text_of(page))):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / name if name else ROOT / page
+        if not file.exists() or anchor and anchor not in anchors(file):
+            broken.append(target)
+    assert not broken
+
+
+def test_every_function_of_the_table_of_equations_exists():
+    rows = [line.split("|")[3] for line in text_of("docs/paper_to_code.md").splitlines() if line.startswith("| ")]
+    files = {path.stem: f"hope_hf.model.{path.stem}" for path in (ROOT / "hope_hf/model").glob("*.py")}
+    missing = []
+    for row in rows[1:]:
+        for name in re.findall(r"`([\w.]+)`", row):
+            if name.startswith("hope_hf."):
+                # module.Class or module.function
+                module, _, path = name.rpartition(".")
+            elif name.split(".")[0] in files:
+                module, _, path = name.partition(".")
+            else:
+                # in the module of the name before
+                path = name
+            try:
+                attrgetter(path)(importlib.import_module(files.get(module, module)))
+            except AttributeError:
+                missing.append(name)
+    assert len(rows) > 10 and not missing
+
+
+def test_readme_is_read_in_five_minutes():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.split()) <= 1200
+    assert max(map(len, text.splitlines())) <= 119
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_prose_is_wrapped(page):
+    assert not [line for line in text_of(page).splitlines() if len(line) > 119 and not line.startswith("|")]
+
+
+def test_the_index_of_the_log_has_a_row_for_every_entry_and_every_negative_result():
+    index, diary = (ROOT / "docs/log.md").read_text(encoding="utf-8").split("\n## Diary\n")
+    rows = re.findall(r"^\| \[[^\n]*?\]\(#([\w-]+)\) \| (\w+) \|", index, re.MULTILINE)
+    assert {status for _, status in rows} <= {"kept", "negative", "superseded", "open", "fixed"}
+    for entry in diary.split("\n## ")[1:]:
+        anchor = re.sub(r"[^\w\- ]", "", entry.splitlines()[0].lower()).replace(" ", "-")
+        of_entry = [status for link, status in rows if link == anchor]
+        assert of_entry and of_entry.count("negative") >= len(re.findall(r"\*negative", entry.lower())), anchor
+
+
+def test_the_notebook_is_well_formed():
+    notebook = json.loads((ROOT / "docs/quickstart.ipynb").read_text(encoding="utf-8"))
+    assert notebook["nbformat"] == 4 and len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            compile("".join(cell["source"]), cell["id"], "exec")
