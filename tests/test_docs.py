@@ -41,6 +41,8 @@ def commands(page: str) -> list[str]:
     return [line for line in lines if line] + re.findall(r"`([^`]+)`", FENCE.sub("", text))
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Calling register_constant:FutureWarning")
 @pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)])
 def test_python_blocks_run_in_order(page, tiny_model, word_tokenizer, tmp_path, monkeypatch):
     tiny_model().save_pretrained(tmp_path / "runs/demo")
