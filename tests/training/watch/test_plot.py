@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+from matplotlib.figure import Figure
 
 from hope_hf.training.watch import plot
 
@@ -24,6 +25,14 @@ def test_one_folder_gets_its_own_picture_and_several_share_one(tmp_path, monkeyp
     assert (tmp_path / "first" / "loss.png").read_bytes()[:4] == b"\x89PNG"
     assert plot.main([first, second]) == 0
     assert (tmp_path / "loss.png").read_bytes() != (tmp_path / "first" / "loss.png").read_bytes()
+
+
+def test_all_panels_share_one_axis_of_tokens(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *arguments, **options: figures.append(figure))
+    plot.plot([folder(tmp_path / "a", 3.0)], tmp_path / "loss.png")
+    axes = figures[0].axes
+    assert {panel.get_xscale() for panel in axes} == {"linear"} and len({panel.get_xlim() for panel in axes}) == 1
 
 
 def test_without_matplotlib_it_says_so_and_goes_on(tmp_path, monkeypatch):
