@@ -4,16 +4,17 @@ import copy
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    STATIC_LAYER_TYPE_MAPPING,
+    CacheLayerMixin,
+    DynamicCache,
+)
 from transformers.modeling_utils import PreTrainedModel
 
-from .cache_fingerprint import fingerprint
+from .cache_file import CACHE_FILE, check_tensors, read_cache, write_cache
+from .cache_fingerprint import Fingerprint, fingerprint
 from .configuration_hope import HopeConfig
-
-CACHE_FILE = "hope_cache.safetensors"
-_FORMAT = "1"
 
 
 class HopeMemoryLayer(CacheLayerMixin):
@@ -24,8 +25,6 @@ class HopeMemoryLayer(CacheLayerMixin):
     that many real tokens of one document, so that they can be cut into chunks alike.
     """
 
-    # registers the class with transformers' caches under the name in `HopeConfig.layer_types`
-    _layer_type = "hope_memory"
     is_compileable = False
     is_croppable = False
     supports_early_init = False
@@ -103,7 +102,6 @@ class HopeStaticMemoryLayer(HopeMemoryLayer):
     For inference: no gradient goes through a state that the next token overwrites.
     """
 
-    _layer_type = None
     is_compileable = True
 
     def reset(self) -> None:
@@ -126,8 +124,15 @@ class HopeStaticMemoryLayer(HopeMemoryLayer):
         self.cumulative_length.add_(num_new_tokens)
 
 
-# `_layer_type` enters a class among the layers of growing caches only
-STATIC_LAYER_TYPE_MAPPING[HopeMemoryLayer._layer_type] = HopeStaticMemoryLayer
+# transformers makes the layers of its caches by the names in `HopeConfig.layer_types`. Every copy of this file (each
+# model loaded with `trust_remote_code` brings one) comes here, and the first serves the models of all.
+DYNAMIC_LAYER_TYPE_MAPPING.setdefault("hope_memory", HopeMemoryLayer)
+STATIC_LAYER_TYPE_MAPPING.setdefault("hope_memory", HopeStaticMemoryLayer)
+
+
+def is_memory_layer(layer: CacheLayerMixin) -> bool:
+    """Whether a layer of a cache is a `HopeMemoryLayer`: of this file, or of another copy of it."""
+    return any(kind.__name__ == HopeMemoryLayer.__name__ for kind in type(layer).__mro__)
 
 
 class HopeCache(DynamicCache):
@@ -157,16 +162,29 @@ class HopeCache(DynamicCache):
     def __init__(self, config: HopeConfig):
         super().__init__(config=config)
 
+    def __deepcopy__(self, memo: dict) -> "HopeCache":
+        if any(tensor.grad_fn is not None for tensor in self.state_tensors().values()):
+            raise ValueError(
+                "the cache carries the graph of the text it has read, which cannot be copied: read under "
+                "torch.no_grad(), or call detach_() before copying"
+            )
+        memo[id(self)] = fork = type(self).__new__(type(self))
+        fork.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return fork
+
     def detach_(self) -> "HopeCache":
         """Cut the gradient to the tokens read so far, in place: truncated backpropagation through time."""
-        for layer in self.memory_layers:
-            layer.map(torch.Tensor.detach)
+        for layer in self.layers:
+            if is_memory_layer(layer):
+                layer.map(torch.Tensor.detach)
+            elif layer.is_initialized:
+                layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
         return self
 
     def to(self, device: torch.device | str) -> "HopeCache":
         """Move every tensor to a device, in place."""
         for layer in self.layers:
-            if isinstance(layer, HopeMemoryLayer):
+            if is_memory_layer(layer):
                 layer.map(lambda tensor: tensor.to(device))
             elif layer.is_initialized:
                 layer.keys, layer.values = layer.keys.to(device), layer.values.to(device)
@@ -188,13 +206,13 @@ class HopeCache(DynamicCache):
     @property
     def memory_layers(self) -> list[HopeMemoryLayer]:
         """The layers of self-modifying memories."""
-        return [layer for layer in self.layers if isinstance(layer, HopeMemoryLayer)]
+        return [layer for layer in self.layers if is_memory_layer(layer)]
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """All that the cache holds, by name: batch-first tensors, and each memory's counts as two integers."""
         tensors = {}
         for index, layer in enumerate(self.layers):
-            if isinstance(layer, HopeMemoryLayer):
+            if is_memory_layer(layer):
                 state = dict(layer.state or {})
                 state["columns"] = torch.tensor([layer.cumulative_length, int(layer.is_uniform)])
             else:
@@ -209,7 +227,7 @@ class HopeCache(DynamicCache):
         for index, layer in enumerate(cache.layers):
             prefix = f"{index}."
             state = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-            if not isinstance(layer, HopeMemoryLayer):
+            if not is_memory_layer(layer):
                 if state:
                     layer.update(state["keys"], state["values"])
                 continue
@@ -221,43 +239,38 @@ class HopeCache(DynamicCache):
         return cache
 
     def save_pretrained(self, save_directory: str | Path, model: PreTrainedModel) -> None:
-        """Write `hope_cache.safetensors` into a folder: what was read, with a fingerprint of the model that read it.
+        """Write `hope_cache.safetensors` into a folder: what was read, a checksum, and which model read it.
 
         Args:
             save_directory: made where it does not exist; a cache in it is replaced.
-            model: the HOPE model whose cache this is.
+            model: the HOPE model whose cache this is. The first time, all its weights are hashed
+                (`cache_fingerprint.fingerprint` says what that costs).
+
+        Raises:
+            ValueError: nothing was read yet, or the memories hold NaN or infinity.
         """
-        folder = Path(save_directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        # Cloned: weights now and weights at the chunk's start can be one tensor, which safetensors refuses.
-        tensors = {
-            name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in self.state_tensors().items()
-        }
-        metadata = {"format": "pt", "hope_cache": _FORMAT, "model": fingerprint(model)}
-        unfinished = folder / f"{CACHE_FILE}.unfinished"
-        save_file(tensors, unfinished, metadata)
-        unfinished.replace(folder / CACHE_FILE)
+        if not self.get_seq_length():
+            raise ValueError("the cache has read nothing: give it to the model with a text, then save it")
+        write_cache(Path(save_directory), self.state_tensors(), " ".join(fingerprint(model)))
 
     @classmethod
+    @torch.no_grad()
     def from_pretrained(cls, directory: str | Path, model: PreTrainedModel) -> "HopeCache":
         """The cache that `save_pretrained` wrote, on the model's device.
 
         Raises:
-            ValueError: there is none, it is damaged, or another model wrote it.
+            ValueError: there is none, its format is another version's, it is damaged, or another model wrote it.
         """
-        path = Path(directory) / CACHE_FILE
-        if not path.is_file():
-            raise ValueError(f"{directory} holds no {CACHE_FILE}: give a folder that HopeCache.save_pretrained wrote")
-        try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dictionary
-        except SafetensorError as error:
-            raise ValueError(f"{path} is damaged ({error}): read the text again and save a new one") from None
-        if metadata.get("hope_cache") != _FORMAT:
-            raise ValueError(f"{path} is no cache of this version of HOPE: read the text again and save a new one")
-        if metadata["model"] != fingerprint(model):
-            raise ValueError(f"{path} was written by another model (or other weights of it): load it with that one")
+        folder = Path(directory)
+        tensors, writer = read_cache(folder)
+        if not fingerprint(model).fits(Fingerprint(*writer.split(" "))):
+            raise ValueError(
+                f"{folder / CACHE_FILE} was written by another model (or other weights of it): load it with that one"
+            )
+        # One token is read to see the names, shapes and dtypes of all that this model keeps.
+        sample = cls(model.config)
+        model.base_model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=sample)
+        check_tensors(folder, tensors, sample.state_tensors())
         return cls.from_state_tensors(model.config, tensors).to(model.device)
 
 

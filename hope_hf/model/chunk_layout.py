@@ -16,6 +16,7 @@ import torch
 from .cache_hope import HopeMemoryLayer
 from .configuration_hope import HopeConfig
 from .memory_update import split_tokens
+from .text_digest import extend_digest
 
 
 class Piece(NamedTuple):
@@ -185,6 +186,8 @@ class ChunkPlan:
     seen_after: torch.Tensor
     # whether all rows have read the same number of tokens, all real, of one document
     is_uniform: bool
+    # digest of each row's tokens after the call [B], unknown without a cache (`text_digest`)
+    digest_after: torch.Tensor
 
 
 def plan_chunks(
@@ -194,6 +197,7 @@ def plan_chunks(
     cached: HopeMemoryLayer | None,
     padding_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
+    input_ids: torch.Tensor | None = None,
 ) -> ChunkPlan:
     """Lay out the tokens of one call.
 
@@ -203,10 +207,15 @@ def plan_chunks(
         padding_mask: [B, T], 0 for padding, or `None` where there is none.
         position_ids: [B or 1, T]; a token at position 0 begins a document. Unused in an exported graph, which reads
             one document a row; a compiled graph takes them for single tokens only.
+        input_ids: [B, T], or `None` for a text of embeddings; for the digest alone.
     """
     batch_size, length = shape
     fresh = cached is None or cached.state is None
     uniform = fresh or cached.is_uniform
+    digest = torch.zeros(batch_size, dtype=torch.long, device=device)
+    if cached is not None:
+        # memories saved by older versions have no digest
+        digest = extend_digest(digest + 1 if fresh else cached.state.get("digest", digest), input_ids)
     begins = None
     # One graph serves every token of a compiled generation: what it is, tensors tell.
     any_token = torch.compiler.is_compiling() and not torch.compiler.is_exporting() and length == 1 and not fresh
@@ -219,11 +228,11 @@ def plan_chunks(
     if uniform and not any_token and padding_mask is None and begins is None:
         seen = 0 if fresh else cached.cumulative_length
         layouts = [plain_layout(length, chunk, seen) for chunk in chunks]
-        return ChunkPlan(*layouts, torch.full((batch_size,), seen + length, device=device), True)
+        return ChunkPlan(*layouts, torch.full((batch_size,), seen + length, device=device), True, digest)
     everything = torch.ones(shape, dtype=torch.bool, device=device)
     valid = everything if padding_mask is None else padding_mask.bool()
     begins = ~everything if begins is None else begins & valid
     seen = torch.zeros(batch_size, dtype=torch.long, device=device) if fresh else cached.state["seen"]
     positions = TokenPositions(valid, begins, seen)
     layouts = [ragged_layout(positions, chunk) for chunk in chunks]
-    return ChunkPlan(*layouts, positions.seen_after(), False)
+    return ChunkPlan(*layouts, positions.seen_after(), False, digest)

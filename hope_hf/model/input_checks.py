@@ -1,10 +1,42 @@
-"""What a call of the model is given, and a sentence for what does not fit: masks, labels, caches."""
+"""What a call of the model is given, and a sentence for what does not fit: tokens, masks, labels, caches."""
 
 import torch
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
-from .cache_hope import HopeMemoryLayer
+from .cache_hope import is_memory_layer
 from .configuration_hope import HopeConfig
+
+
+def check_inputs(
+    config: HopeConfig, input_ids: torch.Tensor | None = None, inputs_embeds: torch.Tensor | None = None
+) -> None:
+    """ValueError unless exactly one of them is given and is a text: tokens [B, T] or embeddings [B, T, hidden_size].
+
+    Whether tokens are in the vocabulary is seen on the CPU only, where looking at them does not wait for a device.
+    """
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+    if input_ids is None:
+        if inputs_embeds.ndim != 3 or inputs_embeds.shape[2] != config.hidden_size:
+            raise ValueError(
+                f"inputs_embeds has the shape {tuple(inputs_embeds.shape)}, and (batch, tokens, {config.hidden_size}) "
+                "is needed"
+            )
+    elif input_ids.ndim != 2:
+        raise ValueError(
+            f"input_ids has the shape {tuple(input_ids.shape)}, and (batch, tokens) is needed: give a single text as "
+            "input_ids[None]"
+        )
+    if (inputs_embeds if input_ids is None else input_ids).shape[1] == 0:
+        raise ValueError("the text has no tokens: give at least one, for instance the tokenizer's bos_token_id")
+    if input_ids is None:
+        return
+    if input_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"input_ids holds {input_ids.dtype}: give tokens as torch.int64")
+    if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = input_ids[(input_ids < 0) | (input_ids >= config.vocab_size)]
+        if len(wrong):
+            raise ValueError(f"input_ids hold {int(wrong[0])}: give tokens from 0 to {config.vocab_size - 1}")
 
 
 def check_mask(attention_mask: torch.Tensor | None, batch_size: int, query_length: int, seen: int) -> None:
@@ -29,7 +61,7 @@ def check_labels(labels: torch.Tensor, vocab_size: int) -> None:
 
 
 def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -> None:
-    """Refuse a cache that is not of this model, or not of these rows.
+    """Refuse a cache that is not of this model, or not of these rows; give an empty `DynamicCache()` its layers.
 
     Args:
         hidden_states: [B, T, hidden_size], what is read next.
@@ -37,8 +69,12 @@ def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -
     Raises:
         ValueError: other layers, another number of rows, another shape or dtype of the memories.
     """
-    layers = getattr(cache, "layers", None)
     wanted = config.mixer == "self_modifying"
+    layers = getattr(cache, "layers", None)
+    if wanted and layers == [] and getattr(cache, "layer_class_to_replicate", None) is not None:
+        # made without a config, it would append layers for keys and values
+        layers.extend(DynamicCache(config=config).layers)
+        cache.layer_class_to_replicate = None
     if layers is None or len(layers) != config.num_hidden_layers and (wanted or len(layers)):
         held = "no layers" if layers is None else f"{len(layers)} layers"
         raise ValueError(
@@ -46,7 +82,7 @@ def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -
             "give a HopeCache(model.config)"
         )
     for layer in layers:
-        if isinstance(layer, HopeMemoryLayer) != wanted:
+        if is_memory_layer(layer) != wanted:
             raise ValueError(
                 f"past_key_values is a {type(cache).__name__} of {type(layer).__name__}s, which a model with "
                 f"mixer='{config.mixer}' cannot use: give a HopeCache(model.config)"

@@ -8,7 +8,6 @@ from transformers import AutoModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.dynamic_module_utils import custom_object_save
-from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
@@ -29,8 +28,9 @@ from .cache_hope import HopeCache, HopeMemoryLayer
 from .chunk_layout import ChunkPlan, plan_chunks
 from .configuration_hope import HopeConfig
 from .continuum import ContinuumMemory, LevelMix
-from .input_checks import check_cache, check_labels, check_mask
-from .masks_hope import create_generation_masks, local_padding_mask
+from .generation_hope import HopeGenerationMixin
+from .input_checks import check_cache, check_inputs, check_labels, check_mask
+from .masks_hope import local_padding_mask
 from .memory_update import TILE
 from .self_modifying import HopeRMSNorm, InitialMemory, MemoryGates, SelfModifyingTitans, ShortConvolution
 
@@ -197,8 +197,7 @@ class HopeModel(HopePreTrainedModel):
             past_key_values: a `HopeCache`; read and updated whenever it is given.
             use_cache: make a cache where none is given.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        check_inputs(self.config, input_ids, inputs_embeds)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if past_key_values is not None:
@@ -207,24 +206,24 @@ class HopeModel(HopePreTrainedModel):
             past_key_values = HopeCache(self.config)
         # CODEPATH: mixer='self_modifying' in HOPE, 'attention' in Hope-Attention.
         if self.config.mixer == "self_modifying":
-            hidden_states = self._read(inputs_embeds, attention_mask, position_ids, past_key_values)
+            hidden_states = self._read(inputs_embeds, input_ids, attention_mask, position_ids, past_key_values)
         else:
             hidden_states = self._attend(inputs_embeds, attention_mask, position_ids, past_key_values, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
-    def _read(self, hidden_states, attention_mask, position_ids, cache) -> torch.Tensor:
+    def _read(self, hidden_states, input_ids, attention_mask, position_ids, cache) -> torch.Tensor:
         """All blocks of self-modifying memories; the cache is written here, outside the blocks."""
         continues = cache is not None and cache.layers[0].state is not None
         if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
             if hidden_states.shape[1] > 1 and (continues or position_ids is not None):
-                return self._read_uncompiled(hidden_states, attention_mask, position_ids, cache)
-        return self._read_chunks(hidden_states, attention_mask, position_ids, cache)
+                return self._read_uncompiled(hidden_states, input_ids, attention_mask, position_ids, cache)
+        return self._read_chunks(hidden_states, input_ids, attention_mask, position_ids, cache)
 
     @torch.compiler.disable(reason="documents and earlier calls cut every batch into other chunks")
     def _read_uncompiled(self, *args) -> torch.Tensor:
         return self._read_chunks(*args)
 
-    def _read_chunks(self, hidden_states, attention_mask, position_ids, cache) -> torch.Tensor:
+    def _read_chunks(self, hidden_states, input_ids, attention_mask, position_ids, cache) -> torch.Tensor:
         length = hidden_states.shape[1]
         cached: list[HopeMemoryLayer | None] = [None] * len(self.layers) if cache is None else cache.layers
         if isinstance(attention_mask, dict):
@@ -239,6 +238,7 @@ class HopeModel(HopePreTrainedModel):
             cached[0],
             local_padding_mask(attention_mask, length),
             position_ids,
+            input_ids,
         )
         need_state = cache is not None
         for block, layer in zip(self.layers, cached, strict=True):
@@ -273,7 +273,7 @@ class HopeModel(HopePreTrainedModel):
         return hidden_states
 
 
-class HopeForCausalLM(HopePreTrainedModel, GenerationMixin):
+class HopeForCausalLM(HopePreTrainedModel, HopeGenerationMixin):
     """HOPE with a language-modelling head.
 
     Example:
@@ -329,9 +329,6 @@ class HopeForCausalLM(HopePreTrainedModel, GenerationMixin):
             products += 4 * min(config.memory_chunk_size, TILE) * (width + content)
             mixing = config.num_attention_heads * products
         return 6 * matrices + 3 * config.num_hidden_layers * mixing
-
-    # looked up by `generate`
-    create_masks_for_generate = staticmethod(create_generation_masks)
 
     @can_return_tuple
     def forward(

@@ -214,7 +214,8 @@ class SelfModifyingTitans(nn.Module):
         output = self.o_proj(normed.flatten(2).to(gate.dtype) * gate)
         if not need_state:
             return output, None
-        return output, {**after, **pack_state(content, "content"), "seen": plan.seen_after}
+        counts = {"seen": plan.seen_after, "digest": plan.digest_after}
+        return output, {**after, **pack_state(content, "content"), **counts}
 
     @torch.no_grad()
     def statistics(self, hidden_states: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -1,20 +1,25 @@
 """A memory as a value: kept as a file, forked, rolled back, moved; and refused where it does not belong."""
 
 import copy
+import stat
 import subprocess
 import sys
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import DynamicCache
 
 from hope_hf import HopeCache
+from hope_hf.model import cache_file, cache_fingerprint
 
 MIXERS = {
     "self_modifying": {},
     "momentum-depth-2": dict(memory_momentum=True, memory_depth=2),
     "attention": dict(mixer="attention"),
 }
+BOTH = {name: MIXERS[name] for name in ("self_modifying", "attention")}
 IN_ANOTHER_PROCESS = """
 import sys, torch
 from safetensors.torch import load_file, save_file
@@ -127,15 +132,170 @@ def test_a_file_of_another_model_or_damaged_is_refused_in_a_sentence(tiny_model,
     with pytest.raises(ValueError, match="hope_cache.safetensors is damaged"):
         HopeCache.from_pretrained(tmp_path, model)
     save_file({"x": torch.zeros(1)}, file)
-    with pytest.raises(ValueError, match="no cache of this version"):
+    with pytest.raises(ValueError, match="has the cache format None, and this version of HOPE reads format 2"):
         HopeCache.from_pretrained(tmp_path, model)
     with pytest.raises(ValueError, match="holds no hope_cache.safetensors"):
         HopeCache.from_pretrained(tmp_path / "nowhere", model)
 
 
-def test_a_cache_that_does_not_fit_is_refused_in_a_sentence(tiny_model):
-    from transformers import DynamicCache
+@pytest.mark.parametrize("options", BOTH.values(), ids=BOTH)
+def test_a_flipped_bit_anywhere_in_a_file_is_noticed(tiny_model, tmp_path, options):
+    model = tiny_model(num_hidden_layers=1, **options)
+    read(model, random_ids(1, 9)).save_pretrained(tmp_path, model)
+    file = tmp_path / "hope_cache.safetensors"
+    whole = file.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for place in [*range(0, header, 7), *range(header, len(whole), 101)]:
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"hope_cache.safetensors (is damaged|has the cache format)"):
+            HopeCache.from_pretrained(tmp_path, model)
+    file.write_bytes(whole)
+    HopeCache.from_pretrained(tmp_path, model)
 
+
+def poison(tensors, name):
+    tensors[name].view(-1)[0] = float("nan")
+
+
+IMPOSSIBLE = {
+    "a missing tensor": (lambda held: held.pop("1.conv_tail"), "lacks the tensor '1.conv_tail'"),
+    "another tensor": (lambda held: held.update({"2.seen": held["1.seen"]}), "holds '2.seen'"),
+    "a layer missing": (
+        lambda held: [held.pop(name) for name in [*held] if name[0] == "1"],
+        "lacks the tensor '1.col",
+    ),
+    "another shape": (lambda held: held.update({"0.conv_tail": held["0.conv_tail"][..., :2, :]}), "'0.conv_tail' as"),
+    "another dtype": (lambda held: held.update({"0.conv_tail": held["0.conv_tail"].half()}), "torch.float16, not"),
+    "other rows": (
+        lambda held: held.update({"1.seen": held["1.seen"][:1]}),
+        r"'1.seen' as \[1\] torch.int64, not \[2\]",
+    ),
+    "no rows": (lambda held: held.update({"0.seen": held["0.seen"][:0]}), r"'0.seen' as \[0\]"),
+    "NaN": (lambda held: poison(held, "1.content.run.1"), "NaN or infinity in '1.content.run.1'"),
+    "a negative length": (
+        lambda held: held["0.columns"].copy_(torch.tensor([-9, 1])),
+        "impossible counts.*'0.columns'",
+    ),
+    "other lengths": (lambda held: held["1.columns"].copy_(torch.tensor([8, 0])), "impossible counts.*'1.columns'"),
+    "more tokens than columns": (lambda held: held["0.seen"].fill_(10), "impossible counts.*'0.columns'"),
+}
+
+
+@pytest.mark.parametrize(("change", "sentence"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_a_file_that_no_text_can_leave_is_refused(tiny_model, tmp_path, monkeypatch, change, sentence):
+    """With a checksum that fits, so that it is the tensors themselves that are refused."""
+    model = tiny_model()
+    tensors = {name: tensor.clone() for name, tensor in read(model, random_ids(2, 9)).state_tensors().items()}
+    change(tensors)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_file, "_is_finite", lambda tensor: True)
+        cache_file.write_cache(tmp_path, tensors, " ".join(cache_fingerprint.fingerprint(model)))
+    with pytest.raises(ValueError, match=f"hope_cache.safetensors .*{sentence}.*: read the text again"):
+        HopeCache.from_pretrained(tmp_path, model)
+
+
+def test_keys_of_softmax_attention_must_fit_as_well(tiny_model, tmp_path):
+    model = tiny_model(mixer="attention")
+    tensors = read(model, random_ids(2, 9)).state_tensors()
+    tensors["1.values"] = tensors["1.values"][:, :, :8]
+    cache_file.write_cache(tmp_path, tensors, " ".join(cache_fingerprint.fingerprint(model)))
+    with pytest.raises(ValueError, match=r"holds '1.values' as \[2, 2, 8, 16\] torch.float32, not \[2, 2, 9, 16\]"):
+        HopeCache.from_pretrained(tmp_path, model)
+
+
+def test_what_is_not_worth_a_file_is_not_saved(tiny_model, tmp_path):
+    model = tiny_model()
+    with pytest.raises(ValueError, match="has read nothing"):
+        HopeCache(model.config).save_pretrained(tmp_path, model)
+    cache = read(model, random_ids(1, 9))
+    cache.save_pretrained(tmp_path, model)
+    before = (tmp_path / "hope_cache.safetensors").read_bytes()
+    cache.layers[1].state["content.run.0"].fill_(float("inf"))
+    with pytest.raises(ValueError, match="NaN or infinity in '1.content.run.0'.*not saved"):
+        cache.save_pretrained(tmp_path, model)
+    assert (tmp_path / "hope_cache.safetensors").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["hope_cache.safetensors"]
+
+
+def test_the_file_is_as_readable_as_any_other(tiny_model, tmp_path):
+    model = tiny_model()
+    read(model, random_ids(1, 9)).save_pretrained(tmp_path, model)
+    (tmp_path / "other").write_text("")
+    modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("hope_cache.safetensors", "other")}
+    assert len(modes) == 1
+
+
+def test_a_file_of_the_older_format_is_refused_by_its_number(tiny_model, tmp_path):
+    model = tiny_model()
+    read(model, random_ids(1, 9)).save_pretrained(tmp_path, model)
+    file = tmp_path / "hope_cache.safetensors"
+    with safe_open(file, framework="pt") as saved:
+        metadata = saved.metadata()
+    save_file(load_file(file), file, {**metadata, "hope_cache": "1"})
+    with pytest.raises(ValueError, match="has the cache format 1, and this version of HOPE reads format 2"):
+        HopeCache.from_pretrained(tmp_path, model)
+
+
+@pytest.mark.parametrize("through_data", [False, True], ids=["in place", "through .data"])
+@pytest.mark.parametrize("change", [0.5, 1e-6])
+def test_one_entry_of_one_weight_makes_another_model(tiny_model, tmp_path, through_data, change):
+    model = tiny_model()
+    read(model, random_ids(1, 9)).save_pretrained(tmp_path, model)
+    weight = model.model.layers[1].continuum.levels[0].up_proj.weight
+    with torch.no_grad():
+        (weight.data if through_data else weight).view(-1)[weight.numel() // 2 + 3] += change
+    with pytest.raises(ValueError, match="written by another model"):
+        HopeCache.from_pretrained(tmp_path, model)
+
+
+def test_weights_are_hashed_once_and_again_after_a_change(tiny_model, monkeypatch):
+    hashed = []
+    as_bytes = cache_fingerprint._bytes
+    monkeypatch.setattr(cache_fingerprint, "_bytes", lambda weight: hashed.append(weight) or as_bytes(weight))
+    model = tiny_model()
+    first = cache_fingerprint.fingerprint(model)
+    assert len(hashed) == 2 * len(list(model.model.parameters()))
+    assert cache_fingerprint.fingerprint(model) == first and len(hashed) == 2 * len(list(model.model.parameters()))
+    with torch.no_grad():
+        # a head does not change what is read
+        model.lm_head.weight.mul_(2)
+    assert cache_fingerprint.fingerprint(model) == first and len(hashed) == 2 * len(list(model.model.parameters()))
+    # exchanged rows leave the sum over all bytes as it is
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(model.model.embed_tokens.weight.flip(0))
+    assert cache_fingerprint.fingerprint(model) != first
+    model.config.rms_norm_eps = 1e-5
+    assert cache_fingerprint.fingerprint(model).exact != cache_fingerprint.fingerprint(tiny_model()).exact
+    assert cache_fingerprint.fingerprint(tiny_model()) == first
+
+
+@pytest.mark.parametrize("options", BOTH.values(), ids=BOTH)
+def test_a_cache_with_a_graph_says_what_to_do_before_it_is_copied(tiny_model, options):
+    model = tiny_model(**options)
+    cache = HopeCache(model.config)
+    model(random_ids(1, 9), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"carries the graph.*torch.no_grad\(\), or call detach_\(\)"):
+        copy.deepcopy(cache)
+    fork = copy.deepcopy(cache.detach_())
+    assert torch.equal(answers(model, fork, random_ids(1, 3)), answers(model, cache, random_ids(1, 3)))
+
+
+def test_a_cache_of_transformers_without_layers_is_given_those_of_the_model(tiny_model):
+    model, ids = tiny_model(torch.float64), random_ids(2, 14)
+    cache = DynamicCache()
+    with torch.no_grad():
+        parts = [model(part, past_key_values=cache).logits for part in ids.split([9, 5], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits, rtol=1e-9, atol=1e-9)
+        assert cache.get_seq_length() == 14
+        options = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
+        assert torch.equal(
+            model.generate(ids, past_key_values=DynamicCache(), **options), model.generate(ids, **options)
+        )
+
+
+def test_a_cache_that_does_not_fit_is_refused_in_a_sentence(tiny_model):
     model, ids = tiny_model(), random_ids(2, 4)
     cache = read(model, random_ids(2, 9))
     refusals = [
@@ -145,7 +305,7 @@ def test_a_cache_that_does_not_fit_is_refused_in_a_sentence(tiny_model):
         (tiny_model(torch.float64), ids, cache, "float32 memories.*computes them in torch.float64"),
         (tiny_model(mixer="attention"), ids, cache, "HopeMemoryLayers.*mixer='attention'"),
         (model, ids, read(tiny_model(mixer="attention"), ids), "DynamicLayers.*mixer='self_modifying'"),
-        (model, ids, DynamicCache(), "DynamicCache of 0 layers"),
+        (model, ids, DynamicCache([(ids, ids)]), "DynamicCache of 1 layers, and the model has 2"),
         (model, ids, (), "tuple of no layers"),
     ]
     for reader, tokens, wrong, sentence in refusals:
@@ -170,6 +330,22 @@ def test_labels_and_inputs_out_of_place_are_refused(tiny_model):
         labels[0, 2] = wrong
         with pytest.raises(ValueError, match=f"labels hold {wrong}: give tokens from 0 to 63, or -100"):
             model(ids, labels=labels)
-    for inputs in ({}, {"input_ids": ids, "inputs_embeds": model.get_input_embeddings()(ids)}):
+    embeddings = model.get_input_embeddings()(ids)
+    refused = {
+        "input_ids hold 64: give tokens from 0 to 63": {"input_ids": ids + 64 - ids[0, 0]},
+        "input_ids hold -1": {"input_ids": torch.full_like(ids, -1)},
+        r"shape \(4,\), and \(batch, tokens\) is needed.*input_ids\[None\]": {"input_ids": ids[0]},
+        "holds torch.float32: give tokens as torch.int64": {"input_ids": ids.float()},
+        "the text has no tokens: give at least one": {"input_ids": ids[:, :0]},
+        "the text has no tokens": {"inputs_embeds": embeddings[:, :0]},
+        r"inputs_embeds has the shape \(4, 32\), and \(batch, tokens, 32\)": {"inputs_embeds": embeddings[0]},
+    }
+    for reader in (model, tiny_model(mixer="attention")):
+        for sentence, inputs in refused.items():
+            with pytest.raises(ValueError, match=sentence):
+                reader(**inputs)
+            with pytest.raises(ValueError, match=sentence):
+                reader.generate(**inputs, max_new_tokens=2, do_sample=False, pad_token_id=0)
+    for inputs in ({}, {"input_ids": ids, "inputs_embeds": embeddings}):
         with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
             model(**inputs)

@@ -8,6 +8,7 @@ import torch
 from transformers import StaticCache
 
 from hope_hf import HopeCache, HopeForCausalLM
+from hope_hf.model import generation_hope
 
 MIXERS = {
     "self-modifying": {},
@@ -153,6 +154,105 @@ def test_generation_continues_from_a_cache(model):
         result = generate(model, given, attention_mask=mask, past_key_values=cache)
         assert torch.equal(result[:, -NEW:], expected[:, -NEW:])
         assert cache.get_seq_length() == ids.shape[1] + NEW - 1
+
+
+def read(model, ids, cache=None, **inputs):
+    cache = HopeCache(model.config) if cache is None else cache
+    with torch.no_grad():
+        model(ids, past_key_values=cache, **inputs)
+    return cache
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["no mask", "mask of the new tokens"])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_new_tokens_alone_continue_a_cache(model, masked, kind):
+    ids = text(2, 16)
+    new = ids[:, 11:]
+    cache = read(model, ids[:, :11], StaticCache(model.config, max_cache_len=40) if kind == "static" else None)
+    mask = dict(attention_mask=torch.ones_like(new)) if masked else {}
+    result = generate(model, new, past_key_values=cache, **mask)
+    assert torch.equal(result, torch.cat([new, greedy(model, ids)[:, 16:]], dim=1))
+    # a first token taken for a document's beginning would read the same as no memory
+    assert not torch.equal(result, greedy(model, new))
+
+
+@pytest.mark.parametrize("size", [None, 3])
+def test_one_memory_answers_several_questions(model, size):
+    """Of unequal lengths, with padding that a mask tells, or the padding token."""
+    book, questions = text(1, 11), [text(length, seed=length) for length in (6, 2, 4)]
+    ids, mask = pad_left(questions)
+    for given in ({}, {"attention_mask": mask}):
+        cache = read(model, book)
+        cache.batch_repeat_interleave(3)
+        results = generate(model, ids, past_key_values=cache, prefill_chunk_size=size, **given)
+        for question, result in zip(questions, results, strict=True):
+            assert torch.equal(
+                result[6:], greedy(model, torch.cat([book[0], question])[None])[0, 11 + len(question) :]
+            )
+
+
+@pytest.mark.parametrize("options", [dict(num_beams=3), dict(num_return_sequences=3, do_sample=True)], ids=str)
+def test_beams_and_samples_of_new_tokens_share_a_memory(either, options):
+    ids = text(2, 16)
+    results = []
+    for given in (ids, ids[:, 11:]):
+        cache = read(either, ids[:, :11])
+        cache.batch_repeat_interleave(3)
+        torch.manual_seed(3)
+        results.append(generate(either, given, past_key_values=cache, **options))
+    assert torch.equal(results[0][:, 16:], results[1][:, 5:])
+    torch.manual_seed(3)
+    assert torch.equal(results[0], generate(either, ids, **options))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_more_new_tokens_than_were_read_are_all_read(tiny_model, kind, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(generation_hope.logger, "warning_once", warnings.append)
+    model, ids = tiny_model(torch.float64), text(2, 16)
+    cache = read(model, ids[:, :5], StaticCache(model.config, max_cache_len=40) if kind == "static" else None)
+    result = generate(model, ids[:, 5:], past_key_values=cache)
+    assert torch.equal(result[:, 11:], greedy(model, ids)[:, 16:])
+    assert ["11 tokens does not begin with the 5 that" in warning for warning in warnings] == [True]
+    cache.reset()
+    assert torch.equal(generate(model, ids, past_key_values=read(model, ids[:, :5], cache)), greedy(model, ids))
+    assert len(warnings) == 1
+
+
+def test_what_a_cache_has_read_is_no_new_text(tiny_model):
+    model, ids = tiny_model(torch.float64), text(2, 9)
+    with pytest.raises(ValueError, match="the input is the 9 tokens.*read.*attention_mask of 18 columns"):
+        generate(model, ids, past_key_values=read(model, ids))
+    twice = generate(model, ids, past_key_values=read(model, ids), attention_mask=torch.ones(2, 18, dtype=torch.long))
+    assert torch.equal(twice[:, 9:], greedy(model, torch.cat([ids, ids], dim=1))[:, 18:])
+
+
+def test_a_text_of_embeddings_is_told_from_new_tokens_by_its_length(tiny_model):
+    model, ids = tiny_model(torch.float64), text(2, 16)
+    embeddings = model.get_input_embeddings()(ids)
+
+    def cache():
+        with torch.no_grad():
+            filled = HopeCache(model.config)
+            model(inputs_embeds=embeddings[:, :9], past_key_values=filled)
+        return filled
+
+    expected = greedy(model, ids)[:, 16:]
+    assert torch.equal(generate(model, ids, past_key_values=cache())[:, 16:], expected)
+    assert torch.equal(generate(model, ids[:, 9:], past_key_values=cache())[:, 7:], expected)
+    assert torch.equal(generate(model, None, inputs_embeds=embeddings, past_key_values=cache()), expected)
+    with pytest.raises(ValueError, match="inputs_embeds holds 7 tokens, and past_key_values has read 9"):
+        generate(model, None, inputs_embeds=embeddings[:, 9:], past_key_values=cache())
+
+
+def test_a_whole_text_is_known_however_its_rows_were_moved(tiny_model):
+    model, ids = tiny_model(torch.float64), text(3, 12)
+    cache = HopeCache(model.config)
+    for part in ids[:, :9].split([1, 5, 3], dim=1):
+        read(model, part, cache)
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    result = generate(model, ids[[2, 0]], past_key_values=cache)
+    assert torch.equal(result, greedy(model, ids[[2, 0]]))
 
 
 def test_a_cache_returned_by_generate_goes_on(model):

@@ -42,7 +42,7 @@ else:
     raise AssertionError("code that nobody trusts was run")
 assert not any(name.startswith("transformers_modules.") for name in sys.modules)
 
-expected, results = load_file("expected.safetensors"), {}
+expected, results, models = load_file("expected.safetensors"), {}, {}
 for mixer in ("self_modifying", "attention"):
     for again in ("", "-again"):
         # the second time from the copy that the code itself has written
@@ -61,6 +61,21 @@ for mixer in ("self_modifying", "attention"):
         assert type(base).__name__ == "HopeModel"
         if not again:
             model.save_pretrained(mixer + "-again")
+        models[folder] = model
+
+# each folder brought a copy of the code, and all of them go on working, also with a cache of another's
+for folder, model in models.items():
+    for implementation in (None, "static"):
+        results[folder + f".{implementation}.generated"] = model.generate(
+            expected["ids"], max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0,
+            cache_implementation=implementation,
+        )
+    with torch.no_grad():
+        cache = model(expected["ids"][:, :5], use_cache=True).past_key_values
+    other = models[folder.removesuffix("-again") if folder.endswith("-again") else folder + "-again"]
+    results[folder + ".continued.generated"] = other.generate(
+        expected["ids"], past_key_values=cache, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0
+    )
 assert not [name for name, module in sys.modules.items() if name.split(".")[0] == "hope_hf" and module is not None]
 save_file(results, "results.safetensors")
 """
@@ -220,4 +235,7 @@ def test_an_export_works_where_the_package_is_not_installed(tiny_model, tmp_path
         mixer, kind = name.split(".")
         for folder in (mixer, f"{mixer}-again"):
             torch.testing.assert_close(results[f"{folder}.{kind}"], tensor, rtol=1e-6, atol=1e-6)
+            if kind == "generated":
+                for cache in ("None", "static", "continued"):
+                    assert torch.equal(results[f"{folder}.{cache}.generated"], tensor)
     assert files(tmp_path / "self_modifying-again") == files(tmp_path / "self_modifying")

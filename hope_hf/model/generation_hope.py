@@ -1,0 +1,83 @@
+"""What `generate` does on top of transformers: a text may go on from a cache with its new tokens alone."""
+
+import torch
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
+from transformers.utils import logging
+
+from .input_checks import check_inputs
+from .masks_hope import create_generation_masks
+from .text_digest import begins_with
+
+logger = logging.get_logger(__name__)
+
+
+class HopeGenerationMixin(GenerationMixin):
+    """`generate` with a cache that has read R tokens takes the whole text, R tokens and more, or new tokens alone.
+
+    transformers tells the two apart by the mask: with one column for every token read and given, the input is new;
+    with as many columns as the input, or without a mask, it is the whole text. Here the second rule looks at the text,
+    too: an input that does not begin with what the cache has read is new, and its mask gets the columns of the R
+    tokens. A cache that knows no tokens (of softmax attention, or filled from embeddings) goes by the length: inputs
+    of at most R tokens are new.
+
+    `generate` does not read the last token that it returns: what follows a generated text begins with that token.
+    """
+
+    # looked up by `generate`
+    create_masks_for_generate = staticmethod(create_generation_masks)
+
+    def _prepare_model_inputs(self, inputs, bos_token_id, model_kwargs):
+        inputs, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
+        check_inputs(self.config, **{name: inputs})
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None:
+            model_kwargs["attention_mask"] = _with_columns_read(mask, inputs, model_kwargs.get("past_key_values"))
+        return inputs, name, model_kwargs
+
+    def _prepare_attention_mask_for_generation(self, inputs_tensor, generation_config, model_kwargs):
+        mask = super()._prepare_attention_mask_for_generation(inputs_tensor, generation_config, model_kwargs)
+        return _with_columns_read(mask, inputs_tensor, model_kwargs.get("past_key_values"))
+
+
+def _with_columns_read(mask: torch.Tensor, inputs: torch.Tensor, cache: Cache | None) -> torch.Tensor:
+    """The mask [B, T] of new tokens alone with a column in front for every token read; any other mask as it is."""
+    read = cache.get_seq_length() if isinstance(cache, Cache) else 0
+    if not read or mask.shape != inputs.shape[:2] or _is_whole_text(inputs, cache, int(read)):
+        return mask
+    return torch.cat([mask.new_ones(len(mask), int(read)), mask], dim=1)
+
+
+def _is_whole_text(inputs: torch.Tensor, cache: Cache, read: int) -> bool:
+    """Whether the inputs [B, T] (or embeddings [B, T, hidden_size]) contain the `read` tokens of the cache."""
+    length = inputs.shape[1]
+    if inputs.ndim == 3:
+        if length <= read:
+            raise ValueError(
+                f"inputs_embeds holds {length} tokens, and past_key_values has read {read}: give the embeddings of "
+                "the whole text, or new tokens alone as input_ids"
+            )
+        return True
+    if length < read:
+        return False
+    digest = (getattr(cache.layers[0], "state", None) or {}).get("digest")
+    if digest is None:
+        return length > read
+    known = bool((digest != 0).all())
+    begins = begins_with(inputs, digest, read)
+    if length == read:
+        if known and begins:
+            raise ValueError(
+                f"the input is the {read} tokens that past_key_values has read, and nothing follows them: give the "
+                f"tokens that follow, or, to read these again, an attention_mask of {2 * read} columns"
+            )
+        return False
+    if not begins:
+        logger.warning_once(
+            f"The input of {length} tokens does not begin with the {read} that past_key_values has read: all of it is "
+            "read as new. To say that it is, give an attention_mask with a column for every token read and given."
+        )
+    return begins
+
+
+__all__ = ["HopeGenerationMixin"]

@@ -1,0 +1,69 @@
+"""Models of several copies of the code in one process, as `trust_remote_code` makes them."""
+
+import copy
+import importlib
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import StaticCache
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING
+
+import hope_hf
+from hope_hf import HopeCache
+
+
+@pytest.fixture(params=["package first", "copy first"])
+def code_copy(request, tmp_path, monkeypatch):
+    """The module `modeling_hope` of another copy, whose classes transformers knows before or after the package's."""
+    if request.param == "copy first":
+        monkeypatch.delitem(DYNAMIC_LAYER_TYPE_MAPPING, "hope_memory")
+        monkeypatch.delitem(STATIC_LAYER_TYPE_MAPPING, "hope_memory")
+    shutil.copytree(Path(hope_hf.__file__).parent / "model", tmp_path / "code_copy")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("code_copy.modeling_hope")
+    for name in [name for name in sys.modules if name.split(".")[0] == "code_copy"]:
+        del sys.modules[name]
+
+
+def test_models_of_two_copies_of_the_code_work_side_by_side(tiny_model, code_copy, tmp_path):
+    ours = tiny_model(torch.float64)
+    ours.save_pretrained(tmp_path)
+    theirs = code_copy.HopeForCausalLM.from_pretrained(tmp_path)
+    ids = torch.randint(64, (2, 14), generator=torch.Generator().manual_seed(1))
+    options = dict(max_new_tokens=3, do_sample=False, pad_token_id=0)
+    expected = ours.generate(ids, use_cache=False, **options)
+    for model in (ours, theirs, ours):
+        for implementation in ("dynamic", "static"):
+            assert torch.equal(model.generate(ids, cache_implementation=implementation, **options), expected)
+    makers = [
+        lambda model: HopeCache(model.config),
+        lambda model: code_copy.HopeCache(model.config),
+        lambda model: StaticCache(model.config, max_cache_len=30),
+    ]
+    for make in makers:
+        for reader, writer in ((ours, theirs), (theirs, ours)):
+            cache = make(reader)
+            with torch.no_grad():
+                reader(ids[:, :9], past_key_values=cache)
+            assert torch.equal(writer.generate(ids, past_key_values=cache, **options), expected)
+
+
+def test_a_cache_of_either_copy_does_all_that_a_cache_does(tiny_model, code_copy, tmp_path):
+    model = tiny_model()
+    ids = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(1))
+    for kind in (HopeCache, code_copy.HopeCache):
+        cache = kind(model.config)
+        model(ids, past_key_values=cache)
+        assert len(cache.detach_().memory_layers) == 2
+        before = cache.snapshot()
+        cache.save_pretrained(tmp_path, model)
+        for other in (HopeCache, code_copy.HopeCache):
+            held = other.from_pretrained(tmp_path, model).to("cpu").state_tensors()
+            assert all(torch.equal(tensor, held[name]) for name, tensor in cache.state_tensors().items())
+        with torch.no_grad():
+            expected = model(ids, past_key_values=copy.deepcopy(cache)).logits
+            model(ids, past_key_values=cache)
+            assert torch.equal(model(ids, past_key_values=cache.rollback(before)).logits, expected)
