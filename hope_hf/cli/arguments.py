@@ -1,11 +1,29 @@
 """Flags that several programs have, named as in transformers' ``run_clm.py``."""
 
 from dataclasses import dataclass, field
+from functools import partial
+
+from .bounds import Bounds, Checked
+
+# What several flags admit.
+COUNT = {"least": 1}
+OR_NONE = {"least": 0}
+THREADS = {"least": 1, "most": 1024}
+ROWS = {"least": 1, "most": 65_536}
+# numpy's seeds end at 2^32 - 1, and every process adds its rank.
+SEED = {"least": 0, "most": 4_000_000_000}
 
 
-def flag(default, help: str):
-    """A field of a dataclass of flags, with its line of `--help`."""
-    return field(default=default, metadata={"help": help})
+def flag(default, help: str, **bounds):
+    """A field of a dataclass of flags, with its line of `--help` and, for a number, its `Bounds`; no default: needed.
+
+    The parser calls `Checked` with every value that it reads.
+    """
+    if isinstance(default, bool):
+        return field(default=default, metadata={"help": help})
+    limits = Bounds(**bounds) if bounds else None
+    shown = f"{help} [{limits.words().removeprefix('of ')}]" if limits else help
+    return field(default=default, metadata={"help": shown, "action": partial(Checked, bounds=limits)})
 
 
 @dataclass
@@ -36,9 +54,9 @@ class TextArguments:
     train_file: str | None = flag(None, "Training text: .txt, .json, .jsonl or .parquet; a glob pattern is allowed.")
     validation_file: str | None = flag(None, "Validation text, of the same kinds.")
     validation_split_percentage: float = flag(
-        5.0, "Share of the training documents held out where there is no validation set."
+        5.0, "Percentage of the training documents held out where there is no validation set.", above=0, below=100
     )
-    max_train_samples: int | None = flag(None, "Use only the first N training documents.")
-    max_eval_samples: int | None = flag(None, "Use only the first N validation documents.")
+    max_train_samples: int | None = flag(None, "Use only the first N training documents.", **COUNT)
+    max_eval_samples: int | None = flag(None, "Use only the first N validation documents.", **COUNT)
     streaming: bool = flag(False, "Read the data set as a stream; training needs --max_train_steps.")
-    preprocessing_num_workers: int | None = flag(None, "Processes that tokenize.")
+    preprocessing_num_workers: int | None = flag(None, "Processes that tokenize.", **THREADS)

@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from .arguments import ModelArguments
 from .parser import nearest
+from .recipe import load_yaml
 
 DEFAULT_PRESET = "tiny"
 # What transformers raises for files and values of the user.
@@ -87,8 +88,12 @@ def parse_overrides(text: str | None) -> dict:
         pairs = [pair.partition("=") for pair in re.split(r",(?![^\[]*\])", text)]
         if not all(name and equals for name, equals, _ in pairs):
             raise ValueError("write name=value,name=value")
-        return {name.strip(): _scalar(value) for name, _, value in pairs}
-    except (ValueError, yaml.YAMLError) as error:
+        overrides = {name.strip(): _scalar(value) for name, _, value in pairs}
+        if len(overrides) < len(pairs):
+            raise ValueError("a name comes twice")
+        return overrides
+    # RecursionError: thousands of brackets in each other.
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"--config_overrides {text!r} cannot be read: {one_line(error)}.") from None
 
 
@@ -98,7 +103,7 @@ def is_hope(config) -> bool:
 
 
 def _scalar(text: str):
-    value = yaml.safe_load(text)
+    value = load_yaml(text)
     try:
         # YAML 1.1 reads 1e-3 as a word.
         return float(value) if isinstance(value, str) else value

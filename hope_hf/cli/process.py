@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import signal
 import sys
 import warnings
@@ -13,14 +14,21 @@ _format_warning = warnings.formatwarning
 
 
 def set_up_cpu(threads: int | None):
-    """Use `threads` threads, or all that this process may; flush denormals."""
+    """Use `threads` threads, or `default_threads()`; flush denormals."""
     torch.set_num_threads(threads or default_threads())
     # A trained memory holds many denormals: without this its steps take 2.5 times as long on a CPU.
     torch.set_flush_denormal(True)
 
 
 def default_threads() -> int:
-    """Cores this process may use: accelerate exports OMP_NUM_THREADS=1, which would leave the others idle."""
+    """OMP_NUM_THREADS, or this process's share of the cores that it may use.
+
+    Launchers export OMP_NUM_THREADS=1 where nobody has set it, which would leave the other cores idle: from a launcher
+    1 does not count.
+    """
+    wish = os.environ.get("OMP_NUM_THREADS", "")
+    if wish.isdecimal() and int(wish) > (1 if _is_launched() else 0):
+        return int(wish)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
@@ -43,8 +51,7 @@ def warn_in_sentences():
 
 def die_with_launcher():
     """Linux: a launcher that is killed passes SIGTERM on, so no orphan trains on in the same folder."""
-    launched = "WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
-    if launched and sys.platform.startswith("linux"):
+    if _is_launched() and sys.platform.startswith("linux"):
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGTERM))
 
@@ -55,6 +62,17 @@ def complain(error: Exception | str, status: int, everywhere: bool = False) -> i
     if everywhere or is_first_process():
         print(f"error: {error}", file=sys.stderr, flush=True)
     return status
+
+
+def memory_is_full(error: BaseException) -> bool:
+    """Whether `error` says that the CPU or a GPU has not the memory that was asked for."""
+    # What torch raises on the CPU has no type of its own.
+    on_cpu = re.search("can't allocate memory|Storage size calculation overflowed", str(error))
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or bool(on_cpu)
+
+
+def _is_launched() -> bool:
+    return "WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
 
 
 def _as_sentence(message, category, filename, lineno, line=None) -> str:

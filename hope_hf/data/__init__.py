@@ -15,10 +15,11 @@ from datasets import disable_progress_bars
 from .build import Data, build_data, check_vocabulary
 from .config import DataConfig
 from .corpus import corpus_documents
-from .vocabulary import DEFAULT_VOCAB_SIZE, load_tokenizer, save_tokenizer, train_tokenizer
+from .vocabulary import DEFAULT_VOCAB_SIZE, LARGEST_VOCABULARY, load_tokenizer, save_tokenizer, train_tokenizer
 
 __all__ = [
     "DEFAULT_VOCAB_SIZE",
+    "LARGEST_VOCABULARY",
     "Data",
     "DataConfig",
     "build_data",

@@ -44,18 +44,7 @@ class DataConfig:
             raise ValueError("--dataset_name and --train_file both name the training text: give one of them.")
         if self.dataset_config_name and not self.dataset_name:
             raise ValueError("--dataset_config_name belongs to a --dataset_name: add it.")
-        if not 0 < self.validation_split_percentage < 100:
-            raise ValueError(
-                f"--validation_split_percentage must lie between 0 and 100, not {self.validation_split_percentage:g}: "
-                "5 holds out a twentieth of the documents."
-            )
         if self.document_boundary not in ("reset", "carry"):
             raise ValueError(f"--document_boundary is reset or carry, not '{self.document_boundary}'.")
         if self.block_size < 2:
             raise ValueError(f"--block_size must be at least 2, not {self.block_size}: a token predicts the next.")
-        for name in "per_device_train_batch_size max_train_samples max_eval_samples preprocessing_num_workers".split():
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name} must be at least 1, not {value}.")
-        if self.dataloader_num_workers < 0:
-            raise ValueError(f"--dataloader_num_workers must be at least 0, not {self.dataloader_num_workers}.")

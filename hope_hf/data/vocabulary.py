@@ -14,7 +14,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 DEFAULT_VOCAB_SIZE = 4096
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
-_SMALLEST = 256 + 2
+SMALLEST_VOCABULARY = 256 + 2
+# Ten times the largest in use; the trainer reserves memory for all entries at once.
+LARGEST_VOCABULARY = 10_000_000
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = DEFAULT_VOCAB_SIZE) -> PreTrainedTokenizerFast:
@@ -22,9 +24,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = DEFAULT_VOCAB_SIZE) 
 
     Fewer entries come out where the texts have no more pairs to merge. Raises ValueError below 258 entries.
     """
-    if vocab_size < _SMALLEST:
+    if vocab_size < SMALLEST_VOCABULARY:
         raise ValueError(
-            f"vocab_size {vocab_size} is too small: a byte-level tokenizer has at least {_SMALLEST} entries."
+            f"--config_overrides: vocab_size {vocab_size} is too small for a byte-level tokenizer made from the text: "
+            f"give {SMALLEST_VOCABULARY} or more, or a --tokenizer_name."
         )
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -65,6 +68,10 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, output_dir: str | Path):
     folder = Path(output_dir)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output_dir {folder} is a file: name a folder.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--output_dir {folder} cannot be written: {error.strerror}.") from None
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer.save_pretrained(scratch)
         for written in Path(scratch).iterdir():

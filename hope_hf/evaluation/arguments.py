@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from hope_hf.cli.arguments import ModelArguments, TextArguments, flag
+from hope_hf.cli.arguments import COUNT, ROWS, SEED, THREADS, ModelArguments, TextArguments, flag
 
 
 @dataclass
@@ -17,21 +17,30 @@ class SuiteArguments:
     )
     lengths: str | None = flag(None, "Lengths in tokens with commas between them; k is 1,024 (1k,2k,4k).")
     depths: str = flag("0,0.25,0.5,0.75,1", "passkey: where the key stands, from 0 (first) to 1 (last).")
-    samples_per_length: int = flag(4, "passkey: samples per length and depth. perplexity: texts per longest length.")
+    samples_per_length: int = flag(
+        4, "passkey: samples per length and depth. perplexity: texts per longest length.", least=1, most=10_000
+    )
     tasks: str | None = flag(
         None, "Tasks with commas between them. synthetic: its own (default: all); zero_shot: lm-eval's, or YAML files."
     )
-    num_fewshot: int | None = flag(None, "zero_shot: examples in the context (default: the task's own number).")
-    data_dir: str | None = flag(None, "zero_shot: folder with TASK_SPLIT.jsonl (.json, .parquet) instead of the Hub.")
-    limit: int | None = flag(None, "Use at most N samples of everything; marked in the report.")
-    max_train_steps: int | None = flag(None, "synthetic: steps of training (default: the task's own).")
-    learning_rate: float | None = flag(None, "synthetic: peak learning rate (default: the task's own).")
-    ema_decay: float = flag(
-        0.0, "synthetic: decay per step of a moving mean of the weights, tested beside them (0: none)."
+    num_fewshot: int | None = flag(
+        None, "zero_shot: examples in the context (default: the task's own number).", least=0, most=1000
     )
-    num_seeds: int = flag(1, "synthetic: models trained per task, with seeds --seed, --seed + 1, ...")
+    data_dir: str | None = flag(None, "zero_shot: folder with TASK_SPLIT.jsonl (.json, .parquet) instead of the Hub.")
+    limit: int | None = flag(None, "Use at most N samples of everything; marked in the report.", **COUNT)
+    max_train_steps: int | None = flag(None, "synthetic: steps of training (default: the task's own).", **COUNT)
+    learning_rate: float | None = flag(
+        None, "synthetic: peak learning rate (default: the task's own).", above=0, below=1
+    )
+    ema_decay: float = flag(
+        0.0,
+        "synthetic: decay per step of a moving mean of the weights, tested beside them (0: none).",
+        least=0,
+        below=1,
+    )
+    num_seeds: int = flag(1, "synthetic: models trained per task, with seeds --seed, --seed + 1, ...", **COUNT)
     prompts: str | None = flag(None, "sample: a text file with one prompt a line (default: the text's beginnings).")
-    max_new_tokens: int = flag(64, "sample: tokens of each continuation.")
+    max_new_tokens: int = flag(64, "sample: tokens of each continuation.", least=1, most=1_000_000)
 
 
 @dataclass
@@ -41,11 +50,11 @@ class RunArguments:
     _argument_group_name = "run"
 
     output_dir: str | None = flag(None, "Folder of results.json, results.md and pictures (default: print only).")
-    batch_size: int | None = flag(None, "Rows per forward pass (default: 8; synthetic: the task's own).")
+    batch_size: int | None = flag(None, "Rows per forward pass (default: 8; synthetic: the task's own).", **ROWS)
     dtype: Literal["float32", "bfloat16", "float64"] = flag("float32", "Type of the weights.")
     device: str | None = flag(None, "cpu, cuda, cuda:1, ... (default: the accelerator, if there is one).")
-    seed: int = flag(42, "Seed of samples, and of models that are trained.")
-    cpu_threads: int | None = flag(None, "Threads (default: all cores).")
+    seed: int = flag(42, "Seed of samples, and of models that are trained.", **SEED)
+    cpu_threads: int | None = flag(None, "Threads (default: OMP_NUM_THREADS, or all cores).", **THREADS)
 
 
 @dataclass

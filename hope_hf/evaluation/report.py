@@ -1,13 +1,13 @@
 """From the suites' results to the terminal, results.json, results.md and pictures; written when all have ended."""
 
 import json
-import os
 import warnings
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 
+from hope_hf.cli.folders import check_output
 from hope_hf.cli.provenance import provenance
 from hope_hf.cli.tables import RESULTS_FILE, SCHEMA_VERSION, markdown_table
 
@@ -20,14 +20,9 @@ def check_folder(output_dir: str | None):
     """ValueError where the report would overwrite another, or cannot be written."""
     if output_dir is None:
         return
-    folder = Path(output_dir)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--output_dir {folder} is a file: name a folder.")
-    if (folder / RESULTS_FILE).exists():
-        raise ValueError(f"--output_dir {folder} holds {RESULTS_FILE} already: name another folder.")
-    nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise ValueError(f"--output_dir {folder} cannot be written: {nearest} is a file or read-only.")
+    check_output(output_dir, "--output_dir")
+    if (Path(output_dir) / RESULTS_FILE).exists():
+        raise ValueError(f"--output_dir {output_dir} holds {RESULTS_FILE} already: name another folder.")
 
 
 def as_markdown(name: str, result: SuiteResult) -> str:

@@ -2,7 +2,7 @@
 
 import time
 
-from hope_hf.cli.process import complain, is_first_process, set_up_cpu, warn_in_sentences
+from hope_hf.cli.process import complain, is_first_process, memory_is_full, set_up_cpu, warn_in_sentences
 
 from .parsing import names, parse
 
@@ -51,6 +51,13 @@ def main(argv: list[str]) -> int:
         except ValueError as error:
             failed[name] = str(error)
             complain(error, 1)
+            continue
+        except (RuntimeError, MemoryError) as error:
+            if not memory_is_full(error):
+                raise
+            reason = str(error).splitlines()[0]
+            failed[name] = f"--suite {name}: the memory does not hold it, lower --batch_size or --lengths ({reason})."
+            complain(failed[name], 1)
             continue
         if is_first_process():
             print(f"\n{as_markdown(name, results[name])}", flush=True)

@@ -52,7 +52,12 @@ def choose_device(name: str | None) -> torch.device:
     """`--device`, or the accelerator, or the CPU. Raises ValueError for a device that is not there."""
     if name is None:
         return torch.accelerator.current_accelerator() or torch.device("cpu")
+    there = torch.accelerator.current_accelerator()
+    kinds = ("cpu", there.type) if there else ("cpu",)
     try:
+        # `meta` and others are devices on which nothing can be computed.
+        if torch.device(name).type not in kinds:
+            raise ValueError(f"--device {name} cannot be used: this machine has {' and '.join(kinds)}.")
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]

@@ -1,10 +1,14 @@
 """The command line: `python -m hope_hf.export DIR --to OUT [--push_to_hub REPO_ID]`."""
 
+import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import transformers
 
+from hope_hf.cli.bounds import Checked
+from hope_hf.cli.folders import check_output
 from hope_hf.cli.hub import check_repo_id
 from hope_hf.cli.parser import Parser
 from hope_hf.cli.process import complain, warn_in_sentences
@@ -22,12 +26,13 @@ def make_parser() -> Parser:
         description="Make the folder that one uploads to the Hub, check it, and upload it.",
         allow_abbrev=False,
     )
-    parser.add_argument("dir", metavar="DIR", help="a run's output folder, or another with a saved HOPE")
-    parser.add_argument("--to", metavar="OUT", required=True, help="a new folder for the export")
-    parser.add_argument("--push_to_hub", metavar="REPO_ID", help="upload it to this repository (owner/name)")
+    add = partial(parser.add_argument, action=Checked)
+    add("dir", metavar="DIR", help="a run's output folder, or another with a saved HOPE")
+    add("--to", metavar="OUT", required=True, help="a new folder for the export")
+    add("--push_to_hub", metavar="REPO_ID", help="upload it to this repository (owner/name)")
     parser.add_argument("--private", action="store_true", help="make the repository private, if it is new")
-    parser.add_argument("--license", default=DEFAULT_LICENSE, help="of the weights (default: %(default)s)")
-    parser.add_argument("--results", metavar="FILE", help="results.json of run_eval.py (default: DIR's, if there)")
+    add("--license", default=DEFAULT_LICENSE, help="of the weights (default: %(default)s)")
+    add("--results", metavar="FILE", help="results.json of run_eval.py (default: DIR's, if there)")
     return parser
 
 
@@ -40,6 +45,11 @@ def main(argv: list[str]) -> int:
             check_repo_id(options.push_to_hub, "--push_to_hub")
         elif options.private:
             raise ValueError("--private is about an upload: add --push_to_hub REPO_ID or leave it out.")
+        if not os.path.isdir(options.dir):
+            raise ValueError(f"{options.dir} is no folder: name that of a finished run or of another saved HOPE.")
+        if options.results and not os.path.isfile(options.results):
+            raise ValueError(f"--results {options.results} is no file: name a results.json of run_eval.py.")
+        check_output(options.to, "--to")
         if not sys.stderr.isatty():
             transformers.utils.logging.disable_progress_bar()
         out = Path(options.to)

@@ -54,7 +54,8 @@ class LevelClock(torch.optim.Optimizer):
     def __init__(self, groups: list[dict]):
         # Level of every tensor that has a state: engines that flatten parameters keep them outside the groups.
         self._levels: dict[Tensor, int | None] = {}
-        super().__init__(groups, {"level": None, "period_steps": 1, "period_tokens": 0})
+        # The polynomial schedule reads the rate among the defaults.
+        super().__init__(groups, {"lr": groups[0]["lr"], "level": None, "period_steps": 1, "period_tokens": 0})
         for group in self.param_groups:
             assert group["optimizer"] in RULES and group["period_steps"] >= 1, group
             group.setdefault("initial_lr", group["lr"])

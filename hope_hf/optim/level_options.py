@@ -7,6 +7,8 @@ from pathlib import Path
 from .level_clock import RULES
 
 FLAG = "--level_optimizers"
+# As for the flags of the run: products of rates and decays stay within float32.
+_LARGEST = 10**9
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def parse_level_optimizers(source: str | dict | None) -> dict[int, LevelOptions]
         raise ValueError(f'{FLAG} is a {type(source).__name__}: give an object keyed by level, {{"0": {{...}}}}.')
     options = {}
     for level, entry in source.items():
-        if not str(level).isdecimal():
+        if not str(level).isdecimal() or len(str(level)) > 9:
             raise ValueError(f'{FLAG} has the level "{level}": give its number, 0 for the fastest.')
         if not isinstance(entry, dict):
             raise ValueError(f'{FLAG} has {json.dumps(entry)} for level {level}: give an object, {{"lr_factor": 2}}.')
@@ -62,7 +64,8 @@ def _read_json(source: str) -> object:
             raise ValueError(f"{what} cannot be read ({error}): give JSON text or the path of a JSON file.") from error
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    # ValueError: a number of thousands of digits, too; RecursionError: thousands of brackets in each other.
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{what} is not JSON ({error}): mend the text there.") from error
 
 
@@ -73,7 +76,7 @@ def _level_options(level: str, entry: dict) -> LevelOptions:
             raise ValueError(f'{FLAG} has the unknown key "{key}" for level {level}: use {", ".join(known)}.')
     requirements = {
         "optimizer": (lambda value: isinstance(value, str) and value in RULES, " or ".join(RULES)),
-        "lr_factor": (lambda value: _is_number(value) and value > 0, "a number above 0"),
+        "lr_factor": (lambda value: _is_number(value) and value > 0, f"a number above 0, at most {_LARGEST:,}"),
         "betas": (
             lambda value: (
                 isinstance(value, list | tuple)
@@ -82,7 +85,7 @@ def _level_options(level: str, entry: dict) -> LevelOptions:
             ),
             "two numbers from 0 to below 1",
         ),
-        "weight_decay": (lambda value: _is_number(value) and value >= 0, "a number, 0 or above"),
+        "weight_decay": (lambda value: _is_number(value) and value >= 0, f"a number from 0 to {_LARGEST:,}"),
     }
     for key, value in entry.items():
         holds, wanted = requirements[key]
@@ -92,4 +95,4 @@ def _level_options(level: str, entry: dict) -> LevelOptions:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST

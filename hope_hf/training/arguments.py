@@ -6,20 +6,25 @@
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from hope_hf.cli.arguments import ModelArguments, TextArguments, flag
+from hope_hf.cli.arguments import COUNT, OR_NONE, ROWS, SEED, THREADS, ModelArguments, TextArguments, flag
+from hope_hf.cli.bounds import LONGEST
 
 
 @dataclass
 class DataArguments(TextArguments):
     """Which text is read, and how it is cut. Without a data set or file: the built-in corpus."""
 
-    block_size: int | None = flag(None, "Tokens per row (default: the model's longest input, at most 1,024).")
+    block_size: int | None = flag(
+        None, "Tokens per row (default: the model's longest input, at most 1,024).", least=2, most=LONGEST
+    )
     document_boundary: Literal["reset", "carry"] = flag(
         "reset",
         "reset: memories and attention start anew with every document. "
         "carry: row b continues in row b of the next step and its memories are handed over.",
     )
-    dataloader_num_workers: int = flag(0, "Batches that a background thread prepares ahead; 0: none.")
+    dataloader_num_workers: int = flag(
+        0, "Batches that a background thread prepares ahead; 0: none.", least=0, most=1000
+    )
     dataloader_pin_memory: bool = flag(True, "Copy batches to a GPU from page-locked memory.")
 
 
@@ -29,24 +34,32 @@ class OptimizationArguments:
 
     _argument_group_name = "optimization"
 
-    per_device_train_batch_size: int = flag(8, "Rows per process and forward pass, in training and evaluation.")
-    gradient_accumulation_steps: int = flag(1, "Forward passes per optimizer step.")
-    learning_rate: float = flag(3e-4, "Peak learning rate of the fastest level and of everything outside the levels.")
-    vector_learning_rate: float | None = flag(
-        None, "Peak learning rate of norms, biases and convolutions' taps (default: --learning_rate)."
+    per_device_train_batch_size: int = flag(
+        8, "Rows per process and forward pass, in training and evaluation.", **ROWS
     )
-    weight_decay: float = flag(0.1, "Decoupled weight decay of matrices.")
-    adam_beta1: float = flag(0.9, "AdamW: decay of the first moment.")
-    adam_beta2: float = flag(0.95, "AdamW: decay of the second moment.")
-    adam_epsilon: float = flag(1e-8, "AdamW: added to the root of the second moment.")
-    max_grad_norm: float = flag(1.0, "Clip the global gradient norm of each step to this; 0 switches it off.")
-    max_train_steps: int | None = flag(None, "Optimizer steps in all; goes before --num_train_epochs.")
-    num_train_epochs: float = flag(1.0, "Passes over the training data, where --max_train_steps is not given.")
+    gradient_accumulation_steps: int = flag(1, "Forward passes per optimizer step.", least=1, most=10_000)
+    learning_rate: float = flag(
+        3e-4, "Peak learning rate of the fastest level and of everything outside the levels.", above=0
+    )
+    vector_learning_rate: float | None = flag(
+        None, "Peak learning rate of norms, biases and convolutions' taps (default: --learning_rate).", above=0
+    )
+    weight_decay: float = flag(0.1, "Decoupled weight decay of matrices.", least=0)
+    adam_beta1: float = flag(0.9, "AdamW: decay of the first moment.", least=0, below=1)
+    adam_beta2: float = flag(0.95, "AdamW: decay of the second moment.", least=0, below=1)
+    adam_epsilon: float = flag(1e-8, "AdamW: added to the root of the second moment.", least=1e-30, most=1)
+    max_grad_norm: float = flag(1.0, "Clip the global gradient norm of each step to this; 0 switches it off.", least=0)
+    max_train_steps: int | None = flag(None, "Optimizer steps in all; goes before --num_train_epochs.", **COUNT)
+    num_train_epochs: float = flag(
+        1.0, "Passes over the training data, where --max_train_steps is not given.", above=0
+    )
     # Those of transformers that need no setting beyond the warm-up.
     lr_scheduler_type: Literal[
         "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
     ] = flag("cosine", "Schedule of the learning rate.")
-    num_warmup_steps: int | None = flag(None, "Linear warm-up in steps (default: a tenth of the run, at most 1,000).")
+    num_warmup_steps: int | None = flag(
+        None, "Linear warm-up in steps (default: a tenth of the run, at most 1,000).", **OR_NONE
+    )
     optimizer: Literal["adamw", "muon"] = flag(
         "adamw", "muon: hidden matrices by Muon, everything else and the memories' initial states by AdamW."
     )
@@ -59,7 +72,9 @@ class OptimizationArguments:
         "float32", "FSDP in bf16 or fp16: in which dtype gradients are summed over processes."
     )
     fsdp_limit_all_gathers: bool = flag(True, "FSDP version 1: wait rather than gather far ahead.")
-    fsdp_prefetch: int = flag(0, "FSDP version 2: blocks gathered ahead of the one that computes; 0: up to torch.")
+    fsdp_prefetch: int = flag(
+        0, "FSDP version 2: blocks gathered ahead of the one that computes; 0: up to torch.", least=0, most=1000
+    )
     tf32: bool = flag(True, "CUDA only: TF32 matrix products; memory state, gates and solves stay fp32.")
 
 
@@ -73,20 +88,26 @@ class RunArguments:
     resume_from_checkpoint: str | None = flag(
         None, "A checkpoint folder, or 'latest'. Not needed to continue the run in --output_dir: that is automatic."
     )
-    checkpointing_steps: int = flag(500, "Write a resumable checkpoint every N steps; 0: only at SIGTERM and end.")
-    save_total_limit: int = flag(2, "Checkpoints kept; older ones are removed.")
+    checkpointing_steps: int = flag(
+        500, "Write a resumable checkpoint every N steps; 0: only at SIGTERM and end.", **OR_NONE
+    )
+    save_total_limit: int = flag(2, "Checkpoints kept; older ones are removed.", **COUNT)
     async_save: bool = flag(False, "Write checkpoints while the training goes on, from a copy in the CPU's memory.")
     save_only_model: bool = flag(False, "Leave out of checkpoints what a run needs to continue: optimizer and so on.")
-    logging_steps: int = flag(10, "Write a metrics row every N steps, and after the first.")
-    eval_steps: int = flag(500, "Evaluate every N steps; 0: only at the end.")
-    seed: int = flag(42, "Seed of weights, data order and sampling.")
-    cpu_threads: int | None = flag(None, "Threads per process (default: cores / processes on this machine).")
-    ddp_timeout: float = flag(1800.0, "Seconds after which a process gives up waiting for the others.")
+    logging_steps: int = flag(10, "Write a metrics row every N steps, and after the first.", **COUNT)
+    eval_steps: int = flag(500, "Evaluate every N steps; 0: only at the end.", **OR_NONE)
+    seed: int = flag(42, "Seed of weights, data order and sampling.", **SEED)
+    cpu_threads: int | None = flag(
+        None, "Threads per process (default: OMP_NUM_THREADS, or cores / processes on this machine).", **THREADS
+    )
+    ddp_timeout: float = flag(1800.0, "Seconds after which a process gives up waiting for the others.", least=1)
     watchdog_seconds: float = flag(
-        540.0, "Without a step for so long, every process writes its stacks to a file in --output_dir; 0: never."
+        540.0,
+        "Without a step for so long, every process writes its stacks to a file in --output_dir; 0: never.",
+        least=0,
     )
     memory_dump_steps: int = flag(
-        0, "Write what fills each process's memory every N steps, beside the start and the first step."
+        0, "Write what fills each process's memory every N steps, beside the start and the first step.", **OR_NONE
     )
     report_to: str = flag("none", "Trackers beside metrics.jsonl: none, all, or names with commas (wandb,aim).")
     run_name: str | None = flag(None, "Name of the run in the trackers (default: the folder's name).")

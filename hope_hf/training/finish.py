@@ -64,6 +64,8 @@ def sample(model, data, seed: int) -> tuple[str, str]:
             temperature=0.8,
             top_k=50,
             pad_token_id=data.tokenizer.pad_token_id or data.tokenizer.eos_token_id,
+            # A model that a high learning rate has ruined is still saved, and the run complete.
+            remove_invalid_values=True,
         )
     decode = data.tokenizer.decode
     return decode(prompt[0]), decode(tokens[0, prompt.shape[1] :])

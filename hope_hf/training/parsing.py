@@ -1,34 +1,30 @@
 """From a command line to `Arguments`: YAML file, flags that override it, one sentence for each mistake."""
 
-import math
 from dataclasses import fields
 from pathlib import Path
 
+from hope_hf.cli.folders import check_output
 from hope_hf.cli.hub import check_repo_id
-from hope_hf.cli.parser import Parser, named_flags, read_recipe, require_at_least_one, split_recipe
+from hope_hf.cli.parser import Parser, named_flags
 from hope_hf.cli.process import warn_once
+from hope_hf.cli.recipe import read_recipe, split_recipe
 
 from .arguments import FLAGS, GROUPS, Arguments
+from .foreign import INSTEAD, NO_EFFECT, drop_foreign
 
 DEMO_RECIPE = Path(__file__).with_name("demo.yaml")
 NAMES_A_MODEL = {"model_name_or_path", "model_type", "config_name"}
+# transformers' own.
+POLYNOMIAL_END = 1e-7
 NAMES_DATA = {"dataset_name", "train_file", "validation_file"}
-AT_LEAST_ONE = (
-    "block_size per_device_train_batch_size gradient_accumulation_steps max_train_steps save_total_limit "
-    "logging_steps cpu_threads max_train_samples max_eval_samples preprocessing_num_workers"
-).split()
-NOT_NEGATIVE = (
-    "num_warmup_steps checkpointing_steps eval_steps max_grad_norm weight_decay dataloader_num_workers seed "
-    "watchdog_seconds memory_dump_steps"
-).split()
 
 
 def parse(argv: list[str]) -> Arguments:
     """Read `[recipe.yaml] --flag value ...`; flags go before the recipe, the recipe before the defaults.
 
-    Raises ValueError with one sentence that names the flag or file and the mend.
+    Raises ValueError with one sentence that names the flag or file and the fix.
     """
-    recipe, argv = split_recipe(argv, FLAGS)
+    recipe, argv = map(drop_foreign, split_recipe(argv, {*FLAGS, *NO_EFFECT, *INSTEAD}))
     usage = "%(prog)s [recipe.yaml] --output_dir DIR [flags]"
     parser = Parser(GROUPS, prog="run_clm.py", usage=usage, allow_abbrev=False)
     named = named_flags(parser, recipe + argv, FLAGS)
@@ -73,25 +69,16 @@ def _check(args: Arguments):
     """Mistakes that can be seen in the flags alone."""
     if not args.output_dir:
         raise ValueError("--output_dir is missing: name a folder for the run.")
+    check_output(args.output_dir, "--output_dir")
     if args.push_to_hub:
         check_repo_id(repo_id(args), "--hub_model_id")
-    require_at_least_one(args, AT_LEAST_ONE)
-    for name in NOT_NEGATIVE:
-        value = getattr(args, name)
-        if value is not None and not value >= 0:
-            raise ValueError(f"--{name} is {value}: it must be 0 or more.")
-    for name in ("learning_rate", "vector_learning_rate", "num_train_epochs", "adam_epsilon", "ddp_timeout"):
-        value = getattr(args, name)
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"--{name} is {value}: it must be above 0.")
-    for name in ("adam_beta1", "adam_beta2"):
-        if not 0 <= getattr(args, name) < 1:
-            raise ValueError(f"--{name} is {getattr(args, name)}: it must lie in [0, 1).")
-    if not 0 < args.validation_split_percentage < 100:
-        raise ValueError(f"--validation_split_percentage is {args.validation_split_percentage}: not in (0, 100).")
     if args.model_name_or_path and (args.config_name or args.config_overrides or args.model_type):
         flag = next(n for n in ("config_name", "config_overrides", "model_type") if getattr(args, n))
         raise ValueError(f"--{flag} shapes a new model and --model_name_or_path loads one: give only one of them.")
+    if args.lr_scheduler_type == "polynomial" and args.learning_rate <= POLYNOMIAL_END:
+        raise ValueError(
+            f"--lr_scheduler_type polynomial ends at a rate of {POLYNOMIAL_END:g}: give a higher --learning_rate."
+        )
     if args.streaming and args.max_train_steps is None:
         raise ValueError("--streaming has no known length: give --max_train_steps.")
     if args.dataset_name and (args.train_file or args.validation_file):

@@ -2,7 +2,7 @@
 
 import errno
 
-from hope_hf.cli.process import complain, die_with_launcher, warn_in_sentences
+from hope_hf.cli.process import complain, die_with_launcher, memory_is_full, warn_in_sentences
 
 from .parsing import parse
 
@@ -28,7 +28,14 @@ def main(argv: list[str]) -> int:
         return train(args)
     except TrainingDiverged as error:
         return complain(error, 1)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
+        if memory_is_full(error):
+            return complain(
+                "The memory does not hold the run: lower --per_device_train_batch_size, --block_size or the model's "
+                f"size, or give --gradient_checkpointing ({str(error).splitlines()[0]}).",
+                2,
+                everywhere=True,
+            )
         reason = lost_process(error)
         if reason is None:
             raise

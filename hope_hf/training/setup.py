@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 import hope_hf
 from hope_hf.cli.models import build_config, build_model, is_hope, load_config, parse_overrides
 from hope_hf.cli.process import warn_once
-from hope_hf.data import DEFAULT_VOCAB_SIZE, Data, DataConfig, build_data, disable_progress_bars
+from hope_hf.data import DEFAULT_VOCAB_SIZE, LARGEST_VOCABULARY, Data, DataConfig, build_data, disable_progress_bars
 from hope_hf.optim import LevelClock, build_optimizer
 
 from .arguments import FLAGS, Arguments
@@ -54,8 +54,10 @@ def build_all(args: Arguments, accelerator: Accelerator, data_state: dict | None
     """
     pretrained = load_config(args.model_name_or_path, "model_name_or_path", args) if args.model_name_or_path else None
     vocab_size = pretrained.vocab_size if pretrained else parse_overrides(args.config_overrides).get("vocab_size")
-    if vocab_size is not None and (type(vocab_size) is not int or vocab_size < 1):
-        raise ValueError(f"--config_overrides: vocab_size is {vocab_size!r}, give a whole number, 1 or more.")
+    if vocab_size is not None and (type(vocab_size) is not int or not 1 <= vocab_size <= LARGEST_VOCABULARY):
+        raise ValueError(
+            f"--config_overrides: vocab_size is {vocab_size!r}, give a whole number from 1 to {LARGEST_VOCABULARY:,}."
+        )
     if vocab_size is None and args.dataset_name == SYNTHETIC and not args.tokenizer_name:
         vocab_size = DEFAULT_VOCAB_SIZE
     if not shows_bars(accelerator):

@@ -220,13 +220,8 @@ def test_a_file_without_read_permission_is_named(tmp_path, monkeypatch):
     [
         ({"dataset_name": "x", "train_file": "y"}, "--dataset_name and --train_file"),
         ({"dataset_config_name": "x"}, "--dataset_config_name belongs to"),
-        ({"validation_split_percentage": 0}, "--validation_split_percentage must lie between"),
-        ({"validation_split_percentage": 100}, "--validation_split_percentage must lie between"),
         ({"document_boundary": "keep"}, "--document_boundary is reset or carry"),
         ({"block_size": 1}, "--block_size must be at least 2"),
-        ({"per_device_train_batch_size": 0}, "--per_device_train_batch_size must be at least 1"),
-        ({"max_train_samples": 0}, "--max_train_samples must be at least 1"),
-        ({"dataloader_num_workers": -1}, "--dataloader_num_workers must be at least 0"),
     ],
 )
 def test_values_that_make_no_sense_are_refused(options, message):

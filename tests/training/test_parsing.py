@@ -95,7 +95,7 @@ def test_an_ignored_flag_warns(words, sentence):
         (["--block_size", "0"], "--block_size is 0"),
         (["--per_device_train_batch_size", "0"], "--per_device_train_batch_size is 0"),
         (["--learning_rate", "nan"], "--learning_rate is nan"),
-        (["--vector_learning_rate", "0"], "--vector_learning_rate is 0.0: it must be above 0"),
+        (["--vector_learning_rate", "0"], "--vector_learning_rate is 0.0: give a number above 0."),
         (["--adam_beta2", "1"], "--adam_beta2 is 1.0"),
         (["--model_name_or_path", "m", "--config_name", "tiny"], "--config_name shapes a new model"),
         (["--dataset_name", "d", "--streaming"], "give --max_train_steps"),

@@ -84,7 +84,7 @@ def verify(folder: Path) -> dict:
         ValueError: unfinished, truncated or changed.
     """
     mend = "resume from another checkpoint"
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise ValueError(f"{folder} is not a folder: name a checkpoint-<step> of a run.")
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))

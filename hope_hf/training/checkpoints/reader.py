@@ -141,7 +141,10 @@ def _describe(tensor: Tensor) -> str:
 def _choose(output_dir: Path, resume_from_checkpoint: str | None) -> Path | None:
     if resume_from_checkpoint not in (None, "latest"):
         path = Path(resume_from_checkpoint)
-        verify(path)
+        try:
+            verify(path)
+        except ValueError as error:
+            raise ValueError(f"--resume_from_checkpoint: {error}") from None
         return path
     path = latest_checkpoint(output_dir)
     if path is None and resume_from_checkpoint == "latest":

@@ -1,10 +1,13 @@
 """The command line of checkpoints: `python -m hope_hf.training.checkpoints info|verify|consolidate DIR`."""
 
 import json
+import os
 import shutil
 import uuid
 from pathlib import Path
 
+from hope_hf.cli.bounds import Checked
+from hope_hf.cli.folders import check_output
 from hope_hf.cli.parser import Parser
 from hope_hf.cli.process import complain, warn_in_sentences
 from hope_hf.cli.tables import markdown_table
@@ -25,9 +28,10 @@ def make_parser() -> Parser:
         ("consolidate", "verify, then copy what `from_pretrained` loads to a new folder"),
     ):
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("dir", metavar="DIR", help="a checkpoint, or a run's folder for its newest complete one")
+        text = "a checkpoint, or a run's folder for its newest complete one"
+        command.add_argument("dir", metavar="DIR", action=Checked, help=text)
         if name == "consolidate":
-            command.add_argument("--to", metavar="OUT", required=True, help="a new folder")
+            command.add_argument("--to", metavar="OUT", action=Checked, required=True, help="a new folder")
     return parser
 
 
@@ -36,6 +40,8 @@ def main(argv: list[str]) -> int:
     warn_in_sentences()
     try:
         options = make_parser().parse_args(argv)
+        if options.command == "consolidate":
+            check_output(options.to, "--to")
         folder = _checkpoint(Path(options.dir))
         if options.command == "info":
             print(_info(folder))
@@ -52,7 +58,7 @@ def main(argv: list[str]) -> int:
 
 def _checkpoint(folder: Path) -> Path:
     """`folder` itself, or the newest complete checkpoint in it."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise ValueError(f"{folder} is not a folder: name a checkpoint-<step>, or the --output_dir of a run.")
     inside = None if folder.name.startswith("checkpoint-") else latest_checkpoint(folder)
     return inside or folder

@@ -1,8 +1,13 @@
 """`loss.png` from `metrics.jsonl`: `python -m hope_hf.training.watch.plot DIR [DIR ...]`, several in one picture."""
 
+import os
 import sys
 import warnings
 from pathlib import Path
+
+from hope_hf.cli.bounds import Checked
+from hope_hf.cli.parser import Parser
+from hope_hf.cli.process import complain, warn_in_sentences
 
 from .tracking import METRICS_FILE, read_metrics
 
@@ -42,16 +47,31 @@ def plot(folders: list[str | Path], target: str | Path) -> Path | None:
     return Path(target)
 
 
-def main(folders: list[str]) -> int:
-    """Draw each folder's own loss.png, or for several folders one comparison in the working directory."""
-    missing = [folder for folder in folders if not (Path(folder) / METRICS_FILE).is_file()]
-    if not folders or missing:
-        wrong = f"{missing[0]} holds no {METRICS_FILE}" if missing else "no folder given"
-        print(f"error: {wrong}; usage: python -m hope_hf.training.watch.plot DIR [DIR ...]", file=sys.stderr)
-        return 2
-    target = Path(folders[0]) / "loss.png" if len(folders) == 1 else Path("loss.png")
-    if plot(folders, target):
-        print(target)
+def make_parser() -> Parser:
+    """All flags."""
+    parser = Parser((), prog="python -m hope_hf.training.watch.plot", description=__doc__, allow_abbrev=False)
+    parser.add_argument("dir", metavar="DIR", nargs="+", action=Checked, help="the --output_dir of a run")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Draw each folder's own loss.png, or for several folders one comparison in the working directory.
+
+    Returns 0, or 2 after a mistake of the user.
+    """
+    warn_in_sentences()
+    try:
+        folders = make_parser().parse_args(argv).dir
+        for folder in folders:
+            if not os.path.isfile(os.path.join(folder, METRICS_FILE)):
+                raise ValueError(f"{folder} holds no {METRICS_FILE}: name the --output_dir of a run.")
+        target = Path(folders[0]) / "loss.png" if len(folders) == 1 else Path("loss.png")
+        if plot(folders, target):
+            print(target)
+    except ValueError as error:
+        return complain(error, 2)
+    except OSError as error:
+        return complain(f"{error.filename} cannot be read or written: {error.strerror}.", 2)
     return 0
 
 

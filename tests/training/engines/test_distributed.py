@@ -120,6 +120,20 @@ def test_engine_that_would_not_run_is_refused(tmp_path, monkeypatch):
 def test_threads_are_shared_between_the_processes_of_a_machine(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    # What launchers export where the user has said nothing.
+    monkeypatch.setenv("WORLD_SIZE", "1")
     assert default_threads() == 8
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     assert default_threads() == 2
+
+
+def test_threads_are_those_of_the_environment_where_the_user_has_set_it(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    for value, threads in (("1", 1), ("3", 3), ("0", 8), ("many", 8)):
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+        assert default_threads() == threads
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert default_threads() == 3

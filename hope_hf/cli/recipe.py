@@ -1,0 +1,68 @@
+"""Recipes: YAML files of flags, read as the words of a command line so that both ways share one check."""
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+import yaml
+
+from .parser import nearest
+
+
+def split_recipe(argv: list[str], flags: Collection[str]) -> tuple[list[str], list[str]]:
+    """The words of a recipe that comes first (none where none does), and the words after it."""
+    return ([], argv) if not argv or argv[0].startswith("-") else (read_recipe(argv[0], flags), argv[1:])
+
+
+def read_recipe(path: str | Path, flags: Collection[str], left_out: Collection[str] = ()) -> list[str]:
+    """A YAML file of flags as command-line words; ValueError that names the file where it cannot be read."""
+    try:
+        recipe = load_yaml(Path(path).read_text(encoding="utf-8"))
+    # RecursionError: thousands of brackets in each other. ValueError: no UTF-8, a date that does not exist.
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+        raise ValueError(f"The recipe {path} cannot be read: {reason}.") from None
+    if not isinstance(recipe, dict):
+        raise ValueError(f"The recipe {path} must hold lines of the form 'flag: value'.")
+    words = []
+    for key, value in recipe.items():
+        if key not in flags:
+            raise ValueError(f"The recipe {path} has an unknown key {key!r}{nearest(str(key), flags)}")
+        if value is not None and key not in left_out:
+            words += [f"--{key}", _word(path, key, value)]
+    return words
+
+
+def load_yaml(text: str) -> object:
+    """The value of a YAML text, of which no key may come twice and no part be an alias.
+
+    Raises yaml.YAMLError, ValueError or RecursionError.
+    """
+    return yaml.load(text, Loader=_Loader)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML keeps the last of two equal keys without a word, and a few aliases of aliases fill the memory."""
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.composer.ComposerError(None, None, f"write *{event.anchor} out", event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} comes twice", key.start_mark
+                )
+            seen.add((key.tag, key.value))
+        return super().construct_mapping(node, deep)
+
+
+def _word(path: str | Path, key: str, value: object) -> str:
+    try:
+        return json.dumps(value) if isinstance(value, dict) else str(value)
+    except TypeError as error:
+        raise ValueError(f"The recipe {path} has a value of {key} that is no JSON: {error}.") from None

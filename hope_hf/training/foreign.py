@@ -1,0 +1,67 @@
+"""Flags of transformers' `run_clm.py` and `run_clm_no_trainer.py` that have another name here, or no effect."""
+
+from hope_hf.cli.process import warn_once
+
+NO_EFFECT = {
+    "do_train": "run_clm.py always trains",
+    "do_eval": "run_clm.py always evaluates, every --eval_steps and at the end",
+    "do_predict": "run_eval.py measures a finished model",
+    "overwrite_cache": "text that has changed is always read anew",
+    "overwrite_output_dir": "a run in --output_dir is continued, and another one never overwritten",
+    "with_tracking": "--report_to names the trackers",
+    "per_device_eval_batch_size": "--per_device_train_batch_size counts for the evaluation, too",
+    "use_slow_tokenizer": "AutoTokenizer chooses the kind",
+    "use_fast_tokenizer": "AutoTokenizer chooses the kind",
+    "keep_linebreaks": "texts always keep their line breaks",
+    "low_cpu_mem_usage": "weights are always loaded without a second copy",
+    "logging_first_step": "the first step is always logged",
+    "remove_unused_columns": "only the column of the text is read",
+    "disable_tqdm": "bars are drawn on terminals only",
+}
+INSTEAD = {
+    "max_steps": "use --max_train_steps",
+    "warmup_steps": "use --num_warmup_steps",
+    "warmup_ratio": "use --num_warmup_steps",
+    "save_steps": "use --checkpointing_steps",
+    "save_strategy": "use --checkpointing_steps",
+    "logging_strategy": "use --logging_steps",
+    "logging_dir": "metrics.jsonl and the trackers of --report_to are in --output_dir",
+    "eval_strategy": "use --eval_steps",
+    "evaluation_strategy": "use --eval_steps",
+    "optim": "use --optimizer adamw or muon",
+    "project": "use --project_name",
+    "data_seed": "--seed is that of the data, too",
+    "no_keep_linebreaks": "texts always keep their line breaks, so remove them in the file",
+    "bf16": "set mixed_precision: bf16 in the launch file (accelerate launch --mixed_precision bf16)",
+    "fp16": "set mixed_precision: fp16 in the launch file (accelerate launch --mixed_precision fp16)",
+    "dtype": "weights are trained in float32, and mixed_precision in the launch file sets what computes",
+    "torch_dtype": "weights are trained in float32, and mixed_precision in the launch file sets what computes",
+    "fsdp": "choose a launch file, such as accelerate_configs/fsdp2.yaml",
+    "fsdp_config": "choose a launch file, such as accelerate_configs/fsdp2.yaml",
+    "deepspeed": "choose a launch file, such as accelerate_configs/deepspeed_zero3.yaml",
+    "use_cpu": "set use_cpu: true in the launch file (accelerate launch --cpu)",
+    "no_cuda": "set use_cpu: true in the launch file (accelerate launch --cpu)",
+    "cache_dir": "set the environment variable HF_HOME",
+    "model_revision": "download it (hf download NAME --revision REVISION --local-dir DIR) and name the folder",
+    "token": "log in with `hf auth login`",
+    "hub_token": "log in with `hf auth login`",
+}
+
+
+def drop_foreign(words: list[str]) -> list[str]:
+    """A command line without the flags that have no effect here, each with a warning.
+
+    Raises ValueError that says what replaces a flag which would have had one.
+    """
+    kept, dropping = [], False
+    for word in words:
+        if word.startswith("--"):
+            name = word.split("=")[0][2:].replace("-", "_")
+            if name in INSTEAD:
+                raise ValueError(f"There is no flag --{name}: {INSTEAD[name]}.")
+            dropping = name in NO_EFFECT
+            if dropping:
+                warn_once(f"--{name} has no effect: {NO_EFFECT[name]}.")
+        if not dropping:
+            kept.append(word)
+    return kept
