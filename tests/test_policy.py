@@ -64,7 +64,7 @@ RUN_CLM_FLAGS = """
     fsdp_prefetch tf32
     output_dir resume_from_checkpoint checkpointing_steps save_total_limit async_save save_only_model
     logging_steps eval_steps seed cpu_threads ddp_timeout
-    watchdog_seconds memory_dump_steps report_to run_name project_name push_to_hub hub_model_id hub_private_repo
+    watchdog_seconds ram_report_steps report_to run_name project_name push_to_hub hub_model_id hub_private_repo
 """.split()
 
 RUN_EVAL_FLAGS = """

@@ -106,7 +106,7 @@ class RunArguments:
         "Without a step for so long, every process writes its stacks to a file in --output_dir; 0: never.",
         least=0,
     )
-    memory_dump_steps: int = flag(
+    ram_report_steps: int = flag(
         0, "Write what fills each process's memory every N steps, beside the start and the first step.", **OR_NONE
     )
     report_to: str = flag("none", "Trackers beside metrics.jsonl: none, all, or names with commas (wandb,aim).")
@@ -129,7 +129,7 @@ class Arguments(ModelArguments, DataArguments, OptimizationArguments, RunArgumen
     FREE = frozenset(
         "output_dir resume_from_checkpoint checkpointing_steps save_total_limit async_save save_only_model "
         "per_device_train_batch_size gradient_accumulation_steps fsdp_limit_all_gathers fsdp_prefetch "
-        "logging_steps eval_steps cpu_threads ddp_timeout watchdog_seconds memory_dump_steps "
+        "logging_steps eval_steps cpu_threads ddp_timeout watchdog_seconds ram_report_steps "
         "report_to run_name project_name preprocessing_num_workers "
         "dataloader_num_workers dataloader_pin_memory trust_remote_code push_to_hub hub_model_id hub_private_repo "
         "demo".split()

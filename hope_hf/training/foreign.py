@@ -1,4 +1,4 @@
-"""Flags of transformers' `run_clm.py` and `run_clm_no_trainer.py` that have another name here, or no effect."""
+"""Flags of transformers' `run_clm.py` and `run_clm_no_trainer.py`, and old ones, that have another name or no effect."""
 
 from hope_hf.cli.process import warn_once
 
@@ -20,6 +20,7 @@ NO_EFFECT = {
 }
 INSTEAD = {
     "max_steps": "use --max_train_steps",
+    "memory_dump_steps": "use --ram_report_steps",
     "warmup_steps": "use --num_warmup_steps",
     "warmup_ratio": "use --num_warmup_steps",
     "save_steps": "use --checkpointing_steps",

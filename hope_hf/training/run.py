@@ -32,7 +32,8 @@ def main(argv: list[str]) -> int:
         if memory_is_full(error):
             return complain(
                 "The memory does not hold the run: lower --per_device_train_batch_size, --block_size or the model's "
-                f"size, or give --gradient_checkpointing ({str(error).splitlines()[0]}).",
+                "size, or give --gradient_checkpointing; ram_rank<N>.jsonl in --output_dir shows what filled it "
+                f"({str(error).splitlines()[0]}).",
                 2,
                 everywhere=True,
             )

@@ -21,7 +21,7 @@ max_grad_norm max_train_steps num_train_epochs lr_scheduler_type num_warmup_step
 gradient_checkpointing torch_compile fsdp_reduce_dtype fsdp_limit_all_gathers fsdp_prefetch tf32
 cpu_threads logging_steps eval_steps checkpointing_steps save_total_limit async_save save_only_model
 resume_from_checkpoint
-seed ddp_timeout watchdog_seconds memory_dump_steps
+seed ddp_timeout watchdog_seconds ram_report_steps
 report_to run_name project_name dataloader_num_workers dataloader_pin_memory push_to_hub
 hub_model_id hub_private_repo
 """.split()

@@ -38,7 +38,7 @@ class Monitor:
             opened.callback(self._tracker.close)
             self._heart = Heartbeat(*place, args.watchdog_seconds)
             opened.callback(self._heart.close)
-            self._ram = opened.enter_context(RamReport(*place, self._device, args.memory_dump_steps, engine))
+            self._ram = opened.enter_context(RamReport(*place, self._device, args.ram_report_steps, engine))
             self._opened = opened.pop_all()
         self._stopwatch, self._utilization = Stopwatch(), utilization_meter(self._device)
         self.say = self._tracker.say

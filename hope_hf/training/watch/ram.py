@@ -11,11 +11,11 @@ from .telemetry import peak_memory_gib
 
 
 class RamReport:
-    """Appends lines to `memory_rank<N>.jsonl`: at the start, after the first step, every so often, and out of memory.
+    """Appends lines to `ram_rank<N>.jsonl`: at the start, after the first step, every so often, and out of memory.
 
     Rows are GiB of this process: weights, gradients (those of a step before its update) and optimizer state as it
     holds them, the largest total so far, and what is left of the device. On a GPU also what torch has allocated and
-    reserved, and, when memory runs out, torch's own table in `memory_summary_rank<N>.txt`. A context manager around
+    reserved, and, when memory runs out, torch's own table in `ram_summary_rank<N>.txt`. A context manager around
     the training.
     """
 
@@ -41,7 +41,7 @@ class RamReport:
         if isinstance(error, torch.OutOfMemoryError):
             if self._device.type == "cuda":
                 summary = torch.cuda.memory_summary(self._device)
-                (self._folder / f"memory_summary_rank{self._rank}.txt").write_text(summary, encoding="utf-8")
+                (self._folder / f"ram_summary_rank{self._rank}.txt").write_text(summary, encoding="utf-8")
             self._write("out of memory", None)
 
     def backward_ends(self, step: int):
@@ -74,5 +74,5 @@ class RamReport:
         if self._device.type == "cuda":
             row["allocated_gib"] = torch.cuda.memory_allocated(self._device) / GIB
             row["reserved_gib"] = torch.cuda.memory_reserved(self._device) / GIB
-        with (self._folder / f"memory_rank{self._rank}.jsonl").open("a", encoding="utf-8") as file:
+        with (self._folder / f"ram_rank{self._rank}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

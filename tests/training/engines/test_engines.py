@@ -176,7 +176,7 @@ def test_runs_of_engines_go_on_in_one_process(rows, corpus, tmp_path):
 def memory(rows, engine: str, rank: int) -> dict:
     """Its row after the first step of a HOPE."""
     rows(engine)
-    file = rows.folders[engine] / "hope" / f"memory_rank{rank}.jsonl"
+    file = rows.folders[engine] / "hope" / f"ram_rank{rank}.jsonl"
     return next(row for row in map(json.loads, file.open()) if row["step"] == 1)
 
 

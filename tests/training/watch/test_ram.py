@@ -26,7 +26,7 @@ def trained(steps: int, every: int, folder) -> list[dict]:
             optimizer.step()
             optimizer.zero_grad()
             memory.step_ends(step)
-    return [json.loads(line) for line in (folder / "memory_rank0.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "ram_rank0.jsonl").read_text().splitlines()]
 
 
 def test_rows_at_the_start_after_the_first_step_and_every_so_often(tmp_path):
@@ -47,11 +47,11 @@ def test_running_out_of_memory_leaves_a_row_and_is_not_swallowed(tmp_path):
         raise torch.OutOfMemoryError("full")
     with pytest.raises(RuntimeError), report(tmp_path, 0, model, torch.optim.SGD(model.parameters())):
         raise RuntimeError("something else")
-    rows = [json.loads(line) for line in (tmp_path / "memory_rank0.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "ram_rank0.jsonl").read_text().splitlines()]
     assert [(row["event"], row["step"]) for row in rows] == [("start", 0), ("out of memory", None), ("start", 0)]
 
 
-def test_a_run_that_runs_out_of_memory_in_a_step_says_what_filled_it(run, tmp_path, monkeypatch):
+def test_a_run_that_runs_out_of_memory_in_a_step_says_what_filled_it(run, tmp_path, monkeypatch, capsys):
     loss, steps = trainer.summed_loss, []
 
     def full(*arguments):
@@ -61,10 +61,10 @@ def test_a_run_that_runs_out_of_memory_in_a_step_says_what_filled_it(run, tmp_pa
         return loss(*arguments)
 
     monkeypatch.setattr(trainer, "summed_loss", full)
-    with pytest.raises(torch.OutOfMemoryError):
-        # In the second batch of a step, with the gradients of the first.
-        run("a", "--memory_dump_steps", 2, "--gradient_accumulation_steps", 2)
-    rows = [json.loads(line) for line in (tmp_path / "a" / "memory_rank0.jsonl").open()]
+    # In the second batch of a step, with the gradients of the first.
+    status, _ = run("a", "--ram_report_steps", 2, "--gradient_accumulation_steps", 2)
+    assert status == 2 and "ram_rank<N>.jsonl in --output_dir shows what filled it (full)" in capsys.readouterr().err
+    rows = [json.loads(line) for line in (tmp_path / "a" / "ram_rank0.jsonl").open()]
     assert [(row["event"], row["step"]) for row in rows] == [("start", 0), ("step", 1), ("out of memory", None)]
     start, step, last = rows
     assert last["gradients_gib"] == last["parameters_gib"] == step["gradients_gib"] > start["gradients_gib"] == 0
