@@ -1,4 +1,4 @@
-"""Flags of transformers' `run_clm.py` and `run_clm_no_trainer.py`, and old ones, that have another name or no effect."""
+"""Flags of transformers' `run_clm.py` and `run_clm_no_trainer.py`, and old ones, with another name or no effect."""
 
 from hope_hf.cli.process import warn_once
 
