@@ -1,1 +1,187 @@
-"""Every flag of every program with every kind of wrong value: a sentence and status 2, or a run; never a traceback."""
+"""Every flag of every program with values that nobody should give: a sentence or a run, never a traceback.
+
+Where a value is accepted, the program begins with a tiny model and text, and stops before it trains, reads or draws.
+"""
+
+import random
+import shutil
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import datasets
+import huggingface_hub
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+from hope_hf import HopeConfig, HopeForCausalLM, evaluation, training
+from hope_hf.cli.parser import Parser
+from hope_hf.data import tokenizer as tokenizer_program
+from hope_hf.data import train_tokenizer
+from hope_hf.evaluation import sample, suites
+from hope_hf.evaluation.arguments import GROUPS as EVALUATION_FLAGS
+from hope_hf.evaluation.result import SuiteResult
+from hope_hf.evaluation.subject import held_out_documents
+from hope_hf.export import folder as export_folder
+from hope_hf.export import run as export_program
+from hope_hf.training import trainer
+from hope_hf.training.arguments import GROUPS as TRAINING_FLAGS
+from hope_hf.training.checkpoints import manifest, tool
+from hope_hf.training.watch import plot
+
+FEWEST_LINES = 800
+NUMBERS = "|one|-1|0|0.5|nan|inf|-inf|1e300|1e-300|-1e300|10000000000000000000000|4294967296|0x10".split("|")
+NUMBERS += ["9" * 5000]
+WORDS = ["", " ", "nan", "-1", "a=b", "[" * 5000, "{" * 5000, "a=" + "[" * 5000, "&a [*a]", "é" * 300, "\udcff", "\0"]
+SWITCHES = ["", "maybe", "2", "nan", "-1", "true"]
+# What cannot be given beside a flag.
+EXCLUDED = {
+    "--model_name_or_path": {"--model_type", "--config_overrides"},
+    "--config_name": {"--model_type", "--config_overrides"},
+    "--dataset_name": {"--train_file", "--validation_file"},
+}
+WRITTEN = {"--output_dir", "--to"}
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program and how it is called where all is well: `words`, then flags with their values."""
+
+    name: str
+    main: Callable[[list[str]], int]
+    parser: ArgumentParser
+    words: tuple[str, ...] = ()
+    flags: dict[str, str] = field(default_factory=dict)
+    statuses: tuple[int, ...] = (0, 2)
+
+    def lines(self, place: Path) -> Iterator[tuple[str, list[str]]]:
+        """The name of every flag with every command line that tries it; `place` has the folder `empty`, the file
+        `junk` that is no text, and is where outputs go."""
+        names = ("missing/x", "empty", "junk", "junk/x", "n" * 300)
+        for action in self.parser._actions:
+            if action.dest == "help":
+                continue
+            # What is written is missing no longer for the next flag.
+            new = f"{place}/written" if action.option_strings and action.option_strings[0] in WRITTEN else place
+            values = [*WORDS, *(f"{place}/{name}" for name in names[1:]), f"{new}/{names[0]}", "/proc/q", "/dev/null"]
+            if action.type in (int, float):
+                values = NUMBERS
+            elif action.nargs in (0, "?"):
+                values = SWITCHES
+            for index, value in enumerate(values):
+                yield action.dest, self._line(action, value, f"{place}/{action.dest}_{index}")
+
+    def _line(self, action, value: str, output: str) -> list[str]:
+        flag = action.option_strings[0] if action.option_strings else None
+        given = {name: word for name, word in self.flags.items() if name not in EXCLUDED.get(flag, ())}
+        given |= dict.fromkeys(WRITTEN & given.keys(), output)
+        if flag is None:
+            return [*self.words[:-1], value, *_joined(given)]
+        if action.nargs == 0:
+            return [*self.words, *_joined(given), f"{flag}={value}"]
+        return [*self.words, *_joined(given | {flag: value})]
+
+
+def _joined(flags: dict[str, str]) -> list[str]:
+    return [word for pair in flags.items() for word in pair]
+
+
+@pytest.fixture
+def place(tmp_path) -> Path:
+    """A folder with a text, a HOPE with its tokenizer and metrics, a checkpoint of it, and what is no text."""
+    place = tmp_path
+    (place / "empty").mkdir()
+    (place / "work").mkdir()
+    (place / "junk").write_bytes(bytes(range(256)))
+    generator = random.Random(0)
+    texts = [" ".join(generator.choices("a memory reads what it has written".split(), k=30)) for _ in range(6)]
+    (place / "text.txt").write_text("\n<|endoftext|>\n".join(texts), encoding="utf-8")
+    tokenizer = train_tokenizer(texts, 270)
+    sizes = dict(hidden_size=16, num_hidden_layers=1, head_dim=16, level_intermediate_sizes=[16], level_periods=[64])
+    model = HopeForCausalLM(HopeConfig(vocab_size=len(tokenizer), **sizes))
+    model.save_pretrained(place / "model")
+    tokenizer.save_pretrained(place / "model")
+    (place / "model" / "metrics.jsonl").write_text('{"step": 1, "tokens": 64}\n')
+    checkpoint = manifest.temporary_name(place, 1)
+    shutil.copytree(place / "model", checkpoint)
+    manifest.publish(checkpoint, 1, {"num_processes": 1}, manifest.describe(checkpoint, list(checkpoint.iterdir())))
+    return place
+
+
+@pytest.fixture
+def prepared(place, monkeypatch):
+    """The expensive ends of all programs are cut off, and none asks the Hub."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(trainer, "_steps", lambda *begun: False)
+    for name, read in (("perplexity", lambda args, _: held_out_documents(args)), ("sample", sample._prompts)):
+        monkeypatch.setitem(suites.SUITES, name, lambda *given, read=read: SuiteResult(text=str(read(*given))))
+    monkeypatch.setattr(export_folder, "check_export", lambda *made: "")
+    monkeypatch.setattr(export_program, "upload", lambda *made: "nowhere")
+    monkeypatch.setattr(plot, "plot", lambda folders, target: None)
+    monkeypatch.chdir(place / "work")
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    _reset_accelerate()
+
+
+def _reset_accelerate():
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def programs(place: Path) -> list[Program]:
+    """All programs that take flags."""
+    text, model = str(place / "text.txt"), str(place / "model")
+    sizes = "hidden_size=16,intermediate_size=16,num_hidden_layers=1,num_attention_heads=1,num_key_value_heads=1"
+    new = {"--model_type": "llama", "--config_overrides": sizes}
+    data = {"--train_file": text, "--validation_file": text, "--tokenizer_name": model}
+    short = {"--block_size": "16", "--max_train_steps": "1", "--cpu_threads": "1", "--output_dir": ""}
+    read = {"--model_name_or_path": model, "--validation_file": text, "--cpu_threads": "1", "--output_dir": ""}
+    consolidate = tool.make_parser()._subparsers._group_actions[0].choices["consolidate"]
+    return [
+        Program("run_clm", training.main, Parser(TRAINING_FLAGS), flags=new | data | short),
+        # 1: a suite that could not run.
+        Program("run_eval", evaluation.main, Parser(EVALUATION_FLAGS), flags=read, statuses=(0, 1, 2)),
+        Program("export", export_program.main, export_program.make_parser(), (model,), {"--to": ""}),
+        Program(
+            "tokenizer",
+            tokenizer_program.main,
+            tokenizer_program.make_parser(),
+            flags={"--files": text, "--vocab_size": "260", "--output_dir": ""},
+        ),
+        Program("checkpoints", tool.main, consolidate, ("consolidate", str(place / "checkpoint-1")), {"--to": ""}),
+        Program("plot", plot.main, plot.make_parser(), (model,)),
+    ]
+
+
+NAMES = ["run_clm", "run_eval", "export", "tokenizer", "checkpoints", "plot"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_no_flag_ends_in_a_traceback(name, place, prepared, capsys):
+    program = {program.name: program for program in programs(place)}[name]
+    failed = []
+    for flag, line in program.lines(place):
+        _reset_accelerate()
+        try:
+            status = program.main(line)
+        # Also SystemExit, with which argparse would end the program.
+        except BaseException as error:
+            status = f"{type(error).__name__}: {error}"
+        errors = [text for text in capsys.readouterr().err.splitlines() if text.startswith("error: ")]
+        # What is refused is named: the flag itself, or one that it does not go with.
+        named = not errors or flag == "dir" or flag in errors[0] or "--" in errors[0]
+        if status not in program.statuses or len(set(errors)) != (status != 0) or not named:
+            failed.append((status, flag, line[-1][:40], [text[:300] for text in errors]))
+    assert not failed, "\n".join(map(str, failed))
+
+
+def test_the_sweep_is_wide(place):
+    counts = {program.name: len(list(program.lines(place))) for program in programs(place)}
+    print(f"{sum(counts.values())} command lines: {counts}")
+    assert list(counts) == NAMES and sum(counts.values()) >= FEWEST_LINES

@@ -1,7 +1,7 @@
-"""Rules of the house, read from the sources: who imports whom, nothing pickled, flags and public names frozen.
+"""Rules of the house, read from the sources: who imports whom, nothing pickled, public names frozen.
 
 Every rule is a function `(file, tree) -> breaches`; `test_every_rule_can_be_broken` shows each one a source that it
-must refuse. A new file in a known room needs nothing here; a new room, flag or public name is a decision, and is added
+must refuse. A new file in a known room needs nothing here; a new room or public name is a decision, and is added
 below.
 """
 
@@ -14,9 +14,6 @@ from pathlib import Path
 import pytest
 
 import hope_hf
-from hope_hf.evaluation.arguments import FLAGS as EVALUATION_FLAGS
-from hope_hf.export.run import make_parser as make_export_parser
-from hope_hf.training.arguments import FLAGS
 
 ROOT = Path(__file__).parents[1]
 
@@ -52,30 +49,6 @@ PUBLIC = [
     "PRESETS", "HopeCache", "HopeConfig", "HopeForCausalLM", "HopeForQuestionAnswering",
     "HopeForSequenceClassification", "HopeForTokenClassification", "HopeModel", "HopePreTrainedModel",
 ]  # fmt: skip
-
-RUN_CLM_FLAGS = """
-    model_name_or_path model_type config_name config_overrides tokenizer_name trust_remote_code attn_implementation
-    dataset_name dataset_config_name train_file validation_file validation_split_percentage max_train_samples
-    max_eval_samples streaming preprocessing_num_workers
-    block_size document_boundary dataloader_num_workers dataloader_pin_memory
-    per_device_train_batch_size gradient_accumulation_steps learning_rate vector_learning_rate weight_decay adam_beta1
-    adam_beta2 adam_epsilon max_grad_norm max_train_steps num_train_epochs lr_scheduler_type num_warmup_steps optimizer
-    level_optimizers gradient_checkpointing torch_compile fsdp_reduce_dtype fsdp_limit_all_gathers
-    fsdp_prefetch tf32
-    output_dir resume_from_checkpoint checkpointing_steps save_total_limit async_save save_only_model
-    logging_steps eval_steps seed cpu_threads ddp_timeout
-    watchdog_seconds ram_report_steps report_to run_name project_name push_to_hub hub_model_id hub_private_repo
-""".split()
-
-RUN_EVAL_FLAGS = """
-    model_name_or_path model_type config_name config_overrides tokenizer_name trust_remote_code attn_implementation
-    dataset_name dataset_config_name train_file validation_file validation_split_percentage max_train_samples
-    max_eval_samples streaming preprocessing_num_workers
-    suite lengths depths samples_per_length tasks num_fewshot data_dir limit max_train_steps num_seeds
-    ema_decay prompts max_new_tokens learning_rate output_dir batch_size dtype device seed cpu_threads
-""".split()
-
-EXPORT_FLAGS = "help dir to push_to_hub private license results".split()
 
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 
@@ -278,18 +251,6 @@ def test_every_rule_can_be_broken(rule, file, source):
 )
 def test_what_is_allowed_breaks_no_rule(file, source):
     assert [breach for rule in RULES for breach in rule(file, ast.parse(source))] == []
-
-
-def test_flags_of_run_clm_are_frozen():
-    assert list(FLAGS) == RUN_CLM_FLAGS
-
-
-def test_flags_of_run_eval_are_frozen():
-    assert sorted(EVALUATION_FLAGS) == sorted(RUN_EVAL_FLAGS)
-
-
-def test_flags_of_the_export_are_frozen():
-    assert [action.dest for action in make_export_parser()._actions] == EXPORT_FLAGS
 
 
 def test_public_names_are_frozen():

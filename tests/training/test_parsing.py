@@ -8,7 +8,9 @@ import torch
 from transformers import get_scheduler
 
 from hope_hf.cli import process
+from hope_hf.optim import build_optimizer
 from hope_hf.training.arguments import FLAGS, Arguments
+from hope_hf.training.foreign import INSTEAD, NO_EFFECT
 from hope_hf.training.parsing import parse, repo_id
 
 # The flags that the project promises, beside --output_dir and --document_boundary.
@@ -52,8 +54,9 @@ def test_demo_applies_only_where_neither_model_nor_data_is_named():
 
 
 @pytest.mark.parametrize("name", get_args(get_type_hints(Arguments)["lr_scheduler_type"]))
-def test_schedules_need_no_setting_without_a_flag(name):
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+def test_schedules_need_no_setting_without_a_flag(name, tiny_model):
+    options = dict(learning_rate=1.0, weight_decay=0.0, betas=(0.9, 0.9), eps=1e-8, tokens_per_step=1)
+    optimizer = build_optimizer(tiny_model(), "adamw", **options)
     scheduler = get_scheduler(name, optimizer, num_warmup_steps=2, num_training_steps=10)
     assert optimizer.param_groups[0]["lr"] == (1.0 if name == "constant" else 0.0)
     optimizer.step()
@@ -136,6 +139,16 @@ def test_output_dir_is_needed():
         ("- a list\n", "must hold lines of the form"),
         ("seed: [1, 2\n", "cannot be read"),
         ("seed: many\n", "--seed"),
+        ("seed: 1\nblock_size: 8\nseed: 2\n", "the key 'seed' comes twice"),
+        ("level_optimizers: {0: {lr_factor: 1, lr_factor: 2}}\n", "the key 'lr_factor' comes twice"),
+        ("run_name: &a [x]\nproject_name: *a\n", "write *a out"),
+        ("run_name: " + "[" * 5000, "cannot be read"),
+        ("run_name: 2020-99-99\n", "cannot be read: month must be in 1..12"),
+        ("level_optimizers: {0: 2020-01-01}\n", "has a value of level_optimizers that is no JSON"),
+        ("seed: \x00\n", "cannot be read"),
+        ('run_name: "a\\0b"\n', "--run_name 'a\\x00b' is no UTF-8 text"),
+        ("weight_decay: .inf\n", "--weight_decay is inf: give a number of 0 or more."),
+        ("bf16: true\n", "There is no flag --bf16: set mixed_precision: bf16 in the launch file"),
     ],
 )
 def test_one_sentence_for_a_wrong_recipe(tmp_path, text, sentence):
@@ -144,3 +157,59 @@ def test_one_sentence_for_a_wrong_recipe(tmp_path, text, sentence):
     with pytest.raises(ValueError) as caught:
         parse([str(recipe), "--output_dir", "x"])
     assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_recipe_that_is_no_text(tmp_path):
+    (tmp_path / "binary").write_bytes(bytes(range(256)))
+    for name, reason in (("binary", "can't decode byte"), (".", "Is a directory"), ("n" * 300, "File name too long")):
+        with pytest.raises(ValueError, match=f"The recipe .* cannot be read: .*{reason}"):
+            parse([str(tmp_path / name), "--output_dir", "x"])
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (["--weight_decay", "inf"], "--weight_decay is inf: give a number of 0 or more."),
+        (["--watchdog_seconds", "1e300"], "--watchdog_seconds is 1e+300: give a number from 0 to 1,000,000,000."),
+        (["--cpu_threads", "100000"], "--cpu_threads is 100000: give a whole number from 1 to 1,024."),
+        (["--adam_beta1", "nan"], "--adam_beta1 is nan: give a number of 0 or more and below 1."),
+        (["--validation_split_percentage", "100"], "is 100.0: give a number above 0 and below 100."),
+        (["--seed", "4294967296"], "--seed is 4294967296: give a whole number from 0 to 4,000,000,000."),
+        (["--run_name", ""], "--run_name is '': give a value, or leave it out."),
+        (["--max_steps", "5"], "There is no flag --max_steps: use --max_train_steps."),
+        (["--fp16=True"], "There is no flag --fp16: set mixed_precision"),
+    ],
+)
+def test_every_value_is_checked_with_one_kind_of_sentence(words, sentence):
+    with pytest.raises(ValueError) as caught:
+        parse(["--output_dir", "x", *words])
+    assert str(caught.value).startswith(sentence) or str(caught.value).endswith(sentence)
+
+
+def test_flags_of_the_scripts_of_transformers_that_have_no_effect_warn(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("do_eval: true\nseed: 7\n")
+    words = ["--do-train", "--per_device_eval_batch_size", "4", "--max_train_steps", "3", "--overwrite_cache=True"]
+    with pytest.warns(UserWarning) as warned:
+        args = parse([str(recipe), "--output_dir", "x", *words])
+    assert (args.seed, args.max_train_steps) == (7, 3)
+    said = [str(warning.message).split(":")[0] for warning in warned]
+    assert said == [
+        f"--{name} has no effect" for name in ("do_eval", "do_train", "per_device_eval_batch_size", "overwrite_cache")
+    ]
+
+
+def test_no_foreign_flag_is_one_of_ours():
+    assert not {*NO_EFFECT, *INSTEAD} & set(FLAGS)
+
+
+def test_a_polynomial_schedule_below_its_end_is_refused():
+    with pytest.raises(ValueError, match="--lr_scheduler_type polynomial ends at a rate of 1e-07"):
+        parse(["--output_dir", "x", "--lr_scheduler_type", "polynomial", "--learning_rate", "1e-8"])
+
+
+def test_an_output_folder_that_cannot_be():
+    for path, reason in (("n" * 300, "File name too long"), (f"{__file__}/x", "is a file or read-only")):
+        with pytest.raises(ValueError, match=f"--output_dir .* cannot be written: .*{reason}"):
+            parse(["--output_dir", path])
