@@ -1,5 +1,6 @@
 """README and docs say what is true: blocks run, commands, flags, files, functions and links exist, prose is short."""
 
+import argparse
 import importlib
 import json
 import re
@@ -10,13 +11,22 @@ from pathlib import Path
 import pytest
 from accelerate.commands.launch import launch_command_parser
 
+from hope_hf.data import tokenizer
 from hope_hf.evaluation.arguments import FLAGS as EVALUATION_FLAGS
-from hope_hf.export.run import make_parser as make_export_parser
+from hope_hf.export import run as export
 from hope_hf.training.arguments import FLAGS
+from hope_hf.training.checkpoints import tool
+from hope_hf.training.foreign import NO_EFFECT
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PARSERS = {
+    "hope_hf.data.tokenizer": tokenizer.make_parser,
+    "hope_hf.export": export.make_parser,
+    "hope_hf.training.checkpoints": tool.make_parser,
+    "accelerate": launch_command_parser,
+}
 # Programs of others, whose flags are theirs.
 OTHERS = {"pip", "tensorboard", "wandb", "hf", "lm_eval", "git", "export", "make", "pytest", "torchrun"}
 
@@ -60,22 +70,30 @@ def test_python_blocks_are_found():
     }
 
 
+def options(parser: argparse.ArgumentParser) -> set[str]:
+    """The flags of a parser and of its commands."""
+    found = set()
+    for action in parser._actions:
+        found |= set(action.option_strings)
+        if isinstance(action, argparse._SubParsersAction):
+            found = found.union(*map(options, action.choices.values()))
+    return found
+
+
 def flags_of(program: str) -> set[str]:
-    """The options of a program as it is named in a command, such as run_clm.py or hope_hf.export."""
+    """The flags of a program as it is named in a command, such as run_clm.py or hope_hf.export."""
     if program in ("run_clm.py", "run_eval.py"):
-        names = FLAGS if program == "run_clm.py" else EVALUATION_FLAGS
-        return {f"--{name}" for name in names} | {"--help"}
-    if program == "hope_hf.export":
-        return {option for action in make_export_parser()._actions for option in action.option_strings}
-    if program == "accelerate":
-        return {option for action in launch_command_parser()._actions for option in action.option_strings}
+        return {f"--{name}" for name in (FLAGS if program == "run_clm.py" else EVALUATION_FLAGS)} | {"--help"}
+    if program in PARSERS:
+        return options(PARSERS[program]())
     if program.startswith("hope_hf."):
-        source = Path(importlib.import_module(program).__file__)
-        files = list(source.parent.glob("*.py")) if source.name == "__init__.py" else [source]
-    else:
-        shared = re.findall(r"from benchmarks\.(\w+) import", (ROOT / program).read_text(encoding="utf-8"))
-        files = [ROOT / program, *(ROOT / f"benchmarks/{name}.py" for name in shared)]
-    return {flag for file in files for flag in re.findall(r'"(--\w+)"', file.read_text(encoding="utf-8"))} | {"--help"}
+        # Takes folders only.
+        importlib.import_module(program)
+        return set()
+    # A benchmark's parser is made in its main; some add to that of another.
+    shared = re.findall(r"from benchmarks\.(\w+) import", (ROOT / program).read_text(encoding="utf-8"))
+    files = [ROOT / program, *(ROOT / f"benchmarks/{name}.py" for name in shared)]
+    return {flag for file in files for flag in re.findall(r'"(--\w+)"', file.read_text(encoding="utf-8"))}
 
 
 def programs_and_flags(command: str) -> list[tuple[str, str]]:
@@ -109,9 +127,9 @@ def test_every_flag_exists_in_the_program_that_it_is_given_to(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_flag_in_the_prose_exists_somewhere(page):
-    programs = ["run_clm.py", "run_eval.py", "hope_hf.export", "hope_hf.training.checkpoints", "accelerate"]
+    programs = ["run_clm.py", "run_eval.py", *PARSERS]
     programs += [path.relative_to(ROOT).as_posix() for path in (ROOT / "benchmarks").glob("*.py")]
-    known = set.union(*map(flags_of, programs))
+    known = set.union(*map(flags_of, programs)) | {f"--{name}" for name in NO_EFFECT}
     named = {command.split()[0] for command in commands(page) if command.startswith("--")}
     assert named <= known
 
