@@ -22,6 +22,8 @@ OF_VERSION_1 = {
     "fsdp_use_orig_params": "leave it out, version 2 knows no other way",
     "fsdp_sync_module_states": "leave it out, all processes make the same model",
 }
+# Switches that accelerate's parser declares as words without a default.
+SWITCHES_WITHOUT_DEFAULT = ("zero3_init_flag", "zero3_save_16bit_model")
 # Axes of a mesh along which the trainer does not divide its work.
 UNSUPPORTED_AXES = {"parallelism_config_tp_size": "tensor", "parallelism_config_cp_size": "context"}
 # accelerate stops where one of these stands beside a DeepSpeed json, and then lists all of them.
@@ -63,20 +65,15 @@ def _default_file(words: list[str]) -> Path | None:
 
 
 def check(path: Path, content: dict) -> None:
-    """`content` is what the file at `path` holds. Raises ValueError."""
+    """`content` is what the file at `path` holds. Raises ValueError.
 
-    # Here and not above: plain `python run_clm.py` has no use for it.
-    from accelerate.commands.launch import launch_command_parser
+    A file that is no mapping, or has another key outside of the sections, the launcher itself refuses.
+    """
 
     def refuse(sentence: str):
         raise ValueError(f"{path}: {sentence}" + ("" if sentence.endswith("?") else "."))
 
-    known = {action.dest for action in launch_command_parser()._actions} | {"deepspeed_config_file"}
-    for section in SECTIONS:
-        for key in content.get(section) or {}:
-            if key not in known:
-                ours = {name for name in known if name.startswith(section.split("_")[0])} or known
-                refuse(f"accelerate ignores {key} in {section}{nearest(key, ours) or ': leave it out'}")
+    _check_sections(content, refuse)
     kind, processes = content.get("distributed_type"), content.get("num_processes") or 1
     if kind == "MULTI_CPU" and processes > 1:
         refuse("distributed_type MULTI_CPU starts a single process: write MULTI_GPU and set ACCELERATE_USE_CPU=true")
@@ -87,6 +84,8 @@ def check(path: Path, content: dict) -> None:
         if int(parallel.get(key) or 1) > 1:
             refuse(f"{key} is {parallel[key]}, and {axis} parallelism is not supported in training: write 1")
     deepspeed = content.get("deepspeed_config") or {}
+    if str(deepspeed.get("zero_stage", 2)) not in ("2", "3"):
+        refuse(f"zero_stage is {deepspeed['zero_stage']}: write 2 or 3, or take accelerate_configs/ddp.yaml")
     if "deepspeed_config_file" in deepspeed:
         beside = [key for key in DECIDED_BY_JSON if key in content | deepspeed]
         if beside:
@@ -98,6 +97,31 @@ def check(path: Path, content: dict) -> None:
             refuse(f"{key} is nvme, which is not supported: write cpu")
 
 
+def _check_sections(content: dict, refuse) -> None:
+    """Keys that accelerate does not know, and values that the processes would fail to read."""
+    # Here and not above: plain `python run_clm.py` has no use for it.
+    from accelerate.commands.launch import launch_command_parser
+
+    known = {action.dest: action for action in launch_command_parser()._actions}
+    for section in SECTIONS:
+        keys = content.get(section) or {}
+        if not isinstance(keys, dict):
+            refuse(f"{section} is {keys}: write it as indented lines of the form 'key: value'")
+        for key, value in keys.items():
+            if key not in known:
+                ours = {name for name in known if name.startswith(section.split("_")[0])} or known
+                refuse(f"accelerate ignores {key} in {section}{nearest(str(key), ours) or ': leave it out'}")
+            if value is None:
+                continue
+            # What the launcher hands on as an environment variable is not checked by its parser.
+            is_switch = known[key].default in ("true", "false") or key in SWITCHES_WITHOUT_DEFAULT
+            if is_switch and str(value).lower() not in ("true", "false"):
+                refuse(f"{key} is {value}: write true or false")
+            decided_later = section == "deepspeed_config" and value == "auto"
+            if known[key].type is int and not str(value).isdecimal() and not decided_later:
+                refuse(f"{key} is {value}: write a whole number")
+
+
 def _check_fsdp(config: dict, refuse) -> None:
     version = config.get("fsdp_version")
     if version not in (1, 2):
@@ -106,9 +130,6 @@ def _check_fsdp(config: dict, refuse) -> None:
         for key, instead in OF_VERSION_1.items():
             if key in config:
                 refuse(f"{key} is a key of FSDP's version 1, which version 2 ignores: {instead}")
-        reshard = config.get("fsdp_reshard_after_forward", True)
-        if not isinstance(reshard, bool):
-            refuse(f"fsdp_reshard_after_forward is {reshard}: write true or false, as version 2 has it")
     elif "fsdp_reshard_after_forward" in config:
         refuse("fsdp_reshard_after_forward is a key of FSDP's version 2: write fsdp_sharding_strategy: FULL_SHARD")
     elif str(config.get("fsdp_use_orig_params", "true")).lower() != "true":

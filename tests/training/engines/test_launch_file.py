@@ -69,6 +69,15 @@ def fsdp(version: int | None = 2, **keys) -> dict:
         ({"parallelism_config": {"parallelism_config_tp_size": 2}}, "tensor parallelism is not supported"),
         ({"deepspeed_config": {"offload_param_device": "nvme"}}, "is nvme, which is not supported: write cpu"),
         ({"deepspeed_config": {"zero_stag": 3}}, "ignores zero_stag in deepspeed_config"),
+        ({"fsdp_config": [1]}, "fsdp_config is [1]: write it as indented lines of the form 'key: value'"),
+        ({"fsdp_config": {1: 2}}, "accelerate ignores 1 in fsdp_config: leave it out"),
+        ({"parallelism_config": 3}, "parallelism_config is 3: write it as indented lines"),
+        (fsdp(fsdp_offload_params="maybe"), "fsdp_offload_params is maybe: write true or false"),
+        (fsdp(fsdp_min_num_params="lots"), "fsdp_min_num_params is lots: write a whole number"),
+        ({"parallelism_config": {"parallelism_config_tp_size": "auto"}}, "tp_size is auto: write a whole number"),
+        ({"deepspeed_config": {"zero_stage": 7}}, "zero_stage is 7: write 2 or 3, or take accelerate_configs/ddp.yaml"),
+        ({"deepspeed_config": {"zero_stage": 0}}, "zero_stage is 0: write 2 or 3"),
+        ({"deepspeed_config": {"zero3_init_flag": "no way"}}, "zero3_init_flag is no way: write true or false"),
         (
             {"mixed_precision": "no", "deepspeed_config": {"deepspeed_config_file": "ds.json", "zero_stage": 3}},
             "mixed_precision, zero_stage may not stand beside deepspeed_config_file",
@@ -81,6 +90,11 @@ def test_a_key_without_effect_is_refused(content, said):
         check(Path("own.yaml"), content)
     assert str(caught.value).startswith("own.yaml: ") and said in str(caught.value)
     assert str(caught.value)[-1] in ".?" and "\n" not in str(caught.value)
+
+
+def test_values_may_be_quoted_or_left_to_deepspeed():
+    check(Path("own.yaml"), fsdp(fsdp_offload_params="False", fsdp_min_num_params="1000000"))
+    check(Path("own.yaml"), {"deepspeed_config": {"zero_stage": "3", "gradient_accumulation_steps": "auto"}})
 
 
 def test_the_file_is_found_on_the_command_line_of_the_launcher(tmp_path, monkeypatch):
