@@ -8,10 +8,11 @@ from pathlib import Path
 import datasets
 import transformers
 
-STYLES = (
-    {"linestyle": "-", "linewidth": 2, "marker": "o", "markersize": 8, "markerfacecolor": "white"},
-    {"linestyle": (0, (3, 3)), "linewidth": 2, "marker": "o", "markersize": 4},
-)
+# Rings inside rings, lines under dashes.
+STYLES = [
+    {"linestyle": line, "linewidth": 1.8, "marker": "o", "markersize": size, "markerfacecolor": "none"}
+    for line, size in zip(["-", (0, (3, 3))] * 2, (12, 9, 6, 3), strict=True)
+]
 
 
 def show_progress() -> bool:
@@ -28,7 +29,7 @@ def hide_foreign_bars():
 def curves(path: Path, x: list[int], panels: dict[str, dict[str, list[tuple[float, float | None]]]], x_label: str):
     """Panels side by side: title -> name of a curve -> (value, its error or None) at each x, on a logarithmic scale.
 
-    Curves are solid with rings and dashed with dots in turn: of two neighbours that coincide both are seen.
+    Up to four curves that coincide are all seen: each has a smaller ring than the one below it.
     """
     figure = _figure(width=6.5 * len(panels))
     for axes, (title, series) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):

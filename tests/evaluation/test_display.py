@@ -5,14 +5,17 @@ from matplotlib.figure import Figure
 from hope_hf.evaluation.display import curves
 
 
-def test_of_two_curves_that_coincide_both_are_seen(tmp_path, monkeypatch):
+def test_curves_that_coincide_are_all_seen(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *arguments, **options: figures.append(figure))
+    names = ["frozen", "reset", "window", "carried"]
     points = [(3.0, 0.1), (2.0, None)]
-    curves(tmp_path / "x.png", [256, 512], {"loss": {"first": points, "second": points}}, "tokens")
+    curves(tmp_path / "x.png", [256, 512], {"loss": dict.fromkeys(names, points)}, "tokens")
     (axes,) = figures[0].axes
-    below, above = (container[0] for container in axes.containers)
-    # Gaps in the upper line and a smaller marker on the ring of the lower one.
-    assert (below.get_linestyle(), above.get_linestyle()) == ("-", "--")
-    assert below.get_markersize() > above.get_markersize()
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["first", "second"]
+    lines = [container[0] for container in axes.containers]
+    sizes = [line.get_markersize() for line in lines]
+    # A ring around each one above, and gaps in a line that lies on another.
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
+    assert all(line.get_markerfacecolor() == "none" for line in lines)
+    assert [line.get_linestyle() for line in lines] == ["-", "--", "-", "--"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == names
