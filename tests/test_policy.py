@@ -32,7 +32,8 @@ ROOMS = {
     "hope_hf/cli": {"torch", "transformers", "huggingface_hub", "safetensors", "yaml", "hope_hf.cli"},
     "run_eval.py": {"hope_hf.evaluation"},
     "hope_hf/evaluation": {
-        "torch", "transformers", "datasets", "tqdm", "hope_hf", "hope_hf.cli", "hope_hf.data", "hope_hf.evaluation",
+        "torch", "transformers", "datasets", "tqdm", "yaml", "hope_hf", "hope_hf.cli", "hope_hf.data",
+        "hope_hf.evaluation",
     },
     "hope_hf/export": {"torch", "transformers", "huggingface_hub", "safetensors", "hope_hf.cli", "hope_hf.export"},
     "hope_hf/training": {
@@ -42,7 +43,7 @@ ROOMS = {
 }  # fmt: skip
 
 # Slow to import or not always installed: only inside functions, and only of these rooms.
-LAZY = {"matplotlib", "wandb", "evaluate", "lm_eval", "deepspeed"}
+LAZY = {"matplotlib", "wandb", "evaluate", "lm_eval", "jinja2", "deepspeed"}
 LAZY_ROOMS = {"hope_hf/training", "hope_hf/evaluation"}
 
 PUBLIC = [

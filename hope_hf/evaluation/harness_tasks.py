@@ -8,6 +8,7 @@ from hope_hf.cli.parser import nearest
 from .arguments import Arguments
 from .parsing import names
 from .synthetic.suite import known_tasks
+from .task_code import refuse_code
 
 # lm-eval merges what a member of a group says with the task of that name. Nothing of the group is reported.
 LOCAL = "local data"
@@ -36,6 +37,8 @@ def find_tasks(args: Arguments):
     for name in asked:
         if name in files and not Path(name).is_file():
             raise ValueError(f"--tasks {name} does not exist: name a task of lm-eval or a YAML file of one.")
+        if name in files and not args.trust_remote_code:
+            refuse_code(Path(name))
         if name not in files and name not in manager.task_index:
             known = [*manager.all_tasks, *synthetic]
             raise ValueError(f"--tasks {name} is no task of lm-eval{nearest(name, known, most=3)}")
@@ -95,11 +98,16 @@ def overrides(name: str, config: dict, folder: Path, args: Arguments) -> dict:
 
 def _load_in_sentences(manager, args: Arguments):
     """Let the manager's `load` say in a sentence what it could not load: tasks run code of their own on the data."""
+    from jinja2.exceptions import SecurityError
+
     load, place = manager.load, f"--data_dir {args.data_dir}" if args.data_dir else "the Hub"
 
     def load_or_say(tasks):
         try:
             return load(tasks)
+        except SecurityError:
+            # `sandboxed_templates` says more
+            raise
         except Exception as error:
             raise ValueError(
                 f"--tasks {args.tasks} cannot be loaded from {place}: {type(error).__name__}: {one_line(error)}"

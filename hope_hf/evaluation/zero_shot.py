@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import warnings
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from functools import partial
 
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from .harness_tasks import LOCAL, find_tasks
 from .processes import answer_together
 from .result import Row, SuiteResult
 from .subject import Subject
+from .task_code import sandboxed_templates
 
 
 def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
@@ -35,7 +36,8 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
     # read again and not the subject's own: lm-eval changes it
     tokenizer = args.tokenizer_name or args.model_name_or_path
     manager, tasks = find_tasks(args)
-    with _as_quiet_as_the_house():
+    templates = nullcontext() if args.trust_remote_code else sandboxed_templates()
+    with _as_quiet_as_the_house(), templates:
         model = HFLM(
             pretrained=subject.model,
             tokenizer=tokenizer,
