@@ -42,8 +42,8 @@ def fingerprint(model: PreTrainedModel) -> Fingerprint:
 
     Loaded in bfloat16, or moved to another device, it is the same model; in float16, which is rounded otherwise, it is
     another. Hashing reads every weight once per model
-    (0.12 s for 8 M parameters and 2.2 s for 160 M in float32, on one CPU core) and again only after a change, which
-    the versions that autograd counts and a sum over all bytes tell (3 ms and 60 ms).
+    (0.04 s for 8 M parameters and 0.6 s for 160 M in float32, on one CPU core) and again only after a change, which
+    the versions that autograd counts and a sum over all bytes tell (5 ms and 30 ms).
     """
     config = {key: value for key, value in model.config.to_dict().items() if key not in _IRRELEVANT}
     config = json.dumps(config, sort_keys=True, default=str)

@@ -5,7 +5,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.utils import logging
 
-from .input_checks import check_inputs
+from .input_checks import check_inputs, check_mask
 from .masks_hope import create_generation_masks
 from .text_digest import begins_with
 
@@ -43,7 +43,12 @@ class HopeGenerationMixin(GenerationMixin):
 def _with_columns_read(mask: torch.Tensor, inputs: torch.Tensor, cache: Cache | None) -> torch.Tensor:
     """The mask [B, T] of new tokens alone with a column in front for every token read; any other mask as it is."""
     read = cache.get_seq_length() if isinstance(cache, Cache) else 0
-    if not read or mask.shape != inputs.shape[:2] or _is_whole_text(inputs, cache, int(read)):
+    if not read:
+        return mask
+    if mask.shape != inputs.shape[:2]:
+        check_mask(mask, *inputs.shape[:2], int(read))
+        return mask
+    if _is_whole_text(inputs, cache, int(read)):
         return mask
     return torch.cat([mask.new_ones(len(mask), int(read)), mask], dim=1)
 

@@ -12,11 +12,14 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
-import hope_hf  # noqa: F401  registers the model
+from hope_hf import HopeForCausalLM
+from hope_hf.model.cache_fingerprint import fingerprint
 
 source, target = sys.argv[1:]
 dist.init_process_group("gloo")
 model = AutoModelForCausalLM.from_pretrained(source, distributed_config=DistributedConfig(tp_size=2))
+# a memory may be handed from the whole model to the cut one
+assert fingerprint(model) == fingerprint(HopeForCausalLM.from_pretrained(source))
 ids = torch.arange(38).view(2, 19)
 out = model(ids, labels=ids)
 out.loss.backward()

@@ -321,6 +321,8 @@ def test_a_mask_of_the_wrong_length_is_refused(tiny_model):
             model(ids, attention_mask=torch.ones(shape))
     with pytest.raises(ValueError, match=r"\(2, 4\), and \(2, 13\) is needed.*9 tokens read before"):
         model(ids, attention_mask=torch.ones(2, 4), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"\(2, 5\), and \(2, 13\) is needed.*9 tokens read before"):
+        model.generate(ids, attention_mask=torch.ones(2, 5), past_key_values=cache, max_new_tokens=2)
 
 
 def test_labels_and_inputs_out_of_place_are_refused(tiny_model):

@@ -238,9 +238,11 @@ def test_a_text_of_embeddings_is_told_from_new_tokens_by_its_length(tiny_model):
         return filled
 
     expected = greedy(model, ids)[:, 16:]
-    assert torch.equal(generate(model, ids, past_key_values=cache())[:, 16:], expected)
-    assert torch.equal(generate(model, ids[:, 9:], past_key_values=cache())[:, 7:], expected)
-    assert torch.equal(generate(model, None, inputs_embeds=embeddings, past_key_values=cache()), expected)
+    for inputs in ({"input_ids": ids}, {"input_ids": ids[:, 9:]}, {"inputs_embeds": embeddings}):
+        filled = cache()
+        result = generate(model, None, past_key_values=filled, **inputs)
+        assert torch.equal(result[:, -NEW:], expected)
+        assert filled.get_seq_length() == 16 + NEW - 1
     with pytest.raises(ValueError, match="inputs_embeds holds 7 tokens, and past_key_values has read 9"):
         generate(model, None, inputs_embeds=embeddings[:, 9:], past_key_values=cache())
 
