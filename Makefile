@@ -3,6 +3,7 @@
 # make test-long  the tests marked `long`       make test-gpu  the tests marked `gpu`
 # make test-kill  kills runs 30 times per engine and prints how each went on
 # make hf-suite   transformers' own common test suite on HOPE (HF_SUITE=folder with its tests/, see CONTRIBUTING.md)
+# make peft-suite  PEFT's own tests of decoder models on HOPE (PEFT_SUITE=folder with its tests/, see CONTRIBUTING.md)
 # make lint       ruff                          make clean     remove .venv (never runs/)
 #
 # PYTHON=python3.12                the interpreter that .venv is made with
@@ -20,7 +21,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --constraint constraints.txt $(PIP_ARGS) --editable
 
-.PHONY: train test test-long test-gpu test-kill hf-suite lint clean
+.PHONY: train test test-long test-gpu test-kill hf-suite peft-suite lint clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed-plot
@@ -44,6 +45,9 @@ test-kill: $(VENV)/.installed-test
 
 hf-suite: $(VENV)/.installed-test
 	$(BIN)/python tests/hf_suite/run.py
+
+peft-suite: $(VENV)/.installed-test
+	$(BIN)/python tests/peft_suite/run.py
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, ShadowConfig, get_peft_model
 from torchao.quantization import Int8WeightOnlyConfig
 from transformers import TorchAoConfig, Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
@@ -82,6 +82,22 @@ def test_lora_trains_reloads_and_merges(tiny_model, rows, tmp_path, mixer, targe
     assert isinstance(merged, HopeForCausalLM)
     torch.testing.assert_close(merged(random_ids(2, 19)).logits, expected, rtol=0, atol=1e-5)
     assert merged.generate(random_ids(2, 5), max_new_tokens=3, do_sample=False, pad_token_id=0).shape == (2, 8)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_shadow_peft_trains_and_generates_with_its_cache(tiny_model, rows, tmp_path, mixer):
+    """It wraps every block, and reads the text by a second, shallower HOPE as well."""
+    model = get_peft_model(tiny_model(mixer=mixer), ShadowConfig(r=4, task_type="CAUSAL_LM"))
+    trained = {n: p.clone() for n, p in model.named_parameters() if "shadow_backbone" in n or "shadow_up." in n}
+    Trainer(model, arguments(tmp_path, eval_strategy="no"), train_dataset=rows).train()
+    for name, weight in trained.items():
+        assert not torch.equal(weight, model.get_parameter(name)), name
+    options = dict(max_new_tokens=12, do_sample=False, pad_token_id=0, output_logits=True)
+    cached, whole = (
+        model.eval().generate(random_ids(2, 9), use_cache=use_cache, return_dict_in_generate=True, **options).logits
+        for use_cache in (True, False)
+    )
+    torch.testing.assert_close(torch.stack(cached), torch.stack(whole), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")])

@@ -297,6 +297,12 @@ class HopeConfig(PreTrainedConfig):
         kind = "hope_memory" if self.mixer == "self_modifying" else "full_attention"
         return [kind] * self.num_hidden_layers
 
+    @layer_types.setter
+    def layer_types(self, kinds: list[str]) -> None:
+        # Tools that copy a configuration and change its depth, as PEFT's ShadowPEFT, set it to what it is already.
+        if list(kinds) != self.layer_types:
+            raise ValueError("`layer_types` follows from `mixer` and `num_hidden_layers`: set these instead")
+
     def validate_layer_type(self):
         """Part of `@strict`-powered validation: `layer_types` follows from `mixer`, so there is nothing to check."""
 

@@ -190,3 +190,12 @@ def test_a_bad_value_set_later_is_neither_built_nor_saved(tmp_path, override):
     for use in (HopeForCausalLM, lambda config: config.save_pretrained(tmp_path)):
         with pytest.raises(StrictDataclassError, match=next(iter(override))):
             use(config)
+
+
+def test_layer_types_may_be_set_to_what_they_are_only():
+    config = HopeConfig(**SMALL)
+    config.num_hidden_layers = 2
+    config.layer_types = ["hope_memory"] * 2
+    with pytest.raises(ValueError, match="`layer_types` follows from `mixer` and `num_hidden_layers`: set these"):
+        config.layer_types = ["full_attention"] * 2
+    assert config.layer_types == ["hope_memory"] * 2
