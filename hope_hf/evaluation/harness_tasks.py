@@ -1,5 +1,6 @@
 """Which tasks lm-eval is asked for: by name, by YAML file, or its own tasks on the user's copies of their data."""
 
+import os
 from pathlib import Path
 
 from hope_hf.cli.models import one_line
@@ -50,7 +51,7 @@ def find_tasks(args: Arguments):
 
 def _on_local_data(manager, name: str, folder: Path, args: Arguments) -> list[dict]:
     """The task, or the tasks that share the tag `name`, reading the folder's files."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise ValueError(f"--data_dir {folder} is no folder.")
     if name not in manager.all_tags and name not in manager.all_subtasks:
         raise ValueError(f"--data_dir cannot serve {name}, a group or a file: name single tasks of lm-eval.")

@@ -18,6 +18,13 @@ def sample(args: Arguments, subject: Subject) -> SuiteResult:
     The same for the same seed.
     """
     prompts = _prompts(args, subject)[: args.limit]
+    # With the start token.
+    longest, bound = 1 + max(map(len, prompts)), subject.longest_input
+    if bound is not None and longest + args.max_new_tokens > bound:
+        raise ValueError(
+            f"--max_new_tokens {args.max_new_tokens} after prompts of up to {longest} tokens goes beyond the model's "
+            f"{bound:,} positions (max_position_embeddings): lower it or shorten the --prompts."
+        )
     rows, shown = [], []
     for index, prompt in enumerate(prompts):
         ids = torch.tensor([[subject.start, *prompt]], device=subject.model.device)

@@ -48,16 +48,24 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
         if dist.is_initialized():
             for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
                 setattr(model, kind, partial(answer_together, getattr(model, kind)))
-        found = lm_eval.simple_evaluate(
-            model=model,
-            tasks=tasks,
-            num_fewshot=args.num_fewshot,
-            limit=args.limit,
-            task_manager=manager,
-            log_samples=False,
-            # Every process has all answers, and one of them is enough to draw 100,000 samples of them for the errors.
-            **({} if is_first_process() else {"bootstrap_iters": 0}),
-        )
+        try:
+            found = lm_eval.simple_evaluate(
+                model=model,
+                tasks=tasks,
+                num_fewshot=args.num_fewshot,
+                limit=args.limit,
+                task_manager=manager,
+                log_samples=False,
+                # Every process has all answers: one is enough to draw 100,000 samples of them for the errors.
+                **({} if is_first_process() else {"bootstrap_iters": 0}),
+            )
+        except ValueError as error:
+            # What Python's random.sample says.
+            if "larger than population" not in str(error):
+                raise
+            raise ValueError(
+                f"--num_fewshot {args.num_fewshot} is more than the examples that a task has: lower it."
+            ) from None
     if not is_first_process():
         return SuiteResult()
     table = rows(found)

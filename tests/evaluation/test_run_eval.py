@@ -89,6 +89,23 @@ def test_without_matplotlib_the_tables_are_written(folders, text_file, tmp_path,
 def test_flags_of_the_training_text_are_ignored_with_a_word(folders, text_file):
     with pytest.warns(UserWarning, match="--max_train_samples is ignored"):
         assert evaluate(folders["llama"], text_file, "--suite", "sample", "--max_train_samples", 3) == 0
+    with pytest.warns(UserWarning, match="--validation_split_percentage is ignored: --validation_file is given"):
+        assert evaluate(folders["llama"], text_file, "--suite", "sample", "--validation_split_percentage", 9) == 0
+
+
+def test_the_share_that_was_held_out_is_honoured(tmp_path):
+    file = tmp_path / "text.jsonl"
+    file.write_text("".join(json.dumps({"text": f"document {index}"}) + "\n" for index in range(60)))
+    few, many = (
+        held_out_documents(Arguments(train_file=str(file), validation_split_percentage=share))[0] for share in (5, 50)
+    )
+    assert set(few) < set(many)
+
+
+def test_samples_longer_than_the_models_positions_are_refused(folders, text_file, capsys):
+    assert evaluate(folders["gpt2"], text_file, "--suite", "sample", "--max_new_tokens", 128) == 1
+    error = capsys.readouterr().err
+    assert "--max_new_tokens 128 after prompts of up to 33 tokens goes beyond the model's 160 positions" in error
 
 
 @pytest.mark.parametrize("limit", [None, 2])
@@ -161,17 +178,21 @@ def test_a_report_is_never_overwritten(folders, text_file, tmp_path, capsys):
     "flags, sentence",
     [
         (["--suite", "sampl"], "is none of perplexity, passkey, memory, synthetic, zero_shot, sample; did you mean"),
-        (["--suite", ","], "--suite is empty"),
+        (["--suite", ","], "--suite ',' is empty"),
         (["--lengths", "1k,two"], "--lengths '1k,two' has 'two'"),
         (["--lengths", "0"], "--lengths '0' has '0'"),
+        (["--lengths", "1k,99999999k"], "--lengths '1k,99999999k' has more than 16,777,216 tokens"),
+        (["--lengths", "9" * 5000], "write whole numbers of tokens"),
         (["--depths", "0,1.5"], "--depths '0,1.5' must be numbers from 0 to 1"),
-        (["--samples_per_length", "0"], "--samples_per_length is 0: it must be at least 1"),
+        (["--depths", "0,nan,1"], "--depths '0,nan,1' must be numbers from 0 to 1"),
+        (["--samples_per_length", "0"], "--samples_per_length is 0: give a whole number from 1"),
         (["--limit", "-1"], "--limit is -1"),
         (["--seed", "-1"], "--seed is -1"),
         (["--learning_rate", "-1"], "--learning_rate is -1.0"),
-        (["--ema_decay", "1"], "--ema_decay is 1.0: it must be at least 0 and below 1"),
+        (["--ema_decay", "1"], "--ema_decay is 1.0: give a number of 0 or more and below 1."),
         (["--dtype", "float16"], "float16"),
         (["--device", "tpu9"], "--device tpu9 cannot be used"),
+        (["--device", "meta"], "--device meta cannot be used: this machine has cpu"),
         (["--lenghts", "1k"], "There is no flag --lenghts; did you mean --lengths?"),
         (["--config_overrides", "hidden_size=64"], "--config_overrides shapes models that the synthetic suite trains"),
     ],

@@ -277,7 +277,9 @@ def test_each_suite_takes_the_tasks_it_knows(piqa, arguments, monkeypatch):
     [
         ([], 2, "--suite zero_shot needs --tasks"),
         (["--tasks", " , "], 2, "--suite zero_shot needs --tasks"),
-        (["--tasks", "piqa", "--num_fewshot", "-1"], 2, "--num_fewshot is -1: it must be 0 or more"),
+        (["--tasks", "piqa", "--num_fewshot", "-1"], 2, "--num_fewshot is -1: give a whole number from 0"),
+        (["--tasks", "{data}/mine.yaml", "--num_fewshot", "7"], 1, "--num_fewshot 7 is more than the examples that a"),
+        (["--tasks", "piqa", "--data_dir", "n" * 300], 1, "is no folder"),
         (["--tasks", "pika"], 1, "--tasks pika is no task of lm-eval; did you mean piqa?"),
         (["--tasks", "none.yaml"], 1, "--tasks none.yaml does not exist"),
         (["--tasks", "piqa", "--data_dir", "{data}/none"], 1, "none is no folder"),
