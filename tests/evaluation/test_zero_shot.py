@@ -272,13 +272,18 @@ def test_each_suite_takes_the_tasks_it_knows(piqa, arguments, monkeypatch):
         find_tasks(args(tasks="aa,paritty"))
 
 
+def test_more_shots_than_examples(folders, piqa, capsys):
+    flags = ["--suite", "zero_shot", "--tasks", "piqa", "--data_dir", piqa, "--num_fewshot", 7]
+    assert evaluate(folders["hope"], *flags) == 1
+    assert "error: --num_fewshot 7 is more than the examples that a task has: lower it." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "status", "sentence"),
     [
         ([], 2, "--suite zero_shot needs --tasks"),
         (["--tasks", " , "], 2, "--suite zero_shot needs --tasks"),
         (["--tasks", "piqa", "--num_fewshot", "-1"], 2, "--num_fewshot is -1: give a whole number from 0"),
-        (["--tasks", "{data}/mine.yaml", "--num_fewshot", "7"], 1, "--num_fewshot 7 is more than the examples that a"),
         (["--tasks", "piqa", "--data_dir", "n" * 300], 1, "is no folder"),
         (["--tasks", "pika"], 1, "--tasks pika is no task of lm-eval; did you mean piqa?"),
         (["--tasks", "none.yaml"], 1, "--tasks none.yaml does not exist"),

@@ -47,6 +47,14 @@ def hope(**fields) -> list[str]:
         ([*hope(mixer="attention"), "--document_boundary", "carry"], "the attention mixer has none"),
         ([*LLAMA[:3], LLAMA[3] + ",max_position_embeddings=16"], "--block_size 32 is longer than the model's 16 po"),
         ([*HOPE, "--level_optimizers", '{"7": {}}'], "--level_optimizers names level 7"),
+        ([*HOPE, "--level_optimizers", "[" * 5000], "--level_optimizers is not JSON"),
+        ([*HOPE, "--level_optimizers", '{"0": {"lr_factor": ' + "9" * 5000 + "}}"], "--level_optimizers is not JSON"),
+        ([*HOPE, "--level_optimizers", '{"0": {"lr_factor": ' + "9" * 400 + "}}"], "give a number above 0, at most"),
+        ([*HOPE, "--level_optimizers", '{"' + "9" * 5000 + '": {}}'], "give its number"),
+        (["--config_overrides", "hidden_size=" + "[" * 5000], "cannot be read"),
+        (["--config_overrides", "hidden_size=&a [*a]"], "cannot be read: write *a out"),
+        (["--config_overrides", "hidden_size=64,hidden_size=32"], "cannot be read: a name comes twice"),
+        (hope(vocab_size=10**22), "vocab_size is 10000000000000000000000, give a whole number from 1 to 10,000,000."),
         ([*LLAMA, "--report_to", "wandbb"], "--report_to wandbb is no tracker; did you mean wandb?"),
     ],
 )
@@ -102,6 +110,13 @@ def test_truncated_checkpoint(run, capsys, tmp_path):
     refuse(run, capsys, "model.safetensors has", name="b", flags=["--resume_from_checkpoint", checkpoint])
     refuse(run, capsys, "is not a folder", name="b", flags=["--resume_from_checkpoint", tmp_path / "checkpoint-9"])
     assert not (tmp_path / "b").exists()
+
+
+def test_a_checkpoint_that_cannot_be(run, capsys):
+    for path in ("n" * 300, "missing"):
+        refuse(
+            run, capsys, f"--resume_from_checkpoint: {path} is not a folder", flags=["--resume_from_checkpoint", path]
+        )
 
 
 def test_checkpoint_of_another_model(run, capsys, tmp_path):
@@ -182,6 +197,20 @@ def test_a_disk_that_fills_up_between_checkpoints(run, capsys, monkeypatch):
     assert status == 2
     complaint = capsys.readouterr().err
     assert "cannot be written (No space left on device): free space there" in complaint
+
+
+def test_a_model_that_the_memory_does_not_hold(run, capsys):
+    model = ["--config_overrides", "hidden_size=64000000000,num_hidden_layers=1"]
+    complaint = refuse(
+        run, capsys, "The memory does not hold the run: lower --per_device_train_batch_size", model=model
+    )
+    assert "can't allocate memory" in complaint
+
+
+def test_a_model_that_a_high_rate_has_ruined_ends_its_run(run, tmp_path):
+    for rate in ("--learning_rate", "--vector_learning_rate"):
+        status, _ = run(rate, rate, "1e9", "--max_train_steps", "1", model=HOPE)
+        assert status == 0 and json.loads((tmp_path / rate / "run.json").read_text())["complete"]
 
 
 def test_flags_of_fsdp_without_it_warn(run):
