@@ -51,7 +51,13 @@ def build_config(args: ModelArguments, tokenizer, vocab_size: int, presets: dict
     # An embedding never learns the row of its padding token, and this one ends documents.
     if special["pad_token_id"] == special["eos_token_id"]:
         special["pad_token_id"] = None
-    return _make(config_class, {**given, "vocab_size": vocab_size, **special, **_as_declared(overrides, example)})
+    config = _make(config_class, {**given, "vocab_size": vocab_size, **special, **_as_declared(overrides, example)})
+    padding = config.pad_token_id
+    if padding is not None and padding >= config.vocab_size:
+        raise ValueError(
+            f"--config_overrides: pad_token_id {padding} lies outside the vocabulary of {config.vocab_size} entries."
+        )
+    return config
 
 
 def load_config(source: str, flag: str, args: ModelArguments):
@@ -83,15 +89,12 @@ def parse_overrides(text: str | None) -> dict:
         return {}
     try:
         if text.lstrip().startswith("{"):
-            return json.loads(text)
+            return json.loads(text, object_pairs_hook=_overrides)
         # Commas inside brackets belong to a list's value.
         pairs = [pair.partition("=") for pair in re.split(r",(?![^\[]*\])", text)]
         if not all(name and equals for name, equals, _ in pairs):
             raise ValueError("write name=value,name=value")
-        overrides = {name.strip(): _scalar(value) for name, _, value in pairs}
-        if len(overrides) < len(pairs):
-            raise ValueError("a name comes twice")
-        return overrides
+        return _overrides([(name.strip(), _scalar(value)) for name, _, value in pairs])
     # RecursionError: thousands of brackets in each other.
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"--config_overrides {text!r} cannot be read: {one_line(error)}.") from None
@@ -100,6 +103,16 @@ def parse_overrides(text: str | None) -> dict:
 def is_hope(config) -> bool:
     """Whether the config is HOPE's."""
     return config.model_type == "hope"
+
+
+def _overrides(pairs: list[tuple[str, object]]) -> dict:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("a name comes twice")
+    for name, value in pairs:
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise ValueError(f"{name} has more than 64 bits")
+    return values
 
 
 def _scalar(text: str):

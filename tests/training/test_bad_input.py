@@ -54,7 +54,10 @@ def hope(**fields) -> list[str]:
         (["--config_overrides", "hidden_size=" + "[" * 5000], "cannot be read"),
         (["--config_overrides", "hidden_size=&a [*a]"], "cannot be read: write *a out"),
         (["--config_overrides", "hidden_size=64,hidden_size=32"], "cannot be read: a name comes twice"),
-        (hope(vocab_size=10**22), "vocab_size is 10000000000000000000000, give a whole number from 1 to 10,000,000."),
+        (["--config_overrides", '{"hidden_size": 64, "hidden_size": 32}'], "cannot be read: a name comes twice"),
+        (hope(memory_chunk_size=10**22), "memory_chunk_size has more than 64 bits"),
+        (hope(pad_token_id=1000), "pad_token_id 1000 lies outside the vocabulary of 300 entries"),
+        (hope(vocab_size=10**10), "vocab_size is 10000000000, give a whole number from 1 to 10,000,000."),
         ([*LLAMA, "--report_to", "wandbb"], "--report_to wandbb is no tracker; did you mean wandb?"),
     ],
 )
