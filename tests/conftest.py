@@ -1,7 +1,10 @@
 """What the tests share: tiny configurations, and the environment that a process of the project sets up."""
 
+import sys
+
 import pytest
 import torch
+import warm_python as warm_program
 from hub_server import serve
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -12,6 +15,12 @@ from hope_hf import HopeConfig, HopeForCausalLM
 @pytest.fixture(autouse=True, scope="session")
 def _flush_denormals():
     torch.set_flush_denormal(True)
+
+
+@pytest.fixture
+def warm_python(monkeypatch):
+    """`sys.executable` has already imported the package: see `warm_python.py`."""
+    monkeypatch.setattr(sys, "executable", warm_program.executable())
 
 
 @pytest.fixture

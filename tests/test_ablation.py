@@ -13,6 +13,8 @@ from benchmarks.quality_plan import Job, Matrix, Rates, rows_at
 from benchmarks.quality_texts import BUILTIN
 from benchmarks.variants import VARIANTS
 
+pytestmark = pytest.mark.benchmarks
+
 RATE = 4e-3
 
 

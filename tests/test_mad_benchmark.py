@@ -15,6 +15,8 @@ from benchmarks import mad
 from hope_hf.evaluation.synthetic.model import small_model
 from hope_hf.evaluation.synthetic.suite import known_tasks
 
+pytestmark = pytest.mark.benchmarks
+
 FLAGS = ["--tasks", "mad-memorisation", "--models", "llama", "--learning_rates", "3e-3", "--parallel", "1"]
 
 

@@ -54,6 +54,11 @@ PUBLIC = [
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 
 
+def files_of_tests() -> list[str]:
+    """Every file of the tests, as paths from the repository's root."""
+    return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py"))
+
+
 def python_files() -> list[str]:
     """Every source of the package and every program, as paths from the repository's root."""
     files = [*ROOT.glob("*.py"), *(ROOT / "hope_hf").rglob("*.py")]
@@ -165,6 +170,14 @@ def names_no_machine(file: str, tree: ast.AST):
                 yield f"{file}:{node.lineno} names a path: {node.value!r}"
 
 
+def imports_no_test(file: str, tree: ast.AST):
+    """What several tests need is in conftest.py or a helper, so that a test file can be moved or removed alone."""
+    tests = {Path(file).stem for file in files_of_tests() if Path(file).stem.startswith("test_")}
+    for node, _, module, names in imports(file, tree):
+        found = tests.intersection([*module.split("."), *(names or ())])
+        yield from (f"{file}:{node.lineno} imports the test {name}" for name in found)
+
+
 RULES = [
     imports_only_what_its_room_may,
     imports_heavy_packages_late,
@@ -185,9 +198,9 @@ def test_every_file_is_examined_and_every_room_known():
     assert {room_of(file) for file in python_files()} == set(ROOMS)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", [*RULES, imports_no_test], ids=lambda rule: rule.__name__)
 def test_sources_keep_the_rule(rule):
-    files = python_files()
+    files = files_of_tests() if rule is imports_no_test else python_files()
     breaches = [breach for file in files for breach in rule(file, ast.parse((ROOT / file).read_text(), file))]
     assert breaches == []
 
@@ -231,13 +244,16 @@ BROKEN = [
     (pickles_nothing, "hope_hf/data/x.py", "load_dataset(name, trust_remote_code=True)"),
     (names_no_machine, "hope_hf/data/x.py", "PATH = '/home/me/books'"),
     (names_no_machine, "hope_hf/data/x.py", '"""Reads /tmp/books."""'),
+    (imports_no_test, "tests/data/x.py", "from test_loader import batches"),
+    (imports_no_test, "tests/data/x.py", "def f():\n    import tests.data.test_loader"),
+    (imports_no_test, "tests/data/x.py", "from . import test_loader"),
 ]
 
 
 @pytest.mark.parametrize(("rule", "file", "source"), BROKEN, ids=[f"{r.__name__}-{s}" for r, _, s in BROKEN])
 def test_every_rule_can_be_broken(rule, file, source):
     assert len(list(rule(file, ast.parse(source)))) == 1
-    assert {rule for rule, _, _ in BROKEN} == set(RULES)
+    assert {rule for rule, _, _ in BROKEN} == {*RULES, imports_no_test}
 
 
 @pytest.mark.parametrize(

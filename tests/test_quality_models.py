@@ -11,6 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from benchmarks.peers import LlamaConvConfig, convolve
 from benchmarks.quality_models import FROZEN, HOPE, MODELS, SECONDS_PER_STEP, SIZES, Size, build
 
+pytestmark = pytest.mark.benchmarks
+
 MICRO = Size(128, 2, 320, 4, 112, 669_000, 4, 3, (1e-3,), block_size=32, per_device_train_batch_size=2)
 PEERS = [name for name in MODELS if name not in (HOPE, FROZEN)]
 

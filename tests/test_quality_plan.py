@@ -12,6 +12,8 @@ from benchmarks.quality_models import FROZEN, HOPE, LLAMA, MODELS, SIZES, build
 from benchmarks.quality_plan import Job, Matrix, Rates, best_rates, best_recurrent_peer, outline, ready_jobs, rows_at
 from benchmarks.quality_report import report
 
+pytestmark = pytest.mark.benchmarks
+
 TEXTS = ("builtin", "moby_dick")
 RATES = SIZES["small"].learning_rates
 

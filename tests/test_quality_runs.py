@@ -9,6 +9,8 @@ from benchmarks import quality
 from benchmarks.quality_models import SIZES, Size
 from benchmarks.quality_texts import book, part, prepare
 
+pytestmark = [pytest.mark.benchmarks, pytest.mark.usefixtures("warm_python")]
+
 MICRO = Size(128, 2, 320, 4, 112, 669_000, 4, 3, (1e-3,), block_size=32, per_device_train_batch_size=2)
 VECTORS = ["--vector_learning_rates", "0.03"]
 

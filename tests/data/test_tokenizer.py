@@ -102,6 +102,7 @@ def test_bad_arguments_give_one_sentence_each(text_file, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.processes
 def test_the_module_runs_as_a_program():
     result = subprocess.run(
         [sys.executable, "-m", "hope_hf.data.tokenizer", "--help"], capture_output=True, text=True, timeout=120

@@ -129,6 +129,7 @@ def numbers(found: list[dict]) -> list[float]:
     return [number for row in found for number in (row["value"], row["value_stderr"] or 0.0, row["n"])]
 
 
+@pytest.mark.processes
 def test_digits_are_those_of_lm_eval_on_the_path(folders, tasks, paths, subject, arguments, tmp_path):
     environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", "-c", BY_PATH, folders["hope"], str(tasks)]
@@ -173,6 +174,8 @@ def test_the_size_of_batches_changes_no_score(folders, paths, subject, arguments
     assert numbers(one) == pytest.approx(numbers(four), rel=1e-5)
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("warm_python")
 def test_two_processes_give_the_digits_of_one(folders, paths, subject, arguments, tmp_path):
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]),

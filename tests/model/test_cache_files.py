@@ -50,6 +50,8 @@ def answers(model, cache, ids):
         return model(ids, past_key_values=copy.deepcopy(cache)).logits
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("options", MIXERS.values(), ids=MIXERS)
 def test_a_memory_kept_as_a_file_goes_on_in_another_process(tiny_model, tmp_path, options):
     model = tiny_model(**options)

@@ -211,6 +211,7 @@ def test_model_code_is_found_by_the_expression_that_bundles_it():
     assert sorted(reached) == MODEL_FILES
 
 
+@pytest.mark.processes
 def test_an_export_works_where_the_package_is_not_installed(tiny_model, tmp_path):
     ids = text(2, 19)
     expected = {}

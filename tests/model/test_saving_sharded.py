@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_python")]
 SCRIPT = Path(__file__).with_name("fsdp_save.py")
 
 

@@ -27,6 +27,8 @@ def test_the_plan_names_maps_that_exist(tiny_model):
         assert "base_model_tp_plan" not in model.config.to_dict()
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("mixer", ["self_modifying", "attention"])
 def test_a_model_in_two_parts_computes_what_the_whole_one_does(tiny_model, tmp_path, mixer):
     model = tiny_model(mixer=mixer)

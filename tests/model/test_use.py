@@ -114,12 +114,15 @@ def test_what_a_recurrent_state_cannot_do_is_refused(tiny_model):
         prefix(input_ids=ids)
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("warm_python")
 def test_a_long_prompt_takes_no_more_memory_than_a_short_one():
     """Three times the prompt, well above one piece; `benchmarks/long_prompt.py` does it with 100,000 tokens."""
     short, long = (measure_apart("tiny", length, prefill_chunk_size=256)["peak_mib"] for length in (512, 2048))
     assert long / short <= 1.1
 
 
+@pytest.mark.processes
 def test_importing_is_not_slow():
     code = (
         "import time\n"

@@ -101,6 +101,7 @@ def test_a_model_that_is_no_hope_is_refused_before_the_training(run, hub, tmp_pa
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.processes
 def test_two_processes_without_a_network(tmp_path, corpus):
     """The first one alone tries, and says so in a sentence; the launcher sees a success."""
     with socket.socket() as free:

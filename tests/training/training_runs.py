@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import torch
@@ -15,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from hope_hf.training.engines import choose
 
 ROOT = Path(__file__).parents[2]
-TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+# After `sys.executable`, which the fixture `warm_python` changes.
+TWO = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 LLAMA = [
     "--model_type", "llama", "--config_overrides",
     "hidden_size=32,intermediate_size=64,num_hidden_layers=2,num_attention_heads=2,num_key_value_heads=2",

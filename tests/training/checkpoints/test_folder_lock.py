@@ -53,6 +53,8 @@ def start(command) -> subprocess.Popen:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("warm_python")
 def test_of_two_processes_started_at_once_one_trains(tmp_path, corpus):
     command = [sys.executable, *program(corpus, tmp_path / "a", "--max_train_steps", "1000000")]
     both = [start(command), start(command)]
@@ -75,8 +77,10 @@ def test_of_two_processes_started_at_once_one_trains(tmp_path, corpus):
     assert not (tmp_path / "a" / LOCK_FILE).exists()
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("warm_python")
 def test_every_rank_learns_of_the_refusal(tmp_path, corpus, lock):
-    process = start([*TWO, *program(corpus, tmp_path / "a", "--max_train_steps", "1")])
+    process = start([sys.executable, *TWO, *program(corpus, tmp_path / "a", "--max_train_steps", "1")])
     output, _ = process.communicate(timeout=120)
     assert process.returncode != 0
     assert output.count(SENTENCE) == 1
@@ -137,6 +141,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.processes
 def test_a_killed_holder_leaves_no_lock_whatever_its_children_do(tmp_path):
     folder = tmp_path / "a"
     holder = subprocess.Popen(

@@ -21,6 +21,8 @@ from training_runs import LLAMA, ROOT, curve, read_rows
 
 from hope_hf.training.checkpoints.manifest import latest_checkpoint, verify
 
+pytestmark = pytest.mark.processes
+
 KILLS = int(os.environ.get("HOPE_KILLS", "3"))
 INTERVAL = 3
 # Several seconds: a run that is killed more often is longer.

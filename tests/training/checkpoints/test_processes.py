@@ -7,10 +7,13 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
 from checkpoint_run import names
 from training_runs import LLAMA, ROOT
 
 from hope_hf.training.checkpoints.manifest import verify
+
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_python")]
 
 TWO_PROCESSES = """
     import sys

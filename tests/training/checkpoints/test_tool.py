@@ -60,6 +60,8 @@ def test_mistakes_are_one_sentence(tmp_path, monkeypatch, capsys, words, sentenc
     assert sentence in error and error.count("\n") == 1
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("warm_python")
 def test_it_runs_as_a_module(output_dir):
     command = [sys.executable, "-m", "hope_hf.training.checkpoint", "verify", str(output_dir)]
     done = subprocess.run(command, capture_output=True, text=True)

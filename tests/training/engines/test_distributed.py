@@ -22,13 +22,13 @@ WORKER = str(Path(ddp_worker.__file__))
 SMALL = ["--block_size", "32", "--max_train_steps", "6", "--logging_steps", "1", "--learning_rate", "5e-3"]
 SMALL += ["--max_grad_norm", "0.5", "--cpu_threads", "1"]
 # What README tells users: the launcher, the config, the variable.
-ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+ACCELERATE = ["-m", "accelerate.commands.launch", "--config_file"]
 ACCELERATE += [str(ROOT / "accelerate_configs" / "ddp.yaml"), "--num_processes", "2"]
 
 
 def start(launcher, folder, corpus, *flags, model):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
-    command = [*launcher, WORKER, *model, *corpus, *SMALL, "--output_dir", str(folder), *flags]
+    command = [sys.executable, *launcher, WORKER, *model, *corpus, *SMALL, "--output_dir", str(folder), *flags]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -38,6 +38,8 @@ def finished(process, folder):
     return output, read_rows(folder)
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("model", [LLAMA, HOPE], ids=["llama", "hope"])
 def test_two_processes_give_the_curve_of_one(run, tmp_path, corpus, monkeypatch, model):
     batch = "--per_device_train_batch_size"
@@ -78,6 +80,8 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("warm_python")
 def test_processes_started_with_other_flags_stop(tmp_path, corpus, free_port):
     folder = tmp_path / "run"
     processes = [started_by_hand(r, free_port, folder, corpus, "--adam_beta1", f"0.8{r}") for r in (0, 1)]
@@ -87,6 +91,8 @@ def test_processes_started_with_other_flags_stop(tmp_path, corpus, free_port):
     assert not list(folder.glob("checkpoint-*"))
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_that_meets_nobody_says_so(tmp_path, corpus, free_port, rank):
     alone = started_by_hand(rank, free_port, tmp_path / "run", corpus, "--ddp_timeout", "2")

@@ -20,6 +20,7 @@ def deepspeed_has_fp16() -> bool:
         return False
 
 
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_python")]
 FP16 = ["fp16", "fp16 continued"]
 NEEDS_FP16 = pytest.mark.skipif(not deepspeed_has_fp16(), reason="this CPU has no fp16 arithmetic for ZeRO")
 # Processes, and what is run on them.

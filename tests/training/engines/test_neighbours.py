@@ -31,6 +31,8 @@ def watch(end: str, seconds: float) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("warm_python")
 def test_hanging_beside_a_process_that_is_gone_ends_with_a_sentence():
     start = time.monotonic()
     ended = watch("kill", 60)
@@ -40,6 +42,8 @@ def test_hanging_beside_a_process_that_is_gone_ends_with_a_sentence():
     assert time.monotonic() - start < 50
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("end, seconds", [("poll", 1.5), ("kill", 0.1)], ids=["alive", "noticed"])
 def test_who_has_no_dead_neighbour_or_notices_by_itself_goes_on(end, seconds):
     ended = watch(end, seconds)
