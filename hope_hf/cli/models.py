@@ -7,19 +7,17 @@ from dataclasses import fields, is_dataclass
 
 import torch
 import yaml
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .arguments import ModelArguments
+from .mistakes import MISTAKES, one_line
 from .parser import nearest
 from .recipe import load_yaml
+from .weights import load_model
 
 DEFAULT_PRESET = "tiny"
-# What transformers raises for files and values of the user.
-MISTAKES = (OSError, ValueError, TypeError, ArithmeticError, ImportError, StrictDataclassError, SafetensorError)
 
 
 def build_config(args: ModelArguments, tokenizer, vocab_size: int, presets: dict):
@@ -63,6 +61,8 @@ def build_config(args: ModelArguments, tokenizer, vocab_size: int, presets: dict
 def load_config(source: str, flag: str, args: ModelArguments):
     """The config of a folder or Hub name that was given with `--flag`."""
     try:
+        values, _ = PreTrainedConfig.get_config_dict(source)
+        _check_dtype(values)
         return AutoConfig.from_pretrained(source, trust_remote_code=args.trust_remote_code)
     except MISTAKES as error:
         where = "" if os.path.isdir(source) else " is no folder and"
@@ -73,14 +73,13 @@ def build_model(args: ModelArguments, config, dtype: torch.dtype = torch.float32
     """The model on the CPU; ValueError where it cannot be built or loaded."""
     options = {"attn_implementation": args.attn_implementation} if args.attn_implementation else {}
     options |= {"dtype": dtype, "trust_remote_code": args.trust_remote_code}
+    source = args.model_name_or_path
+    if source:
+        return load_model(source, config, f"--model_name_or_path {source}", **options)
     try:
-        if args.model_name_or_path:
-            return AutoModelForCausalLM.from_pretrained(args.model_name_or_path, **options)
         return AutoModelForCausalLM.from_config(config, **options)
     except MISTAKES as error:
-        what = f"--model_name_or_path {args.model_name_or_path}" if args.model_name_or_path else "The model"
-        verb = "loaded" if args.model_name_or_path else "built"
-        raise ValueError(f"{what} cannot be {verb}: {one_line(error)}") from error
+        raise ValueError(f"The model cannot be built: {one_line(error)}") from error
 
 
 def parse_overrides(text: str | None) -> dict:
@@ -113,6 +112,15 @@ def _overrides(pairs: list[tuple[str, object]]) -> dict:
         if isinstance(value, int) and abs(value) >= 2**63:
             raise ValueError(f"{name} has more than 64 bits")
     return values
+
+
+def _check_dtype(values: dict):
+    # torch has more under the names that a config may hold than types, and the error for what it lacks names no file.
+    dtype = values.get("dtype", values.get("torch_dtype"))
+    known = isinstance(dtype, str) and getattr(torch, dtype, None)
+    # Models of several parts have a dict of them.
+    if not (dtype is None or isinstance(dtype, dict) or getattr(known, "is_floating_point", False) is True):
+        raise ValueError(f"its config.json has the dtype {dtype!r}, write one like \"float32\" or \"bfloat16\"")
 
 
 def _scalar(text: str):
@@ -162,10 +170,3 @@ def _make(config_class, values: dict):
         return config_class(**values)
     except MISTAKES as error:
         raise ValueError(f"--config_overrides: {config_class.__name__} is not valid: {one_line(error)}") from error
-
-
-def one_line(error: BaseException) -> str:
-    """What an error says, without its line breaks."""
-    # A strict config wraps what its check said in the name of the check.
-    reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
-    return " ".join(str(reason).split())

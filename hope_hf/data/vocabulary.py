@@ -53,8 +53,11 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     """The tokenizer of a folder or Hub name. Raises ValueError where there is none, or none with an EOS token."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+        # Some settings of a wrong type show only here, and a file may name a class that is no tokenizer.
+        tokenizer(END_OF_TEXT)["input_ids"]
+    # The tokenizers library raises a bare Exception for a file that it cannot read.
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"--tokenizer_name {name} holds no tokenizer that can be loaded: {reason}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(

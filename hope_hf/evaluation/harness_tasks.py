@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from hope_hf.cli.models import one_line
+from hope_hf.cli.mistakes import one_line
 from hope_hf.cli.parser import nearest
 
 from .arguments import Arguments

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hope_hf.cli.arguments import ModelArguments
-from hope_hf.cli.models import MISTAKES, is_hope, load_config, one_line
+from hope_hf.cli.mistakes import one_line
+from hope_hf.cli.models import is_hope, load_config
+from hope_hf.cli.weights import load_model
 
 
 def load_source(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -19,25 +20,12 @@ def load_source(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
     config = load_config(str(folder), "model_name_or_path", ModelArguments())
     if not is_hope(config):
         raise ValueError(f"{folder} holds a {config.model_type} and no HOPE: upload it with its own push_to_hub.")
-    return _load_model(folder), _load_tokenizer(folder)
-
-
-def _load_model(folder: Path) -> PreTrainedModel:
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", use_safetensors=True, output_loading_info=True
-        )
-    except (*MISTAKES, SafetensorError, RuntimeError) as error:
-        raise ValueError(f"The weights in {folder} cannot be loaded, save them again: {one_line(error)}") from error
-    # A part that was not saved would be exported as random numbers.
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ValueError(f"{folder} has no weights for {missing[0]}: name a folder with a whole HopeForCausalLM.")
-    return model.eval()
+    return load_model(str(folder), config, str(folder), dtype="auto"), _load_tokenizer(folder)
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder)
-    except MISTAKES as error:
+    # The tokenizers library raises a bare Exception for a file that it cannot read.
+    except Exception as error:
         raise ValueError(f"{folder} holds no tokenizer that loads, save one in it: {one_line(error)}") from error

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from tqdm.auto import tqdm
 
-from hope_hf.cli.models import one_line
+from hope_hf.cli.mistakes import one_line
 from hope_hf.cli.parser import nearest
 
 from ..arguments import Arguments

@@ -1,0 +1,170 @@
+"""A causal language model's weights: all of them, as they are, from safetensors, or one sentence.
+
+transformers alone fills what is missing with random numbers, casts integers, and reads pickles and adapters.
+"""
+
+import json
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, find_adapter_config_file
+
+from .files import is_inside
+from .mistakes import MISTAKES, one_line
+
+
+def load_model(source: str, config, named: str, **options) -> PreTrainedModel:
+    """The model of a folder or Hub name, on the CPU and in evaluation mode.
+
+    Args:
+        source: the folder or name.
+        config: of the model.
+        named: how the user named it, for the sentences.
+        options: for `from_pretrained`.
+
+    Raises:
+        ValueError: there are no safetensors, a file is broken, or a weight is missing, of another shape than the
+            config says, or no floating-point number.
+    """
+    try:
+        files = _weight_files(source, getattr(config, "transformers_weights", None), named)
+        with _quietly():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                source, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True, **options
+            )
+    except _Refused:
+        raise
+    except MISTAKES as error:
+        raise ValueError(f"{named} cannot be loaded: {one_line(error)}") from error
+    _check_names(model, report, named)
+    _check_shapes(report, named)
+    _check_types(model, files, report, named)
+    return model
+
+
+class _Refused(ValueError):
+    """What is there should not be read: one sentence for the user."""
+
+
+def parts_of(index: Path) -> list[str]:
+    """The files that an index of safetensors names, each once.
+
+    Raises ValueError where it cannot be read, or names anything but safetensors inside its folder.
+    """
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+        names = set(content["weight_map"].values())
+        whole = bool(names) and isinstance(content["metadata"], dict)
+    except MISTAKES:
+        whole = False
+    if not whole:
+        raise _Refused(f"{index} cannot be read: save the model there again.")
+    for name in names:
+        if not is_inside(name) or not name.endswith(".safetensors"):
+            raise _Refused(f"{index} names {name!r}, which is no safetensors file inside its folder: do not trust it.")
+    return sorted(names)
+
+
+def _weight_files(source: str, given: str | None, named: str) -> list[Path]:
+    """The safetensors that are read; `given` is the config's name for them, in place of the usual ones."""
+    if find_adapter_config_file(source) is not None:
+        raise _Refused(f"{named} holds an adapter of PEFT: merge it into its model (merge_and_unload) and save that.")
+    if given is not None and not is_inside(given):
+        raise _Refused(f"{named} has a config.json whose transformers_weights is no file of its folder: {given!r}.")
+    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME) if given is None else (given,):
+        file = _find(source, name)
+        if file is None:
+            continue
+        parts = parts_of(file) if name.endswith(".index.json") else []
+        files = [_find(source, part) for part in parts] or [file]
+        if None in files:
+            raise _Refused(f"{named} has no {parts[files.index(None)]}, which its {name} names: save the model again.")
+        return files
+    convert = f"AutoModelForCausalLM.from_pretrained({source!r}).save_pretrained({source!r})"
+    raise _Refused(
+        f"{named} has no {given or SAFE_WEIGHTS_NAME}, and only safetensors are read: to convert a pytorch_model.bin "
+        f"that you trust, run {convert} in Python."
+    )
+
+
+def _find(source: str, name: str) -> Path | None:
+    """A file of a folder or of the Hub; None where there is none, or something else than a file."""
+    if os.path.isdir(source):
+        file = Path(source) / name
+        return file if file.is_file() else None
+    found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the table of what did not fit and torch's word on complex numbers: the sentence says it."""
+    logger = logging.getLogger("transformers.modeling_utils")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    logger.addFilter(keep)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Casting complex values")
+            yield
+    finally:
+        logger.removeFilter(keep)
+
+
+def _check_names(model: PreTrainedModel, report: dict, named: str) -> None:
+    missing, unknown = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+    if missing:
+        raise ValueError(
+            f"{named} has no weights for {missing[0]}{_more(missing)}, which its config.json asks for: save the whole "
+            "model there again, or put back the config.json that was saved with these weights."
+        )
+    if not unknown:
+        return
+    sentence = f"{named} has weights for {unknown[0]}{_more(unknown)}, which the model of its config.json lacks"
+    # Of our own family no weight is left over for a good reason; others carry heads and buffers for other uses.
+    if model.config.model_type == "hope":
+        raise ValueError(f"{sentence}: put back the config.json that was saved with these weights.")
+    warnings.warn(f"{sentence}: they are left out.", stacklevel=4)
+
+
+def _check_shapes(report: dict, named: str) -> None:
+    others = sorted((name, list(saved), list(own)) for name, saved, own in report["mismatched_keys"])
+    if others:
+        name, saved, own = others[0]
+        raise ValueError(
+            f"{named} has a {name} of shape {saved}, and its config.json asks for {own}{_more(others)}: put back the "
+            "config.json that was saved with these weights."
+        )
+
+
+def _check_types(model: PreTrainedModel, files: list[Path], report: dict, named: str) -> None:
+    if getattr(model, "hf_quantizer", None) is not None:
+        # Many of its weights are whole numbers, and the quantizer knows which.
+        return
+    prefix = f"{model.base_model_prefix}."
+    is_float = {name: tensor.is_floating_point() for name, tensor in model.state_dict().items()}
+    # A base model's own files lack the prefix.
+    is_float |= {name.removeprefix(prefix): value for name, value in is_float.items() if name.startswith(prefix)}
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in sorted(tensors.keys()):
+                dtype = tensors.get_slice(name).get_dtype()
+                # What a family renames while it loads is not in the model by the name of the file.
+                weight = is_float.get(name, name.endswith(".weight") and name not in report["unexpected_keys"])
+                if weight and not dtype.startswith(("F", "BF")):
+                    raise ValueError(
+                        f"{named} has a {name} of {dtype}, which is no floating-point type: save the model again in "
+                        "float32 or bfloat16."
+                    )
+
+
+def _more(names: list) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
