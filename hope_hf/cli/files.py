@@ -1,6 +1,7 @@
 """Names of files that others wrote, and the rights of those that libraries write."""
 
 import shutil
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 
@@ -15,10 +16,17 @@ def is_inside(name: object) -> bool:
     return name == path.as_posix() != "." and not path.is_absolute() and ".." not in path.parts
 
 
-def share_weights(folder: Path) -> None:
-    """Let those read the weights in `folder` who may read its config.json.
+def copy_rights(file: Path, to: Path) -> None:
+    """Let those read and write `to` who may do so with `file`.
 
     safetensors gives its files to their owner alone, whatever the umask says.
     """
+    # Some disks have no such rights.
+    with suppress(OSError):
+        shutil.copymode(file, to)
+
+
+def share_weights(folder: Path) -> None:
+    """Give the weights that `save_pretrained` wrote to `folder` the rights of its other files."""
     for file in folder.glob("model*.safetensors"):
-        shutil.copymode(folder / "config.json", file)
+        copy_rights(folder / "config.json", file)

@@ -5,6 +5,7 @@ from tempfile import TemporaryDirectory
 
 from safetensors import SafetensorError
 
+from hope_hf.cli.files import share_weights
 from hope_hf.cli.tables import RESULTS_FILE
 
 from .card import model_card
@@ -47,6 +48,7 @@ def export_folder(
         with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as place:
             folder = Path(place) / out.name
             model.save_pretrained(folder)
+            share_weights(folder)
             tokenizer.save_pretrained(folder)
             model_card(model, repo_id, license, training, evaluation).save(folder / "README.md")
             printed = check_export(folder, repo_id, model)

@@ -1,5 +1,6 @@
 """A tiny training whose whole state is soon written, and ways to damage what it wrote."""
 
+import json
 import random
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from hope_hf.optim import build_optimizer
 from hope_hf.training.checkpoints.optimizer_files import load_optimizer
 from hope_hf.training.checkpoints.reader import find_checkpoint, load_weights
+from hope_hf.training.checkpoints.seal import seal
 from hope_hf.training.checkpoints.state_files import restore_rng, rng_state
 from hope_hf.training.checkpoints.writer import CheckpointWriter
 from hope_hf.training.engines.base import Engine
@@ -95,3 +97,11 @@ def names(folder: Path) -> list[str]:
 def truncate(path: Path):
     with path.open("r+b") as handle:
         handle.truncate(path.stat().st_size - 1)
+
+
+def forge(folder: Path, **fields):
+    """Put `fields` into a checkpoint's manifest, None takes one away, and seal it as if `publish` had."""
+    file = folder / "manifest.json"
+    content = json.loads(file.read_text()) | fields
+    content = {name: value for name, value in content.items() if value is not None and name != "sha256"}
+    file.write_text(json.dumps({**content, "sha256": seal(content)}))

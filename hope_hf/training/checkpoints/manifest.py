@@ -3,18 +3,12 @@
 import hashlib
 import json
 import os
-import re
 import shutil
 import uuid
 import warnings
 from pathlib import Path
 
-MANIFEST = "manifest.json"
-# Raised where the other files change; a version reads its own.
-FORMAT = 2
-
-# A folder is `.replaced` while a newer one of the same step takes its name.
-_NAME = re.compile(r"checkpoint-(\d+)(\.replaced)?")
+from .seal import FOLDER_NAME, FORMAT, MANIFEST, MEND, file_size, read_manifest, seal
 
 
 def temporary_name(output_dir: Path, step: int) -> Path:
@@ -55,7 +49,7 @@ def publish(folder: Path, step: int, facts: dict, files: dict[str, dict]) -> Pat
     """
     content = {"format": FORMAT, "step": step, **facts, "files": files}
     with (folder / MANIFEST).open("w", encoding="utf-8") as handle:
-        json.dump({**content, "sha256": _seal(content)}, handle, indent=1)
+        json.dump({**content, "sha256": seal(content)}, handle, indent=1)
         handle.flush()
         os.fsync(handle.fileno())
     for directory in {folder, *(path for path in folder.rglob("*") if path.is_dir())}:
@@ -78,34 +72,23 @@ def verify(folder: Path) -> dict:
     """Read every byte of a checkpoint and compare it with its manifest.
 
     Returns:
-        The manifest: `step`, `files`, and the facts given to `publish`.
+        The manifest, as `read_manifest` does.
 
     Raises:
-        ValueError: unfinished, truncated or changed.
+        ValueError: unfinished, truncated, changed or impossible.
     """
-    mend = "resume from another checkpoint"
-    if not os.path.isdir(folder):
-        raise ValueError(f"{folder} is not a folder: name a checkpoint-<step> of a run.")
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        seal = manifest.pop("sha256")
-    except FileNotFoundError:
-        raise ValueError(f"{folder} has no {MANIFEST}, so it was never finished: {mend}.") from None
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        raise ValueError(f"{folder / MANIFEST} cannot be read: {mend}.") from None
-    if seal != _seal(manifest):
-        raise ValueError(f"{folder / MANIFEST} was changed after it was written: {mend}.")
+    manifest = read_manifest(folder)
     for name, expected in manifest["files"].items():
         path = folder / name
         try:
-            size = path.stat().st_size
+            size = file_size(folder, name)
             changed = size == expected["size"] and _sha256(path) != expected["sha256"]
         except OSError as error:
-            raise ValueError(f"{path} cannot be read ({error.strerror}): {mend}.") from error
+            raise ValueError(f"{path} cannot be read ({error.strerror}): {MEND}.") from error
         if size != expected["size"]:
-            raise ValueError(f"{path} has {size} bytes instead of {expected['size']}: {mend}.")
+            raise ValueError(f"{path} has {size} bytes instead of {expected['size']}: {MEND}.")
         if changed:
-            raise ValueError(f"{path} was changed after it was written (SHA-256 differs): {mend}.")
+            raise ValueError(f"{path} was changed after it was written (SHA-256 differs): {MEND}.")
     return manifest
 
 
@@ -156,19 +139,19 @@ def rotate(output_dir: Path, newest: Path, save_total_limit: int | None) -> None
 
 def _checkpoints(output_dir: Path) -> list[Path]:
     """Newest first; of two of one step the one that bears the final name first."""
-    folders = [path for path in output_dir.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    folders = [path for path in output_dir.glob("checkpoint-*") if FOLDER_NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(folders, key=lambda path: (-_step(path), path.name))
 
 
 def _step(folder: Path) -> int:
-    return int(_NAME.fullmatch(folder.name)[1])
+    return int(FOLDER_NAME.fullmatch(folder.name)[1])
 
 
 def _has_all_bytes(folder: Path) -> bool:
     try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-        return all((folder / name).stat().st_size == entry["size"] for name, entry in files.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        files = read_manifest(folder)["files"]
+        return all(file_size(folder, name) == entry["size"] for name, entry in files.items())
+    except (OSError, ValueError):
         return False
 
 
@@ -182,10 +165,6 @@ def _remove(folder: Path) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
-
-
-def _seal(content: dict) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _sync_directory(folder: Path) -> None:

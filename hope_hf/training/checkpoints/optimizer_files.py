@@ -12,6 +12,7 @@ import copy
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -19,9 +20,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hope_hf.cli.files import copy_rights
 from hope_hf.optim import require_same_groups
 
 from ..engines.base import Engine, Slice
+from .seal import listed, read_manifest
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ def save_optimizer(folder: Path, part: OptimizerPart, rank: int) -> None:
     stem.with_suffix(".json").write_text(json.dumps(part.index), encoding="utf-8")
     if part.tensors:
         save_file(part.tensors, stem.with_suffix(".safetensors"))
+        copy_rights(stem.with_suffix(".json"), stem.with_suffix(".safetensors"))
     if rank == 0:
         (folder / "optimizer.json").write_text(json.dumps(part.groups), encoding="utf-8")
 
@@ -78,7 +82,7 @@ def load_optimizer(folder: Path, engine: Engine) -> None:
     Raises:
         ValueError: it is the state of other levels, rules, periods or parameters; nothing is changed then.
     """
-    saved = json.loads((folder / "optimizer.json").read_text(encoding="utf-8"))
+    saved = json.loads(listed(folder, "optimizer.json").read_text(encoding="utf-8"))
     require_same_groups(saved, _groups(engine))
     with _Files(folder) as files:
         for part, scalars in engine.optimizer_slices():
@@ -101,11 +105,12 @@ class _Files:
     def __init__(self, folder: Path):
         self._pieces: dict[str, list[tuple[int, dict, object]]] = {}
         self._open = []
-        for index in sorted(folder.glob("optimizer_rank_*.json")):
-            entries = json.loads(index.read_text(encoding="utf-8"))
+        names = read_manifest(folder)["files"]
+        for index in sorted(name for name in names if fnmatch(name, "optimizer_rank_*.json")):
+            entries = json.loads((folder / index).read_text(encoding="utf-8"))
             if not entries:
                 continue
-            file = safe_open(index.with_suffix(".safetensors"), framework="pt")
+            file = safe_open(listed(folder, index.replace(".json", ".safetensors")), framework="pt")
             self._open.append(file)
             for name, entry in entries.items():
                 self._pieces.setdefault(name, []).append((entry["start"], entry, file))

@@ -7,11 +7,10 @@
         rank_<r>.{json,safetensors}                          random generators, data position, carried memories
         manifest.json                                        sizes and SHA-256 of all the others
 
-Nothing is pickled. `writer.py` writes it, this file chooses and reads. Every process calls every function;
-processes agree on errors, so that none is left waiting.
+Nothing is pickled, and what the manifest does not list is not read. `writer.py` writes it, this file chooses and
+reads. Every process calls every function; processes agree on errors, so that none is left waiting.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .manifest import FORMAT, latest_checkpoint, verify
+from .manifest import latest_checkpoint, verify
+from .seal import FORMAT, read_manifest, weight_files
 from .state_files import SHARED_STATE, load_state
 
 
@@ -66,7 +66,7 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | None) 
         raise ValueError(problem)
     if path is None:
         return None
-    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    manifest = read_manifest(path)
     if manifest.get("format") != FORMAT:
         raise ValueError(
             f"{path} was written by another version of hope_hf (format {manifest.get('format', 1)}, this one reads "
@@ -92,20 +92,16 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | None) 
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The safetensors in `folder` by name; what is tied has one of its names."""
-    index = folder / "model.safetensors.index.json"
-    files = {"model.safetensors"}
-    if index.exists():
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    """A checkpoint's weights by name; what is tied has one of its names."""
     saved: dict[str, Tensor] = {}
-    for file in sorted(files):
-        saved |= load_file(folder / file)
+    for file in weight_files(folder):
+        saved |= load_file(file)
     return saved
 
 
 @torch.no_grad()
 def load_weights(model: PreTrainedModel, folder: Path) -> None:
-    """Copy the safetensors in `folder` into `model`, before an engine has taken it.
+    """Copy the weights of the checkpoint in `folder` into `model`, before an engine has taken it.
 
     Names, shapes and dtypes are the same, or nothing is changed.
 

@@ -9,6 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from hope_hf.cli.files import copy_rights
+
+from .seal import listed, read_manifest
+
 SHARED_STATE = ("scheduler", "trainer")
 """What all processes have alike, written by the first; beside it each writes "rank_<r>"."""
 
@@ -21,16 +25,18 @@ def save_state(stem: Path, state: object) -> None:
     """
     tensors: dict[str, Tensor] = {}
     structure = _pack(state, "state", tensors, set())
-    stem.with_name(f"{stem.name}.json").write_text(json.dumps(structure), encoding="utf-8")
+    written = stem.with_name(f"{stem.name}.json")
+    written.write_text(json.dumps(structure), encoding="utf-8")
     if tensors:
-        save_file(tensors, stem.with_name(f"{stem.name}.safetensors"))
+        save_file(tensors, written.with_suffix(".safetensors"))
+        copy_rights(written, written.with_suffix(".safetensors"))
 
 
 def load_state(stem: Path) -> object:
-    """What `save_state` wrote; tensors on the CPU."""
-    structure = json.loads(stem.with_name(f"{stem.name}.json").read_text(encoding="utf-8"))
-    file = stem.with_name(f"{stem.name}.safetensors")
-    return _unpack(structure, load_file(file) if file.exists() else {})
+    """What `save_state` wrote into a checkpoint, of whose manifest's files alone it is read; tensors on the CPU."""
+    folder, tensors = stem.parent, f"{stem.name}.safetensors"
+    structure = json.loads(listed(folder, f"{stem.name}.json").read_text(encoding="utf-8"))
+    return _unpack(structure, load_file(folder / tensors) if tensors in read_manifest(folder)["files"] else {})
 
 
 def _pack(value: object, name: str, tensors: dict[str, Tensor], storages: set[int]) -> object:

@@ -13,6 +13,7 @@ from hope_hf.cli.process import complain, warn_in_sentences
 from hope_hf.cli.tables import markdown_table
 
 from .manifest import latest_checkpoint, verify
+from .seal import file_size, listed, read_manifest, weight_files
 
 # What only a run that continues needs.
 STATE_FILES = ("optimizer", "scheduler.", "trainer.", "rank_", "manifest.")
@@ -66,14 +67,15 @@ def _checkpoint(folder: Path) -> Path:
 
 def _info(folder: Path) -> str:
     try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        state = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
+        manifest = read_manifest(folder)
+        file_size(folder, "trainer.json")
+        state = json.loads(listed(folder, "trainer.json").read_text(encoding="utf-8"))
         facts = {"step": manifest["step"], "num_processes": manifest["num_processes"], **state}
         # The flags and the counters of the run, each a dict of its own.
         for group in [name for name, value in facts.items() if isinstance(value, dict)]:
             facts |= facts.pop(group)
         size = sum(entry["size"] for entry in manifest["files"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(
             f"{folder} is no finished checkpoint: its manifest.json or trainer.json cannot be read."
         ) from None
@@ -83,8 +85,10 @@ def _info(folder: Path) -> str:
 
 
 def _consolidate(folder: Path, manifest: dict, out: Path):
-    if out.exists():
+    if os.path.lexists(out):
         raise ValueError(f"--to {out} exists: name a new folder.")
+    # Whoever loads the copy would follow its index wherever it points.
+    weight_files(folder)
     wanted = [name for name in manifest["files"] if not name.startswith(STATE_FILES)]
     unfinished = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex[:8]}")
     try:

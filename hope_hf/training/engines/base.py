@@ -16,6 +16,7 @@ from accelerate import Accelerator, PartialState
 from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel
 
+from hope_hf.cli.files import share_weights
 from hope_hf.optim import LevelClock
 
 from .loss_scaling import LossScaling, TorchScaling
@@ -208,6 +209,7 @@ class Engine:
     def save_model(self, folder: Path, weights: dict[str, Tensor], **options) -> None:
         """`save_pretrained` with the whole `weights`, on the first process; the config says their dtype."""
         self.model.save_pretrained(folder, state_dict=weights, **options)
+        share_weights(folder)
 
     def readable_model(self, folder: Path) -> PreTrainedModel:
         """A model that one process alone can run; where its weights are shared out, the one just saved to `folder`."""

@@ -9,7 +9,7 @@ from checkpoint_run import CONFIG, Run, names
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from hope_hf.training.checkpoints.manifest import verify
+from hope_hf.training.checkpoints.manifest import describe, publish, temporary_name, verify
 from hope_hf.training.checkpoints.reader import find_checkpoint, load_weights
 
 pytestmark = pytest.mark.usefixtures("one_cpu_process")
@@ -89,10 +89,13 @@ def test_a_family_that_renames_its_weights_for_export_continues(tmp_path):
 
 def test_weights_in_several_files(tmp_path):
     run = Run()
-    run.model.save_pretrained(tmp_path, max_shard_size="5KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    unfinished = temporary_name(tmp_path, 1)
+    run.model.save_pretrained(unfinished, max_shard_size="5KB")
+    assert len(list(unfinished.glob("*.safetensors"))) > 1
+    facts = {"num_processes": 1, "only_model": True}
+    folder = publish(unfinished, 1, facts, describe(unfinished, list(unfinished.iterdir())))
     fresh = Run(seed=3).model
-    load_weights(fresh, tmp_path)
+    load_weights(fresh, folder)
     assert all(torch.equal(a, b) for a, b in zip(run.model.parameters(), fresh.parameters(), strict=True))
 
 
