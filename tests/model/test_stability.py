@@ -7,6 +7,8 @@ from hope_hf import HopeConfig, HopeForCausalLM
 from hope_hf.model.chunk_layout import plan_chunks
 
 LENGTH = 16_384
+# what the default suite can afford; the long tests read all
+SHORT = 8_192
 # every head has memories of its own: five heads are five random initialisations read at once
 WIDTH, HEADS = 160, 5
 
@@ -33,7 +35,7 @@ def streams(length, seed, rows=1):
 
 @pytest.fixture(scope="module")
 def long_streams():
-    return streams(LENGTH, seed=0)
+    return streams(SHORT, seed=0)
 
 
 def read(mixer, hidden_states):
@@ -87,7 +89,7 @@ def test_long_texts_stay_bounded(long_streams, gates):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 4])
 @pytest.mark.parametrize("gates", GATES.values(), ids=GATES.keys())
 def test_more_initialisations_stay_bounded(gates, seed):
     """Other static maps, and other texts."""
@@ -117,7 +119,7 @@ def test_without_the_clip_the_same_gates_diverge(name):
     """The control: the bound above is the clip's doing. How far a seed goes depends on the machine's rounding."""
     options, *biases = GATES[name]
     unclipped = options | dict(memory_error_clip=None)
-    reached = [read_with_gates(streams(LENGTH, seed), unclipped, *biases, seed=seed)[1] for seed in (1, 2, 3)]
+    reached = (read_with_gates(streams(SHORT, seed), unclipped, *biases, seed=seed)[1] for seed in (1, 2, 3))
     assert not all(largest < 1e3 for largest in reached)
 
 

@@ -87,7 +87,7 @@ def test_a_book_is_read_once_and_continued_in_two_ways(tiny_model):
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_an_exported_forward_serves_every_mask(tiny_model, mixer):
-    model = tiny_model(mixer=mixer)
+    model = tiny_model(mixer=mixer, num_hidden_layers=1)
     ids, mask = random_ids(2, 19), torch.ones(2, 19, dtype=torch.long)
     masks = [mask, mask.clone(), mask.clone()]
     masks[1][1, :4] = 0
@@ -132,8 +132,8 @@ def test_importing_is_not_slow():
         "import hope_hf\n"
         "print(time.process_time() - start)\n"
     )
-    seconds = [
+    seconds = (
         float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
         for _ in range(2)
-    ]
-    assert min(seconds) <= 0.3
+    )
+    assert any(needed <= 0.3 for needed in seconds)

@@ -1,6 +1,6 @@
 """Killed at a random moment, a run goes on from a verified checkpoint, and none of its processes is left behind.
 
-`make test-kill` (`HOPE_KILLS=30 pytest tests/training/checkpoints/test_kill.py -s`) kills more often.
+The long test kills all kinds of victims under every engine; `make test-kill` does so 30 times (`HOPE_KILLS=30`).
 """
 
 import json
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import warm_python
 from engine_runs import NEEDS_DEEPSPEED
 from training_runs import LLAMA, ROOT, curve, read_rows
 
@@ -25,9 +26,7 @@ pytestmark = pytest.mark.processes
 
 KILLS = int(os.environ.get("HOPE_KILLS", "3"))
 INTERVAL = 3
-# Several seconds: a run that is killed more often is longer.
-STEPS = 30 * (KILLS + 1)
-FLAGS = ["--block_size", "32", "--max_train_steps", str(STEPS), "--checkpointing_steps", str(INTERVAL)]
+FLAGS = ["--block_size", "32", "--checkpointing_steps", str(INTERVAL)]
 FLAGS += ["--logging_steps", "1", "--learning_rate", "5e-3", "--cpu_threads", "1"]
 LONGEST_DEATH = 60.0
 # DeepSpeed compiles an operation in the first run on a machine.
@@ -44,21 +43,23 @@ class Kill:
     """and so much later, perhaps while a checkpoint is written."""
 
 
-def seeded_kills(seed: int) -> list[Kill]:
+def seeded_kills(seed: int, victims: list[str]) -> list[Kill]:
     generator = random.Random(seed)
-    victims = ["a rank", "all ranks", "the launcher"] * KILLS
-    return [Kill(victims[i], generator.randint(1, 20), generator.uniform(0, 0.15)) for i in range(KILLS)]
+    return [Kill(victim, generator.randint(1, 20), generator.uniform(0, 0.15)) for victim in victims]
 
 
 class Launch:
-    """`accelerate launch` of a run in `folder`, by one of accelerate_configs/."""
+    """`accelerate launch` of a run in `folder`, by one of accelerate_configs/.
 
-    def __init__(self, config: str, processes: int, folder: Path, flags: list[str]):
+    `python` is `warm_python.executable()` where no process of it will be killed.
+    """
+
+    def __init__(self, config: str, processes: int, folder: Path, flags: list[str], python: str = sys.executable):
         self.folder = folder
         self.begins_at = chosen_step(folder) if folder.exists() else 0
         self.beats = beats(folder)
         batch = ["--per_device_train_batch_size", str(4 // processes)]
-        launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+        launcher = [python, "-m", "accelerate.commands.launch"]
         launcher += ["--config_file", str(ROOT / "accelerate_configs" / config), "--num_processes", str(processes)]
         command = [*launcher, str(ROOT / "run_clm.py"), *LLAMA, *flags, *FLAGS, *batch, "--output_dir", str(folder)]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
@@ -152,14 +153,17 @@ def start():
             process.kill()
 
 
-@pytest.mark.parametrize("engine", ["single", "fsdp2", pytest.param("zero3", marks=NEEDS_DEEPSPEED)])
-def test_a_killed_run_goes_on_and_leaves_no_orphan(engine, start, tmp_path, corpus):
+def survives(engine: str, victims: list[str], start, tmp_path: Path, corpus: list[str]):
+    """Kill a run as often as there are victims, and compare it with one that nobody killed."""
+    # Several seconds: a run that is killed more often is longer.
+    steps = 30 * (len(victims) + 1)
+    corpus = [*corpus, "--max_train_steps", str(steps)]
     config, processes, flags = ENGINES[engine]
     # Before a checkpoint in the background is whole, the one before it counts.
     most_lost = 2 * INTERVAL if flags else INTERVAL
     folder = tmp_path / engine
     generator = random.Random(engine)
-    for number, kill in enumerate(seeded_kills(len(engine)), 1):
+    for number, kill in enumerate(seeded_kills(len(engine), victims), 1):
         launch = start(config, processes, folder, corpus + flags)
         launch.wait_for_steps(kill.steps)
         time.sleep(kill.seconds)
@@ -176,23 +180,42 @@ def test_a_killed_run_goes_on_and_leaves_no_orphan(engine, start, tmp_path, corp
         if kill.victims == "a rank" and processes > 1:
             assert "error: another process of this run is gone (" in launch.text(), launch.text()
             assert "[rank" not in launch.text(), launch.text()
-    launch = start(config, processes, folder, corpus + flags)
+    launch = start(config, processes, folder, corpus + flags, warm_python.executable())
     launch.wait_until(launch.gone, 4 * LONGEST_START, "the last launch did not end")
     assert launch.launcher.wait() == 0, launch.text()
 
     # Under the same engine: over hundreds of steps, rounding alone parts the curves of two.
-    whole = start(config, processes, tmp_path / "uninterrupted", corpus + flags)
+    whole = start(config, processes, tmp_path / "uninterrupted", corpus + flags, warm_python.executable())
     whole.wait_until(whole.gone, 4 * LONGEST_START, "the uninterrupted run did not end")
     assert whole.launcher.wait() == 0, whole.text()
-    assert len(curve(read_rows(folder))) == STEPS
+    assert len(curve(read_rows(folder))) == steps
     assert curve(read_rows(folder)) == pytest.approx(curve(read_rows(whole.folder)), rel=1e-6)
+
+
+ZERO3 = pytest.param("zero3", ["all ranks"], marks=NEEDS_DEEPSPEED)
+
+
+@pytest.mark.parametrize(
+    "engine, victims", [("single", ["the launcher"]), ("fsdp2", ["a rank", "the launcher"]), ZERO3]
+)
+def test_a_killed_run_goes_on_and_leaves_no_orphan(engine, victims, start, tmp_path, corpus):
+    survives(engine, victims, start, tmp_path, corpus)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["single", "fsdp2", pytest.param("zero3", marks=NEEDS_DEEPSPEED)])
+def test_every_kind_of_victim_under_every_engine(engine, start, tmp_path, corpus):
+    victims = (["a rank", "all ranks", "the launcher"] * KILLS)[:KILLS]
+    survives(engine, victims, start, tmp_path, corpus)
 
 
 @pytest.mark.parametrize("engine, whom, status", [("single", "group", -signal.SIGTERM), ("fsdp2", "rank", 0)])
 def test_sigterm_saves_the_step_just_done(engine, whom, status, start, tmp_path, corpus):
     """The processes end with 0; a launcher that was told to stop says so in its own status."""
     config, processes, _ = ENGINES[engine]
-    launch = start(config, processes, tmp_path / "run", corpus)
+    # A signal to the whole group would not find what a server has forked.
+    python = sys.executable if whom == "group" else warm_python.executable()
+    launch = start(config, processes, tmp_path / "run", [*corpus, "--max_train_steps", "1000"], python)
     launch.wait_for_steps(4)
     if whom == "group":
         os.killpg(launch.launcher.pid, signal.SIGTERM)

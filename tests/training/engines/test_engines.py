@@ -51,19 +51,20 @@ def marks(engine: str, run: str) -> list:
 
 # Model, optimizer steps, and the batches accumulated for one where there are several processes.
 RUNS = {
-    "hope": (HOPE, 20, 1),
-    "hope-attention": (HOPE_ATTENTION, 8, 1),
-    "llama": (LLAMA, 8, 4),
-    "gpt2": (GPT2, 8, 1),
-    "muon": ([*HOPE, "--optimizer", "muon"], 8, 1),
-    "poisoned": (LLAMA, 8, 1),
-    "fp16": (HOPE, 16, 1),
+    "hope": (HOPE, 11, 1),
+    "hope-attention": (HOPE_ATTENTION, 6, 1),
+    "llama": (LLAMA, 6, 4),
+    "gpt2": (GPT2, 6, 1),
+    "muon": ([*HOPE, "--optimizer", "muon"], 6, 1),
+    "poisoned": (LLAMA, 6, 1),
+    "fp16": (HOPE, 9, 1),
 }
 # Whose checkpoint the run "moved" goes on from: one process's, and on four processes that of two.
 SOURCES = {"fsdp_hybrid": "fsdp2"}
 POISONED_STEP = 3
 LATER_POISONED_STEP = 5
-SAVED_STEP = 14
+# Within a period of the second level, whose clock is saved too.
+SAVED_STEP = 7
 
 
 def plan(corpus: list[str], processes: int, wanted: list[str], source: Path | None) -> dict[str, dict]:
