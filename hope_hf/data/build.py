@@ -15,7 +15,7 @@ from .config import DataConfig
 from .files import find_files
 from .loader import BlockLoader, Layout, Prefetched, StreamLoader
 from .packing import IGNORED, Block, RandomBlocks, TokenBlocks, collate, make_encoder, stable_seed, tokenize
-from .sources import open_sources
+from .sources import open_sources, training_source
 from .vocabulary import DEFAULT_VOCAB_SIZE, bytes_per_id, load_tokenizer, train_tokenizer
 
 _TOKENIZER_BYTES = 32_000_000
@@ -81,7 +81,7 @@ def build_data(config: DataConfig, *, rank: int = 0, world_size: int = 1, state:
         raise ValueError(f"{_source_flag(config)} gave no validation text: {mend}.")
     layout, positions = _layout(config, rank, world_size), config.document_boundary == "reset"
     if isinstance(sources.train, IterableDataset):
-        loader = StreamLoader(sources.train, make_encoder(tokenizer), layout, state)
+        loader = StreamLoader(sources.train, make_encoder(tokenizer), layout, state, training_source(config))
         tokens, identity, extent = None, _stream_identity(config), "streamed"
     else:
         stream = tokenize(sources.train, tokenizer, config.preprocessing_num_workers)

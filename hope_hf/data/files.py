@@ -4,17 +4,25 @@ What a document is: in .json, .jsonl and .parquet a row; in .txt the file, or wh
 `<|endoftext|>` where there are any.
 """
 
+import errno
 import glob
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from datasets import Dataset, IterableDataset, load_dataset
+from datasets import Dataset, IterableDataset, config, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
+from .json_head import check_json
 from .vocabulary import END_OF_TEXT
 
 _BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+# What datasets and pyarrow raise over the content of a file; RuntimeError is too deep a nesting among others.
+_UNREADABLE = (DatasetGenerationError, OSError, ValueError, TypeError, RuntimeError)
+
+
+class UnreadableText(ValueError):
+    """A text file that cannot be read, said for the user."""
 
 
 def find_files(pattern: str, flag: str) -> list[str]:
@@ -36,6 +44,8 @@ def find_files(pattern: str, flag: str) -> list[str]:
             raise ValueError(f"{flag} {path} cannot be read: check its permissions.")
         if os.path.getsize(path) == 0:
             raise ValueError(f"{flag} {path} is empty: give a file with text.")
+        if _builder([path]) == "json":
+            check_json(path, flag)
     if len({_builder([path]) for path in paths}) > 1:
         raise ValueError(f"{flag} {pattern} matches files of several kinds: name those of one kind, such as '*.txt'.")
     return paths
@@ -44,7 +54,7 @@ def find_files(pattern: str, flag: str) -> list[str]:
 def load_files(paths: list[str], flag: str, streaming: bool = False) -> Dataset | IterableDataset:
     """The documents of files of one kind, as the one column `text`. Raises ValueError naming the file.
 
-    A stream reports an unreadable file when it gets there.
+    Of a stream only the beginning is read here: read on with `read_stream`.
     """
     if _builder(paths) == "text":
         if streaming:
@@ -54,10 +64,17 @@ def load_files(paths: list[str], flag: str, streaming: bool = False) -> Dataset 
     try:
         dataset = load_dataset(_builder(paths), data_files=paths, split="train", streaming=streaming)
         columns = column_kinds(dataset)
-    except (DatasetGenerationError, OSError, ValueError) as error:
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
+    except _UNREADABLE as error:
+        cause = error.__cause__ or error
+        if getattr(cause, "errno", None) == errno.ENOSPC:
+            raise ValueError(
+                f"There is no space left for {flag} {_names(paths)} in {config.HF_DATASETS_CACHE}: free some, or name "
+                "another folder in HF_DATASETS_CACHE."
+            ) from error
         kind = _builder(paths)
-        raise ValueError(f"{flag} {_names(paths)} cannot be read as {kind}, write it again: {reason}") from error
+        raise ValueError(
+            f"{flag} {_names(paths)} cannot be read as {kind}, write it again: {_first_line(cause)}"
+        ) from error
     return text_column(dataset, columns, f"{flag} {_names(paths)}")
 
 
@@ -66,6 +83,18 @@ def read_documents(paths: list[str], flag: str) -> Iterator[str]:
     for row in load_files(paths, flag):
         if row["text"]:
             yield row["text"]
+
+
+def read_stream(rows: Iterable[dict], source: str) -> Iterator[dict]:
+    """`rows` of a stream; ValueError that names `source` (flag and files) where they cannot be read on."""
+    try:
+        yield from rows
+    except UnreadableText:
+        raise
+    except _UNREADABLE as error:
+        raise ValueError(
+            f"{source} cannot be read to its end, check the file or the connection: {_first_line(error)}"
+        ) from error
 
 
 def column_kinds(dataset: Dataset | IterableDataset) -> dict[str, bool]:
@@ -84,6 +113,8 @@ def text_column(
     `columns` as from `column_kinds`. Raises ValueError naming `source` where none, or more than one, might be meant.
     """
     strings = [name for name, is_string in columns.items() if is_string]
+    if "text" in columns and "text" not in strings:
+        raise ValueError(f"{source} has no column 'text' of strings: give every row a text in quotes.")
     if "text" not in strings and len(strings) != 1:
         raise ValueError(
             f"{source} has no column 'text' among {', '.join(sorted(columns))}: rename the one that holds the text."
@@ -101,6 +132,10 @@ def _names(paths: list[str]) -> str:
     return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
 
 
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def _rows(paths: list[str], flag: str) -> Iterator[dict[str, str]]:
     for text in _texts(paths, flag):
         yield {"text": text}
@@ -112,9 +147,9 @@ def _texts(paths: list[str], flag: str) -> Iterator[str]:
             # Not read_text, which would rewrite line ends; a byte order mark is not text.
             text = Path(path).read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{flag} {path} is not UTF-8 text (byte {error.start}): convert it.") from error
+            raise UnreadableText(f"{flag} {path} is not UTF-8 text (byte {error.start}): convert it.") from error
         except OSError as error:
-            raise ValueError(f"{flag} {path} cannot be read: {error.strerror}.") from error
+            raise UnreadableText(f"{flag} {path} cannot be read: {error.strerror}.") from error
         yield from _documents(text)
 
 

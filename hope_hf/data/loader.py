@@ -18,6 +18,7 @@ from datasets import IterableDataset
 from datasets.distributed import split_dataset_by_node
 from torch import Tensor
 
+from .files import read_stream
 from .packing import Block, collate, stable_seed
 
 Batch = tuple[dict[str, Tensor], dict]
@@ -105,12 +106,20 @@ class StreamLoader:
     carry: every row of every rank packs documents of its own (row b of S in the global batch takes b, b+S, ...), so
     row b of one batch continues row b of the batch before.
 
-    State: {"packers": [one per contiguous stream of this rank]}, see `_Packer.state`.
+    `source` names the documents in errors. State: {"packers": [one per contiguous stream of this rank]}, see
+    `_Packer.state`.
     """
 
     batches_per_epoch = None
 
-    def __init__(self, documents: IterableDataset, encode: Callable, layout: Layout, state: dict | None = None):
+    def __init__(
+        self,
+        documents: IterableDataset,
+        encode: Callable,
+        layout: Layout,
+        state: dict | None = None,
+        source: str = "The stream",
+    ):
         self.layout = layout
         shares = [(layout.rank, layout.world_size)]
         if layout.carry:
@@ -122,7 +131,7 @@ class StreamLoader:
                 "processes and, with carry, --per_device_train_batch_size."
             )
         self._packers = [
-            _Packer(split_dataset_by_node(documents, *share), encode, layout.block_size, share, packer_state)
+            _Packer(split_dataset_by_node(documents, *share), encode, layout.block_size, share, packer_state, source)
             for share, packer_state in zip(shares, states, strict=True)
         ]
 
@@ -138,9 +147,16 @@ class _Packer:
     """One contiguous stream of tokens from a share of the documents, endless."""
 
     def __init__(
-        self, documents: IterableDataset, encode: Callable, block_size: int, share: tuple[int, int], state: dict | None
+        self,
+        documents: IterableDataset,
+        encode: Callable,
+        block_size: int,
+        share: tuple[int, int],
+        state: dict | None,
+        source: str,
     ):
         self.documents, self.encode, self.block_size, self.share = documents, encode, block_size, share
+        self.source = source
         self._beginning = documents.state_dict()
         # The stream's state before the documents in `_encoded` were read: on resuming they are read and encoded again,
         # which keeps the state small however long a document is.
@@ -184,7 +200,7 @@ class _Packer:
 
     def _open(self, state: dict):
         self.documents.load_state_dict(state)
-        self._iterator = iter(self.documents)
+        self._iterator = read_stream(self.documents, self.source)
         # Until the first row is read the data set's own state is that of its beginning, whatever was loaded.
         self._after = state
 

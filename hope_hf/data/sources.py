@@ -10,7 +10,7 @@ from datasets.exceptions import DatasetGenerationError
 
 from .config import DataConfig
 from .corpus import corpus_documents
-from .files import column_kinds, find_files, load_files, text_column
+from .files import column_kinds, find_files, load_files, read_stream, text_column
 from .split import held_out, split_documents
 
 _VALIDATION_DOCUMENTS_OF_A_STREAM = 256
@@ -45,6 +45,11 @@ def open_sources(config: DataConfig) -> Sources:
     elif held is None:
         train, held = _split(train, config, description)
     return Sources(_first(train, config.max_train_samples), _first(held, config.max_eval_samples), description)
+
+
+def training_source(config: DataConfig) -> str:
+    """Flag and value that name the training text, for errors over it."""
+    return f"{_flag(config)} {config.dataset_name or config.train_file}"
 
 
 def _builtin(config: DataConfig) -> tuple[Dataset, str]:
@@ -106,7 +111,7 @@ def _split_stream(train: IterableDataset, held: Dataset | IterableDataset | None
         train = train.filter(_is_for_training, fn_kwargs={"percentage": percentage})
     if isinstance(held, IterableDataset):
         count = config.max_eval_samples or _VALIDATION_DOCUMENTS_OF_A_STREAM
-        texts = [row["text"] for row in islice(held, count)]
+        texts = [row["text"] for row in islice(read_stream(held, training_source(config)), count)]
         if not texts:
             raise ValueError(
                 f"--streaming found no document to hold out among {percentage:g} % of {_flag(config)}: "

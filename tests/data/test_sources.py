@@ -185,6 +185,15 @@ BAD = {
         lambda d: bad_file(d, "a.jsonl", b'{"a": "x", "b": "y"}\n') | {"streaming": True},
         "a.jsonl has no column 'text' among a, b",
     ),
+    "null": (lambda d: bad_file(d, "a.json", b"null"), "a.json holds no rows with text"),
+    "scalar": (lambda d: bad_file(d, "a.json", b"3"), "a.json holds no rows with text"),
+    "list of scalars": (lambda d: bad_file(d, "a.json", b"[1, 2]"), "a.json holds no rows with text"),
+    "list of one scalar": (lambda d: bad_file(d, "a.json", b'[{"text": "a"}, 3]'), "a.json cannot be read as json"),
+    "empty list": (lambda d: bad_file(d, "a.json", b"[]"), "a.json holds no rows with text"),
+    "nested": (
+        lambda d: bad_file(d, "a.jsonl", b'{"text": "a", "b": ' + b"[" * 20000 + b"]" * 20000 + b"}\n"),
+        "a.jsonl nests lists and objects more than 64 deep",
+    ),
     "no data set": (lambda d: {"dataset_name": f"{d}/nothing"}, "--dataset_name .*nothing could not be loaded"),
     "stream without validation": (
         lambda d: bad_file(d, "a.txt", b"x") | {"streaming": True, "validation_split_percentage": 1e-9},
@@ -227,3 +236,13 @@ def test_a_file_without_read_permission_is_named(tmp_path, monkeypatch):
 def test_values_that_make_no_sense_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         DataConfig(**options)
+
+
+def test_a_corrupt_parquet_stream_is_told_in_one_sentence(tmp_path):
+    file = tmp_path / "texts.parquet"
+    Dataset.from_dict({"text": [f"{index} " * 50 for index in range(5000)]}).to_parquet(file)
+    content = bytearray(file.read_bytes())
+    content[100:5100] = bytes(5000)
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"--train_file .*texts.parquet cannot be read to its end, check the file"):
+        open_sources(DataConfig(train_file=str(file), streaming=True))
