@@ -160,7 +160,7 @@ def test_an_example_that_does_not_run_is_thrown_away(source, refused, monkeypatc
 
 
 def test_a_folder_without_a_whole_hope(source, refused, tmp_path):
-    assert f"{tmp_path / 'none'} holds no config.json" in refused(tmp_path / "none")
+    assert f"{tmp_path / 'none'} is no folder" in refused(tmp_path / "none")
     whole = HopeForCausalLM.from_pretrained(source)
     whole.model.save_pretrained(source)
     assert "has no weights for lm_head.weight" in refused(source)
@@ -193,7 +193,7 @@ def test_an_output_folder_that_is_in_use(source, refused, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
     assert f"--to {tmp_path / 'out'} exists and is not an empty folder" in refused(source)
-    assert "is not an empty folder" in refused(source, out="out/mine.txt")
+    assert "is a file: name a folder" in refused(source, out="out/mine.txt")
     assert "is not an empty folder" in refused(source, out="source")
     assert "mine.txt" in refused(source, out="out/mine.txt/out")
 
@@ -241,9 +241,9 @@ def test_records_of_the_run_that_are_malformed(source, refused, file, text, sent
     [
         (["--push_to_hub", "a/b/c"], "--push_to_hub 'a/b/c' is no name of a repository: write owner/name"),
         (["--push_to_hub", "owner/my model"], "--push_to_hub 'owner/my model' is no name"),
-        (["--push_to_hub", ""], "--push_to_hub '' is no name"),
+        (["--push_to_hub", ""], "--push_to_hub is ''"),
         (["--private"], "--private is about an upload: add --push_to_hub"),
-        (["--results", "none.json"], "none.json does not exist"),
+        (["--results", "none.json"], "--results none.json is no file"),
         (["--licence", "mit"], "--licence"),
     ],
 )
