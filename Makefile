@@ -1,5 +1,7 @@
 # make train      install into .venv, then train the demo (preset tiny, built-in corpus) into runs/demo
 # make test       install into .venv, then run the tests that need neither minutes nor a GPU
+# make test-unit  of these, the tests that start no process      make test-processes  the others
+# make test-benchmarks  tests of the programs in benchmarks/     make test-ci         these and `make test`
 # make test-long  the tests marked `long`       make test-gpu  the tests marked `gpu`
 # make test-kill  kills runs 30 times per engine and prints how each went on
 # make hf-suite   transformers' own common test suite on HOPE (HF_SUITE=folder with its tests/, see CONTRIBUTING.md)
@@ -10,28 +12,42 @@
 # PIP_ARGS="--extra-index-url …"   handed to pip, for example an index of CPU wheels
 # TRAIN_ARGS="--max_train_steps 9" handed to run_clm.py
 # PYTEST_ARGS="tests/data -x"      handed to pytest
+# CONSTRAINTS=constraints-lowest.txt  the versions to install: here the lowest that pyproject.toml admits
 PYTHON ?= python3
 PIP_ARGS ?=
 TRAIN_ARGS ?=
-PYTEST_ARGS ?= -n 2 --dist loadscope
+PYTEST_ARGS ?= -n 2 --dist loadgroup
+CONSTRAINTS ?= constraints.txt
 
 # A test that hangs for 15 minutes ends the run with its name and its stacks. Not for the others: 30 kills take longer.
 NO_HANGS := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --constraint constraints.txt $(PIP_ARGS) --editable
+INSTALL := $(BIN)/python -m pip install --constraint $(CONSTRAINTS) $(PIP_ARGS) --editable
 
-.PHONY: train test test-long test-gpu test-kill hf-suite peft-suite lint clean
+.PHONY: train test test-unit test-processes test-benchmarks test-ci test-long test-gpu test-kill hf-suite peft-suite lint clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed-plot
 	$(BIN)/accelerate launch --config_file accelerate_configs/single.yaml run_clm.py --output_dir runs/demo $(TRAIN_ARGS)
 
 # One thread per worker: two workers with a thread pool each would fight over the same cores.
-test test-long test-gpu test-kill: export OMP_NUM_THREADS := 1
+test test-unit test-processes test-benchmarks test-ci test-long test-gpu test-kill: export OMP_NUM_THREADS := 1
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(NO_HANGS) $(PYTEST_ARGS)
+
+test-unit: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(NO_HANGS) -m "not processes and not benchmarks and not long and not gpu" $(PYTEST_ARGS)
+
+test-processes: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(NO_HANGS) -m "processes and not benchmarks and not long and not gpu" $(PYTEST_ARGS)
+
+test-benchmarks: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(NO_HANGS) -m "benchmarks and not long and not gpu" $(PYTEST_ARGS)
+
+test-ci: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(NO_HANGS) -m "not long and not gpu" $(PYTEST_ARGS)
 
 test-long: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
@@ -41,7 +57,7 @@ test-gpu: $(VENV)/.installed-test
 
 test-kill: export HOPE_KILLS := 30
 test-kill: $(VENV)/.installed-test
-	$(BIN)/python -m pytest tests/training/checkpoints/test_kill.py --capture=no
+	$(BIN)/python -m pytest tests/training/checkpoints/test_kill.py -m long --capture=no
 
 hf-suite: $(VENV)/.installed-test
 	$(BIN)/python tests/hf_suite/run.py
@@ -55,9 +71,9 @@ lint: $(VENV)/.installed-test
 clean:
 	rm -rf $(VENV)
 
-# The stamp is written after pip has succeeded and is older than pyproject.toml or constraints.txt once these change:
+# The stamp is written after pip has succeeded and is older than pyproject.toml or the constraints once these change:
 # a second `make` installs nothing, an interrupted one begins again.
-$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/pip
+$(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
 	$(INSTALL) '.[$*]'
 	@touch $@
 

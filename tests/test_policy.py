@@ -9,6 +9,7 @@ import ast
 import pkgutil
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -268,6 +269,16 @@ def test_every_rule_can_be_broken(rule, file, source):
 )
 def test_what_is_allowed_breaks_no_rule(file, source):
     assert [breach for rule in RULES for breach in rule(file, ast.parse(source))] == []
+
+
+def test_the_lowest_versions_are_those_that_the_package_admits():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    admitted = {re.split(r">=|,", word)[0]: re.split(r">=|,", word)[1] for word in named if ">=" in word}
+    lines = (ROOT / "constraints-lowest.txt").read_text(encoding="utf-8").splitlines()
+    lowest = dict(line.split("==") for line in lines if not line.startswith("#"))
+    # 5.17 is 5.17.0
+    assert {name: f"{version}.0"[: len(lowest[name])] for name, version in admitted.items()} == lowest
 
 
 def test_public_names_are_frozen():

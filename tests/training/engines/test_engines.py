@@ -20,7 +20,12 @@ def deepspeed_has_fp16() -> bool:
         return False
 
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_python")]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.usefixtures("warm_python"),
+    # On one worker of pytest-xdist: all share the runs on one process.
+    pytest.mark.xdist_group("engines"),
+]
 FP16 = ["fp16", "fp16 continued"]
 NEEDS_FP16 = pytest.mark.skipif(not deepspeed_has_fp16(), reason="this CPU has no fp16 arithmetic for ZeRO")
 # Processes, and what is run on them.
