@@ -80,12 +80,8 @@ class RunFolder:
                     f"--output_dir {self.path} holds {foreign[0]} but no {RUN_FILE}: choose an empty or new folder."
                 )
             return None
-        try:
-            record = json.loads(file.read_text(encoding="utf-8"))
-            theirs = record["identity"]
-        except (ValueError, KeyError, OSError):
-            raise ValueError(f"{file} cannot be read: choose another --output_dir, or delete the folder.") from None
-        require_same_run(f"--output_dir {self.path}", identity, theirs)
+        record = _read(file)
+        require_same_run(f"--output_dir {self.path}", identity, record["identity"])
         return record
 
     def _write(self, record: dict):
@@ -96,6 +92,19 @@ class RunFolder:
             temporary.replace(self.path / RUN_FILE)
         except OSError as error:
             raise ValueError(f"--output_dir {self.path} cannot be written: {error.strerror}.") from None
+
+
+def _read(file: Path) -> dict:
+    try:
+        # A pipe would be waited for without end.
+        record = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        kinds = {"identity": dict, "complete": bool, "run_id": str}
+        ours = all(isinstance(record[name], kind) for name, kind in kinds.items())
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        ours = False
+    if not ours:
+        raise ValueError(f"{file} cannot be read: choose another --output_dir, or delete the folder.")
+    return record
 
 
 def require_same_run(place: object, ours: dict, theirs: dict):
