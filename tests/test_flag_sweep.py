@@ -106,7 +106,12 @@ def place(tmp_path) -> Path:
     (place / "model" / "metrics.jsonl").write_text('{"step": 1, "tokens": 64}\n')
     checkpoint = manifest.temporary_name(place, 1)
     shutil.copytree(place / "model", checkpoint)
-    manifest.publish(checkpoint, 1, {"num_processes": 1}, manifest.describe(checkpoint, list(checkpoint.iterdir())))
+    manifest.publish(
+        checkpoint,
+        1,
+        {"num_processes": 1, "only_model": True},
+        manifest.describe(checkpoint, list(checkpoint.iterdir())),
+    )
     return place
 
 

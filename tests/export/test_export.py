@@ -165,7 +165,7 @@ def test_a_folder_without_a_whole_hope(source, refused, tmp_path):
     whole.model.save_pretrained(source)
     assert "has no weights for lm_head.weight" in refused(source)
     (source / "model.safetensors").unlink()
-    assert f"The weights in {source} cannot be loaded" in refused(source)
+    assert f"{source} has no model.safetensors, and only safetensors" in refused(source)
     small = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
     LlamaForCausalLM(small).save_pretrained(source)
     assert "holds a llama and no HOPE" in refused(source)
@@ -174,13 +174,13 @@ def test_a_folder_without_a_whole_hope(source, refused, tmp_path):
 def test_weights_that_are_cut_off(source, refused):
     weights = source / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    assert f"The weights in {source} cannot be loaded, save them again" in refused(source)
+    assert f"{source} cannot be loaded: " in refused(source)
 
 
 def test_weights_that_are_pickled(source, refused):
     torch.save(load_file(source / "model.safetensors"), source / "pytorch_model.bin")
     (source / "model.safetensors").unlink()
-    assert f"The weights in {source} cannot be loaded" in refused(source)
+    assert f"{source} has no model.safetensors, and only safetensors" in refused(source)
 
 
 def test_no_tokenizer(source, refused):

@@ -203,7 +203,7 @@ def test_a_disk_that_fills_up_between_checkpoints(run, capsys, monkeypatch):
 
 
 def test_a_model_that_the_memory_does_not_hold(run, capsys):
-    model = ["--config_overrides", "hidden_size=64000000000,num_hidden_layers=1"]
+    model = ["--config_overrides", "hidden_size=64,num_hidden_layers=1,memory_chunk_size=1000000000000"]
     complaint = refuse(
         run, capsys, "The memory does not hold the run: lower --per_device_train_batch_size", model=model
     )
