@@ -4,7 +4,7 @@
     accelerate launch --config_file accelerate_configs/single.yaml run_clm.py recipe.yaml --learning_rate 1e-3
 
 Without further flags: a HOPE of 8 M parameters on the built-in corpus, under ten minutes on two cores.
-`--help` lists all flags; a YAML file of the same keys may stand first.
+`--help` lists all flags; a YAML file of the same keys may come first.
 """
 
 import sys

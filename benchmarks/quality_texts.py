@@ -88,7 +88,7 @@ def _read(name: str, data_dir: Path | None) -> str:
         raise ValueError(f"The text {name} needs a folder with text/{FILES[name]}: name it with --data_dir.")
     path = data_dir / "text" / FILES[name]
     try:
-        # Line ends become \n, and a byte order mark is no text.
+        # Line ends become \n, and a byte order mark is not text.
         return book(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"

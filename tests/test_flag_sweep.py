@@ -58,7 +58,7 @@ class Program:
 
     def lines(self, place: Path) -> Iterator[tuple[str, list[str]]]:
         """The name of every flag with every command line that tries it; `place` has the folder `empty`, the file
-        `junk` that is no text, and is where outputs go."""
+        `junk` that is not text, and is where outputs go."""
         names = ("missing/x", "empty", "junk", "junk/x", "n" * 300)
         for action in self.parser._actions:
             if action.dest == "help":
@@ -90,7 +90,7 @@ def _joined(flags: dict[str, str]) -> list[str]:
 
 @pytest.fixture
 def place(tmp_path) -> Path:
-    """A folder with a text, a HOPE with its tokenizer and metrics, a checkpoint of it, and what is no text."""
+    """A folder with a text, a HOPE with its tokenizer and metrics, a checkpoint of it, and what is not text."""
     place = tmp_path
     (place / "empty").mkdir()
     (place / "work").mkdir()

@@ -38,7 +38,7 @@ class ModelArguments:
     config_overrides: str | None = flag(
         None, "Fields of a new model's config: 'hidden_size=256,num_hidden_layers=4' or a JSON object."
     )
-    tokenizer_name: str | None = flag(None, "Tokenizer, where it is not the model's own (folder or Hub name).")
+    tokenizer_name: str | None = flag(None, "Tokenizer, if not the model's own (folder or Hub name).")
     trust_remote_code: bool = flag(False, "Allow model code from the Hub to run on this machine.")
     attn_implementation: str | None = flag(None, "Attention kernel: sdpa, eager, flash_attention_2, ...")
 
@@ -54,7 +54,7 @@ class TextArguments:
     train_file: str | None = flag(None, "Training text: .txt, .json, .jsonl or .parquet; a glob pattern is allowed.")
     validation_file: str | None = flag(None, "Validation text, of the same kinds.")
     validation_split_percentage: float = flag(
-        5.0, "Percentage of the training documents held out where there is no validation set.", above=0, below=100
+        5.0, "Percentage of the training documents held out if there is no validation set.", above=0, below=100
     )
     max_train_samples: int | None = flag(None, "Use only the first N training documents.", **COUNT)
     max_eval_samples: int | None = flag(None, "Use only the first N validation documents.", **COUNT)

@@ -57,7 +57,7 @@ class Checked(argparse.Action):
                 raise ValueError(f"{name} is {value!r}: give a value, or leave it out.")
             # Bytes of a command line that are no UTF-8 come as surrogates, which no report can hold.
             if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
-                raise ValueError(f"{name} {value!r} is no UTF-8 text: give another value.")
+                raise ValueError(f"{name} {value!r} is not UTF-8 text: give another value.")
         elif not self.bounds.admit(value):
             kind = "whole number" if isinstance(value, int) else "number"
             raise ValueError(f"{name} is {value}: give a {kind} {self.bounds.words(value)}.")

@@ -11,7 +11,7 @@ def check_repo_id(repo_id: str, flag: str):
         validate_repo_id(repo_id)
     except HFValidationError:
         raise ValueError(
-            f"{flag} {repo_id!r} is no name of a repository: write owner/name in letters, digits, '-', '_' and '.'."
+            f"{flag} {repo_id!r} is not a name of a repository: write owner/name in letters, digits, '-', '_' and '.'."
         ) from None
 
 

@@ -36,7 +36,7 @@ def build_config(args: ModelArguments, tokenizer, vocab_size: int, presets: dict
     else:
         hint = nearest(args.config_name, presets)
         if hint and not os.path.isdir(args.config_name):
-            raise ValueError(f"--config_name {args.config_name} is no folder and no size of HOPE{hint}")
+            raise ValueError(f"--config_name {args.config_name} is neither a folder nor a size of HOPE{hint}")
         base = load_config(args.config_name, "config_name", args)
         if args.model_type and base.model_type != args.model_type:
             raise ValueError(f"--config_name {args.config_name} is a {base.model_type} and --model_type {model_type}.")
@@ -65,7 +65,7 @@ def load_config(source: str, flag: str, args: ModelArguments):
         _check_dtype(values)
         return AutoConfig.from_pretrained(source, trust_remote_code=args.trust_remote_code)
     except MISTAKES as error:
-        where = "" if os.path.isdir(source) else " is no folder and"
+        where = "" if os.path.isdir(source) else " is not a folder and"
         raise ValueError(f"--{flag} {source}{where} cannot be loaded: {one_line(error)}") from error
 
 

@@ -65,4 +65,4 @@ def _word(path: str | Path, key: str, value: object) -> str:
     try:
         return json.dumps(value) if isinstance(value, dict) else str(value)
     except TypeError as error:
-        raise ValueError(f"The recipe {path} has a value of {key} that is no JSON: {error}.") from None
+        raise ValueError(f"The recipe {path} has a value of {key} that is not JSON: {error}.") from None

@@ -76,7 +76,7 @@ def _weight_files(source: str, given: str | None, named: str) -> list[Path]:
     if find_adapter_config_file(source) is not None:
         raise _Refused(f"{named} holds an adapter of PEFT: merge it into its model (merge_and_unload) and save that.")
     if given is not None and not is_inside(given):
-        raise _Refused(f"{named} has a config.json whose transformers_weights is no file of its folder: {given!r}.")
+        raise _Refused(f"{named} has a config.json whose transformers_weights is not a file of its folder: {given!r}.")
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME) if given is None else (given,):
         file = _find(source, name)
         if file is None:

@@ -77,8 +77,8 @@ def build_data(config: DataConfig, *, rank: int = 0, world_size: int = 1, state:
         check_vocabulary(tokenizer, config.vocab_size)
     held = tokenize(sources.validation, tokenizer, config.preprocessing_num_workers)
     if len(held) < 2:
-        mend = "give a file with text" if config.validation_file else "pass --validation_file"
-        raise ValueError(f"{_source_flag(config)} gave no validation text: {mend}.")
+        fix = "give a file with text" if config.validation_file else "pass --validation_file"
+        raise ValueError(f"{_source_flag(config)} gave no validation text: {fix}.")
     layout, positions = _layout(config, rank, world_size), config.document_boundary == "reset"
     if isinstance(sources.train, IterableDataset):
         loader = StreamLoader(sources.train, make_encoder(tokenizer), layout, state, training_source(config))

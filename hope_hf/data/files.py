@@ -1,6 +1,6 @@
 """Local files: found, checked and read as documents.
 
-What a document is: in .json, .jsonl and .parquet a row; in .txt the file, or what stands between lines that hold only
+What a document is: in .json, .jsonl and .parquet a row; in .txt the file, or the text between lines that hold only
 `<|endoftext|>` where there are any.
 """
 

@@ -1,6 +1,6 @@
 """Byte-level BPE: trained, saved and loaded.
 
-Any text survives encoding and decoding unchanged. `<|endoftext|>` stands at the head of every document and is what the
+Any text survives encoding and decoding unchanged. `<|endoftext|>` begins every document and is what the
 model predicts at its end (so it is the BOS and the EOS token, as in GPT-2); `<|pad|>` fills batches.
 """
 
@@ -88,7 +88,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, output_dir: str | Path):
 
 
 def bytes_per_id(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Bytes of text that each id stands for; special tokens stand for none.
+    """Bytes of text of each id; 0 for special tokens.
 
     Exact for byte-level BPE, where every character of an entry is one byte. For other kinds the entry's text is
     counted, with the word mark `▁` as a space and `<0x41>` as one byte.

@@ -16,7 +16,7 @@ class SuiteArguments:
         "perplexity,sample", "Suites with commas: perplexity, passkey, memory, synthetic, zero_shot, sample."
     )
     lengths: str | None = flag(None, "Lengths in tokens with commas between them; k is 1,024 (1k,2k,4k).")
-    depths: str = flag("0,0.25,0.5,0.75,1", "passkey: where the key stands, from 0 (first) to 1 (last).")
+    depths: str = flag("0,0.25,0.5,0.75,1", "passkey: position of the key, from 0 (first) to 1 (last).")
     samples_per_length: int = flag(
         4, "passkey: samples per length and depth. perplexity: texts per longest length.", least=1, most=10_000
     )

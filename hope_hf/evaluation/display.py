@@ -1,12 +1,18 @@
 """What is shown beside the tables: pictures, and progress bars on a terminal."""
 
+import io
 import math
 import sys
+import time
+from collections.abc import Iterable
 from itertools import cycle
 from pathlib import Path
 
 import datasets
 import transformers
+from tqdm.auto import tqdm
+
+LOG_SECONDS = 20.0
 
 # Rings inside rings, lines under dashes.
 STYLES = [
@@ -18,6 +24,36 @@ STYLES = [
 def show_progress() -> bool:
     """Bars belong on a terminal; in a log file they make all else unreadable."""
     return sys.stderr.isatty()
+
+
+def progress(items: Iterable | None, name: str, total: int | None = None) -> tqdm:
+    """A bar over `items`, or one of `total` units to be updated; in a log a line every `LOG_SECONDS` instead."""
+    if show_progress():
+        return tqdm(items, name, total, leave=False)
+    words = "{desc}: {n_fmt} of {total_fmt}, {elapsed}"
+    # Looked at after every unit, so that a line is written as soon as one is due.
+    return tqdm(items, name, total, file=LogLines(), mininterval=0, miniters=1, delay=LOG_SECONDS, bar_format=words)
+
+
+class LogLines(io.TextIOBase):
+    """A file for bars that go to a log: of what is drawn, a line on stderr every `LOG_SECONDS` and no others."""
+
+    def __init__(self, wanted: str = " of "):
+        """`wanted`: what a bar's text contains; other text is dropped."""
+        self._wanted, self._last = wanted, time.monotonic()
+
+    def write(self, text: str) -> int:
+        """Takes a bar as tqdm draws it, from a carriage return on."""
+        line = text.strip()
+        if self._wanted in line and time.monotonic() - self._last >= LOG_SECONDS:
+            self._last = time.monotonic()
+            print(line.splitlines()[-1], file=self._terminal, flush=True)
+        return len(text)
+
+    @property
+    def _terminal(self):
+        # While lm-eval runs, stderr is this file.
+        return sys.__stderr__ if sys.stderr is self else sys.stderr
 
 
 def hide_foreign_bars():

@@ -42,7 +42,7 @@ def find_tasks(args: Arguments):
             refuse_code(Path(name))
         if name not in files and name not in manager.task_index:
             known = [*manager.all_tasks, *synthetic]
-            raise ValueError(f"--tasks {name} is no task of lm-eval{nearest(name, known, most=3)}")
+            raise ValueError(f"--tasks {name} is not a task of lm-eval{nearest(name, known, most=3)}")
     if args.data_dir is not None:
         asked = [spec for name in asked for spec in _on_local_data(manager, name, Path(args.data_dir), args)]
     _load_in_sentences(manager, args)
@@ -52,7 +52,7 @@ def find_tasks(args: Arguments):
 def _on_local_data(manager, name: str, folder: Path, args: Arguments) -> list[dict]:
     """The task, or the tasks that share the tag `name`, reading the folder's files."""
     if not os.path.isdir(folder):
-        raise ValueError(f"--data_dir {folder} is no folder.")
+        raise ValueError(f"--data_dir {folder} is not a folder.")
     if name not in manager.all_tags and name not in manager.all_subtasks:
         raise ValueError(f"--data_dir cannot serve {name}, a group or a file: name single tasks of lm-eval.")
     members = sorted(manager.task_index[name].tags) if name in manager.all_tags else [name]

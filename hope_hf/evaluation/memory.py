@@ -5,12 +5,11 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from hope_hf import HopeCache
 
 from .arguments import Arguments
-from .display import show_progress
+from .display import progress
 from .parsing import parse_lengths
 from .result import Row, SuiteResult
 from .streams import PIECE, memory_states
@@ -92,7 +91,7 @@ def stress(args: Arguments, subject: Subject, lengths: list[int]) -> list[Row]:
     }
     total = len(GATES) * len(inputs) * lengths[-1]
     rows = []
-    with tqdm(total=total, desc="memory: unusual inputs", disable=not show_progress(), leave=False) as bar:
+    with progress(None, "memory: unusual inputs", total) as bar:
         for gates, shifts in GATES.items():
             with _shifted_gates(subject, *shifts):
                 for name, ids in inputs.items():
@@ -106,7 +105,7 @@ def stress(args: Arguments, subject: Subject, lengths: list[int]) -> list[Row]:
 
 @torch.no_grad()
 def _read(subject: Subject, ids: Tensor, lengths: list[int], bar) -> Iterator[Row]:
-    """What stands in the memories after each of the lengths of one text [1, T], and the largest logit until there."""
+    """The content of the memories after each of the lengths of one text [1, T], and the largest logit until there."""
     cache, largest_logit = HopeCache(subject.model.config), 0.0
     ends = sorted({*range(PIECE, lengths[-1], PIECE), *lengths})
     for start, end in zip([0, *ends], ends, strict=False):

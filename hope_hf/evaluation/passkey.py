@@ -6,10 +6,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from tqdm.auto import tqdm
 
 from .arguments import Arguments
-from .display import heat_map, show_progress
+from .display import heat_map, progress
 from .parsing import parse_depths, parse_lengths
 from .result import Row, SuiteResult, mean_and_stderr
 from .streams import carried_scores, frozen_memories
@@ -23,7 +22,7 @@ DIGITS = 5
 
 
 def passkey(args: Arguments, subject: Subject) -> SuiteResult:
-    """Recall by length and depth: five digits stand in filler text, and a question for them ends it.
+    """Recall by length and depth: five digits hidden in filler text, and a question about them at the end.
 
     Teacher-forced: `exact`, the share of samples whose every digit token is the likeliest, and `loss`, nats per digit
     token; `frozen`, the same loss with the memories frozen: what can be guessed without having read the key.
@@ -37,7 +36,7 @@ def passkey(args: Arguments, subject: Subject) -> SuiteResult:
             "(max_position_embeddings): lower it."
         )
     rows = []
-    with tqdm(total=len(lengths) * len(depths), desc="passkey", disable=not show_progress(), leave=False) as bar:
+    with progress(None, "passkey", len(lengths) * len(depths)) as bar:
         for length in lengths:
             for depth in depths:
                 samples = [

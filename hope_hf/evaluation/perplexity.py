@@ -6,12 +6,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from hope_hf.data.vocabulary import bytes_per_id
 
 from .arguments import Arguments
-from .display import curves, show_progress
+from .display import curves, progress
 from .metrics import next_token_accuracy
 from .parsing import parse_lengths
 from .result import Row, SuiteResult, mean_and_stderr
@@ -35,7 +34,7 @@ BLOCK = 256
 def perplexity(args: Arguments, subject: Subject) -> SuiteResult:
     """Loss, perplexity and bits per byte of the held-out documents, and loss by position in the long ones.
 
-    Every document stands after one end-of-text token. By position: texts of the longest of `--lengths` tokens, read
+    Every document follows one end-of-text token. By position: texts of the longest of `--lengths` tokens, read
     in one pass with the state carried (`loss`), with the memories frozen at their initial state (`frozen`), with
     nothing known from before the last multiple of 256 tokens (`reset_256`), and in sliding windows that give every
     token at least half a window before it (`window`: the last length but one, at most 2,048 and the model's
@@ -63,7 +62,7 @@ def whole_text(args: Arguments, subject: Subject, texts: list[str], documents: l
     order = sorted(range(len(documents)), key=lambda index: len(documents[index]))
     groups = [order[start : start + args.rows] for start in range(0, len(order), args.rows)]
     accuracy, found, hits = next_token_accuracy(), [], []
-    for group in tqdm(groups, "perplexity: documents", disable=not show_progress(), leave=False):
+    for group in progress(groups, "perplexity: documents"):
         rows = [documents[index] for index in group]
         if longest is None or len(rows[-1]) <= longest:
             padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -175,7 +174,7 @@ def _carried(
     pieces = len({*range(PIECE, edges[-1], PIECE), *edges})
     total = math.ceil(len(streams) / args.rows) * pieces
     losses, held = [], []
-    with tqdm(total=total, desc="perplexity: by position", disable=not show_progress(), leave=False) as bar:
+    with progress(None, "perplexity: by position", total) as bar:
         for start in range(0, len(streams), args.rows):
             batch, found = streams[start : start + args.rows], {}
 
@@ -200,7 +199,7 @@ def _size(cache) -> Row:
 
 
 def _windows(args: Arguments, subject: Subject, streams: Tensor, window: int, stride: int) -> Tensor:
-    rows = tqdm(streams, f"perplexity: windows of {stride}", disable=not show_progress(), leave=False)
+    rows = progress(streams, f"perplexity: windows of {stride}")
     return torch.stack([window_scores(subject.model, row, window, stride, args.rows).losses for row in rows])
 
 

@@ -98,6 +98,6 @@ def _describe(subject: Subject | None) -> dict | None:
         "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
-        # an infinite number, such as Mamba-2's longest time step, is no JSON: its name is
+        # an infinite number, such as Mamba-2's longest time step, is not JSON: its name is
         "config": json.loads(json.dumps(model.config.to_dict()), parse_constant=str),
     }

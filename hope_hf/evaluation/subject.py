@@ -44,7 +44,7 @@ class Subject:
 
     @property
     def start(self) -> int:
-        """The token that stands before every document."""
+        """The token at the start of every document."""
         return self.tokenizer.eos_token_id
 
 
@@ -87,7 +87,7 @@ def held_out_documents(args: Arguments) -> tuple[list[str], str]:
         documents = load_files(find_files(args.validation_file, "--validation_file"), "--validation_file")
         source = args.validation_file
     elif args.dataset_name == "synthetic":
-        raise ValueError("--dataset_name synthetic is no text: name one with --validation_file.")
+        raise ValueError("--dataset_name synthetic is not text: name one with --validation_file.")
     else:
         config = DataConfig(
             dataset_name=args.dataset_name,
@@ -109,4 +109,4 @@ def held_out_documents(args: Arguments) -> tuple[list[str], str]:
 def require_finite(values: torch.Tensor, what: str) -> None:
     """Raises ValueError that says of `what` (suite and values, in the plural) that not all of it are numbers."""
     if not values.isfinite().all():
-        raise ValueError(f"{what} are not finite: its weights or --dtype do not serve.")
+        raise ValueError(f"{what} are not finite: check its weights or --dtype.")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hope_hf.cli.process import is_first_process
 
 from .arguments import Arguments
-from .display import show_progress
+from .display import LogLines, show_progress
 from .harness_tasks import LOCAL, find_tasks
 from .processes import answer_together
 from .result import Row, SuiteResult
@@ -88,7 +88,7 @@ def rows(found: dict) -> list[Row]:
             stderr = scores.get(f"{metric}_stderr,{answers}")
             if not math.isfinite(value):
                 raise ValueError(
-                    f"zero_shot: {metric} of {task} is {value}: the model's weights or --dtype do not serve."
+                    f"zero_shot: {metric} of {task} is {value}: check the model's weights or --dtype."
                 )
             result.append(
                 {
@@ -107,7 +107,10 @@ def rows(found: dict) -> list[Row]:
 
 @contextmanager
 def _as_quiet_as_the_house():
-    """lm-eval's bars and notes on a terminal only, its warnings as one line each, both from the first process."""
+    """lm-eval's bars and notes on a terminal, in a log a line of its bars now and then, its warnings as one line each.
+
+    All of them from the first process.
+    """
     shown = is_first_process() and show_progress()
     sentences = logging.StreamHandler(sys.stderr) if is_first_process() else logging.NullHandler()
     sentences.setFormatter(logging.Formatter("warning: lm-eval: %(message)s"))
@@ -117,8 +120,9 @@ def _as_quiet_as_the_house():
     logger.addHandler(sentences)
     try:
         with open(os.devnull, "w") as nowhere:
-            bars = sys.stderr if shown else nowhere
-            with redirect_stdout(bars), redirect_stderr(bars):
+            notes = sys.stderr if shown else nowhere
+            bars = notes if shown or not is_first_process() else LogLines("%|")
+            with redirect_stdout(notes), redirect_stderr(bars):
                 yield
     finally:
         logger.removeHandler(sentences)

@@ -51,7 +51,7 @@ def model_card(
 
 
 def usage(repo_id: str) -> str:
-    """The usage example as it stands on the card, fenced."""
+    """The usage example of the card, fenced."""
     name = json.dumps(repo_id)
     return f"""\
 ```python
@@ -102,7 +102,7 @@ def _introduction(model) -> str:
     dtype = str(model.dtype).removeprefix("torch.")
     return f"""\
 A HOPE language model (*Nested Learning*, [arXiv 2512.24695](https://arxiv.org/abs/2512.24695)). Its sequence mixer is
-{mixer}. Behind it stands a chain of MLPs that learn at different clocks (the continuum
+{mixer}. Behind it is a chain of MLPs that learn at different clocks (the continuum
 memory system).
 
 | | |

@@ -53,7 +53,7 @@ def check_export(folder: Path, repo_id: str, model: PreTrainedModel) -> str:
             [sys.executable, "-c", BEFORE + example + AFTER],
             cwd=place,
             env=_environment(place),
-            # An example that asks a question does not run as it stands.
+            # An example that asks a question cannot run unattended.
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

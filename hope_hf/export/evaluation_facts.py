@@ -36,10 +36,10 @@ def read_evaluation(path: Path, model: PreTrainedModel) -> EvaluationFacts:
 
     Raises ValueError with one sentence where the file cannot be read, or is another model's.
     """
-    mend = "name a results.json that run_eval.py wrote for this model with --results"
-    record = read_object(path, mend)
+    fix = "name a results.json that run_eval.py wrote for this model with --results"
+    record = read_object(path, fix)
     if record.get("schema_version") != SCHEMA_VERSION:
-        raise ValueError(f"{path} has schema_version {record.get('schema_version')!r}, not {SCHEMA_VERSION}: {mend}.")
+        raise ValueError(f"{path} has schema_version {record.get('schema_version')!r}, not {SCHEMA_VERSION}: {fix}.")
     try:
         measured = record["model"] or {}
         size = measured.get("parameters")
@@ -52,10 +52,10 @@ def read_evaluation(path: Path, model: PreTrainedModel) -> EvaluationFacts:
             limit=record["limit"],
         )
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
-        raise ValueError(f"{path} is damaged: {mend}.") from None
+        raise ValueError(f"{path} is damaged: {fix}.") from None
     if size != model.num_parameters():
         has = f"of a model of {size:,} parameters" if isinstance(size, int) else "of no single model"
-        raise ValueError(f"{path} holds results {has} and this one has {model.num_parameters():,}: {mend}.")
+        raise ValueError(f"{path} holds results {has} and this one has {model.num_parameters():,}: {fix}.")
     return facts
 
 

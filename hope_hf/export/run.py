@@ -46,9 +46,9 @@ def main(argv: list[str]) -> int:
         elif options.private:
             raise ValueError("--private is about an upload: add --push_to_hub REPO_ID or leave it out.")
         if not os.path.isdir(options.dir):
-            raise ValueError(f"{options.dir} is no folder: name that of a finished run or of another saved HOPE.")
+            raise ValueError(f"{options.dir} is not a folder: name that of a finished run or of another saved HOPE.")
         if options.results and not os.path.isfile(options.results):
-            raise ValueError(f"--results {options.results} is no file: name a results.json of run_eval.py.")
+            raise ValueError(f"--results {options.results} is not a file: name a results.json of run_eval.py.")
         check_output(options.to, "--to")
         if not sys.stderr.isatty():
             transformers.utils.logging.disable_progress_bar()

@@ -86,4 +86,4 @@ def _losses(path: Path) -> dict[str, float]:
     try:
         return {name: float(results[name]) for name in LOSSES if name in results}
     except (TypeError, ValueError):
-        raise ValueError(f"{path} holds a result that is no number: {MEND}.") from None
+        raise ValueError(f"{path} holds a result that is not a number: {MEND}.") from None

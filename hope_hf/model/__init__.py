@@ -1,1 +1,1 @@
-"""The model, flat: these files are copied to the Hub as they stand, and need torch and transformers only."""
+"""The model, flat: these files are copied to the Hub unchanged, and need torch and transformers only."""

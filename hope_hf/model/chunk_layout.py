@@ -105,7 +105,7 @@ def plain_layout(length: int, chunk: int, seen: int) -> ChunkLayout:
 
 @dataclass
 class TokenPositions:
-    """Where each token of a call stands in its document; shared by the layouts of both chunk sizes."""
+    """The position of each token of a call in its document; shared by the layouts of both chunk sizes."""
 
     # real tokens [B, T]
     valid: torch.Tensor

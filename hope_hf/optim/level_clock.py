@@ -34,7 +34,7 @@ class LevelClock(torch.optim.Optimizer):
 
     From outside it is an ordinary `torch.optim.Optimizer`: schedulers scale `group["lr"]`, and a group uses the rate
     of the call in which it fires. Bias correction and weight decay count a group's own steps. To skip a step as a
-    whole, do not call `step()`: the clocks stand still.
+    whole, do not call `step()`: the clocks do not advance.
 
     Args:
         groups: dicts with `params`, `optimizer` (a key of `RULES`), `lr`, `weight_decay` and the rule's own keys;
@@ -47,7 +47,7 @@ class LevelClock(torch.optim.Optimizer):
         gradient_sum: sum of the gradients since its last step, at least float32; only where `period_steps` > 1.
         and the rule's own tensors.
 
-    A parameter without a gradient takes no part in a call, and its clock stands still. (The clock is kept per
+    A parameter without a gradient takes no part in a call, and its clock does not advance. (The clock is kept per
     parameter because sharding engines call `step()` once per part of a group.)
     """
 
@@ -129,7 +129,7 @@ class LevelClock(torch.optim.Optimizer):
                     state[key] = source[key].to(device, copy=True)
 
     def level_report(self) -> dict[int, dict[str, int]]:
-        """Where each level's clock stands: {level: {updates, steps_since_update, period_steps, period_tokens}}."""
+        """The state of each level's clock: {level: {updates, steps_since_update, period_steps, period_tokens}}."""
         report: dict[int, dict[str, int]] = {}
         levels = dict(self._levels)
         for group in self.param_groups:

@@ -66,7 +66,7 @@ def _read_json(source: str) -> object:
         return json.loads(text)
     # ValueError: a number of thousands of digits, too; RecursionError: thousands of brackets in each other.
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} is not JSON ({error}): mend the text there.") from error
+        raise ValueError(f"{what} is not JSON ({error}): fix the text there.") from error
 
 
 def _level_options(level: str, entry: dict) -> LevelOptions:

@@ -49,9 +49,9 @@ class OptimizationArguments:
     adam_beta2: float = flag(0.95, "AdamW: decay of the second moment.", least=0, below=1)
     adam_epsilon: float = flag(1e-8, "AdamW: added to the root of the second moment.", least=1e-30, most=1)
     max_grad_norm: float = flag(1.0, "Clip the global gradient norm of each step to this; 0 switches it off.", least=0)
-    max_train_steps: int | None = flag(None, "Optimizer steps in all; goes before --num_train_epochs.", **COUNT)
+    max_train_steps: int | None = flag(None, "Optimizer steps in all; overrides --num_train_epochs.", **COUNT)
     num_train_epochs: float = flag(
-        1.0, "Passes over the training data, where --max_train_steps is not given.", above=0
+        1.0, "Passes over the training data, if --max_train_steps is not given.", above=0
     )
     # Those of transformers that need no setting beyond the warm-up.
     lr_scheduler_type: Literal[
@@ -71,9 +71,9 @@ class OptimizationArguments:
     fsdp_reduce_dtype: Literal["float32", "bfloat16"] = flag(
         "float32", "FSDP in bf16 or fp16: in which dtype gradients are summed over processes."
     )
-    fsdp_limit_all_gathers: bool = flag(True, "FSDP version 1: wait rather than gather far ahead.")
+    fsdp_limit_all_gathers: bool = flag(True, "FSDP version 1: limit how far ahead parameters are gathered.")
     fsdp_prefetch: int = flag(
-        0, "FSDP version 2: blocks gathered ahead of the one that computes; 0: up to torch.", least=0, most=1000
+        0, "FSDP version 2: blocks gathered ahead of the one that computes; 0: torch decides.", least=0, most=1000
     )
     tf32: bool = flag(True, "CUDA only: TF32 matrix products; memory state, gates and solves stay fp32.")
 
@@ -93,7 +93,7 @@ class RunArguments:
     )
     save_total_limit: int = flag(2, "Checkpoints kept; older ones are removed.", **COUNT)
     async_save: bool = flag(False, "Write checkpoints while the training goes on, from a copy in the CPU's memory.")
-    save_only_model: bool = flag(False, "Leave out of checkpoints what a run needs to continue: optimizer and so on.")
+    save_only_model: bool = flag(False, "Save the model alone: smaller checkpoints that no run can continue.")
     logging_steps: int = flag(10, "Write a metrics row every N steps, and after the first.", **COUNT)
     eval_steps: int = flag(500, "Evaluate every N steps; 0: only at the end.", **OR_NONE)
     seed: int = flag(42, "Seed of weights, data order and sampling.", **SEED)
@@ -107,14 +107,14 @@ class RunArguments:
         least=0,
     )
     ram_report_steps: int = flag(
-        0, "Write what fills each process's memory every N steps, beside the start and the first step.", **OR_NONE
+        0, "Write the RAM report every N steps, besides the start and the first step.", **OR_NONE
     )
     report_to: str = flag("none", "Trackers beside metrics.jsonl: none, all, or names with commas (wandb,aim).")
     run_name: str | None = flag(None, "Name of the run in the trackers (default: the folder's name).")
     project_name: str = flag("hope_hf", "Project of the run in the trackers.")
     push_to_hub: bool = flag(False, "Upload the finished HOPE with its code and a model card; needs a login.")
     hub_model_id: str | None = flag(None, "Repository of the upload: owner/name (default: the folder's name).")
-    hub_private_repo: bool = flag(False, "Make the repository private, where the upload creates it.")
+    hub_private_repo: bool = flag(False, "Make the repository private if the upload creates it.")
 
 
 @dataclass

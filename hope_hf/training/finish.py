@@ -72,7 +72,7 @@ def sample(model, data, seed: int) -> tuple[str, str]:
 
 
 def loading_lines(model, folder: Path) -> str:
-    """The three lines of Python that load what was written, to be pasted as they stand."""
+    """Three lines of Python that load what was written, ready to be pasted."""
     modules = "hope_hf, transformers" if model.config.model_type == "hope" else "transformers"
     path = json.dumps(str(folder))
     return (

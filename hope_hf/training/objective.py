@@ -1,4 +1,4 @@
-"""The next-token loss, as a sum: whoever divides it by the number of valid tokens decides over what it is a mean."""
+"""The next-token loss, as a sum: the caller divides it by the number of valid tokens it averages over."""
 
 import torch
 from torch import Tensor

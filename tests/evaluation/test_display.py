@@ -2,6 +2,7 @@
 
 from matplotlib.figure import Figure
 
+from hope_hf.evaluation import display
 from hope_hf.evaluation.display import curves
 
 
@@ -19,3 +20,29 @@ def test_curves_that_coincide_are_all_seen(tmp_path, monkeypatch):
     assert all(line.get_markerfacecolor() == "none" for line in lines)
     assert [line.get_linestyle() for line in lines] == ["-", "--", "-", "--"]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == names
+
+
+def test_a_log_has_a_line_of_a_bar_every_so_often(monkeypatch, capsys):
+    clock = iter(range(0, 1000, 6))
+    monkeypatch.setattr(display.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(display, "show_progress", lambda: False)
+    with display.progress(None, "passkey", 8) as bar:
+        bar.start_t -= display.LOG_SECONDS
+        for _ in range(8):
+            bar.update()
+    lines = capsys.readouterr().err.splitlines()
+    assert 1 <= len(lines) < 8 and all(line.startswith("passkey: ") and " of 8, " in line for line in lines)
+
+
+def test_a_short_unit_leaves_nothing_in_a_log(monkeypatch, capsys):
+    monkeypatch.setattr(display, "show_progress", lambda: False)
+    assert list(display.progress([1, 2, 3], "passkey")) == [1, 2, 3]
+    assert capsys.readouterr().err == ""
+
+
+def test_of_lm_eval_only_bars_reach_a_log(monkeypatch, capsys):
+    monkeypatch.setattr(display, "LOG_SECONDS", 0.0)
+    lines = display.LogLines("%|")
+    lines.write("some note\n")
+    lines.write("\rRunning requests:  10%|#    | 4/40")
+    assert capsys.readouterr().err == "Running requests:  10%|#    | 4/40\n"

@@ -271,7 +271,7 @@ def test_each_suite_takes_the_tasks_it_knows(piqa, arguments, monkeypatch):
         asked_tasks(args(tasks="piqa"))
     with pytest.raises(ValueError, match="--tasks names none of lm-eval's tasks"):
         find_tasks(args(tasks="aa"))
-    with pytest.raises(ValueError, match="--tasks paritty is no task of lm-eval; did you mean parity?"):
+    with pytest.raises(ValueError, match="--tasks paritty is not a task of lm-eval; did you mean parity?"):
         find_tasks(args(tasks="aa,paritty"))
 
 
@@ -287,10 +287,10 @@ def test_more_shots_than_examples(folders, piqa, capsys):
         ([], 2, "--suite zero_shot needs --tasks"),
         (["--tasks", " , "], 2, "--suite zero_shot needs --tasks"),
         (["--tasks", "piqa", "--num_fewshot", "-1"], 2, "--num_fewshot is -1: give a whole number from 0"),
-        (["--tasks", "piqa", "--data_dir", "n" * 300], 1, "is no folder"),
-        (["--tasks", "pika"], 1, "--tasks pika is no task of lm-eval; did you mean piqa?"),
+        (["--tasks", "piqa", "--data_dir", "n" * 300], 1, "is not a folder"),
+        (["--tasks", "pika"], 1, "--tasks pika is not a task of lm-eval; did you mean piqa?"),
         (["--tasks", "none.yaml"], 1, "--tasks none.yaml does not exist"),
-        (["--tasks", "piqa", "--data_dir", "{data}/none"], 1, "none is no folder"),
+        (["--tasks", "piqa", "--data_dir", "{data}/none"], 1, "none is not a folder"),
         (
             ["--tasks", "piqa", "--data_dir", "{data}/empty"],
             1,

@@ -160,7 +160,7 @@ def test_an_example_that_does_not_run_is_thrown_away(source, refused, monkeypatc
 
 
 def test_a_folder_without_a_whole_hope(source, refused, tmp_path):
-    assert f"{tmp_path / 'none'} is no folder" in refused(tmp_path / "none")
+    assert f"{tmp_path / 'none'} is not a folder" in refused(tmp_path / "none")
     whole = HopeForCausalLM.from_pretrained(source)
     whole.model.save_pretrained(source)
     assert "has no weights for lm_head.weight" in refused(source)
@@ -227,7 +227,7 @@ def test_results_that_are_malformed(source, refused, write_results, tmp_path, te
         ("run.json", "{", "run.json cannot be read as JSON: take it out of the folder"),
         ("run.json", '{"identity": {}}', "run.json is not one that run_clm.py wrote"),
         ("metrics.jsonl", '{"step": 1}\n', "The last row of"),
-        ("all_results.json", '{"eval_loss": "low"}', "holds a result that is no number"),
+        ("all_results.json", '{"eval_loss": "low"}', "holds a result that is not a number"),
         ("results.json", "{", "results.json cannot be read as JSON"),
     ],
 )
@@ -239,11 +239,11 @@ def test_records_of_the_run_that_are_malformed(source, refused, file, text, sent
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        (["--push_to_hub", "a/b/c"], "--push_to_hub 'a/b/c' is no name of a repository: write owner/name"),
-        (["--push_to_hub", "owner/my model"], "--push_to_hub 'owner/my model' is no name"),
+        (["--push_to_hub", "a/b/c"], "--push_to_hub 'a/b/c' is not a name of a repository: write owner/name"),
+        (["--push_to_hub", "owner/my model"], "--push_to_hub 'owner/my model' is not a name"),
         (["--push_to_hub", ""], "--push_to_hub is ''"),
         (["--private"], "--private is about an upload: add --push_to_hub"),
-        (["--results", "none.json"], "--results none.json is no file"),
+        (["--results", "none.json"], "--results none.json is not a file"),
         (["--licence", "mit"], "--licence"),
     ],
 )

@@ -33,7 +33,7 @@ def hope(**fields) -> list[str]:
         (hope(hiden_size=64), "HopeConfig has no field 'hiden_size'; did you mean hidden_size?"),
         (["--model_type", "llama", "--config_overrides", "num_layers=2"], "LlamaConfig has no field 'num_layers'"),
         (["--model_type", "lama"], "--model_type lama is unknown to transformers; did you mean llama?"),
-        (["--config_name", "tinny"], "--config_name tinny is no folder and no size of HOPE; did you mean tiny?"),
+        (["--config_name", "tinny"], "--config_name tinny is neither a folder nor a size of HOPE; did you mean tiny?"),
         (["--config_overrides", "hidden_size"], "--config_overrides 'hidden_size' cannot be read"),
         (["--config_overrides", "{'hidden_size': 1"], "cannot be read"),
         (hope(memory_chunk_size=0), "memory_chunk_size"),
@@ -58,7 +58,7 @@ def hope(**fields) -> list[str]:
         (hope(memory_chunk_size=10**22), "memory_chunk_size has more than 64 bits"),
         (hope(pad_token_id=1000), "pad_token_id 1000 lies outside the vocabulary of 300 entries"),
         (hope(vocab_size=10**10), "vocab_size is 10000000000, give a whole number from 1 to 10,000,000."),
-        ([*LLAMA, "--report_to", "wandbb"], "--report_to wandbb is no tracker; did you mean wandb?"),
+        ([*LLAMA, "--report_to", "wandbb"], "--report_to wandbb is not a tracker; did you mean wandb?"),
     ],
 )
 def test_wrong_flag_or_field(run, capsys, tmp_path, model, sentence):

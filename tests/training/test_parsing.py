@@ -94,7 +94,7 @@ def test_an_ignored_flag_warns(words, sentence):
         (["--optimizer", "sgd"], "--optimizer"),
         (["--lr_scheduler_type", "cosin"], "--lr_scheduler_type"),
         (["--lr_scheduler_type", "reduce_lr_on_plateau"], "--lr_scheduler_type"),
-        (["--push_to_hub", "--hub_model_id", "a/b/c"], "--hub_model_id 'a/b/c' is no name of a repository"),
+        (["--push_to_hub", "--hub_model_id", "a/b/c"], "--hub_model_id 'a/b/c' is not a name of a repository"),
         (["--block_size", "0"], "--block_size is 0"),
         (["--per_device_train_batch_size", "0"], "--per_device_train_batch_size is 0"),
         (["--learning_rate", "nan"], "--learning_rate is nan"),
@@ -123,7 +123,7 @@ def test_the_upload_is_named_after_the_folder_or_by_its_flag(tmp_path):
     words = ["--output_dir", str(tmp_path / "books"), "--push_to_hub"]
     assert repo_id(parse(words)) == "books"
     assert repo_id(parse([*words, "--hub_model_id", "me/model"])) == "me/model"
-    with pytest.raises(ValueError, match="--hub_model_id 'my books' is no name of a repository"):
+    with pytest.raises(ValueError, match="--hub_model_id 'my books' is not a name of a repository"):
         parse(["--output_dir", str(tmp_path / "my books"), "--push_to_hub"])
 
 
@@ -144,9 +144,9 @@ def test_output_dir_is_needed():
         ("run_name: &a [x]\nproject_name: *a\n", "write *a out"),
         ("run_name: " + "[" * 5000, "cannot be read"),
         ("run_name: 2020-99-99\n", "cannot be read: month must be in 1..12"),
-        ("level_optimizers: {0: 2020-01-01}\n", "has a value of level_optimizers that is no JSON"),
+        ("level_optimizers: {0: 2020-01-01}\n", "has a value of level_optimizers that is not JSON"),
         ("seed: \x00\n", "cannot be read"),
-        ('run_name: "a\\0b"\n', "--run_name 'a\\x00b' is no UTF-8 text"),
+        ('run_name: "a\\0b"\n', "--run_name 'a\\x00b' is not UTF-8 text"),
         ("weight_decay: .inf\n", "--weight_decay is inf: give a number of 0 or more."),
         ("bf16: true\n", "There is no flag --bf16: set mixed_precision: bf16 in the launch file"),
     ],

@@ -1,7 +1,7 @@
 """Multi-query associative recall: pairs of a key and a value, then the keys in another order; which were their values?
 
 The task of Arora et al. 2023 (Zoology, arXiv 2312.04927), which fixes what a state of a given size can hold. There the
-asked keys stand at distances drawn from a power law; here blanks are spread evenly among them. A model that forgets
+asked keys are at distances drawn from a power law; here blanks are spread evenly among them. A model that forgets
 what it read is right at most once in as many times as there are values.
 """
 
@@ -25,7 +25,7 @@ def recall_batch(
 
     Keys are the ids below `symbols`, values those from `symbols` on; within a row all keys differ, and so do all
     values. Only the values of the second half are scored: elsewhere the label is -100. Labels are not shifted. With a
-    `length` above 4 * pairs, blanks (id 2 * symbols) stand at random between the pairs of the second half.
+    `length` above 4 * pairs, blanks (id 2 * symbols) are placed at random between the pairs of the second half.
     """
 
     def draw() -> torch.Tensor:

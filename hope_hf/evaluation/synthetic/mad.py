@@ -45,7 +45,7 @@ def draw_selective_copying(
 ) -> Batch:
     """16 symbols with blanks between them, a signal, then blanks under which the symbols are asked; [rows, length].
 
-    The last two symbols are the blank and the signal. Blanks stand before each symbol, none between the last one and
+    The last two symbols are the blank and the signal. Blanks precede each symbol, none between the last one and
     the signal.
     """
     blank, signal = symbols - 2, symbols - 1

@@ -48,7 +48,7 @@ OWN_SIZES = {
 def small_model(args: Arguments, vocab_size: int, seed: int) -> PreTrainedModel:
     """A new model on the CPU, its weights drawn from `seed`.
 
-    The architecture is `--model_type` (default: hope) with two layers of width 64, or `--config_name` as it stands;
+    The architecture is `--model_type` (default: hope) with two layers of width 64, or exactly `--config_name`;
     `--config_overrides` goes on top. `--model_name_or_path` is ignored with a warning. Raises ValueError for names and
     values that do not exist.
     """

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from tqdm.auto import tqdm
 
-from ..display import show_progress
+from ..display import progress
 from .task import Batch, Task, loss, score
 
 # Small, since a count may be exact for a few dozen steps only.
@@ -41,7 +40,7 @@ def train(task: Task, model: nn.Module, seed: int, device: torch.device) -> Trai
     weights of the step or, with an `ema_decay`, by their mean, since a count that is found early is lost again and one
     that drifts is right by the mean alone. A language of few words has no others: what stops the training there are
     the words that are tested, the longer bin's among them, as in Irie et al. 2023. Raises ValueError that names the
-    task where the loss is no number.
+    task where the loss is not a number.
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -54,7 +53,7 @@ def train(task: Task, model: nn.Module, seed: int, device: torch.device) -> Trai
     candidates = [module, mean.module] if mean else [module]
     generator = torch.Generator().manual_seed(seed)
     checks = fixed_samples(task, seed + CHECK_STREAM, CHECK_SAMPLES)
-    bar = tqdm(range(1, task.max_train_steps + 1), task.name, disable=not show_progress(), leave=False)
+    bar = progress(range(1, task.max_train_steps + 1), task.name)
     for step in bar:
         batch = task.draw(task.batch_size, generator, None).to(device)
         value = loss(module(batch.input_ids), batch)

@@ -82,7 +82,7 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | None) 
     own = load_state(path / f"rank_{process.process_index if same_world else 0}")
     if own["carried"] and not same_world:
         raise ValueError(
-            f"{path} carries the memories of {manifest['num_processes']} processes on and this run has "
+            f"{path} carries the memories of {manifest['num_processes']} processes and this run has "
             f"{process.num_processes}: launch it with --num_processes {manifest['num_processes']}."
         )
     if not same_world:
@@ -145,6 +145,6 @@ def _choose(output_dir: Path, resume_from_checkpoint: str | None) -> Path | None
     path = latest_checkpoint(output_dir)
     if path is None and resume_from_checkpoint == "latest":
         raise ValueError(
-            f"--resume_from_checkpoint latest: {output_dir} holds no checkpoint, so leave the flag out to begin."
+            f"--resume_from_checkpoint latest: {output_dir} holds no checkpoint, so omit the flag to begin."
         )
     return path

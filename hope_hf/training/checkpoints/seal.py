@@ -70,7 +70,7 @@ def file_size(folder: Path, name: str) -> int:
     status = path.stat()
     inside = Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
     if not inside or not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path} is no file of the checkpoint's own, but a link, pipe, device or folder: {MEND}.")
+        raise ValueError(f"{path} is not a file of the checkpoint's own, but a link, pipe, device or folder: {MEND}.")
     return status.st_size
 
 

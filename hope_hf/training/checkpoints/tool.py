@@ -77,7 +77,7 @@ def _info(folder: Path) -> str:
         size = sum(entry["size"] for entry in manifest["files"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(
-            f"{folder} is no finished checkpoint: its manifest.json or trainer.json cannot be read."
+            f"{folder} is not a finished checkpoint: its manifest.json or trainer.json cannot be read."
         ) from None
     rows = [{"what": name, "value": str(value)} for name, value in facts.items() if value is not None]
     rows.append({"what": "size", "value": f"{size:,} bytes in {len(manifest['files'])} files"})

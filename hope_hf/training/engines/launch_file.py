@@ -26,7 +26,7 @@ OF_VERSION_1 = {
 SWITCHES_WITHOUT_DEFAULT = ("zero3_init_flag", "zero3_save_16bit_model")
 # Axes of a mesh along which the trainer does not divide its work.
 UNSUPPORTED_AXES = {"parallelism_config_tp_size": "tensor", "parallelism_config_cp_size": "context"}
-# accelerate stops where one of these stands beside a DeepSpeed json, and then lists all of them.
+# accelerate refuses any of these beside a DeepSpeed json, and then lists all of them.
 DECIDED_BY_JSON = (
     "mixed_precision", "zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_save_16bit_model",
     "gradient_accumulation_steps", "gradient_clipping",
@@ -67,7 +67,7 @@ def _default_file(words: list[str]) -> Path | None:
 def check(path: Path, content: dict) -> None:
     """`content` is what the file at `path` holds. Raises ValueError.
 
-    A file that is no mapping, or has another key outside of the sections, the launcher itself refuses.
+    A file that is not a mapping, or has another key outside of the sections, the launcher itself refuses.
     """
 
     def refuse(sentence: str):
@@ -90,7 +90,7 @@ def check(path: Path, content: dict) -> None:
         beside = [key for key in DECIDED_BY_JSON if key in content | deepspeed]
         if beside:
             refuse(
-                f"{', '.join(beside)} may not stand beside deepspeed_config_file, which alone decides: leave that out"
+                f"{', '.join(beside)} may not be given beside deepspeed_config_file, which decides alone: remove it"
             )
     for key, value in deepspeed.items():
         if value == "nvme":

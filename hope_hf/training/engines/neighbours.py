@@ -1,4 +1,4 @@
-"""Whoever is left when another process of its machine ends says so and ends, too, though its collective may wait on.
+"""If another process of this machine dies, report it and exit, even if a collective still blocks.
 
 A killed process closes its connections, and the collectives of the others fail. gloo's do not always: where the end
 falls between two of its looks at a connection, it waits until `--ddp_timeout`, in an all-reduce as in a send.

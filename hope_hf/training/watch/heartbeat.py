@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class Heartbeat:
-    """Appends a line per step to `heartbeat_rank<N>.jsonl`; where none follows, says where the process stands.
+    """Appends a line per step to `heartbeat_rank<N>.jsonl`; if none follows in time, writes the stacks of the process.
 
     After `watchdog_seconds` without a beat the stacks of all threads go to `stacks_rank<N>.txt`, and the process waits
     on: set it below `--ddp_timeout`, with which a collective ends the run and leaves nothing to look at. A pause in

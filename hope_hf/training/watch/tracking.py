@@ -28,7 +28,7 @@ def tracker_names(report_to: str) -> list[str]:
     names = [] if names == ["none"] else names
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
-            raise ValueError(f"--report_to {name} is no tracker{nearest(name, LOGGER_TYPE_TO_CLASS)}")
+            raise ValueError(f"--report_to {name} is not a tracker{nearest(name, LOGGER_TYPE_TO_CLASS)}")
         if name not in available:
             raise ValueError(f"--report_to {name}: the tracker is not installed (pip install {name}).")
     return names

@@ -47,7 +47,7 @@ def test_consolidate_makes_a_folder_that_loads(output_dir, tmp_path, capsys):
     "words, sentence",
     [
         (["info", "nowhere"], "nowhere is not a folder"),
-        (["info", "."], "is no finished checkpoint"),
+        (["info", "."], "is not a finished checkpoint"),
         (["verify", "."], "has no manifest.json"),
         (["consolidate", "."], "--to"),
         (["burn", "."], "invalid choice"),
