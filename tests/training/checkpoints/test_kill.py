@@ -45,7 +45,7 @@ class Kill:
 
 def seeded_kills(seed: int, victims: list[str]) -> list[Kill]:
     generator = random.Random(seed)
-    return [Kill(victim, generator.randint(1, 12), generator.uniform(0, 0.15)) for victim in victims]
+    return [Kill(victim, generator.randint(1, 20), generator.uniform(0, 0.15)) for victim in victims]
 
 
 class Launch:
@@ -156,7 +156,7 @@ def start():
 def survives(engine: str, victims: list[str], start, tmp_path: Path, corpus: list[str]):
     """Kill a run as often as there are victims, and compare it with one that nobody killed."""
     # Several seconds: a run that is killed more often is longer.
-    steps = 20 * (len(victims) + 1)
+    steps = 30 * (len(victims) + 1)
     corpus = [*corpus, "--max_train_steps", str(steps)]
     config, processes, flags = ENGINES[engine]
     # Before a checkpoint in the background is whole, the one before it counts.
