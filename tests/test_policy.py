@@ -107,6 +107,17 @@ def imports_only_what_its_room_may(file: str, tree: ast.AST):
                 yield f"{file}:{node.lineno} uses hope_hf.{node.attr}, not public"
 
 
+FACES = ("hope_hf.data", "hope_hf.optim", "hope_hf.export", "hope_hf.training", "hope_hf.evaluation")
+
+
+def imports_the_faces_of_other_rooms(file: str, tree: ast.AST):
+    """A room that has a public face is not reached into."""
+    for node, _, module, _ in imports(file, tree):
+        face = next((face for face in FACES if inside(module, face)), module)
+        if module != face and room_of(file) != face.replace(".", "/"):
+            yield f"{file}:{node.lineno} imports {module}, behind the face of {face}"
+
+
 def imports_heavy_packages_late(file: str, tree: ast.AST):
     """Plots and trackers are paid for by those who use them."""
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
@@ -181,6 +192,7 @@ def imports_no_test(file: str, tree: ast.AST):
 
 RULES = [
     imports_only_what_its_room_may,
+    imports_the_faces_of_other_rooms,
     imports_heavy_packages_late,
     imports_flat_siblings_in_the_model,
     imports_by_name,
@@ -225,6 +237,8 @@ BROKEN = [
     (imports_only_what_its_room_may, "hope_hf/__init__.py", "from .training import main"),
     (imports_only_what_its_room_may, "hope_hf/export/x.py", "from hope_hf.training import main"),
     (imports_only_what_its_room_may, "run_clm.py", "import torch"),
+    (imports_the_faces_of_other_rooms, "hope_hf/evaluation/x.py", "from hope_hf.data.files import find_files"),
+    (imports_the_faces_of_other_rooms, "run_clm.py", "from hope_hf.training.run import main"),
     (imports_heavy_packages_late, "hope_hf/training/x.py", "import wandb"),
     (imports_heavy_packages_late, "hope_hf/training/x.py", "class A:\n    from matplotlib import pyplot"),
     (imports_flat_siblings_in_the_model, "hope_hf/model/x.py", "from . import continuum"),

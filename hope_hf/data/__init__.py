@@ -12,10 +12,20 @@ validation_bytes_per_token. Every mistake of the user raises ValueError with one
 
 from datasets import disable_progress_bars
 
-from .build import Data, build_data, check_vocabulary
+from .build import Data, build_data
 from .config import DataConfig
 from .corpus import corpus_documents
-from .vocabulary import DEFAULT_VOCAB_SIZE, LARGEST_VOCABULARY, load_tokenizer, save_tokenizer, train_tokenizer
+from .files import find_files, load_files
+from .sources import open_sources
+from .vocabulary import (
+    DEFAULT_VOCAB_SIZE,
+    LARGEST_VOCABULARY,
+    bytes_per_id,
+    check_vocabulary,
+    load_tokenizer,
+    save_tokenizer,
+    train_tokenizer,
+)
 
 __all__ = [
     "DEFAULT_VOCAB_SIZE",
@@ -23,10 +33,14 @@ __all__ = [
     "Data",
     "DataConfig",
     "build_data",
+    "bytes_per_id",
     "check_vocabulary",
     "corpus_documents",
     "disable_progress_bars",
+    "find_files",
+    "load_files",
     "load_tokenizer",
+    "open_sources",
     "save_tokenizer",
     "train_tokenizer",
 ]

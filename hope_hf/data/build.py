@@ -16,7 +16,7 @@ from .files import find_files
 from .loader import BlockLoader, Layout, Prefetched, StreamLoader
 from .packing import IGNORED, Block, RandomBlocks, TokenBlocks, collate, make_encoder, stable_seed, tokenize
 from .sources import open_sources, training_source
-from .vocabulary import DEFAULT_VOCAB_SIZE, bytes_per_id, load_tokenizer, train_tokenizer
+from .vocabulary import DEFAULT_VOCAB_SIZE, bytes_per_id, check_vocabulary, load_tokenizer, train_tokenizer
 
 _TOKENIZER_BYTES = 32_000_000
 _SYNTHETIC_ROWS = 1 << 20
@@ -108,17 +108,6 @@ def build_data(config: DataConfig, *, rank: int = 0, world_size: int = 1, state:
         ),
         description=f"{sources.description}: {extent}; validation {held_extent}",
     )
-
-
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int):
-    """Raise ValueError where the tokenizer's ids go beyond the model's `vocab_size` embeddings."""
-    highest = max(tokenizer.get_vocab().values())
-    if highest >= vocab_size:
-        name = tokenizer.name_or_path or "the tokenizer made from the text"
-        raise ValueError(
-            f"--tokenizer_name: {name} has ids up to {highest}, but the model's vocab_size is {vocab_size}: use the "
-            "model's own tokenizer or raise vocab_size with --config_overrides."
-        )
 
 
 def _tokenizer(config: DataConfig, train: Dataset | IterableDataset) -> PreTrainedTokenizerBase:

@@ -73,18 +73,42 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, output_dir: str | Path):
         raise ValueError(f"--output_dir {folder} is a file: name a folder.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Written beside and moved: a full disk leaves no half of a tokenizer that would block the next try.
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".tokenizer-") as scratch:
+            _write(tokenizer, Path(scratch))
+            files = sorted(Path(scratch).iterdir())
+            for written in files:
+                there = folder / written.name
+                if there.exists() and there.read_bytes() != written.read_bytes():
+                    raise ValueError(
+                        f"--output_dir {folder} holds another tokenizer ({written.name} differs): "
+                        "name another folder or remove that one."
+                    )
+            for written in files:
+                written.replace(folder / written.name)
     except OSError as error:
-        raise ValueError(f"--output_dir {folder} cannot be written: {error.strerror}.") from None
-    with tempfile.TemporaryDirectory() as scratch:
-        tokenizer.save_pretrained(scratch)
-        for written in Path(scratch).iterdir():
-            there = folder / written.name
-            if there.exists() and there.read_bytes() != written.read_bytes():
-                raise ValueError(
-                    f"--output_dir {folder} holds another tokenizer ({written.name} differs): "
-                    "name another folder or remove that one."
-                )
-    tokenizer.save_pretrained(folder)
+        raise ValueError(f"--output_dir {folder} cannot be written: {error.strerror or error}.") from None
+
+
+def _write(tokenizer: PreTrainedTokenizerBase, folder: Path):
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        # The tokenizers library reports a full disk as a bare Exception.
+        if type(error) is Exception:
+            raise OSError(str(error)) from error
+        raise
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int):
+    """Raise ValueError where the tokenizer's ids go beyond the model's `vocab_size` embeddings."""
+    highest = max(tokenizer.get_vocab().values())
+    if highest >= vocab_size:
+        name = tokenizer.name_or_path or "the tokenizer made from the text"
+        raise ValueError(
+            f"--tokenizer_name: {name} has ids up to {highest}, but the model's vocab_size is {vocab_size}: use the "
+            "model's own tokenizer or raise vocab_size with --config_overrides."
+        )
 
 
 def bytes_per_id(tokenizer: PreTrainedTokenizerBase) -> list[int]:

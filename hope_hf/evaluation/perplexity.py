@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hope_hf.data.vocabulary import bytes_per_id
+from hope_hf.data import bytes_per_id
 
 from .arguments import Arguments
 from .display import curves, progress

@@ -7,9 +7,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hope_hf.cli.models import build_model, is_hope, load_config
-from hope_hf.data import DataConfig, check_vocabulary, load_tokenizer
-from hope_hf.data.files import find_files, load_files
-from hope_hf.data.sources import open_sources
+from hope_hf.data import DataConfig, check_vocabulary, find_files, load_files, load_tokenizer, open_sources
 
 from .arguments import Arguments
 

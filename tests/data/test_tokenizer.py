@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -121,3 +122,20 @@ def test_a_tokenizer_without_eos_is_refused(tmp_path):
     PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no EOS token"):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_disk_that_is_full_leaves_nothing_that_blocks_the_next_try(tmp_path, monkeypatch):
+    tokenizer = train_tokenizer(["a text of some words"], 300)
+    whole = type(tokenizer).save_pretrained
+
+    def full(self, folder, **options):
+        (Path(folder) / "tokenizer.json").write_text("{")
+        raise Exception("No space left on device (os error 28)")
+
+    monkeypatch.setattr(type(tokenizer), "save_pretrained", full)
+    with pytest.raises(ValueError, match="--output_dir .* cannot be written: No space left on device"):
+        save_tokenizer(tokenizer, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+    monkeypatch.setattr(type(tokenizer), "save_pretrained", whole)
+    save_tokenizer(tokenizer, tmp_path / "out")
+    assert load_tokenizer(str(tmp_path / "out"), False).get_vocab() == tokenizer.get_vocab()
