@@ -1,7 +1,7 @@
 # make train      install into .venv, then train the demo (preset tiny, built-in corpus) into runs/demo
 # make test       install into .venv, then run the tests that need neither minutes nor a GPU
 # make test-unit  of these, the tests that start no process      make test-processes  the others
-# make test-benchmarks  tests of the programs in benchmarks/     make test-ci         these and `make test`
+# make test-benchmarks  tests of the programs in benchmarks/
 # make test-long  the tests marked `long`       make test-gpu  the tests marked `gpu`
 # make test-kill  kills runs 30 times per engine and prints how each went on
 # make hf-suite   transformers' own common test suite on HOPE (HF_SUITE=folder with its tests/, see CONTRIBUTING.md)
@@ -25,14 +25,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --constraint $(CONSTRAINTS) $(PIP_ARGS) --editable
 
-.PHONY: train test test-unit test-processes test-benchmarks test-ci test-long test-gpu test-kill hf-suite peft-suite lint clean
+.PHONY: train test test-unit test-processes test-benchmarks test-long test-gpu test-kill hf-suite peft-suite lint clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed-plot
 	$(BIN)/accelerate launch --config_file accelerate_configs/single.yaml run_clm.py --output_dir runs/demo $(TRAIN_ARGS)
 
 # One thread per worker: two workers with a thread pool each would fight over the same cores.
-test test-unit test-processes test-benchmarks test-ci test-long test-gpu test-kill: export OMP_NUM_THREADS := 1
+test test-unit test-processes test-benchmarks test-long test-gpu test-kill: export OMP_NUM_THREADS := 1
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(NO_HANGS) $(PYTEST_ARGS)
@@ -45,9 +45,6 @@ test-processes: $(VENV)/.installed-test
 
 test-benchmarks: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(NO_HANGS) -m "benchmarks and not long and not gpu" $(PYTEST_ARGS)
-
-test-ci: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(NO_HANGS) -m "not long and not gpu" $(PYTEST_ARGS)
 
 test-long: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
