@@ -5,12 +5,15 @@ import json
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from training_runs import HOPE, LLAMA, make_tokenizer
 
 from hope_hf.data import build
 from hope_hf.training import main
 from hope_hf.training.parsing import parse
 from hope_hf.training.watch import heartbeat
+from hope_hf.training.watch.monitor import Monitor
 
 
 def refuse(run, capsys, sentence, name="a", **keywords):
@@ -99,6 +102,34 @@ def test_folder_with_someone_elses_model(run, capsys, tmp_path):
     assert (tmp_path / "a" / "config.json").read_text() == "{}"
 
 
+@pytest.mark.parametrize("record", ["[1]", "null", '{"identity": 5, "complete": false, "run_id": "a"}', "[" * 9999])
+def test_a_run_json_that_is_no_runs(run, capsys, tmp_path, record):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "run.json").write_text(record)
+    refuse(run, capsys, "run.json cannot be read: choose another --output_dir, or delete the folder.")
+    assert (tmp_path / "a" / "run.json").read_text() == record
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (["--logging_steps", "1"], "was deleted or is another run's now, and its checkpoints with it: begin again"),
+        (["--logging_steps", "9", "--checkpointing_steps", "4"], "(the folder was deleted)"),
+    ],
+)
+def test_the_folder_is_deleted_while_it_trains(run, capsys, tmp_path, monkeypatch, flags, sentence):
+    begins = Monitor.step_begins
+
+    def delete(monitor, step):
+        if step == 3:
+            shutil.rmtree(tmp_path / "a")
+        return begins(monitor, step)
+
+    monkeypatch.setattr(Monitor, "step_begins", delete)
+    refuse(run, capsys, sentence, flags=flags)
+    assert not (tmp_path / "a").exists()
+
+
 def test_output_dir_is_a_file(run, capsys, tmp_path):
     (tmp_path / "a").write_text("mine")
     refuse(run, capsys, "is a file: name a folder")
@@ -144,6 +175,23 @@ def test_damaged_model_to_start_from(run, capsys, tmp_path, file, content, sente
     (tmp_path / "a" / file).write_text(content)
     complaint = refuse(run, capsys, sentence, name="b", model=["--model_name_or_path", str(tmp_path / "a")])
     assert f"--model_name_or_path {tmp_path / 'a'} cannot be loaded" in complaint
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_model_to_start_from_that_lacks_weights(run, capsys, tmp_path, corpus):
+    run("a", "--max_train_steps", "1")
+    weights, model = tmp_path / "a" / "model.safetensors", ["--model_name_or_path", str(tmp_path / "a")]
+    assert weights.stat().st_mode == (tmp_path / "a" / "config.json").stat().st_mode
+    tensors = load_file(weights)
+    save_file({**tensors, "lm_head.weight": tensors["lm_head.weight"].int()}, weights, {"format": "pt"})
+    refuse(run, capsys, "has a lm_head.weight of I32, which is no floating-point type", name="b", model=model)
+    save_file({name: tensor for name, tensor in tensors.items() if "lm_head" not in name}, weights, {"format": "pt"})
+    refuse(run, capsys, "has no weights for lm_head.weight, which its config.json asks for", name="b", model=model)
+    torch.save(tensors, tmp_path / "a" / "pytorch_model.bin")
+    weights.unlink()
+    refuse(run, capsys, "has no model.safetensors, and only safetensors are read", name="b", model=model)
+    (tmp_path / "a" / "tokenizer.json").write_text("[]")
+    refuse(run, capsys, "holds no tokenizer that can be loaded", name="b", data=corpus[:4], model=model)
     assert not (tmp_path / "b").exists()
 
 

@@ -45,7 +45,9 @@ class FolderLock:
         if self._descriptor not in _held:
             return
         # While it is still locked: who opens the file after this opens a new one, who opened it before will notice.
-        self._file.unlink(missing_ok=True)
+        # Where the folder was deleted meanwhile, the file there now is another run's.
+        if self._is_the_file(self._descriptor):
+            self._file.unlink(missing_ok=True)
         _held.remove(self._descriptor)
         os.close(self._descriptor)
         self._descriptor = None
@@ -85,7 +87,7 @@ class FolderLock:
         self._descriptor, self._made = descriptor, missing
 
     def _is_the_file(self, descriptor: int) -> bool:
-        """False where its holder removed the file between our opening and locking it: that lock keeps nobody out."""
+        """False where somebody has removed the file since we opened it: that lock keeps nobody out."""
         try:
             return os.path.samestat(os.fstat(descriptor), os.stat(self._file))
         except FileNotFoundError:

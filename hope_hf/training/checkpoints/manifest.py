@@ -6,6 +6,7 @@ import os
 import shutil
 import uuid
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 from .seal import FOLDER_NAME, FORMAT, MANIFEST, MEND, file_size, read_manifest, seal
@@ -158,7 +159,9 @@ def _has_all_bytes(folder: Path) -> bool:
 def _remove(folder: Path) -> None:
     # Renamed first, so that a kill half-way leaves no half of a checkpoint under a checkpoint's name.
     doomed = folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex[:8]}")
-    folder.rename(doomed)
+    # Somebody else may have deleted it.
+    with suppress(FileNotFoundError):
+        folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 

@@ -45,9 +45,10 @@ class _Pending:
 
 
 class CheckpointWriter:
-    """Writes `output_dir/checkpoint-<step>`, and deletes the oldest beyond `save_total_limit` (None keeps all).
+    """Writes `checkpoint-<step>` in `output_dir`, which is there, and deletes the oldest beyond `save_total_limit`.
 
-    All processes call all methods, in the same order. `only_model` leaves out what a run needs to continue.
+    None keeps all. All processes call all methods, in the same order. `only_model` leaves out what a run needs to
+    continue.
     """
 
     def __init__(self, output_dir: str | Path, save_total_limit: int | None = None, only_model: bool = False):
@@ -92,7 +93,9 @@ class CheckpointWriter:
 
         def make_folder() -> None:
             if first:
-                self._output_dir.mkdir(parents=True, exist_ok=True)
+                # Not made again: without its run.json nobody could continue from what is written there.
+                if not self._output_dir.is_dir():
+                    raise OSError("the folder was deleted")
                 remove_leftovers(self._output_dir)
                 folder.mkdir()
 

@@ -2,6 +2,7 @@
 
 import faulthandler
 import json
+import os
 import time
 from pathlib import Path
 
@@ -35,9 +36,11 @@ class Heartbeat:
         """No beat follows. A file without stacks is removed."""
         if self._stacks_file is not None:
             faulthandler.cancel_dump_traceback_later()
+            empty = not os.fstat(self._stacks_file.fileno()).st_size
             self._stacks_file.close()
-            if not self._stacks.stat().st_size:
-                self._stacks.unlink()
+            if empty:
+                # Somebody may have deleted the whole folder.
+                self._stacks.unlink(missing_ok=True)
         self._lines.close()
 
     def _wait(self):

@@ -14,6 +14,7 @@ from hope_hf.cli.mistakes import one_line
 from hope_hf.cli.parser import nearest
 
 from ..arguments import Arguments
+from ..engines.guard import OneSidedError
 from ..process import shows_bars
 
 METRICS_FILE = "metrics.jsonl"
@@ -53,9 +54,9 @@ class Tracker:
         self._total_steps = total_steps
         self._file = self._bar = None
         if accelerator.is_main_process:
-            path = Path(args.output_dir) / METRICS_FILE
-            _drop_rows_after(path, start_step)
-            self._file = path.open("a", encoding="utf-8")
+            self._path = Path(args.output_dir) / METRICS_FILE
+            _drop_rows_after(self._path, start_step)
+            self._file = self._path.open("a", encoding="utf-8")
             if shows_bars(accelerator):
                 # The one of each saved model would leave this one behind, cut in two.
                 transformers.utils.logging.disable_progress_bar()
@@ -78,13 +79,25 @@ class Tracker:
             self._bar.update(1)
 
     def log(self, step: int, tokens: int, row: dict, line: str):
-        """Write one row of metrics, and `line` on the console."""
+        """Write one row of metrics, and `line` on the console; ValueError where the file is no longer in its place."""
         if self._file is not None:
+            self._require_folder()
             self._file.write(json.dumps({"step": step, "tokens": tokens, **row}) + "\n")
             self._file.flush()
         if self._accelerator.trackers:
             self._accelerator.log({"tokens": tokens, **row}, step=step)
         self.say(f"step {step:>{len(str(self._total_steps))}}/{self._total_steps} | {line}")
+
+    def _require_folder(self):
+        try:
+            there = os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
+        except OSError:
+            there = False
+        if not there:
+            raise OneSidedError(
+                f"--output_dir {self._path.parent} was deleted or is another run's now, and its checkpoints with it: "
+                "begin again in a folder that stays."
+            )
 
     def say(self, text: str):
         """Print on rank 0, above the progress bar where there is one."""

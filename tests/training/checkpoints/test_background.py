@@ -45,6 +45,7 @@ def trained(steps: int) -> Run:
 
 
 def test_it_holds_the_moment_at_which_it_began(tmp_path, slow_disk):
+    (tmp_path / "background").mkdir()
     run, writer = trained(5), CheckpointWriter(tmp_path / "background")
     folder = run.save_with(writer, background=True)
     uninterrupted = run.train(3)

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,6 +52,16 @@ def program(corpus, folder, *flags) -> list[str]:
 def start(command) -> subprocess.Popen:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_a_lock_whose_folder_was_deleted_leaves_that_of_the_next_run(tmp_path):
+    ours, theirs = FolderLock(tmp_path / "a"), FolderLock(tmp_path / "a")
+    ours.acquire()
+    shutil.rmtree(tmp_path / "a")
+    theirs.acquire()
+    ours.release()
+    assert is_held(tmp_path / "a")
+    theirs.release()
 
 
 @pytest.mark.processes

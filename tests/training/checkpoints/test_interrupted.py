@@ -132,7 +132,7 @@ def test_a_read_only_folder_gets_one_sentence(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(ValueError, match=r"\(Read-only file system\).*last good checkpoint: none was written yet\.$"):
-        Run().save(tmp_path / "run")
+        Run().save(tmp_path)
 
 
 def test_a_mistake_of_ours_keeps_its_traceback(output_dir):
