@@ -90,7 +90,7 @@ def test_a_missing_weight_is_not_made_up(folders, broken, refused, kind):
         ("llama", {"dtype": "float7"}, "its config.json has the dtype 'float7', write one like \"float32\""),
         ("llama", {"dtype": "int8"}, "its config.json has the dtype 'int8'"),
         ("llama", {"dtype": ["float32"]}, "its config.json has the dtype ['float32']"),
-        ("llama", {"transformers_weights": "../a.safetensors"}, "is no file of its folder: '../a.safetensors'"),
+        ("llama", {"transformers_weights": "../a.safetensors"}, "is not a file of its folder: '../a.safetensors'"),
     ],
 )
 def test_a_config_that_is_not_the_weights_own(broken, refused, kind, fields, sentence):

@@ -183,6 +183,26 @@ def test_weights_that_are_pickled(source, refused):
     assert f"{source} has no model.safetensors, and only safetensors" in refused(source)
 
 
+def test_a_config_of_another_model(source, refused):
+    """Neither weights that are made up, nor some that are left out, nor rounded ones."""
+    config = json.loads((source / "config.json").read_text())
+    for field, value, sentence in (
+        ("memory_depth", config["memory_depth"] + 1, "has no weights for model.layers.0.mixer."),
+        ("num_hidden_layers", config["num_hidden_layers"] + 1, "has no weights for model.layers."),
+        ("dtype", "int8", "its config.json has the dtype 'int8'"),
+    ):
+        (source / "config.json").write_text(json.dumps(config | {field: value}))
+        assert sentence in refused(source)
+    (source / "config.json").write_text(json.dumps(config))
+    more = load_file(source / "model.safetensors") | {"more.weight": torch.ones(1)}
+    save_file(more, source / "model.safetensors", {"format": "pt"})
+    assert "has weights for more.weight, which the model of its config.json lacks" in refused(source)
+
+
+def test_the_weights_are_for_all_who_may_read_the_rest(exported):
+    assert len({path.stat().st_mode for path in exported.iterdir() if path.is_file()}) == 1
+
+
 def test_no_tokenizer(source, refused):
     for file in source.glob("tokenizer*"):
         file.unlink()
