@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, get_scheduler
 
@@ -63,6 +64,9 @@ class Run:
         return losses
 
     def save(self, output_dir: Path, save_total_limit: int | None = None, **changes) -> Path:
+        # A run has its folder before it has a checkpoint.
+        if PartialState().is_main_process and not Path(output_dir).is_dir():
+            Path(output_dir).mkdir(parents=True)
         return self.save_with(CheckpointWriter(output_dir, save_total_limit), **changes)
 
     def save_with(

@@ -78,7 +78,7 @@ SHARDED = """
     TakenParts.together = bring_together
     may_begin.set()
     for name in ("background", "at_once"):
-        (output_dir / name).mkdir(exist_ok=True)
+        (output_dir / name).mkdir(parents=True, exist_ok=True)
     background = CheckpointWriter(output_dir / "background")
     # Leaves its memory, with other values, to the next one.
     run.save_with(background, background=True)
