@@ -1,4 +1,4 @@
-"""The self-modifying mixer token by token, to be read beside the paper; the slow twin of `hope_hf.model`.
+"""The self-modifying mixer token by token, to be read with the paper; the slow reference for `hope_hf.model`.
 
 Nothing is parallel over tokens here and no update is derived by hand: errors come from autograd of the inner loss.
 Only tests use this file. Vectors are rows, so a memory acts as `z W^T`. Axes of a tensor: B sequence, H head, D head
@@ -25,7 +25,7 @@ def outer(a, b):
 
 
 class Memory:
-    """One memory of every sequence and head: M(z) = z + W1 act(W2 z), equation (89)."""
+    """One memory per sequence and head: M(z) = z + W1 act(W2 z), equation (89)."""
 
     def __init__(self, initial, batch_size, config):
         self.config = config
@@ -46,7 +46,7 @@ class Memory:
         return z + matvec(weights[1], self.hidden(matvec(weights[0], z)))
 
     def target(self, v):
-        """Equation (84): the memory makes its own value, at the chunk's start."""
+        """Equation (84): the memory computes its own target, with the weights of the chunk's start."""
         return self(unit(v) if self.config.memory_target_norm else v, self.snap)
 
     def layer_inputs_and_errors(self, k, target):
@@ -65,7 +65,7 @@ class Memory:
         loss = scale * (k + product - target).square().sum()
         inner_error, outer_error = torch.autograd.grad(loss, [pre, product], create_graph=True)
         if config.memory_hidden_norm == "unit":
-            # a tiny hidden activation passes no more than one of norm 0.1 would
+            # a tiny hidden activation passes no more gradient than one of norm 0.1
             norm = (F.silu(pre).square().sum(-1, keepdim=True) + 1e-12).sqrt()
             inner_error = inner_error * (norm / HIDDEN_NORM_FLOOR).clamp(max=1.0)
         return [(k, inner_error), (hidden, outer_error)]

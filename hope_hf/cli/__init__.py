@@ -1,1 +1,1 @@
-"""What the programs share: reading flags, naming models, speaking to the user in sentences."""
+"""Code that the programs share: reading flags, loading models, messages to the user."""

@@ -5,7 +5,7 @@ from functools import partial
 
 from .bounds import Bounds, Checked
 
-# What several flags admit.
+# Bounds that several flags share.
 COUNT = {"least": 1}
 OR_NONE = {"least": 0}
 THREADS = {"least": 1, "most": 1024}
@@ -15,7 +15,7 @@ SEED = {"least": 0, "most": 4_000_000_000}
 
 
 def flag(default, help: str, **bounds):
-    """A field of a dataclass of flags, with its line of `--help` and, for a number, its `Bounds`; no default: needed.
+    """The dataclass field of a flag: default (MISSING: required), `--help` line and, for a number, `Bounds`.
 
     The parser calls `Checked` with every value that it reads.
     """

@@ -1,18 +1,18 @@
-"""What the value of a flag may be, checked where it is parsed, with one kind of sentence for every program."""
+"""Bounds on the values of flags, checked by the parser, with the same error message in every program."""
 
 import argparse
 import math
 from dataclasses import dataclass
 
-# No count, rate or number of seconds is larger than this: sums and products of such numbers overflow nothing.
+# The largest count, rate or number of seconds: sums and products of such numbers do not overflow.
 LARGEST = 10**9
-# Tokens of one text: the longest that anyone has trained on or evaluated, and less than what fills a machine's memory.
+# The most tokens of one text: the longest trained on or evaluated so far, and still within a machine's memory.
 LONGEST = 2**24
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The finite numbers that a flag admits, from `least` or above `above`, and to `most` or below `below`."""
+    """The finite numbers that a flag accepts: from `least` or above `above`, up to `most` or below `below`."""
 
     least: float | None = None
     above: float | None = None
@@ -20,7 +20,7 @@ class Bounds:
     below: float | None = None
 
     def admit(self, value: float) -> bool:
-        """Whether `value` lies within; NaN never does."""
+        """Whether `value` is within the bounds; NaN never is."""
         return (
             (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
@@ -29,7 +29,7 @@ class Bounds:
         )
 
     def words(self, value: float = 0) -> str:
-        """`of 0 or more and below 1`. The bound that all flags have is named to who exceeds it with `value`."""
+        """The bounds in words: `of 0 or more and below 1`. `LARGEST` is named only if `value` exceeds it."""
         low = f"of {self.least:,} or more" if self.above is None else f"above {self.above:,}"
         if self.below is not None:
             return f"{low} and below {self.below:,}"
@@ -39,7 +39,7 @@ class Bounds:
 
 
 class Checked(argparse.Action):
-    """Stores a value that is no empty word and lies within `bounds`; ValueError that names the flag for any other."""
+    """Stores a value that is not blank and is within `bounds`; otherwise ValueError that names the flag."""
 
     def __init__(self, option_strings, dest, bounds: Bounds | None = None, **options):
         super().__init__(option_strings, dest, **options)
@@ -55,7 +55,7 @@ class Checked(argparse.Action):
         if isinstance(value, str):
             if not value.strip():
                 raise ValueError(f"{name} is {value!r}: give a value, or leave it out.")
-            # Bytes of a command line that are no UTF-8 come as surrogates, which no report can hold.
+            # Bytes of a command line that are not UTF-8 become surrogates, which cannot be written to a report.
             if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
                 raise ValueError(f"{name} {value!r} is not UTF-8 text: give another value.")
         elif not self.bounds.admit(value):

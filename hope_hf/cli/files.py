@@ -1,4 +1,4 @@
-"""Names of files that others wrote, and the rights of those that libraries write."""
+"""Checks of file names read from other files, and permissions of files that libraries write."""
 
 import shutil
 from contextlib import suppress
@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 def is_inside(name: object) -> bool:
     """Whether a file's name, read from another file, is a plain relative path that stays in its folder.
 
-    Neither absolute nor with `..` or an empty part, and printable: it is shown to the user.
+    It is not absolute, has no `..` or empty part, and is printable, since it is shown to the user.
     """
     if not isinstance(name, str) or not name.isprintable():
         return False
@@ -17,16 +17,16 @@ def is_inside(name: object) -> bool:
 
 
 def copy_rights(file: Path, to: Path) -> None:
-    """Let those read and write `to` who may do so with `file`.
+    """Give `to` the permissions of `file`.
 
-    safetensors gives its files to their owner alone, whatever the umask says.
+    safetensors writes files that only their owner can read, whatever the umask is.
     """
-    # Some disks have no such rights.
+    # Some file systems have no permissions.
     with suppress(OSError):
         shutil.copymode(file, to)
 
 
 def share_weights(folder: Path) -> None:
-    """Give the weights that `save_pretrained` wrote to `folder` the rights of its other files."""
+    """Give the weights that `save_pretrained` wrote to `folder` the permissions of its other files."""
     for file in folder.glob("model*.safetensors"):
         copy_rights(folder / "config.json", file)

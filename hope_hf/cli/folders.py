@@ -1,11 +1,11 @@
-"""The folders that a program is told to write."""
+"""Checks of the folders that a program writes to."""
 
 import os
 from pathlib import Path
 
 
 def check_output(path: str, flag: str):
-    """ValueError that names `flag` where no folder can be at `path`, or none be made there."""
+    """Raise ValueError that names `flag` if `path` is a file, or no folder can be made or written there."""
     folder = Path(path)
     try:
         if folder.exists() and not folder.is_dir():

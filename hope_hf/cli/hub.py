@@ -1,4 +1,4 @@
-"""Names on the Hub: what may be one, and what is a folder of this machine."""
+"""Names of repositories on the Hub: checks that a name is valid and is not a local folder."""
 
 import os
 
@@ -6,7 +6,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 
 def check_repo_id(repo_id: str, flag: str):
-    """ValueError that names `flag` where `repo_id` can be no repository, with or without its owner."""
+    """Raise ValueError that names `flag` if `repo_id` is no valid repository name, with or without owner."""
     try:
         validate_repo_id(repo_id)
     except HFValidationError:
@@ -16,7 +16,7 @@ def check_repo_id(repo_id: str, flag: str):
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether `name` names a repository, and no file or folder of this machine."""
+    """Whether `name` is a valid repository name and not a local file or folder."""
     try:
         validate_repo_id(name)
     except HFValidationError:

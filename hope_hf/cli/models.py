@@ -41,12 +41,12 @@ def build_config(args: ModelArguments, tokenizer, vocab_size: int, presets: dict
         if args.model_type and base.model_type != args.model_type:
             raise ValueError(f"--config_name {args.config_name} is a {base.model_type} and --model_type {model_type}.")
         config_class, given = type(base), _plain(base)
-    # Fields that a config derives from others (heads from width) must be derived from the overridden ones: pass only
-    # what was given, never the finished default config.
+    # A config derives some fields from others (heads from width). Pass only the given fields, never the finished
+    # default config, so that the overridden ones are used.
     example = _make(config_class, given)
     _check_names(overrides, example)
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
-    # An embedding never learns the row of its padding token, and this one ends documents.
+    # An embedding does not train the row of its padding token, and the EOS token must be trained.
     if special["pad_token_id"] == special["eos_token_id"]:
         special["pad_token_id"] = None
     config = _make(config_class, {**given, "vocab_size": vocab_size, **special, **_as_declared(overrides, example)})
@@ -94,7 +94,7 @@ def parse_overrides(text: str | None) -> dict:
         if not all(name and equals for name, equals, _ in pairs):
             raise ValueError("write name=value,name=value")
         return _overrides([(name.strip(), _scalar(value)) for name, _, value in pairs])
-    # RecursionError: thousands of brackets in each other.
+    # RecursionError: thousands of nested brackets.
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"--config_overrides {text!r} cannot be read: {one_line(error)}.") from None
 
@@ -115,10 +115,10 @@ def _overrides(pairs: list[tuple[str, object]]) -> dict:
 
 
 def _check_dtype(values: dict):
-    # torch has more under the names that a config may hold than types, and the error for what it lacks names no file.
+    # Not every attribute of torch is a dtype, and the error for an unknown one does not name the file.
     dtype = values.get("dtype", values.get("torch_dtype"))
     known = isinstance(dtype, str) and getattr(torch, dtype, None)
-    # Models of several parts have a dict of them.
+    # Models of several parts have a dict of dtypes.
     if not (dtype is None or isinstance(dtype, dict) or getattr(known, "is_floating_point", False) is True):
         raise ValueError(f"its config.json has the dtype {dtype!r}, write one like \"float32\" or \"bfloat16\"")
 
@@ -126,7 +126,7 @@ def _check_dtype(values: dict):
 def _scalar(text: str):
     value = load_yaml(text)
     try:
-        # YAML 1.1 reads 1e-3 as a word.
+        # YAML 1.1 reads 1e-3 as a string.
         return float(value) if isinstance(value, str) else value
     except ValueError:
         return value

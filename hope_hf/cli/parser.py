@@ -1,4 +1,4 @@
-"""The house's way to read a command line: transformers' parser, and one sentence for each mistake."""
+"""The command-line parser of all programs: transformers' parser, with one sentence for each mistake."""
 
 import difflib
 from collections.abc import Collection
@@ -7,14 +7,14 @@ from transformers import HfArgumentParser
 
 
 class Parser(HfArgumentParser):
-    """HfArgumentParser whose complaints are a ValueError of one sentence instead of a usage text and exit."""
+    """HfArgumentParser that raises a one-sentence ValueError instead of printing the usage and exiting."""
 
     def error(self, message):
         raise ValueError(f"{message[0].upper()}{message[1:]}; {self.prog} --help lists the flags.")
 
 
 def nearest(name: str, known, most: int = 1) -> str:
-    """'; did you mean X?' with at most `most` names for a misspelled one, '' where nothing is near."""
+    """'; did you mean X?' with at most `most` names for a misspelled one, '' if none is close."""
     matches = difflib.get_close_matches(name, list(known), n=most, cutoff=0.5)
     return f"; did you mean {' or '.join(matches)}?" if matches else ""
 

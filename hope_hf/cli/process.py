@@ -1,4 +1,4 @@
-"""What every program of the house does with its process: threads, warnings and errors as sentences."""
+"""Process setup of every program: threads, and warnings and errors as sentences."""
 
 import ctypes
 import os
@@ -23,8 +23,8 @@ def set_up_cpu(threads: int | None):
 def default_threads() -> int:
     """OMP_NUM_THREADS, or this process's share of the cores that it may use.
 
-    Launchers export OMP_NUM_THREADS=1 where nobody has set it, which would leave the other cores idle: from a launcher
-    1 does not count.
+    Launchers export OMP_NUM_THREADS=1 if it is not set, which would leave the other cores idle: 1 from a launcher is
+    ignored.
     """
     wish = os.environ.get("OMP_NUM_THREADS", "")
     if wish.isdecimal() and int(wish) > (1 if _is_launched() else 0):
@@ -39,7 +39,7 @@ def is_first_process() -> bool:
 
 
 def warn_once(sentence: str):
-    """Warn the user of what all processes find alike: on the first one."""
+    """Warn on the first process only, of what all processes find."""
     if is_first_process():
         warnings.warn(sentence, stacklevel=2)
 
@@ -50,23 +50,23 @@ def warn_in_sentences():
 
 
 def die_with_launcher():
-    """Linux: a launcher that is killed passes SIGTERM on, so no orphan trains on in the same folder."""
+    """Linux: get SIGTERM when the launcher is killed, so that no orphan keeps training in the same folder."""
     if _is_launched() and sys.platform.startswith("linux"):
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGTERM))
 
 
 def complain(error: Exception | str, status: int, everywhere: bool = False) -> int:
-    """Print the error as one line on standard error, unless another process says it; gives `status`."""
-    # What all processes meet is said once.
+    """Print the error as one line on standard error, on rank 0 unless `everywhere`; returns `status`."""
+    # An error of all processes is printed once.
     if everywhere or is_first_process():
         print(f"error: {error}", file=sys.stderr, flush=True)
     return status
 
 
 def memory_is_full(error: BaseException) -> bool:
-    """Whether `error` says that the CPU or a GPU has not the memory that was asked for."""
-    # What torch raises on the CPU has no type of its own.
+    """Whether `error` says that the CPU or a GPU is out of memory."""
+    # torch has no exception type for this on the CPU.
     on_cpu = re.search("can't allocate memory|Storage size calculation overflowed", str(error))
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or bool(on_cpu)
 
@@ -76,7 +76,7 @@ def _is_launched() -> bool:
 
 
 def _as_sentence(message, category, filename, lineno, line=None) -> str:
-    # Ours are for the user, whom the place in the code tells nothing; it tells much about all others.
+    # Our warnings are for the user, who does not need the place in the code; other warnings keep it.
     if category is UserWarning and Path(filename).is_relative_to(Path(__file__).parents[1]):
         return f"warning: {message}\n"
     return _format_warning(message, category, filename, lineno, line)

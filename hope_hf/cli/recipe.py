@@ -10,7 +10,7 @@ from .parser import nearest
 
 
 def split_recipe(argv: list[str], flags: Collection[str]) -> tuple[list[str], list[str]]:
-    """The words of a recipe that comes first (none where none does), and the words after it."""
+    """The words of the recipe that comes first (none if there is none), and the words after it."""
     return ([], argv) if not argv or argv[0].startswith("-") else (read_recipe(argv[0], flags), argv[1:])
 
 
@@ -18,7 +18,7 @@ def read_recipe(path: str | Path, flags: Collection[str], left_out: Collection[s
     """A YAML file of flags as command-line words; ValueError that names the file where it cannot be read."""
     try:
         recipe = load_yaml(Path(path).read_text(encoding="utf-8"))
-    # RecursionError: thousands of brackets in each other. ValueError: no UTF-8, a date that does not exist.
+    # RecursionError: thousands of nested brackets. ValueError: not UTF-8, or a date that does not exist.
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())
         raise ValueError(f"The recipe {path} cannot be read: {reason}.") from None
@@ -34,7 +34,7 @@ def read_recipe(path: str | Path, flags: Collection[str], left_out: Collection[s
 
 
 def load_yaml(text: str) -> object:
-    """The value of a YAML text, of which no key may come twice and no part be an alias.
+    """The value of a YAML text, which may have no repeated keys and no aliases.
 
     Raises yaml.YAMLError, ValueError or RecursionError.
     """
@@ -42,7 +42,7 @@ def load_yaml(text: str) -> object:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML keeps the last of two equal keys without a word, and a few aliases of aliases fill the memory."""
+    """Plain YAML silently keeps the last of two equal keys, and a few aliases of aliases fill the memory."""
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):

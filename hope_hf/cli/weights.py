@@ -1,6 +1,6 @@
-"""A causal language model's weights: all of them, as they are, from safetensors, or one sentence.
+"""Loads a causal language model's weights from safetensors, complete and unchanged, or raises an error.
 
-transformers alone fills what is missing with random numbers, casts integers, and reads pickles and adapters.
+transformers itself fills missing weights with random numbers, casts integers, and reads pickles and adapters.
 """
 
 import json
@@ -25,7 +25,7 @@ def load_model(source: str, config, named: str, **options) -> PreTrainedModel:
     Args:
         source: the folder or name.
         config: of the model.
-        named: how the user named it, for the sentences.
+        named: how the user named it, for error messages.
         options: for `from_pretrained`.
 
     Raises:
@@ -49,7 +49,7 @@ def load_model(source: str, config, named: str, **options) -> PreTrainedModel:
 
 
 class _Refused(ValueError):
-    """What is there should not be read: one sentence for the user."""
+    """The files must not be read: one sentence for the user."""
 
 
 def parts_of(index: Path) -> list[str]:
@@ -94,7 +94,7 @@ def _weight_files(source: str, given: str | None, named: str) -> list[Path]:
 
 
 def _find(source: str, name: str) -> Path | None:
-    """A file of a folder or of the Hub; None where there is none, or something else than a file."""
+    """A file of a folder or of the Hub; None if there is none or it is not a file."""
     if os.path.isdir(source):
         file = Path(source) / name
         return file if file.is_file() else None
@@ -104,7 +104,7 @@ def _find(source: str, name: str) -> Path | None:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without the table of what did not fit and torch's word on complex numbers: the sentence says it."""
+    """Hide transformers' load report and torch's warning about complex numbers: our error replaces them."""
     logger = logging.getLogger("transformers.modeling_utils")
 
     def keep(record: logging.LogRecord) -> bool:
@@ -129,7 +129,7 @@ def _check_names(model: PreTrainedModel, report: dict, named: str) -> None:
     if not unknown:
         return
     sentence = f"{named} has weights for {unknown[0]}{_more(unknown)}, which the model of its config.json lacks"
-    # Of our own family no weight is left over for a good reason; others carry heads and buffers for other uses.
+    # A HOPE has no unused weights; other families have heads and buffers for other uses.
     if model.config.model_type == "hope":
         raise ValueError(f"{sentence}: put back the config.json that was saved with these weights.")
     warnings.warn(f"{sentence}: they are left out.", stacklevel=4)
@@ -147,7 +147,7 @@ def _check_shapes(report: dict, named: str) -> None:
 
 def _check_types(model: PreTrainedModel, files: list[Path], report: dict, named: str) -> None:
     if getattr(model, "hf_quantizer", None) is not None:
-        # Many of its weights are whole numbers, and the quantizer knows which.
+        # Many of its weights are integers; the quantizer decides which.
         return
     prefix = f"{model.base_model_prefix}."
     is_float = {name: tensor.is_floating_point() for name, tensor in model.state_dict().items()}
@@ -157,7 +157,7 @@ def _check_types(model: PreTrainedModel, files: list[Path], report: dict, named:
         with safe_open(file, framework="pt") as tensors:
             for name in sorted(tensors.keys()):
                 dtype = tensors.get_slice(name).get_dtype()
-                # What a family renames while it loads is not in the model by the name of the file.
+                # Some families rename weights while loading, so the name in the file is not in the model.
                 weight = is_float.get(name, name.endswith(".weight") and name not in report["unexpected_keys"])
                 if weight and not dtype.startswith(("F", "BF")):
                     raise ValueError(

@@ -1,4 +1,4 @@
-"""Text in, batches out: sources, tokenizer, packing, and loaders that can be continued exactly.
+"""From text to batches: sources, tokenizer, packing, and loaders that resume exactly.
 
     data = build_data(DataConfig(train_file="books/*.txt", block_size=512), rank=0, world_size=1, state=None)
     for batch, state in data.train:      # endless; see `hope_hf.data.packing` for the batch, `.loader` for the state

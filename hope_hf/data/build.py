@@ -1,4 +1,4 @@
-"""From a `DataConfig` to what a training loop reads."""
+"""Builds the data of a training loop from a `DataConfig`."""
 
 import hashlib
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ class Data:
     block_size: int
     validation_bytes_per_token: float
     """Bytes of text per scored validation token: loss / ln 2 / this = bits per byte. The EOS that ends a document is
-    scored and stands for no byte, so the bits are those of the documents with their ends. 1 for synthetic tokens."""
+    scored and has no bytes, so the bits include those of the document ends. 1 for synthetic tokens."""
     train_tokens: int | None
     """Tokens of one epoch; None for a stream."""
     fingerprint: str
@@ -66,7 +66,7 @@ class Data:
 def build_data(config: DataConfig, *, rank: int = 0, world_size: int = 1, state: dict | None = None) -> Data:
     """Read, tokenize and pack what `config` names, for one of `world_size` ranks.
 
-    `state` is one that `Data.train` yielded on this rank: training data go on after its batch, exactly. Raises
+    `state`: one that `Data.train` yielded on this rank; the training data continue exactly after its batch. Raises
     ValueError with one sentence that names the flag or file.
     """
     if config.dataset_name == "synthetic":
@@ -177,7 +177,7 @@ def _layout(config: DataConfig, rank: int, world_size: int) -> Layout:
 
 
 def _stream_identity(config: DataConfig) -> str:
-    """A stream is not read to the end: what names it stands for it, files by name and size."""
+    """A stream is not read to the end, so its flags identify it, and files by name and size."""
     names = "dataset_name dataset_config_name validation_split_percentage max_train_samples tokenizer_name".split()
     named = {name: value for name, value in asdict(config).items() if name in names}
     files = find_files(config.train_file, "--train_file") if config.train_file else []

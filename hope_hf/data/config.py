@@ -27,7 +27,7 @@ class DataConfig:
     entries; a Hub data set always needs one."""
     trust_remote_code: bool = False
     vocab_size: int | None = None
-    """Entries of the model's embedding, where they are fixed already: the tokenizer must fit."""
+    """Entries of the model's embedding, if already fixed: the tokenizer must fit."""
 
     block_size: int = 1024
     """Tokens per row."""
@@ -36,7 +36,7 @@ class DataConfig:
     document_boundary: Literal["reset", "carry"] = "reset"
     seed: int = 42
     dataloader_num_workers: int = 0
-    """More than 0: a background thread reads as many batches ahead."""
+    """If above 0, a background thread reads that many batches ahead."""
     dataloader_pin_memory: bool = False
 
     def __post_init__(self):

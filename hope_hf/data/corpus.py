@@ -4,9 +4,9 @@ import ast
 import sysconfig
 from pathlib import Path
 
-# Left out are test packages (mostly data and expected outputs), what installers add (site-packages), what some
-# distributions of Python split off or later versions dropped (the corpus should be nearly the same everywhere),
-# tables of characters, and files generated for one machine.
+# Left out: test packages (mostly data and expected outputs), installed packages (site-packages), modules that some
+# distributions of Python split off or later versions dropped (the corpus should be nearly the same everywhere), tables
+# of characters, and files generated for one machine.
 _LEFT_OUT = frozenset(
     "test tests idle_test site-packages dist-packages lib-dynload __pycache__ __phello__ "
     "idlelib tkinter turtledemo ensurepip distutils lib2to3 encodings pydoc_data".split()

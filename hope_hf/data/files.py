@@ -1,7 +1,7 @@
 """Local files: found, checked and read as documents.
 
-What a document is: in .json, .jsonl and .parquet a row; in .txt the file, or the text between lines that hold only
-`<|endoftext|>` where there are any.
+In .json, .jsonl and .parquet a document is a row. In .txt it is the file, or the text between lines that hold only
+`<|endoftext|>` if there are any.
 """
 
 import errno
@@ -17,12 +17,12 @@ from .json_head import check_json
 from .vocabulary import END_OF_TEXT
 
 _BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-# What datasets and pyarrow raise over the content of a file; RuntimeError is too deep a nesting among others.
+# What datasets and pyarrow raise for the content of a file; RuntimeError: for example, too deep nesting.
 _UNREADABLE = (DatasetGenerationError, OSError, ValueError, TypeError, RuntimeError)
 
 
 class UnreadableText(ValueError):
-    """A text file that cannot be read, said for the user."""
+    """A text file cannot be read; the message is for the user."""
 
 
 def find_files(pattern: str, flag: str) -> list[str]:
@@ -54,12 +54,12 @@ def find_files(pattern: str, flag: str) -> list[str]:
 def load_files(paths: list[str], flag: str, streaming: bool = False) -> Dataset | IterableDataset:
     """The documents of files of one kind, as the one column `text`. Raises ValueError naming the file.
 
-    Of a stream only the beginning is read here: read on with `read_stream`.
+    Only the beginning of a stream is read here: read the rest with `read_stream`.
     """
     if _builder(paths) == "text":
         if streaming:
             return IterableDataset.from_generator(_rows, gen_kwargs={"paths": paths, "flag": flag})
-        # In memory: a cache of plain text on disk would be found by its path and not notice that the file has changed.
+        # In memory: the disk cache of plain text is looked up by path, and would miss that the file has changed.
         return Dataset.from_dict({"text": list(_texts(paths, flag))})
     try:
         dataset = load_dataset(_builder(paths), data_files=paths, split="train", streaming=streaming)
@@ -86,7 +86,7 @@ def read_documents(paths: list[str], flag: str) -> Iterator[str]:
 
 
 def read_stream(rows: Iterable[dict], source: str) -> Iterator[dict]:
-    """`rows` of a stream; ValueError that names `source` (flag and files) where they cannot be read on."""
+    """`rows` of a stream; ValueError that names `source` (flag and files) if reading fails."""
     try:
         yield from rows
     except UnreadableText:
@@ -98,7 +98,7 @@ def read_stream(rows: Iterable[dict], source: str) -> Iterator[dict]:
 
 
 def column_kinds(dataset: Dataset | IterableDataset) -> dict[str, bool]:
-    """Every column's name, and whether it holds strings; of a stream of unknown columns the first row is read."""
+    """Every column's name, and whether it holds strings; a stream of unknown columns is read to its first row."""
     if dataset.features is None:
         return {name: isinstance(value, str) for name, value in next(iter(dataset), {}).items()}
     kinds = ("string", "large_string")
@@ -108,9 +108,9 @@ def column_kinds(dataset: Dataset | IterableDataset) -> dict[str, bool]:
 def text_column(
     dataset: Dataset | IterableDataset, columns: dict[str, bool], source: str
 ) -> Dataset | IterableDataset:
-    """Only the column with the text, named `text`: the one of this name or the only one of strings.
+    """Only the text column, renamed `text`: the column of this name, or the only one of strings.
 
-    `columns` as from `column_kinds`. Raises ValueError naming `source` where none, or more than one, might be meant.
+    `columns`: from `column_kinds`. Raises ValueError naming `source` if there is no such column, or more than one.
     """
     strings = [name for name, is_string in columns.items() if is_string]
     if "text" in columns and "text" not in strings:
@@ -144,7 +144,7 @@ def _rows(paths: list[str], flag: str) -> Iterator[dict[str, str]]:
 def _texts(paths: list[str], flag: str) -> Iterator[str]:
     for path in paths:
         try:
-            # Not read_text, which would rewrite line ends; a byte order mark is not text.
+            # Not read_text, which would change line ends; a byte order mark is not text.
             text = Path(path).read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise UnreadableText(f"{flag} {path} is not UTF-8 text (byte {error.start}): convert it.") from error

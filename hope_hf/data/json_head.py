@@ -1,21 +1,21 @@
-"""The beginning of a JSON file, looked at before pyarrow reads it: some content ends the whole process there."""
+"""Checks the beginning of a JSON file before pyarrow reads it: some content crashes the whole process there."""
 
 import re
 
 import numpy as np
 
-# Bytes of each file: enough for the mistakes that people make, and nothing for the time that reading takes.
+# Bytes checked of each file: enough to find common mistakes, in negligible time.
 _HEAD = 1 << 20
 # Arrow's own limit for columns is one less; at about ten thousand levels its parser runs out of stack.
 _DEEPEST = 64
-# The closing quote may lie behind the head.
+# The closing quote may come after the head.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
 def check_json(path: str, flag: str) -> None:
     """Raises ValueError where the file does not begin with rows, holds no string, or is nested too deep.
 
-    A file of `null` alone is one of those: pyarrow's reader dies of a segmentation fault.
+    This includes a file of only `null`, on which pyarrow's reader crashes with a segmentation fault.
     """
     with open(path, "rb") as file:
         head = file.read(_HEAD).removeprefix(b"\xef\xbb\xbf").lstrip()

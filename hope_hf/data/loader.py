@@ -1,11 +1,11 @@
 """Endless batches of training data, each with the state that continues after it.
 
-Both loaders yield `(batch, state)`: batches as described in `hope_hf.data.packing`, the state a small JSON-able dict
-that describes this rank after this batch. A loader given the state goes on with the batch that would have come next,
-whatever was read ahead when it was saved.
+Both loaders yield `(batch, state)`: a batch as described in `hope_hf.data.packing`, and a small JSON-able dict that
+describes this rank after the batch. A loader given the state continues with the next batch, whatever was read ahead
+when it was saved.
 
-Global order: rank r of W takes rows r, r+W, r+2W, ... of the row sequence, so the ranks' batches together hold the
-rows that one process with W times the rows per batch would read, and no row twice.
+Global order: rank r of W takes rows r, r+W, r+2W, ... of the row sequence, so together the ranks read the rows that
+one process with W times the rows per batch would read, each once.
 """
 
 import queue
@@ -45,11 +45,11 @@ class Layout:
 
 
 class BlockLoader:
-    """Batches from blocks that can be had by index.
+    """Batches from blocks with random access.
 
     reset: every epoch is a new permutation of all blocks, from seed and epoch; epochs follow without a gap.
-    carry: row b of the global batch reads its own contiguous share of the blocks, and after it goes on into the share
-    of the next row; so row b of one batch continues row b of the batch before, always.
+    carry: row b of the global batch reads its own contiguous share of the blocks, then the share of the next row. So
+    row b of one batch always continues row b of the batch before.
 
     State: {"rows": rows read by all ranks together} and, for carry, {"streams": rows per global batch}.
     """
@@ -80,7 +80,7 @@ class BlockLoader:
         epoch, place = divmod(row, len(self.blocks))
         if epoch not in self._order:
             generator = torch.Generator().manual_seed(stable_seed(self.seed, epoch))
-            # A batch may straddle two epochs, never three epochs' worth of permutations are needed.
+            # A batch may span two epochs, so at most two permutations are needed.
             self._order = {old: order for old, order in self._order.items() if old == epoch - 1}
             self._order[epoch] = torch.randperm(len(self.blocks), generator=generator)
         return int(self._order[epoch][place])
@@ -100,10 +100,10 @@ class BlockLoader:
 
 
 class StreamLoader:
-    """Batches from a stream of documents, in its own order, encoded on the way.
+    """Batches from a stream of documents, in the stream's order, tokenized while reading.
 
     reset: rank r packs documents r, r+W, ... into consecutive rows.
-    carry: every row of every rank packs documents of its own (row b of S in the global batch takes b, b+S, ...), so
+    carry: every row of every rank packs its own documents (row b of S in the global batch takes b, b+S, ...), so
     row b of one batch continues row b of the batch before.
 
     `source` names the documents in errors. State: {"packers": [one per contiguous stream of this rank]}, see
@@ -205,7 +205,7 @@ class _Packer:
         self._after = state
 
     def _read(self):
-        """The next documents, from the beginning again after the last."""
+        """Read the next documents; after the last one start again from the first."""
         self._encoded, self._document, self._offset = [], 0, 0
         restarted = False
         while not self._encoded:
@@ -226,7 +226,7 @@ class _Packer:
 class Prefetched:
     """A loader whose batches are read ahead by one background thread and, if wanted, page-locked.
 
-    One thread and not worker processes: encoding and copying release the interpreter, and the order stays what it was.
+    A thread, not worker processes: encoding and copying release the interpreter lock, and the order is unchanged.
     """
 
     def __init__(self, loader: BlockLoader | StreamLoader, ahead: int, pin_memory: bool):

@@ -5,7 +5,7 @@ Every document is preceded by the EOS token, which is also where its positions s
     tokens     <eos> a0 a1 a2 <eos> b0 b1 ...
     positions    0    1  2  3   0    1  2 ...
 
-So a model whose memories restart there still learns both ends: a2 predicts <eos> from its own document, and <eos>
+A model whose memories restart at <eos> still learns both ends: a2 predicts <eos> from its own document, and <eos>
 predicts b0 from a fresh memory, as generation from an empty prompt and evaluation harnesses do. No target is masked.
 
 Blocks are consecutive pieces of `block_size` tokens; a block that begins inside a document is read from a fresh memory
@@ -34,7 +34,7 @@ class Block:
     tokens: Tensor
     """int64 [T]."""
     starts: Tensor
-    """int64 [n]: where in the block documents begin."""
+    """int64 [n]: positions in the block where documents begin."""
 
 
 def make_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[str | None]], list[list[int]]]:
@@ -74,7 +74,7 @@ def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase, num_workers
 
 
 class TokenStream:
-    """The documents' tokens one after another; on disk where the data set is, read piece by piece."""
+    """The documents' tokens one after another, on disk if the data set is, read piece by piece."""
 
     def __init__(self, documents: Dataset):
         columns = documents.data.column("input_ids").chunks if len(documents) else []
@@ -144,7 +144,7 @@ class RandomBlocks(Sequence):
 
 
 def collate(blocks: list[Block], block_size: int, padding: int, restart: bool) -> dict[str, Tensor]:
-    """A batch of blocks; a short one is filled with `padding`, which nothing is asked to predict."""
+    """A batch of blocks; a short one is filled with `padding`, which is not predicted."""
     input_ids = torch.full((len(blocks), block_size), padding)
     labels = torch.full((len(blocks), block_size), IGNORED)
     begins = torch.zeros(len(blocks), block_size, dtype=torch.bool)

@@ -48,7 +48,7 @@ def open_sources(config: DataConfig) -> Sources:
 
 
 def training_source(config: DataConfig) -> str:
-    """Flag and value that name the training text, for errors over it."""
+    """Flag and value that name the training text, for error messages."""
     return f"{_flag(config)} {config.dataset_name or config.train_file}"
 
 
@@ -92,7 +92,7 @@ def _split(documents: Dataset, config: DataConfig, source: str) -> tuple[Dataset
 
 
 def _part_at_blank_line(text: str, percentage: float) -> tuple[str, str] | None:
-    """Head and tail of one long text, the tail about `percentage` of it; None where no blank line parts it.
+    """Head and tail of one long text, the tail about `percentage` of it; None if no blank line splits it.
 
     A book in one file is the usual case: its paragraphs stay together as one document on each side.
     """

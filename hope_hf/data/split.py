@@ -1,4 +1,4 @@
-"""Train and validation apart by document: the same document falls on the same side on every machine."""
+"""Splits documents into training and validation, in the same way on every machine."""
 
 from collections.abc import Iterable
 from hashlib import blake2b
@@ -12,15 +12,14 @@ def held_out(key: str, percentage: float) -> bool:
 def split_documents(keys: Iterable[str], percentage: float) -> tuple[list[int], list[int]]:
     """Indices of (training, validation) documents; neither is empty where there are two different keys.
 
-    By hash of the key and not by position, so that a copy of a document never ends on the other side and documents
-    that are added or removed move no other one. Blank keys belong to neither side.
+    The split is by hash of the key, not by position. So copies of a document are on the same side, and adding or
+    removing documents moves no other one. Blank keys belong to neither side.
     """
     shares = {index: _share(key) for index, key in enumerate(keys) if key and not key.isspace()}
     if not shares:
         return [], []
     lowest, highest = min(shares.values()), max(shares.values())
-    # With a handful of documents none may fall under the percentage, or all of them: the lowest is always held out,
-    # the highest never is.
+    # Of a few documents, none or all may be below the percentage: the lowest is always held out, the highest never is.
     train, validation = [], []
     for index, share in shares.items():
         held = share != highest and (share < percentage / 100 or share == lowest)

@@ -1,6 +1,6 @@
 """Byte-level BPE: trained, saved and loaded.
 
-Any text survives encoding and decoding unchanged. `<|endoftext|>` begins every document and is what the
+Encoding and decoding leave any text unchanged. `<|endoftext|>` begins every document and is what the
 model predicts at its end (so it is the BOS and the EOS token, as in GPT-2); `<|pad|>` fills batches.
 """
 
@@ -22,7 +22,7 @@ LARGEST_VOCABULARY = 10_000_000
 def train_tokenizer(texts: Iterable[str], vocab_size: int = DEFAULT_VOCAB_SIZE) -> PreTrainedTokenizerFast:
     """A byte-level BPE with at most `vocab_size` entries, both special tokens counted; the same for the same texts.
 
-    Fewer entries come out where the texts have no more pairs to merge. Raises ValueError below 258 entries.
+    There are fewer entries if the texts have no more pairs to merge. Raises ValueError below 258 entries.
     """
     if vocab_size < SMALLEST_VOCABULARY:
         raise ValueError(
@@ -50,10 +50,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = DEFAULT_VOCAB_SIZE) 
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or Hub name. Raises ValueError where there is none, or none with an EOS token."""
+    """The tokenizer of a folder or Hub name. Raises ValueError if there is none, or it has no EOS token."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-        # Some settings of a wrong type show only here, and a file may name a class that is no tokenizer.
+        # Some settings of a wrong type fail only here, and a file may name a class that is no tokenizer.
         tokenizer(END_OF_TEXT)["input_ids"]
     # The tokenizers library raises a bare Exception for a file that it cannot read.
     except Exception as error:
@@ -67,13 +67,13 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, output_dir: str | Path):
-    """Write tokenizer.json and tokenizer_config.json. Raises ValueError where another tokenizer lies there."""
+    """Write tokenizer.json and tokenizer_config.json. Raises ValueError if another tokenizer is there."""
     folder = Path(output_dir)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output_dir {folder} is a file: name a folder.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Written beside and moved: a full disk leaves no half of a tokenizer that would block the next try.
+        # Written to a temporary folder, then moved: a full disk leaves no partial tokenizer that blocks the next try.
         with tempfile.TemporaryDirectory(dir=folder, prefix=".tokenizer-") as scratch:
             _write(tokenizer, Path(scratch))
             files = sorted(Path(scratch).iterdir())

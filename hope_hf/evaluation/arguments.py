@@ -34,7 +34,7 @@ class SuiteArguments:
     )
     ema_decay: float = flag(
         0.0,
-        "synthetic: decay per step of a moving mean of the weights, tested beside them (0: none).",
+        "synthetic: decay per step of a moving mean of the weights, tested as well (0: none).",
         least=0,
         below=1,
     )

@@ -1,4 +1,4 @@
-"""What is shown beside the tables: pictures, and progress bars on a terminal."""
+"""Output besides the tables: pictures, and progress bars on a terminal."""
 
 import io
 import math
@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 LOG_SECONDS = 20.0
 
-# Rings inside rings, lines under dashes.
+# Nested rings and dashes keep curves that coincide visible.
 STYLES = [
     {"linestyle": line, "linewidth": 1.8, "marker": "o", "markersize": size, "markerfacecolor": "none"}
     for line, size in zip(["-", (0, (3, 3))] * 2, (12, 9, 6, 3), strict=True)
@@ -22,7 +22,7 @@ STYLES = [
 
 
 def show_progress() -> bool:
-    """Bars belong on a terminal; in a log file they make all else unreadable."""
+    """Whether to draw bars: only on a terminal, since they make a log file unreadable."""
     return sys.stderr.isatty()
 
 
@@ -31,12 +31,12 @@ def progress(items: Iterable | None, name: str, total: int | None = None) -> tqd
     if show_progress():
         return tqdm(items, name, total, leave=False)
     words = "{desc}: {n_fmt} of {total_fmt}, {elapsed}"
-    # Looked at after every unit, so that a line is written as soon as one is due.
+    # Checked after every unit, so that a line is written as soon as it is due.
     return tqdm(items, name, total, file=LogLines(), mininterval=0, miniters=1, delay=LOG_SECONDS, bar_format=words)
 
 
 class LogLines(io.TextIOBase):
-    """A file for bars that go to a log: of what is drawn, a line on stderr every `LOG_SECONDS` and no others."""
+    """A file for bars that go to a log: writes one of the drawn lines to stderr every `LOG_SECONDS`."""
 
     def __init__(self, wanted: str = " of "):
         """`wanted`: what a bar's text contains; other text is dropped."""
@@ -57,7 +57,7 @@ class LogLines(io.TextIOBase):
 
 
 def hide_foreign_bars():
-    """Switch off the bars of transformers and datasets, which show themselves everywhere."""
+    """Switch off the bars of transformers and datasets, which are also drawn in log files."""
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
 
@@ -65,7 +65,7 @@ def hide_foreign_bars():
 def curves(path: Path, x: list[int], panels: dict[str, dict[str, list[tuple[float, float | None]]]], x_label: str):
     """Panels side by side: title -> name of a curve -> (value, its error or None) at each x, on a logarithmic scale.
 
-    Up to four curves that coincide are all seen: each has a smaller ring than the one below it.
+    Up to four curves that coincide are all visible: each has a smaller ring than the one below it.
     """
     figure = _figure(width=6.5 * len(panels))
     for axes, (title, series) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):

@@ -1,4 +1,4 @@
-"""Which tasks lm-eval is asked for: by name, by YAML file, or its own tasks on the user's copies of their data."""
+"""Selects lm-eval's tasks: by name, by YAML file, or by name with the user's local copies of their data."""
 
 import os
 from pathlib import Path
@@ -11,16 +11,16 @@ from .parsing import names
 from .synthetic.suite import known_tasks
 from .task_code import refuse_code
 
-# lm-eval merges what a member of a group says with the task of that name. Nothing of the group is reported.
+# lm-eval merges the fields of a group's member into the task of that name. The group itself is not reported.
 LOCAL = "local data"
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 
 
 def find_tasks(args: Arguments):
-    """lm-eval's task manager, and what to ask it for: a list as `lm_eval.simple_evaluate` takes it as `tasks`.
+    """lm-eval's task manager, and the list of `tasks` for `lm_eval.simple_evaluate`.
 
-    Where the synthetic suite is asked for as well, the names of its tasks are left to it. Raises ValueError for
+    Names of synthetic tasks are skipped if that suite runs too. Raises ValueError for
     unknown names and missing files; so does the manager's `load` for tasks that cannot be loaded.
     """
     from lm_eval.tasks import TaskManager
@@ -71,7 +71,7 @@ def overrides(name: str, config: dict, folder: Path, args: Arguments) -> dict:
     examples = config.get("fewshot_config") or {}
     evaluated = config.get("test_split") or config["validation_split"]
     needed = [evaluated]
-    # lm-eval itself takes no other number where the task says 0
+    # lm-eval keeps 0 if the task sets it
     fixed = config.get("num_fewshot")
     if (fixed if fixed == 0 or args.num_fewshot is None else args.num_fewshot) and "samples" not in examples:
         named = [examples.get("split"), *(config.get(key) for key in ("fewshot_split", *SPLITS))]
@@ -98,7 +98,7 @@ def overrides(name: str, config: dict, folder: Path, args: Arguments) -> dict:
 
 
 def _load_in_sentences(manager, args: Arguments):
-    """Let the manager's `load` say in a sentence what it could not load: tasks run code of their own on the data."""
+    """Make the manager's `load` raise a one-sentence error: tasks run their own code on the data."""
     from jinja2.exceptions import SecurityError
 
     load, place = manager.load, f"--data_dir {args.data_dir}" if args.data_dir else "the Hub"
@@ -107,7 +107,7 @@ def _load_in_sentences(manager, args: Arguments):
         try:
             return load(tasks)
         except SecurityError:
-            # `sandboxed_templates` says more
+            # `sandboxed_templates` raises a better error
             raise
         except Exception as error:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What the memories have learned to do: their gates, and how far their state goes under the worst inputs."""
+"""Measures the memories: their gates, and how large their state becomes under unusual inputs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,8 +22,8 @@ DEFAULT_STRESS_LENGTHS = "1k,16k"
 def memory(args: Arguments, subject: Subject) -> SuiteResult:
     """Learning rates and horizons per head on held-out text, and the largest state under unusual inputs.
 
-    Horizon: 1 / (1 - alpha), the tokens after which a write has faded to 1/e. A model that forgets within two tokens
-    has no memory to show.
+    Horizon: 1 / (1 - alpha), the tokens after which a write has decayed to 1/e. A model that forgets within two tokens
+    has no useful memory.
     """
     texts, _ = held_out_documents(args)
     texts = texts[: args.limit]
@@ -105,12 +105,12 @@ def stress(args: Arguments, subject: Subject, lengths: list[int]) -> list[Row]:
 
 @torch.no_grad()
 def _read(subject: Subject, ids: Tensor, lengths: list[int], bar) -> Iterator[Row]:
-    """The content of the memories after each of the lengths of one text [1, T], and the largest logit until there."""
+    """Largest weight of the memories and largest logit so far, after each of the lengths of one text [1, T]."""
     cache, largest_logit = HopeCache(subject.model.config), 0.0
     ends = sorted({*range(PIECE, lengths[-1], PIECE), *lengths})
     for start, end in zip([0, *ends], ends, strict=False):
         logits = subject.model(ids[:, start:end].to(subject.model.device), past_key_values=cache).logits
-        # not max(), which would drop a number that is none
+        # not max(), which would drop a NaN
         largest_logit = float(torch.stack([torch.tensor(largest_logit), logits.abs().max().float().cpu()]).max())
         bar.update(end - start)
         if end in lengths:

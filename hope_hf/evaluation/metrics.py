@@ -1,11 +1,11 @@
-"""Our metrics in the form of the `evaluate` package, made without its Hub."""
+"""Our metrics as objects of the `evaluate` package, without a download from the Hub."""
 
 
 def next_token_accuracy():
     """An `evaluate.Metric` over token ids: `{"accuracy": share of predictions that equal their references}`.
 
-    `add_batch(predictions=[...], references=[...])` as often as needed, then `compute()`; what `run_clm.py` of
-    transformers calls `eval_accuracy`. `evaluate` is imported here and not before: that takes seconds.
+    `add_batch(predictions=[...], references=[...])` as often as needed, then `compute()`. `run_clm.py` of transformers
+    calls this `eval_accuracy`. `evaluate` is imported here because the import takes seconds.
     """
     import datasets
     import evaluate

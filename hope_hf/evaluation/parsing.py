@@ -9,12 +9,12 @@ from hope_hf.cli.recipe import split_recipe
 
 from .arguments import FLAGS, GROUPS, Arguments
 
-# A recipe of run_clm.py may hold them.
+# Flags that a recipe of run_clm.py may contain.
 TRAINING_ONLY = ("max_train_samples", "preprocessing_num_workers")
 
 
 def parse(argv: list[str], suites) -> Arguments:
-    """Read `[recipe.yaml] --flag value ...`; flags go before the recipe, the recipe before the defaults.
+    """Read `[recipe.yaml] --flag value ...`; flags override the recipe, the recipe overrides the defaults.
 
     `suites` are the known names. Raises ValueError with one sentence that names the flag or file and the fix.
     """

@@ -1,4 +1,4 @@
-"""A number hidden in filler: is it still known at the end of the text?"""
+"""Passkey recall: a number is hidden in filler text and asked for at the end."""
 
 import math
 import random
@@ -25,7 +25,7 @@ def passkey(args: Arguments, subject: Subject) -> SuiteResult:
     """Recall by length and depth: five digits hidden in filler text, and a question about them at the end.
 
     Teacher-forced: `exact`, the share of samples whose every digit token is the likeliest, and `loss`, nats per digit
-    token; `frozen`, the same loss with the memories frozen: what can be guessed without having read the key.
+    token; `frozen`, the same loss with the memories frozen: the loss of guessing without having read the key.
     `generated`: the share of samples whose greedy continuation begins with the key.
     """
     lengths, depths = parse_lengths(args.lengths or DEFAULT_LENGTHS), parse_depths(args.depths)
@@ -51,7 +51,7 @@ def passkey(args: Arguments, subject: Subject) -> SuiteResult:
 def make_sample(subject: Subject, length: int, depth: float, seed: int) -> tuple[list[int], list[int], str]:
     """(prompt, answer, key): prompt and answer have exactly `length` tokens together, the start token counted.
 
-    The filler's sentences are cut where the length wants it. Raises ValueError where the length is too short.
+    The filler is cut to fit the length. Raises ValueError where the length is too short.
     """
     key = str(random.Random(f"passkey {seed}").randrange(10 ** (DIGITS - 1), 10**DIGITS))
     needle, question = subject.encode(NEEDLE.format(key=key)), subject.encode(QUESTION)
@@ -69,7 +69,7 @@ def make_sample(subject: Subject, length: int, depth: float, seed: int) -> tuple
 
 def _measure(args: Arguments, subject: Subject, samples: list) -> Row:
     exact, losses, frozen, generated = [], [], [], []
-    # Keys differ in their number of tokens: only prompts of one length go together, so that nothing is padded.
+    # Keys differ in their number of tokens: a batch has prompts of one length, so that nothing is padded.
     for size in sorted({len(prompt) for prompt, _, _ in samples}):
         alike = [sample for sample in samples if len(sample[0]) == size]
         for start in range(0, len(alike), args.rows):

@@ -1,4 +1,4 @@
-"""How well a model predicts a text: all of it, and by position in long texts with the controls beside it."""
+"""Loss and perplexity of a model on whole texts, and by position in long texts with controls."""
 
 import math
 from functools import partial
@@ -35,11 +35,11 @@ def perplexity(args: Arguments, subject: Subject) -> SuiteResult:
     """Loss, perplexity and bits per byte of the held-out documents, and loss by position in the long ones.
 
     Every document follows one end-of-text token. By position: texts of the longest of `--lengths` tokens, read
-    in one pass with the state carried (`loss`), with the memories frozen at their initial state (`frozen`), with
-    nothing known from before the last multiple of 256 tokens (`reset_256`), and in sliding windows that give every
-    token at least half a window before it (`window`: the last length but one, at most 2,048 and the model's
-    positions; where the text is longer than those there is no `loss`). Losses in nats per token; `x_minus_loss` is
-    what carrying the state gains over the control x.
+    in one pass with the state carried (`loss`), with the memories frozen at their initial state (`frozen`), with a
+    state reset at every multiple of 256 tokens (`reset_256`), and in sliding windows that give every token at least
+    half a window of context (`window`: the second-largest length, at most 2,048 and the model's positions; a text
+    longer than the model's positions has no `loss`). Losses in nats per token; `x_minus_loss` is the gain of the
+    carried state over the control x.
     """
     texts, source = held_out_documents(args)
     texts = texts[: args.limit]
@@ -58,7 +58,7 @@ def perplexity(args: Arguments, subject: Subject) -> SuiteResult:
 def whole_text(args: Arguments, subject: Subject, texts: list[str], documents: list[Tensor]) -> Row:
     """One row: every document read by itself, from its beginning."""
     longest = subject.longest_input
-    # Alike in length side by side: less padding.
+    # Sorted by length: less padding.
     order = sorted(range(len(documents)), key=lambda index: len(documents[index]))
     groups = [order[start : start + args.rows] for start in range(0, len(order), args.rows)]
     accuracy, found, hits = next_token_accuracy(), [], []
@@ -116,7 +116,7 @@ def by_position(args: Arguments, subject: Subject, documents: list[Tensor]) -> l
         for name, losses in modes.items():
             row[name], row[f"{name}_stderr"] = _blocks(losses[:, start:end])
         for name in [control for control in CONTROLS if {"loss", control} <= modes.keys()]:
-            # The same tokens: the error is that of the difference.
+            # Paired by token: the error is that of the difference.
             gain = (modes[name] - modes["loss"])[:, start:end]
             row[f"{name}_minus_loss"], row[f"{name}_minus_loss_stderr"] = _blocks(gain)
         first = next(iter(modes))
@@ -128,7 +128,7 @@ def by_position(args: Arguments, subject: Subject, documents: list[Tensor]) -> l
 
 
 def draw(rows: list[Row], path: Path):
-    """By the last position of each bucket: the loss of every mode, and what carrying the state gains over each."""
+    """By the last position of each bucket: the loss of every mode, and the gain of the carried state over each."""
     ends = [int(row["positions"].split("-")[1].replace(",", "")) for row in rows]
 
     def series(suffix: str) -> dict[str, list]:
@@ -157,7 +157,7 @@ def _edges(args: Arguments, subject: Subject, documents: list[Tensor]) -> list[i
 
 
 def _streams(documents: list[Tensor], length: int, start: int, count: int) -> Tensor:
-    """Texts of `length` tokens after a start token [n, length + 1]: each document's first, then the second ones ..."""
+    """Texts of `length` tokens after a start token [n, length + 1]: one of each document, then the second ones ..."""
     cut = []
     for document in documents:
         whole = document[1 : 1 + (len(document) - 1) // length * length].view(-1, length)
@@ -170,7 +170,7 @@ def _streams(documents: list[Tensor], length: int, start: int, count: int) -> Te
 def _carried(
     args: Arguments, subject: Subject, streams: Tensor, edges: list[int], sizes: list[Row] | None = None
 ) -> Tensor:
-    """Losses [n, T] in one pass; `sizes` receives the most that the memories of any text hold at each edge."""
+    """Losses [n, T] in one pass; `sizes` receives the largest memory sizes of any text at each edge."""
     pieces = len({*range(PIECE, edges[-1], PIECE), *edges})
     total = math.ceil(len(streams) / args.rows) * pieces
     losses, held = [], []

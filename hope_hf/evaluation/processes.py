@@ -15,18 +15,18 @@ def are_several() -> bool:
 
 
 def join_processes():
-    """Meet the others, each with an accelerator of its own where there are several."""
+    """Connect to the other processes; each has its own accelerator where there are several."""
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
-    # Only answers travel, so gloo serves on every device, and nobody can say how long the slowest process will take.
+    # Only answers are sent, so gloo works for every device. The time of the slowest process is unknown.
     dist.init_process_group("gloo", timeout=timedelta(weeks=52))
     atexit.register(dist.destroy_process_group)
 
 
 def answer_together(answer: Callable[[list], list], requests: list) -> list:
-    """`answer(requests)`, of which every process computes a part; all of them get all answers, in order.
+    """`answer(requests)`; every process computes a part, and all get all answers, in order.
 
-    Requests of lm-eval whose first argument (the context) is the same stay in one process, which reads it once.
+    lm-eval's requests with the same first argument (the context) go to one process, which reads it once.
     """
     contexts = dict.fromkeys(request.args[0] for request in requests)
     owners = {context: index % dist.get_world_size() for index, context in enumerate(contexts)}

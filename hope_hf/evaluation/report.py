@@ -1,4 +1,4 @@
-"""From the suites' results to the terminal, results.json, results.md and pictures; written when all have ended."""
+"""Prints the suites' results; writes results.json, results.md and pictures when all have ended."""
 
 import json
 import warnings
@@ -17,7 +17,7 @@ from .subject import Subject
 
 
 def check_folder(output_dir: str | None):
-    """ValueError where the report would overwrite another, or cannot be written."""
+    """Raise ValueError if the report would overwrite another or cannot be written."""
     if output_dir is None:
         return
     check_output(output_dir, "--output_dir")
@@ -38,7 +38,7 @@ def as_markdown(name: str, result: SuiteResult) -> str:
 def write_report(
     args: Arguments, subject: Subject | None, results: dict[str, SuiteResult], failed: dict[str, str], seconds: float
 ) -> Path:
-    """Write the folder's files, results.json last; gives its path. Raises ValueError where the folder refuses."""
+    """Write the folder's files, results.json last; returns its path. Raises ValueError if they cannot be written."""
     folder = Path(args.output_dir)
     if find_spec("matplotlib") is None:
         warnings.warn("No pictures: matplotlib is not installed (pip install 'hope_hf[plot]').", stacklevel=2)
@@ -98,6 +98,6 @@ def _describe(subject: Subject | None) -> dict | None:
         "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
-        # an infinite number, such as Mamba-2's longest time step, is not JSON: its name is
+        # an infinite number, such as Mamba-2's longest time step, is not JSON, so its name is written
         "config": json.loads(json.dumps(model.config.to_dict()), parse_constant=str),
     }

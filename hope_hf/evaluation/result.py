@@ -1,4 +1,4 @@
-"""What a suite gives back, and the arithmetic of its standard errors."""
+"""The result of a suite, and standard errors."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,8 +12,8 @@ from hope_hf.cli.tables import Row
 class SuiteResult:
     """Tables, pictures and text of one suite; nothing is written before the suite has ended.
 
-    tables: title -> rows. All rows of a table have the same keys. A number `x` with a key `x_stderr` beside it is
-        shown as `x ± x_stderr`; `n` is the number of samples a row rests on. Values are JSON-able.
+    tables: title -> rows. All rows of a table have the same keys. A number `x` with a key `x_stderr` is shown as
+        `x ± x_stderr`; `n` is the number of samples of a row. Values are JSON-able.
     pictures: file name -> function that draws it to the path given.
     samples: file name without ending -> rows that are written as JSON lines.
     text: shown and written as it is.

@@ -1,4 +1,4 @@
-"""The command line's entry: suites one after another, and a sentence for what cannot be done."""
+"""Entry of the command line: runs the suites one after another, with one sentence for each failure."""
 
 import time
 
@@ -10,7 +10,7 @@ from .parsing import names, parse
 def main(argv: list[str]) -> int:
     """Parse `argv`, run the suites, report. Returns 0, 1 if a suite could not run, 2 after a mistake in the flags.
 
-    A ValueError is one sentence for the user; any other exception is ours or the machine's and keeps its traceback.
+    A ValueError is one sentence for the user; any other exception is a bug or machine failure and keeps its traceback.
     """
     warn_in_sentences()
     try:

@@ -1,4 +1,4 @@
-"""Continuations for the eye."""
+"""Sample continuations for people to read."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every token of a text predicted: read once with the state carried, or in windows that know nothing of each other."""
+"""Losses of every token of a text, read once with the state carried, or in independent windows."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ PIECE = 1024
 
 
 class Scores(NamedTuple):
-    """Of every token but the first, on the CPU."""
+    """Scores of every token but the first, on the CPU."""
 
     losses: Tensor
     """Negative log-likelihood in nats, float32."""
@@ -28,7 +28,7 @@ class Scores(NamedTuple):
 
 @contextmanager
 def frozen_memories(model: PreTrainedModel) -> Iterator[None]:
-    """Within: all memories of a HOPE stay at their learned initial state. The control for what its memories carry."""
+    """Inside, all memories of a HOPE stay at their learned initial state: the control for what they carry."""
     mixers = [layer.mixer for layer in model.model.layers]
     rules = [mixer.rule for mixer in mixers]
     try:
@@ -41,7 +41,7 @@ def frozen_memories(model: PreTrainedModel) -> Iterator[None]:
 
 
 def memory_states(cache: HopeCache) -> list[Tensor]:
-    """All numbers that the memories of a cache hold, batch first; counts of tokens left out."""
+    """All floating-point state of a cache's memories, batch first; counts of tokens are left out."""
     return [tensor for layer in cache.memory_layers for tensor in layer.state.values() if tensor.is_floating_point()]
 
 
@@ -59,7 +59,7 @@ def carried_scores(
         input_ids: [B, T] of rows that begin a document each, padded on the right.
         lengths: tokens of each row without its padding (default: T). Scores of padding mean nothing.
         after_piece: called with the number of tokens read and the cache, after every forward pass.
-        edges: numbers of tokens at which a forward pass shall end, beside the multiples of `PIECE`.
+        edges: numbers of tokens at which a forward pass must end, besides the multiples of `PIECE`.
     """
     length = input_ids.shape[1] - 1
     mask = None
@@ -109,6 +109,6 @@ def window_scores(model: PreTrainedModel, input_ids: Tensor, window: int, stride
 
 
 def _score(logits: Tensor, targets: Tensor) -> Scores:
-    """Of logits [B, T, vocab_size] and targets [B, T]."""
+    """Scores from logits [B, T, vocab_size] and targets [B, T]."""
     flat = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten().to(logits.device), reduction="none")
     return Scores(flat.view(targets.shape).cpu(), logits.argmax(-1).cpu())

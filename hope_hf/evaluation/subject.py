@@ -47,7 +47,7 @@ class Subject:
 
 
 def choose_device(name: str | None) -> torch.device:
-    """`--device`, or the accelerator, or the CPU. Raises ValueError for a device that is not there."""
+    """`--device`, or the accelerator, or the CPU. Raises ValueError for a device that does not exist."""
     if name is None:
         return torch.accelerator.current_accelerator() or torch.device("cpu")
     there = torch.accelerator.current_accelerator()
@@ -76,8 +76,8 @@ def load_subject(args: Arguments) -> Subject:
 def held_out_documents(args: Arguments) -> tuple[list[str], str]:
     """The documents that the model was not trained on, and where they come from.
 
-    All of `--validation_file`, or what `run_clm.py` with the same data flags holds out: of a stream its first such
-    documents. Raises ValueError where there is no text.
+    All of `--validation_file`, or the documents that `run_clm.py` holds out with the same data flags (the first ones
+    of a stream). Raises ValueError if there is no text.
     """
     if args.validation_file:
         if args.streaming:
@@ -105,6 +105,6 @@ def held_out_documents(args: Arguments) -> tuple[list[str], str]:
 
 
 def require_finite(values: torch.Tensor, what: str) -> None:
-    """Raises ValueError that says of `what` (suite and values, in the plural) that not all of it are numbers."""
+    """Raise ValueError if a value is not finite. `what`: suite and values for the message, in the plural."""
     if not values.isfinite().all():
         raise ValueError(f"{what} are not finite: check its weights or --dtype.")

@@ -15,9 +15,9 @@ SUITES = {
     "zero_shot": zero_shot,
     "sample": sample,
 }
-# These train models of their own: the subject is None for them.
+# These train their own models: the subject is None for them.
 WITHOUT_SUBJECT = frozenset({"synthetic"})
-# These look into self-modifying memories.
+# These read self-modifying memories.
 NEEDS_MEMORY = frozenset({"memory"})
-# These share their work among the processes of a launcher.
+# These divide their work among the processes of a launcher.
 IN_PROCESSES = frozenset({"zero_shot"})

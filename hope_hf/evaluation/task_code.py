@@ -1,8 +1,8 @@
-"""Task files of lm-eval can run code: which of it is refused without `--trust_remote_code`.
+"""Refuses task files of lm-eval that run code, unless `--trust_remote_code` is given.
 
 A YAML file names Python functions (`!function`), metrics and prompts that are downloaded and run, and templates that
-reach Python's internals. lm-eval's own files, which are installed with it, may do all of this; a file that includes
-one of them is read as far as it is foreign.
+access Python's internals. lm-eval's own files, which are installed with it, may do all of this; only other files are
+checked, also if they include one of these.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ FIX = "read that code, then give --trust_remote_code"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without Python objects; what a `!function` names stays a name."""
+    """YAML without Python objects; the name in a `!function` stays a name."""
 
 
 class _FunctionName(str):
@@ -26,7 +26,7 @@ _Loader.add_constructor("!function", lambda loader, node: _FunctionName(loader.c
 
 
 def refuse_code(path: Path) -> None:
-    """ValueError for a task file that, or a file that it includes, runs code from outside of lm-eval."""
+    """Raise ValueError if a task file, or a file that it includes, runs code from outside of lm-eval."""
     import lm_eval.api.metrics  # noqa: F401  registers the metrics
     from lm_eval.api.registry import metric_registry
 
@@ -74,7 +74,7 @@ def _entries(value: object, key: object = None) -> Iterator[tuple[object, object
 
 @contextmanager
 def sandboxed_templates():
-    """While open, a template of lm-eval that reaches for Python's internals is a ValueError."""
+    """Inside, a template of lm-eval that accesses Python's internals raises ValueError."""
     import lm_eval.utils
     from jinja2.exceptions import SecurityError
     from jinja2.sandbox import SandboxedEnvironment

@@ -1,4 +1,4 @@
-"""Published benchmarks, with lm-eval: its tasks, its prompts, its way to ask a model, its numbers."""
+"""Published benchmarks with lm-eval: its tasks, prompts, requests to the model and metrics."""
 
 import logging
 import math
@@ -24,16 +24,16 @@ from .task_code import sandboxed_templates
 def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
     """The tasks of `--tasks`: a row per metric, with lm-eval's standard error and the number of documents.
 
-    The digits are those of lm-eval's command on the same model (`lm_eval --model hf`) with its own seeds. Several
-    processes share the requests; only the first gives rows. Raises ValueError without lm-eval, and for tasks and data
-    that cannot be used.
+    The numbers equal those of lm-eval's command on the same model (`lm_eval --model hf`) with its own seeds. Several
+    processes share the requests; only the first returns rows. Raises ValueError without lm-eval, and for tasks and
+    data that cannot be used.
     """
     try:
         import lm_eval
         from lm_eval.models.huggingface import HFLM
     except ImportError as error:
         raise ValueError(f"--suite zero_shot needs lm-eval ({error}): pip install hope_hf[eval].") from None
-    # read again and not the subject's own: lm-eval changes it
+    # loaded again, not the subject's own: lm-eval changes it
     tokenizer = args.tokenizer_name or args.model_name_or_path
     manager, tasks = find_tasks(args)
     templates = nullcontext() if args.trust_remote_code else sandboxed_templates()
@@ -56,11 +56,11 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
                 limit=args.limit,
                 task_manager=manager,
                 log_samples=False,
-                # Every process has all answers: one is enough to draw 100,000 samples of them for the errors.
+                # Every process has all answers: only one draws the 100,000 bootstrap samples for the errors.
                 **({} if is_first_process() else {"bootstrap_iters": 0}),
             )
         except ValueError as error:
-            # What Python's random.sample says.
+            # The message of Python's random.sample.
             if "larger than population" not in str(error):
                 raise
             raise ValueError(
@@ -76,7 +76,7 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
 
 
 def rows(found: dict) -> list[Row]:
-    """What lm-eval found as rows. Raises ValueError for a value that is no finite number."""
+    """lm-eval's results as rows. Raises ValueError for a value that is not finite."""
     result = []
     for task, scores in found["results"].items():
         if task.startswith(LOCAL):
@@ -95,7 +95,7 @@ def rows(found: dict) -> list[Row]:
                     "task": task,
                     "version": str(found["versions"][task]),
                     "num_fewshot": found["n-shot"].get(task),
-                    # lm-eval's filter of the answers, where there is one
+                    # lm-eval's filter of the answers, if there is one
                     "metric": metric if answers == "none" else key,
                     "value": float(value),
                     "value_stderr": float(stderr) if isinstance(stderr, float) else None,
@@ -107,14 +107,13 @@ def rows(found: dict) -> list[Row]:
 
 @contextmanager
 def _as_quiet_as_the_house():
-    """lm-eval's bars and notes on a terminal, in a log a line of its bars now and then, its warnings as one line each.
-
-    All of them from the first process.
+    """Show lm-eval's bars and notes on a terminal; in a log, a line of its bars from time to time. Its warnings are
+one line each. Only the first process shows them.
     """
     shown = is_first_process() and show_progress()
     sentences = logging.StreamHandler(sys.stderr) if is_first_process() else logging.NullHandler()
     sentences.setFormatter(logging.Formatter("warning: lm-eval: %(message)s"))
-    # What is constructed tells of its defaults, which are meant.
+    # Constructors warn of their defaults, which are intended.
     sentences.addFilter(lambda record: record.levelno >= logging.WARNING and record.funcName != "__init__")
     logger = logging.getLogger("lm_eval")
     logger.addHandler(sentences)

@@ -15,7 +15,7 @@ from .card import usage_code
 from .errors import ExportFailed
 
 TOLERANCE = 1e-6
-# Past two chunks of every named size's memories, so that what was written is read.
+# Longer than two memory chunks of every named size, so that the model reads what it wrote.
 ROWS, TOKENS = 2, 160
 
 BEFORE = """\
@@ -32,14 +32,14 @@ save_file({"logits": logits}, "output.safetensors")
 
 
 def check_export(folder: Path, repo_id: str, model: PreTrainedModel) -> str:
-    """Run the example on the card in `folder`, and compare the logits of what it loads with those of `model`.
+    """Run the example on the card in `folder`, and compare the logits of the loaded model with those of `model`.
 
     Returns:
         What the example printed.
 
     Raises:
-        ExportFailed: the example does not run, or the logits differ by more than 1e-6 (of their largest, where that
-            is above 1).
+        ExportFailed: the example does not run, or the logits differ by more than 1e-6 (relative to the largest, if
+            that is above 1).
     """
     example = usage_code((folder / "README.md").read_text(encoding="utf-8"))
     example = example.replace(json.dumps(repo_id), json.dumps(str(folder.resolve())))
@@ -53,7 +53,7 @@ def check_export(folder: Path, repo_id: str, model: PreTrainedModel) -> str:
             [sys.executable, "-c", BEFORE + example + AFTER],
             cwd=place,
             env=_environment(place),
-            # An example that asks a question cannot run unattended.
+            # An example that waits for input must fail.
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -63,18 +63,18 @@ def check_export(folder: Path, repo_id: str, model: PreTrainedModel) -> str:
             raise ExportFailed(f"The example on the card does not run where hope_hf is not installed: {reason}")
         logits = load_file(Path(place) / "output.safetensors")["logits"].float()
     difference = (logits - expected).abs().max().item()
-    # NaN is no difference that is small.
+    # NaN must fail, too.
     if not difference <= TOLERANCE * max(1.0, expected.abs().max().item()):
         raise ExportFailed(f"The exported model's logits differ by {difference:.1e} from those of the original.")
     return run.stdout
 
 
 def _environment(cache: str) -> dict[str, str]:
-    """This process's own, but no network, an empty cache, and nothing that tells where packages or code lie."""
+    """This process's environment, but offline, with an empty cache and without paths to packages or code."""
     kept = {
         name: value
         for name, value in os.environ.items()
         if name != "PYTHONPATH" and not name.startswith(("HF_", "HUGGING", "TRANSFORMERS_"))
     }
-    # Sums depend on the number of threads in their last digits.
+    # The last digits of sums depend on the number of threads.
     return kept | {"HF_HOME": cache, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}

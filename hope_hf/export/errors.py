@@ -1,5 +1,5 @@
-"""What can go wrong without being a mistake in the flags."""
+"""Failures that are not mistakes in the flags."""
 
 
 class ExportFailed(RuntimeError):
-    """The export did not pass its check, or the Hub did not take it: one sentence for the user."""
+    """The export did not pass its check, or the upload failed: one sentence for the user."""

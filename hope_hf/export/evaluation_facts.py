@@ -1,4 +1,4 @@
-"""What a `results.json` of `run_eval.py` says about the model, as tables and single figures for its card."""
+"""Reads a `results.json` of `run_eval.py` as tables and single numbers for the model card."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +11,15 @@ from hope_hf.cli.tables import SCHEMA_VERSION, markdown_table
 from .json_file import read_object
 from .public import public_command, without_folders
 
-# Of small models that the suite trains itself: no measure of this one.
+# These suites train their own small models: not results of this model.
 OTHER_MODELS = {"synthetic"}
-# Rows of one table; the gates of a large model, head by head, fill thousands.
+# Most rows of one table; the gates of a large model, one row per head, take thousands.
 MOST_ROWS = 40
 
 
 @dataclass(frozen=True)
 class EvaluationFacts:
-    """Fit to be shown to everybody: no folders of this machine."""
+    """Safe to publish: no folders of this machine."""
 
     tables: dict[str, str]
     """Suite -> its tables in Markdown, each under its title."""
@@ -28,7 +28,7 @@ class EvaluationFacts:
     command: str
     date: str
     limit: int | None
-    """Samples that everything was limited to."""
+    """The samples of the evaluation were limited to this number."""
 
 
 def read_evaluation(path: Path, model: PreTrainedModel) -> EvaluationFacts:
@@ -84,12 +84,12 @@ def _metrics(suites: dict, flags: dict) -> list[EvalResult]:
 
 
 def language_modeling_result(text: str, metric: str, value: float) -> EvalResult:
-    """One figure of the card's `model-index`, measured on the text of that name."""
+    """One number of the card's `model-index`, measured on the text of that name."""
     return EvalResult(
         task_type="text-generation",
         dataset_type="text",
         dataset_name=text,
-        # Results of one type and configuration are written under the name of the first: told apart by this.
+        # Results of the same type and configuration would be merged under the first one's name.
         dataset_config=text,
         metric_type=metric,
         metric_value=float(value),

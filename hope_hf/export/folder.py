@@ -1,4 +1,4 @@
-"""The folder one uploads: written beside its name, checked, and only then given the name."""
+"""The folder to upload: written under a temporary name, checked, and then renamed."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,7 +34,7 @@ def export_folder(
 
     Raises:
         ValueError: a mistake in the arguments or a file that cannot be read or written, one sentence.
-        ExportFailed: what was written does not load, or is not the model it was made from.
+        ExportFailed: the written model does not load, or differs from the original.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--to {out} exists and is not an empty folder: name a new one.")

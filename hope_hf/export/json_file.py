@@ -1,11 +1,11 @@
-"""JSON that others wrote, read with a sentence for what is wrong with it."""
+"""Reads JSON files from outside, with a one-sentence error."""
 
 import json
 from pathlib import Path
 
 
 def read_object(path: Path, fix: str) -> dict:
-    """The object in a JSON file; ValueError that names the file and ends in `mend`."""
+    """The object in a JSON file; ValueError that names the file and ends in `fix`."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The upload, and all that touches the network."""
+"""The upload, and all network access."""
 
 import json
 from pathlib import Path
@@ -10,17 +10,17 @@ from hope_hf.cli.mistakes import one_line
 from .errors import ExportFailed
 
 CARD = "README.md"
-# Without it a connection on which nothing comes any more is waited for without end.
+# Without it a silent connection would block forever.
 SECONDS_OF_SILENCE = 300.0
 
 
 def upload(folder: Path, repo_id: str, private: bool) -> str:
-    """Upload an exported folder, everything else before its card; a repository that exists is written to.
+    """Upload an exported folder, its card last; an existing repository is written to.
 
     Args:
         folder: from `export_folder`.
         repo_id: `owner/name`, or `name` for the owner of the token.
-        private: make a new repository private. Otherwise it is what its owner's new repositories are.
+        private: make a new repository private. Otherwise the owner's default applies.
 
     Returns:
         The address of the repository.
@@ -40,7 +40,7 @@ def upload(folder: Path, repo_id: str, private: bool) -> str:
             ignore_patterns=CARD,
             commit_message="Upload the model, its code and its tokenizer",
         )
-        # Last: it describes what is there by then, and no other step writes a card over it.
+        # Last: the files that the card describes are there, and no later step overwrites the card.
         card = (folder / CARD).read_text(encoding="utf-8").replace(json.dumps(repo_id), json.dumps(url.repo_id))
         api.upload_file(
             repo_id=url.repo_id,
@@ -48,7 +48,7 @@ def upload(folder: Path, repo_id: str, private: bool) -> str:
             path_in_repo=CARD,
             commit_message="Upload the model card",
         )
-    # The network's layers have error types of their own, and none in common.
+    # The network's layers have their own error types, with no common one.
     except Exception as error:
         raise ExportFailed(f"The upload to {repo_id} failed: {_reason(error)}") from error
     return str(url)

@@ -1,4 +1,4 @@
-"""What of a command or a table may be shown to everybody: names of files, not the folders of this machine."""
+"""Makes commands and tables safe to publish: file names, but no folders of this machine."""
 
 import shlex
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ NO_PATHS = {"config_overrides"}
 
 
 def public_value(flag: str, value: str) -> str:
-    """The value of a flag, of a path its last part."""
+    """The value of a flag; of a path only the last part."""
     if flag in NO_PATHS or (flag in HUB_FLAGS and is_hub_name(value)):
         return value
     # It splits at both kinds of separators.
@@ -20,7 +20,7 @@ def public_value(flag: str, value: str) -> str:
 
 
 def public_command(words: Iterable[str]) -> str:
-    """A command line, program first, as one would type it in the folder of its files."""
+    """A command line, program first, as typed in the folder of its files."""
     shown, flag = [], ""
     for word in words:
         if word.startswith("--"):

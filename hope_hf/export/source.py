@@ -11,9 +11,9 @@ from hope_hf.cli.weights import load_model
 
 
 def load_source(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model, on the CPU in the precision it was saved in and in evaluation mode, and its tokenizer.
+    """The model, on the CPU, in its saved precision and in evaluation mode, and its tokenizer.
 
-    Raises ValueError with one sentence where the folder holds no HOPE, or not all of it.
+    Raises ValueError with one sentence if the folder holds no HOPE, or an incomplete one.
     """
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json: name the folder of a finished run or of another saved HOPE.")

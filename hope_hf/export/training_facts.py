@@ -1,4 +1,4 @@
-"""What a run's folder says about its training."""
+"""Reads the facts about a training from the run's folder."""
 
 import json
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ LOSSES = ("eval_loss", "eval_perplexity", "eval_bits_per_byte")
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """Fit to be shown to everybody: no folders of this machine."""
+    """Safe to publish: no folders of this machine."""
 
     text: str
-    """What was read, for people."""
+    """The training text, described for people."""
     dataset: str | None
     """Name of the data set on the Hub."""
     base_model: str | None

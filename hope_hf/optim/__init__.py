@@ -1,4 +1,4 @@
-"""Optimizers for models whose parameters change at different clocks; torch only."""
+"""Optimizers for models whose parameters step at different clocks; torch only."""
 
 from .adamw import AdamWRule
 from .build import build_optimizer

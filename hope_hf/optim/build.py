@@ -1,11 +1,11 @@
-"""Which parameter is updated how, how often and with which decay: the one place that decides it."""
+"""Decides for every parameter its update rule, its period and its weight decay; the only place that does."""
 
 from torch import nn
 
 from .level_clock import RULES, LevelClock
 from .level_options import FLAG, LevelOptions, parse_level_optimizers
 
-# Slow levels see means over more gradients and step less often, which a larger rate makes up for, within reason.
+# Slow levels average more gradients and step less often; a larger rate, up to this factor, makes up for it.
 LR_FACTOR_MAX = 4.0
 
 MUON_MOMENTUM = 0.95
@@ -26,23 +26,23 @@ def build_optimizer(
 
     A parameter's group is decided by four questions.
 
-    - Which level? That of the module around it that has the attributes `level` and `period` (in tokens). Without one
-      it steps every time.
+    - Which level? That of the module around it that has the attributes `level` and `period` (in tokens). A parameter
+      without a level steps every time.
     - Muon or AdamW? Muon, if `name` or the level's entry says so, for matrices and stacks of matrices. AdamW for
       embeddings, the output embeddings, convolutions, memories' initial states and all that takes no decay.
     - Weight decay? Not for parameters of one axis, biases, norms, memories' initial states (`is_initial_state`), and
       what a module lists in `_no_weight_decay`.
     - Which rate? `vector_learning_rate`, where it is given, for vectors: parameters of one axis, biases, norms and
-      (though they decay) taps of depthwise convolutions. The wider a model, the smaller the rate that its matrices
-      bear; that of its vectors stays (Yang et al. 2022, arXiv 2203.03466, table 3).
+      (though they decay) taps of depthwise convolutions. A wider model needs a smaller rate for its matrices, but not
+      for its vectors (Yang et al. 2022, arXiv 2203.03466, table 3).
 
     A level steps every `max(1, round(period / tokens_per_step))` calls. Tied parameters appear once.
 
     Args:
-        model: as `from_config` or `from_pretrained` gives it, not wrapped.
+        model: as `from_config` or `from_pretrained` returns it, not wrapped.
         name: "adamw" or "muon".
-        learning_rate: of AdamW, at the schedule's top; Muon shares it.
-        vector_learning_rate: of vectors, at the schedule's top; `None`: the learning rate.
+        learning_rate: AdamW's peak learning rate; Muon shares it.
+        vector_learning_rate: the peak learning rate of vectors; `None`: `learning_rate`.
         weight_decay, betas, eps: AdamW's; Muon takes the decay too.
         tokens_per_step: over all processes and accumulated micro-batches.
         level_optimizers: see `parse_level_optimizers`; a level without an entry takes the run's settings, and as
@@ -56,7 +56,7 @@ def build_optimizer(
     periods, level_of = _levels(model)
     options = parse_level_optimizers(level_optimizers)
     _check_levels(options, periods)
-    # A period below one step's tokens passes in one step: no more gradients are averaged than in the fastest level.
+    # A period below one step's tokens lasts one step: it averages as many gradients as the fastest level.
     lengths = {level: max(period, tokens_per_step) for level, period in periods.items()}
 
     kinds = _Kinds(model)
@@ -110,7 +110,7 @@ def _check_levels(options: dict[int, LevelOptions], periods: dict[int, int]) -> 
 
 
 class _Kinds:
-    """What each parameter is, judged by the modules that own it (a tied parameter has several)."""
+    """The kind of each parameter, from the modules that own it (a tied parameter has several)."""
 
     def __init__(self, model: nn.Module):
         self.exempt: set[nn.Parameter] = set()

@@ -1,4 +1,4 @@
-"""One optimizer whose parameter groups step at clocks of their own."""
+"""One optimizer whose parameter groups step at their own clocks."""
 
 import warnings
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from .muon import MuonRule
 
 
 class UpdateRule(Protocol):
-    """How a group's parameters change when its clock fires; holds nothing, its tensors live in the clock's state."""
+    """How a group's parameters change when its clock fires; stateless, its tensors are in the clock's state."""
 
     @staticmethod
     def initial_state(parameter: Tensor) -> dict[str, Tensor]:
@@ -25,7 +25,7 @@ class UpdateRule(Protocol):
 
 RULES: dict[str, type[UpdateRule]] = {"adamw": AdamWRule, "muon": MuonRule}
 
-# Keys a checkpoint may not change: they say what the state's tensors mean.
+# Keys that a checkpoint must match: they define what the state's tensors mean.
 STRUCTURE = ("level", "optimizer", "period_steps")
 
 
@@ -54,7 +54,7 @@ class LevelClock(torch.optim.Optimizer):
     def __init__(self, groups: list[dict]):
         # Level of every tensor that has a state: engines that flatten parameters keep them outside the groups.
         self._levels: dict[Tensor, int | None] = {}
-        # The polynomial schedule reads the rate among the defaults.
+        # The polynomial schedule reads the rate from the defaults.
         super().__init__(groups, {"lr": groups[0]["lr"], "level": None, "period_steps": 1, "period_tokens": 0})
         for group in self.param_groups:
             assert group["optimizer"] in RULES and group["period_steps"] >= 1, group
@@ -62,7 +62,7 @@ class LevelClock(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Take in one gradient per parameter; groups whose period is full change their parameters.
+        """Add one gradient per parameter; groups whose period is full update their parameters.
 
         Returns what `closure` (which recomputes the loss and the gradients) returns, or None.
         """
@@ -72,13 +72,13 @@ class LevelClock(torch.optim.Optimizer):
                 loss = closure()
         self.create_states()
         for group in self.param_groups:
-            # Where another process holds all of a parameter there is no gradient, and its clock goes on all the same.
+            # If another process holds all of a parameter, it has no gradient here, but its clock still advances.
             ready = [parameter for parameter in group["params"] if parameter.grad is not None or not parameter.numel()]
             if group["period_steps"] == 1:
                 self._update(group, ready, [_gradient(parameter) for parameter in ready])
                 continue
             ready = [parameter for parameter in ready if self._count(parameter) == group["period_steps"]]
-            # Divided in place and emptied afterwards: a copy of the sums would be a third moment in the memory's peak.
+            # Divided in place and zeroed afterwards: a copy of the sums would add a third moment to the peak memory.
             sums = [self.state[parameter]["gradient_sum"].div_(group["period_steps"]) for parameter in ready]
             self._update(group, ready, [mean.to(p.dtype) for mean, p in zip(sums, ready, strict=True)])
             for parameter in ready:
@@ -87,20 +87,20 @@ class LevelClock(torch.optim.Optimizer):
         return loss
 
     def create_states(self) -> None:
-        """Give every parameter that has no state yet its initial one."""
+        """Create the initial state of every parameter that has none."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.create_state(parameter, group)
 
     def create_state(self, parameter: Tensor, group: dict) -> dict[str, Tensor]:
-        """The state of one tensor of a group, its initial one where there was none."""
+        """The state of one tensor of a group; created if there is none."""
         self._levels[parameter] = group["level"]
         if not self.state[parameter]:
             self.state[parameter] = _initial_state(parameter, group)
         return self.state[parameter]
 
     def _count(self, parameter: Tensor) -> int:
-        """Add the gradient to the parameter's sum; how many it holds now."""
+        """Add the gradient to the parameter's sum; returns how many gradients it holds."""
         state = self.state[parameter]
         state["gradient_sum"].add_(_gradient(parameter))
         state["tick"] += 1
@@ -119,7 +119,7 @@ class LevelClock(torch.optim.Optimizer):
         saved_groups = state_dict["param_groups"]
         require_same_groups(saved_groups, self.param_groups)
         super().load_state_dict(state_dict)
-        # torch casts what it loads to the parameter's dtype, in which a bfloat16 model would lose its sums.
+        # torch casts loaded state to the parameter's dtype; in bfloat16 the sums would lose precision.
         indices = [index for group in saved_groups for index in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, parameter in zip(indices, parameters, strict=True):
@@ -138,7 +138,7 @@ class LevelClock(torch.optim.Optimizer):
                 zeros = {"updates": 0, "steps_since_update": 0}
                 periods = {name: group[name] for name in ("period_steps", "period_tokens")}
                 report.setdefault(group["level"], zeros | periods)
-        # The parameters of a level step together; one of them that never had a gradient says nothing.
+        # The parameters of a level step together; one that never had a gradient does not count.
         for parameter, level in levels.items():
             state = self.state.get(parameter)
             if state and level is not None:
@@ -153,7 +153,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _initial_state(parameter: Tensor, group: dict) -> dict[str, Tensor]:
-    # torch's fused kernels want the count beside the parameter; the clock's tick is read in every call, so on the CPU.
+    # torch's fused kernels need the count on the parameter's device; the tick is read in every call, so on the CPU.
     state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
     if group["period_steps"] > 1:
         state["tick"] = torch.zeros((), dtype=torch.int64)
@@ -181,7 +181,7 @@ def _structure(group: dict) -> dict:
 
 
 def warn_short_levels(optimizer: LevelClock, max_train_steps: int, least_periods: int = 4) -> list[str]:
-    """Warn of every level that a run of `max_train_steps` optimizer steps brings to fewer than `least_periods` steps.
+    """Warn of every level that makes fewer than `least_periods` steps in `max_train_steps` optimizer steps.
 
     Returns the sentences it warned with. With several processes call it on one of them.
     """

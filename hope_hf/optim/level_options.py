@@ -1,4 +1,4 @@
-"""`--level_optimizers`: what a level's optimizer does differently."""
+"""`--level_optimizers`: settings of a level's optimizer that differ from the run's."""
 
 import json
 from dataclasses import dataclass, fields
@@ -13,7 +13,7 @@ _LARGEST = 10**9
 
 @dataclass(frozen=True)
 class LevelOptions:
-    """A level's own settings; None leaves the run's.
+    """A level's own settings; None: the run's.
 
     Attributes:
         optimizer: "adamw" or "muon" (matrices only; a level's other parameters stay with AdamW).
@@ -64,7 +64,7 @@ def _read_json(source: str) -> object:
             raise ValueError(f"{what} cannot be read ({error}): give JSON text or the path of a JSON file.") from error
     try:
         return json.loads(text)
-    # ValueError: a number of thousands of digits, too; RecursionError: thousands of brackets in each other.
+    # ValueError: a number of thousands of digits, too; RecursionError: thousands of nested brackets.
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{what} is not JSON ({error}): fix the text there.") from error
 

@@ -17,9 +17,9 @@ def newton_schulz(matrices: Tensor, dtype: torch.dtype | None = None, eps: float
     """Approximate U V^T of the singular value decomposition U S V^T of each matrix.
 
     Args:
-        matrices: [..., rows, columns]; every leading index is a matrix of its own (a head, an expert).
-        dtype: what to compute in. Default: bfloat16 on an accelerator, where it is the fast one; the input's own (at
-            least float32) on the CPU, where bfloat16 may be ten times slower and its rounding (1e-4 in the loss) hides
+        matrices: [..., rows, columns]; every leading index is a separate matrix (a head, an expert).
+        dtype: of the computation. Default: bfloat16 on an accelerator, where it is fastest; the input's own (at least
+            float32) on the CPU, where bfloat16 may be ten times slower and its rounding (1e-4 in the loss) hides
             whether two launches compute the same.
         eps: lower bound of the norm by which a matrix is scaled, so that a zero matrix stays zero.
 
@@ -28,7 +28,7 @@ def newton_schulz(matrices: Tensor, dtype: torch.dtype | None = None, eps: float
     """
     if dtype is None:
         dtype = torch.promote_types(matrices.dtype, torch.float32) if matrices.device.type == "cpu" else torch.bfloat16
-    # The products below are of the smaller side squared.
+    # The products below have the size of the smaller side squared.
     tall = matrices.size(-2) > matrices.size(-1)
     x = (matrices.mT if tall else matrices).to(dtype)
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)

@@ -1,4 +1,4 @@
-"""Parameters that are shared out between processes by rows (FSDP2): the own part, and whole matrices."""
+"""Parameters sharded by rows (FSDP2): a process's own part, and whole matrices."""
 
 from collections.abc import Callable
 
@@ -7,17 +7,17 @@ from torch.distributed.tensor import DTensor
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor, sharing its memory; the tensor itself where it is not shared out."""
+    """This process's part of a tensor, sharing its memory; the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def by_whole_matrices(function: Callable[[Tensor], Tensor], part: Tensor, parameter: Tensor) -> Tensor:
-    """This process's part of `function` of a matrix, or of a stack of matrices, each of them whole.
+    """This process's part of `function`, applied to a whole matrix or a stack of whole matrices.
 
     Args:
-        function: of [..., rows, columns], shape and dtype kept; what it gives for a matrix depends on no other one.
-        part: what this process holds of the function's argument.
-        parameter: shaped and shared out as the argument is.
+        function: of [..., rows, columns], keeps shape and dtype; its result for a matrix depends on no other matrix.
+        part: this process's part of the function's argument.
+        parameter: shaped and sharded as the argument is.
     """
     if not isinstance(parameter, DTensor):
         return function(part)

@@ -20,7 +20,7 @@ class DataArguments(TextArguments):
     document_boundary: Literal["reset", "carry"] = flag(
         "reset",
         "reset: memories and attention start anew with every document. "
-        "carry: row b continues in row b of the next step and its memories are handed over.",
+        "carry: row b continues in row b of the next step and its memories are passed on.",
     )
     dataloader_num_workers: int = flag(
         0, "Batches that a background thread prepares ahead; 0: none.", least=0, most=1000
@@ -53,7 +53,7 @@ class OptimizationArguments:
     num_train_epochs: float = flag(
         1.0, "Passes over the training data, if --max_train_steps is not given.", above=0
     )
-    # Those of transformers that need no setting beyond the warm-up.
+    # The schedules of transformers that need no setting but the warm-up.
     lr_scheduler_type: Literal[
         "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
     ] = flag("cosine", "Schedule of the learning rate.")
@@ -109,7 +109,7 @@ class RunArguments:
     ram_report_steps: int = flag(
         0, "Write the RAM report every N steps, besides the start and the first step.", **OR_NONE
     )
-    report_to: str = flag("none", "Trackers beside metrics.jsonl: none, all, or names with commas (wandb,aim).")
+    report_to: str = flag("none", "Trackers besides metrics.jsonl: none, all, or names with commas (wandb,aim).")
     run_name: str | None = flag(None, "Name of the run in the trackers (default: the folder's name).")
     project_name: str = flag("hope_hf", "Project of the run in the trackers.")
     push_to_hub: bool = flag(False, "Upload the finished HOPE with its code and a model card; needs a login.")
@@ -119,13 +119,13 @@ class RunArguments:
 
 @dataclass
 class Arguments(ModelArguments, DataArguments, OptimizationArguments, RunArguments):
-    """All flags of a run, flat; `demo` says that neither model nor data was named."""
+    """All flags of a run, flat; `demo`: neither model nor data was named."""
 
     _argument_group_name = None
 
     demo: bool = False
 
-    # What may change between the two halves of one run without making it another run.
+    # Flags that may change when a run is continued.
     FREE = frozenset(
         "output_dir resume_from_checkpoint checkpointing_steps save_total_limit async_save save_only_model "
         "per_device_train_batch_size gradient_accumulation_steps fsdp_limit_all_gathers fsdp_prefetch "
@@ -136,7 +136,7 @@ class Arguments(ModelArguments, DataArguments, OptimizationArguments, RunArgumen
     )
 
     def identity(self) -> dict:
-        """The flags that define the run, JSON-able: a folder with others holds another run."""
+        """The flags that define the run, JSON-able: a folder with other values holds another run."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in self.FREE}
 
 

@@ -1,4 +1,4 @@
-"""The run card: what is about to happen, before it happens."""
+"""The run card: what the run will do, printed before it starts."""
 
 import torch
 
@@ -10,7 +10,7 @@ from .engines.placement import device_name
 
 
 def run_card(args: Arguments, engine: Engine, run) -> str:
-    """The card as text, of the trainer's `Run` before it is prepared. Warns, on rank 0, of levels that hardly step."""
+    """The card as text, of the trainer's `Run` before it is prepared. Warns, on rank 0, of levels that rarely step."""
     model, optimizer, data, plan = run.model, run.optimizer, run.data, run.plan
     accelerator = engine.accelerator
     mixed = accelerator.mixed_precision

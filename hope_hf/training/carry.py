@@ -7,7 +7,7 @@ from hope_hf import HopeCache, HopeConfig
 
 
 class CarriedMemory:
-    """Hands the model's cache from batch to batch, cut from the graph; without a config it does nothing."""
+    """Passes the model's cache from batch to batch, detached from the graph; does nothing without a config."""
 
     def __init__(self, config: HopeConfig | None):
         self._config = config
@@ -19,12 +19,12 @@ class CarriedMemory:
         return {"use_cache": False} if self._cache is None else {"past_key_values": self._cache}
 
     def hand_over(self):
-        """After backward: the memories the forward pass left behind go on, without their gradient."""
+        """After backward: keep the memories after the forward pass, without their gradient."""
         if self._cache is not None:
             self._cache.detach_()
 
     def restart(self):
-        """Forget everything: after a non-finite step the memories may be non-finite, too."""
+        """Reset the memories: after a non-finite step they may be non-finite, too."""
         if self._config is not None:
             self._cache = HopeCache(self._config)
 

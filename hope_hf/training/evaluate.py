@@ -15,15 +15,15 @@ from .process import sum_over_processes
 def evaluate(model, data, accelerator: Accelerator) -> dict[str, float]:
     """Rows `eval/...` over `data.validation`, each of W processes taking every W-th batch; `model` is the wrapped one.
 
-    Bits per byte: loss in bits over the bytes of the text the scored tokens stand for, comparable across tokenizers.
+    Bits per byte: loss in bits over the bytes of the scored text, comparable across tokenizers.
     """
     was_training = model.training
     model.eval()
     loss_sum, tokens = 0.0, 0
     batches = iter(data.validation)
     while group := list(islice(batches, accelerator.num_processes)):
-        # A sharded forward pass communicates, so every process takes part to the end: where it has no batch of its own
-        # left with one that does not count.
+        # A sharded forward pass communicates, so every process takes part to the end: one that has no batch left uses
+        # a batch that does not count.
         counts = accelerator.process_index < len(group)
         batch = group[accelerator.process_index if counts else 0]
         inputs = send_to_device(model_inputs(batch), accelerator.device)

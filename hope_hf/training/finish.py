@@ -40,7 +40,7 @@ def finish(args: Arguments, engine: Engine, data, evaluation: dict, checkpoint: 
 
 
 def final_weights(engine: Engine, checkpoint: Path | None) -> dict[str, Tensor]:
-    """All weights by name on the first process; from the checkpoint where they would have to be gathered again."""
+    """All weights by name on the first process; read from the checkpoint if they would have to be gathered again."""
     if not engine.shards_weights or checkpoint is None:
         return take_parts(engine).together()
     return read_weights(checkpoint) if engine.accelerator.is_main_process else {}
@@ -64,7 +64,7 @@ def sample(model, data, seed: int) -> tuple[str, str]:
             temperature=0.8,
             top_k=50,
             pad_token_id=data.tokenizer.pad_token_id or data.tokenizer.eos_token_id,
-            # A model that a high learning rate has ruined is still saved, and the run complete.
+            # A diverged model is still saved, and its run is complete.
             remove_invalid_values=True,
         )
     decode = data.tokenizer.decode

@@ -1,4 +1,4 @@
-"""Flags of transformers' `run_clm.py` and `run_clm_no_trainer.py`, and old ones, with another name or no effect."""
+"""Flags of transformers' `run_clm.py` and `run_clm_no_trainer.py`, and old ones, renamed or without effect."""
 
 from hope_hf.cli.process import warn_once
 
@@ -52,7 +52,7 @@ INSTEAD = {
 def drop_foreign(words: list[str]) -> list[str]:
     """A command line without the flags that have no effect here, each with a warning.
 
-    Raises ValueError that says what replaces a flag which would have had one.
+    Raises ValueError for a flag that has a replacement, and names it.
     """
     kept, dropping = [], False
     for word in words:

@@ -25,7 +25,7 @@ def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def model_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The part of a batch (on the CPU) that the model reads.
 
-    Positions that restart nowhere inside a row are left out: models take their fast path for one document per row.
+    Positions without a restart inside a row are left out: models then use their fast path for one document per row.
     """
     inputs = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
     if "position_ids" in inputs and bool((inputs["position_ids"] == torch.arange(inputs["input_ids"].shape[1])).all()):

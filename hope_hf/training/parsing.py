@@ -14,13 +14,13 @@ from .foreign import INSTEAD, NO_EFFECT, drop_foreign
 
 DEMO_RECIPE = Path(__file__).with_name("demo.yaml")
 NAMES_A_MODEL = {"model_name_or_path", "model_type", "config_name"}
-# transformers' own.
+# transformers' default.
 POLYNOMIAL_END = 1e-7
 NAMES_DATA = {"dataset_name", "train_file", "validation_file"}
 
 
 def parse(argv: list[str]) -> Arguments:
-    """Read `[recipe.yaml] --flag value ...`; flags go before the recipe, the recipe before the defaults.
+    """Read `[recipe.yaml] --flag value ...`; flags override the recipe, the recipe overrides the defaults.
 
     Raises ValueError with one sentence that names the flag or file and the fix.
     """
@@ -30,7 +30,7 @@ def parse(argv: list[str]) -> Arguments:
     named = named_flags(parser, recipe + argv, FLAGS)
     demo = not named & (NAMES_A_MODEL | NAMES_DATA)
     if demo:
-        # Who asks for epochs does not want the demo's steps.
+        # With --num_train_epochs the demo's steps do not apply.
         left_out = {"max_train_steps"} if "num_train_epochs" in named else set()
         recipe = read_recipe(DEMO_RECIPE, FLAGS, left_out) + recipe
     groups = parser.parse_args_into_dataclasses(recipe + argv, look_for_args_file=False)
@@ -66,7 +66,7 @@ def _warn_of_ignored(args: Arguments, named: set[str]):
 
 
 def _check(args: Arguments):
-    """Mistakes that can be seen in the flags alone."""
+    """Mistakes that the flags alone show."""
     if not args.output_dir:
         raise ValueError("--output_dir is missing: name a folder for the run.")
     check_output(args.output_dir, "--output_dir")

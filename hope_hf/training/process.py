@@ -1,4 +1,4 @@
-"""The process itself: threads, signals, sums over all processes, and a clean way out."""
+"""The process itself: threads, signals, sums over all processes, and a clean exit."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ def prepare_process(args: Arguments, accelerator: Accelerator):
     if accelerator.device.type == "cuda" and args.tf32:
         torch.set_float32_matmul_precision("high")
     set_seed(args.seed)
-    # A first step without update is none of the user's making: the scale of fp16 begins too high.
+    # In fp16 the first step may have no update, because the scale begins too high: not the user's mistake.
     warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)` before `optimizer.step\(\)`")
     if not shows_bars(accelerator):
         transformers.utils.logging.disable_progress_bar()
@@ -40,7 +40,7 @@ def sum_over_processes(accelerator: Accelerator, *values: float) -> list[float]:
 
 
 def leave(accelerator: Accelerator):
-    """End trackers and process group; on gloo leave at once, since its threads can abort a finished interpreter."""
+    """End trackers and process group; on gloo exit at once, since its threads can abort a finished interpreter."""
     distributed = accelerator.num_processes > 1
     accelerator.end_training()
     if distributed and accelerator.device.type == "cpu":
@@ -52,8 +52,8 @@ def leave(accelerator: Accelerator):
 class StopSignal:
     """Remembers SIGTERM or the first Ctrl-C, so that the loop can stop at a step boundary; a context manager.
 
-    A loop that ends in an error leaves the process deaf to SIGTERM until it has said so and is gone: where one process
-    is lost, the launcher sends it to all others at once.
+    After an error in the loop the process ignores SIGTERM, so that it can print the error: if one process is lost, the
+    launcher sends SIGTERM to all others at once.
     """
 
     def __init__(self):

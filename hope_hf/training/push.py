@@ -1,4 +1,4 @@
-"""`--push_to_hub`: the finished run on the Hub, or a warning."""
+"""`--push_to_hub`: uploads the finished run to the Hub, or warns."""
 
 import warnings
 from pathlib import Path
@@ -23,7 +23,7 @@ def check_push(args: Arguments, config):
 
 
 def push(args: Arguments):
-    """Export the finished run in `--output_dir` and upload it; whatever prevents that is a warning."""
+    """Export the finished run in `--output_dir` and upload it; any failure is a warning."""
     try:
         with TemporaryDirectory(dir=args.output_dir, prefix=".hub-") as place:
             out = Path(place) / "export"

@@ -13,7 +13,7 @@ def main(argv: list[str]) -> int:
     """Parse `argv` and train. Returns 0, or 2 after a mistake of the user, or 1 where training diverged or another
     process is gone.
 
-    A ValueError is one sentence for the user; any other exception is ours or the machine's and keeps its traceback.
+    A ValueError is one sentence for the user; any other exception is a bug or machine failure and keeps its traceback.
     """
     die_with_launcher()
     warn_in_sentences()

@@ -113,7 +113,7 @@ def build_all(args: Arguments, accelerator: Accelerator, data_state: dict | None
 def data_config(args: Arguments, accelerator: Accelerator, pretrained, vocab_size: int | None) -> DataConfig:
     """The part of the flags that the data need.
 
-    `pretrained` is the config of a loaded model or None, `vocab_size` the embedding's where it is fixed already.
+    `pretrained` is the config of a loaded model or None, `vocab_size` the embedding's if it is already fixed.
     """
     values = {f.name: getattr(args, f.name) for f in fields(DataConfig) if f.name in FLAGS}
     if args.block_size is None:
@@ -140,7 +140,7 @@ def _check_carry(args: Arguments, config):
     if not is_hope(config) or config.mixer == "attention":
         kind = "attention mixer" if is_hope(config) else config.model_type
         raise ValueError(
-            f"--document_boundary carry hands memories over, and the {kind} has none: use --document_boundary reset."
+            f"--document_boundary carry passes memories on, and the {kind} has none: use --document_boundary reset."
         )
 
 

@@ -1,4 +1,4 @@
-"""What a run remembers from step to step beside weights and optimizer: written to checkpoints, read back from them."""
+"""The state of a run besides weights and optimizer: written to checkpoints, and read from them."""
 
 from dataclasses import asdict, dataclass
 
@@ -23,7 +23,7 @@ class Progress:
     """Steps skipped for a non-finite loss or gradient."""
     skipped_in_a_row: int = 0
     overflowed: int = 0
-    """Steps left out because the gradient, scaled for fp16, overflowed: not among the skipped, and no harm."""
+    """Steps left out because the gradient, scaled for fp16, overflowed: harmless, and not counted as skipped."""
     loss_sum: float = 0.0
     """Summed loss since the last log, in nats."""
     loss_tokens: int = 0
@@ -52,13 +52,13 @@ class Progress:
 
 
 class TrainState:
-    """Everything a checkpoint holds beside weights, tokenizer and the optimizer's state.
+    """Everything a checkpoint holds besides weights, tokenizer and the optimizer's state.
 
     Attributes:
-        identity: the flags and data that make the run what it is.
+        identity: the flags and data that define the run.
         progress: the loop's counters.
         scheduler: of the learning rate.
-        carry: the memories that go from one step to the next.
+        carry: the memories carried from one step to the next.
         scaling: of the loss in fp16, or None.
         data: the loader's own state after the last batch trained on.
     """

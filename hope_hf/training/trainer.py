@@ -47,7 +47,7 @@ class Training:
     Attributes:
         run: data, model, optimizer and plan.
         model: what runs the forward pass, as the engine has wrapped it.
-        state: beside weights and optimizer.
+        state: all but weights and optimizer.
         start_step: steps done before.
         record: of the run's folder.
         flops_per_token: of forward and backward.
@@ -73,7 +73,7 @@ def train(args: Arguments) -> int:
     prepare_process(args, accelerator)
     with RunFolder(args.output_dir, accelerator) as folder:
         complete = _train(args, engine, folder)
-    # No process waits for this one any more, and the folder is free.
+    # No other process waits for this one now, and the folder is free.
     if complete and args.push_to_hub and accelerator.is_main_process:
         push(args)
     leave(accelerator)
@@ -103,9 +103,9 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder) -> bool:
 
 
 def _begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | None:
-    """Build and check the run, and put it where its newest checkpoint left it; None where it is complete."""
+    """Build and check the run, and restore its newest checkpoint; None if the run is complete."""
     accelerator = engine.accelerator
-    # A run may go on with other processes, rows per process and engine, as long as its steps stay the same.
+    # A run may continue with other processes, rows per process and engine, if its steps stay the same.
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes
     identity = args.identity() | {"rows_per_step": rows, "mixed_precision": accelerator.mixed_precision}
     record = folder.check(identity)
@@ -121,7 +121,7 @@ def _begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | Non
     config, plan = run.model.config, run.plan
     if saved:
         load_weights(run.model, saved.path)
-    # What the model says about itself, while it is whole.
+    # Before the engine shards the model.
     card, flops = run_card(args, engine, run), flops_per_token(run.model, plan.block_size)
     model = engine.prepare(run.model, run.optimizer)
     # The scheduler is not prepared: accelerate would step it once per process.
@@ -145,7 +145,7 @@ def _begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | Non
 
 
 def _steps(args: Arguments, engine: Engine, training: Training, monitor: Monitor) -> bool:
-    """Train to the last step; returns whether it was reached, and not a signal."""
+    """Train to the last step; returns False if a signal came before it."""
     accelerator, run, state = engine.accelerator, training.run, training.state
     plan, progress, scheduler = run.plan, state.progress, state.scheduler
     writer = CheckpointWriter(args.output_dir, args.save_total_limit, args.save_only_model)
@@ -189,7 +189,7 @@ def _steps(args: Arguments, engine: Engine, training: Training, monitor: Monitor
             last = progress.step == plan.total_steps
             if args.eval_steps and progress.step % args.eval_steps == 0 and not last:
                 monitor.evaluated(progress, evaluate(training.model, run.data, accelerator))
-            # A streak of skipped steps is no good place to come back to.
+            # No checkpoint is written in a series of skipped steps.
             due = args.checkpointing_steps and progress.step % args.checkpointing_steps == 0
             if not progress.skipped_in_a_row and (due or last):
                 save(background=args.async_save and not last)
@@ -207,7 +207,7 @@ def _steps(args: Arguments, engine: Engine, training: Training, monitor: Monitor
 
 
 def _add_gradients(engine: Engine, training: Training, monitor: Monitor, window: list[dict], tokens: float) -> float:
-    """Forward and backward passes of one step, of `tokens` over all processes; the summed loss of this one's."""
+    """Forward and backward passes of one step, of `tokens` over all processes; returns this process's summed loss."""
     carry, device = training.state.carry, engine.accelerator.device
     loss_sum = torch.zeros((), device=device)
     for batch in window:

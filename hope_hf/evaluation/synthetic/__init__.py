@@ -1,1 +1,1 @@
-"""Tasks that are drawn at random, and the small models that are trained and tested on them."""
+"""Randomly generated tasks, and the small models that are trained and tested on them."""

@@ -1,8 +1,8 @@
-"""Multi-query associative recall: pairs of a key and a value, then the keys in another order; which were their values?
+"""Multi-query associative recall: key-value pairs, then the keys in another order; the task is to recall their values.
 
-The task of Arora et al. 2023 (Zoology, arXiv 2312.04927), which fixes what a state of a given size can hold. There the
-asked keys are at distances drawn from a power law; here blanks are spread evenly among them. A model that forgets
-what it read is right at most once in as many times as there are values.
+The task of Arora et al. 2023 (Zoology, arXiv 2312.04927), which measures how much a state of a given size can hold.
+There the distances of the asked keys follow a power law; here blanks are spread evenly among them. The accuracy of a
+model without memory is at most 1 / number of values.
 """
 
 from functools import partial
@@ -59,9 +59,9 @@ def _with_blanks(
 
 
 def draw(rows: int, generator: torch.Generator, bin: int | None, *, sizes: tuple[int, ...], symbols: int) -> Batch:
-    """Samples whose scored positions are the asked keys: what comes next is the value. [rows, 8 * pairs - 1].
+    """Samples that are scored at the asked keys: the next token is the value. [rows, 8 * pairs - 1].
 
-    All rows of a batch have one of the `sizes` as their number of pairs, in training each as often as any other.
+    All rows of a batch have the same number of pairs, one of `sizes`; all sizes are equally likely in training.
     """
     if bin is None:
         bin = int(torch.randint(len(sizes), (), generator=generator))
@@ -73,8 +73,8 @@ def draw(rows: int, generator: torch.Generator, bin: int | None, *, sizes: tuple
 def associative_recall() -> dict[str, Task]:
     """`mqar-4` to `mqar-64`: that many pairs in 8 times as many tokens, out of 4 times as many keys and values.
 
-    `mqar` trains on all these sizes and is tested on each, with 64 keys and 64 values: 64 pairs alone, out of 256, are
-    not learned from nothing in a few thousand steps. Arora et al. mix their sizes, too.
+    `mqar` trains on all these sizes and is tested on each, with 64 keys and 64 values: a model trained on 64 pairs out
+    of 256 only does not learn them in a few thousand steps. Arora et al. mix their sizes, too.
     """
     kinds = {f"mqar-{pairs}": ((pairs,), SYMBOLS_PER_PAIR * pairs) for pairs in PAIRS} | {"mqar": (PAIRS, max(PAIRS))}
     return {

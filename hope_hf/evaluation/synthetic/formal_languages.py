@@ -1,12 +1,12 @@
-"""Formal languages: after every prefix of a word, which symbols may come next, and may the word end here?
+"""Formal languages: after every prefix of a word, predict which symbols may come next and whether the word may end.
 
 The tasks of Bhattamishra et al. 2020 (arXiv 2009.11264) that Irie et al. 2023 (arXiv 2310.16076) give fast-weight
 models: parity, (aa)*, (abab)*, a^n b^n, a^n b^n c^n and shuffle-2. A word counts as right only if the set of next
 symbols is right after every one of its prefixes. Words of 2 to 50 symbols are trained on (bin 0), longer ones only
 tested (bin 1: 51 to 100).
 
-The end of the word is one more symbol of the set, in all languages. For parity, (aa)* and (abab)* those papers ask one
-bit only, whether the prefix is itself a word: that is the end symbol here. So parity's label after `1011` is {0, 1},
+The end of the word is one more symbol of the set, in all languages. For parity, (aa)* and (abab)* those papers predict
+only one bit, whether the prefix is itself a word: the end symbol here. So parity's label after `1011` is {0, 1},
 without the end, since three ones are odd; the bits of 0 and 1 are always on, and the end's is the parity. In (aa)* the
 bit of `a` is always on, in (abab)* the other bits alternate, and shuffle-2 may end where both counters are zero.
 """
@@ -41,7 +41,7 @@ class Language:
 
 
 def draw(rows: int, generator: torch.Generator, bin: int | None, *, language: Language, ends: list[int]) -> Batch:
-    """Words whose lengths are uniform over those of the bin; shorter ones are filled up on the right, unscored.
+    """Words whose lengths are uniform over those of the bin; shorter ones are padded on the right, unscored.
 
     `ends` are the longest lengths of the bins. Training (`None`) is bin 0.
     """
@@ -51,7 +51,7 @@ def draw(rows: int, generator: torch.Generator, bin: int | None, *, language: La
     chosen = torch.randint(len(lengths), (rows,), generator=generator).tolist()
     words = [language.word(lengths[index], generator) for index in chosen]
     end, width = len(language.alphabet), max(len(word) for word in words)
-    # All that follows a word is its end, which no prefix can see.
+    # Words are padded with the end symbol, which no prefix can see.
     input_ids = torch.full((rows, width), end)
     targets = torch.zeros(rows, width, end + 1, dtype=torch.bool)
     mask = torch.zeros(rows, width, dtype=torch.bool)
@@ -117,7 +117,7 @@ def _blocks(symbols: int, length: int, generator: torch.Generator) -> Tensor:
 
 
 def _blocks_next(symbols: int, word: Tensor) -> Tensor:
-    """While the first block runs it may go on or end; after that every block's length is known."""
+    """The first block may go on or end at any symbol; after that every block's length is known."""
     counts = torch.nn.functional.one_hot(word, symbols).cumsum(0)
     full = counts == counts[:, :1]
     columns = [counts[:, 1] == 0]

@@ -1,4 +1,4 @@
-"""Compression's decoder: all symbols of a sequence out of the one state in which the model has read it."""
+"""The decoder of the compression task: predicts all symbols of a sequence from the model's last state."""
 
 import torch
 from torch import Tensor, nn

@@ -1,8 +1,8 @@
 """Five tasks of MAD (Poli et al. 2024, arXiv 2403.17844) in their basic sizes.
 
 The tasks train as MAD's do: recall on every next token, though only some are tested, and compression through a decoder
-that sees the model's last state alone. Differences: fresh samples, width 64 unless told otherwise, and accuracy as the
-mean over samples of the share of right symbols, where MAD averages over symbols' classes.
+that sees only the model's last state. Differences: fresh samples, width 64 by default, and accuracy is the mean over
+samples of the share of right symbols, while MAD averages over symbols' classes.
 """
 
 from collections.abc import Callable
@@ -25,8 +25,8 @@ def draw_in_context_recall(
 ) -> Batch:
     """Random key-value pairs with few keys, whose value never changes within a row; [rows, 2 * pairs - 1].
 
-    Keys are the lower half of the symbols, values the upper. The last pair's key has occurred before. Asked is the
-    value of every key that has; in training, every next token.
+    Keys are the lower half of the symbols, values the upper. The last pair's key has occurred before. The values of
+    all keys that have are scored; in training, every next token is.
     """
     half = symbols // 2
     table = half + torch.randint(half, (rows, half), generator=generator)
@@ -43,10 +43,10 @@ def draw_in_context_recall(
 def draw_selective_copying(
     rows: int, generator: torch.Generator, bin: int | None, *, symbols: int = 16, length: int = 256, copied: int = 16
 ) -> Batch:
-    """16 symbols with blanks between them, a signal, then blanks under which the symbols are asked; [rows, length].
+    """16 symbols with blanks between them, a signal, then blanks where the symbols are asked; [rows, length].
 
-    The last two symbols are the blank and the signal. Blanks precede each symbol, none between the last one and
-    the signal.
+    The last two symbols are the blank and the signal. Blanks come before symbols; there are none between the last
+    symbol and the signal.
     """
     blank, signal = symbols - 2, symbols - 1
     content = torch.randint(symbols - 2, (rows, copied), generator=generator)
@@ -64,7 +64,7 @@ def draw_selective_copying(
 def draw_compression(
     rows: int, generator: torch.Generator, bin: int | None, *, symbols: int = 16, length: int = 32
 ) -> Batch:
-    """Random symbols and a signal, from whose position all of them are asked; [rows, length]."""
+    """Random symbols and a signal, at whose position all of them are asked; [rows, length]."""
     input_ids = torch.randint(symbols - 1, (rows, length), generator=generator)
     input_ids[:, -1] = symbols - 1
     mask = torch.ones_like(input_ids, dtype=torch.bool)
@@ -75,9 +75,9 @@ def draw_compression(
 def draw_memorisation(
     rows: int, generator: torch.Generator, bin: int | None, *, symbols: int = 256, length: int = 32
 ) -> Batch:
-    """Keys of one fixed table, each before the signal under which its value is asked; [rows, length].
+    """Keys of one fixed table, each followed by the signal where its value is asked; [rows, length].
 
-    The values are never shown: they can be learned by training only.
+    The values are never in the input: they can only be learned by training.
     """
     table = memorised_table(symbols)
     keys = torch.randint(len(table), (rows, length // 2), generator=generator)
@@ -87,7 +87,7 @@ def draw_memorisation(
 
 
 def memorised_table(symbols: int) -> Tensor:
-    """The value of every key, [(symbols - 1) // 2] int64: different ones out of the upper symbols but the last."""
+    """The value of every key, [(symbols - 1) // 2] int64: distinct ones from the upper symbols except the last."""
     keys, values = (symbols - 1) // 2, symbols - 1 - (symbols - 1) // 2
     order = torch.randperm(values, generator=torch.Generator().manual_seed(TABLE_SEED))
     return keys + order[:keys]

@@ -14,9 +14,9 @@ def draw_fuzzy_recall(
 ) -> Batch:
     """Keys of 1 to 3 different symbols with values of 1 to 3, the last pair a repetition; [rows, length].
 
-    Symbols are keys' (the lower ones), values', and a filler that pads the row on the left. The value of a key never
-    changes within a row. Asked are the symbols of the values whose key has occurred before; tests have keys of three
-    symbols only. In training, keys of all lengths, and every next token is asked.
+    The lower symbols are for keys, the next ones for values, and the last is a filler that pads the row on the left. A
+    key has one value within a row. The values of keys that have occurred before are scored; test keys have three
+    symbols. In training, keys have all lengths and every next token is scored.
     """
     chance = random.Random(int(torch.randint(2**62, (), generator=generator)))
     training = bin is None
@@ -51,7 +51,7 @@ def fuzzy_sample(chance: random.Random, training: bool, symbols: int, length: in
         asked.extend([False] * len(key) + [key in seen] * len(value))
         seen.add(key)
 
-    # From here on the pair that is asked at the end is written, if it has not come by chance; there is room for it.
+    # From here on the pair that is asked at the end is written, if it has not occurred yet; there is room for it.
     due = chance.randrange(length - 1 - repeated - 4 * LONGEST_WORD)
     while len(tokens) < length - 1 - repeated - 2 * LONGEST_WORD:
         write(asked_key if len(tokens) >= due and asked_key not in seen else new_key())

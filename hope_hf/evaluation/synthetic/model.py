@@ -49,8 +49,8 @@ def small_model(args: Arguments, vocab_size: int, seed: int) -> PreTrainedModel:
     """A new model on the CPU, its weights drawn from `seed`.
 
     The architecture is `--model_type` (default: hope) with two layers of width 64, or exactly `--config_name`;
-    `--config_overrides` goes on top. `--model_name_or_path` is ignored with a warning. Raises ValueError for names and
-    values that do not exist.
+    `--config_overrides` is applied last. `--model_name_or_path` is ignored with a warning. Raises ValueError for names
+    and values that do not exist.
     """
     if args.model_name_or_path:
         warnings.warn("The synthetic suite trains new models: --model_name_or_path plays no part in it.", stacklevel=2)
@@ -76,7 +76,7 @@ def sizes(args: Arguments) -> dict:
 
 
 def describe(args: Arguments) -> str:
-    """The model's name in the report: its architecture, and in brackets what the user changed, or how much of it."""
+    """The model's name in the report: its architecture, and in brackets the changed fields, or their number."""
     name = args.config_name or args.model_type or "hope"
     changed = parse_overrides(args.config_overrides)
     words = ", ".join(f"{field}={value}" for field, value in changed.items())

@@ -1,7 +1,6 @@
 """Synthetic tasks: small models trained from scratch, and how well they do on unseen samples.
 
-What an architecture can learn to remember, count and copy shows here within minutes, and not in a language model's
-loss.
+Within minutes they show what an architecture can learn to remember, count and copy. A language model's loss does not.
 """
 
 import time
@@ -23,18 +22,18 @@ from .training import TEST_STREAM, fixed_samples, score_samples, train
 
 
 def known_tasks(lengths: list[int] | None = None) -> dict[str, Task]:
-    """All tasks by name; `lengths` are the longest words of the formal languages' bins, nothing to the others."""
+    """All tasks by name; `lengths` are the longest words of the formal languages' bins; other tasks ignore them."""
     return {**formal_languages(lengths), **associative_recall(), **mad()}
 
 
 def synthetic(args: Arguments, subject=None) -> SuiteResult:
     """Train `--num_seeds` models per task and test them: a row per task and bin.
 
-    `accuracy` is the mean over models and samples of how right a sample is (`task.score`), and `best` that of the
-    best model. `accuracy_stderr` is over the samples of one model, or over the models where there are several. `n`
-    counts samples, `steps` and `seconds` (training and test) are means over the models. Every model of a task is
-    tested on the same samples, which `--seed` draws. Raises ValueError for tasks that do not exist and for training
-    that diverges. The suite has no `subject`.
+    `accuracy` is the mean of `task.score` over models and samples, and `best` that of the best model.
+    `accuracy_stderr` is over the samples of one model, or over the models where there are several. `n` counts samples,
+    `steps` and `seconds` (training and test) are means over the models. Every model of a task is tested on the same
+    samples, which `--seed` draws. Raises ValueError for tasks that do not exist and for training that diverges. The
+    suite has no `subject`.
     """
     device = choose_device(args.device)
     rows = [row for task in asked_tasks(args) for row in measure(task, args, device)]
@@ -46,7 +45,7 @@ def asked_tasks(args: Arguments) -> list[Task]:
     tasks = known_tasks(parse_lengths(args.lengths) if args.lengths else None)
     chosen = names(args.tasks) if args.tasks is not None else list(tasks)
     if "zero_shot" in names(args.suite):
-        # Names of no task here are lm-eval's.
+        # Other names are lm-eval's tasks.
         chosen = [name for name in chosen if name in tasks]
     if not chosen:
         raise ValueError(f"--tasks names no synthetic task: choose among {', '.join(tasks)}.")

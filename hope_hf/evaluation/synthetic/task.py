@@ -1,4 +1,4 @@
-"""A synthetic task: where its samples come from, what is asked at which position, and when an answer is right."""
+"""A synthetic task: its samples, the scored positions, and the score of an answer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,8 +13,8 @@ class Batch:
     """Samples of a task.
 
     input_ids: [B, T], int64.
-    targets: what the logits at the same position must say: one symbol, [B, T] int64, or a set of symbols, [B, T, V]
-        bool. Nothing is shifted here.
+    targets: what the logits at the same position must predict: one symbol, [B, T] int64, or a set of symbols, [B, T,
+        V] bool. Nothing is shifted here.
     mask: [B, T] bool, the positions that are scored; elsewhere `targets` means nothing. Every row has at least one.
     """
 
@@ -30,11 +30,11 @@ class Batch:
         return Batch(self.input_ids.to(device), self.targets.to(device), self.mask.to(device))
 
     def rows(self, start: int, stop: int) -> "Batch":
-        """The samples `start` to `stop`, without those."""
+        """The samples from `start` up to, but not including, `stop`."""
         return Batch(self.input_ids[start:stop], self.targets[start:stop], self.mask[start:stop])
 
     def distinct(self) -> "Batch":
-        """Without the samples that occur before: a language of 25 words has no more than 25 samples."""
+        """Without repeated samples: a language of 25 words has no more than 25 samples."""
         marks = torch.cat([self.input_ids, self.mask], 1).tolist()
         first = {tuple(row): index for index, row in reversed(list(enumerate(marks)))}
         keep = sorted(first.values())
@@ -51,11 +51,11 @@ def loss(logits: Tensor, batch: Batch) -> Tensor:
 
 
 def score(logits: Tensor, batch: Batch) -> Tensor:
-    """How right each sample is, [B] float64 from 0 to 1; `logits` are [B, T, V].
+    """The score of each sample, [B] float64 from 0 to 1; `logits` are [B, T, V].
 
     Symbols: the share of the sample's scored positions whose likeliest symbol is the target. Sets: 1 where at every
-    scored position exactly the symbols of the set have a positive logit, else 0. Raises ValueError for logits that
-    are no numbers.
+    scored position exactly the symbols of the set have a positive logit, else 0. Raises ValueError for logits that are
+    not finite.
     """
     if not torch.isfinite(logits[batch.mask]).all():
         raise ValueError("its logits are not finite")
@@ -79,17 +79,17 @@ class LogitsOf(nn.Module):
 
 @dataclass(frozen=True)
 class Task:
-    """A synthetic task and how a small model is trained on it where the user says nothing.
+    """A synthetic task, and its default settings for training a small model.
 
     name: as in `--tasks`.
     vocab_size: symbols V of inputs and targets together.
     bins: names of the kinds of samples that are evaluated apart (ranges of lengths); the first is like the training's.
     draw: `draw(rows, generator, bin)` gives a `Batch` of that many independent samples, on the CPU; bin `None` draws
-        training samples. The generator is a CPU generator and the only source of chance.
-    attach: makes from a causal language model the module whose forward takes token ids to logits.
+        training samples. The generator is a CPU generator and the only source of randomness.
+    attach: makes a module from a causal language model; its forward maps token ids to logits.
     max_train_steps, batch_size, learning_rate, samples: training steps, rows per step, peak rate, and evaluated
         samples per bin.
-    ema_decay: decay per step of an exponentially weighted mean of the weights, which is tested beside them; 0: none.
+    ema_decay: decay per step of an exponentially weighted mean of the weights, which is tested as well; 0: none.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Train a small model on fresh samples of a task, and test it on samples that are fixed beforehand."""
+"""Train a small model on fresh samples of a task, and test it on fixed samples."""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ WARM_UP_STEPS = 50
 LAST_RATE = 0.1
 WEIGHT_DECAY = 0.1
 MAX_GRAD_NORM = 1.0
-# Streams of random numbers that no training seed comes near: samples for the check, and for the test.
+# Offsets to seeds that no training uses: of the samples for the check, and for the test.
 CHECK_STREAM, TEST_STREAM = 10**9, 2 * 10**9
 
 
@@ -26,7 +26,7 @@ CHECK_STREAM, TEST_STREAM = 10**9, 2 * 10**9
 class Trained:
     """A model after its training: module from token ids [B, T] to logits [B, T, V], and the steps it took.
 
-    With an `ema_decay` it has the mean weights, unless those of the last step were all right before them.
+    With an `ema_decay` it has the mean weights, unless the last step's weights passed the check first.
     """
 
     module: nn.Module
@@ -36,11 +36,11 @@ class Trained:
 def train(task: Task, model: nn.Module, seed: int, device: torch.device) -> Trained:
     """AdamW on fresh samples, warm-up then a cosine to a tenth of the rate.
 
-    Stops early once some samples of every bin, drawn apart from those trained on and tested, are all right: by the
-    weights of the step or, with an `ema_decay`, by their mean, since a count that is found early is lost again and one
-    that drifts is right by the mean alone. A language of few words has no others: what stops the training there are
-    the words that are tested, the longer bin's among them, as in Irie et al. 2023. Raises ValueError that names the
-    task where the loss is not a number.
+    Stops early once all check samples of every bin are right. They are drawn separately from those trained on and
+    tested. With an `ema_decay` the weights of the step or their mean may pass: a count found early is lost again, and
+    one that drifts is right by the mean only. A language of few words has no separate samples: the check uses the
+    tested words, the longer bin's included, as in Irie et al. 2023. Raises ValueError that names the task if the loss
+    is not finite.
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -94,7 +94,7 @@ def fixed_samples(task: Task, seed: int, count: int) -> dict[str, Batch]:
 
 
 def all_right(task: Task, module: nn.Module, samples: Batch, device: torch.device) -> bool:
-    """Whether every sample is right. Ends at the first batch with one that is not: most checks come too early."""
+    """Whether every sample is right. Stops at the first batch with a wrong one: most checks come too early."""
     size = task.batch_size
     batches = (samples.rows(start, start + size) for start in range(0, len(samples), size))
     return all(score_samples(task, module, batch, size, device).min() == 1 for batch in batches)
@@ -102,9 +102,9 @@ def all_right(task: Task, module: nn.Module, samples: Batch, device: torch.devic
 
 @torch.no_grad()
 def score_samples(task: Task, module: nn.Module, samples: Batch, batch_size: int, device: torch.device) -> Tensor:
-    """How right each sample is, [N] float64 on the CPU; the module comes back in the mode it was in.
+    """The score of each sample, [N] float64 on the CPU; the module keeps its mode (training or evaluation).
 
-    Raises ValueError that names the task where the logits are no numbers.
+    Raises ValueError that names the task if the logits are not finite.
     """
     was_training = module.training
     module.eval()

@@ -1,4 +1,4 @@
-"""One training per folder: a lock that the operating system takes back when its process ends, by kill -9 too.
+"""One training per folder: a lock that the operating system releases when its process ends, also by kill -9.
 
 POSIX only (`flock`), like the rest of the trainer.
 """
@@ -10,13 +10,13 @@ import warnings
 from pathlib import Path
 
 LOCK_FILE = "run.lock"
-# What disks without locks answer, as Lustre does where it is mounted so.
+# Errors of disks without locks, for example Lustre mounted without them.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 _held: set[int] = set()
 
 
 class FolderLock:
-    """Holds `folder` against all other processes from `acquire` to `release` or to the end of this process."""
+    """Locks `folder` against all other processes from `acquire` to `release` or to the end of this process."""
 
     def __init__(self, folder: str | Path):
         self._folder = Path(folder)
@@ -25,7 +25,7 @@ class FolderLock:
         self._made: list[Path] = []
 
     def acquire(self):
-        """Make the folder where there is none, and lock it.
+        """Make the folder if there is none, and lock it.
 
         Raises ValueError where another process holds it or nothing can be written there; warns where the disk has no
         locks.
@@ -41,11 +41,11 @@ class FolderLock:
             raise ValueError(f"--output_dir {self._folder} cannot be written: {error.strerror}.") from None
 
     def release(self):
-        """Let the folder go; where this lock made it and nothing was written there, it disappears."""
+        """Unlock the folder; delete it if this lock made it and nothing was written there."""
         if self._descriptor not in _held:
             return
-        # While it is still locked: who opens the file after this opens a new one, who opened it before will notice.
-        # Where the folder was deleted meanwhile, the file there now is another run's.
+        # Removed while still locked: a process that opens it later gets a new file, one that opened it before will
+        # notice. If the folder was deleted meanwhile, the file there now is another run's.
         if self._is_the_file(self._descriptor):
             self._file.unlink(missing_ok=True)
         _held.remove(self._descriptor)
@@ -63,10 +63,10 @@ class FolderLock:
         while True:
             self._folder.mkdir(parents=True, exist_ok=True)
             try:
-                # Never inherited by programs that are started; what is forked lets it go (below).
+                # Started programs do not inherit it; forked processes close it (below).
                 descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o666)
             except FileNotFoundError:
-                # Another process gave the folder up and took it away.
+                # Another process released and deleted the folder.
                 continue
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,7 +87,7 @@ class FolderLock:
         self._descriptor, self._made = descriptor, missing
 
     def _is_the_file(self, descriptor: int) -> bool:
-        """False where somebody has removed the file since we opened it: that lock keeps nobody out."""
+        """False if the file was removed since it was opened: that lock excludes no other process."""
         try:
             return os.path.samestat(os.fstat(descriptor), os.stat(self._file))
         except FileNotFoundError:
@@ -95,7 +95,7 @@ class FolderLock:
 
 
 def _let_go():
-    """A forked child shares the lock of its parent, and would hold it on when the parent is killed."""
+    """A forked child shares its parent's lock, and would keep it after the parent is killed."""
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()

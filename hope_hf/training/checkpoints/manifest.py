@@ -1,4 +1,4 @@
-"""Folders that are complete or are not chosen: `checkpoint-<step>/`, told by the manifest inside and not by trust."""
+"""Checkpoint folders `checkpoint-<step>/`: only complete ones are chosen, verified by the manifest inside."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ def remove_leftovers(output_dir: Path) -> None:
 
 
 def describe(folder: Path, paths: list[Path]) -> dict[str, dict]:
-    """The manifest's entries of some of the folder's files, each durable on disk; folders among them do not count."""
+    """The manifest's entries of some of the folder's files, each synced to disk; folders among them are skipped."""
     files = {}
     for path in sorted(path for path in paths if path.is_file()):
         with path.open("rb") as handle:
@@ -43,10 +43,10 @@ def publish(folder: Path, step: int, facts: dict, files: dict[str, dict]) -> Pat
         folder: from `temporary_name`, everything else already in it.
         step: optimizer steps done.
         facts: JSON-able; `verify` returns them.
-        files: of `describe`, all that are in the folder.
+        files: from `describe`, all files in the folder.
 
     Returns:
-        `checkpoint-<step>` beside `folder`. At every moment either it or what stood there before is complete on disk.
+        `checkpoint-<step>` next to `folder`. At every moment it or the previous one is complete on disk.
     """
     content = {"format": FORMAT, "step": step, **facts, "files": files}
     with (folder / MANIFEST).open("w", encoding="utf-8") as handle:
@@ -76,7 +76,7 @@ def verify(folder: Path) -> dict:
         The manifest, as `read_manifest` does.
 
     Raises:
-        ValueError: unfinished, truncated, changed or impossible.
+        ValueError: unfinished, truncated, changed or invalid.
     """
     manifest = read_manifest(folder)
     for name, expected in manifest["files"].items():
@@ -96,7 +96,7 @@ def verify(folder: Path) -> dict:
 def latest_checkpoint(output_dir: str | Path) -> Path | None:
     """The newest checkpoint in `output_dir` whose manifest verifies; None if there is none at all.
 
-    Warns of every newer one that it passes over.
+    Warns of every newer one that it skips.
 
     Raises:
         ValueError: there are checkpoints, and none of them is complete.
@@ -116,7 +116,7 @@ def latest_checkpoint(output_dir: str | Path) -> Path | None:
 
 
 def last_good(output_dir: str | Path) -> str:
-    """What to say of the newest checkpoint that verifies."""
+    """The newest checkpoint that verifies, in words for the user."""
     try:
         return str(latest_checkpoint(output_dir) or "none was written yet")
     except ValueError:
@@ -126,12 +126,12 @@ def last_good(output_dir: str | Path) -> str:
 def rotate(output_dir: Path, newest: Path, save_total_limit: int | None) -> None:
     """Delete the oldest checkpoints until `save_total_limit` complete ones are left; `newest` always stays.
 
-    Broken ones do not count, and go with the old ones. None keeps all.
+    Broken ones do not count, and are deleted with the old ones. None keeps all.
     """
     if save_total_limit is None:
         return
     older = [folder for folder in _checkpoints(output_dir) if folder != newest and _step(folder) <= _step(newest)]
-    # Sizes tell here: the newest was sealed a moment ago, and reading all others through would double each save.
+    # Sizes are enough here: the newest was just sealed, and reading all others would double the time of a save.
     keep = [folder for folder in older if _has_all_bytes(folder)][: max(0, save_total_limit - 1)]
     for folder in older:
         if folder not in keep:
@@ -139,7 +139,7 @@ def rotate(output_dir: Path, newest: Path, save_total_limit: int | None) -> None
 
 
 def _checkpoints(output_dir: Path) -> list[Path]:
-    """Newest first; of two of one step the one that bears the final name first."""
+    """Newest first; of two of the same step, the one with the final name first."""
     folders = [path for path in output_dir.glob("checkpoint-*") if FOLDER_NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(folders, key=lambda path: (-_step(path), path.name))
 
@@ -157,9 +157,9 @@ def _has_all_bytes(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    # Renamed first, so that a kill half-way leaves no half of a checkpoint under a checkpoint's name.
+    # Renamed first, so that a kill leaves no partial checkpoint under a checkpoint's name.
     doomed = folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex[:8]}")
-    # Somebody else may have deleted it.
+    # It may already be deleted.
     with suppress(FileNotFoundError):
         folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)

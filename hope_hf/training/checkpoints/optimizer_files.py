@@ -3,9 +3,8 @@
     optimizer.json                          the groups: hyperparameters, and the names of their parameters
     optimizer_rank_<r>.{json,safetensors}   flat pieces of the state's tensors, and where each begins in its parameter
 
-Whatever the engine, a process holds contiguous pieces of flattened parameters, so any engine on any number of
-processes reads what any other has written. (torch's own distributed checkpoints have no place for ZeRO's pieces, and
-pickle.)
+With every engine a process holds contiguous pieces of flattened parameters, so any engine on any number of processes
+can read these files. (torch's own distributed checkpoints cannot hold ZeRO's pieces, and use pickle.)
 """
 
 import copy
@@ -32,14 +31,13 @@ class OptimizerPart:
     """What one process writes of the optimizer's state."""
 
     tensors: dict[str, Tensor]
-    """On the CPU, none of them a part of a larger one."""
+    """On the CPU; none is a view of a larger tensor."""
     index: dict[str, dict]
     groups: list[dict]
 
 
 def optimizer_part(engine: Engine, copied: Callable[[str, Tensor], Tensor] | None = None) -> OptimizerPart:
-    """This process's part; its tensors are those of the optimizer itself where they can be, or what `copied` makes of
-    a name and a tensor.
+    """This process's part; its tensors are the optimizer's own if possible, or results of `copied(name, tensor)`.
     """
     tensors: dict[str, Tensor] = {}
     index: dict[str, dict] = {}
@@ -57,7 +55,7 @@ def optimizer_part(engine: Engine, copied: Callable[[str, Tensor], Tensor] | Non
             if copied is not None:
                 tensors[name] = copied(name, tensor.detach())
                 continue
-            # safetensors refuses tensors that are parts of a larger one.
+            # safetensors refuses views of a larger tensor.
             piece = tensor.detach().cpu()
             whole = piece.untyped_storage().nbytes() == piece.nbytes
             tensors[name] = piece if whole else piece.clone()
@@ -77,10 +75,10 @@ def save_optimizer(folder: Path, part: OptimizerPart, rank: int) -> None:
 
 @torch.no_grad()
 def load_optimizer(folder: Path, engine: Engine) -> None:
-    """Put a saved state into the engine's optimizer.
+    """Load a saved state into the engine's optimizer.
 
     Raises:
-        ValueError: it is the state of other levels, rules, periods or parameters; nothing is changed then.
+        ValueError: the state has other levels, rules, periods or parameters; nothing is changed then.
     """
     saved = json.loads(listed(folder, "optimizer.json").read_text(encoding="utf-8"))
     require_same_groups(saved, _groups(engine))
@@ -100,7 +98,7 @@ def _groups(engine: Engine) -> list[dict]:
 
 
 class _Files:
-    """All pieces of all processes, opened and not read."""
+    """All pieces of all processes, opened but not read."""
 
     def __init__(self, folder: Path):
         self._pieces: dict[str, list[tuple[int, dict, object]]] = {}
@@ -125,7 +123,7 @@ class _Files:
             file.__exit__(*exception)
 
     def read_into(self, part: Slice, scalars: dict[str, Tensor]) -> None:
-        """Fill the slice's tensors and the parameter's scalars from whichever pieces overlap with it."""
+        """Fill the slice's tensors and the parameter's scalars from the pieces that overlap with it."""
         (parameter,) = part.names
         pieces = self._pieces[parameter]
         for key, value in pieces[0][1]["scalars"].items():
@@ -139,7 +137,7 @@ class _Files:
 
     @staticmethod
     def _overlaps(pieces: list, key: str, start: int, length: int) -> Iterator[tuple[int, Tensor]]:
-        """(where in the slice, values) of each piece."""
+        """(position in the slice, values) of each piece."""
         for piece_start, _, file in pieces:
             stored = file.get_slice(key)
             low = max(start, piece_start)

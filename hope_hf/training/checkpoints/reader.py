@@ -7,8 +7,8 @@
         rank_<r>.{json,safetensors}                          random generators, data position, carried memories
         manifest.json                                        sizes and SHA-256 of all the others
 
-Nothing is pickled, and what the manifest does not list is not read. `writer.py` writes it, this file chooses and
-reads. Every process calls every function; processes agree on errors, so that none is left waiting.
+Nothing is pickled, and files that the manifest does not list are not read. Checkpoints are written in `writer.py`, and
+chosen and read here. Every process calls every function; processes agree on errors, so that none waits forever.
 """
 
 from dataclasses import dataclass
@@ -28,13 +28,13 @@ from .state_files import SHARED_STATE, load_state
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A verified checkpoint as this process needs it before model and data exist.
+    """A verified checkpoint: what this process needs of it before model and data exist.
 
     Attributes:
         path: the checkpoint's folder.
         step: optimizer steps done.
-        state: by file, as given to `CheckpointWriter.save`; in "rank" this process's own, with None for the random
-            generators where another number of processes wrote the checkpoint.
+        state: by file, as given to `CheckpointWriter.save`; "rank" is this process's own, with None for the random
+            generators if another number of processes wrote the checkpoint.
     """
 
     path: Path
@@ -54,7 +54,7 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | None) 
         ValueError: the named one is not complete, or none is, or it carries memories of another number of processes.
     """
     process = PartialState()
-    # One process reads; the others take its choice, whatever they see of a shared disk.
+    # One process chooses; the others use its choice, since a shared disk may look different to them.
     choice: list = [None, None]
     if process.is_main_process:
         try:
@@ -78,7 +78,7 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | None) 
             f"from it with --model_name_or_path {path} and a new --output_dir."
         )
     same_world = manifest["num_processes"] == process.num_processes
-    # What all processes have alike, such as the number of rows read, is in any file; the data say where it is not.
+    # State that all processes share (such as the number of rows read) is in any file; the data loader checks it.
     own = load_state(path / f"rank_{process.process_index if same_world else 0}")
     if own["carried"] and not same_world:
         raise ValueError(
@@ -92,7 +92,7 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | None) 
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """A checkpoint's weights by name; what is tied has one of its names."""
+    """A checkpoint's weights by name; tied weights are under one of their names."""
     saved: dict[str, Tensor] = {}
     for file in weight_files(folder):
         saved |= load_file(file)
@@ -101,16 +101,16 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_weights(model: PreTrainedModel, folder: Path) -> None:
-    """Copy the weights of the checkpoint in `folder` into `model`, before an engine has taken it.
+    """Copy the weights of the checkpoint in `folder` into `model`, before an engine wraps it.
 
-    Names, shapes and dtypes are the same, or nothing is changed.
+    Nothing is changed unless all names, shapes and dtypes match.
 
     Raises:
         ValueError: names, shapes or dtypes differ.
     """
     saved = read_weights(folder)
     own = model.state_dict()
-    # Tied weights lie in the file once.
+    # Tied weights are in the file once.
     present = {own[name].data_ptr() for name in saved if name in own}
     differences = [f"{name} is only in the checkpoint" for name in saved if name not in own]
     differences += [

@@ -1,4 +1,4 @@
-"""`run.json`: what run a folder holds, so that no other overwrites it and a finished one is not repeated."""
+"""`run.json`: which run a folder holds, so that no other overwrites it and a finished one is not repeated."""
 
 import json
 import uuid
@@ -12,12 +12,12 @@ from hope_hf.cli.provenance import provenance
 from .folder_lock import FolderLock
 
 RUN_FILE = "run.json"
-# A folder that holds one of these without a run.json belongs to something else.
+# A folder that holds one of these without a run.json is not a run's.
 OURS = ("config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json", "metrics.jsonl")
 
 
 class RunFolder:
-    """The output folder of one run. All processes call the methods; rank 0 reads and writes, all learn the result.
+    """The output folder of one run. All processes call the methods; rank 0 reads and writes, all get the result.
 
     A context manager: from `check` on, no other process can train in the folder until the context is left.
     """
@@ -34,7 +34,7 @@ class RunFolder:
         self._lock.release()
 
     def check(self, identity: dict) -> dict | None:
-        """The record of the run in this folder, or None for a new one; takes the folder where there is work to do.
+        """The record of the run in this folder, or None for a new one; locks the folder if there is work to do.
 
         Raises ValueError where it is another run's, or another process trains in it. Keys missing on one side (the
         data's fingerprint, before the data are read) are not compared.
@@ -44,7 +44,7 @@ class RunFolder:
             record = self._check(identity)
             if record is None or not record["complete"]:
                 self._lock.acquire()
-                # Once more: whoever held it a moment ago may have finished.
+                # Once more: the process that held the lock may have finished the run.
                 record = self._check(identity)
             return record
 
@@ -96,7 +96,7 @@ class RunFolder:
 
 def _read(file: Path) -> dict:
     try:
-        # A pipe would be waited for without end.
+        # Reading a pipe would block forever.
         record = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         kinds = {"identity": dict, "complete": bool, "run_id": str}
         ours = all(isinstance(record[name], kind) for name, kind in kinds.items())
@@ -108,9 +108,9 @@ def _read(file: Path) -> dict:
 
 
 def require_same_run(place: object, ours: dict, theirs: dict):
-    """ValueError where the identity `ours` is not that of the run in `place`; keys of one side do not count."""
+    """ValueError where the identity `ours` is not that of the run in `place`; keys of one side only are ignored."""
     ours = json.loads(json.dumps(ours))
-    # The data last: where a flag names other data, that flag is what to say.
+    # The data last: if a flag names other data, the error is about that flag.
     for name in sorted(ours.keys() & theirs.keys(), key=lambda name: (name == "data", name)):
         if ours[name] == theirs[name]:
             continue

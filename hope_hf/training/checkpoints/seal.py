@@ -1,7 +1,7 @@
-"""A checkpoint's manifest, read with distrust: what it may say, and which files it lets be read.
+"""Reads a checkpoint's manifest as untrusted input: checks its fields, and which files may be read.
 
-Checkpoints are copied between machines and people. Nothing of one is opened before it is known to be a file that lies
-in its folder, and what the manifest does not list is not read at all.
+Checkpoints are copied between machines and people. A file is opened only after a check that it is a regular file in
+the folder, and files that the manifest does not list are never read.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from hope_hf.cli.files import is_inside
 from hope_hf.cli.weights import parts_of
 
 MANIFEST = "manifest.json"
-# Raised where the other files change; a version reads its own.
+# Increased when the other files change; a version reads only its own format.
 FORMAT = 2
 MEND = "resume from another checkpoint"
 
@@ -23,7 +23,7 @@ MEND = "resume from another checkpoint"
 FOLDER_NAME = re.compile(r"checkpoint-(\d+)(\.replaced)?")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 2**63 - 1
-# Ten thousand processes have files for 5 MB of it.
+# The manifest of ten thousand processes has 5 MB.
 _MOST_BYTES = 64 * 2**20
 
 
@@ -33,13 +33,13 @@ def seal(content: dict) -> str:
 
 
 def read_manifest(folder: Path) -> dict:
-    """The manifest of a checkpoint, every field in its range; the files it lists are not looked at.
+    """The manifest of a checkpoint, every field checked; the files it lists are not.
 
     Returns:
         `format`, `step`, `files` (size and SHA-256 by relative path), and the facts given to `publish`.
 
     Raises:
-        ValueError: there is none, it was changed, or it says what no checkpoint can hold.
+        ValueError: there is none, it was changed, or a field is invalid.
     """
     if not os.path.isdir(folder):
         raise ValueError(f"{folder} is not a folder: name a checkpoint-<step> of a run.")
@@ -62,9 +62,9 @@ def read_manifest(folder: Path) -> dict:
 
 
 def file_size(folder: Path, name: str) -> int:
-    """Bytes of a checkpoint's file, which is not opened: a pipe would be waited for without end.
+    """Bytes of a checkpoint's file, without opening it: opening a pipe would block forever.
 
-    Raises OSError where there is none, and ValueError for anything but a file that lies in the folder.
+    Raises OSError where there is none, and ValueError for anything but a regular file in the folder.
     """
     path = folder / name
     status = path.stat()

@@ -1,4 +1,4 @@
-"""Any nest of tensors and plain values as two files that nobody can hide code in: safetensors and JSON."""
+"""Nested tensors and plain values as two files that cannot hold code: safetensors and JSON."""
 
 import json
 import random
@@ -14,14 +14,14 @@ from hope_hf.cli.files import copy_rights
 from .seal import listed, read_manifest
 
 SHARED_STATE = ("scheduler", "trainer")
-"""What all processes have alike, written by the first; beside it each writes "rank_<r>"."""
+"""State that all processes share, written by the first; each also writes "rank_<r>"."""
 
 
 def save_state(stem: Path, state: object) -> None:
     """Write `state` to `<stem>.json` and, where it holds tensors, `<stem>.safetensors`.
 
-    `state`: dicts (any plain keys), lists, tuples, tensors, None, bool, int, float, str, nested at will. Numbers come
-    back bit for bit.
+    `state`: dicts (any plain keys), lists, tuples, tensors, None, bool, int, float, str, nested in any way. Numbers
+    come back bit for bit.
     """
     tensors: dict[str, Tensor] = {}
     structure = _pack(state, "state", tensors, set())
@@ -33,7 +33,7 @@ def save_state(stem: Path, state: object) -> None:
 
 
 def load_state(stem: Path) -> object:
-    """What `save_state` wrote into a checkpoint, of whose manifest's files alone it is read; tensors on the CPU."""
+    """What `save_state` wrote into a checkpoint, read only from files in its manifest; tensors on the CPU."""
     folder, tensors = stem.parent, f"{stem.name}.safetensors"
     structure = json.loads(listed(folder, f"{stem.name}.json").read_text(encoding="utf-8"))
     return _unpack(structure, load_file(folder / tensors) if tensors in read_manifest(folder)["files"] else {})
@@ -44,7 +44,7 @@ def _pack(value: object, name: str, tensors: dict[str, Tensor], storages: set[in
         return _pack(item, f"{name}.{key}", tensors, storages)
 
     if isinstance(value, Tensor):
-        # safetensors refuses tensors that share memory; a part of a larger one would keep all of it alive.
+        # safetensors refuses tensors that share memory; a view would keep all of the larger tensor in memory.
         storage = value.untyped_storage()
         shared = storage.data_ptr() in storages or storage.nbytes() != value.nbytes
         storages.add(storage.data_ptr())

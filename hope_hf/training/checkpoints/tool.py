@@ -15,7 +15,7 @@ from hope_hf.cli.tables import markdown_table
 from .manifest import latest_checkpoint, verify
 from .seal import file_size, listed, read_manifest, weight_files
 
-# What only a run that continues needs.
+# Files that only a continued run needs.
 STATE_FILES = ("optimizer", "scheduler.", "trainer.", "rank_", "manifest.")
 
 
@@ -37,7 +37,7 @@ def make_parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Returns 0, or 2 after a mistake of the user or for a checkpoint that is not whole."""
+    """Returns 0, or 2 after a mistake of the user or for a checkpoint that is not complete."""
     warn_in_sentences()
     try:
         options = make_parser().parse_args(argv)
@@ -71,7 +71,7 @@ def _info(folder: Path) -> str:
         file_size(folder, "trainer.json")
         state = json.loads(listed(folder, "trainer.json").read_text(encoding="utf-8"))
         facts = {"step": manifest["step"], "num_processes": manifest["num_processes"], **state}
-        # The flags and the counters of the run, each a dict of its own.
+        # The flags and the counters of the run are nested dicts.
         for group in [name for name, value in facts.items() if isinstance(value, dict)]:
             facts |= facts.pop(group)
         size = sum(entry["size"] for entry in manifest["files"].values())
@@ -87,7 +87,7 @@ def _info(folder: Path) -> str:
 def _consolidate(folder: Path, manifest: dict, out: Path):
     if os.path.lexists(out):
         raise ValueError(f"--to {out} exists: name a new folder.")
-    # Whoever loads the copy would follow its index wherever it points.
+    # Loading the copy would follow its index wherever it points.
     weight_files(folder)
     wanted = [name for name in manifest["files"] if not name.startswith(STATE_FILES)]
     unfinished = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex[:8]}")

@@ -1,8 +1,8 @@
-"""The weights of a sharded model as a whole on the first process, without holding up the training.
+"""Gathers the whole weights of a sharded model on the first process, without blocking the training.
 
-Every process copies its own part (`take_parts`, in the thread that trains); then threads of all of them bring the
-parts together (`TakenParts.together`), each straight to its place in the whole. The first process takes no copy of
-its part: it puts it there.
+Every process copies its own part (`take_parts`, in the training thread). Then a thread of each process gathers the
+parts (`TakenParts.together`), directly into their places in the whole tensors. The first process copies its part
+straight to its place.
 """
 
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from ..engines.base import Engine
 
 
 class HostBuffers:
-    """Memory of the CPU, by name, that is kept: to take new memory would take longer than to fill it."""
+    """Buffers in CPU memory, by name, that are reused: allocating memory takes longer than filling it."""
 
     def __init__(self):
         self._kept: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: torch.Size, like: Tensor) -> Tensor:
-        """What was kept under this name, with old values; new where there was nothing, or something else."""
+        """The buffer of this name, with old values; a new one if none has this shape and dtype."""
         kept = self._kept.get(name)
         if kept is None or kept.shape != shape or kept.dtype != like.dtype:
             kept = self._kept[name] = torch.empty(shape, dtype=like.dtype, pin_memory=like.is_cuda)
@@ -32,7 +32,7 @@ class HostBuffers:
         return self.take(name, tensor.shape, tensor).copy_(tensor)
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._kept.clear()
 
 
@@ -43,13 +43,13 @@ class TakenParts:
     whole: dict[tuple[str, ...], Tensor]
     """On the first process, by names: the tensors that `together` completes; empty on others."""
     own: list[tuple[int, Tensor]]
-    """For each weight where this process's part begins, and the part; empty where another process gives it."""
+    """For each weight, where this process's part begins, and the part; empty if another process sends it."""
     group: distributed.ProcessGroup | None
 
     def together(self) -> dict[str, Tensor]:
-        """All weights by name on the first process, what is tied being one tensor; empty on others.
+        """All weights by name on the first process, tied ones sharing one tensor; empty on others.
 
-        All processes call it, each in a thread of its choice; where one of them ends meanwhile, the others fail.
+        All processes call it, in any thread; if one of them ends meanwhile, the others fail.
         """
         if self.group is not None:
             self._send() if distributed.get_rank() else self._receive()
@@ -77,11 +77,11 @@ class TakenParts:
 
 
 def take_parts(engine: Engine, buffers: HostBuffers | None = None) -> TakenParts:
-    """The process's part of the weights as they are now; all processes call it.
+    """This process's part of the current weights; all processes call it.
 
     Args:
         engine: of the training.
-        buffers: for copies, where the training changes weights before `together` is done; None where it waits.
+        buffers: for copies, if the training changes weights before `together` is done; None if it waits.
     """
     whole, own = {}, []
     for part in engine.weight_slices():

@@ -1,9 +1,9 @@
-"""Writes checkpoints: at once, or while the training goes on.
+"""Writes checkpoints: at once, or in the background while the training continues.
 
-For a checkpoint in the background every process first copies its part to the CPU's memory, which is all that the
-training waits for; a thread of each then sends its part of the weights to the first, writes the process's own files
-and hashes them. Once all have (`written`, which the processes compare in the sum they form in each step anyway),
-`finish` seals the folder. One checkpoint is under way at a time, so there is one copy, which is kept for the next.
+For a background checkpoint every process first copies its part to CPU memory; the training waits only for this. Then a
+thread of each process sends its part of the weights to the first, and writes and hashes the process's own files. Once
+all are done (`written`, which the processes add to the sum of each step), `finish` seals the folder. Only one
+checkpoint is pending at a time, so there is one copy, which is reused for the next.
 """
 
 import copy
@@ -45,7 +45,7 @@ class _Pending:
 
 
 class CheckpointWriter:
-    """Writes `checkpoint-<step>` in `output_dir`, which is there, and deletes the oldest beyond `save_total_limit`.
+    """Writes `checkpoint-<step>` in the existing `output_dir`, and deletes the oldest beyond `save_total_limit`.
 
     None keeps all. All processes call all methods, in the same order. `only_model` leaves out what a run needs to
     continue.
@@ -69,10 +69,10 @@ class CheckpointWriter:
         state: dict[str, dict],
         background: bool = False,
     ) -> Path:
-        """Write a checkpoint, after the one that is under way; with `background` only begin to.
+        """Finish the pending checkpoint, then write one; with `background`, only start writing it.
 
-        The engine gives the whole model and every process's part of the optimizer's state. Tokenizer, "scheduler" and
-        "trainer" of `state` are taken from the first process, "rank" from each.
+        The engine provides the whole model and every process's part of the optimizer's state. Tokenizer, "scheduler"
+        and "trainer" of `state` are taken from the first process, "rank" from each.
 
         Returns:
             The folder. An existing one of the same step is replaced.
@@ -93,25 +93,25 @@ class CheckpointWriter:
 
         def make_folder() -> None:
             if first:
-                # Not made again: without its run.json nobody could continue from what is written there.
+                # Not made again: without its run.json no run could continue from what is written there.
                 if not self._output_dir.is_dir():
                     raise OSError("the folder was deleted")
                 remove_leftovers(self._output_dir)
                 folder.mkdir()
 
         def write() -> None:
-            # All processes take part in it, so before anything that may fail on one of them.
+            # All processes take part in this, so it comes before anything that may fail on one of them.
             weights = parts.together()
             if optimizer is not None:
                 save_state(folder / f"rank_{rank}", state["rank"])
                 save_optimizer(folder, optimizer, rank)
             if first:
-                # The names of the model as it runs: what some families rename for export could not be loaded strictly.
+                # Keep the running model's names: those that some families change for export do not load strictly.
                 engine.save_model(folder, weights, save_original_format=False)
                 tokenizer.save_pretrained(folder)
                 for name in SHARED_STATE:
                     save_state(folder / name, state[name])
-            # Folders are the first process's, and some go away again while another would look through them.
+            # Only the first process makes subfolders, and some are deleted while another process would search them.
             files = folder.rglob("*") if first else folder.glob("*")
             pending.files = describe(folder, [path for path in files if _owner(path) == rank])
 
@@ -134,11 +134,11 @@ class CheckpointWriter:
 
     @property
     def written(self) -> bool:
-        """Whether a checkpoint is under way of which this process has written its files: once all have, `finish`."""
+        """Whether this process has written its files of the pending checkpoint: once all have, call `finish`."""
         return self._pending is not None and not self._pending.thread.is_alive()
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is under way, if one is, and give it its name.
+        """Wait for the pending checkpoint, if there is one, and give it its name.
 
         Raises:
             ValueError: as `save`.
@@ -153,7 +153,7 @@ class CheckpointWriter:
         if pending.thread is not None:
             pending.thread.join()
         if lost_process(pending.error) is not None:
-            # There is no agreeing with a process that is gone.
+            # Processes cannot agree after one is gone.
             raise pending.error
 
         def settle() -> None:
@@ -171,7 +171,7 @@ class CheckpointWriter:
                 if pending.thread is None:
                     rotate(*arguments)
                 else:
-                    # To delete a large file takes about as long as to copy it.
+                    # Deleting a large file takes about as long as copying it.
                     self._rotation = threading.Thread(target=rotate, args=arguments)
                     self._rotation.start()
 
@@ -183,7 +183,7 @@ class CheckpointWriter:
         }
 
     def take_report(self) -> dict[str, float]:
-        """Rows about the last checkpoint that became whole, once."""
+        """Metrics of the last completed checkpoint; returned once."""
         report, self._report = self._report, {}
         return report
 
@@ -198,7 +198,7 @@ def _caught(write: Callable[[], None], pending: _Pending) -> None:
 
 
 def _owner(path: Path) -> int | None:
-    """The rank that writes this file; None of what safetensors has not given its name yet, on any rank."""
+    """The rank that writes this file; None for a temporary file of safetensors."""
     if path.name.startswith("."):
         return None
     match = _OF_A_RANK.fullmatch(path.name)
@@ -206,7 +206,7 @@ def _owner(path: Path) -> int | None:
 
 
 def _together(stage: Callable[[], None], folder: Path) -> None:
-    """Run `stage` on every process; where it fails on one, all give `folder` up and raise."""
+    """Run `stage` on every process; if it fails on one, all abandon `folder` and raise."""
     error = None
     try:
         stage()
@@ -216,14 +216,14 @@ def _together(stage: Callable[[], None], folder: Path) -> None:
     reasons = [reason for reason in gather_object([reason]) if reason is not None]
     if reasons:
         sentence = _abandon(folder, reasons[0])
-        # The tokenizers library reports a full disk as a bare Exception. Anything else is a mistake of ours.
+        # The tokenizers library reports a full disk as a bare Exception. Anything else is a bug.
         if error is None or isinstance(error, OSError | SafetensorError) or type(error) is Exception:
             raise ValueError(sentence) from None
         raise error
 
 
 def _abandon(folder: Path, problem: str) -> str:
-    """Give a full disk its space back; the sentence that says what is left."""
+    """Delete `folder` to free its space; returns the error sentence, with the last good checkpoint."""
     sentence = None
     if PartialState().is_main_process:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,1 +1,1 @@
-"""The ways in which processes share a model: one class each, chosen by the launcher's environment (`choose.py`)."""
+"""Ways of distributing a model over processes: one class each, chosen by the launcher's environment (`choose.py`)."""

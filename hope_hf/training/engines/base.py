@@ -1,7 +1,7 @@
-"""What the trainer asks of the way in which processes share a model. Here: one process, or whole replicas (DDP).
+"""The trainer's interface to a way of distributing a model. Here: one process, or whole replicas (DDP).
 
-Sharding engines derive from `Engine` (`fsdp2.py`, `fsdp1.py`, `zero.py`); the launcher's environment decides which
-one runs, and each makes sure that it is the one asked for. All methods are called by all processes.
+Sharding engines derive from `Engine` (`fsdp2.py`, `fsdp1.py`, `zero.py`); the launcher's environment decides which one
+runs, and each checks that it is the one asked for. All processes call all methods.
 """
 
 import math
@@ -22,15 +22,15 @@ from hope_hf.optim import LevelClock
 from .loss_scaling import LossScaling, TorchScaling
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""By accelerate's name of a mixed precision."""
+"""Dtypes by accelerate's name of the mixed precision."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """What this process holds of one of the model's tensors: contiguous elements of it, once flattened.
+    """This process's part of one of the model's tensors: contiguous elements of the flattened tensor.
 
     Attributes:
-        names: of the tensor, in the model as it was before it was wrapped; several where it is tied.
+        names: of the tensor in the unwrapped model; several if it is tied.
         shape: of the whole tensor.
         start: where the slice begins in the flattened tensor.
         tensors: by key, 1-D views of the slice's length: {"weight": ...}, or those of the optimizer's state.
@@ -52,7 +52,7 @@ class Update:
         outcome: "stepped"; "overflowed": left out because the gradient, scaled for fp16, overflowed, and the scale was
             lowered; "skipped": left out because the loss or its gradient was not finite.
         grad_norm: global, before clipping.
-        loss_scale: by which gradients were multiplied in this step; None where they are not scaled.
+        loss_scale: the factor of the gradients in this step; None if they are not scaled.
     """
 
     outcome: Literal["stepped", "overflowed", "skipped"]
@@ -64,7 +64,7 @@ class Engine:
     """One process, or a replica of the model in each.
 
     Attributes, after `adopt` or `prepare`:
-        model: the model itself, whatever was wrapped around it.
+        model: the model itself, without wrappers.
         wrapped: what runs the forward pass.
         optimizer: not wrapped.
         groups: names of the parameters of each of the optimizer's groups.
@@ -73,9 +73,9 @@ class Engine:
 
     name = "whole model in each process"
     flattens = False
-    """Whether it cuts parameters without regard to their axes, so that no process ever holds a matrix of an update."""
+    """Whether it cuts flattened parameters anywhere, so that no process holds a whole matrix of an update."""
     shards_weights = False
-    """Whether a process holds a part of the weights only."""
+    """Whether a process holds only a part of the weights."""
 
     def __init__(self, accelerator: Accelerator | None = None):
         self.accelerator = accelerator
@@ -85,7 +85,7 @@ class Engine:
         self.model = self.wrapped = model
         self.optimizer = optimizer
         self.scaling: LossScaling | None = None
-        # Wrappers put classes of their own before it.
+        # Wrappers put their own classes before it.
         self._model_class = type(model)
         names = {parameter: name for name, parameter in model.named_parameters()}
         self.groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
@@ -105,9 +105,9 @@ class Engine:
         return self.wrapped
 
     def loss_scale(self, valid_tokens: float) -> float:
-        """By what to multiply a summed loss, so that gradients are those of its mean over all processes' tokens.
+        """The factor of a summed loss that makes gradients those of its mean over all processes' tokens.
 
-        Engines average gradients over processes, and `accelerate` divides by the accumulated batches: both undone.
+        Engines average gradients over processes, and `accelerate` divides by the accumulated batches: undone here.
         """
         return self.accelerator.num_processes * self.accelerator.gradient_accumulation_steps / max(valid_tokens, 1)
 
@@ -118,7 +118,7 @@ class Engine:
     def update(self, loss: float, max_grad_norm: float) -> Update:
         """End the step after its last batch: clip, then change the weights or leave the step out.
 
-        `loss` is the step's over all processes: like the norm it is the same on all, so all of them step or none.
+        `loss`: of the step, over all processes. Loss and norm are the same on all, so all processes step or none does.
         """
         grad_norm = self._clip(max_grad_norm)
         scale = None if self.scaling is None else self.scaling.scale
@@ -137,16 +137,16 @@ class Engine:
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def _step(self) -> None:
-        """Change the weights, forget the gradients."""
+        """Update the weights and clear the gradients."""
         if self.scaling is None:
             self._stepper.step()
         else:
-            # What the stepper would do, which for a moment takes `step` away from the scheduler that watches it.
+            # As the stepper does it, but the stepper briefly replaces `step`, which the scheduler watches.
             self.scaling.step(self.optimizer)
         self._stepper.zero_grad()
 
     def _skip(self, lower_scale: bool) -> None:
-        """Forget the gradients; `lower_scale`: because they overflowed at the loss's scale."""
+        """Clear the gradients; `lower_scale`: because they overflowed at the loss's scale."""
         if self.scaling is not None:
             self.scaling.skip(lower_scale)
         self._stepper.zero_grad()
@@ -158,7 +158,7 @@ class Engine:
 
     @torch.no_grad()
     def _scaled_norm(self, parameters: list[nn.Parameter]) -> float | None:
-        """Of the gradients as they are, in fp16 times the loss's scale."""
+        """Norm of the gradients as they are, in fp16 times the loss's scale."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if not gradients:
             return None
@@ -166,11 +166,11 @@ class Engine:
         return float(torch.linalg.vector_norm(torch.stack([self._gathered(norm) for norm in norms])))
 
     def held_weights(self) -> list[Tensor]:
-        """What of the weights lies in this process's memory, an optimizer's own copy of them included."""
+        """The weights in this process's memory, including an optimizer's own copy of them."""
         return list(self.model.parameters())
 
     def held_gradients(self) -> list[Tensor]:
-        """The same of the gradients, as it is now."""
+        """The gradients in this process's memory now."""
         return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
 
     def _gathered(self, norm: Tensor) -> Tensor:
@@ -188,19 +188,19 @@ class Engine:
             yield self._slice(tuple(names), tensors[key], {"weight": tensors[key].detach()})
 
     def _state(self) -> list[tuple[str, Tensor]]:
-        # The parameters themselves and not copies of them, which tell what is tied.
+        # The parameters themselves and not copies: tied ones are the same object.
         return list(self.model.state_dict(keep_vars=True).items())
 
     def _slice(self, names: tuple[str, ...], tensor: Tensor, values: dict[str, Tensor]) -> Slice:
-        """This process's part of a weight or buffer; `values`: itself or its optimizer state, as the engine has it."""
+        """This process's part of a weight or buffer; `values`: its values or optimizer state, as the engine has it."""
         values = {key: value.view(-1) for key, value in values.items()}
         return Slice(names, tensor.shape, 0, values, not PartialState().is_main_process)
 
     @cached_property
     def part_group(self) -> distributed.ProcessGroup | None:
-        """The processes once more, for threads that send parts of weights while the training sends what it must.
+        """A second process group, for threads that send parts of weights while the training communicates.
 
-        All ask for it together the first time. None where the first process has all weights itself.
+        All processes must make it together, at the first access. None if the first process has all weights.
         """
         if not self.shards_weights:
             return None
@@ -212,11 +212,11 @@ class Engine:
         share_weights(folder)
 
     def readable_model(self, folder: Path) -> PreTrainedModel:
-        """A model that one process alone can run; where its weights are shared out, the one just saved to `folder`."""
+        """A model that one process can run alone; if the weights are sharded, the one just saved to `folder`."""
         return self._model_class.from_pretrained(folder) if self.shards_weights else self.model
 
     def optimizer_slices(self) -> Iterator[tuple[Slice, dict[str, Tensor]]]:
-        """This process's part of the optimizer's state, and each parameter's scalars; created where there was none."""
+        """This process's part of the optimizer's state, and each parameter's scalars; created if there is none."""
         self.optimizer.create_states()
         for names, group in zip(self.groups, self.optimizer.param_groups, strict=True):
             for name, parameter in zip(names, group["params"], strict=True):
@@ -225,5 +225,5 @@ class Engine:
 
 
 def split_state(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors shaped as the parameter, and those without axes."""
+    """The tensors shaped as the parameter, and the scalars."""
     return {k: v for k, v in state.items() if v.ndim}, {k: v for k, v in state.items() if not v.ndim}

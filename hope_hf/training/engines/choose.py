@@ -1,7 +1,7 @@
-"""Which engine the launcher's environment asks for, with its Accelerator.
+"""Makes the engine that the launcher's environment asks for, with its Accelerator.
 
-accelerate decides the engine from that environment, and some wrong launches start silently as something else (one
-process where two were asked for, plain DDP instead of FSDP). Here they stop with a sentence.
+accelerate decides the engine from that environment, and some wrong launches silently start something else (one process
+instead of two, plain DDP instead of FSDP). Here they stop with an error.
 """
 
 import datetime
@@ -29,7 +29,7 @@ ENGINE_TYPES = {"fsdp": DistributedType.FSDP, "deepspeed": DistributedType.DEEPS
 def make_engine(args: Arguments, trackers: list[str]) -> Engine:
     """The engine that the launcher asked for, with its Accelerator.
 
-    Raises ValueError for launches that fell apart or became something else, and where the processes do not meet.
+    Raises ValueError if separate runs or another engine started, or the processes do not connect.
     """
     check_launch_file()
     wanted = wanted_engine()
@@ -61,7 +61,7 @@ def make_engine(args: Arguments, trackers: list[str]) -> Engine:
             f"mixed_precision {accelerator.mixed_precision} is not supported: set 'no', bf16 or fp16 in the config."
         )
     if accelerator.mixed_precision == "fp16" and wanted != "deepspeed" and accelerator.scaler is None:
-        # accelerate drops it there without a word.
+        # accelerate silently drops it there.
         raise ValueError(
             f"mixed_precision fp16 needs a GPU and this process has {accelerator.device}: set 'no' or bf16 in the "
             "config."

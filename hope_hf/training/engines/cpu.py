@@ -1,7 +1,7 @@
-"""FSDP and DeepSpeed on CPUs with gloo: what accelerate and torch switch off there without a word.
+"""FSDP and DeepSpeed on CPUs with gloo, which accelerate and torch silently switch off there.
 
-For trying a launch out, and for tests: the same code runs as on GPUs. Nothing here is used where there is an
-accelerator. `launch.make_engine` verifies afterwards that the engine asked for is the one that runs.
+For tests, and for trying out a launch: the same code runs as on GPUs. Nothing here is used where there is an
+accelerator. `choose.make_engine` checks afterwards that the engine asked for is the one that runs.
 """
 
 import os
@@ -14,12 +14,12 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 def cpu_accelerator(wanted: str, options: dict) -> Accelerator:
     """The Accelerator of the engine `wanted` ("plain", "fsdp" or "deepspeed") on CPUs; `options` are its own."""
-    # Else DeepSpeed looks for a GPU and says so amid the run, under every engine: accelerate imports it if it can.
+    # Else DeepSpeed looks for a GPU and prints that during the run, under every engine: accelerate imports it.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if wanted == "deepspeed":
-        # Taken away meanwhile: with it accelerate drops DeepSpeed for plain replicas.
+        # Removed for this call: with it accelerate replaces DeepSpeed by plain replicas.
         asked = os.environ.pop("ACCELERATE_USE_CPU", None)
-        # Without the backend every process would be a world of its own.
+        # Without the backend every process would run alone.
         (group,) = options["kwargs_handlers"]
         accelerator = Accelerator(**options | {"kwargs_handlers": [replace(group, backend="gloo")]})
         if asked is not None:
@@ -33,12 +33,12 @@ def cpu_accelerator(wanted: str, options: dict) -> Accelerator:
 
 
 def _fsdp(options: dict) -> Accelerator:
-    """accelerate's list of types that FSDP is for lacks CPUs: it drops the plugin, here it is put back."""
+    """accelerate drops the FSDP plugin on CPUs; here it is put back."""
     _stand_in_for_devices()
     plugin = FullyShardedDataParallelPlugin()
     # Else the device is "cpu:0", and FSDP1 finds it inconsistent with "cpu".
     os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
-    # Taken away meanwhile: it would be checked against a type that is not there yet.
+    # Removed for this call: it would be checked against a type that is not set yet.
     hybrid = os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", "false")
     accelerator = Accelerator(cpu=True, **options)
     os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = hybrid
@@ -56,7 +56,7 @@ def _fsdp(options: dict) -> Accelerator:
 
 
 def _stand_in_for_devices():
-    """What torch's CPU device lacks: pages to lock for offloading, a stream to wait for, one device per process."""
+    """Add what torch's CPU device lacks: pinned memory for offloading, streams to wait for, a device per process."""
     torch.Tensor.pin_memory = lambda self, *arguments, **keywords: self
     torch.cpu.Stream.synchronize = lambda self: None
     # FSDP1's hybrid strategy takes this for the number of processes per machine; with 1 the replicas would drift.

@@ -13,13 +13,13 @@ from .base import LOW_PRECISION, Engine, Slice
 
 
 class FSDP1(Engine):
-    """All four strategies. A process holds any stretch of the flat tensor: parts of parameters, not rows."""
+    """All four strategies. A process holds any contiguous range of the flat tensor: parts of parameters, not rows."""
 
     flattens = True
     shards_weights = True
 
     def __init__(self, accelerator, args: Arguments):
-        """Raises ValueError without original parameters, of which level clocks and weight decay need to know."""
+        """Raises ValueError without original parameters, which level clocks and weight decay need."""
         super().__init__(accelerator)
         plugin = accelerator.state.fsdp_plugin
         self._strategy = plugin.sharding_strategy
@@ -51,7 +51,7 @@ class FSDP1(Engine):
         super().prepare(model, optimizer)
         units = FullyShardedDataParallel.fsdp_modules(self.wrapped)
         for unit in units:
-            # Torch turns to whole replicas with a warning, and in a hybrid of one process per machine lets them drift.
+            # Torch falls back to whole replicas with a warning; in a hybrid of one process a machine they drift apart.
             if unit.sharding_strategy != self._strategy:
                 raise ValueError(
                     f"fsdp_sharding_strategy {self._strategy.name} was asked for and {unit.sharding_strategy.name} "
@@ -77,7 +77,7 @@ class FSDP1(Engine):
         for parameter in parameters:
             if parameter.grad is not None:
                 total += parameter.grad.float().square().sum().to(total.device)
-        # Elsewhere may lie what this process has no part of.
+        # Other processes may hold parameters of which this one has no part.
         return float(self.accelerator.reduce(total, "sum") / self._replicas) ** 0.5 if parameters else None
 
     def _state(self) -> list[tuple[str, Tensor]]:

@@ -32,7 +32,7 @@ class FSDP2(Engine):
         if not args.fsdp_limit_all_gathers:
             warn_once("--fsdp_limit_all_gathers is ignored: it is a setting of FSDP's version 1.")
         if accelerator.mixed_precision != "no":
-            # Left alone, accelerate would reduce gradients in the low precision too.
+            # By default accelerate would reduce gradients in the low precision too.
             accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
                 param_dtype=LOW_PRECISION[accelerator.mixed_precision],
                 reduce_dtype=getattr(torch, args.fsdp_reduce_dtype),
@@ -41,7 +41,7 @@ class FSDP2(Engine):
     def prepare(self, model: PreTrainedModel, optimizer: LevelClock) -> nn.Module:
         plugin = self.accelerator.state.fsdp_plugin
         if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
-            # accelerate would wrap lists of modules too, and stop.
+            # accelerate would wrap lists of modules too, and fail.
             plugin.auto_wrap_policy = transformer_auto_wrap_policy
             plugin.transformer_cls_names_to_wrap = classes_by_size(model, plugin.min_num_params)
         super().prepare(model, optimizer)
@@ -52,7 +52,7 @@ class FSDP2(Engine):
         return self.wrapped
 
     def _order_prefetching(self):
-        """`--fsdp_prefetch`: every block asks for the next ones while it computes, in both directions."""
+        """`--fsdp_prefetch`: every block gathers the next ones while it computes, in both directions."""
         blocks = [unit for unit in self.wrapped.modules() if isinstance(unit, FSDPModule) and unit is not self.wrapped]
         for index, block in enumerate(blocks if self._prefetch else ()):
             block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + self._prefetch])
@@ -73,17 +73,17 @@ def _place(tensor: DTensor) -> tuple[int, bool]:
     """Where this process's part of it begins in the flattened tensor, and whether another process writes it."""
     (chunk,) = tensor.__create_chunk_list__()
     assert chunk.sizes[1:] == tensor.shape[1:], "shared out along another axis than the first"
-    # Of the processes that hold the same part in a hybrid mesh the first writes it.
+    # In a hybrid mesh several processes hold the same part; the first one writes it.
     mesh = tensor.device_mesh
     copies = [mesh.get_local_rank(axis) for axis, place in enumerate(tensor.placements) if place.is_replicate()]
     return chunk.offsets[0] * math.prod(tensor.shape[1:]), any(copies)
 
 
 def classes_by_size(model: PreTrainedModel, least: int) -> list[str]:
-    """Names of the classes of which an instance has more than `least` parameters: the model's blocks and their parts.
+    """Names of classes with an instance of more than `least` parameters: the model's blocks and their parts.
 
-    Without memories' initial states, which are used outside of their own forward pass, and torch's own classes, of
-    which each model has instances of all sizes.
+    Not included are memories' initial states, which are used outside of their own forward pass, and torch's own
+    classes, which have instances of all sizes.
     """
     wanted = model._no_split_modules or ()
     names = set()

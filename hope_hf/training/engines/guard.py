@@ -1,5 +1,5 @@
-"""Launches that would waste a machine or spoil a run silently, refused in one sentence before anything is trained;
-and a process that is gone, told by what the others meet."""
+"""Refuses launches that would silently waste a machine or spoil a run, in one sentence before anything is trained; and
+detects from the errors of other processes that one is gone."""
 
 import hashlib
 import os
@@ -18,19 +18,19 @@ ALLOW_SINGLE_RANK = "HOPE_ALLOW_SINGLE_RANK"
 
 
 class OneSidedError(ValueError):
-    """A mistake that one process met, and perhaps no other, so each that meets it says so."""
+    """A mistake that perhaps only one process finds, so every process that finds it prints it."""
 
 
 def check_devices(accelerator: Accelerator):
-    """One process on a machine of several GPUs, two processes on one GPU, bf16 on a GPU that has none.
+    """Refuse one process on several GPUs, two processes on one GPU, and bf16 on a GPU without it.
 
-    Raises ValueError on all processes alike. `HOPE_ALLOW_SINGLE_RANK=1` allows the first; where `CI` is set it warns.
+    Raises ValueError on all processes. `HOPE_ALLOW_SINGLE_RANK=1` allows the first; if `CI` is set it only warns.
     """
     if accelerator.device.type != "cuda":
         return
     visible = torch.cuda.device_count()
     _check_single_rank(accelerator.num_processes, visible)
-    # Before the processes talk to each other: NCCL refuses two of them on one GPU in words of its own.
+    # Before the processes communicate: NCCL refuses two of them on one GPU with its own message.
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if local > visible:
         raise ValueError(f"{local} processes share {visible} GPU(s): launch one process per GPU (--num_processes).")
@@ -60,9 +60,9 @@ def _check_single_rank(num_processes: int, visible: int):
 
 
 def check_same_on_all(accelerator: Accelerator, what: dict[str, str]):
-    """Every process must have the same of everything in `what` (name to fingerprint), and the same code.
+    """Check that every process has the same fingerprints in `what` (by name), and the same code.
 
-    Raises ValueError on all processes alike, naming the first rank that differs from rank 0.
+    Raises ValueError on all processes, naming the first rank that differs from rank 0.
     """
     if accelerator.num_processes == 1:
         return
@@ -87,16 +87,16 @@ def code_fingerprint() -> str:
 
 
 def lost_process(error: BaseException | None) -> str | None:
-    """What the error says of the connection to another process; None where it is about something else."""
+    """The error's message about the connection to another process; None for other errors."""
     text = str(error)
     if isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "gloo/" in text):
-        # Without the place in gloo's sources, and its advice.
+        # Without gloo's source location and advice.
         return re.sub(r"^\[\S*\] ", "", text.splitlines()[0]).partition(". ")[0]
     return None
 
 
 def gone(reason: str) -> str:
-    """What the user reads where another process is gone."""
+    """The message for the user if another process is gone."""
     return (
         f"another process of this run is gone ({reason}): see what it said last or why it was killed, then repeat the "
         "command to continue; checkpoints that are complete are intact."

@@ -1,7 +1,7 @@
-"""The file given to `accelerate launch`: what accelerate would ignore, or refuse in words of its own, is said here.
+"""Checks the file given to `accelerate launch` for what accelerate would ignore, or refuse with its own message.
 
-The launcher passes values on and not names: a key that it does not know, or that the chosen version of FSDP does not
-use, leaves no trace in the processes that it starts. So the file itself is read once more.
+The launcher passes on values, not names: a key that it does not know, or that the chosen version of FSDP does not use,
+never reaches the processes that it starts. So the file itself is read again.
 """
 
 import os
@@ -22,11 +22,11 @@ OF_VERSION_1 = {
     "fsdp_use_orig_params": "leave it out, version 2 knows no other way",
     "fsdp_sync_module_states": "leave it out, all processes make the same model",
 }
-# Switches that accelerate's parser declares as words without a default.
+# Switches that accelerate's parser declares as strings without a default.
 SWITCHES_WITHOUT_DEFAULT = ("zero3_init_flag", "zero3_save_16bit_model")
 # Axes of a mesh along which the trainer does not divide its work.
 UNSUPPORTED_AXES = {"parallelism_config_tp_size": "tensor", "parallelism_config_cp_size": "context"}
-# accelerate refuses any of these beside a DeepSpeed json, and then lists all of them.
+# accelerate refuses any of these with a DeepSpeed json, and its error lists all of them.
 DECIDED_BY_JSON = (
     "mixed_precision", "zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_save_16bit_model",
     "gradient_accumulation_steps", "gradient_clipping",
@@ -34,7 +34,7 @@ DECIDED_BY_JSON = (
 
 
 def check_launch_file() -> None:
-    """Raises ValueError with one sentence where the file of this launch asks for what would not happen."""
+    """Raise ValueError with one sentence if the file of this launch asks for something that would not happen."""
     path = launch_file()
     if path is not None:
         check(path, yaml.safe_load(path.read_text(encoding="utf-8")) or {})
@@ -55,7 +55,7 @@ def launch_file() -> Path | None:
 
 
 def _default_file(words: list[str]) -> Path | None:
-    """What `accelerate launch` takes where its command line names no file; None if that chooses an engine itself."""
+    """The file of `accelerate launch` if its command line names none; None if the command line chooses an engine."""
     from accelerate.commands.config.config_args import default_config_file
 
     script = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
@@ -67,7 +67,7 @@ def _default_file(words: list[str]) -> Path | None:
 def check(path: Path, content: dict) -> None:
     """`content` is what the file at `path` holds. Raises ValueError.
 
-    A file that is not a mapping, or has another key outside of the sections, the launcher itself refuses.
+    The launcher itself refuses a file that is not a mapping, or has another key outside of the sections.
     """
 
     def refuse(sentence: str):
@@ -90,7 +90,7 @@ def check(path: Path, content: dict) -> None:
         beside = [key for key in DECIDED_BY_JSON if key in content | deepspeed]
         if beside:
             refuse(
-                f"{', '.join(beside)} may not be given beside deepspeed_config_file, which decides alone: remove it"
+                f"{', '.join(beside)} may not be given with deepspeed_config_file, which decides alone: remove it"
             )
     for key, value in deepspeed.items():
         if value == "nvme":
@@ -98,8 +98,8 @@ def check(path: Path, content: dict) -> None:
 
 
 def _check_sections(content: dict, refuse) -> None:
-    """Keys that accelerate does not know, and values that the processes would fail to read."""
-    # Here and not above: plain `python run_clm.py` has no use for it.
+    """Refuse keys that accelerate does not know, and values that the processes would fail to read."""
+    # Imported here: plain `python run_clm.py` does not need it.
     from accelerate.commands.launch import launch_command_parser
 
     known = {action.dest: action for action in launch_command_parser()._actions}
@@ -113,7 +113,7 @@ def _check_sections(content: dict, refuse) -> None:
                 refuse(f"accelerate ignores {key} in {section}{nearest(str(key), ours) or ': leave it out'}")
             if value is None:
                 continue
-            # What the launcher hands on as an environment variable is not checked by its parser.
+            # The launcher's parser does not check values that it passes on as environment variables.
             is_switch = known[key].default in ("true", "false") or key in SWITCHES_WITHOUT_DEFAULT
             if is_switch and str(value).lower() not in ("true", "false"):
                 refuse(f"{key} is {value}: write true or false")
@@ -135,6 +135,6 @@ def _check_fsdp(config: dict, refuse) -> None:
     elif str(config.get("fsdp_use_orig_params", "true")).lower() != "true":
         refuse("fsdp_use_orig_params is false, and level clocks go by parameter: write true, or fsdp_version: 2")
     if config.get("fsdp_auto_wrap_policy") == "SIZE_BASED_WRAP" and "fsdp_min_num_params" not in config:
-        refuse("SIZE_BASED_WRAP wants a size: write fsdp_min_num_params: 1000000")
+        refuse("SIZE_BASED_WRAP needs a size: write fsdp_min_num_params: 1000000")
     if config.get("fsdp_auto_wrap_policy") == "NO_WRAP":
         refuse("NO_WRAP gathers the whole model at once: write fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP")

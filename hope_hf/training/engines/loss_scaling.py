@@ -1,4 +1,4 @@
-"""The factor by which a loss is multiplied in fp16 so that small gradients do not vanish, and how far it may sink.
+"""The factor of the loss in fp16, which keeps small gradients from vanishing, and its lower bound.
 
 Both kinds double it after many good steps and halve it where gradients overflow. An engine without fp16 has none.
 """
@@ -9,23 +9,23 @@ import torch
 
 
 class LossScaling(Protocol):
-    """What the trainer asks of a loss's scale; the same on all processes, since they agree on what overflowed."""
+    """The trainer's interface to a loss's scale; the same on all processes, since they agree on overflows."""
 
     scale: float
-    """Gradients between backward and step are these times too large."""
+    """The factor of gradients between backward and step."""
 
     can_fall: bool
-    """Whether an overflow lowers it; at the minimum a gradient that is not finite is the model's, not the scale's."""
+    """Whether an overflow lowers it; at the minimum a non-finite gradient comes from the model, not the scale."""
 
     def state(self) -> dict[str, float]:
-        """`scale`, `good_steps` since it last changed, and what only one kind knows; JSON-able."""
+        """`scale`, `good_steps` since it last changed, and fields that only one kind has; JSON-able."""
 
     def load(self, state: dict[str, float]) -> None:
-        """Continue from `state()`, of the other kind too."""
+        """Continue from `state()`, also of the other kind."""
 
 
 class TorchScaling:
-    """`torch.amp.GradScaler`, or FSDP1's, as accelerate makes it; kept from sinking below 1."""
+    """`torch.amp.GradScaler`, or FSDP1's, as accelerate makes it; kept at 1 or above."""
 
     LEAST = 1.0
 
@@ -41,13 +41,13 @@ class TorchScaling:
         return self.scale > self.LEAST
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Change the weights by gradients that `clip` has found finite, and unscaled."""
+        """Update the weights with gradients that `clip` has unscaled and found finite."""
         self._scaler.step(optimizer)
         self._scaler.update()
 
     def skip(self, lower: bool) -> None:
-        """A step between whose backward and update the gradients are thrown away."""
-        # A new scale is also what makes the scaler forget the gradients' own check.
+        """Skip a step: its gradients are dropped between backward and update."""
+        # Setting a scale also clears the scaler's check of the gradients.
         self._scaler.update(max(self.LEAST, self.scale * self._scaler.get_backoff_factor()) if lower else self.scale)
         if lower:
             self.load({"scale": self.scale, "good_steps": 0})
@@ -65,7 +65,7 @@ class DeepSpeedScaling:
 
     def __init__(self, scaler):
         self._scaler = scaler
-        # The trainer ends such a run itself, in its own words.
+        # The trainer ends such a run itself, with its own message.
         scaler.raise_error_at_min_scale = False
 
     @property
@@ -74,7 +74,7 @@ class DeepSpeedScaling:
 
     @property
     def can_fall(self) -> bool:
-        # A scale that the DeepSpeed configuration fixes never does.
+        # A scale that is fixed in the DeepSpeed configuration never falls.
         return self._scaler.dynamic and self.scale > self._scaler.min_scale
 
     def state(self) -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""If another process of this machine dies, report it and exit, even if a collective still blocks.
+"""If another process of this machine ends, report it and exit, even if a collective still blocks.
 
-A killed process closes its connections, and the collectives of the others fail. gloo's do not always: where the end
-falls between two of its looks at a connection, it waits until `--ddp_timeout`, in an all-reduce as in a send.
+A killed process closes its connections, and the collectives of the others fail. gloo's do not always: if the process
+ends between two checks of its connection, gloo waits until `--ddp_timeout`, in an all-reduce or in a send.
 """
 
 import os
@@ -17,14 +17,14 @@ from hope_hf.cli.process import complain
 from .guard import gone
 
 PATIENCE = 5.0
-"""Seconds in which the collective may fail by itself: what it says is more."""
+"""Seconds in which the collective may fail by itself: its error says more."""
 
 
 class NeighbourWatch:
-    """While training: ends this process soon after one of `neighbours`; a context manager."""
+    """During training, ends this process soon after one of `neighbours` ends; a context manager."""
 
     def __init__(self, neighbours: list[int]):
-        """Process ids; Linux, where there are any."""
+        """`neighbours`: process ids; empty except on Linux."""
         self._neighbours = neighbours
 
     def __enter__(self):
@@ -57,14 +57,14 @@ class NeighbourWatch:
             ends.unregister(descriptor)
         if ended and not ends.poll(1000 * PATIENCE):
             complain(gone(f"process {ended[0]} has ended"), 1, everywhere=True)
-            # The main thread may never come back.
+            # The main thread may never return.
             os._exit(1)
 
 
 def find_neighbours() -> list[int]:
-    """Ids of the run's other processes that this one sees: on its machine, in its container. All processes call it.
+    """Ids of the run's other processes on this machine and in this container. All processes call it.
 
-    None but on Linux, which alone tells of the end of a process that is not one's child.
+    Empty except on Linux: only there can a process be told of the end of another that is not its child.
     """
     if not sys.platform.startswith("linux"):
         return []

@@ -1,4 +1,4 @@
-"""Where the run really lives: which process has which device, which part of the model, and how much memory is left."""
+"""Where the run is: which process has which device, which part of the model, and how much free memory."""
 
 import os
 import socket
@@ -17,24 +17,24 @@ GIB = 2**30
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a parameter or a state: its shard under FSDP2 and ZeRO-3, else all of it."""
-    # ZeRO-3 leaves an empty tensor where a parameter was, and its shard beside it.
+    """This process's part of a parameter or a state: its shard under FSDP2 and ZeRO-3, else all of it."""
+    # ZeRO-3 empties a parameter's tensor and keeps its shard as an attribute.
     return own_part(getattr(tensor, "ds_tensor", tensor))
 
 
 def size_in_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes that this process's parts take; memory that several of them share counts once, padding included."""
+    """Bytes of this process's parts, padding included; memory that several of them share counts once."""
     storages = (local_part(tensor).untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def device_name(device: torch.device) -> str:
-    """The name of a GPU as its maker gives it, else the kind of device."""
+    """The product name of a GPU, else the kind of device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that this process could still take on its device; None where the system does not tell."""
+    """Free bytes on this process's device; None if the system does not report them."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO: stage 2 shares out gradients and optimizer state, stage 3 the parameters as well.
+"""DeepSpeed's ZeRO: stage 2 shards gradients and optimizer state, stage 3 the parameters as well.
 
 DeepSpeed is imported inside functions: it is an extra.
 """
@@ -23,7 +23,7 @@ from ..arguments import Arguments
 from .base import LOW_PRECISION, Engine, Slice, split_state
 from .loss_scaling import DeepSpeedScaling
 
-# DeepSpeed's names of what the flags decide.
+# DeepSpeed's names of settings that the flags decide.
 FLAGS_OF_KEYS = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -44,23 +44,23 @@ class _Piece:
     """The optimizer's."""
 
     def slice(self, names: tuple[str, ...], flat: dict[str, Tensor]) -> Slice:
-        """The part of `flat`, which are laid out as `self.flat` is, that belongs to the parameter."""
+        """The parameter's part of the tensors `flat`, which have the layout of `self.flat`."""
         values = {key: tensor.narrow(0, self.place, self.length) for key, tensor in flat.items()}
         return Slice(names, _shape(self.parameter), self.start, values, is_copy=False)
 
 
 class Zero(Engine):
-    """Stages 2 and 3. DeepSpeed flattens parameters, so that no process holds whole matrices of an optimizer."""
+    """Stages 2 and 3. DeepSpeed flattens parameters, so that no process holds whole matrices of an update."""
 
     flattens = True
 
     def __init__(self, accelerator: Accelerator, args: Arguments):
         """Raises ValueError where the DeepSpeed file contradicts a flag."""
         super().__init__(accelerator)
-        # DeepSpeed's own calls of what torch renames, in every step; its user can do nothing about them.
+        # DeepSpeed calls deprecated functions of torch in every step; its user cannot change that.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-        # While it is set, transformers shares models out as it makes them: with other initial values, and one process
-        # alone that loads a model waits for ever. Here models are made whole, on the CPU.
+        # While it is set, transformers shards models as it makes them: with other initial values, and a process that
+        # loads a model alone waits forever. Here models are made whole, on the CPU.
         unset_hf_deepspeed_config()
         if os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false").lower() == "true":
             warn_once("zero3_init_flag is ignored: every process makes the model whole, on the CPU.")
@@ -70,7 +70,7 @@ class Zero(Engine):
             raise ValueError(f"DeepSpeed's zero_stage is {self.stage}: use 2 or 3, or accelerate_configs/ddp.yaml.")
         self.name = f"DeepSpeed ZeRO-{self.stage}"
         _check_file(args)
-        # With an optimizer of ours on the CPU, not one of DeepSpeed's.
+        # Our optimizer runs on the CPU, not one of DeepSpeed's.
         config["zero_force_ds_cpu_optimizer"] = False
         for key, flag in FLAGS_OF_KEYS.items():
             config[key] = getattr(args, flag)
@@ -79,11 +79,10 @@ class Zero(Engine):
             # Weights stay fp32 and memories compute in it, as under the other engines.
             config["bf16"] = {"enabled": False}
             config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-        # DeepSpeed's own way with fp16: weights of the forward pass in it, those of the optimizer in fp32. With
-        # torch's autocast it would clip gradients that are still scaled, and each process would look for its own
-        # overflow.
+        # DeepSpeed's own fp16: forward weights in fp16, the optimizer's in fp32. With torch's autocast it would clip
+        # gradients that are still scaled, and each process would detect only its own overflow.
         self._low_precision = any(config.get(name, {}).get("enabled") is True for name in LOW_PRECISION)
-        # Then its weights are what is shared out in fp32.
+        # Then its fp32 weights are sharded.
         self.shards_weights = self.stage == 3 or self._low_precision
 
     def prepare(self, model: PreTrainedModel, optimizer: LevelClock) -> nn.Module:
@@ -105,7 +104,7 @@ class Zero(Engine):
 
     @torch.no_grad()
     def _keep_exact(self, weights: dict[str, Tensor]):
-        """Give the optimizer the weights as they were; DeepSpeed has rounded them before it took them up."""
+        """Copy the exact weights to the optimizer; DeepSpeed rounded them before it copied them."""
         for piece in self._pieces():
             whole = weights[self._names[piece.parameter]].flatten()
             own = piece.flat.narrow(0, piece.place, piece.length)
@@ -113,7 +112,7 @@ class Zero(Engine):
 
     @staticmethod
     def _gather_whole_blocks(model: PreTrainedModel):
-        """Memories are used by the mixer around them: outside the forward pass of their own module."""
+        """Gather blocks as a whole: the mixer uses memories outside the forward pass of their own module."""
         from deepspeed.utils import set_z3_leaf_modules
 
         wanted = model._no_split_modules or ()
@@ -122,17 +121,17 @@ class Zero(Engine):
             set_z3_leaf_modules(model, list(classes))
 
     def backward(self, loss: Tensor) -> None:
-        # accelerate would take the step in here too, before anyone knows whether it is to be skipped.
+        # accelerate would also take the step here, before it is known whether to skip it.
         self.wrapped.set_gradient_accumulation_boundary(is_boundary=self.accelerator.sync_gradients)
         self.wrapped.backward(loss)
 
     def _clip(self, max_norm: float) -> float:
-        """The norm; DeepSpeed clips inside its step, by what `--max_grad_norm` has put in its config."""
+        """The norm; DeepSpeed clips inside its step, to the `--max_grad_norm` in its config."""
         from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
 
         groups = self._zero._get_norm_groups() if self.stage == 3 else None
         norm = combine_grad_norm_groups(groups) if groups is not None else self._zero.scaled_global_norm()
-        # What is not finite is -1 there.
+        # DeepSpeed returns -1 for a norm that is not finite.
         return float("nan") if is_invalid_grad_norm(norm) else float(norm) / self._zero.loss_scale
 
     def _step(self) -> None:
@@ -140,14 +139,14 @@ class Zero(Engine):
 
     def _skip(self, lower_scale: bool) -> None:
         scaling = None if lower_scale or self.scaling is None else self.scaling.state()
-        # DeepSpeed frees its gradients and counts on in a step only: one that changes nothing.
+        # DeepSpeed frees its gradients and advances its counters only in a step: take one that changes nothing.
         step, self.optimizer.step = self.optimizer.step, lambda *arguments, **keywords: None
         try:
             self.wrapped.step()
         finally:
             self.optimizer.step = step
         if scaling is not None:
-            # It takes what is not finite for an overflow, wherever it comes from.
+            # It treats every non-finite gradient as an overflow, whatever its cause.
             self.scaling.load(scaling)
 
     @torch.no_grad()
@@ -163,7 +162,7 @@ class Zero(Engine):
         return [*super().held_weights(), *(piece.flat for piece in self._pieces())]
 
     def held_gradients(self) -> list[Tensor]:
-        # Beside the parameters, where DeepSpeed frees them; those offloaded to the CPU belong to its flat weights.
+        # Besides the parameters' own, which DeepSpeed frees; those offloaded to the CPU belong to its flat weights.
         flat = (piece.flat.grad for piece in self._pieces())
         if self.stage == 3:
             own = [self._zero.grad_partitions_flat_buffer]
@@ -172,7 +171,7 @@ class Zero(Engine):
         return [*super().held_gradients(), *(gradient for gradient in (*flat, *own) if gradient is not None)]
 
     def weight_slices(self) -> Iterator[Slice]:
-        # Only in its groups DeepSpeed knows what belongs to a parameter.
+        # Only DeepSpeed's groups map parameters to their parts.
         self._own = {id(piece.parameter): piece for piece in self._pieces()}
         return super().weight_slices()
 
@@ -181,14 +180,14 @@ class Zero(Engine):
             return super()._slice(names, tensor, values)
         piece = self._own.get(id(tensor))
         if piece is None:
-            # Of stage 2's parts, cut from all parameters end to end, this one ends before or begins behind.
+            # Stage 2 cuts all parameters end to end: this process's part does not overlap with this parameter.
             return Slice(names, tensor.shape, 0, {"weight": torch.empty(0)}, is_copy=False)
         return piece.slice(names, {"weight": piece.flat.detach()})
 
     def save_model(self, folder: Path, weights: dict[str, Tensor], **options) -> None:
         super().save_model(folder, weights, **options)
         if self._low_precision:
-            # It was given that of the forward pass, in which they would be loaded.
+            # The saved config has the forward pass's dtype, in which the weights would be loaded.
             self.model.config.dtype = "float32"
             self.model.config.save_pretrained(folder)
 
@@ -223,7 +222,7 @@ class Zero(Engine):
 
 
 def _shape(parameter: Tensor) -> torch.Size:
-    """Of the whole."""
+    """Shape of the whole parameter."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 

@@ -1,4 +1,4 @@
-"""A sign of life of every process: which rank hangs, where, and since when."""
+"""Heartbeats of every process: which rank hangs, where, and since when."""
 
 import faulthandler
 import json
@@ -10,14 +10,14 @@ from pathlib import Path
 class Heartbeat:
     """Appends a line per step to `heartbeat_rank<N>.jsonl`; if none follows in time, writes the stacks of the process.
 
-    After `watchdog_seconds` without a beat the stacks of all threads go to `stacks_rank<N>.txt`, and the process waits
-    on: set it below `--ddp_timeout`, with which a collective ends the run and leaves nothing to look at. A pause in
-    which all is well, such as a long evaluation, only leaves the file.
+    After `watchdog_seconds` without a beat the stacks of all threads go to `stacks_rank<N>.txt`, and the process keeps
+    waiting. Set it below `--ddp_timeout`, at which a collective ends the run without stacks. A harmless pause, such as
+    a long evaluation, only leaves the file.
     """
 
     def __init__(self, output_dir: str, rank: int, watchdog_seconds: float):
         """0 seconds: no watchdog."""
-        # On a disk of its own, another machine's process does not find the folder that the first one made.
+        # On another machine's own disk the folder that the first process made does not exist.
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         self._lines = (Path(output_dir) / f"heartbeat_rank{rank}.jsonl").open("a", encoding="utf-8")
         self._stacks = Path(output_dir) / f"stacks_rank{rank}.txt"
@@ -33,13 +33,13 @@ class Heartbeat:
         self._wait()
 
     def close(self):
-        """No beat follows. A file without stacks is removed."""
+        """Stop the watchdog and close the files. A file without stacks is removed."""
         if self._stacks_file is not None:
             faulthandler.cancel_dump_traceback_later()
             empty = not os.fstat(self._stacks_file.fileno()).st_size
             self._stacks_file.close()
             if empty:
-                # Somebody may have deleted the whole folder.
+                # The whole folder may be deleted.
                 self._stacks.unlink(missing_ok=True)
         self._lines.close()
 

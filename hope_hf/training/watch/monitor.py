@@ -1,4 +1,4 @@
-"""What a run tells about itself: the trainer says what has happened, the monitor measures and reports it."""
+"""Measures and reports a run: the trainer calls the monitor at each event of a step."""
 
 import math
 from contextlib import AbstractContextManager, ExitStack
@@ -82,14 +82,14 @@ class Monitor:
         self._ram.step_ends(self._step)
 
     def step_ends(self, progress: Progress, update: Update, learning_rate: float, own_loss: float, report) -> None:
-        """Beat, and write the row of a step that is logged.
+        """Write a heartbeat, and the row of a step that is logged.
 
         Args:
             progress: the loop's counters, this step included.
-            update: what became of the step.
+            update: the outcome of the step.
             learning_rate: of this step.
             own_loss: nats per token of this process's own tokens; NaN where none counted.
-            report: called for more rows, where rows are written.
+            report: called for more values if a row is written.
         """
         plan = self._plan
         processes = self._accelerator.num_processes
@@ -128,10 +128,10 @@ class Monitor:
         self._tracker.log(progress.step, progress.tokens, row, eval_line(row))
 
     def close_tracker(self) -> None:
-        """No row follows: what is printed next begins a line."""
+        """Close the tracker: what is printed next begins on a new line."""
         self._tracker.close()
 
 
 def _finite(value: float) -> float | None:
-    # JSON has no word for the others.
+    # JSON has no NaN and no infinity.
     return value if math.isfinite(value) else None

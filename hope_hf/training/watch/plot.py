@@ -20,7 +20,7 @@ PANELS = (
 
 
 def plot(folders: list[str | Path], target: str | Path) -> Path | None:
-    """Draw the curves of the runs in `folders` over tokens into `target`; None, and a word, without matplotlib."""
+    """Draw the curves of the runs in `folders` over tokens into `target`; None, and a warning, without matplotlib."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter

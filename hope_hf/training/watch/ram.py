@@ -1,4 +1,4 @@
-"""What fills the memory, while it fills and when it is full."""
+"""Reports what uses the memory, during training and when memory runs out."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ class RamReport:
             self._write("out of memory", None)
 
     def backward_ends(self, step: int):
-        """The gradients of `step` are there; the update will take them away."""
+        """The gradients of `step` are there; the update will free them."""
         if self._due(step):
             self._gradients = size_in_bytes(self._engine.held_gradients())
 

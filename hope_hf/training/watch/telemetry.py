@@ -1,4 +1,4 @@
-"""What a run measures about itself: speed, memory, and whether the model's memories and levels are alive."""
+"""Measurements of a run: speed, memory, and the activity of the model's memories and levels."""
 
 import resource
 import sys
@@ -69,9 +69,9 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def utilization_meter(device: torch.device) -> Callable[[], int] | None:
-    """Reads for how many percent of the last moments a GPU computed; None where nobody tells.
+    """A function that reads a GPU's recent utilization in percent; None if it is not available.
 
-    That is decided here, once: without GPU, without the package `nvidia-ml-py`, on a part of a GPU.
+    Not available: without GPU, without the package `nvidia-ml-py`, on a part of a GPU. This is checked once.
     """
     if device.type != "cuda":
         return None
@@ -81,7 +81,7 @@ def utilization_meter(device: torch.device) -> Callable[[], int] | None:
 
     try:
         read()
-    # The driver has error types of its own.
+    # The driver has its own error types.
     except Exception:
         return None
     return read
@@ -116,7 +116,7 @@ def memory_statistics(model: nn.Module, rows: dict[str, float | Tensor], enabled
 
     def record(layer, mixer):
         def hook(module, arguments, keywords):
-            # Recomputation in backward comes here again: the handle is gone by then, the first call counts.
+            # Recomputation in backward calls this again, after the handle is removed: only the first call counts.
             hidden_states = arguments[0] if arguments else keywords["hidden_states"]
             if f"memory/{layer}/state_norm_ratio" in rows:
                 return

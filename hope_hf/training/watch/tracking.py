@@ -47,7 +47,7 @@ def read_metrics(output_dir: str | Path) -> list[dict]:
 
 
 class Tracker:
-    """Writes rows of metrics. Only rank 0 writes the file and the console; trackers know their own rank."""
+    """Writes rows of metrics. Only rank 0 writes the file and the console; trackers check the rank themselves."""
 
     def __init__(self, accelerator: Accelerator, args: Arguments, total_steps: int, start_step: int, run_id: str):
         self._accelerator = accelerator
@@ -58,7 +58,7 @@ class Tracker:
             _drop_rows_after(self._path, start_step)
             self._file = self._path.open("a", encoding="utf-8")
             if shows_bars(accelerator):
-                # The one of each saved model would leave this one behind, cut in two.
+                # The bar of each saved model would break this one in two.
                 transformers.utils.logging.disable_progress_bar()
                 self._bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True)
         if accelerator.trackers or accelerator.log_with:
@@ -69,7 +69,7 @@ class Tracker:
                 options["wandb"] |= {"id": run_id, "resume": "allow"}
             try:
                 accelerator.init_trackers(args.project_name, config=config, init_kwargs=options)
-            # Every tracker has error types of its own: not logged in, no network, no space.
+            # Every tracker has its own error types: not logged in, no network, no space.
             except Exception as error:
                 raise ValueError(f"--report_to {args.report_to} could not start: {one_line(error)}") from error
 
@@ -79,7 +79,7 @@ class Tracker:
             self._bar.update(1)
 
     def log(self, step: int, tokens: int, row: dict, line: str):
-        """Write one row of metrics, and `line` on the console; ValueError where the file is no longer in its place."""
+        """Write one row of metrics, and `line` on the console; ValueError if the file was moved or deleted."""
         if self._file is not None:
             self._require_folder()
             self._file.write(json.dumps({"step": step, "tokens": tokens, **row}) + "\n")
@@ -105,7 +105,7 @@ class Tracker:
             tqdm.write(text) if self._bar is not None else print(text, flush=True)
 
     def close(self):
-        """Close the file and the bar: what is printed next begins a line. The trackers end with the process."""
+        """Close the file and the bar: what is printed next begins on a new line. The trackers end with the process."""
         if self._file is not None:
             self._file.close()
         if self._bar is not None:
@@ -146,7 +146,7 @@ def _clock(seconds: float) -> str:
 
 
 def _drop_rows_after(path: Path, step: int):
-    """Rows logged after the checkpoint a run continues from are about to be logged again."""
+    """Drop rows after the checkpoint that a run continues from: they will be logged again."""
     if not path.exists():
         return
     rows = [row for row in read_metrics(path.parent) if row["step"] <= step]

@@ -80,7 +80,7 @@ def fsdp(version: int | None = 2, **keys) -> dict:
         ({"deepspeed_config": {"zero3_init_flag": "no way"}}, "zero3_init_flag is no way: write true or false"),
         (
             {"mixed_precision": "no", "deepspeed_config": {"deepspeed_config_file": "ds.json", "zero_stage": 3}},
-            "mixed_precision, zero_stage may not be given beside deepspeed_config_file",
+            "mixed_precision, zero_stage may not be given with deepspeed_config_file",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
