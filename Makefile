@@ -1,25 +1,25 @@
 # make train      install into .venv, then train the demo (preset tiny, built-in corpus) into runs/demo
-# make test       install into .venv, then run the tests that need neither minutes nor a GPU
-# make test-unit  of these, the tests that start no process      make test-processes  the others
+# make test       install into .venv, then run the tests that take no minutes and need no GPU
+# make test-unit  only those that start no process      make test-processes  only those that do
 # make test-benchmarks  tests of the programs in benchmarks/
 # make test-long  the tests marked `long`       make test-gpu  the tests marked `gpu`
-# make test-kill  kills runs 30 times per engine and prints how each went on
+# make test-kill  kills runs 30 times per engine and prints how each continued
 # make hf-suite   transformers' own common test suite on HOPE (HF_SUITE=folder with its tests/, see CONTRIBUTING.md)
 # make peft-suite  PEFT's own tests of decoder models on HOPE (PEFT_SUITE=folder with its tests/, see CONTRIBUTING.md)
 # make lint       ruff                          make clean     remove .venv (never runs/)
 #
 # PYTHON=python3.12                the interpreter that .venv is made with
-# PIP_ARGS="--extra-index-url …"   handed to pip, for example an index of CPU wheels
-# TRAIN_ARGS="--max_train_steps 9" handed to run_clm.py
-# PYTEST_ARGS="tests/data -x"      handed to pytest
-# CONSTRAINTS=constraints-lowest.txt  the versions to install: here the lowest that pyproject.toml admits
+# PIP_ARGS="--extra-index-url …"   passed to pip, for example an index of CPU wheels
+# TRAIN_ARGS="--max_train_steps 9" passed to run_clm.py
+# PYTEST_ARGS="tests/data -x"      passed to pytest
+# CONSTRAINTS=constraints-lowest.txt  the versions to install: here the lowest that pyproject.toml allows
 PYTHON ?= python3
 PIP_ARGS ?=
 TRAIN_ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist loadgroup
 CONSTRAINTS ?= constraints.txt
 
-# A test that hangs for 15 minutes ends the run with its name and its stacks. Not for the others: 30 kills take longer.
+# A test that hangs for 15 minutes ends the run with its name and stacks. Not for long tests: 30 kills take longer.
 NO_HANGS := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
 VENV := .venv
 BIN := $(VENV)/bin
@@ -31,7 +31,7 @@ INSTALL := $(BIN)/python -m pip install --constraint $(CONSTRAINTS) $(PIP_ARGS) 
 train: $(VENV)/.installed-plot
 	$(BIN)/accelerate launch --config_file accelerate_configs/single.yaml run_clm.py --output_dir runs/demo $(TRAIN_ARGS)
 
-# One thread per worker: two workers with a thread pool each would fight over the same cores.
+# One thread per worker: two workers with a thread pool each would compete for the same cores.
 test test-unit test-processes test-benchmarks test-long test-gpu test-kill: export OMP_NUM_THREADS := 1
 
 test: $(VENV)/.installed-test
@@ -68,8 +68,8 @@ lint: $(VENV)/.installed-test
 clean:
 	rm -rf $(VENV)
 
-# The stamp is written after pip has succeeded and is older than pyproject.toml or the constraints once these change:
-# a second `make` installs nothing, an interrupted one begins again.
+# The stamp is written after pip has succeeded. A second `make` installs nothing unless pyproject.toml or the constraints
+# have changed; an interrupted one starts again.
 $(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
 	$(INSTALL) '.[$*]'
 	@touch $@

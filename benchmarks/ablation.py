@@ -1,14 +1,14 @@
-"""Which ingredient of HOPE carries it? The same model with one of them changed, trained on the same tokens.
+"""Which ingredient of HOPE matters? The same model with one of them changed, trained on the same tokens.
 
 The size `small` of benchmarks/quality.py on the built-in corpus, with wider levels, at one learning rate; the variants
-are those of `variants.py`. Differences are to HOPE with the same seed. A seed alone moves a loss, and a variant with
-other parameters draws other initial values: a difference below the spread over seeds means nothing.
+are those of `variants.py`. Differences are to HOPE with the same seed. The seed changes the loss, and a variant with
+other parameters has other initial values: a difference below the spread over seeds is not significant.
 
     python benchmarks/ablation.py                               all variants, two runs at a time
     python benchmarks/ablation.py --variants depth_2 momentum --seeds 1
     python benchmarks/ablation.py --report                      the table only
 
-Finished runs are kept and not repeated; runs that were stopped go on at their last checkpoint.
+Finished runs are kept and not repeated; stopped runs continue at their last checkpoint.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from benchmarks.quality_texts import BUILTIN, prepare
 from benchmarks.variants import VARIANTS
 
 SIZE = "small"
-# Four times as wide levels as in the comparison, one head less: their ingredients are asked here, too.
+# Levels four times as wide as in the comparison, one head less: the levels are tested here, too.
 SHAPE = replace(SIZES[SIZE], memory_heads=4, level_intermediate_size=53)
 MISSING = "missing"
 

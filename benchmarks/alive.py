@@ -1,8 +1,8 @@
-"""Is the memory of a trained model still alive far into a text?
+"""Is the memory of a trained model still used late in a text?
 
 What the content memories add to their queries, |M_t(q_t) - q_t|, at positions 7,168 to 8,191 over that at 64 to 127:
-mean over sequences, heads and layers. Sequences are the beginnings of documents of the built-in corpus; at least 0.5
-is alive.
+mean over sequences, heads and layers. Sequences are the beginnings of documents of the built-in corpus; 0.5 or more
+counts as alive.
 
     python benchmarks/alive.py --model_name_or_path runs/demo
 """

@@ -2,8 +2,8 @@
 
 python benchmarks/chunk_sizes.py --model_name_or_path DIR --validation_file FILE [--chunks 16 32 64 128 256]
 
-prints the mean loss of the text's tokens in blocks of `--block_size`, each read from the initial state. The chunk at
-whose start errors are taken is part of the model: this shows what another one costs that no training knew of.
+prints the mean loss of the text's tokens in blocks of `--block_size`, each read from the initial state. The chunk, at
+whose start errors are computed, is part of the model: this measures the cost of another one than in training.
 """
 
 import argparse

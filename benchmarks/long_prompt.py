@@ -2,7 +2,7 @@
 
 python benchmarks/long_prompt.py [--lengths 2000 100000] [--preset tiny]
 
-Each length has a process of its own. The ratio is that of the longest prompt's peak to the shortest's.
+Each length runs in its own process. The ratio is the longest prompt's peak over the shortest's.
 """
 
 import argparse

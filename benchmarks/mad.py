@@ -1,14 +1,14 @@
-"""MAD's tasks and multi-query recall: HOPE beside its peers, each at its best of the learning rates.
+"""MAD's tasks and multi-query recall: HOPE and its peers, each at its best learning rate.
 
     python benchmarks/mad.py                                    all of it, two trainings at a time on one thread each
     python benchmarks/mad.py --tasks mad-recall mqar --models hope llama
     python benchmarks/mad.py --report                           the tables only
 
 Models of width 64 and two layers (Mamba-2: four), trained on fresh samples as `run_eval.py --suite synthetic` trains
-them: the same steps, batches and samples for every model, about as many parameters (HOPE's are divided by its config's
-defaults, the others' one number is fitted). `hope_frozen` is the control: what convolutions and levels do alone.
-Learning rates are tried in their order, the later ones where the earlier ones left mistakes. Finished trainings are
-appended to the results file and not repeated.
+them: the same steps, batches and samples for every model, about as many parameters (HOPE has its config's defaults,
+one number of the others is fitted). `hope_frozen` is the control: only convolutions and levels. Learning rates are
+tried in order, the later ones if the earlier ones left mistakes. Finished trainings are appended to the results file
+and not repeated.
 """
 
 import argparse
@@ -52,7 +52,7 @@ MODELS = {
         | {"linear_num_value_heads": 4, "intermediate_size": 164},
     ),
 }
-# Rows per step and the most steps; a training ends before where 1,024 unseen samples are right.
+# Rows per step and the most steps; a training ends earlier if 1,024 unseen samples are right.
 TASKS = {
     "mad-compression": (32, 1000),
     "mad-recall": (32, 1000),
@@ -75,7 +75,7 @@ class Job:
 
     @property
     def arguments(self) -> Arguments:
-        """As the flags of `run_eval.py` that train and test it."""
+        """The flags of `run_eval.py` that train and test it."""
         model_type, overrides = MODELS[self.model]
         rows, steps = TASKS[self.task]
         return Arguments(
@@ -92,7 +92,7 @@ class Job:
 
     @property
     def settings(self) -> str:
-        """A hash of the model's config and of how it is trained: rows with another are never compared."""
+        """A hash of the model's config and of how it is trained: rows with different hashes are never compared."""
         config = small_model(self.arguments, 16, 0).config.to_dict()
         config.pop("transformers_version")
         words = json.dumps([config, TASKS[self.task]], sort_keys=True, default=str)
@@ -125,12 +125,12 @@ def measure(job: Job) -> dict:
     }
 
 
-# What a training came to: the accuracy at each of the task's lengths, or None where it diverged.
+# The result of a training: the accuracy at each of the task's lengths, or None if it diverged.
 Accuracies = list[float] | None
 
 
 def load(path: Path, jobs: list[Job]) -> dict[Job, Accuracies]:
-    """The accuracies of those of these trainings that are done; ValueError for a line that is none."""
+    """The accuracies of the finished ones of these trainings; ValueError for a line that is no row."""
     rows = {}
     expected = {job: job.settings for job in jobs}
     for number, line in enumerate(read_lines(path), 1):
@@ -146,7 +146,7 @@ def load(path: Path, jobs: list[Job]) -> dict[Job, Accuracies]:
 
 
 def unsolved(jobs: list[Job], rows: dict[Job, Accuracies]) -> list[Job]:
-    """Those of `jobs` that are not done, and whose task no learning rate solves with every seed."""
+    """Unfinished `jobs` whose task no learning rate solves with every seed."""
     seeds = {job.seed for job in jobs}
 
     def solved(job: Job, rate: float) -> bool:
@@ -180,7 +180,7 @@ def table(rows: dict[Job, Accuracies]) -> str:
 
 
 def by_length(seeds: list[list[float]]) -> str:
-    """In per cent: at each length the mean over the seeds, and the standard deviation where there are several."""
+    """In per cent: at each length the mean over the seeds, and the standard deviation if there are several."""
 
     def cell(shares: tuple[float, ...]) -> str:
         spread = f" ± {100 * statistics.stdev(shares):.1f}" if len(shares) > 1 else ""
@@ -215,7 +215,7 @@ def train_all(pool: Executor, path: Path, jobs: list[Job], rates: list[float]) -
 
 
 def line(row: dict) -> str:
-    """A finished training in a line for the terminal."""
+    """A finished training as a line for the terminal."""
     accuracy = "diverged" if row["accuracy"] is None else by_length([row["accuracy"]])
     name = f"{row['task']} {row['model']}, learning rate {row['learning_rate']:g}, seed {row['seed']}"
     return f"{name}: {accuracy} after {row['steps']} steps, {row['seconds'] / 60:.1f} min"
@@ -232,13 +232,13 @@ def _main(options: argparse.Namespace) -> int:
         for rate in options.learning_rates
     ]
     if not options.report:
-        # Not forked: torch has threads by now.
+        # Not forked: torch already has threads.
         processes = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(options.parallel, processes, set_up_cpu, (1,)) as pool:
             try:
                 train_all(pool, options.results, jobs, options.learning_rates)
             except BaseException:
-                # or the pool trains what runs and all that waits before it lets go
+                # otherwise the pool finishes all running and waiting trainings first
                 pool.shutdown(wait=False, cancel_futures=True)
                 for process in multiprocessing.active_children():
                     process.terminate()

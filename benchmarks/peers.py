@@ -1,9 +1,9 @@
-"""The peers of HOPE that transformers does not have under a name.
+"""Peers of HOPE that transformers does not have by name.
 
 | model type | what it is |
 |---|---|
 | llama_conv | Llama with HOPE's short convolutions on queries, keys and values |
-| gated_deltanet | Qwen3-Next with a gated DeltaNet and a dense MLP in every layer, begun as in the paper's code |
+| gated_deltanet | Qwen3-Next with a gated DeltaNet and a dense MLP in every layer, as initialised by its authors |
 
 Importing this module registers them with the Auto classes, so that run_clm.py's trainer takes them by name
 (`benchmarks/train_peer.py`).
@@ -41,7 +41,7 @@ class LlamaConvConfig(LlamaConfig):
     model_type = "llama_conv"
 
     conv_kernel_size: int = 4
-    # Nothing keeps the last inputs of the convolutions: every new token reads the whole text again.
+    # The last inputs of the convolutions are not cached: every new token reads the whole text again.
     use_cache: bool = False
 
 
@@ -49,8 +49,7 @@ class LlamaConvAttention(LlamaAttention):
     """`LlamaAttention` whose queries, keys and values pass a causal depthwise convolution before the rotation.
 
     The convolutions are HOPE's own `ShortConvolution` (width 4, no bias, uniform between -1/2 and 1/2), without the
-    SiLU that follows them there: attention reads signed values. Where positions restart, they read nothing of the
-    document before.
+    SiLU that follows them there: attention reads signed values. They do not read across a restart of the positions.
     """
 
     def __init__(self, config: LlamaConvConfig, layer_idx: int):
@@ -68,7 +67,7 @@ class LlamaConvAttention(LlamaAttention):
         position_ids: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[B, T, hidden_size] and the attention weights, as `LlamaAttention` gives them; ValueError for a cache."""
+        """[B, T, hidden_size] and the attention weights, as from `LlamaAttention`; ValueError for a cache."""
         if past_key_values is not None:
             raise ValueError("llama_conv keeps no cache: generate with use_cache=False.")
         batch, length, _ = hidden_states.shape
@@ -157,9 +156,9 @@ class GatedDeltaNetConfig(Qwen3NextConfig):
 class GatedDeltaNetModel(Qwen3NextModel):
     """`Qwen3NextModel` whose layers begin with long memories.
 
-    transformers starts every `dt_bias` at 1: a new memory then loses most of what it holds with each token. The
+    transformers starts every `dt_bias` at 1: a new memory then loses most of its content with each token. The
     authors' code (fla, `layers/gated_deltanet.py`) draws the time step log-uniformly between 0.001 and 0.1, as Mamba-2
-    does, and so does this class. It hardly matters where it was measured: after 120 steps of `small` on the built-in
+    does, and so does this class. It makes little difference: after 120 steps of `small` on the built-in
     corpus at 4e-3 the loss is 4.163, and 4.168 with transformers' values (seed 1).
     """
 

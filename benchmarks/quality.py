@@ -1,19 +1,19 @@
-"""HOPE beside other sequence models of its size: who predicts held-out text best?
+"""HOPE and other sequence models of its size: which predicts held-out text best?
 
 HOPE, HOPE with frozen memories, Hope-Attention, Llama, Llama with HOPE's short convolutions, Mamba-2 and the gated
 DeltaNet (`quality_models.py`), with the same parameters (within 2 %), tokenizer, tokens and schedule, on three texts
-(`quality_texts.py`). Each model counts at the best of three learning rates, found once per size (`quality_plan.py`).
+(`quality_texts.py`). Each model has the best of three learning rates, found once per size (`quality_plan.py`).
 
     python benchmarks/quality.py --plan                     what is left to do, and how long it takes
     python benchmarks/quality.py                            the whole matrix, two runs at a time on one thread each
     python benchmarks/quality.py --sizes small --texts moby_dick --models hope mamba2
-    python benchmarks/quality.py --models hope --learning_rates 8e-3 --seeds 1 2 3      rows beside the plan's
+    python benchmarks/quality.py --models hope --learning_rates 8e-3 --seeds 1 2 3      rows besides the plan's
     python benchmarks/quality.py --report                   the tables only
     python benchmarks/quality.py --sizes small --vector_learning_rates 1.6e-2 3.2e-2 6.4e-2     norms, biases and taps
-                                                            have a rate of their own: a model's best of these, too
+                                                            have their own rate: a model's best of these, too
 
-Texts but the built-in corpus come from the folder that --data_dir or HOPE_TEST_DATA names. Finished runs are appended
-to the results file and not repeated; runs that were stopped go on at their last checkpoint. With `--results
+Texts except the built-in corpus come from the folder that --data_dir or HOPE_TEST_DATA names. Finished runs are
+appended to the results file and not repeated; stopped runs continue at their last checkpoint. With `--results
 docs/results/quality.jsonl` a later call continues what another one published.
 """
 
@@ -35,13 +35,13 @@ from benchmarks.quality_results import load
 from benchmarks.quality_runs import Runner
 from benchmarks.quality_texts import BUILTIN, TEXTS, Text, prepare
 
-# What the trainer adds to a step (clipping, statistics), and a run beside its steps: start, tokenization, evaluation
-# and the sample at the end.
+# What the trainer adds to a step (clipping, statistics), and a run to its steps: start, tokenization, evaluation and
+# the sample at the end.
 TRAINER_FACTOR, EXTRA_SECONDS, EXTRA_STEPS = 1.08, 25, 10
 
 
 def estimate(job: Job, matrix: Matrix) -> float | None:
-    """Seconds of a run on a core of its own, from `SECONDS_PER_STEP`; None for a size that nobody has measured."""
+    """Seconds of a run on its own core, from `SECONDS_PER_STEP`; None for a size that was not measured."""
     per_step = SECONDS_PER_STEP.get(job.size, {}).get(job.model)
     steps = matrix.sizes[job.size].max_train_steps + EXTRA_STEPS
     return per_step and EXTRA_SECONDS + steps * TRAINER_FACTOR * per_step
@@ -60,7 +60,7 @@ def plan_text(matrix: Matrix, losses: Losses, plan: Plan, parallel: int) -> str:
 
 
 def _texts(names: list[str], required: set[str], data_dir: Path | None, work_dir: Path) -> dict[str, Text]:
-    """The texts that are there; where one is not, ValueError if it is `required`, else a sentence."""
+    """The texts that are there; for a missing one, ValueError if it is `required`, else a printed sentence."""
     texts = {}
     for name in names:
         try:
@@ -140,7 +140,7 @@ def _main(options: argparse.Namespace) -> int:
         changes["max_train_steps"] = options.max_train_steps
     sizes = {name: replace(SIZES[name], **changes) for name in options.sizes}
     data_dir = options.data_dir or (Path(os.environ["HOPE_TEST_DATA"]) if os.environ.get("HOPE_TEST_DATA") else None)
-    # The runs are processes of their own.
+    # The runs are separate processes.
     output_dir = options.output_dir.resolve()
     results_file = (options.results or output_dir / "results.jsonl").resolve()
     wanted = options.texts or list(TEXTS)
@@ -179,7 +179,7 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 
 def lock_folder(file, output_dir: Path) -> None:
-    """Hold the folder while `file` is open; ValueError where another call, or a run that it left, holds it."""
+    """Lock the folder while `file` is open; ValueError if another call, or a run that it left, holds the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -4,10 +4,10 @@ python benchmarks/quality_models.py [--sizes small] [--steps 5]
 
 prints their parameters and the CPU seconds of one training step on one thread, on random tokens.
 
-HOPE's three levels step every step: the paper's slowest level steps some 2,000 times in a training, which periods of
-several steps would not leave in runs this short (benchmarks/ablation.py measures what they cost). Most of a block's
-parameters are its mixer's (small 94 %, medium 92 %): fewer heads beside wider levels are behind. For the gated
-DeltaNet more heads and a narrower MLP are (docs/log.md). Every model has the width, the heads of 64, the tied
+HOPE's three levels step every step: the paper's slowest level steps some 2,000 times in a training, which is not
+possible with periods of several steps in runs this short (benchmarks/ablation.py measures their cost). Most of a
+block's parameters are its mixer's (small 94 %, medium 92 %): fewer heads with wider levels are worse. For the gated
+DeltaNet, more heads with a narrower MLP are worse (docs/log.md). Every model has the width, the heads of 64, the tied
 vocabulary and (but for Mamba-2, whose blocks have no MLP) the layers of HOPE. One number of each is chosen so that the
 parameters match:
 
@@ -98,7 +98,7 @@ SIZES = {
         level_intermediate_size=35,
         parameters=5_170_000,
         mamba_layers=9,
-        # The small texts are read 2.4 times. After four readings the model that fits best loses (docs/log.md).
+        # The small texts are read 2.4 times. After four passes the model that fits best overfits (docs/log.md).
         max_train_steps=200,
         learning_rates=(1e-3, 2e-3, 4e-3),
         vector_learning_rates=(3.2e-2, 6.4e-2, 1.28e-1),
@@ -127,7 +127,7 @@ class Model:
 
     @property
     def identity(self) -> str:
-        """A hash of the finished config, defaults included: another one is another model."""
+        """A hash of the finished config, defaults included: models with different hashes differ."""
         values = _config(self.model_type, json.loads(self.overrides)).to_dict()
         values.pop("transformers_version", None)
         return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
@@ -136,7 +136,7 @@ class Model:
 @cache
 def build(name: str, size: Size) -> Model:
     """The model `name` of MODELS or VARIANTS at a size, its parameters within 2 % of the size's (but for variants)."""
-    # Twins of HOPE are not fitted: they differ from it in the one ingredient alone.
+    # Variants of HOPE are not fitted: they differ from it only in one ingredient.
     is_hope = name in (HOPE, FROZEN, *VARIANTS)
     model = _model(name, size, size.level_intermediate_size if is_hope else _fitted(name, size))
     assert name in VARIANTS or abs(model.parameters / size.parameters - 1) < TOLERANCE, (name, size, model.parameters)
@@ -144,7 +144,7 @@ def build(name: str, size: Size) -> Model:
 
 
 def _fitted(name: str, size: Size) -> int:
-    """A multiple of four, with which the model's parameters come nearest to the size's."""
+    """The multiple of four with which the model's parameters are nearest to the size's."""
     # Parameters are linear in the fitted number.
     low, high = (_model(name, size, fitted).parameters for fitted in (64, 128))
     fitted = 64 + (size.parameters - low) / ((high - low) / 64)
@@ -159,7 +159,7 @@ def _model(name: str, size: Size, fitted: int) -> Model:
     hope = {
         "num_hidden_layers": layers,
         "num_attention_heads": size.memory_heads,
-        # The defaults, spelled out: one that changes does not change what was compared.
+        # The defaults, spelled out: a changed default does not change the comparison.
         "memory_depth": 1,
         "retention_bias_min": 1.0,
         "level_intermediate_sizes": [fitted] * 3,
@@ -216,7 +216,7 @@ def _model(name: str, size: Size, fitted: int) -> Model:
 
 
 def count_parameters(model_type: str, overrides: dict) -> int:
-    """Parameters of a new model, tied ones once; no memory is taken."""
+    """Parameters of a new model, tied ones once; allocates no memory."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(_config(model_type, overrides)).num_parameters()
 

@@ -1,11 +1,10 @@
-"""Which runs benchmarks/quality.py still has to do, as pure functions of what is known.
+"""Which runs benchmarks/quality.py still has to do, as pure functions of the known losses.
 
 Every model's best learning rate is found once per size, on the search text at seed 1: of three, and then of half the
-lowest or twice the highest while that end is the best. Where vectors (norms, biases, taps) have rates of their own to
-choose from, that is done at the middle one of those, and then theirs is found in the same way at the best rate of
-matrices. At the best rates measured there, rows named by `--learning_rates` included, a model is trained on the
-other texts at seed 1. Where a size has more seeds, HOPE, its frozen twin and, text by text, the better of the
-recurrent peers are trained on them, too.
+lowest or twice the highest while that end is the best. If vectors (norms, biases, taps) have their own rates, this
+uses the middle one of those; then theirs is found in the same way at the best rate of matrices. At the best rates,
+including rows named by `--learning_rates`, a model is trained on the other texts at seed 1. If a size has more seeds,
+HOPE, HOPE with frozen memories and the better recurrent peer of each text are trained on them, too.
 """
 
 import itertools
@@ -20,7 +19,7 @@ FIRST_SEED = 1
 
 
 class Rates(NamedTuple):
-    """Of matrices, and of vectors (None: the same)."""
+    """Learning rates of matrices, and of vectors (None: the same)."""
 
     matrices: float
     vectors: float | None = None
@@ -58,13 +57,13 @@ class Matrix:
 
 
 Plan = Callable[[Matrix, Losses], list[Job]]
-"""Runs of a matrix that can start now and are not in the losses, in the order in which they should."""
+"""Runs of a matrix that can start now and are not in the losses, in order."""
 
 
 def widen(rates: Iterable[float | None], loss: Callable[[float | None], float | None]) -> tuple[list, bool]:
-    """The rates of a search as far as `loss` tells, ascending, and whether it is over.
+    """The rates of a search as far as `loss` is known, ascending, and whether it is over.
 
-    It goes on beyond an end that is the best, to half or twice it, until one there is not.
+    It continues beyond an end that is the best, to half or twice it, until the end is not the best.
     """
     rates = sorted(rates)
     while None not in (measured := [loss(rate) for rate in rates]):
@@ -76,7 +75,7 @@ def widen(rates: Iterable[float | None], loss: Callable[[float | None], float | 
 
 
 def search(matrix: Matrix, size: str, model: str, losses: Losses) -> tuple[list[Rates], bool]:
-    """The rates of a model's search as far as `losses` tell, and whether it is over."""
+    """The rates of a model's search as far as `losses` are known, and whether it is over."""
     shape = matrix.sizes[size]
     middle = shape.vector_learning_rates[len(shape.vector_learning_rates) // 2]
 
@@ -93,7 +92,7 @@ def search(matrix: Matrix, size: str, model: str, losses: Losses) -> tuple[list[
 
 
 def best_rates(matrix: Matrix, size: str, model: str, losses: Losses) -> Rates | None:
-    """The rates with the lowest loss on the search text, of the search and of rows named beside it.
+    """The rates with the lowest loss on the search text, of the search and of rows named by flags.
 
     None until as many rates of matrices are measured there as the search begins with.
     """
@@ -118,7 +117,7 @@ def best_recurrent_peer(matrix: Matrix, size: str, text: str, losses: Losses) ->
 
 
 def ready_jobs(matrix: Matrix, losses: Losses) -> list[Job]:
-    """Runs that can start now and are not in `losses`, in the order in which they should."""
+    """Runs that can start now and are not in `losses`, in order."""
     jobs = [job for size in matrix.sizes for job in _wanted(matrix, size, losses)]
     return [job for job in dict.fromkeys(jobs) if job is not None and job not in losses]
 
@@ -126,7 +125,7 @@ def ready_jobs(matrix: Matrix, losses: Losses) -> list[Job]:
 def rows_at(learning_rates: Sequence[float], seeds: Sequence[int]) -> Plan:
     """A plan of all rows of a matrix at these rates of matrices, all rates of vectors and these seeds.
 
-    Seed by seed, so that every row is seen once before any is seen twice.
+    Seed by seed, so that every row has one run before any has two.
     """
 
     def jobs(matrix: Matrix, losses: Losses) -> list[Job]:
@@ -158,7 +157,7 @@ def _wanted(matrix: Matrix, size: str, losses: Losses) -> Iterable[Job | None]:
 
 
 def outline(matrix: Matrix, losses: Losses, plan: Plan) -> list[tuple[Job, bool]]:
-    """All runs that `plan` has left, and whether each is known already.
+    """All runs that `plan` has left, and whether each is already known.
 
     The others wait for results: their learning rate, or which recurrent peer is the better one, is a guess (the middle
     rate, the first peer; a search does not go on).

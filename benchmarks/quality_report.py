@@ -1,4 +1,4 @@
-"""The tables of benchmarks/quality.py, in Markdown. A run that is missing is shown as missing."""
+"""The tables of benchmarks/quality.py, in Markdown. Missing runs are marked."""
 
 import statistics
 from collections.abc import Callable
@@ -11,7 +11,7 @@ MISSING = "missing"
 
 
 def report(matrix: Matrix, rows: dict[Job, dict]) -> str:
-    """All tables of the sizes and texts of `matrix`, for all models whether asked for or not."""
+    """All tables of the sizes and texts of `matrix`, for all models, also those not asked for."""
     parts = []
     for size in matrix.sizes:
         parts += [
@@ -34,7 +34,7 @@ def by_seed(matrix: Matrix, rows: dict[Job, dict], size: str, text: str, model: 
 
 
 def ratios(matrix: Matrix, rows: dict[Job, dict], size: str, text: str, model: str) -> list[float | None]:
-    """HOPE's validation loss over a model's, for every seed that both have; None where one of them diverged."""
+    """HOPE's validation loss over a model's, for every seed that both have; None if one of them diverged."""
     own, other = (by_seed(matrix, rows, size, text, name) for name in (HOPE, model))
     pairs = [(own[seed]["eval_loss"], other[seed]["eval_loss"]) for seed in own if seed in other]
     return [None if None in pair else pair[0] / pair[1] for pair in pairs]

@@ -8,11 +8,11 @@
 | parameters | of the model |
 | eval_loss | nats per token of the held-out part; null where the training diverged |
 | bits_per_byte, perplexity | from it |
-| seconds | of training alone, wall clock |
+| seconds | of training only, wall clock |
 | settings | hash of the model's config and of all flags: runs with others are never compared |
 | data | hash of the text |
 | overrides | fields of the model's config that are not its defaults |
-| commit, modified, versions, threads, date | where it comes from; modified: the code had changes beside the commit |
+| commit, modified, versions, threads, date | where it comes from; modified: the code had uncommitted changes |
 """
 
 import hashlib
@@ -37,7 +37,7 @@ FLAGS = {
 
 
 def flags(model: Model, size: Size, vectors: float | None = None) -> dict:
-    """run_clm.py's flags that define a run whose vectors learn at `vectors`, but for text, learning rate and seed."""
+    """run_clm.py's flags that define a run with the vectors' rate `vectors`, except text, learning rate and seed."""
     own = {} if vectors is None else {"vector_learning_rate": vectors}
     return {
         "model_type": model.model_type,
@@ -52,7 +52,7 @@ def flags(model: Model, size: Size, vectors: float | None = None) -> dict:
 
 
 def settings(model: Model, size: Size, vectors: float | None = None) -> str:
-    """A hash of all that defines a run but for text, learning rate of matrices and seed."""
+    """A hash of all that defines a run, except text, learning rate of matrices and seed."""
     words = json.dumps([model.identity, flags(model, size, vectors)], sort_keys=True)
     return hashlib.sha256(words.encode()).hexdigest()[:12]
 
@@ -78,7 +78,7 @@ def load(path: Path) -> list[dict]:
 
 
 def append(path: Path, row: dict):
-    """Add a row in one write, so that a stop leaves a whole line or none."""
+    """Add a row in one write, so that a stop leaves a complete line or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -89,18 +89,18 @@ def append(path: Path, row: dict):
 
 
 def job_of(row: dict) -> Job:
-    """The run that a row is the result of."""
+    """The run of a row."""
     rates = Rates(row["learning_rate"], row.get("vector_learning_rate"))
     return Job(row["size"], row["text"], row["model"], rates, row["seed"])
 
 
 def current(rows: Iterable[dict], matrix: Matrix, digests: dict[str, str]) -> dict[Job, dict]:
-    """The rows that belong to the settings of `matrix` and to these texts; of two of one run the later.
+    """The rows with the settings of `matrix` and these texts; of two rows of a run, the later.
 
-    At any rates, but runs with one rate for all and runs with vectors' own are not mixed. A text without a digest
-    here (its file is missing) counts as the one of its latest row.
+    All rates are included, but runs with one rate for all and runs with vectors' own are not mixed. A text without a
+    digest here (its file is missing) counts as the one of its latest row.
     """
-    # published rows may be of a variant that is no more
+    # published rows may be of a variant that no longer exists
     rows = [row for row in rows if row["size"] in matrix.sizes and row["model"] in (*MODELS, *VARIANTS)]
     one_rate = {name: None in size.vector_learning_rates for name, size in matrix.sizes.items()}
     digests = {row["text"]: row["data"] for row in rows} | digests

@@ -22,7 +22,7 @@ CHECKPOINT_EVERY = 50
 
 @dataclass
 class Run:
-    """A training run in a process of its own."""
+    """A training run in its own process."""
 
     job: Job
     folder: Path
@@ -49,7 +49,7 @@ class Runner:
         self.failures: list[str] = []
 
     def run_all(self, parallel: int, lock: int) -> None:
-        """Train until nothing is left that can start. Processes inherit the descriptor `lock`."""
+        """Train until no run is left that can start. Processes inherit the descriptor `lock`."""
         running: list[Run] = []
         failed: set[Job] = set()
         try:
@@ -66,7 +66,7 @@ class Runner:
                     if not self._collect(run):
                         failed.add(run.job)
         finally:
-            # After Ctrl-C, which the runs have received, too: they stop at their next step with a checkpoint.
+            # After Ctrl-C, which the runs receive, too: they stop at their next step with a checkpoint.
             for run in running:
                 run.process.terminate()
             for run in running:
@@ -101,7 +101,7 @@ class Runner:
             "cpu_threads": 1,
         }
         words = (str(word) for name, value in flags.items() for word in (f"--{name}", value))
-        # The second variable is what makes the trainer stop when this process is killed.
+        # The second variable makes the trainer stop when this process is killed.
         own = {"OMP_NUM_THREADS": "1", "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "true"}
         print(f"start   {job}", flush=True)
         with (folder.parent / f"{folder.name}.log").open("a") as log:
@@ -115,7 +115,7 @@ class Runner:
         return Run(job, folder, process)
 
     def _collect(self, run: Run) -> bool:
-        """Append what a run that has ended gave; False where it gave nothing."""
+        """Append the result of an ended run; False if it has none."""
         said = run.log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]
         diverged = run.process.returncode == 1 and "was not finite in" in said[-1]
         if not diverged and (run.process.returncode or not (run.folder / "all_results.json").exists()):
@@ -124,7 +124,7 @@ class Runner:
             return False
         row = self._row(run.job, run.folder, diverged)
         results.append(self.results_file, row)
-        # A finished run does not go on: its weights stay, what resuming needs does not.
+        # A finished run is not resumed: its weights stay, its checkpoints are deleted.
         for checkpoint in run.folder.glob("checkpoint-*"):
             shutil.rmtree(checkpoint)
         shown = "diverged" if row["eval_loss"] is None else f"{row['eval_loss']:.4f}"
@@ -164,7 +164,7 @@ class Runner:
 
 
 def _training_seconds(metrics: Path) -> float:
-    """Without start, checkpoints and evaluation, and whole for a run that was stopped and continued."""
+    """Without start, checkpoints and evaluation; for a stopped and continued run, of all its parts."""
     seconds, tokens = 0.0, 0
     for line in metrics.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)

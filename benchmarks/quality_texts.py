@@ -1,9 +1,9 @@
-"""The texts of benchmarks/quality.py: found, parted by position, each with one tokenizer for all models.
+"""The texts of benchmarks/quality.py: found, split by position, each with one tokenizer for all models.
 
-Every text is ONE document on either side, the built-in corpus too: its files are laid end to end with a blank line
-between them. transformers' recurrent models keep their state where a document begins in the middle of a row (Mamba-2
-does not even read the positions), HOPE and attention models begin anew there. Without boundaries all models see the
-same rows of tokens, start each row with nothing read and may use all of it.
+Every text is ONE document on either side, the built-in corpus too: its files are joined with a blank line between
+them. transformers' recurrent models keep their state if a document begins inside a row (Mamba-2 does not even read the
+positions), HOPE and attention models restart there. Without boundaries all models see the same rows of tokens, start
+each row with an empty state and may use all of it.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ class Text:
     validation: Path
     folder: Path
     digest: str
-    """Of both parts: results on texts with other digests are not compared."""
+    """Digest of both parts: results on texts with other digests are not compared."""
 
     def tokenizer(self, vocab_size: int) -> Path:
         """Folder of the byte-level BPE of the training part; trained at the first call."""
@@ -45,7 +45,7 @@ class Text:
 
 
 def prepare(name: str, data_dir: Path | None, work_dir: Path) -> Text:
-    """Write the two parts of a text of TEXTS into `work_dir`, or find them there.
+    """Write the two parts of a text of TEXTS to `work_dir`, or find them there.
 
     `data_dir` holds `text/<file>`. Raises ValueError with one sentence where the file is missing.
     """
@@ -62,13 +62,13 @@ def prepare(name: str, data_dir: Path | None, work_dir: Path) -> Text:
 
 
 def part(text: str, percentage: float = HELD_OUT_PERCENT) -> tuple[str, str]:
-    """Head and tail of a text, the tail about `percentage` of its characters; parted at the start of a line."""
+    """Head and tail of a text, the tail about `percentage` of its characters; split at the start of a line."""
     cut = text.find("\n", round(len(text) * (1 - percentage / 100))) + 1
     return text[:cut], text[cut:]
 
 
 def book(text: str) -> str:
-    """What stands between Project Gutenberg's own notices, whose licence would be a seventh of the held-out tenth."""
+    """The text between Project Gutenberg's notices, whose licence would be a seventh of the held-out tenth."""
     lines = text.splitlines(keepends=True)
     starts = [index for index, line in enumerate(lines) if line.startswith("*** START OF")]
     ends = [index for index, line in enumerate(lines) if line.startswith("*** END OF")]

@@ -1,4 +1,4 @@
-"""Multi-query recall: 8 key-value pairs, then all keys in another order; what share of their values is predicted?
+"""Multi-query recall: 8 key-value pairs, then all keys in another order; measures the share of values predicted.
 
 The control is the same model with frozen memories: it must stay at chance.
 
@@ -43,7 +43,7 @@ def train_recall(
         vocab_size=2 * symbols,
         hidden_size=64,
         num_hidden_layers=2,
-        # Two heads, and with the default of 1 one of them begins as one that forgets within three tokens.
+        # There are two heads; with the default of 1 one of them begins by forgetting within three tokens.
         retention_bias_min=3.0,
         **({"memory_learning_rate_max": 0.0} if frozen else {}),
         **options,

@@ -1,4 +1,4 @@
-"""How long does training wait for a checkpoint in the background, over the time it takes to write it?
+"""How long training waits for a background checkpoint, relative to the time to write it.
 
 Trains a preset under a launch file with `--async_save` and prints each checkpoint's stall and write time, and the
 median of their ratio.
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def rows(config: str, num_processes: int, preset: str, checkpoints: int, steps: int) -> list[dict]:
-    """The metrics of a run that writes so many checkpoints in the background, one every so many steps."""
+    """The metrics of a run that writes `checkpoints` in the background, one every `steps` steps."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "accelerate.commands.launch"]
         command += ["--config_file", str(ROOT / "accelerate_configs" / config), "--num_processes", str(num_processes)]

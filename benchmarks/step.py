@@ -1,4 +1,4 @@
-"""CPU time of one training step of HOPE over that of a Llama of the same size, in one interleaved run.
+"""CPU time of one training step of HOPE relative to a Llama of the same size, in one interleaved run.
 
 python benchmarks/step.py [--lengths 512 2048] [--rounds 5]
 """
@@ -16,7 +16,7 @@ WIDTH, LAYERS = 256, 4
 
 
 def build_models(vocab_size: int, max_length: int) -> dict[str, torch.nn.Module]:
-    """HOPE and Llama of width 256 and 4 layers with as many parameters, within those of 4 units of an MLP."""
+    """HOPE and Llama of width 256 and 4 layers with equal parameters, up to 4 units of an MLP."""
     shared = {"vocab_size": vocab_size, "hidden_size": WIDTH, "num_hidden_layers": LAYERS}
     hope = AutoModelForCausalLM.from_config(HopeConfig(**shared))
 

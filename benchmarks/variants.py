@@ -1,4 +1,4 @@
-"""HOPE with one ingredient taken out, added or changed: fields of `HopeConfig` that differ from the default.
+"""HOPE with one ingredient removed, added or changed: fields of `HopeConfig` that differ from the default.
 
 `level_periods` count in optimizer steps and `level_intermediate_sizes` in thirds of all levels together.
 """

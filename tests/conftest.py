@@ -1,4 +1,4 @@
-"""What the tests share: tiny configurations, and the environment that a process of the project sets up."""
+"""Fixtures of all tests: tiny configurations, and the settings that a process of the project makes."""
 
 import sys
 
@@ -56,7 +56,7 @@ def tiny_model(tiny_config):
         with torch.no_grad():
             for module in model.modules():
                 if getattr(module, "is_initial_state", False):
-                    # far from the near-identity start, so that which document a memory holds is seen in the logits
+                    # far from the near-identity start, so that the logits show which document a memory holds
                     module.outer.mul_(20)
         return model
 
@@ -77,6 +77,6 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A stand-in for the Hub that records what it is sent."""
+    """A fake Hub that records what it receives."""
     with serve(monkeypatch) as standing_in:
         yield standing_in

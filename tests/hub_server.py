@@ -1,4 +1,4 @@
-"""A stand-in for the Hub on this machine: it answers an upload's requests as the Hub does, and records them."""
+"""A fake Hub on this machine: it answers an upload's requests as the Hub does, and records them."""
 
 import base64
 import hashlib
@@ -26,7 +26,7 @@ class Hub:
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
     """Name -> file -> content."""
     created: list[dict] = field(default_factory=list)
-    """What each new repository was asked to be."""
+    """The request that made each new repository."""
     commits: list[list[str]] = field(default_factory=list)
     """Files of each commit."""
     objects: dict[str, bytes] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Hub:
     refuse: dict[str, int] = field(default_factory=dict)
     """End of a path -> the status it is refused with."""
     silent: bool = False
-    """Requests are taken and not answered."""
+    """Requests are received but not answered."""
     closing: Event = field(default_factory=Event)
 
 
@@ -61,14 +61,14 @@ class _Handler(BaseHTTPRequestHandler):
         body, path = self._body(), self.path.partition("?")[0]
         self.hub.requests.append((method, path))
         if self.hub.silent:
-            # Longer than any test waits, but not for ever.
+            # Longer than any test waits, but not forever.
             self.hub.closing.wait(10)
             self.close_connection = True
             return
         refused = next((status for end, status in self.hub.refuse.items() if path.endswith(end)), None)
         if refused:
             return self._send({"error": "refused"}, refused)
-        # The address of a large file is given to those who may write; all others ask for the token.
+        # The address of a large file needs no token; all other requests do.
         if not path.startswith("/objects/") and self.headers["Authorization"] != f"Bearer {TOKEN}":
             return self._send({"error": "Invalid credentials"}, 401)
         for pattern, respond in ROUTES.items():
@@ -159,7 +159,7 @@ ROUTES = {
 
 @contextmanager
 def serve(monkeypatch):
-    """Start the stand-in; until the end huggingface_hub of this process knows no other Hub, and has a token for it."""
+    """Start the fake; until the end huggingface_hub of this process uses no other Hub, and has a token for it."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
     server.hub = Hub(f"http://127.0.0.1:{server.server_port}")
@@ -180,7 +180,7 @@ def use(monkeypatch, address: str):
     """Make `address` the Hub of this process."""
     monkeypatch.setattr(constants, "ENDPOINT", address)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    # Its own protocol, to servers of its own; what is sent here is what is sent where it is not installed.
+    # Xet has its own protocol and servers; this is the upload without it.
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")

@@ -1,4 +1,4 @@
-"""The ablation: every variant is one change, every run is planned once, differences are those of a seed."""
+"""The ablation: every variant is one change, every run is planned once, differences are per seed."""
 
 import json
 from dataclasses import replace

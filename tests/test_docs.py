@@ -1,4 +1,4 @@
-"""README and docs say what is true: blocks run, commands, flags, files, functions and links exist, prose is short."""
+"""README and docs are correct: blocks run, commands, flags, files, functions and links exist, prose is short."""
 
 import argparse
 import importlib
@@ -27,12 +27,12 @@ PARSERS = {
     "hope_hf.training.checkpoints": tool.make_parser,
     "accelerate": launch_command_parser,
 }
-# Programs of others, whose flags are theirs.
+# Other projects' programs, whose flags are not checked.
 OTHERS = {"pip", "tensorboard", "wandb", "hf", "lm_eval", "git", "export", "make", "pytest", "torchrun"}
 
 
 def text_of(page: str) -> str:
-    """The page; of the decision log what is above its diary, which keeps the names of its days."""
+    """The page; of the decision log only the part above its diary, which keeps old names."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return text.split("\n## Diary\n")[0] if page == "docs/log.md" else text
 
@@ -90,7 +90,7 @@ def flags_of(program: str) -> set[str]:
         # Takes folders only.
         importlib.import_module(program)
         return set()
-    # A benchmark's parser is made in its main; some add to that of another.
+    # A benchmark's parser is made in its main; some extend that of another.
     shared = re.findall(r"from benchmarks\.(\w+) import", (ROOT / program).read_text(encoding="utf-8"))
     files = [ROOT / program, *(ROOT / f"benchmarks/{name}.py" for name in shared)]
     return {flag for file in files for flag in re.findall(r'"(--\w+)"', file.read_text(encoding="utf-8"))}

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of public classes run and print what they say."""
+"""The examples in the docstrings of public classes run and print the output shown."""
 
 import doctest
 import inspect

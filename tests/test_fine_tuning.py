@@ -1,4 +1,4 @@
-"""The tools people fine-tune with: Trainer, TRL's SFTTrainer, PEFT's LoRA, int8 weights."""
+"""Tools for fine-tuning: Trainer, TRL's SFTTrainer, PEFT's LoRA, int8 weights."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def arguments(folder, **options):
 
 
 class Interrupt(TrainerCallback):
-    """Stops a run half way, after a checkpoint."""
+    """Stops a run halfway, after a checkpoint."""
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_save = control.should_training_stop = state.global_step == STEPS // 2

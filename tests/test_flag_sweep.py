@@ -1,4 +1,4 @@
-"""Every flag of every program with values that nobody should give: a sentence or a run, never a traceback.
+"""Every flag of every program with wrong values gives a sentence or a run, never a traceback.
 
 Where a value is accepted, the program begins with a tiny model and text, and stops before it trains, reads or draws.
 """
@@ -36,7 +36,7 @@ NUMBERS = "|one|-1|0|0.5|nan|inf|-inf|1e300|1e-300|-1e300|1000000000000000000000
 NUMBERS += ["9" * 5000]
 WORDS = ["", " ", "nan", "-1", "a=b", "[" * 5000, "{" * 5000, "a=" + "[" * 5000, "&a [*a]", "é" * 300, "\udcff", "\0"]
 SWITCHES = ["", "maybe", "2", "nan", "-1", "true"]
-# What cannot be given beside a flag.
+# Flags that cannot be given with a flag.
 EXCLUDED = {
     "--model_name_or_path": {"--model_type", "--config_overrides"},
     "--config_name": {"--model_type", "--config_overrides"},
@@ -47,7 +47,7 @@ WRITTEN = {"--output_dir", "--to"}
 
 @dataclass(frozen=True)
 class Program:
-    """A program and how it is called where all is well: `words`, then flags with their values."""
+    """A program and a correct call of it: `words`, then flags with their values."""
 
     name: str
     main: Callable[[list[str]], int]
@@ -63,7 +63,7 @@ class Program:
         for action in self.parser._actions:
             if action.dest == "help":
                 continue
-            # What is written is missing no longer for the next flag.
+            # The output of one flag must not exist for the next one.
             new = f"{place}/written" if action.option_strings and action.option_strings[0] in WRITTEN else place
             values = [*WORDS, *(f"{place}/{name}" for name in names[1:]), f"{new}/{names[0]}", "/proc/q", "/dev/null"]
             if action.type in (int, float):
@@ -90,7 +90,7 @@ def _joined(flags: dict[str, str]) -> list[str]:
 
 @pytest.fixture
 def place(tmp_path) -> Path:
-    """A folder with a text, a HOPE with its tokenizer and metrics, a checkpoint of it, and what is not text."""
+    """A folder with a text, a HOPE with its tokenizer and metrics, a checkpoint of it, and a file that is not text."""
     place = tmp_path
     (place / "empty").mkdir()
     (place / "work").mkdir()
@@ -117,7 +117,7 @@ def place(tmp_path) -> Path:
 
 @pytest.fixture
 def prepared(place, monkeypatch):
-    """The expensive ends of all programs are cut off, and none asks the Hub."""
+    """Cut off the expensive parts of all programs, and their requests to the Hub."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(trainer, "_steps", lambda *begun: False)
@@ -179,7 +179,7 @@ def test_no_flag_ends_in_a_traceback(name, place, prepared, capsys):
         except BaseException as error:
             status = f"{type(error).__name__}: {error}"
         errors = [text for text in capsys.readouterr().err.splitlines() if text.startswith("error: ")]
-        # What is refused is named: the flag itself, or one that it does not go with.
+        # The error names the flag, or one that does not fit with it.
         named = not errors or flag == "dir" or flag in errors[0] or "--" in errors[0]
         if status not in program.statuses or len(set(errors)) != (status != 0) or not named:
             failed.append((status, flag, line[-1][:40], [text[:300] for text in errors]))

@@ -1,4 +1,4 @@
-"""Hugging Face's linter of model code has nothing to say but for two rules of transformers' own repository."""
+"""Hugging Face's linter of model code finds nothing, except for two rules of transformers' own repository."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# A licence header in every file, and docstrings that are put together from transformers' own.
+# A licence header in every file, and docstrings that are composed of transformers' own.
 NOT_OURS = {"TRF028", "TRF057"}
 MODEL = Path(__file__).parents[1] / "hope_hf" / "model"
 

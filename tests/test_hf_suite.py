@@ -1,4 +1,4 @@
-"""The exceptions to transformers' common suite are frozen, and the comparison with peers sees what it should."""
+"""The exceptions to transformers' common suite are frozen, and the comparison with peers finds what it should."""
 
 from tests.hf_suite.exceptions import EXCEPTIONS
 from tests.hf_suite.run import PEERS, compare, read_report

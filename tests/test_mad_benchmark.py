@@ -1,4 +1,4 @@
-"""benchmarks/mad.py: its models are of one size, and what is done is not done again."""
+"""benchmarks/mad.py: its models have one size, and finished trainings are not repeated."""
 
 import json
 import signal
@@ -36,7 +36,7 @@ def test_all_tasks_are_known_and_of_issue_lengths():
 
 @pytest.fixture
 def results(tmp_path):
-    """A results file with one row, which no training gave."""
+    """A results file with one row, which is not from a training."""
     job = mad.Job("mad-memorisation", "llama", 3e-3, 1)
     row = {"task": job.task, "model": job.model, "learning_rate": job.learning_rate, "seed": job.seed}
     file = tmp_path / "mad.jsonl"

@@ -1,4 +1,4 @@
-"""The comparison with PEFT's tests sees what Mamba-2 passes and ours do not, prefix tuning of HOPE apart."""
+"""The comparison with PEFT's tests finds what Mamba-2 passes and ours do not, except prefix tuning of HOPE."""
 
 from tests.peft_suite.run import compare, tiny_models
 

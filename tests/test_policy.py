@@ -1,8 +1,7 @@
-"""Rules of the house, read from the sources: who imports whom, nothing pickled, public names frozen.
+"""Rules of the project, checked in the sources: allowed imports, nothing pickled, public names frozen.
 
 Every rule is a function `(file, tree) -> breaches`; `test_every_rule_can_be_broken` shows each one a source that it
-must refuse. A new file in a known room needs nothing here; a new room or public name is a decision, and is added
-below.
+must refuse. A new file in a known room needs no change here; a new room or public name is added below.
 """
 
 import ast
@@ -18,12 +17,12 @@ import hope_hf
 
 ROOT = Path(__file__).parents[1]
 
-# What the files of a room may import beside the standard library; "hope_hf" stands for its public names.
+# What the files of a room (folder) may import besides the standard library; "hope_hf" means its public names.
 ROOMS = {
     "run_clm.py": {"hope_hf.training"},
     "hope_hf/__init__.py": {"transformers", "hope_hf.model"},
     "hope_hf/reference.py": {"torch"},
-    # exported to the Hub as it stands: transformers brings huggingface_hub and safetensors, nothing else is there
+    # exported to the Hub unchanged: transformers installs huggingface_hub and safetensors, nothing else is there
     "hope_hf/model": {"torch", "transformers", "huggingface_hub", "safetensors", "hope_hf.model"},
     "hope_hf/optim": {"torch", "hope_hf.optim"},
     "hope_hf/data": {
@@ -67,7 +66,7 @@ def python_files() -> list[str]:
 
 
 def room_of(file: str) -> str:
-    """The first folder inside the package, or the file itself where it lies in none."""
+    """The first folder inside the package, or the file itself if it is in none."""
     parts = file.split("/")
     return "/".join(parts[:2]) if len(parts) > 2 else file
 
@@ -111,7 +110,7 @@ FACES = ("hope_hf.data", "hope_hf.optim", "hope_hf.export", "hope_hf.training", 
 
 
 def imports_the_faces_of_other_rooms(file: str, tree: ast.AST):
-    """A room that has a public face is not reached into."""
+    """Other rooms import only the public face of a room that has one."""
     for node, _, module, _ in imports(file, tree):
         face = next((face for face in FACES if inside(module, face)), module)
         if module != face and room_of(file) != face.replace(".", "/"):
@@ -119,7 +118,7 @@ def imports_the_faces_of_other_rooms(file: str, tree: ast.AST):
 
 
 def imports_heavy_packages_late(file: str, tree: ast.AST):
-    """Plots and trackers are paid for by those who use them."""
+    """Plots and trackers are imported only when they are used."""
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     late = {id(node) for function in functions for node in ast.walk(function)}
     for node, _, module, _ in imports(file, tree):
@@ -144,7 +143,7 @@ def imports_flat_siblings_in_the_model(file: str, tree: ast.AST):
 
 
 def imports_by_name(file: str, tree: ast.AST):
-    """Imports and code made from strings cannot be read here."""
+    """Imports and code made from strings cannot be checked here."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
@@ -155,7 +154,7 @@ def imports_by_name(file: str, tree: ast.AST):
 
 
 def pickles_nothing(file: str, tree: ast.AST):
-    """A file that is loaded must not be able to run code."""
+    """A loaded file must not be able to run code."""
     for node, _, module, names in imports(file, tree):
         if {module.split(".")[0], *(names or ())} & PICKLES:
             yield f"{file}:{node.lineno} imports {module}"
@@ -202,7 +201,7 @@ RULES = [
 
 
 def test_every_file_is_examined_and_every_room_known():
-    """Counted a second time by what Python itself can import, which finds no folder without `__init__.py`."""
+    """Counted again by what Python can import, which excludes folders without `__init__.py`."""
     package = {"hope_hf/__init__.py"}
     for module in pkgutil.walk_packages([str(ROOT / "hope_hf")], "hope_hf."):
         package.add(module.name.replace(".", "/") + ("/__init__.py" if module.ispkg else ".py"))

@@ -1,4 +1,4 @@
-"""The models that benchmarks/quality.py compares: as large as HOPE, causal, and what they are said to be."""
+"""The models that benchmarks/quality.py compares: as large as HOPE, causal, and as described."""
 
 import json
 import math
@@ -77,7 +77,7 @@ def test_peers_are_causal_and_learn(name):
     with torch.no_grad():
         before, after = (model(input_ids=ids, use_cache=False).logits for ids in (input_ids, changed))
     torch.testing.assert_close(before[:, :20], after[:, :20], atol=1e-5, rtol=1e-4)
-    # Every later token of the row can see it, 11 further on, too: no model is crippled to a short reach.
+    # Every later token of the row sees it, also 11 further on: no model is limited to a short range.
     assert (before[:, 20:] - after[:, 20:]).abs().amax(-1).min() > 1e-5
 
 

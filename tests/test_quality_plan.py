@@ -1,4 +1,4 @@
-"""Which runs benchmarks/quality.py does, in which order, and what it makes of their results: no training here."""
+"""Which runs benchmarks/quality.py does, in which order, and how it reports them: no training here."""
 
 import json
 import math
@@ -28,7 +28,7 @@ def run(model: str, rate: float, text: str = "builtin", seed: int = 1) -> Job:
 
 
 def off_middle(job: Job) -> float:
-    """A loss that ends every search of three rates at the middle one, of matrices and of vectors."""
+    """A loss that ends every search of three rates at the middle one, for matrices and for vectors."""
     size, vectors = SIZES[job.size], job.rates.vectors
     distance = abs(job.rates.matrices - size.learning_rates[1])
     if len(size.vector_learning_rates) > 1:
@@ -74,7 +74,7 @@ def test_the_search_goes_on_beyond_an_edge_that_is_the_best(best):
         searched += [job.rates.matrices for job in ready]
         losses = finish(losses, ready, lambda job: abs(math.log2(job.rates.matrices / best)))
     assert ready == [run(LLAMA, best, "moby_dick")]
-    # Until the best has been passed by one rate, and no further.
+    # Until one rate beyond the best, and no further.
     beyond = best / 2 if best < RATES[0] else 2 * best
     assert searched[-1] == beyond and len(searched) == len(set(searched))
 
@@ -207,7 +207,7 @@ def test_results_of_other_settings_or_texts_are_not_mixed():
     job = run(LLAMA, RATES[0])
     good = row(job, 3.0)
     assert results.losses(results.current([good], plan, {"builtin": "d"})) == {job: 3.0}
-    # Without the text at hand the latest one counts; of two rows of a run the later.
+    # If the text is missing, the latest one counts; of two rows of a run, the later.
     assert results.current([good, row(job, 2.0, data="e")], plan, {})[job]["eval_loss"] == 2.0
     assert results.current([good], plan, {"builtin": "another"}) == {}
     assert results.current([row(job, 3.0, settings="another")], plan, {"builtin": "d"}) == {}

@@ -1,4 +1,4 @@
-"""benchmarks/quality.py as a program: texts, two real runs of a few steps, and the sentences it says."""
+"""benchmarks/quality.py as a program: texts, two real runs of a few steps, and its error messages."""
 
 import json
 import random
@@ -90,7 +90,7 @@ def test_two_runs_are_trained_recorded_and_not_repeated(tmp_path, data_dir, monk
 
 def test_a_run_that_fails_is_reported_and_recorded_nowhere(tmp_path, data_dir, monkeypatch, capsys):
     monkeypatch.setitem(SIZES, "micro", MICRO)
-    # A program that says what it will not do, as run_clm.py does.
+    # A program that fails with a sentence, as run_clm.py does.
     program = tmp_path / "program.py"
     program.write_text("import sys\nprint('error: no training today')\nsys.exit(2)\n")
     monkeypatch.setattr("benchmarks.quality_runs.PROGRAM", program)

@@ -1,4 +1,4 @@
-"""The notebook docs/quickstart.ipynb runs from its first cell to its last, and prints what it promises."""
+"""The notebook docs/quickstart.ipynb runs from its first cell to its last, and prints the expected output."""
 
 import json
 import os
@@ -15,7 +15,7 @@ NOTEBOOK = Path(__file__).parents[1] / "docs/quickstart.ipynb"
 def test_the_notebook_runs(tmp_path):
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     program = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    # A process of its own, as a kernel is: a training leaves its settings behind.
+    # Its own process, as a kernel is: a training changes global settings.
     environment = {**os.environ, "MPLBACKEND": "agg", "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900

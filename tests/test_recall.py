@@ -1,11 +1,11 @@
-"""The memory is used: a small HOPE learns to recall what it read once, and cannot where nothing is written."""
+"""The memory is used: a small HOPE learns to recall what it read once, and cannot if nothing is written."""
 
 import pytest
 import torch
 
 from benchmarks.recall import recall_batch, train_recall
 
-# 4 pairs, then all keys in another order. Any value of 8 is right once in 8 times, any written one once in 4.
+# 4 pairs, then all keys in another order. Chance: 1/8 over all values, 1/4 over the written ones.
 SMALL = dict(steps=150, pairs=4, symbols=8, batch_size=32, learning_rate=6e-3, seed=1)
 
 
@@ -19,7 +19,7 @@ def test_frozen_memories_stay_at_chance():
 
 @pytest.mark.long
 def test_recall_of_eight_pairs_is_learned_through_the_memory():
-    """Any value of 32 is right once in 32 times, any written one in 8. When it is learned depends on the seed."""
+    """Chance: 1/32 over all values, 1/8 over the written ones. The step at which it is learned depends on the seed."""
     assert train_recall(frozen=False, steps=800, stop_at=0.97, seed=1) > 0.95
 
 

@@ -1,8 +1,8 @@
 """A program like `python` that has already imported the package: a process starts in 0.1 s instead of 6.
 
 A server imports everything once. The program sends it its arguments, environment, working directory and open files,
-and the server forks a process that runs them. Signals are passed on, and when the program dies its process is killed.
-The process sees the program as its `sys.executable`, so a launcher starts its ranks with it too. Tests that kill
+and the server forks a process that runs them. Signals are passed on, and when the program ends its process is killed.
+The process has the program as its `sys.executable`, so a launcher starts its ranks with it too. Tests that kill
 processes, count them or need a clean interpreter use the real one.
 """
 
@@ -60,7 +60,7 @@ def executable() -> str:
 
 
 def call(address: str, program: str, *arguments: str) -> int:
-    """The program: send the request, pass signals on, end as the process ends."""
+    """The program: send the request, pass signals on, and end with the status of the process."""
     parent = int(os.environ.get(CALLER, os.getppid()))
     environment = dict(os.environ) | {CALLER: str(os.getpid())}
     request = {"program": program, "arguments": arguments, "folder": os.getcwd(), "parent": parent}
@@ -83,7 +83,7 @@ def serve(file: int) -> None:
     with socket.socket(fileno=file) as server:
         for name in PRELOADED:
             importlib.import_module(name)
-        # Imported objects are never collected: otherwise every process would search all of them when it ends.
+        # Imported objects are never collected: otherwise every process would scan all of them when it ends.
         gc.freeze()
         # The server does not wait for its children.
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""build_data: from a configuration to batches, on a corpus that is a handful of sentences."""
+"""build_data: from a configuration to batches, on a corpus of a few sentences."""
 
 import json
 import os
@@ -70,7 +70,7 @@ def test_bytes_per_token_counts_the_text_of_scored_tokens_only(config):
             pieces = data.tokenizer.convert_ids_to_tokens(scored.tolist())
             text += b"".join(b"" if piece == "<|endoftext|>" else b"." * len(piece) for piece in pieces)
     assert data.validation_bytes_per_token == pytest.approx(len(text) / count)
-    # One block over everything: all bytes of the documents but nothing else.
+    # One block over everything: exactly all bytes of the documents.
     whole = build_data(config(block_size=2048, max_train_samples=None, max_eval_samples=1))
     (batch,) = whole.validation
     labels = batch["labels"][0]

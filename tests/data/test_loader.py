@@ -48,7 +48,7 @@ def take(loader, count):
 
 
 def assert_same(left, right):
-    """Equal batches; states may write the same place in two ways."""
+    """Equal batches; two states may describe the same place differently."""
     assert len(left) == len(right)
     for (batch, _), (other, _) in zip(left, right, strict=True):
         assert batch.keys() == other.keys()
@@ -129,7 +129,7 @@ def test_an_epoch_reads_every_block_once_and_the_next_one_in_another_order():
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_no_two_ranks_read_the_same_document_of_a_stream(world_size):
     expected = sorted(token for row in documents() for token in row if token)
-    # Enough batches for every rank to come to its end and no rank to read half of its share twice.
+    # Enough batches for every rank to reach its end and for no rank to read half of its share twice.
     epochs = [take(stream_loader(rank=rank, world_size=world_size), 1000) for rank in range(world_size)]
     seen = [set(tokens_of(batches)) for batches in epochs]
     assert sorted(set.union(*seen)) == expected

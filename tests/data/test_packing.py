@@ -1,4 +1,4 @@
-"""Packing: what becomes of documents' tokens, and where positions start again."""
+"""Packing: the tokens of documents in blocks, and where positions restart."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Sources: which documents a flag gives, which of them are held out, and what bad input is told."""
+"""Sources: which documents a flag gives, which are held out, and the errors for bad input."""
 
 import json
 import os

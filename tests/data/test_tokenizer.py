@@ -77,7 +77,7 @@ def test_command_line_writes_the_same_tokenizer_as_the_function(text_file, tmp_p
     written = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert written.get_vocab() == train_tokenizer([TEXT], 400).get_vocab()
     assert "--tokenizer_name" in capsys.readouterr().out
-    # The same command again finds its own result and leaves it.
+    # The same command again finds its own result and keeps it.
     assert main(["--files", str(text_file), "--vocab_size", "400", "--output_dir", str(tmp_path / "out")]) == 0
 
 

@@ -37,7 +37,7 @@ def text_file(texts, tmp_path_factory):
 def folders(tokenizer, tmp_path_factory) -> dict[str, str]:
     """Folders of an untrained HOPE whose memories write strongly, and of others.
 
-    A Llama with 512 positions, a GPT-2 that has learned 160 and no more, a Mamba-2, whose config holds an infinity.
+    A Llama with 512 positions, a GPT-2 with only 160 learned ones, and a Mamba-2, whose config holds an infinity.
     """
     torch.manual_seed(0)
     sizes = dict(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2)
@@ -50,7 +50,7 @@ def folders(tokenizer, tmp_path_factory) -> dict[str, str]:
     with torch.no_grad():
         for block in hope.model.layers:
             block.mixer.content_memory.outer.mul_(20)
-            # untrained, every logit is next to nothing: let what the memory holds be seen in them
+            # untrained, every logit is almost zero: this makes the memory's content visible in them
             block.mixer.o_proj.weight.mul_(20)
     result = {}
     for name, model in {"hope": hope, **others}.items():

@@ -1,6 +1,6 @@
-"""Models that do not load as they were saved: one sentence that names the weight or the file, and no figure.
+"""Models that do not load as they were saved: one sentence that names the weight or the file, and no results.
 
-`run_clm.py` loads with the same functions; its tests see that it asks them.
+`run_clm.py` loads with the same functions; its tests check that it calls them.
 """
 
 import json
@@ -29,7 +29,7 @@ def broken(folders, tmp_path):
 
 @pytest.fixture
 def refused(text_file, capsys):
-    """`refused(folder)` evaluates the model in it and expects one sentence on standard error; the sentence."""
+    """`refused(folder)` evaluates the model in it and expects one sentence on standard error; returns it."""
 
     def evaluate(folder) -> str:
         capsys.readouterr()
@@ -120,7 +120,7 @@ def test_integers_under_other_names_than_the_models(broken, tmp_path):
     folder = broken("gpt2")
     AutoModelForCausalLM.from_pretrained(folder).transformer.save_pretrained(folder)
     whole = load_file(folder / WEIGHTS)
-    # Buffers of old releases, which GPT-2 leaves out.
+    # Buffers of old releases, which GPT-2 ignores.
     change_weights(folder, lambda weights: weights.update({"h.0.attn.bias": torch.ones(1, 1, 4, 4).to(torch.uint8)}))
     config = AutoConfig.from_pretrained(folder)
     assert torch.equal(load_model(str(folder), config, "DIR").transformer.wte.weight, whole["wte.weight"])
@@ -144,7 +144,7 @@ def test_only_safetensors_are_read(broken, refused):
     (folder / WEIGHTS).unlink()
     complaint = refused(folder)
     assert f"has no {WEIGHTS}, and only safetensors are read" in complaint
-    # What the sentence says to do does it.
+    # The command in the error message works.
     exec("from transformers import AutoModelForCausalLM\n" + complaint.split(", run ")[1].split(" in Python")[0])
     load_model(str(folder), AutoConfig.from_pretrained(folder), "DIR")
 

@@ -15,7 +15,7 @@ def test_curves_that_coincide_are_all_seen(tmp_path, monkeypatch):
     (axes,) = figures[0].axes
     lines = [container[0] for container in axes.containers]
     sizes = [line.get_markersize() for line in lines]
-    # A ring around each one above, and gaps in a line that lies on another.
+    # A ring around each one above, and gaps in a line that covers another.
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
     assert all(line.get_markerfacecolor() == "none" for line in lines)
     assert [line.get_linestyle() for line in lines] == ["-", "--", "-", "--"]

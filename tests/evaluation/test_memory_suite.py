@@ -1,4 +1,4 @@
-"""Gates read back as they were set, and a state that grows without bound reported."""
+"""Gates are read back as set, and a state that grows without bound is reported."""
 
 import math
 

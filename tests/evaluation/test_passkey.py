@@ -1,4 +1,4 @@
-"""The pass key: where it stands, and when an answer is right."""
+"""The pass key: its place in the text, and when an answer is right."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The perplexity suite against sums made by hand."""
+"""The perplexity suite against explicit sums."""
 
 import math
 

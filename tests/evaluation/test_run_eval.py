@@ -1,4 +1,4 @@
-"""The program as a user meets it: files, tables, exit statuses, one sentence a mistake."""
+"""The program as a user runs it: files, tables, exit statuses, one sentence per mistake."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""lm-eval's numbers, whoever asks: its own way by path, our suite, two processes, and files instead of the Hub."""
+"""lm-eval's numbers are the same by path, with our suite, in two processes, and with files instead of the Hub."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from hope_hf.evaluation.zero_shot import rows, zero_shot
 
 ROOT = Path(__file__).parents[2]
 
-# lm-eval alone, as its command does it: a path, the folder's own code, no hope_hf.
+# Only lm-eval, as its command runs: a path, the folder's own code, no hope_hf.
 BY_PATH = """
 import json, sys
 sys.modules["hope_hf"] = None
@@ -37,7 +37,7 @@ print(json.dumps(found["results"]))
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch):
-    # lm-eval draws its samples in this process, and not in a pool of forks of pytest
+    # lm-eval draws its samples in this process, not in a pool of forks of pytest
     monkeypatch.setenv("DISABLE_MULTIPROC", "1")
     # its description of the machine takes seconds
     monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", str)
@@ -89,7 +89,7 @@ def paths(tasks) -> str:
 
 @pytest.fixture
 def piqa(monkeypatch, tmp_path, texts) -> Path:
-    """A folder with files for lm-eval's PIQA, all that lm-eval knows here: to list all it has takes half a minute."""
+    """A folder with files for lm-eval's PIQA, the only task known here: to list all takes half a minute."""
     import lm_eval.tasks
 
     stock = Path(lm_eval.tasks.__file__).parent / "piqa"
@@ -192,7 +192,7 @@ def test_two_processes_give_the_digits_of_one(folders, paths, subject, arguments
     (two,) = record["results"]["zero_shot"]["tables"].values()
     one = table(zero_shot(arguments(model_name_or_path=folders["hope"], tasks=paths, batch_size=3), subject()))
     assert [(row["task"], row["metric"]) for row in two] == [(row["task"], row["metric"]) for row in one]
-    # other rows beside a row round otherwise
+    # a row rounds differently in another batch
     assert numbers(two) == pytest.approx(numbers(one), rel=1e-6)
     assert record["versions"]["lm_eval"] in next(iter(record["results"]["zero_shot"]["tables"]))
 
@@ -249,7 +249,7 @@ def test_splits_without_files_are_left_out_where_nothing_reads_them(tmp_path, ar
     }
     with pytest.raises(ValueError, match="has no x_dev.parquet: lm-eval's task x reads its split dev"):
         overrides("x", config, tmp_path, arguments(num_fewshot=1))
-    # lm-eval keeps a 0 of the task whatever the user says
+    # lm-eval keeps a task's 0, whatever the user sets
     assert overrides("x", config | {"num_fewshot": 0}, tmp_path, arguments(num_fewshot=1))["test_split"] == "test"
     (tmp_path / "x_dev.parquet").touch()
     found = overrides("x", config, tmp_path, arguments(num_fewshot=1))

@@ -1,4 +1,4 @@
-"""A saved HOPE with its tokenizer, as a run leaves it, and its export."""
+"""A saved HOPE with its tokenizer, as a run saves it, and its export."""
 
 import json
 import random
@@ -54,7 +54,7 @@ def trained(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def write_results(trained):
-    """Write a report of run_eval.py on `trained` into a folder, and give the path of its results.json."""
+    """Write a report of run_eval.py on `trained` into a folder, and return the path of its results.json."""
 
     def write(folder: Path, limit: int | None = None) -> Path:
         text = str(trained / "my books" / "held out.txt")
@@ -74,7 +74,7 @@ def write_results(trained):
 
 @pytest.fixture(scope="session")
 def exported(trained, write_results, tmp_path_factory) -> Path:
-    """What `main` makes of `trained`, with results."""
+    """The export of `trained` by `main`, with results."""
     folder = tmp_path_factory.mktemp("exported")
     flags = ["--license", "mit", "--results", str(write_results(folder / "report"))]
     assert main([str(trained), "--to", str(folder / "small-hope"), *flags]) == 0

@@ -1,4 +1,4 @@
-"""The exported folder: what it holds, what its card says, and that nothing is left of an export that fails."""
+"""The exported folder: its content, its card, and that a failed export leaves nothing."""
 
 import json
 import re
@@ -25,11 +25,11 @@ def source(trained, tmp_path):
 
 @pytest.fixture
 def refused(tmp_path, capsys):
-    """`refused(folder, *flags)` exports to `tmp_path/out`, expects a refusal and nothing written; the complaint."""
+    """`refused(folder, *flags)` exports to `tmp_path/out`, expects a refusal and no output; returns the error."""
 
     def attempt(source, *flags, status=2, out="out") -> str:
         before = sorted(tmp_path.rglob("*"))
-        # What the fixtures printed while they made the folder.
+        # Drop what the fixtures printed.
         capsys.readouterr()
         assert main([str(source), "--to", str(tmp_path / out), *map(str, flags)]) == status
         complaint = capsys.readouterr().err
@@ -145,7 +145,7 @@ def test_an_export_of_other_weights_is_thrown_away(source, refused, monkeypatch)
 
 
 def test_an_example_that_does_not_run_is_thrown_away(source, refused, monkeypatch):
-    """The exported code needs the package, which everybody else's machine may lack."""
+    """The exported code needs the package, which another machine may lack."""
     check = folder.check_export
 
     def check_with_the_package(written, *arguments):
@@ -184,7 +184,7 @@ def test_weights_that_are_pickled(source, refused):
 
 
 def test_a_config_of_another_model(source, refused):
-    """Neither weights that are made up, nor some that are left out, nor rounded ones."""
+    """No weights are invented, left out or rounded."""
     config = json.loads((source / "config.json").read_text())
     for field, value, sentence in (
         ("memory_depth", config["memory_depth"] + 1, "has no weights for model.layers.0.mixer."),

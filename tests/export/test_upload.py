@@ -1,4 +1,4 @@
-"""What an upload sends, in which order, and one sentence for what prevents it; the Hub is a stand-in."""
+"""What an upload sends, in which order, and one sentence for each failure; the Hub is a fake."""
 
 import socket
 
@@ -95,7 +95,7 @@ def test_a_hub_that_falls_silent_is_left(hub, folder, monkeypatch):
 
 
 def test_the_program_uploads_what_it_made(hub, exported, tmp_path, capsys):
-    """From the export itself, which has no records of a run any more."""
+    """From the export itself, which has no records of a run."""
     flags = ["--to", str(tmp_path / "again"), "--push_to_hub", "owner/name", "--private"]
     assert main([str(exported), *flags]) == 0
     sent = hub.repositories["owner/name"]

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 import transformers.utils
 
-# The suite imports the package from its sources beside it: give it the installed one.
+# The suite would import transformers from its sources: give it the installed package.
 transformers.utils.direct_transformers_import = lambda *args, **kwargs: sys.modules["transformers"]
 
 import tests.test_fsdp_mixin as fsdp_mixin  # noqa: E402
@@ -25,7 +25,7 @@ from transformers.models.auto import modeling_auto  # noqa: E402
 import hope_hf  # noqa: E402
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM, HopeModel  # noqa: E402
 
-# What the suite knows of a model it looks up by name.
+# The suite looks up a model's classes by name.
 for mapping, name in {
     "MODEL_MAPPING_NAMES": "HopeModel",
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "HopeForCausalLM",
@@ -57,12 +57,12 @@ class Tester(CausalLMModelTester):
 
     @property
     def config_args(self):
-        """Names of the configuration's fields; the suite reads them from a signature that a dataclass has not."""
+        """Names of the configuration's fields; the suite reads them from a signature that a dataclass lacks."""
         return list(HopeConfig.__dataclass_fields__)
 
 
 class Suite(CausalLMModelTest):
-    """What both mixers share."""
+    """Tests of both mixers."""
 
     # By default for files with a licence header of 2023 or later only.
     test_can_init_all_missing_weights_before_2023 = True
@@ -79,7 +79,7 @@ class Suite(CausalLMModelTest):
 
 
 class HopeMemory(Suite, unittest.TestCase):
-    """HOPE: self-modifying memories. The cache has a constant size and no keys and values to look at."""
+    """HOPE: self-modifying memories. The cache has a constant size and no keys and values to check."""
 
     model_tester_class = Tester
     has_attentions = False
@@ -102,12 +102,12 @@ class HopeMemory(Suite, unittest.TestCase):
             torch.testing.assert_close(first[name], second[name], rtol=1e-4, atol=1e-5, msg=name)
 
     def test_left_padding_compatibility(self):
-        # The suite runs this for models with attentions only, and a recurrent one must pass it all the same.
+        # The suite runs this only for models with attentions, but a recurrent one must pass it too.
         self.has_attentions = True
         super().test_left_padding_compatibility()
 
     def test_recurrent_layers_mask_padding_on_continued_forward(self):
-        # The suite runs this for layers of transformers' own names only: it is told one, the model keeps its own.
+        # The suite runs this only for layers with transformers' names: it gets one, the model keeps its own.
         own = HopeConfig.get_text_config
         told = SimpleNamespace(layer_types=["linear_attention"])
         with patch.object(HopeConfig, "get_text_config", lambda self, **which: own(self, **which) if which else told):

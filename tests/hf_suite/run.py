@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run_suite(suite: Path, report: Path, arguments: list[str]) -> None:
-    """pytest in a process of its own, in which `tests` is transformers'."""
+    """pytest in its own process, in which `tests` is transformers'."""
     paths = [str(ROOT / "tests/hf_suite/common.py"), *(str(suite / file) for file, _ in PEERS.values())]
     settings = ["-c", os.devnull, "--rootdir", str(suite), "-q", "-p", "no:cacheprovider", "-W", "ignore"]
     environment = os.environ | {
@@ -71,7 +71,7 @@ def read_report(report: Path) -> dict[str, dict[str, str]]:
 
 
 def compare(ours: str, peer: str, outcomes: dict[str, dict[str, str]]) -> list[str]:
-    """What is wrong with the results of one of our classes beside its peer's, a sentence each."""
+    """The problems in the results of one of our classes compared with its peer's, one sentence each."""
     mine, theirs, allowed = outcomes.get(ours, {}), outcomes.get(peer, {}), EXCEPTIONS[ours]
     if not mine or not theirs:
         return [f"{ours} or {peer} ran no test."]

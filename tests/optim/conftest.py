@@ -1,4 +1,4 @@
-"""A model with every kind of parameter that the optimizer tells apart."""
+"""A model with every kind of parameter that the optimizer treats differently."""
 
 import pytest
 import torch

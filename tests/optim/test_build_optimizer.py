@@ -75,7 +75,7 @@ def test_periods_and_learning_rates_of_levels(leveled_model, settings):
 
 
 def test_periods_within_one_step_share_the_base_rate(leveled_model, settings):
-    """With a batch larger than all periods every level sees the same gradients: no ground for other rates."""
+    """With a batch larger than all periods every level sees the same gradients, so all have the same rate."""
     model = leveled_model()
     optimizer = build_optimizer(model, "adamw", **settings | {"tokens_per_step": 2_000})
     assert {(group["lr"], group["period_steps"]) for group in optimizer.param_groups} == {(1e-2, 1)}
@@ -95,7 +95,7 @@ VECTORS_OF_A_LEVEL = {"up_proj.bias", "input_layernorm.weight", "input_layernorm
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_vectors_have_a_rate_of_their_own(name, leveled_model, settings):
-    """Whatever else is decided about them stays; levels scale it as they scale the other."""
+    """Their other settings stay; levels scale it as they scale the other rate."""
     model = leveled_model(periods=(100, 400))
     groups = table(model, build_optimizer(model, name, **settings, vector_learning_rate=5e-2))
     before = table(model, build_optimizer(model, name, **settings))

@@ -1,4 +1,4 @@
-"""The clock against hand-written loops, and all that must survive a checkpoint."""
+"""The clock against hand-written loops, and all that a checkpoint must keep."""
 
 import copy
 import json
@@ -41,7 +41,7 @@ def test_period_one_is_torch_adamw_bit_for_bit(leveled_model, set_gradients):
     train(ours, optimizer, set_gradients, range(5))
     train(theirs, peer, set_gradients, range(5))
     assert_same_weights(ours, theirs)
-    # No state beyond torch's: a fast level pays nothing for the slow ones.
+    # No state beyond torch's: a fast level has no cost from the slow ones.
     for parameter, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert optimizer.state[parameter].keys() == peer.state[other].keys()
 

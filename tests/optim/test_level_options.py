@@ -1,4 +1,4 @@
-"""`--level_optimizers`: what is understood, and one clear sentence for what is not."""
+"""`--level_optimizers`: valid values, and one clear sentence for invalid ones."""
 
 import json
 

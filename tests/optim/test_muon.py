@@ -1,4 +1,4 @@
-"""Muon against the singular value decomposition it stands for, and against torch's own."""
+"""Muon against the singular value decomposition it approximates, and against torch's own."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_dtypes():
     assert (newton_schulz(gradient) - exact).abs().max() < 1e-5
     low = newton_schulz(gradient.bfloat16())
     assert low.dtype == torch.bfloat16
-    # The input's rounding, not that of fifteen bfloat16 products.
+    # Only the input's rounding, not that of fifteen bfloat16 products.
     torch.testing.assert_close(low, newton_schulz(gradient.bfloat16().float()).bfloat16(), rtol=0, atol=0)
     assert (newton_schulz(gradient, dtype=torch.bfloat16) - exact).abs().max() > 1e-3
     assert newton_schulz(torch.zeros(4, 4)).abs().max() == 0
@@ -52,7 +52,7 @@ def test_dtypes():
 
 @pytest.mark.parametrize("shape", [(16, 16), (8, 24), (24, 8)])
 def test_steps_equal_torch_muon(shape):
-    """torch computes in bfloat16 only, whose rounding is the tolerance."""
+    """torch computes only in bfloat16, whose rounding is the tolerance."""
     start = matrices(*shape)
     ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
     group = {"params": [ours], "optimizer": "muon", "lr": 0.05, "weight_decay": 0.1, "momentum": 0.95}

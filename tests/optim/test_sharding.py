@@ -1,4 +1,4 @@
-"""Updates of parameters that lie on several processes."""
+"""Updates of parameters that are sharded over several processes."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from hope_hf.optim.sharding import by_whole_matrices, own_part
 
 @pytest.fixture
 def two_ranks():
-    """The mesh of two processes, seen by the second of them; nothing is sent."""
+    """The mesh of two processes, as on the second one; nothing is sent."""
     torch.distributed.init_process_group("fake", rank=1, world_size=2)
     yield init_device_mesh("cpu", (2,))
     torch.distributed.destroy_process_group()
@@ -38,7 +38,7 @@ def test_a_matrix_is_whole_for_the_function_and_cut_afterwards(two_ranks):
 
 
 def test_the_clock_of_an_empty_part_goes_on():
-    """Where another process holds all of a parameter, no gradient arrives."""
+    """If another process holds all of a parameter, this one has no gradient."""
     full, empty = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(0))
     common = {"optimizer": "adamw", "lr": 0.1, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-8}
     clocks = [{"params": [full], "level": 0}, {"params": [empty], "level": 1, "period_steps": 2}]

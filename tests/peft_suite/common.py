@@ -18,10 +18,10 @@ from tests.test_decoder_models import TestDecoderModels  # noqa: E402, F401
 
 import hope_hf  # noqa: E402, F401  makes transformers' Auto classes know HOPE
 
-# PEFT knows what to adapt in models of its own list only: the maps into the mixer, as it does in Llama.
+# PEFT has targets only for models of its own list: ours are the maps into the mixer, as in Llama.
 TARGETS = {"self_modifying": ["in_proj", "q_proj"], "attention": ["q_proj", "v_proj"], "mamba2": ["in_proj"]}
 
-# Changed in place: the marks of the tests hold these very lists.
+# Changed in place: the marks of the tests hold these list objects.
 suite.PEFT_DECODER_MODELS_TO_TEST[:] = suite.SMALL_GRID_MODELS[:] = ["tiny"]
 config = json.loads(Path("tiny/config.json").read_text())
 targets = TARGETS[config.get("mixer", config["model_type"])]

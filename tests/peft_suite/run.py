@@ -1,7 +1,7 @@
 """Run PEFT's tests of decoder models on HOPE, Hope-Attention and Mamba-2, and compare: `make peft-suite`.
 
 PEFT_SUITE names a folder with `tests/` of the installed release of PEFT (CONTRIBUTING.md says where it comes from).
-Further arguments go to pytest. Exit status 1 if a test fails that Mamba-2 passes, of HOPE prefix tuning apart.
+Further arguments go to pytest. Exit status 1 if a test fails that Mamba-2 passes, except prefix tuning of HOPE.
 """
 
 import json
@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from hope_hf import HopeConfig, HopeForCausalLM  # noqa: E402
 from tests.hf_suite.run import read_report  # noqa: E402
 
-# Names of models and of data on the Hub that single tests load: all are our tiny ones.
+# Names of models and data on the Hub that single tests load: all are replaced by our tiny ones.
 HUB_MODELS = [
     "peft-internal-testing/tiny-random-OPTForCausalLM",
     "peft-internal-testing/tiny-dummy-qwen2",
@@ -41,7 +41,7 @@ PREFIX_TUNING = ("PrefixTuning", "prefix_tuning")
 
 
 def tiny_models() -> dict[str, PreTrainedModel]:
-    """Ours and their peer, alike in width and depth, and with the peer's usual spread of initial weights."""
+    """Ours and their peer, with the same width and depth, and with the peer's usual spread of initial weights."""
     torch.manual_seed(0)
     shared = dict(
         vocab_size=WORDS + 2, hidden_size=32, num_hidden_layers=2, head_dim=8, initializer_range=0.1,
@@ -95,7 +95,7 @@ def write_workplace(folder: Path, model: PreTrainedModel) -> None:
 
 
 def run_suite(suite: Path, folder: Path, arguments: list[str]) -> dict[str, str]:
-    """pytest in a process of its own, in which `tests` is PEFT's. Returns {test: passed, skipped or failed}."""
+    """pytest in its own process, in which `tests` is PEFT's. Returns {test: passed, skipped or failed}."""
     report = folder / "report.xml"
     settings = ["-c", os.devnull, "--rootdir", str(suite), "-q", "-p", "no:cacheprovider", "-W", "ignore"]
     environment = os.environ | {
@@ -111,7 +111,7 @@ def run_suite(suite: Path, folder: Path, arguments: list[str]) -> dict[str, str]
 
 
 def compare(name: str, ours: dict[str, str], theirs: dict[str, str]) -> list[str]:
-    """What one of our models does not pass and the peer does, a sentence each."""
+    """Tests that the peer passes and one of our models does not, one sentence each."""
     if not ours or not theirs:
         return [f"{name} or {PEER} ran no test."]
     missing = [test for test, outcome in theirs.items() if outcome == "passed" and ours[test] != "passed"]

@@ -1,4 +1,4 @@
-"""A tiny training whose whole state is soon written, and ways to damage what it wrote."""
+"""A tiny training whose whole state is written quickly, and ways to damage its files."""
 
 import json
 import random
@@ -64,7 +64,7 @@ class Run:
         return losses
 
     def save(self, output_dir: Path, save_total_limit: int | None = None, **changes) -> Path:
-        # A run has its folder before it has a checkpoint.
+        # A run makes its folder before its first checkpoint.
         if PartialState().is_main_process and not Path(output_dir).is_dir():
             Path(output_dir).mkdir(parents=True)
         return self.save_with(CheckpointWriter(output_dir, save_total_limit), **changes)

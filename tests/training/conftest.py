@@ -35,7 +35,7 @@ def corpus(tmp_path_factory) -> list[str]:
 def run(tmp_path, corpus, monkeypatch):
     """`run(name, *flags, model=LLAMA)` trains in `tmp_path/name` on the corpus and returns (exit status, rows)."""
     threads = torch.get_num_threads()
-    # The sample at the end would take longer than the training.
+    # The full sample at the end would take longer than the training.
     monkeypatch.setattr(finish, "SAMPLE_TOKENS", 4)
 
     def start(name: str, *flags, model=LLAMA, data=corpus):

@@ -1,4 +1,4 @@
-"""`run_clm.py` with labels masked by the row's content, so that processes count unlike many valid tokens."""
+"""`run_clm.py` with labels masked by the row's content, so that processes have different counts of valid tokens."""
 
 import sys
 

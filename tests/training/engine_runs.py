@@ -29,7 +29,7 @@ SMALL += ["--vector_learning_rate", "1e-2", "--cpu_threads", "1", "--save_total_
 def run_plan(
     engine: str, processes: int, runs: dict[str, dict], folder: Path, on_cpu: bool = True
 ) -> dict[str, list[dict]]:
-    """The rows of every run: "single" in this process where it is on the CPU, else by `accelerate launch`."""
+    """The rows of every run: "single" on the CPU in this process, else by `accelerate launch`."""
     folders = {name: folder / {"continued": "hope", "fp16 continued": "fp16"}.get(name, name) for name in runs}
     entries = [{"folder": str(folders[name]), **run} for name, run in runs.items()]
     if engine == "single" and on_cpu:

@@ -1,11 +1,11 @@
-"""Started by a launcher, once per engine: `run_clm.py` several times over in the same processes.
+"""Started by a launcher, once per engine: runs `run_clm.py` several times in the same processes.
 
     engine_worker.py PLAN.json
 
 The plan is a list of {"folder": ..., "flags": [...]}, with optional "forget": steps whose checkpoints are removed
-before, so that the run continues; "source": a finished run's folder that is copied before; "poison": [step, rank],
-a loss that is not finite on one process; and "overflow": [step, rank], in fp16, such a gradient. Data are masked as in
-`ddp_worker.py`. Each run's rows go to `FOLDER.<index>.json`.
+first, so that the run continues; "source": a finished run's folder that is copied first; "poison": [step, rank], a
+loss that is not finite on one process; and "overflow": [step, rank], in fp16, a gradient that is not finite. Data are
+masked as in `ddp_worker.py`. Each run's rows go to `FOLDER.<index>.json`.
 """
 
 import json
@@ -24,7 +24,7 @@ from hope_hf.training import finish, main, setup, trainer
 
 
 class Poisoned:
-    """`summed_loss`, once not finite, or with such a gradient."""
+    """`summed_loss`, once not finite, or with a gradient that is not."""
 
     def __init__(self, loss, steps: int, gradient: bool):
         self.loss, self.steps, self.gradient = loss, steps, gradient

@@ -17,7 +17,7 @@ from hope_hf.training.watch.monitor import Monitor
 
 
 def refuse(run, capsys, sentence, name="a", **keywords):
-    """Run with `keywords` and expect a refusal that contains `sentence`; returns the whole complaint."""
+    """Run with `keywords` and expect a refusal that contains `sentence`; returns the whole error."""
     status, _ = run(name, *keywords.pop("flags", []), **keywords)
     complaint = capsys.readouterr().err.strip().splitlines()[-1]
     assert status == 2

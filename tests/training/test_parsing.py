@@ -1,4 +1,4 @@
-"""Command line and recipe files: what overrides what, and one sentence for each mistake."""
+"""Command line and recipe files: their order of precedence, and one sentence for each mistake."""
 
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -13,7 +13,7 @@ from hope_hf.training.arguments import FLAGS, Arguments
 from hope_hf.training.foreign import INSTEAD, NO_EFFECT
 from hope_hf.training.parsing import parse, repo_id
 
-# The flags that the project promises, beside --output_dir and --document_boundary.
+# The flags that the project promises, besides --output_dir and --document_boundary.
 PROMISED = """
 model_name_or_path model_type config_name config_overrides tokenizer_name trust_remote_code attn_implementation
 dataset_name dataset_config_name train_file validation_file validation_split_percentage max_train_samples

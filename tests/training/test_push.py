@@ -1,4 +1,4 @@
-"""`--push_to_hub`: the run comes first, and nothing that goes wrong with the upload touches it."""
+"""`--push_to_hub`: the run ends first, and a failed upload does not change it."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def unchecked(monkeypatch):
 
 
 def complete(folder: Path) -> bool:
-    """Whether the run is marked as complete, its weights are there, and nothing of an export lies about."""
+    """Whether the run is marked as complete, its weights are there, and no part of an export is left."""
     record = json.loads((folder / "run.json").read_text())
     return record["complete"] and (folder / "model.safetensors").exists() and not list(folder.glob(".hub-*"))
 
@@ -103,7 +103,7 @@ def test_a_model_that_is_no_hope_is_refused_before_the_training(run, hub, tmp_pa
 
 @pytest.mark.processes
 def test_two_processes_without_a_network(tmp_path, corpus):
-    """The first one alone tries, and says so in a sentence; the launcher sees a success."""
+    """Only the first one tries, and reports it in a sentence; the launcher sees a success."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{free.getsockname()[1]}"

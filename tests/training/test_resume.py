@@ -1,4 +1,4 @@
-"""A run that stops goes on as if it had not: bit for bit on one process."""
+"""A stopped run continues as if it had not stopped: bit for bit on one process."""
 
 import contextlib
 import signal
@@ -85,7 +85,7 @@ def test_named_checkpoint_is_taken_and_later_rows_are_replaced(run, tmp_path, ca
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_after_an_error_in_the_loop_sigterm_waits_until_it_is_told(fails):
-    """A launcher that has lost one process sends it to the others, which know why they stop."""
+    """A launcher that has lost one process sends SIGTERM to the others, which already have the reason."""
     stop = StopSignal()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     with contextlib.suppress(RuntimeError), stop:

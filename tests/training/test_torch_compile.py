@@ -1,4 +1,4 @@
-"""`--torch_compile` changes how a run is computed, and neither its figures nor how it ends."""
+"""`--torch_compile` changes how a run is computed, but not its results or how it ends."""
 
 import json
 import shutil
@@ -7,7 +7,7 @@ import pytest
 import torch
 from training_runs import HOPE, LLAMA, curve
 
-# Inductor imports a part of torch that torch itself has deprecated.
+# Inductor imports a deprecated part of torch.
 pytestmark = [
     pytest.mark.long,
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
@@ -61,7 +61,7 @@ def test_a_compiled_run_has_the_figures_of_the_plain_one(run, corpus, capsys, mo
 
 def test_a_compiled_run_continues(run, tmp_path, capsys):
     _, whole = run("a", *STEPS, *CARRY, "--torch_compile", model=HOPE)
-    # As a kill after step 5 leaves it.
+    # As after a kill after step 5.
     shutil.rmtree(tmp_path / "a" / "checkpoint-10")
     record = json.loads((tmp_path / "a" / "run.json").read_text())
     (tmp_path / "a" / "run.json").write_text(json.dumps({**record, "complete": False}))

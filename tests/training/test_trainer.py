@@ -1,4 +1,4 @@
-"""What a run writes and reports, and how it treats losses that are not finite."""
+"""What a run writes and reports, and how it handles losses that are not finite."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def test_run_leaves_a_model_that_loads_and_metrics_of_every_kind(run, tmp_path, 
     assert [row["level/0/tokens_since_update"] for row in rows if "train/loss" in row] == [128, 0] * 4
     assert evaluation["eval/perplexity"] == pytest.approx(math.exp(evaluation["eval/loss"]))
     assert evaluation["eval/bits_per_byte"] > 0
-    # The file that readers of transformers' examples look for.
+    # The file that transformers' examples write.
     assert json.loads((folder / "all_results.json").read_text())["perplexity"] == evaluation["eval/perplexity"]
     assert (folder / "loss.png").read_bytes()[:4] == b"\x89PNG" and (folder / "generation_config.json").exists()
     assert "level 1" in out and "every 4 step(s), 2 updates" in out
@@ -53,7 +53,7 @@ def test_evaluation_is_the_mean_over_tokens_and_the_bytes_they_stand_for(run, tm
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a")
     texts = [json.loads(line)["text"] for line in open(corpus[3], encoding="utf-8")]
     bytes_per_token = sum(len(text.encode()) for text in texts) / sum(len(tokenizer(text).input_ids) for text in texts)
-    # Where documents are cut moves the figure by a few percent; a missing ln 2 or factor would move it far more.
+    # The cuts of documents change the value by a few percent; a missing ln 2 or factor would change it far more.
     estimate = rows[-1]["eval/loss"] / math.log(2) / bytes_per_token
     assert rows[-1]["eval/bits_per_byte"] == pytest.approx(estimate, rel=0.1)
     assert model.num_parameters() > 0
@@ -136,7 +136,7 @@ def test_bf16_autocast_follows_the_fp32_curve_with_fp32_weights_and_is_another_r
     flags = ["--document_boundary", "carry", "--max_train_steps", "3"]
     _, full = run("full", *flags, model=HOPE)
     with monkeypatch.context() as patch:
-        # What `accelerate launch` makes of `mixed_precision: bf16`.
+        # What `accelerate launch` sets for `mixed_precision: bf16`.
         patch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
         status, half = run("half", *flags, model=HOPE)
     assert status == 0
@@ -149,7 +149,7 @@ def test_bf16_autocast_follows_the_fp32_curve_with_fp32_weights_and_is_another_r
 
 
 def test_carried_memories_change_what_a_row_begins_with(run, monkeypatch):
-    # The same rows in the same order: only what the memories hold at a row's beginning differs, from the second on.
+    # The same rows in the same order: only the memories at a row's beginning differ, from the second on.
     small = ["--document_boundary", "carry", "--max_train_steps", "3", "--learning_rate", "1e-9"]
     _, carried = run("carried", *small, model=HOPE)
     monkeypatch.setattr(CarriedMemory, "hand_over", CarriedMemory.restart)

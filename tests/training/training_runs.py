@@ -1,4 +1,4 @@
-"""Models small enough for tests, and what a run left behind."""
+"""Small models for tests, and the output of runs."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ HOPE_ATTENTION = [HOPE[0], HOPE[1] + ",mixer=attention"]
 
 
 def reset_accelerate():
-    """accelerate keeps its state in the process: the next run in it would inherit the last one's."""
+    """accelerate keeps its state in the process: the next run would inherit it."""
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
 
@@ -41,7 +41,7 @@ def reset_accelerate():
 def fp16_on_cpu(patch, **scaler):
     """What accelerate sets up for `mixed_precision: fp16` on a GPU: autocast, and a scaler with the options `scaler`.
 
-    DeepSpeed needs nothing of it.
+    DeepSpeed does not need it.
     """
     make = choose.cpu_accelerator
 
@@ -67,7 +67,7 @@ def curve(rows: list[dict], key: str = "train/loss") -> list[float]:
 
 
 def forget_the_end(folder, *steps):
-    """Put a finished run back to where it stood before `steps` were saved, as a killed process leaves it."""
+    """Put a finished run back to its state before `steps` were saved, as after a kill."""
     for step in steps:
         shutil.rmtree(folder / f"checkpoint-{step}")
     record = json.loads((folder / "run.json").read_text())

@@ -1,4 +1,4 @@
-"""Multi-query recall: what is written, what is asked, and that the asked is what was written."""
+"""Multi-query recall: what is written, what is asked, and that both match."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""The languages against their definitions: which symbols may follow a prefix is read off lists of words."""
+"""The languages against their definitions: lists of words give the symbols that may follow a prefix."""
 
 import re
 from collections import Counter
@@ -50,7 +50,7 @@ def test_next_symbols_are_those_of_the_words_that_continue_the_prefix(name):
     language, known = LANGUAGES[name], words(name)
     prefixes = {word[:n] for word in known for n in range(1, LONGEST[name][1] + 1)}
     if name in ("anbn", "anbncn"):
-        # beyond the first block nothing is open, so longer prefixes of short words are complete, too
+        # after the first block nothing is open, so longer prefixes of short words are complete, too
         prefixes |= {word[:n] for word in known if len(word) <= LONGEST[name][0] // 2 for n in range(1, len(word) + 1)}
     assert len(prefixes) > 8
     for prefix in prefixes:
@@ -74,7 +74,7 @@ def test_samples_are_words_with_their_sets_and_nothing_behind_them_is_scored(nam
             assert mask.tolist() == [True] * length + [False] * (len(mask) - length)
             assert IS_WORD[name](spelled(name, ids[:length]))
             assert torch.equal(sets[:length], language.next_symbols(ids[:length]))
-            # the word is over: its end is among what may follow
+            # the word is complete: its end may follow
             assert sets[length - 1, -1] and not sets[length:].any()
             for position in range(length - 1):
                 assert sets[position, ids[position + 1]]

@@ -1,4 +1,4 @@
-"""The tasks of MAD, read back row by row as their descriptions say."""
+"""The tasks of MAD, checked row by row against their descriptions."""
 
 from itertools import groupby
 
@@ -15,7 +15,7 @@ def drawn(name: str, bin: int | None = 0, rows: int = 60, seed: int = 0):
 
 
 def pairs_of(tokens: list[int], first_value: int) -> list[tuple[tuple, tuple]]:
-    """Runs of key symbols and of value symbols in turn, as pairs."""
+    """Alternating runs of key symbols and of value symbols, as pairs."""
     runs = [tuple(run) for _, run in groupby(tokens, lambda token: token >= first_value)]
     return list(zip(runs[::2], runs[1::2], strict=True))
 

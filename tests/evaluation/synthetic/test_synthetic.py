@@ -1,4 +1,4 @@
-"""The synthetic suite: its tasks and rows, and that small models learn what they can and not what they cannot."""
+"""The synthetic suite: its tasks and rows, and what small models can and cannot learn."""
 
 import math
 import warnings
@@ -110,7 +110,7 @@ def test_results_follow_from_the_seed():
     torch.manual_seed(0)
     before = torch.random.get_rng_state()
     assert run(1) == run(1) != run(2)
-    # the caller's stream of random numbers is left alone
+    # the caller's random generator is unchanged
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -205,7 +205,7 @@ def test_every_seed_trains_on_samples_of_its_own():
 
 
 def test_the_mean_of_the_weights_is_tested_beside_them(monkeypatch):
-    """What is right first ends the training and comes back, the weights or their mean; else the mean."""
+    """The weights or their mean, whichever is right first, end the training and are returned; else the mean."""
     trained, tested = [], []
 
     class Bias(nn.Module):
@@ -270,7 +270,7 @@ def test_unknown_tasks_are_refused_with_the_known_ones():
 
 
 class Broken(nn.Module):
-    """Logits that are no numbers from the `calls`-th call on."""
+    """Logits that are NaN from the `calls`-th call on."""
 
     def __init__(self, model, calls):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Loss and score of a synthetic task against sums written out."""
+"""Loss and score of a synthetic task against explicit sums."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A checkpoint written while the training goes on is the one that it would have waited for."""
+"""A checkpoint written in the background equals one that the training waits for."""
 
 import errno
 import random
@@ -128,7 +128,7 @@ def test_a_checkpoint_of_another_version_is_named(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_the_machines_do_not_share_is_named(tmp_path, monkeypatch):
-    """This process makes the folder and does not find it, as another machine would not."""
+    """This process makes the folder but does not find it, like another machine."""
     is_dir = Path.is_dir
     monkeypatch.setattr(Path, "is_dir", lambda path: ".tmp-" not in path.name and is_dir(path))
     with pytest.raises(ValueError, match="No checkpoint .* must be on a disk that all machines share"):

@@ -39,7 +39,7 @@ def test_a_damaged_checkpoint_is_not_chosen(output_dir, file, damage):
 
 
 def test_every_bit_of_the_manifest_counts(output_dir):
-    """Steps, sizes and counts stand only there; no flip in them may pass."""
+    """Steps, sizes and counts are only there; a flipped bit in them must be found."""
     manifest = output_dir / "checkpoint-3" / "manifest.json"
     whole = manifest.read_bytes()
     places = random.Random(0).sample(range(len(whole)), 60)

@@ -1,4 +1,4 @@
-"""Two processes never train in one folder, and a killed one leaves no lock behind."""
+"""Two processes never train in one folder, and a killed one leaves no lock."""
 
 import errno
 import fcntl
@@ -37,7 +37,7 @@ def is_held(folder: Path) -> bool:
 
 @pytest.fixture
 def lock(tmp_path):
-    """A lock on `tmp_path/a`, as another process has it."""
+    """A lock on `tmp_path/a`, as if held by another process."""
     lock = FolderLock(tmp_path / "a")
     lock.acquire()
     yield lock

@@ -1,4 +1,4 @@
-"""Killed or failing at any moment, writing and deleting leave complete checkpoints only."""
+"""A kill or failure at any moment of writing or deleting leaves only complete checkpoints."""
 
 import errno
 import os
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_cpu_process")
 
 
 class Killed(BaseException):
-    """Stands for kill -9: nothing that handles errors may handle it."""
+    """Simulates kill -9: no error handler may catch it."""
 
 
 def test_a_kill_at_any_moment_leaves_the_last_checkpoint(output_dir, monkeypatch):
@@ -88,7 +88,7 @@ def test_rotation_does_not_count_broken_ones_and_keeps_later_ones(output_dir):
     run.step = 6
     run.save(output_dir, save_total_limit=2)
     assert names(output_dir) == ["checkpoint-3", "checkpoint-6"]
-    # After going back to an older checkpoint by name the newer ones are somebody's still.
+    # After a return to an older checkpoint by name, the newer ones are still kept.
     run.step = 4
     run.save(output_dir, save_total_limit=1)
     assert names(output_dir) == ["checkpoint-4", "checkpoint-6"]
@@ -113,7 +113,7 @@ def test_a_kill_while_deleting_leaves_no_half_checkpoint(output_dir, monkeypatch
 
 
 def test_a_full_disk_gets_one_sentence_and_its_space_back(output_dir):
-    """The limit on a file's size stands for a full disk: the same calls fail in the same places."""
+    """A limit on the file size simulates a full disk: the same calls fail in the same places."""
     run = Run()
     run.step = 9
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,6 +1,6 @@
-"""Killed at a random moment, a run goes on from a verified checkpoint, and none of its processes is left behind.
+"""A run killed at a random moment continues from a verified checkpoint, and leaves none of its processes.
 
-The long test kills all kinds of victims under every engine; `make test-kill` does so 30 times (`HOPE_KILLS=30`).
+The long test kills every kind of process under every engine; `make test-kill` does so 30 times (`HOPE_KILLS=30`).
 """
 
 import json
@@ -38,9 +38,9 @@ class Kill:
     victims: str
     """"a rank", "all ranks" or "the launcher"."""
     steps: int
-    """After so many steps of this process's life,"""
+    """After this number of steps of the process,"""
     seconds: float
-    """and so much later, perhaps while a checkpoint is written."""
+    """and this much later, perhaps while a checkpoint is written."""
 
 
 def seeded_kills(seed: int, victims: list[str]) -> list[Kill]:
@@ -51,7 +51,7 @@ def seeded_kills(seed: int, victims: list[str]) -> list[Kill]:
 class Launch:
     """`accelerate launch` of a run in `folder`, by one of accelerate_configs/.
 
-    `python` is `warm_python.executable()` where no process of it will be killed.
+    `python` is `warm_python.executable()` if none of its processes will be killed.
     """
 
     def __init__(self, config: str, processes: int, folder: Path, flags: list[str], python: str = sys.executable):
@@ -78,7 +78,7 @@ class Launch:
         return found
 
     def wait_for_steps(self, count: int):
-        """Until this launch has done so many steps."""
+        """Wait until this launch has done this number of steps."""
         self.wait_until(
             lambda: beats(self.folder) > self.beats and steps_done(self.folder) >= self.begins_at + count,
             LONGEST_START,
@@ -122,7 +122,7 @@ def steps_done(folder: Path) -> int:
 
 
 def chosen_step(folder: Path) -> int:
-    """Of the checkpoint from which the run would go on, every byte of it read; a broken one is an error."""
+    """The step of the checkpoint to continue from, every byte of it read; a broken one is an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         chosen = latest_checkpoint(folder)
@@ -139,7 +139,7 @@ ENGINES = {
 
 @pytest.fixture
 def start():
-    """Launches as `Launch` does; what a failed test leaves running is killed."""
+    """Launches as `Launch` does; kills what a failed test leaves running."""
     launches = []
 
     def launch(*arguments) -> Launch:
@@ -154,12 +154,12 @@ def start():
 
 
 def survives(engine: str, victims: list[str], start, tmp_path: Path, corpus: list[str]):
-    """Kill a run as often as there are victims, and compare it with one that nobody killed."""
+    """Kill a run once per victim, and compare it with one that was not killed."""
     # Several seconds: a run that is killed more often is longer.
     steps = 30 * (len(victims) + 1)
     corpus = [*corpus, "--max_train_steps", str(steps)]
     config, processes, flags = ENGINES[engine]
-    # Before a checkpoint in the background is whole, the one before it counts.
+    # Until a background checkpoint is complete, the one before it counts.
     most_lost = 2 * INTERVAL if flags else INTERVAL
     folder = tmp_path / engine
     generator = random.Random(engine)
@@ -184,7 +184,7 @@ def survives(engine: str, victims: list[str], start, tmp_path: Path, corpus: lis
     launch.wait_until(launch.gone, 4 * LONGEST_START, "the last launch did not end")
     assert launch.launcher.wait() == 0, launch.text()
 
-    # Under the same engine: over hundreds of steps, rounding alone parts the curves of two.
+    # Under the same engine: over hundreds of steps, rounding separates the curves of two engines.
     whole = start(config, processes, tmp_path / "uninterrupted", corpus + flags, warm_python.executable())
     whole.wait_until(whole.gone, 4 * LONGEST_START, "the uninterrupted run did not end")
     assert whole.launcher.wait() == 0, whole.text()
@@ -211,9 +211,9 @@ def test_every_kind_of_victim_under_every_engine(engine, start, tmp_path, corpus
 
 @pytest.mark.parametrize("engine, whom, status", [("single", "group", -signal.SIGTERM), ("fsdp2", "rank", 0)])
 def test_sigterm_saves_the_step_just_done(engine, whom, status, start, tmp_path, corpus):
-    """The processes end with 0; a launcher that was told to stop says so in its own status."""
+    """The processes end with 0; a launcher that was told to stop has its own status."""
     config, processes, _ = ENGINES[engine]
-    # A signal to the whole group would not find what a server has forked.
+    # A signal to the process group would not reach processes that a server has forked.
     python = sys.executable if whom == "group" else warm_python.executable()
     launch = start(config, processes, tmp_path / "run", [*corpus, "--max_train_steps", "1000"], python)
     launch.wait_for_steps(4)

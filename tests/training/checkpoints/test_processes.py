@@ -171,7 +171,7 @@ def test_two_processes_keep_their_own_states_and_agree_on_failures(tmp_path):
 
 
 def test_weights_come_together_while_the_training_goes_on(tmp_path):
-    """The same bytes as where it waits; and no waiting for a process that is gone before it has sent its part."""
+    """The same bytes as if it waited; and no waiting for a process that ends before it has sent its part."""
     result = launched_fsdp2(SHARDED, tmp_path)
     lost = tmp_path / "run.lost"
     assert lost.exists(), result.stderr[-5000:]

@@ -1,4 +1,4 @@
-"""A checkpoint holds the whole run, which continues from it bit for bit, in a model that fits and in no other."""
+"""A checkpoint holds the whole run, which continues from it bit for bit, only in a model that fits."""
 
 import random
 
@@ -73,7 +73,7 @@ def test_the_folder_loads_with_the_auto_classes(tmp_path, tied):
 
 
 def test_a_family_that_renames_its_weights_for_export_continues(tmp_path):
-    """Mixtral's experts are stacked in the model and apart in the files of the Hub."""
+    """Mixtral's experts are stacked in the model and separate in the files of the Hub."""
     config = AutoConfig.for_model("mixtral", **CONFIG | {"num_local_experts": 2, "num_key_value_heads": 2})
     torch.manual_seed(0)
     model, fresh = AutoModelForCausalLM.from_config(config), AutoModelForCausalLM.from_config(config)

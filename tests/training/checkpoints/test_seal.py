@@ -1,4 +1,4 @@
-"""A checkpoint from somebody else: a forged manifest, files that are none, files that nobody listed."""
+"""Untrusted checkpoints: a forged manifest, links and pipes instead of files, files that are not listed."""
 
 import json
 import os
@@ -21,7 +21,7 @@ FILE = {"size": 1, "sha256": "0" * 64}
 
 @pytest.fixture
 def no_waiting():
-    """A pipe that is opened would be waited for without end: give up after some seconds."""
+    """Opening a pipe would block forever: give up after some seconds."""
 
     def give_up(*_):
         raise AssertionError("it hangs")
@@ -34,7 +34,7 @@ def no_waiting():
 
 
 def refused(output_dir: Path) -> str:
-    """Checkpoint 5 is passed over, nobody resumes from it or copies it; the sentence."""
+    """Checkpoint 5 is skipped, and no program resumes from it or copies it; returns the error."""
     folder, copy = output_dir / "checkpoint-5", output_dir / "copy"
     with pytest.warns(UserWarning, match="Not chosen: .*checkpoint-5"):
         assert latest_checkpoint(output_dir) == output_dir / "checkpoint-3"
@@ -94,7 +94,7 @@ def device(path: Path):
 
 
 def link_out(path: Path):
-    # The same bytes: only that they lie elsewhere is wrong with it.
+    # The same bytes, but in another folder.
     path.symlink_to(path.parents[1] / "elsewhere")
 
 
@@ -108,7 +108,7 @@ def test_what_is_no_file_of_the_folder_is_not_opened(output_dir, name, replace):
 
 
 def test_what_is_not_listed_is_not_read(output_dir):
-    """Neither other weights, nor the optimizer of a process there never was, nor tensors beside a state's JSON."""
+    """Not other weights, an extra process's optimizer state, or tensors added to a state's JSON."""
     folder, fresh, expected = output_dir / "checkpoint-5", Run(seed=3), Run(seed=4)
     expected.restore(output_dir)
     evil = {name: torch.zeros_like(tensor) for name, tensor in load_file(folder / "model.safetensors").items()}

@@ -1,4 +1,4 @@
-"""Two processes are one process with the same global batch."""
+"""Two processes give the results of one process with the same global batch."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def test_two_processes_give_the_curve_of_one(run, tmp_path, corpus, monkeypatch,
     launcher = TWO if model is LLAMA else ACCELERATE
     flags = [batch, "1", "--gradient_accumulation_steps", "2"] if model is LLAMA else [batch, "2"]
     two = start(launcher, tmp_path / "two", corpus, *flags, model=model)
-    # Meanwhile, in this process:
+    # Meanwhile, one process here:
     monkeypatch.setattr(setup, "build_data", ddp_worker.masked_data)
     status, single = run("one", batch, "4", *SMALL, model=model)
     output, double = finished(two, tmp_path / "two")
@@ -126,7 +126,7 @@ def test_engine_that_would_not_run_is_refused(tmp_path, monkeypatch):
 def test_threads_are_shared_between_the_processes_of_a_machine(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    # What launchers export where the user has said nothing.
+    # The default of launchers.
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert default_threads() == 8
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")

@@ -1,4 +1,4 @@
-"""What README and the launch files name beside their own values: each setting gives the curve of one process, too."""
+"""The alternative values in README and the launch files: each setting gives the curve of one process, too."""
 
 import json
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.long
 STEPS = 6
 FLAGS = [*HOPE, *SMALL, "--max_train_steps", str(STEPS), "--checkpointing_steps", "0"]
 
-# Launch file, what is changed in its section, and flags of run_clm.py.
+# Launch file, changes of its section, and flags of run_clm.py.
 SETTINGS = {
     "fsdp2-gathered-once": ("fsdp2", {"fsdp_reshard_after_forward": False}, []),
     "fsdp2-by-size": ("fsdp2", {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 20_000}, []),
@@ -27,7 +27,7 @@ SETTINGS = {
     "fsdp1-recomputing": ("fsdp1", {"fsdp_activation_checkpointing": True}, []),
     "fsdp1-offloaded": ("fsdp1", {"fsdp_offload_params": True}, []),
 }
-# Compute in bfloat16, so only near the curve; what is reduced in bfloat16 as well is further off.
+# Compute in bfloat16, so only near the curve; reducing in bfloat16 too is further off.
 BF16 = {
     "fsdp2": ("fsdp2", {}, []),
     "fsdp2-reduced-in-bf16": ("fsdp2", {}, ["--fsdp_reduce_dtype", "bfloat16"]),
@@ -57,7 +57,7 @@ def launched(corpus, tmp_path):
         file = tmp_path / "changed.yaml"
         file.write_text(yaml.safe_dump(values))
         runs = {"hope": {"flags": [*FLAGS, *corpus, *flags, "--per_device_train_batch_size", str(ROWS // 2)]}}
-        # A path from the root takes the place of the folder of launch files.
+        # An absolute path replaces the folder of launch files.
         return run_plan(str(file.with_suffix("")), 2, runs, tmp_path)["hope"]
 
     return launch

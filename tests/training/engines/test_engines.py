@@ -1,4 +1,4 @@
-"""Every engine gives the curve of one process, for every model, and continues as if it had not stopped.
+"""Every engine gives the curve of one process, for every model, and continues exactly.
 
 One launch per engine trains all models in turn; the runs on one process, which all engines share, are made once.
 """
@@ -13,7 +13,7 @@ from training_runs import GPT2, HOPE, HOPE_ATTENTION, LLAMA, curve
 
 
 def deepspeed_has_fp16() -> bool:
-    """What DeepSpeed asks torch before it trains in fp16 on a CPU."""
+    """DeepSpeed's own check before it trains in fp16 on a CPU."""
     try:
         return torch.ops.mkldnn._is_mkldnn_fp16_supported()
     except (AttributeError, RuntimeError):
@@ -23,7 +23,7 @@ def deepspeed_has_fp16() -> bool:
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.usefixtures("warm_python"),
-    # On one worker of pytest-xdist: all share the runs on one process.
+    # On one worker of pytest-xdist, to share the runs on one process.
     pytest.mark.xdist_group("engines"),
 ]
 FP16 = ["fp16", "fp16 continued"]
@@ -54,7 +54,7 @@ def marks(engine: str, run: str) -> list:
     return [NEEDS_DEEPSPEED, NEEDS_FP16] if run in FP16 else [NEEDS_DEEPSPEED]
 
 
-# Model, optimizer steps, and the batches accumulated for one where there are several processes.
+# Model, optimizer steps, and the accumulated batches per step with several processes.
 RUNS = {
     "hope": (HOPE, 11, 1),
     "hope-attention": (HOPE_ATTENTION, 6, 1),
@@ -64,7 +64,7 @@ RUNS = {
     "poisoned": (LLAMA, 6, 1),
     "fp16": (HOPE, 9, 1),
 }
-# Whose checkpoint the run "moved" goes on from: one process's, and on four processes that of two.
+# The engine whose checkpoint the run "moved" continues: one process, or two processes for four.
 SOURCES = {"fsdp_hybrid": "fsdp2"}
 POISONED_STEP = 3
 LATER_POISONED_STEP = 5
@@ -83,23 +83,23 @@ def plan(corpus: list[str], processes: int, wanted: list[str], source: Path | No
         runs[name] = {"flags": [*model, *corpus, *SMALL, *batch, *length]}
     runs["poisoned"]["poison"] = [POISONED_STEP, processes - 1]
     runs["fp16"] |= {"overflow": [POISONED_STEP, processes - 1], "poison": [LATER_POISONED_STEP, processes - 1]}
-    # Beyond the steps that it trains again.
+    # After the steps that it trains again.
     again = {"forget": [RUNS["fp16"][1]], "overflow": [RUNS["fp16"][1], 0]}
     runs["fp16 continued"] = {"flags": runs["fp16"]["flags"], **again}
     runs["continued"] = {"flags": runs["hope"]["flags"], "forget": [RUNS["hope"][1]]}
-    # Two ways to go on after the first checkpoint: with one's own, and with another launch's.
+    # Two ways to continue after the first checkpoint: with its own, and with another launch's.
     runs["moved"] = {"flags": runs["hope"]["flags"], "forget": [RUNS["hope"][1]], "source": f"{source}/hope"}
     return {name: run for name, run in runs.items() if name in wanted}
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory, corpus):
-    """`rows(engine)`: the rows of all its runs, launched when they are first asked for."""
+    """`rows(engine)`: the rows of all its runs, launched at the first call."""
     launched, folders = {}, {}
 
     def get(engine: str) -> dict[str, list[dict]]:
         if engine not in launched:
-            # A launch that failed fails every test of its engine, and is not repeated.
+            # A failed launch fails every test of its engine, and is not repeated.
             launched[engine] = None
             source = SOURCES.get(engine, "single")
             if engine != "single":
@@ -118,7 +118,7 @@ def rows(tmp_path_factory, corpus):
 
 
 def went_on(folder: Path, saved: int = SAVED_STEP) -> None:
-    """That a finished run was continued and not begun again, which would give the same curve."""
+    """Check that a finished run was continued, not begun again, which would give the same curve."""
     beats = [json.loads(line)["step"] for line in (folder / "heartbeat_rank0.jsonl").open()]
     steps = RUNS["hope"][1]
     expected = [steps, *range(saved + 1, steps + 1)]
@@ -149,7 +149,7 @@ def test_continued_run_is_the_uninterrupted_one(rows, engine, name):
 
 @pytest.mark.parametrize(("engine", "name"), each("moved"))
 def test_run_of_another_number_of_processes_goes_on_under_the_engine(rows, engine, name):
-    """With the rows that come next, of which none is read twice: others would have other losses."""
+    """It reads the next rows, none twice: other rows would have other losses."""
     same(rows(engine)[name], rows("single")["hope"], rel=1e-5)
     went_on(rows.folders[engine] / name)
 
@@ -159,7 +159,7 @@ def test_a_run_goes_on_from_two_processes_to_one_and_to_two_again(rows, corpus, 
     source = rows.folders["fsdp2"]
     for config, processes, saved in (("single", 1, SAVED_STEP), ("ddp", 2, SAVED_STEP + 3)):
         runs = plan(corpus, processes, ["moved"], source)
-        # One more checkpoint on the way, from which the next one goes on.
+        # One more checkpoint in between, from which the next launch continues.
         runs["moved"]["flags"] += ["--checkpointing_steps", str(SAVED_STEP + 3)]
         source = tmp_path / config
         source.mkdir()
@@ -181,7 +181,7 @@ def test_runs_of_engines_go_on_in_one_process(rows, corpus, tmp_path):
 
 
 def memory(rows, engine: str, rank: int) -> dict:
-    """Its row after the first step of a HOPE."""
+    """The rank's memory row after the first step of a HOPE."""
     rows(engine)
     file = rows.folders[engine] / "hope" / f"ram_rank{rank}.jsonl"
     return next(row for row in map(json.loads, file.open()) if row["step"] == 1)
@@ -203,7 +203,7 @@ def test_a_process_holds_its_part_and_no_more(rows, engine, most):
 @NEEDS_DEEPSPEED
 @pytest.mark.parametrize(("engine", "weights"), [("deepspeed_zero2", 1.5), ("deepspeed_zero3", 1.0)])
 def test_zero_shares_out_gradients_and_optimizer_state(rows, engine, weights):
-    """Over those of a replica; beside the weights, whole or its part, DeepSpeed keeps another copy of its part."""
+    """Relative to a replica; besides the weights, or its part of them, DeepSpeed keeps another copy of its part."""
     replica = memory(rows, "ddp", 0)
     for name, share in (("parameters_gib", weights), ("gradients_gib", 0.5), ("optimizer_gib", 0.5)):
         own = [memory(rows, engine, rank)[name] for rank in (0, 1)]
@@ -227,7 +227,7 @@ def test_one_process_in_bf16_follows_the_curve(rows, corpus, tmp_path):
 
 
 def follows_in_fp16(engine: str, own: list[dict], single: list[dict]) -> None:
-    """Where one process's gradient overflows all leave the step out and lower the scale; not where its loss does."""
+    """If one process's gradient overflows, all leave the step out and lower the scale; not if its loss does."""
     steps = range(1, RUNS["fp16"][1] + 1)
     assert curve(own, "train/overflowed_steps") == [float(step >= POISONED_STEP) for step in steps]
     assert curve(own, "train/skipped_steps") == [float(step >= LATER_POISONED_STEP) for step in steps]

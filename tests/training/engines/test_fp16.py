@@ -1,6 +1,6 @@
-"""Training in fp16 with a scale that follows the gradients: what is scaled, what falls, and what is counted as what.
+"""Training in fp16 with a dynamic loss scale: what is scaled, when the scale falls, and how steps are counted.
 
-On the CPU with torch's scaler for it, which is put where accelerate puts the GPU's.
+On the CPU with torch's scaler for it, in place of the one that accelerate makes for GPUs.
 """
 
 import json
@@ -34,7 +34,7 @@ def poison(monkeypatch, loss_of):
 
 
 def compute_in_fp32(monkeypatch):
-    """The scaler alone, without autocast."""
+    """Use only the scaler, without autocast."""
     off = torch.autocast("cpu", enabled=False)
     monkeypatch.setattr(accelerate.accelerator, "get_mixed_precision_context_manager", lambda *a, **k: off)
 
@@ -87,7 +87,7 @@ def test_scaled_steps_are_the_unscaled_ones(run, fp16, tmp_path, monkeypatch, fl
 
 
 def test_overflows_lower_the_scale_and_are_no_skipped_steps(fp16, tmp_path, capsys):
-    # More of them in a row than non-finite steps may be.
+    # More in a row than the limit of non-finite steps.
     start = 2.0**48
     status, rows = fp16("run", "--max_train_steps", 40, scaler={"init_scale": start})
     assert status == 0
@@ -150,7 +150,7 @@ def test_continued_run_has_the_scale_of_the_uninterrupted_one(fp16, tmp_path):
     _, whole = fp16("a", *saves, scaler=scaler, model=HOPE)
     scales = curve(whole, "train/loss_scale")
     weights = load_file(tmp_path / "a" / "model.safetensors")
-    # Overflows on both sides of the break, which is between two growths.
+    # Overflows before and after the break, which is between two increases.
     downs = curve(whole, "train/overflowed_steps")
     for saved, later in ((4, 8), (8, 12)):
         assert downs[saved - 1] > 0, downs

@@ -1,4 +1,4 @@
-"""Launches that waste GPUs, share one or mix code are refused in a sentence that names the mend."""
+"""Launches that waste GPUs, share one or mix code are refused in a sentence that names the fix."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from hope_hf.training.engines.guard import check_devices, check_same_on_all, cod
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Pretend that a number of GPUs is visible; no other variable of the machine plays a part."""
+    """Pretend that a number of GPUs is visible; other variables of the machine have no effect."""
     for name in ("CI", guard.ALLOW_SINGLE_RANK):
         monkeypatch.delenv(name, raising=False)
 

@@ -1,4 +1,4 @@
-"""Launch files: ours are short and known to accelerate; what a file asks for in vain is refused in one sentence."""
+"""Launch files: ours are short and valid for accelerate; settings without effect are refused in one sentence."""
 
 import os
 import warnings
@@ -133,7 +133,7 @@ def test_without_a_file_the_default_one_of_accelerate_counts(tmp_path, monkeypat
     file.write_text("distributed_type: FSDP\n")
     assert found(*launcher, "--num_processes", "2", "run_clm.py", "--fsdp_prefetch", "1") == file
     assert found("torchrun", "run_clm.py") is None
-    # Then it is the command line that says what runs.
+    # Then the command line chooses the engine.
     for words in (["--cpu"], ["--multi_gpu"], ["--use-fsdp", "--fsdp_version", "2"], ["--use_deepspeed"]):
         assert found(*launcher, *words, "run_clm.py") is None
 

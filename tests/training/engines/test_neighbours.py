@@ -1,4 +1,4 @@
-"""A process whose neighbour ends does not wait on in its collective."""
+"""A process whose neighbour ends does not keep waiting in its collective."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from hope_hf.training.engines import neighbours
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells")
 
-# A neighbour that ends after a moment, and a loop that goes on for `seconds` without noticing.
+# A neighbour that ends soon, and a loop that runs for `seconds` without noticing.
 WATCHES = """
 import subprocess, sys, time
 from hope_hf.training.engines import neighbours

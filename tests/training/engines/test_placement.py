@@ -1,4 +1,4 @@
-"""What the banner and the audit say a process holds."""
+"""What a process holds, as the banner and the audit report it."""
 
 import re
 

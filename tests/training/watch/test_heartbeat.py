@@ -1,4 +1,4 @@
-"""Each process leaves a line per step, and its stacks where no line follows."""
+"""Each process writes a line per step, and its stacks if no line follows."""
 
 import json
 import time

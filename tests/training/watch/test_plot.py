@@ -13,7 +13,7 @@ def folder(path, loss):
     path.mkdir()
     rows = [{"step": s, "tokens": 10 * s, "train/loss": loss / s, "train/grad_norm": None} for s in (1, 2, 3)]
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    # A run that was killed while it wrote leaves half a row.
+    # A run that was killed while writing leaves half a row.
     (path / "metrics.jsonl").write_text(text + '{"step": 4, "tok')
     return str(path)
 

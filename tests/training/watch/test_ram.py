@@ -1,4 +1,4 @@
-"""Rows of what fills a process's memory."""
+"""Rows about the use of a process's memory."""
 
 import json
 

@@ -21,7 +21,7 @@ class Terminal(io.StringIO):
         return True
 
     def screen(self) -> list[str]:
-        """The lines as they stand at the end, moves of the cursor carried out."""
+        """The final lines, after all cursor movements."""
         lines, row, column = [""], 0, 0
         for piece in re.findall(r"\x1b\[A|[\r\n]|[^\r\n\x1b]+", self.getvalue()):
             if piece == "\x1b[A":
@@ -40,7 +40,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def watch(run):
-    """Run on a terminal; gives the exit status and the lines that are not empty."""
+    """Run on a terminal; returns the exit status and the lines that are not empty."""
 
     def start(*arguments):
         terminal = Terminal()
