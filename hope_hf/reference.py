@@ -1,18 +1,19 @@
-"""The self-modifying mixer token by token, to be read with the paper; the slow reference for `hope_hf.model`.
+"""The self-modifying mixer token by token, to be read beside the paper; the slow twin of `hope_hf.model`.
 
-Nothing is parallel over tokens here and no update is derived by hand: errors come from autograd of the inner loss.
-Only tests use this file. Vectors are rows, so a memory acts as `z W^T`. Axes of a tensor: B sequence, H head, D head
-width, M memory width; equation numbers are those of arXiv 2512.24695.
+Nothing is parallel over tokens here and no update of the paper's rule is derived by hand: errors come from autograd of
+the inner loss. Only tests use this file. Vectors are rows, so a memory acts as `z W^T`. Axes of a tensor: B sequence,
+H head, D head width; equation numbers are those of arXiv 2512.24695.
 """
 
 import torch
 import torch.nn.functional as F
 
+NORM_EPSILON = 1e-6
 HIDDEN_NORM_FLOOR = 0.1
 
 
 def unit(x):
-    return x / (x.square().sum(-1, keepdim=True) + 1e-12).sqrt()
+    return x / (x.square().sum(-1, keepdim=True) + NORM_EPSILON).sqrt()
 
 
 def matvec(weight, x):
@@ -24,20 +25,40 @@ def outer(a, b):
     return torch.einsum("bho,bhi->bhoi", a, b)
 
 
-class Memory:
-    """One memory per sequence and head: M(z) = z + W1 act(W2 z), equation (89)."""
+class DeltaMemory:
+    """One memory of every sequence and head under the gated delta rule: M(z) = W z, whose weights decay to W_0."""
 
-    def __init__(self, initial, batch_size, config):
-        self.config = config
+    def __init__(self, initial, batch_size):
+        (weight,) = initial
+        self.initial = weight.unsqueeze(0).expand(batch_size, -1, -1, -1)
+        self.weight = self.chunk_start = self.initial
+
+    def __call__(self, z):
+        return matvec(self.weight, z)
+
+    def at_chunk_start(self, z):
+        return matvec(self.chunk_start, z)
+
+    def step(self, k, v, eta, alpha, rate):
+        """`W = W' + rho eta (v - W' k) k^T` with `W' = W_0 + alpha (W - W_0)`. eta, alpha: [B, H]."""
+        decayed = self.initial + alpha[..., None, None] * (self.weight - self.initial)
+        self.weight = decayed + rate * eta[..., None, None] * outer(v - matvec(decayed, k), k)
+
+    def close_chunk(self):
+        self.chunk_start = self.weight
+
+
+class PaperMemory:
+    """One memory of every sequence and head under the paper's rule: M(z) = z + W1 act(W2 z), equation (89)."""
+
+    def __init__(self, initial, batch_size, rule):
+        self.rule = rule
         self.initial = [weight.unsqueeze(0).expand(batch_size, -1, -1, -1) for weight in initial]
-        self.weights = list(self.initial)
-        # the weights at the start of the current chunk
-        self.snap = list(self.initial)
-        self.momentum = [torch.zeros_like(weight) for weight in self.initial]
+        self.weights = self.snap = list(self.initial)
 
     def hidden(self, pre):
         s = F.silu(pre)
-        return unit(s) if self.config.memory_hidden_norm == "unit" else s
+        return unit(s) if self.rule["hidden_norm"] == "unit" else s
 
     def __call__(self, z, weights=None):
         weights = self.weights if weights is None else weights
@@ -45,59 +66,50 @@ class Memory:
             return z + matvec(weights[0], z)
         return z + matvec(weights[1], self.hidden(matvec(weights[0], z)))
 
+    def at_chunk_start(self, z):
+        return self(z, self.snap)
+
     def target(self, v):
-        """Equation (84): the memory computes its own target, with the weights of the chunk's start."""
-        return self(unit(v) if self.config.memory_target_norm else v, self.snap)
+        """Equation (84): the memory makes its own value, at the chunk's start."""
+        return self.at_chunk_start(unit(v) if self.rule["target_norm"] else v)
 
     def layer_inputs_and_errors(self, k, target):
-        """u and delta = dL/d(W u) of each layer for L = |M(k) - target|^2, by autograd at the chunk's start."""
-        config = self.config
-        # L/2 is equation (93), L the exact gradient of (88)
-        scale = config.memory_gradient_factor / 2
+        """u and delta = dL/d(W u) of each layer for L = |M(k) - target|^2 / 2 (93), by autograd at the chunk's start."""
         if len(self.snap) == 1:
             product = matvec(self.snap[0], k)
-            loss = scale * (k + product - target).square().sum()
+            loss = (k + product - target).square().sum() / 2
             (error,) = torch.autograd.grad(loss, product, create_graph=True)
             return [(k, error)]
         pre = matvec(self.snap[0], k)
         hidden = self.hidden(pre)
         product = matvec(self.snap[1], hidden)
-        loss = scale * (k + product - target).square().sum()
+        loss = (k + product - target).square().sum() / 2
         inner_error, outer_error = torch.autograd.grad(loss, [pre, product], create_graph=True)
-        if config.memory_hidden_norm == "unit":
-            # a tiny hidden activation passes no more gradient than one of norm 0.1
-            norm = (F.silu(pre).square().sum(-1, keepdim=True) + 1e-12).sqrt()
+        if self.rule["hidden_norm"] == "unit":
+            # a tiny hidden activation passes no more than one of norm 0.1 would
+            norm = (F.silu(pre).square().sum(-1, keepdim=True) + NORM_EPSILON).sqrt()
             inner_error = inner_error * (norm / HIDDEN_NORM_FLOOR).clamp(max=1.0)
         return [(k, inner_error), (hidden, outer_error)]
 
-    def step(self, k, v, eta, alpha, beta, rate):
-        """Equation (88): W_t = W_{t-1} (alpha I - e u u^T) - w delta u^T, every layer. eta, alpha, beta: [B, H]."""
-        config = self.config
+    def step(self, k, v, eta, alpha, rate):
+        """Equation (88): W_t = W_{t-1} (alpha I - e u u^T) - w delta u^T, every layer. eta, alpha: [B, H]."""
+        rule = self.rule
         layers = self.layer_inputs_and_errors(k, self.target(v))
         last = len(layers) - 1
         weights = []
         for index, (u, error) in enumerate(layers):
-            if config.memory_error_clip is not None:
-                norm = (error.square().sum(-1, keepdim=True) + 1e-12).sqrt()
-                error = error * (config.memory_error_clip / norm).clamp(max=1.0)
-            eta_layer = rate * eta
-            if index < last:
-                eta_layer = eta_layer * config.inner_layer_rate
-            elif last > 0 and config.memory_hidden_norm == "step":
-                eta_layer = eta_layer / u.square().sum(-1).clamp(min=1.0)
-            erases = config.memory_erase == "both" or (config.memory_erase == "output" and index == last)
+            if rule["error_clip"] is not None:
+                norm = (error.square().sum(-1, keepdim=True) + NORM_EPSILON).sqrt()
+                error = error * (rule["error_clip"] / norm).clamp(max=1.0)
+            eta_layer = rate * eta * (rule["inner_rate"] if index < last else 1.0)
+            erases = rule["erase"] == "both" or (rule["erase"] == "output" and index == last)
             old, initial = self.weights[index], self.initial[index]
             new = alpha[..., None, None] * old
-            if config.memory_decay_to == "initial":
+            if rule["decay_to"] == "initial":
                 new = new + (1 - alpha)[..., None, None] * initial
             if erases:
                 new = new - eta_layer[..., None, None] * outer(matvec(old, u), u)
-            write = -eta_layer[..., None, None] * outer(error, u)
-            if beta is not None:
-                # S_t = beta S_{t-1} - w delta u^T, with the write scaled by 1 - beta
-                write = beta[..., None, None] * self.momentum[index] + (1 - beta)[..., None, None] * write
-                self.momentum[index] = write
-            weights.append(new + write)
+            weights.append(new - eta_layer[..., None, None] * outer(error, u))
         self.weights = weights
 
     def close_chunk(self):
@@ -112,6 +124,23 @@ def causal_convolution(weight, history):
     return sum(taps[..., reach - 1 - back] * history[-1 - back] for back in range(min(reach, len(history))))
 
 
+def make_memories(mixer, batch_size):
+    """The mixer's memories at the start of a text: those that make keys and values, by name, and the content memory."""
+    config, module = mixer.config, mixer.initial_memory
+    layers = [module.outer] if module.inner is None else [module.inner, module.outer]
+    names = [*config.memory_projections, "content"]
+    memories = {}
+    for index, name in enumerate(names):
+        initial = [layer[:, index] for layer in layers]
+        if config.memory_rule == "paper":
+            memories[name] = PaperMemory(initial, batch_size, config.paper_rule)
+        else:
+            # memories that make streams begin at the identity
+            identity = 0.0 if name == "content" else torch.eye(config.head_dim, dtype=initial[0].dtype)
+            memories[name] = DeltaMemory([initial[0] + identity], batch_size)
+    return memories, memories.pop("content")
+
+
 def self_modifying_titans(mixer, hidden_states):
     """Output [B, T, hidden_size] of `SelfModifyingTitans` for texts without padding that begin at token 0.
 
@@ -121,67 +150,46 @@ def self_modifying_titans(mixer, hidden_states):
     """
     config = mixer.config
     batch_size, length, _ = hidden_states.shape
-    heads = config.num_attention_heads
-    names = mixer.memory_names
-    dtype = hidden_states.dtype
-
-    def initial(module, index):
-        layers = [module.outer] if module.inner is None else [module.inner, module.outer]
-        return [layer[:, index] for layer in layers]
-
-    content = Memory(initial(mixer.content_memory, 0), batch_size, config)
-    others = {
-        name: Memory(initial(mixer.projection_memory, index), batch_size, config) for index, name in enumerate(names)
-    }
+    heads = config.num_memory_heads
+    makers, content = make_memories(mixer, batch_size)
+    exclusive = config.memory_rule == "paper" and config.paper_rule["read_mode"] == "exclusive"
     history = {"k": [], "v": [], "q": []}
     gates = mixer.gates
     outputs = []
     for t in range(length):
         n = hidden_states[:, t]
-        x = mixer.in_proj(n).view(batch_size, heads, -1)
-        q = mixer.q_proj(n).view(batch_size, heads, -1)
 
-        # (83): keys, values, learning rate and retention from the memories at their chunk's start (90)
-        raw = {name: others[name](x, others[name].snap) for name in ("k", "v") if name in others}
-        if not config.adaptive_k:
-            raw["k"] = mixer.k_proj(n).view(batch_size, heads, -1)
-        if not config.adaptive_v:
-            raw["v"] = mixer.v_proj(n).view(batch_size, heads, -1)
-        raw["q"] = others["q"](q, others["q"].snap) if config.adaptive_q else q
+        # (83): keys and values from the memories at their chunk's start (90)
+        raw = {"q": mixer.q_proj(n).view(batch_size, heads, -1)}
+        for name, projection in (("k", mixer.k_proj), ("v", mixer.v_proj)):
+            if name in makers:
+                raw[name] = makers[name].at_chunk_start(mixer.in_proj(n).view(batch_size, heads, -1))
+            else:
+                raw[name] = projection(n).view(batch_size, heads, -1)
         made = {}
         for name, convolution in (("k", mixer.k_conv1d), ("v", mixer.v_conv1d), ("q", mixer.q_conv1d)):
             history[name].append(raw[name])
             made[name] = F.silu(causal_convolution(convolution.weight, history[name]))
         k, v, q = unit(made["k"]), made["v"], unit(made["q"])
-        if config.gate_mode == "memory":
-            m_eta, m_alpha = (others[name](x, others[name].snap) for name in ("learning_rate", "retention"))
-            eta_logit = (unit(m_eta) * gates.learning_rate_readout).sum(-1)
-            alpha_logit = (unit(m_alpha) * gates.retention_readout).sum(-1)
-        else:
-            eta_logit, alpha_logit = gates.gate_proj(n).view(batch_size, 2, heads).unbind(1)
-        eta = config.memory_learning_rate_max * torch.sigmoid(eta_logit + gates.learning_rate_bias)
-        alpha = torch.sigmoid(alpha_logit + gates.retention_bias)
-        beta = torch.sigmoid(mixer.momentum_proj(n)) if config.memory_momentum else None
+        b, a = gates.gate_proj(n).view(batch_size, 2, heads).unbind(1)
+        eta = config.memory_learning_rate_max * torch.sigmoid(b + gates.learning_rate_bias)
+        alpha = torch.exp(-F.softplus(a + gates.dt_bias) * (1.0 if gates.A_log is None else gates.A_log.exp()))
 
         # (88) for every memory, and the read of (86) before or after it
-        if config.memory_read_mode == "start":
-            y = content(q, content.snap)
-        elif config.memory_read_mode == "exclusive":
+        if exclusive:
             y = content(q)
-        content.step(k, v, eta, alpha, beta, rate=1.0)
-        if config.memory_read_mode == "inclusive":
+        content.step(k, v, eta, alpha, rate=1.0)
+        if not exclusive:
             y = content(q)
-        for memory in others.values():
-            memory.step(k, v, eta, alpha, beta, rate=config.projection_memory_rate)
+        for memory in makers.values():
+            memory.step(k, v, eta, alpha, rate=config.projection_memory_rate)
 
-        # (90): two chunk sizes
+        # (90)
         if (t + 1) % config.memory_chunk_size == 0:
-            content.close_chunk()
-        if (t + 1) % config.projection_chunk_size == 0:
-            for memory in others.values():
+            for memory in (content, *makers.values()):
                 memory.close_chunk()
 
         normed = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + mixer.o_norm.variance_epsilon)
         normed = (normed * mixer.o_norm.weight).reshape(batch_size, -1)
         outputs.append(mixer.o_proj(normed * F.silu(mixer.g_proj(n))))
-    return torch.stack(outputs, dim=1).to(dtype)
+    return torch.stack(outputs, dim=1)

@@ -1,4 +1,4 @@
-"""What HOPE carries from one call to the next: fast weights, the convolutions' last inputs, counts of tokens."""
+"""The cache of a HOPE model: states of memories, and keys and values of softmax attention."""
 
 import copy
 from pathlib import Path
@@ -14,11 +14,13 @@ from transformers.modeling_utils import PreTrainedModel
 
 from .cache_file import CACHE_FILE, check_tensors, read_cache, write_cache
 from .cache_fingerprint import Fingerprint, fingerprint
+from .chunk_layout import Past
 from .configuration_hope import HopeConfig
+from .memory_state import MemoryState
 
 
 class HopeMemoryLayer(CacheLayerMixin):
-    """State of one self-modifying layer, of constant size: a dictionary of tensors whose first axis is the batch.
+    """State of one layer of memories, of constant size.
 
     `state` is what `SelfModifyingTitans` returned last, `None` before the first token. `cumulative_length` counts the
     columns seen, padding included, as `generate` slices its inputs by it. `is_uniform` says that all rows have read
@@ -36,17 +38,24 @@ class HopeMemoryLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.state: dict[str, torch.Tensor] | None = None
+        self.state: MemoryState | None = None
         self.cumulative_length = 0
         self.is_uniform = True
         self.is_initialized = False
 
-    def update_state(self, state: dict[str, torch.Tensor], num_new_tokens: int, is_uniform: bool) -> None:
+    @property
+    def past(self) -> Past | None:
+        """What was read, or `None` before the first token."""
+        if self.state is None:
+            return None
+        return Past(self.cumulative_length, self.is_uniform, self.state.seen, self.state.digest)
+
+    def update_state(self, state: MemoryState, num_new_tokens: int, is_uniform: bool) -> None:
         """Replace the state by the one after `num_new_tokens` more columns."""
         self.state = state
         self.cumulative_length += num_new_tokens
         self.is_uniform = self.is_uniform and is_uniform
-        self.device = next(iter(state.values())).device
+        self.device = state.conv_tail.device
         self.is_initialized = True
 
     def lazy_initialization(self, key_states, value_states) -> None:
@@ -73,7 +82,7 @@ class HopeMemoryLayer(CacheLayerMixin):
     def map(self, function) -> None:
         """Replace every tensor by `function(tensor)`."""
         if self.state is not None:
-            self.state = {name: function(tensor) for name, tensor in self.state.items()}
+            self.state = self.state.map(function)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Keep the rows `beam_idx`, in that order."""
@@ -111,16 +120,16 @@ class HopeStaticMemoryLayer(HopeMemoryLayer):
         self.cumulative_length = torch.tensor(0)
         self.is_uniform = False
 
-    def update_state(self, state: dict[str, torch.Tensor], num_new_tokens: int, is_uniform: bool) -> None:
+    def update_state(self, state: MemoryState, num_new_tokens: int, is_uniform: bool) -> None:
         """Copy the state after `num_new_tokens` more columns into the tensors that hold it."""
         if self.state is None:
             # Cloned: weights now and weights at the chunk's start can be one tensor.
-            state = {name: tensor.detach().clone() for name, tensor in state.items()}
-            super().update_state(state, 0, is_uniform)
+            super().update_state(state.map(lambda tensor: tensor.detach().clone()), 0, is_uniform)
             self.cumulative_length = self.cumulative_length.to(self.device)
         else:
-            for name, tensor in state.items():
-                self.state[name].copy_(tensor.detach())
+            held = self.state.named()
+            for name, tensor in state.named().items():
+                held[name].copy_(tensor.detach())
         self.cumulative_length.add_(num_new_tokens)
 
 
@@ -139,7 +148,7 @@ class HopeCache(DynamicCache):
     """Cache of a HOPE model: `past_key_values` of its `forward` and of `generate`.
 
     Layers are of the kind that `config.layer_types` names: `HopeMemoryLayer` for self-modifying memories, a growing
-    key-value layer for the attention mixer. `copy.deepcopy` forks it, `snapshot` and `rollback` go back to an earlier
+    key-value layer for softmax attention. `copy.deepcopy` forks it, `snapshot` and `rollback` go back to an earlier
     token, `save_pretrained` and `from_pretrained` keep it as a file.
 
     Example:
@@ -213,7 +222,7 @@ class HopeCache(DynamicCache):
         tensors = {}
         for index, layer in enumerate(self.layers):
             if is_memory_layer(layer):
-                state = dict(layer.state or {})
+                state = {} if layer.state is None else layer.state.named()
                 state["columns"] = torch.tensor([layer.cumulative_length, int(layer.is_uniform)])
             else:
                 state = {"keys": layer.keys, "values": layer.values} if layer.is_initialized else {}
@@ -235,7 +244,7 @@ class HopeCache(DynamicCache):
                 raise ValueError(f"the saved memory has no layer {index}: it belongs to a model with fewer layers")
             columns, is_uniform = state.pop("columns").tolist()
             if state:
-                layer.update_state(state, columns, bool(is_uniform))
+                layer.update_state(MemoryState.of_named(state), columns, bool(is_uniform))
         return cache
 
     def save_pretrained(self, save_directory: str | Path, model: PreTrainedModel) -> None:

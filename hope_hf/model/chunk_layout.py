@@ -13,27 +13,22 @@ from typing import NamedTuple
 
 import torch
 
-from .cache_hope import HopeMemoryLayer
 from .configuration_hope import HopeConfig
-from .memory_update import split_tokens
+from .memory_scan import ScanPiece
 from .text_digest import extend_digest
 
 
-class Piece(NamedTuple):
-    """What is to be known of the tokens of one piece; `None` where all rows are cut alike."""
+class Past(NamedTuple):
+    """What earlier calls have read of the rows."""
 
-    # whether the chunk ends here, and the weights become the next chunk's start: bool or [B] bool
-    closes: torch.Tensor | bool
-    # slots that hold a token [B, 1, C]
-    valid: torch.Tensor | None = None
-    # tokens of the document before the slot's own [B, C]
-    position: torch.Tensor | None = None
-    # rows in which a document begins here [B]
-    resets: torch.Tensor | None = None
-    # slots up to the last token [B]
-    ends: torch.Tensor | None = None
-    # slots left empty, in the first piece of a text that goes on [B]
-    offset: torch.Tensor | None = None
+    # columns, padding included
+    columns: int
+    # whether all rows have read that many real tokens of one document
+    is_uniform: bool
+    # real tokens of the row's current document [B]
+    seen: torch.Tensor
+    # digest of the row's tokens [B] (`text_digest`)
+    digest: torch.Tensor
 
 
 @dataclass
@@ -62,23 +57,33 @@ class ChunkLayout:
     # slots of the piece up to its last token, per piece [B]; `offset` (or 0) where it has none
     ends: list | None = None
 
-    def split(self, x: torch.Tensor | None, axis: int) -> tuple:
-        """Each piece's slots of `x`, which has them along `axis`; as many `None` for `None`."""
-        return split_tokens(x, [stop - start for start, stop in self.pieces], axis)
-
-    def piece(self, index: int) -> Piece:
-        """The piece as its tokens see it."""
+    def scan_pieces(self, heads: int, reach: int) -> list[ScanPiece]:
+        """The pieces as a scan of `heads` heads and convolutions that reach `reach` tokens back sees them."""
         if self.valid is None:
-            return Piece(self.closes[index])
-        start, stop = self.pieces[index]
-        return Piece(
-            self.closes[index],
-            self.valid[:, None, start:stop],
-            self.position[:, start:stop],
-            self.resets[index],
-            self.ends[index],
-            self.offset if index == 0 else None,
-        )
+            return [ScanPiece(*piece, closes) for piece, closes in zip(self.pieces, self.closes, strict=True)]
+
+        def per_head(rows: torch.Tensor) -> torch.Tensor:
+            return rows.repeat_interleave(heads, dim=0)
+
+        around = torch.arange(reach, device=self.valid.device)
+        position = per_head(self.position)
+        # a tap that reaches back beyond the document's first token reads nothing
+        inside = torch.stack([position >= back for back in range(reach, 0, -1)] or [position.bool()]).unsqueeze(-1)
+        return [
+            ScanPiece(
+                start,
+                stop,
+                per_head(closes)[:, None, None],
+                ~per_head(resets)[:, None, None],
+                inside[:, :, start:stop],
+                # the piece begins with empty slots: the tail goes right before its first token
+                per_head(self.offset[:, None] + around)[..., None] if start == 0 and self.offset is not None else None,
+                per_head(ends[:, None] + around)[..., None],
+            )
+            for (start, stop), closes, resets, ends in zip(
+                self.pieces, self.closes, self.resets, self.ends, strict=True
+            )
+        ]
 
     def to_slots(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, ...] -> [B, S, ...]."""
@@ -105,7 +110,7 @@ def plain_layout(length: int, chunk: int, seen: int) -> ChunkLayout:
 
 @dataclass
 class TokenPositions:
-    """The position of each token of a call in its document; shared by the layouts of both chunk sizes."""
+    """The position of each token of a call in its document."""
 
     # real tokens [B, T]
     valid: torch.Tensor
@@ -178,61 +183,61 @@ def ragged_layout(positions: TokenPositions, chunk: int) -> ChunkLayout:
 
 @dataclass
 class ChunkPlan:
-    """One call's tokens in the chunks of both scans."""
+    """One call's tokens in their chunks."""
 
-    projection: ChunkLayout
-    content: ChunkLayout
-    # real tokens of each row's document after the call [B]
-    seen_after: torch.Tensor
-    # whether all rows have read the same number of tokens, all real, of one document
-    is_uniform: bool
-    # digest of each row's tokens after the call [B], unknown without a cache (`text_digest`)
-    digest_after: torch.Tensor
+    layout: ChunkLayout
+    # of the layout, for the mixers' heads
+    pieces: list[ScanPiece]
+    # after the call
+    past: Past
 
 
 def plan_chunks(
     config: HopeConfig,
     shape: tuple[int, int],
     device: torch.device,
-    cached: HopeMemoryLayer | None,
-    padding_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
+    past: Past | None = None,
+    padding_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
     input_ids: torch.Tensor | None = None,
+    keeps_digest: bool = False,
 ) -> ChunkPlan:
     """Lay out the tokens of one call.
 
     Args:
         shape: (B, T) of the call.
-        cached: any memory layer of the cache before the call.
+        past: what earlier calls have read, or `None` at a text's start.
         padding_mask: [B, T], 0 for padding, or `None` where there is none.
         position_ids: [B or 1, T]; a token at position 0 begins a document. Unused in an exported graph, which reads
             one document a row; a compiled graph takes them for single tokens only.
         input_ids: [B, T], or `None` for a text of embeddings; for the digest alone.
+        keeps_digest: whether there is a cache to keep the digest in.
     """
     batch_size, length = shape
-    fresh = cached is None or cached.state is None
-    uniform = fresh or cached.is_uniform
+    chunk = config.memory_chunk_size
     digest = torch.zeros(batch_size, dtype=torch.long, device=device)
-    if cached is not None:
-        # memories saved by older versions have no digest
-        digest = extend_digest(digest + 1 if fresh else cached.state.get("digest", digest), input_ids)
+    if keeps_digest:
+        digest = extend_digest(digest + 1 if past is None else past.digest, input_ids)
     begins = None
     # One graph serves every token of a compiled generation: what it is, tensors tell.
-    any_token = torch.compiler.is_compiling() and not torch.compiler.is_exporting() and length == 1 and not fresh
-    if position_ids is not None and not torch.compiler.is_exporting():
+    is_exporting = torch.compiler.is_exporting()
+    any_token = torch.compiler.is_compiling() and not is_exporting and length == 1 and past is not None
+    if position_ids is not None and not is_exporting:
         begins = (position_ids == 0).expand(shape)
         # a fresh row begins a document anyway
-        later = begins[:, 1:] if fresh else begins
+        later = begins[:, 1:] if past is None else begins
         begins = begins if any_token or bool(later.any()) else None
-    chunks = (config.projection_chunk_size, config.memory_chunk_size)
-    if uniform and not any_token and padding_mask is None and begins is None:
-        seen = 0 if fresh else cached.cumulative_length
-        layouts = [plain_layout(length, chunk, seen) for chunk in chunks]
-        return ChunkPlan(*layouts, torch.full((batch_size,), seen + length, device=device), True, digest)
-    everything = torch.ones(shape, dtype=torch.bool, device=device)
-    valid = everything if padding_mask is None else padding_mask.bool()
-    begins = ~everything if begins is None else begins & valid
-    seen = torch.zeros(batch_size, dtype=torch.long, device=device) if fresh else cached.state["seen"]
-    positions = TokenPositions(valid, begins, seen)
-    layouts = [ragged_layout(positions, chunk) for chunk in chunks]
-    return ChunkPlan(*layouts, positions.seen_after(), False, digest)
+    columns = length if past is None else past.columns + length
+    is_uniform = (past is None or past.is_uniform) and not any_token and padding_mask is None and begins is None
+    if is_uniform:
+        layout = plain_layout(length, chunk, columns - length)
+        seen_after = torch.full((batch_size,), columns, device=device)
+    else:
+        everything = torch.ones(shape, dtype=torch.bool, device=device)
+        valid = everything if padding_mask is None else padding_mask.bool()
+        begins = ~everything if begins is None else begins & valid
+        seen = torch.zeros(batch_size, dtype=torch.long, device=device) if past is None else past.seen
+        positions = TokenPositions(valid, begins, seen)
+        layout, seen_after = ragged_layout(positions, chunk), positions.seen_after()
+    pieces = layout.scan_pieces(config.num_memory_heads, config.conv_kernel_size - 1)
+    return ChunkPlan(layout, pieces, Past(columns, is_uniform, seen_after, digest))

@@ -43,10 +43,33 @@ PRESETS = {
     ),
 }
 
-# How the names of fields begin that transformers has not.
-_OWN_PREFIXES = ("adaptive_", "gate_mode", "inner_layer", "level_", "memory_", "projection_memory", "retention_bias")
-# Of what is stored under a key a write of rate eta leaves 1 - eta: at 2 clipped errors add up over the whole text.
+# How the names of fields begin that transformers has not, those of older versions included.
+_OWN_PREFIXES = (
+    "adaptive_", "gate_mode", "inner_layer", "level_", "memory_", "mixer", "num_memory_heads", "paper_rule",
+    "projection_", "retention_bias",
+)  # fmt: skip
+# Of what is stored under a key a write of rate eta leaves 1 - eta: at 2 it would grow with the text.
 _LARGEST_RATE = 1.99
+LAYER_TYPES = ("hope_memory", "full_attention")
+# The fields of `paper_rule`: their defaults, and the values that the words among them may have.
+_PAPER_RULE = {
+    "depth": 1,
+    "erase": "output",
+    "hidden_norm": "unit",
+    "inner_rate": 0.1,
+    "error_clip": 2.0,
+    "target_norm": True,
+    "read_mode": "inclusive",
+    "decay_to": "initial",
+}
+_PAPER_CHOICES = {
+    "depth": (1, 2),
+    "erase": ("output", "both", "none"),
+    "hidden_norm": ("unit", "none"),
+    "target_norm": (True, False),
+    "read_mode": ("inclusive", "exclusive"),
+    "decay_to": ("initial", "zero"),
+}
 
 
 @strict
@@ -68,72 +91,51 @@ class HopeConfig(PreTrainedConfig):
         head_dim (`int`, *optional*, defaults to 64):
             Width of a head, which is the width of keys, values and queries of one memory.
         num_attention_heads (`int`, *optional*):
-            Heads of the mixer. Unless given, `hidden_size / head_dim` for attention and twice as many for memories, as
-            in other recurrent models (measured better at equal parameters, see `docs/log.md`).
+            Heads of attention layers; `hidden_size / head_dim` unless given.
         num_key_value_heads (`int`, *optional*):
-            Key and value heads of the attention mixer; as many as heads unless given.
-        mixer (`str`, *optional*, defaults to `"self_modifying"`):
-            `"self_modifying"` (self-modifying Titans, HOPE) or `"attention"` (softmax attention, Hope-Attention).
+            Key and value heads of attention layers; as many as heads unless given.
+        layer_types (`list[str]`, *optional*):
+            What each layer mixes tokens with: `"hope_memory"` (self-modifying memories) or `"full_attention"` (softmax
+            attention, Hope-Attention). Memories everywhere unless given.
+        num_memory_heads (`int`, *optional*):
+            Heads of memory layers; `2 * hidden_size / head_dim` unless given, as in other recurrent models (measured
+            better at equal parameters, see `docs/log.md`).
+        memory_rule (`str`, *optional*, defaults to `"delta"`):
+            How a memory learns: by the gated delta rule (`"delta"`, see `delta_rule.py`), or as the paper says
+            (`"paper"`, see `paper_rule.py`).
+        memory_projections (`list[str]`, *optional*, defaults to `["k", "v"]`):
+            Which of keys and values self-modifying memories make (equation 83). Linear maps that never change make
+            the others.
         memory_chunk_size (`int`, *optional*, defaults to 64):
-            Tokens after which the errors of the content memory are taken at its new weights (section 8.2). Use the
-            same value in training and inference: it is part of the model.
-        projection_chunk_size (`int`, *optional*, defaults to 64):
-            The same for the memories that make keys, values, learning rates and retentions. Train on blocks of at
-            least four of these chunks: in a block of one they never learn.
-        memory_depth (`int`, *optional*, defaults to 1):
-            Layers of a memory: 2 is equation (89), 1 is `M(z) = z + W z`, half as expensive and no worse in our runs.
-        memory_expansion (`int`, *optional*, defaults to 1):
-            Hidden width of the content memory in units of `head_dim` (depth 2).
-        projection_memory_expansion (`int`, *optional*, defaults to 1):
-            The same for the other memories.
-        memory_read_mode (`str`, *optional*, defaults to `"inclusive"`):
-            What a token reads: the memory with its own write (`"inclusive"`, equation 82), before it (`"exclusive"`,
-            equation 86), or as it stood at the chunk's start (`"start"`, equation 90 taken literally).
-        adaptive_k (`bool`, *optional*, defaults to `True`):
-            Whether a self-modifying memory makes the keys (equation 83), or a linear map that never changes.
-        adaptive_v (`bool`, *optional*, defaults to `True`):
-            The same for values. A model needs one of the two; `projection_memory_rate=0` leaves both memories at
-            their initial state.
-        adaptive_q (`bool`, *optional*, defaults to `False`):
-            The same for queries, whose memory reads the linear map's output.
-        gate_mode (`str`, *optional*, defaults to `"static"`):
-            Whether learning rate and retention come from a linear map of the input (`"static"`, measured better and
-            cheaper, see `docs/log.md`) or from self-modifying memories of their own (`"memory"`, equation 83).
-        memory_erase (`str`, *optional*, defaults to `"output"`):
-            Which layers of a memory erase along their input before they write (the delta rule of equation 88):
-            `"output"`, `"both"` or `"none"`. At depth 1 the first two are the same.
-        memory_hidden_norm (`str`, *optional*, defaults to `"unit"`):
-            Hidden activations of a two-layer memory: scaled to norm 1 (`"unit"`), left alone with the outer step
-            divided by `max(1, |s|^2)` (`"step"`), or left alone (`"none"`, the paper's).
-        inner_layer_rate (`float`, *optional*, defaults to 0.1):
-            Step of a two-layer memory's inner layer relative to the outer one's.
+            Tokens after which keys and values are made with the new weights of their memories (section 8.2). Use the
+            same value in training and inference: it is part of the model. Train on blocks of at least four chunks: in
+            a block of one these memories never learn.
         projection_memory_rate (`float`, *optional*, defaults to 0.1):
-            Step of the memories that make keys, values and gates relative to the content memory's.
+            Step of the memories that make keys and values relative to the content memory's; 0 leaves them at their
+            initial state.
         memory_learning_rate_max (`float`, *optional*, defaults to 1.0):
             Largest step eta of equation (88), reached by the sigmoid of the learning-rate gate. 0 freezes every memory
-            at its learned initial state. Values above 1 need `memory_error_clip`. At 1.99, the largest allowed, what
-            is stored under a key changes its sign and keeps 0.99 of its size; at 2 the state would grow with the text.
-        memory_learning_rate_bias_min (`float`, *optional*, defaults to 0.0):
-            Bias of the learning-rate gate before the sigmoid at initialisation, of the head that writes least.
-        memory_learning_rate_bias_max (`float`, *optional*, defaults to 0.0):
-            The same of the head that writes most; the heads between are spread evenly. With a largest rate of 1.99,
-            biases from 0 to 8 begin with everything between replacing what is stored under a key and flipping its
-            sign, which the formal languages need (`benchmarks/formal_languages.yaml`).
-        retention_bias_min (`float`, *optional*, defaults to 1.0):
-            Bias of the retention gate alpha before the sigmoid at initialisation, of the fastest forgetting head. A
-            model of few heads that must recall rather than predict text learns faster with 3.
-        retention_bias_max (`float`, *optional*, defaults to 8.0):
-            The same of the slowest; the heads between are spread evenly (horizons of about 3 to 3,000 tokens).
-        memory_decay_to (`str`, *optional*, defaults to `"initial"`):
-            What retention forgets towards: the learned `"initial"` state, or `"zero"` (literally equation 88).
-        memory_error_clip (`float`, *optional*, defaults to 2.0):
-            Largest norm of a token's local error per layer; `None` is the paper's unclipped rule, which can diverge.
-        memory_target_norm (`bool`, *optional*, defaults to `True`):
-            Whether self-generated targets (equation 84) are made from the unit value.
-        memory_gradient_factor (`float`, *optional*, defaults to 1.0):
-            Factor on the error: 1 is equation (93), 2 the exact gradient of the squared error.
-        memory_momentum (`bool`, *optional*, defaults to `False`):
-            Whether writes are carried on by a momentum with a gate of its own.
+            at its learned initial state. At 1.99, the largest allowed, what is stored under a key changes its sign and
+            keeps 0.99 of its size; at 2 the state would grow with the text.
+        memory_learning_rate_bias (`list[float]`, *optional*, defaults to `[0.0, 0.0]`):
+            Bias of the learning-rate gate before the sigmoid at initialisation, of the head that writes least and of
+            the head that writes most; the heads between are spread evenly. With a largest rate of 1.99, `[0, 8]`
+            begins with everything between replacing what is stored under a key and flipping its sign, which the
+            formal languages need (`benchmarks/formal_languages.yaml`).
+        retention_bias (`list[float]`, *optional*, defaults to `[1.0, 8.0]`):
+            Bias of the retention gate alpha before the sigmoid at initialisation, of the head that forgets fastest
+            and of the one that forgets slowest; the heads between are spread evenly (horizons of about 3 to 3,000
+            tokens).
+        paper_rule (`dict`, *optional*):
+            Of `memory_rule="paper"` alone. `depth` (1): layers of a memory, 2 is equation (89), 1 is `M(z) = z + W z`.
+            `erase` ("output"): which layers erase along their input before they write, "output", "both" or "none".
+            `hidden_norm` ("unit"): hidden activations of depth 2 scaled to norm 1, or left alone ("none", the
+            paper's). `inner_rate` (0.1): step of the inner layer relative to the outer one's. `error_clip` (2.0):
+            largest norm of a token's error per layer; `None` is the paper's unclipped rule, which can diverge.
+            `target_norm` (True): self-generated targets (equation 84) are made from the unit value. `read_mode`
+            ("inclusive"): a token reads the memory with its own write (equation 82), or before it ("exclusive",
+            equation 86). `decay_to` ("initial"): what retention forgets towards, the learned initial state or "zero"
+            (literally equation 88).
         conv_kernel_size (`int`, *optional*, defaults to 4):
             Width of the causal depthwise convolutions on queries, keys and values, in tokens.
         recompute_chunks (`int`, *optional*, defaults to 8):
@@ -184,38 +186,23 @@ class HopeConfig(PreTrainedConfig):
     head_dim: int = 64
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
-    mixer: Literal["self_modifying", "attention"] = "self_modifying"
+    layer_types: list[str] | None = None
 
+    num_memory_heads: int | None = None
+    memory_rule: Literal["delta", "paper"] = "delta"
+    memory_projections: list[str] | None = None
     memory_chunk_size: int = 64
-    projection_chunk_size: int = 64
-    memory_depth: int = 1
-    memory_expansion: int = 1
-    projection_memory_expansion: int = 1
-    memory_read_mode: Literal["inclusive", "exclusive", "start"] = "inclusive"
-    adaptive_k: bool = True
-    adaptive_v: bool = True
-    adaptive_q: bool = False
-    gate_mode: Literal["static", "memory"] = "static"
-    memory_erase: Literal["output", "both", "none"] = "output"
-    memory_hidden_norm: Literal["unit", "step", "none"] = "unit"
-    inner_layer_rate: float | int = 0.1
     projection_memory_rate: float | int = 0.1
     memory_learning_rate_max: float | int = 1.0
-    memory_learning_rate_bias_min: float | int = 0.0
-    memory_learning_rate_bias_max: float | int = 0.0
-    retention_bias_min: float | int = 1.0
-    retention_bias_max: float | int = 8.0
-    memory_decay_to: Literal["initial", "zero"] = "initial"
-    memory_error_clip: float | int | None = 2.0
-    memory_target_norm: bool = True
-    memory_gradient_factor: float | int = 1.0
-    memory_momentum: bool = False
+    memory_learning_rate_bias: list[float | int] | None = None
+    retention_bias: list[float | int] | None = None
+    paper_rule: dict | None = None
     conv_kernel_size: int = 4
     recompute_chunks: int = 8
 
     level_periods: list[int] | None = None
     level_intermediate_sizes: list[int] | None = None
-    level_variant: Literal["sequential", "independent", "nested"] = "sequential"
+    level_variant: Literal["sequential", "independent"] = "sequential"
 
     rms_norm_eps: float | int = 1e-6
     initializer_range: float | int = 0.02
@@ -230,20 +217,43 @@ class HopeConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs):
-        wide = self.mixer == "self_modifying"
-        if self.num_attention_heads is None and self.head_dim > 0 and self.hidden_size % self.head_dim == 0:
-            self.num_attention_heads = (2 if wide else 1) * self.hidden_size // self.head_dim
+        if self.layer_types is None:
+            self.layer_types = ["hope_memory"] * self.num_hidden_layers
+        divisible = self.head_dim > 0 and self.hidden_size % self.head_dim == 0
+        heads = self.hidden_size // self.head_dim if divisible else None
+        if self.num_attention_heads is None:
+            self.num_attention_heads = heads
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
+        if self.num_memory_heads is None:
+            self.num_memory_heads = None if heads is None else 2 * heads
+        if self.memory_projections is None:
+            self.memory_projections = ["k", "v"]
+        if self.memory_learning_rate_bias is None:
+            self.memory_learning_rate_bias = [0.0, 0.0]
+        if self.retention_bias is None:
+            self.retention_bias = [1.0, 8.0]
+        if self.memory_rule == "paper":
+            self.paper_rule = _PAPER_RULE | (self.paper_rule or {})
         if self.level_periods is None:
             self.level_periods = [1_000_000, 4_000_000, 16_000_000]
         if self.level_intermediate_sizes is None and self.level_periods:
             # A SwiGLU of width w has 3 * w * hidden_size parameters.
-            width = (4 if wide else 8) * self.hidden_size / (3 * len(self.level_periods))
+            width = (4 if self.has_memories else 8) * self.hidden_size / (3 * len(self.level_periods))
             self.level_intermediate_sizes = [max(8, round(width / 8) * 8)] * len(self.level_periods)
         # no field, and never saved; older versions of transformers add to it for tied heads
         self.base_model_tp_plan = self._tensor_parallel_plan()
         super().__post_init__(**kwargs)
+
+    @property
+    def has_memories(self) -> bool:
+        """Whether any layer has self-modifying memories."""
+        return "hope_memory" in self.layer_types
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether any layer has softmax attention."""
+        return "full_attention" in self.layer_types
 
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "HopeConfig":
@@ -276,55 +286,54 @@ class HopeConfig(PreTrainedConfig):
     def _tensor_parallel_plan(self) -> dict[str, str]:
         """Which linear maps tensor parallelism cuts, for transformers' `DistributedConfig(tp_size=...)`.
 
-        Attention and levels keep their halves to themselves between two maps. Memories run whole on every rank: of the
-        mixer only the weights of its maps are shared out, and their outputs are gathered.
+        Levels, and attention where all layers have it, keep their halves to themselves between two maps. Memories run
+        whole on every rank: only the weights of the mixer's maps are shared out, and their outputs are gathered. The
+        plan cannot tell layers apart, so that attention beside memories runs whole, too.
         """
-        # CODEPATH: mixer='self_modifying' in HOPE, 'attention' in Hope-Attention.
-        if self.mixer == "attention":
-            mixer = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
-        else:
-            maps = ["in_proj", "q_proj", "g_proj", "o_proj"]
-            maps += ([] if self.adaptive_k else ["k_proj"]) + ([] if self.adaptive_v else ["v_proj"])
+        if self.has_memories:
+            maps = ("in_proj", "q_proj", "k_proj", "v_proj", "g_proj", "o_proj")
             mixer = dict.fromkeys(maps, "colwise_gather_output")
+        else:
+            mixer = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
         level = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
         return {f"layers.*.mixer.{name}": style for name, style in mixer.items()} | {
             f"layers.*.continuum.levels.*.{name}": style for name, style in level.items()
         }
 
-    @property
-    def layer_types(self) -> list[str]:
-        """Kind of cache of each layer, for transformers' caches."""
-        kind = "hope_memory" if self.mixer == "self_modifying" else "full_attention"
-        return [kind] * self.num_hidden_layers
-
-    @layer_types.setter
-    def layer_types(self, kinds: list[str]) -> None:
-        # Tools that copy a configuration and change its depth, as PEFT's ShadowPEFT, set it to what it is already.
-        if list(kinds) != self.layer_types:
-            raise ValueError("`layer_types` follows from `mixer` and `num_hidden_layers`: set these instead")
-
     def validate_layer_type(self):
-        """Part of `@strict`-powered validation: `layer_types` follows from `mixer`, so there is nothing to check."""
+        """Part of `@strict`-powered validation: one known kind for every layer."""
+        for kind in self.layer_types:
+            if kind not in LAYER_TYPES:
+                raise ValueError(f"`layer_types` holds '{kind}': choose of {', '.join(LAYER_TYPES)}")
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"`layer_types` has {len(self.layer_types)} entries, and `num_hidden_layers` is "
+                f"{self.num_hidden_layers}: give one entry a layer, or leave `layer_types` out for memories everywhere"
+            )
 
     def validate_architecture(self):
         """Part of `@strict`-powered validation: what single fields and pairs of them must satisfy."""
         for name in (
-            "vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "memory_chunk_size",
-            "projection_chunk_size", "memory_expansion", "projection_memory_expansion", "conv_kernel_size",
+            "vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "memory_chunk_size", "conv_kernel_size",
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}")
-        for name in ("inner_layer_rate", "projection_memory_rate", "recompute_chunks"):
+        for name in ("projection_memory_rate", "recompute_chunks"):
             if getattr(self, name) < 0:
                 raise ValueError(f"`{name}` must not be negative, got {getattr(self, name)}")
-        if self.num_attention_heads is None:
-            raise ValueError(
-                f"`hidden_size` ({self.hidden_size}) is not divisible by `head_dim` ({self.head_dim}): choose another "
-                "width, or give `num_attention_heads`"
-            )
-        if self.num_attention_heads < 1:
-            raise ValueError(f"`num_attention_heads` must be at least 1, got {self.num_attention_heads}")
-        if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
+        needed = (["num_memory_heads"] if self.has_memories else []) + (
+            ["num_attention_heads", "num_key_value_heads"] if self.has_attention else []
+        )
+        for name in needed:
+            heads = getattr(self, name)
+            if heads is None:
+                raise ValueError(
+                    f"`hidden_size` ({self.hidden_size}) is not divisible by `head_dim` ({self.head_dim}): choose "
+                    f"another width, or give `{name}`"
+                )
+            if heads < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {heads}")
+        if self.has_attention and self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
                 f"({self.num_key_value_heads})"
@@ -333,27 +342,45 @@ class HopeConfig(PreTrainedConfig):
         self._validate_levels()
 
     def _validate_memory(self):
-        if self.memory_depth not in (1, 2):
-            raise ValueError(f"`memory_depth` must be 1 or 2, got {self.memory_depth}")
-        if not self.adaptive_k and not self.adaptive_v:
+        if self.memory_projections not in ([], ["k"], ["v"], ["k", "v"]):
             raise ValueError(
-                "`adaptive_k` and `adaptive_v` are both off: leave one on, and set `projection_memory_rate` to 0 for "
-                "projections that never change"
+                f"`memory_projections` is {self.memory_projections}: choose of [], ['k'], ['v'] and ['k', 'v']"
             )
-        if self.memory_error_clip is not None and self.memory_error_clip <= 0:
-            raise ValueError(f"`memory_error_clip` must be positive or None, got {self.memory_error_clip}")
-        if self.memory_gradient_factor not in (1, 2):
-            raise ValueError(f"`memory_gradient_factor` must be 1 or 2, got {self.memory_gradient_factor}")
+        for name in ("memory_learning_rate_bias", "retention_bias"):
+            pair = getattr(self, name)
+            if len(pair) != 2:
+                raise ValueError(f"`{name}` must be two numbers, of the first and of the last head, got {pair}")
         if not 0 <= self.memory_learning_rate_max <= _LARGEST_RATE:
             raise ValueError(
                 f"`memory_learning_rate_max` must be between 0 and {_LARGEST_RATE}, got "
                 f"{self.memory_learning_rate_max}: at 2 what is stored turns over without shrinking, and grows with "
                 "the text"
             )
-        if self.memory_learning_rate_max > 1 and self.memory_error_clip is None:
+        if self.memory_rule == "paper":
+            self._validate_paper_rule()
+        elif self.paper_rule is not None:
             raise ValueError(
-                f"`memory_learning_rate_max` above 1 ({self.memory_learning_rate_max}) diverges without "
-                "`memory_error_clip`: set it, for instance to 2"
+                f"`paper_rule` is given and `memory_rule` is '{self.memory_rule}': leave it out, or set "
+                "`memory_rule` to 'paper'"
+            )
+
+    def _validate_paper_rule(self):
+        rule = self.paper_rule
+        for name, value in rule.items():
+            if name not in _PAPER_RULE:
+                raise ValueError(f"`paper_rule` has no field '{name}': choose of {', '.join(_PAPER_RULE)}")
+            if name in _PAPER_CHOICES and value not in _PAPER_CHOICES[name]:
+                choices = ", ".join(map(repr, _PAPER_CHOICES[name]))
+                raise ValueError(f"`{name}` of `paper_rule` is {value!r}: choose of {choices}")
+        rate, clip = rule["inner_rate"], rule["error_clip"]
+        if not isinstance(rate, (int, float)) or rate < 0:
+            raise ValueError(f"`inner_rate` of `paper_rule` must be a number of at least 0, got {rate!r}")
+        if clip is not None and not (isinstance(clip, (int, float)) and clip > 0):
+            raise ValueError(f"`error_clip` of `paper_rule` must be positive or None, got {clip!r}")
+        if self.memory_learning_rate_max > 1 and clip is None:
+            raise ValueError(
+                f"`memory_learning_rate_max` above 1 ({self.memory_learning_rate_max}) diverges without `error_clip` "
+                "of `paper_rule`: set it, for instance to 2"
             )
 
     def _validate_levels(self):
@@ -367,11 +394,6 @@ class HopeConfig(PreTrainedConfig):
             raise ValueError(f"`level_periods` ({periods}) and `level_intermediate_sizes` ({sizes}) must be positive")
         if sorted(periods) != list(periods):
             raise ValueError(f"`level_periods` must go from fast to slow, got {periods}")
-        if self.level_variant == "nested":
-            raise ValueError(
-                "`level_variant='nested'` needs updates inside a sequence, which do not exist yet: use 'sequential' "
-                "or 'independent'"
-            )
 
 
 __all__ = ["PRESETS", "HopeConfig"]

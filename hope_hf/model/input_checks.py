@@ -5,6 +5,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from .cache_hope import is_memory_layer
 from .configuration_hope import HopeConfig
+from .memory_state import MemoryState
 
 
 def check_inputs(
@@ -69,41 +70,45 @@ def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -
     Raises:
         ValueError: other layers, another number of rows, another shape or dtype of the memories.
     """
-    wanted = config.mixer == "self_modifying"
     layers = getattr(cache, "layers", None)
-    if wanted and layers == [] and getattr(cache, "layer_class_to_replicate", None) is not None:
+    if config.has_memories and layers == [] and getattr(cache, "layer_class_to_replicate", None) is not None:
         # made without a config, it would append layers for keys and values
         layers.extend(DynamicCache(config=config).layers)
         cache.layer_class_to_replicate = None
-    if layers is None or len(layers) != config.num_hidden_layers and (wanted or len(layers)):
+    if layers is None or len(layers) != config.num_hidden_layers and (config.has_memories or len(layers)):
         held = "no layers" if layers is None else f"{len(layers)} layers"
         raise ValueError(
             f"past_key_values is a {type(cache).__name__} of {held}, and the model has {config.num_hidden_layers}: "
             "give a HopeCache(model.config)"
         )
-    for layer in layers:
-        if is_memory_layer(layer) != wanted:
+    for layer, kind in zip(layers, config.layer_types, strict=False):
+        if is_memory_layer(layer) != (kind == "hope_memory"):
             raise ValueError(
-                f"past_key_values is a {type(cache).__name__} of {type(layer).__name__}s, which a model with "
-                f"mixer='{config.mixer}' cannot use: give a HopeCache(model.config)"
+                f"past_key_values is a {type(cache).__name__} with a {type(layer).__name__} where this model has a "
+                f"layer of type '{kind}': give a HopeCache(model.config)"
             )
-        if wanted and layer.state is not None:
-            weights = layer.state["content.run.0"]
-            inner = config.head_dim * config.memory_expansion if config.memory_depth == 2 else config.head_dim
-            shape = (len(hidden_states), config.num_attention_heads, 1, inner, config.head_dim)
-            dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-            if tuple(weights.shape[1:]) != shape[1:]:
-                raise ValueError(
-                    f"past_key_values holds memories of the shape {tuple(weights.shape[1:])}, and this model's have "
-                    f"{shape[1:]}: it is the cache of another model"
-                )
-            if len(weights) != shape[0]:
-                raise ValueError(
-                    f"past_key_values holds {len(weights)} sequences, and the input {shape[0]}: choose rows with "
-                    "batch_select_indices or batch_repeat_interleave"
-                )
-            if weights.dtype != dtype:
-                raise ValueError(
-                    f"past_key_values holds {weights.dtype} memories, and this model computes them in {dtype}: read "
-                    "the text with the model as it is now"
-                )
+        if kind == "hope_memory" and layer.state is not None:
+            _check_state(layer.state, config, hidden_states)
+
+
+def _check_state(state: MemoryState, config: HopeConfig, hidden_states: torch.Tensor) -> None:
+    tail = state.conv_tail
+    shape = (len(hidden_states), config.num_memory_heads, config.conv_kernel_size - 1, 3 * config.head_dim)
+    memories = len(config.memory_projections) + 1
+    held = state.current[0][0].numel() // (tail.shape[1] * config.head_dim**2)
+    if tuple(tail.shape[1:]) != shape[1:] or held != memories:
+        raise ValueError(
+            f"past_key_values holds {tail.shape[1]} heads of {held} memories of width {tail.shape[3] // 3}, and this "
+            f"model's have {shape[1]} of {memories} of width {config.head_dim}: it is the cache of another model"
+        )
+    if len(tail) != shape[0]:
+        raise ValueError(
+            f"past_key_values holds {len(tail)} sequences, and the input {shape[0]}: choose rows with "
+            "batch_select_indices or batch_repeat_interleave"
+        )
+    dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+    if tail.dtype != dtype:
+        raise ValueError(
+            f"past_key_values holds {tail.dtype} memories, and this model computes them in {dtype}: read the text "
+            "with the model as it is now"
+        )

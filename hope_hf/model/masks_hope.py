@@ -1,7 +1,7 @@
 """Which columns of a padding mask the tokens of one call need."""
 
 import torch
-from transformers.masking_utils import create_masks_for_generate
+from transformers.masking_utils import create_causal_mask
 
 from .configuration_hope import HopeConfig
 
@@ -25,11 +25,12 @@ def create_generation_masks(
 
     Of memories, the columns [B, T] that belong to `inputs_embeds` [B, T, ...]; of attention, transformers' own.
     """
-    # CODEPATH: mixer='self_modifying' in HOPE, 'attention' in Hope-Attention.
-    if config.mixer == "attention":
-        return create_masks_for_generate(config, inputs_embeds, attention_mask, **kwargs)
-    if attention_mask is None:
-        return {"hope_memory": None}
-    # A slice has the strides of the mask that grows, and each would compile a graph of its own.
-    local = attention_mask[:, -inputs_embeds.shape[1] :]
-    return {"hope_memory": local.clone(memory_format=torch.contiguous_format)}
+    masks = {}
+    if config.has_attention:
+        layer = config.layer_types.index("full_attention")
+        masks["full_attention"] = create_causal_mask(config, inputs_embeds, attention_mask, layer_idx=layer, **kwargs)
+    if config.has_memories:
+        # A slice has the strides of the mask that grows, and each would compile a graph of its own.
+        local = None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
+        masks["hope_memory"] = None if local is None else local.clone(memory_format=torch.contiguous_format)
+    return masks

@@ -1,130 +1,219 @@
-"""The two scans of a self-modifying mixer: chunk after chunk, in the order in which a text is read.
+"""The scan of a mixer of memories: chunk after chunk, in the order in which a text is read.
 
-Loops over the steps in `chunk_steps`. Chunks are recomputed in the backward pass, a group at a time, from the state
-saved at the group's start.
+One pass makes keys and values, writes them into all memories of the layer, and reads the content memory (equations 83
+to 88). The rules (`delta_rule`, `paper_rule`) say how a memory acts and how it is written; all else is here. This is
+the readable path, in plain operations and with autograd's gradients; `delta_fused` is the same for the delta rule
+with a backward written by hand.
 
-Axes: B sequence in batch, S slot (`chunk_layout`), H head, N memory of a group, D head width, K width of the
-convolution.
+Axes: b sequences times heads, S slot (`chunk_layout`), C slot of a piece, D head width, K width of the convolution.
+Tokens are rows. All tensors are float32, or float64 where the model is.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .chunk_layout import ChunkLayout
-from .chunk_steps import (
-    MemoryGroup,
-    ProjectionGroup,
-    ProjectionInputs,
-    Projections,
-    end_piece,
-    project_chunk,
-    read_chunk,
-)
-from .memory_update import MemoryState, apply_memory, effective_weights, update_chunk
-from .vector_norms import unit
+# Added to squared norms of keys and queries, as in transformers' and flash-linear-attention's gated DeltaNet.
+NORM_EPSILON = 1e-6
 
 
-def scan(step: Callable, carry: Any, num_pieces: int, group: int) -> tuple[list, Any]:
-    """Run `output, carry = step(index, carry)` over all pieces; recompute `group` pieces at a time in backward.
+class ScanPiece(NamedTuple):
+    """A chunk or a part of one. The last four are `None` where all rows are cut alike."""
 
-    The last group keeps its activations, which the backward pass asks for first; `group` 0 keeps all.
+    start: int
+    stop: int
+    # whether the chunk ends here, and the weights become those of the next chunk's start: bool, or [b, 1, 1] bool
+    closes: torch.Tensor | bool
+    # False in rows where a document begins here [b, 1, 1]
+    keeps: torch.Tensor | None = None
+    # which taps reach a token of the same document, oldest first [K - 1, b, C, 1]
+    inside: torch.Tensor | None = None
+    # rows of the padded streams into which the tail of earlier calls goes [b, K - 1, 1], in the first piece alone
+    tail_in: torch.Tensor | None = None
+    # rows of the padded streams that the next piece needs [b, K - 1, 1]
+    tail_out: torch.Tensor | None = None
+
+
+class ScanInputs(NamedTuple):
+    """What the scan reads of every slot. Padding has `rate` 0 and `log_retention` 0."""
+
+    # x of equation (83), read by the memories that make streams [b, S, D]; None without any
+    memory_input: torch.Tensor | None
+    # keys and values before the convolution [b, S, D], each None where a memory makes it
+    key: torch.Tensor | None
+    value: torch.Tensor | None
+    # queries before the convolution [b, S, D]
+    query: torch.Tensor
+    # eta and log alpha of equation (88) [b, S]
+    rate: torch.Tensor
+    log_retention: torch.Tensor
+
+
+class ScanState(NamedTuple):
+    """What a layer carries from token to token. Weights have the form that their rule gives them, [b, ...] each."""
+
+    current: tuple[torch.Tensor, ...]
+    # the weights at the start of the current chunk
+    chunk_start: tuple[torch.Tensor, ...]
+    # last inputs of the convolutions on k, v and q side by side [b, K - 1, 3 D]
+    conv_tail: torch.Tensor
+
+
+class Memories(Protocol):
+    """The memories of a layer under one rule: those that make streams in the order k, v, and the content memory."""
+
+    # of the convolutions on k, v and q side by side, oldest first [K, b, 1, 3 D]
+    taps: torch.Tensor
+
+    def fresh(self) -> tuple[torch.Tensor, ...]:
+        """The weights of having read nothing."""
+
+    def make_streams(self, chunk_start: tuple[torch.Tensor, ...], x: torch.Tensor) -> list[torch.Tensor]:
+        """Keys and values [b, C, D] that the memories make of `x` [b, C, D] at their chunk's start."""
+
+    def write_and_read(
+        self,
+        current: tuple[torch.Tensor, ...],
+        chunk_start: tuple[torch.Tensor, ...],
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        queries: torch.Tensor,
+        rate: torch.Tensor,
+        log_retention: torch.Tensor,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Reads [b, C, D] of the content memory, each after its token's own write, and the weights after the piece.
+
+        `keys` and `queries` are of norm 1. Keys, values and queries are [b, C, D], gates [b, C].
+        """
+
+    def recall(self, state: tuple[torch.Tensor, ...], keys: torch.Tensor) -> torch.Tensor:
+        """What the content memory of a state holds under unit keys [b, C, D]."""
+
+    def target(self, chunk_start: tuple[torch.Tensor, ...], values: torch.Tensor) -> torch.Tensor:
+        """What the content memory is taught for values [b, C, D]."""
+
+    def content(self, state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """The weights of the content memory of a state."""
+
+
+def fresh_state(memories: Memories) -> ScanState:
+    """The state of having read nothing."""
+    weights = memories.fresh()
+    taps, rows, _, width = memories.taps.shape
+    return ScanState(weights, weights, weights[0].new_zeros(rows, taps - 1, width))
+
+
+def unit(x: torch.Tensor) -> torch.Tensor:
+    """`x` over its norm along the last axis."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPSILON)
+
+
+def decay_matrix(rows: torch.Tensor, columns: torch.Tensor, strict: bool = False) -> torch.Tensor:
+    """`exp(rows_t - columns_i)` for `i <= t` (`i < t` if strict), else 0. [..., C] each; returns [..., C, C].
+
+    Masked before the exponential: above the diagonal it overflows, and an overflow times zero is a NaN gradient.
     """
-    outputs = []
-
-    def run(carry: Any, start: int, stop: int) -> tuple[list, Any]:
-        made = []
-        for index in range(start, stop):
-            output, carry = step(index, carry)
-            made.append(output)
-        return made, carry
-
-    recompute = group > 0 and torch.is_grad_enabled()
-    stride = group if recompute else num_pieces
-    for start in range(0, num_pieces, stride):
-        stop = min(start + stride, num_pieces)
-        if recompute and stop < num_pieces:
-            made, carry = checkpoint(run, carry, start, stop, use_reentrant=False, preserve_rng_state=False)
-        else:
-            made, carry = run(carry, start, stop)
-        outputs.extend(made)
-    return outputs, carry
+    size = rows.shape[-1]
+    keep = torch.ones(size, size, dtype=torch.bool, device=rows.device).tril(-1 if strict else 0)
+    return (rows[..., :, None] - columns[..., None, :]).masked_fill(~keep, float("-inf")).exp()
 
 
-def scan_projections(
-    inputs: ProjectionInputs,
-    group: ProjectionGroup,
-    state: MemoryState | None,
-    tail: torch.Tensor | None,
-    layout: ChunkLayout,
+def select_rows(rows: torch.Tensor | bool, chosen: tuple, other: tuple) -> tuple:
+    """`chosen` in the rows [b, 1, 1] where `rows` is true, `other` elsewhere; tuples of tensors [b, ...]."""
+    if isinstance(rows, bool):
+        return chosen if rows else other
+    return tuple(torch.where(rows.view(-1, *(1,) * (a.ndim - 1)), a, b) for a, b in zip(chosen, other, strict=True))
+
+
+def convolve(
+    raw: torch.Tensor, tail: torch.Tensor, taps: torch.Tensor, piece: ScanPiece
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal depthwise convolution within each document [b, C, 3 D], and the inputs that the next piece needs."""
+    reach, length = tail.shape[1], raw.shape[1]
+    padded = torch.cat([tail, raw], dim=1)
+    if piece.tail_in is not None:
+        padded = padded.scatter(1, piece.tail_in.expand_as(tail), tail)
+    mixed = taps[reach] * padded[:, reach:]
+    for tap in range(reach):
+        term = padded[:, tap : tap + length]
+        mixed = mixed + taps[tap] * (term if piece.inside is None else term * piece.inside[tap])
+    if piece.tail_out is None:
+        return mixed, padded[:, length:]
+    return mixed, padded.gather(1, piece.tail_out.expand_as(tail))
+
+
+def make_streams(
+    inputs: ScanInputs, memories: Memories, state: ScanState, piece: ScanPiece
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys, values and queries of a piece after convolution and SiLU [b, C, D], and the tail for the next piece."""
+    cut = slice(piece.start, piece.stop)
+    streams = [None if stream is None else stream[:, cut] for stream in inputs[1:4]]
+    if inputs.memory_input is not None:
+        made = iter(memories.make_streams(state.chunk_start, inputs.memory_input[:, cut]))
+        streams = [next(made) if stream is None else stream for stream in streams]
+    mixed, tail = convolve(torch.cat(streams, dim=-1), state.conv_tail, memories.taps, piece)
+    return *F.silu(mixed).chunk(3, dim=-1), tail
+
+
+def scan_piece(
+    inputs: ScanInputs, memories: Memories, state: ScanState, piece: ScanPiece
+) -> tuple[torch.Tensor, ScanState]:
+    """One piece: make keys and values, write them, and read at every token [b, C, D]."""
+    if piece.keeps is not None:
+        fresh = memories.fresh()
+        state = state._replace(
+            current=select_rows(piece.keeps, state.current, fresh),
+            chunk_start=select_rows(piece.keeps, state.chunk_start, fresh),
+        )
+    keys, values, queries, tail = make_streams(inputs, memories, state, piece)
+    gates = (gate[:, piece.start : piece.stop] for gate in (inputs.rate, inputs.log_retention))
+    reads, current = memories.write_and_read(
+        state.current, state.chunk_start, unit(keys), values, unit(queries), *gates
+    )
+    return reads, ScanState(current, select_rows(piece.closes, current, state.chunk_start), tail)
+
+
+def scan_plain(
+    inputs: ScanInputs, memories: Memories, state: ScanState, pieces: list[ScanPiece], need_state: bool = True
+) -> tuple[torch.Tensor, ScanState]:
+    """All pieces in order: reads [b, S, D], and the state after the last (also where it is not needed)."""
+    reads = []
+    for piece in pieces:
+        read, state = scan_piece(inputs, memories, state, piece)
+        reads.append(read)
+    return torch.cat(reads, dim=1), state
+
+
+def scan(
+    run: Callable,
+    inputs: ScanInputs,
+    memories: Memories,
+    state: ScanState | None,
+    pieces: list[ScanPiece],
     recompute: int,
     need_state: bool,
-) -> tuple[Projections, MemoryState, torch.Tensor]:
-    """Scan 1: make keys, values, queries and gates, and let the memories that make them learn (equations 83 to 88).
+) -> tuple[torch.Tensor, ScanState | None]:
+    """Read a call's tokens: reads [b, S, D], and the state after them where it is needed.
 
     Args:
-        state, tail: of the call before, or `None` at a text's start.
-        recompute: chunks recomputed together in backward.
+        run: `scan_plain`, or what computes the same.
+        state: of the call before, or `None` at a text's start.
+        recompute: pieces whose activations are recomputed together in the backward pass; 0 keeps all. The last such
+            group keeps its own, which the backward pass asks for first.
     """
-    batch, heads, _, _, width = inputs.memory_input.shape
-    if state is None:
-        state = group.memories.fresh
-        tail = inputs.memory_input.new_zeros(batch, heads, 3, group.taps.shape[0] - 1, width)
-    last = len(layout.pieces) - 1
-    pieces = inputs.split(layout)
-
-    def step(index: int, carry: tuple) -> tuple[Projections, tuple]:
-        output, *carry = project_chunk(pieces[index], *carry, group, layout.piece(index), need_state or index < last)
-        return output, tuple(carry)
-
-    outputs, (state, tail) = scan(step, (state, tail), last + 1, recompute)
-    return Projections.join(outputs, inputs.log_momentum), state, tail
-
-
-def scan_content(
-    made: Projections,
-    memory: MemoryGroup,
-    state: MemoryState | None,
-    layout: ChunkLayout,
-    recompute: int,
-    need_state: bool,
-) -> tuple[torch.Tensor, MemoryState]:
-    """Scan 2: write keys and values into the content memory, read it at every token [B, H, S, D] (equation 86)."""
-    last = len(layout.pieces) - 1
-    pieces = made.split(layout)
-
-    def step(index: int, state: MemoryState) -> tuple[torch.Tensor, MemoryState]:
-        return read_chunk(pieces[index], state, memory, layout.piece(index), need_state or index < last)
-
-    reads, state = scan(step, memory.fresh if state is None else state, last + 1, recompute)
-    return torch.cat(reads, dim=-2).squeeze(2), state
-
-
-def measure_surprise(made: Projections, memory: MemoryGroup, layout: ChunkLayout) -> dict[str, torch.Tensor]:
-    """How far the content memory misses its targets at each chunk's first and last weights, and how far it moves.
-
-    For plain layouts, from the initial state. Means over sequences, heads and tokens.
-    """
-    initial, state, rule = memory
-    before, after, targets = [], [], []
-    for index, part in enumerate(made.split(layout)):
-        key, value, _ = part.streams.unbind(2)
-        key = unit(key)
-        weights = effective_weights(state.snap, initial, rule)
-        target = apply_memory(weights, (unit(value) if rule.target_norm else value).unsqueeze(2), rule)
-        _, state = update_chunk(state, initial, key, value, part.gates(), rule)
-        written = effective_weights(state.run, initial, rule)
-        targets.append(target.norm(dim=-1))
-        before.append((apply_memory(weights, key.unsqueeze(2), rule) - target).norm(dim=-1))
-        after.append((apply_memory(written, key.unsqueeze(2), rule) - target).norm(dim=-1))
-        state = end_piece(state, layout.piece(index))
-    moved = sum((weight - base).square().sum((-1, -2)) for weight, base in zip(written, initial, strict=True)).sqrt()
-    start = sum(base.square().sum((-1, -2)) for base in initial).sqrt()
-    return {
-        "surprise_before": torch.cat(before, -1).mean(),
-        "surprise_after": torch.cat(after, -1).mean(),
-        "state_norm_ratio": (moved / start).mean(),
-        "target_norm": torch.cat(targets, -1).mean(),
-    }
+    stride = recompute if recompute and torch.is_grad_enabled() else len(pieces)
+    state = fresh_state(memories) if state is None else state
+    reads = []
+    for start in range(0, len(pieces), stride):
+        group = pieces[start : start + stride]
+        if start + stride >= len(pieces):
+            read, state = run(inputs, memories, state, group, need_state)
+        else:
+            read, state = checkpoint(
+                run, inputs, memories, state, group, True, use_reentrant=False, preserve_rng_state=False
+            )
+        reads.append(read)
+    return reads[0] if len(reads) == 1 else torch.cat(reads, dim=1), state if need_state else None

@@ -21,61 +21,50 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import HopeAttention
-from .cache_hope import HopeCache, HopeMemoryLayer
-from .chunk_layout import ChunkPlan, plan_chunks
+from .cache_hope import HopeCache, is_memory_layer
+from .chunk_layout import ChunkPlan, Past, plan_chunks
 from .configuration_hope import HopeConfig
 from .continuum import ContinuumMemory, LevelMix
 from .generation_hope import HopeGenerationMixin
 from .input_checks import check_cache, check_inputs, check_labels, check_mask
 from .masks_hope import local_padding_mask
-from .memory_update import TILE
+from .memory_state import MemoryState
 from .self_modifying import HopeRMSNorm, InitialMemory, MemoryGates, SelfModifyingTitans, ShortConvolution
 
 # Above this width the logits of a fresh model grow beyond the loss of a uniform guess: the head starts smaller.
 _HEAD_WIDTH = 768
 
 
+# What each of `HopeConfig.layer_types` mixes tokens with.
+MIXERS = {"hope_memory": SelfModifyingTitans, "full_attention": HopeAttention}
+
+
 class HopeBlock(GradientCheckpointingLayer):
     """A mixer, then the continuum memory, each behind its normalisation and residual connection.
 
-    Functional in the memory: state in, state out. The model writes the cache, so that a checkpointed block can be run
-    again in the backward pass without a second write.
+    A mixer is called as `mixer(hidden_states, **what its kind needs)` and returns its output, its state after the
+    call, and what transformers records. Memories are functional, state in, state out: the model writes the cache, so
+    that a checkpointed block can be run again in the backward pass without a second write.
     """
 
     def __init__(self, config: HopeConfig, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
-        self.is_recurrent = config.mixer == "self_modifying"
         self.input_layernorm = HopeRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mixer = SelfModifyingTitans(config, layer_idx) if self.is_recurrent else HopeAttention(config, layer_idx)
+        self.mixer = MIXERS[config.layer_types[layer_idx]](config, layer_idx)
         self.continuum = ContinuumMemory(config)
         for projection in (self.mixer.o_proj, *(level.down_proj for level in self.continuum.levels)):
             projection.ends_branch = True
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        state: dict[str, torch.Tensor] | None = None,
-        plan: ChunkPlan | None = None,
-        need_state: bool = False,
-        **kwargs,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor] | None]:
+    def forward(self, hidden_states: torch.Tensor, **kwargs) -> tuple[torch.Tensor, MemoryState | None]:
         """Hidden states [B, T, hidden_size] of the next block, and the mixer's new state.
 
-        Args:
-            state: of a self-modifying mixer before these tokens.
-            plan: how the tokens fall into its chunks.
-            need_state: whether to return the state after them.
-            kwargs: of an attention mixer: mask, rotary positions, key-value cache.
+        `kwargs` are those of the mixer, see `SelfModifyingTitans.forward` and `HopeAttention.forward`.
         """
-        normed = self.input_layernorm(hidden_states)
-        if self.is_recurrent:
-            mixed, state = self.mixer(normed, plan, state, need_state)
-        else:
-            mixed, _ = self.mixer(normed, **kwargs)
+        mixed, state, *_ = self.mixer(self.input_layernorm(hidden_states), **kwargs)
         return self.continuum(hidden_states + mixed), state
 
 
@@ -88,7 +77,7 @@ class HopePreTrainedModel(PreTrainedModel):
     model_tags = ["hope", "nested-learning"]
     _no_split_modules = ["HopeBlock"]
     _skip_keys_device_placement = ["past_key_values"]
-    _can_record_outputs = {"hidden_states": HopeBlock, "attentions": HopeAttention}
+    _can_record_outputs = {"hidden_states": HopeBlock, "attentions": OutputRecorder(HopeAttention, index=2)}
     _is_stateful = True
     _supports_sdpa = True
     _supports_flash_attn = True
@@ -105,7 +94,7 @@ class HopePreTrainedModel(PreTrainedModel):
         | o_proj, down_proj | normal, `initializer_range / sqrt(2 * num_hidden_layers)` |
         | embedding and head wider than 768 | times `sqrt(768 / hidden_size)` |
         | norms, level mix | 1 |
-        | initial memories | W2 orthogonal times 2, W1 normal with 0.05 / sqrt(width) |
+        | initial memories | normal, 0.05 / sqrt(width); the inner layers of depth 2 orthogonal times 2 |
         | convolutions | uniform, +-1/sqrt(kernel) |
         | gates | see `MemoryGates` |
         """
@@ -123,9 +112,8 @@ class HopePreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, std=std * min(1.0, _HEAD_WIDTH / self.config.hidden_size) ** 0.5)
 
     def compile(self, *args, **kwargs):
-        """`nn.Module.compile` of what is the same at every call; of self-modifying models, every block's continuum."""
-        # CODEPATH: mixer='self_modifying' in HOPE, 'attention' in Hope-Attention.
-        if self.config.mixer == "attention":
+        """`nn.Module.compile` of what is the same at every call; beside memories, that is every block's continuum."""
+        if not self.config.has_memories:
             return super().compile(*args, **kwargs)
         for module in self.modules():
             if isinstance(module, ContinuumMemory):
@@ -171,8 +159,7 @@ class HopeModel(HopePreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList([HopeBlock(config, layer_idx) for layer_idx in range(config.num_hidden_layers)])
         self.norm = HopeRMSNorm(config.hidden_size, config.rms_norm_eps)
-        # CODEPATH: mixer='self_modifying' in HOPE, 'attention' in Hope-Attention.
-        self.rotary_emb = LlamaRotaryEmbedding(config) if config.mixer == "attention" else None
+        self.rotary_emb = LlamaRotaryEmbedding(config) if config.has_attention else None
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -204,51 +191,54 @@ class HopeModel(HopePreTrainedModel):
             check_cache(past_key_values, self.config, inputs_embeds)
         elif use_cache:
             past_key_values = HopeCache(self.config)
-        # CODEPATH: mixer='self_modifying' in HOPE, 'attention' in Hope-Attention.
-        if self.config.mixer == "self_modifying":
-            hidden_states = self._read(inputs_embeds, input_ids, attention_mask, position_ids, past_key_values)
+        arguments = (inputs_embeds, input_ids, attention_mask, position_ids, past_key_values)
+        if self._is_cut_anew(*arguments):
+            hidden_states = self._read_uncompiled(*arguments, **kwargs)
         else:
-            hidden_states = self._attend(inputs_embeds, attention_mask, position_ids, past_key_values, **kwargs)
+            hidden_states = self._read(*arguments, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
-    def _read(self, hidden_states, input_ids, attention_mask, position_ids, cache) -> torch.Tensor:
-        """All blocks of self-modifying memories; the cache is written here, outside the blocks."""
-        continues = cache is not None and cache.layers[0].state is not None
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-            if hidden_states.shape[1] > 1 and (continues or position_ids is not None):
-                return self._read_uncompiled(hidden_states, input_ids, attention_mask, position_ids, cache)
-        return self._read_chunks(hidden_states, input_ids, attention_mask, position_ids, cache)
+    def _is_cut_anew(self, hidden_states, input_ids, attention_mask, position_ids, cache) -> bool:
+        """Whether a compiled model of memories is given documents, or goes on with more than a token."""
+        if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or not self.config.has_memories:
+            return False
+        return hidden_states.shape[1] > 1 and (position_ids is not None or _past(cache) is not None)
 
     @torch.compiler.disable(reason="documents and earlier calls cut every batch into other chunks")
-    def _read_uncompiled(self, *args) -> torch.Tensor:
-        return self._read_chunks(*args)
+    def _read_uncompiled(self, *args, **kwargs) -> torch.Tensor:
+        return self._read(*args, **kwargs)
 
-    def _read_chunks(self, hidden_states, input_ids, attention_mask, position_ids, cache) -> torch.Tensor:
-        length = hidden_states.shape[1]
-        cached: list[HopeMemoryLayer | None] = [None] * len(self.layers) if cache is None else cache.layers
-        if isinstance(attention_mask, dict):
-            # made by `create_masks_for_generate`
-            attention_mask = attention_mask["hope_memory"]
-        else:
-            check_mask(attention_mask, len(hidden_states), length, 0 if cache is None else cache.get_seq_length())
-        plan = plan_chunks(
-            self.config,
-            hidden_states.shape[:2],
-            hidden_states.device,
-            cached[0],
-            local_padding_mask(attention_mask, length),
-            position_ids,
-            input_ids,
-        )
-        need_state = cache is not None
-        for block, layer in zip(self.layers, cached, strict=True):
-            hidden_states, state = block(hidden_states, layer and layer.state, plan, need_state)
-            if need_state:
-                layer.update_state(state, length, plan.is_uniform)
+    def _read(self, hidden_states, input_ids, attention_mask, position_ids, cache, **kwargs) -> torch.Tensor:
+        """All blocks. States of memories are written into the cache here, outside the blocks."""
+        if self.config.has_memories and not isinstance(attention_mask, dict):
+            seen = 0 if cache is None else cache.get_seq_length()
+            check_mask(attention_mask, *hidden_states.shape[:2], seen)
+        attention = memory = None
+        if self.config.has_attention:
+            attention = self._attention_arguments(hidden_states, attention_mask, position_ids, cache) | kwargs
+        if self.config.has_memories:
+            mask = attention_mask["hope_memory"] if isinstance(attention_mask, dict) else attention_mask
+            memory = {"plan": self._plan(hidden_states, input_ids, mask, position_ids, cache)}
+        for block, kind in zip(self.layers, self.config.layer_types, strict=True):
+            if kind == "full_attention":
+                hidden_states, _ = block(hidden_states, past_key_values=cache, **attention)
+                continue
+            layer = None if cache is None else cache.layers[block.layer_idx]
+            hidden_states, state = block(
+                hidden_states, state=layer and layer.state, need_state=cache is not None, **memory
+            )
+            if layer is not None:
+                layer.update_state(state, hidden_states.shape[1], memory["plan"].past.is_uniform)
         return hidden_states
 
-    def _attend(self, hidden_states, attention_mask, position_ids, cache, **kwargs) -> torch.Tensor:
-        """All blocks of softmax attention."""
+    def _plan(self, hidden_states, input_ids, attention_mask, position_ids, cache) -> ChunkPlan:
+        """The chunks of the memories."""
+        shape, device = hidden_states.shape[:2], hidden_states.device
+        mask = local_padding_mask(attention_mask, shape[1])
+        return plan_chunks(self.config, shape, device, _past(cache), mask, position_ids, input_ids, cache is not None)
+
+    def _attention_arguments(self, hidden_states, attention_mask, position_ids, cache) -> dict:
+        """Mask and rotary positions of softmax attention."""
         seen = 0 if cache is None else cache.get_seq_length()
         if position_ids is None:
             position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + seen).unsqueeze(0)
@@ -264,13 +254,19 @@ class HopeModel(HopePreTrainedModel):
                 attention_mask=attention_mask,
                 past_key_values=None if is_empty else cache,
                 position_ids=position_ids,
+                layer_idx=self.config.layer_types.index("full_attention"),
             )
-        rotary = self.rotary_emb(hidden_states, position_ids=position_ids)
-        for block in self.layers:
-            hidden_states, _ = block(
-                hidden_states, attention_mask=mask, position_embeddings=rotary, past_key_values=cache, **kwargs
-            )
-        return hidden_states
+        return {
+            "attention_mask": mask,
+            "position_embeddings": self.rotary_emb(hidden_states, position_ids=position_ids),
+        }
+
+
+def _past(cache: Cache | None) -> Past | None:
+    """What the memories of a cache have read."""
+    if cache is None:
+        return None
+    return next(layer.past for layer in cache.layers if is_memory_layer(layer))
 
 
 class HopeForCausalLM(HopePreTrainedModel, HopeGenerationMixin):
@@ -306,29 +302,23 @@ class HopeForCausalLM(HopePreTrainedModel, HopeGenerationMixin):
         """Matrix FLOPs of forward and backward per token of a text of `sequence_length` tokens.
 
         6 per parameter of a matrix that every token meets (embedding rows are looked up, the head counts), and three
-        times the forward cost of the mixer's own products: in attention 2 T per channel; in memories, per head of
-        width D and hidden width M (D at depth 1), 10 D M for each layer of a memory that makes projections, 12 D M for
-        each of the content memory, and 4 C (D + M) for reading it within tiles of C tokens. A test holds these against
-        torch's counter, which leaves out triangular solves. Recomputation is not counted.
+        times the forward cost of the mixers' own products. Attention: 2 T per channel. Memories, per head of width D
+        and layer of a memory: 6 D^2 for each memory (8 D^2 under the paper's rule, whose errors are taken at other
+        weights), 2 D^2 more where it makes a stream, 4 D^2 to read the content memory, and 6 C D for the products of
+        the C tokens of a chunk with each other. A test holds these against torch's counter, which leaves out
+        triangular solves. Recomputation is not counted.
         """
         config = self.config
         matrices = sum(p.numel() for n, p in self.named_parameters() if p.ndim == 2 and "embed_tokens" not in n)
         if config.tie_word_embeddings:
             matrices += self.lm_head.weight.numel()
-        # CODEPATH: mixer='self_modifying' in HOPE, 'attention' in Hope-Attention.
-        if config.mixer == "attention":
-            mixing = 2 * sequence_length * config.num_attention_heads * config.head_dim
-        else:
-            width, two_layers = config.head_dim, config.memory_depth == 2
-            made = len(self.model.layers[0].mixer.memory_names)
-            others, content = (
-                width * (expansion if two_layers else 1)
-                for expansion in (config.projection_memory_expansion, config.memory_expansion)
-            )
-            products = config.memory_depth * width * (10 * made * others + 12 * content)
-            products += 4 * min(config.memory_chunk_size, TILE) * (width + content)
-            mixing = config.num_attention_heads * products
-        return 6 * matrices + 3 * config.num_hidden_layers * mixing
+        attention = 2 * sequence_length * (config.num_attention_heads or 0) * config.head_dim
+        width, made, rule = config.head_dim, len(config.memory_projections), config.paper_rule
+        squares = (8 if rule else 6) * (made + 1) + 2 * made + 4
+        layers = (config.num_memory_heads or 0) * (rule["depth"] if rule else 1)
+        memory = layers * (squares * width**2 + 6 * config.memory_chunk_size * width)
+        mixing = sum(memory if kind == "hope_memory" else attention for kind in config.layer_types)
+        return 6 * matrices + 3 * mixing
 
     @can_return_tuple
     def forward(

@@ -1,0 +1,390 @@
+"""`memory_scan.scan_plain` for the delta rule, with a backward written by hand.
+
+Two thirds of its time are batched matrix products. Autograd would keep and copy far more: per chunk, this saves what
+the backward pass reads and nothing else, and its products have all memories side by side as columns.
+
+Axes: b sequences times heads, S slot (`chunk_layout`), C slot of the piece, D head width, P memories that make keys
+or values, M = P + 1 memories, K width of the convolution. Tokens are rows; a memory acts as `z W`.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from .delta_rule import DeltaMemories
+from .memory_scan import NORM_EPSILON, ScanInputs, ScanPiece, ScanState
+
+# Size of the diagonal blocks that are inverted at once.
+_BASE = 16
+
+
+def unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
+    """`(I + lower)^-1` for strictly lower triangular `lower` [b, C, C].
+
+    Diagonal blocks of 16 by repeated squaring (their 16th power is 0), then merged two by two: on a CPU four times as
+    fast as a triangular solve. Sizes that are not 16 times a power of two are padded.
+    """
+    batch, size, _ = lower.shape
+    padded = _BASE
+    while padded < size:
+        padded *= 2
+    if padded != size:
+        lower = F.pad(lower, (0, padded - size, 0, padded - size))
+    lower = lower.contiguous()
+    blocks = padded // _BASE
+    square = padded * padded
+    power = lower.as_strided((batch, blocks, _BASE, _BASE), (square, _BASE * (padded + 1), padded, 1))
+    power = power.reshape(batch * blocks, _BASE, _BASE)
+    inverse = torch.eye(_BASE, dtype=lower.dtype, device=lower.device) - power
+    for _ in range(3):
+        power = torch.bmm(power, power)
+        inverse = torch.baddbmm(inverse, inverse, power)
+    width = _BASE
+    while width < padded:
+        pairs = padded // (2 * width)
+        strides = (square, 2 * width * (padded + 1), padded, 1)
+        corner = lower.as_strided((batch, pairs, width, width), strides, width * padded)
+        first, second = inverse.view(batch * pairs, 2, width, width).unbind(1)
+        merged = inverse.new_zeros(batch * pairs, 2 * width, 2 * width)
+        merged[:, :width, :width] = first
+        merged[:, width:, width:] = second
+        torch.neg(torch.bmm(torch.bmm(second, corner.reshape(-1, width, width)), first), out=merged[:, width:, :width])
+        inverse, width = merged, 2 * width
+    return inverse.view(batch, padded, padded)[:, :size, :size]
+
+
+class _Kept(NamedTuple):
+    """What the backward pass of a piece reads."""
+
+    # S before the piece, and at the start of its chunk
+    current: torch.Tensor
+    chunk_start: torch.Tensor
+    # streams with the tail in front [b, K - 1 + C, 3 D], after the convolution, and after SiLU and norms [b, C, 3 D]
+    padded: torch.Tensor
+    mixed: torch.Tensor
+    streams: torch.Tensor
+    # 1 / |k|, 1, 1 / |q| [b, C, 3, 1]
+    scales: torch.Tensor
+    # e^(T_t), e^(T_C - T_t) [b, C], e^(T_t - T_i) [b, C, C]
+    kept: torch.Tensor
+    left: torch.Tensor
+    decay: torch.Tensor
+    # K K^T, Q K^T [b, C, C], (I + rho L)^-1 for each rho [R b, C, C]
+    gram: torch.Tensor
+    similarity: torch.Tensor
+    solved: torch.Tensor
+    # rho A [b, C, M D]
+    errors: torch.Tensor
+
+
+class _Weights(NamedTuple):
+    """The tensors of `DeltaMemories`."""
+
+    taps: torch.Tensor
+    initial: torch.Tensor
+
+
+class _State(NamedTuple):
+    """The tensors of `ScanState`."""
+
+    current: torch.Tensor
+    chunk_start: torch.Tensor
+    conv_tail: torch.Tensor
+
+
+class _Gradients(NamedTuple):
+    """Gradients of inputs and weights, added up piece by piece."""
+
+    inputs: ScanInputs
+    weights: _Weights
+
+
+class _Shape(NamedTuple):
+    """Sizes, and which columns belong to whom."""
+
+    width: int
+    memories: int
+    # memories of one rho: columns, and rho
+    groups: list[tuple[slice, float]]
+    # columns of the memories that make streams, and of the streams they make; None without any
+    makers: slice | None
+    made: slice | None
+    content: slice
+
+    @classmethod
+    def of(cls, inputs: ScanInputs, factors: tuple[float, ...]) -> "_Shape":
+        width, memories = inputs.query.shape[-1], len(factors)
+        groups = []
+        for factor in dict.fromkeys(factors):
+            members = [index for index, other in enumerate(factors) if other == factor]
+            groups.append((slice(members[0] * width, (members[-1] + 1) * width), factor))
+        first = 0 if inputs.key is None else 1
+        makers = slice(0, (memories - 1) * width) if memories > 1 else None
+        made = slice(first * width, (first + memories - 1) * width) if memories > 1 else None
+        return cls(width, memories, groups, makers, made, slice((memories - 1) * width, memories * width))
+
+
+def _forward_piece(
+    inputs: ScanInputs, weights: _Weights, state: _State, piece: ScanPiece, shape: _Shape
+) -> tuple[torch.Tensor, _Kept]:
+    """Reads [b, C, D] of one piece, and what is kept for the rest."""
+    current, chunk_start, tail = state
+    cut, size, reach, width = slice(piece.start, piece.stop), piece.stop - piece.start, tail.shape[1], shape.width
+    rows, taps, initial = len(current), weights.taps, weights.initial
+    padded = tail.new_empty(rows, reach + size, 3 * width)
+    padded[:, :reach] = tail
+    raw = padded[:, reach:]
+    if shape.makers is not None:
+        start_weights = initial[..., shape.makers] + chunk_start[..., shape.makers]
+        raw[..., shape.made] = torch.bmm(inputs.memory_input[:, cut], start_weights)
+    for column, stream in enumerate(inputs[1:4]):
+        if stream is not None:
+            raw[..., column * width : (column + 1) * width] = stream[:, cut]
+    if piece.tail_in is not None:
+        padded.scatter_(1, piece.tail_in.expand_as(tail), tail)
+    mixed = taps[reach] * raw
+    for tap in range(reach):
+        term = padded[:, tap : tap + size]
+        mixed.addcmul_(taps[tap], term if piece.inside is None else term * piece.inside[tap])
+    streams = F.silu(mixed).view(rows, size, 3, width)
+    scales = torch.linalg.vector_norm(streams, dim=-1, keepdim=True).square_().add_(NORM_EPSILON).rsqrt_()
+    # values are written as they are
+    scales[:, :, 1] = 1.0
+    streams = streams.mul_(scales).view(rows, size, 3 * width)
+    keys, values, queries = streams.split(width, dim=-1)
+
+    total, step = inputs.log_retention[:, cut].cumsum(-1), inputs.rate[:, cut].unsqueeze(-2)
+    kept, left = total.exp(), (total[:, -1:] - total).exp()
+    decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).add_(_above(size, total)).exp_()
+    weighted = decay * step
+    gram, similarity = torch.bmm(keys, keys.mT), torch.bmm(queries, keys.mT)
+    lower = (gram * weighted).tril_(-1)
+    solved = unit_lower_inverse(torch.cat([lower if factor == 1 else factor * lower for _, factor in shape.groups]))
+
+    right = torch.bmm(keys, initial).baddbmm_(kept.unsqueeze(-1) * keys, current)
+    right.view(rows, size, shape.memories, width).sub_(values.unsqueeze(2))
+    errors = torch.empty_like(right)
+    for (columns, factor), inverse in zip(shape.groups, solved.split(rows), strict=True):
+        errors[..., columns] = torch.bmm(inverse if factor == 1 else factor * inverse, right[..., columns])
+
+    reads = torch.bmm(queries, initial[..., shape.content])
+    reads.baddbmm_(kept.unsqueeze(-1) * queries, current[..., shape.content])
+    reads.baddbmm_(similarity * weighted, errors[..., shape.content], alpha=-1)
+    everything = (current, chunk_start, padded, mixed, streams, scales, kept, left, decay)
+    return reads, _Kept(*everything, gram, similarity, solved, errors)
+
+
+def _above(size: int, like: torch.Tensor) -> torch.Tensor:
+    """-inf above the diagonal, 0 elsewhere [C, C]."""
+    return like.new_full((size, size), float("-inf")).triu_(1)
+
+
+def _end_piece(inputs: ScanInputs, state: _State, piece: ScanPiece, kept: _Kept) -> _State:
+    """The state after a piece."""
+    size, width = kept.mixed.shape[1], inputs.query.shape[-1]
+    scale = (inputs.rate[:, piece.start : piece.stop] * kept.left).unsqueeze(-1)
+    written = scale * kept.streams[..., :width]
+    after = torch.baddbmm(kept.kept[:, -1:, None] * kept.current, written.mT, kept.errors, alpha=-1)
+    if isinstance(piece.closes, bool):
+        # the same tensor: `W_c` is `W`
+        chunk_start = after if piece.closes else kept.chunk_start
+    else:
+        chunk_start = torch.where(piece.closes, after, kept.chunk_start)
+    if piece.tail_out is None:
+        return _State(after, chunk_start, kept.padded[:, size:])
+    return _State(after, chunk_start, kept.padded.gather(1, piece.tail_out.expand_as(state.conv_tail)))
+
+
+def _backward_piece(
+    inputs: ScanInputs,
+    weights: _Weights,
+    piece: ScanPiece,
+    shape: _Shape,
+    kept: _Kept,
+    grad_reads: torch.Tensor,
+    after: _State,
+    into: _Gradients,
+) -> _State:
+    """Gradients of the state before a piece, from those of its reads and of the state after it (each may be None)."""
+    cut, width, initial = slice(piece.start, piece.stop), shape.width, weights.initial
+    rows, size, _ = kept.mixed.shape
+    keys, values, queries = kept.streams.split(width, dim=-1)
+    step, kept_column = inputs.rate[:, cut], kept.kept.unsqueeze(-1)
+    grad_after, grad_start, grad_tail = after
+    if grad_start is not None and piece.closes is not False:
+        closed = grad_start if piece.closes is True else torch.where(piece.closes, grad_start, 0.0)
+        grad_after = closed if grad_after is None else grad_after + closed
+        grad_start = None if piece.closes is True else grad_start - closed
+
+    # the state after the piece
+    if grad_after is None:
+        grad_errors, grad_keys = torch.zeros_like(kept.errors), torch.zeros_like(keys)
+        grad_total, grad_step = torch.zeros_like(step), torch.zeros_like(step)
+        grad_current = torch.zeros_like(kept.current)
+    else:
+        scale = step * kept.left
+        grad_errors = torch.bmm(scale.unsqueeze(-1) * keys, grad_after).neg_()
+        grad_written = torch.bmm(kept.errors, grad_after.mT).neg_()
+        grad_scale = (grad_written * keys).sum(-1)
+        grad_keys = grad_written.mul_(scale.unsqueeze(-1))
+        grad_step = grad_scale * kept.left
+        moved = grad_scale.mul_(scale)
+        grad_total = -moved
+        last = kept.kept[:, -1]
+        grad_total[:, -1] += moved.sum(-1) + (grad_after * kept.current).sum((-1, -2)) * last
+        grad_current = last[:, None, None] * grad_after
+
+    # the reads
+    weighted = kept.decay * step.unsqueeze(-2)
+    content = kept.errors[..., shape.content]
+    grad_errors[..., shape.content].baddbmm_((kept.similarity * weighted).mT, grad_reads, alpha=-1)
+    grad_product = torch.bmm(grad_reads, content.mT).neg_()
+    grad_weighted = grad_product * kept.similarity
+    grad_similarity = grad_product.mul_(weighted)
+    grad_queries = torch.bmm(grad_similarity, keys)
+    grad_keys.baddbmm_(grad_similarity.mT, queries)
+    grad_queries.baddbmm_(grad_reads, initial[..., shape.content].mT)
+    through = torch.bmm(grad_reads, kept.current[..., shape.content].mT)
+    grad_queries.addcmul_(kept_column, through)
+    grad_total.addcmul_((through * queries).sum(-1), kept.kept)
+    grad_current[..., shape.content].baddbmm_((kept_column * queries).mT, grad_reads)
+    into.weights.initial[..., shape.content].baddbmm_(queries.mT, grad_reads)
+
+    # the solve
+    grad_right = torch.empty_like(grad_errors)
+    for (columns, factor), inverse in zip(shape.groups, kept.solved.split(rows), strict=True):
+        transposed = (inverse if factor == 1 else factor * inverse).mT
+        grad_right[..., columns] = torch.bmm(transposed, grad_errors[..., columns])
+    grad_lower = torch.bmm(grad_right, kept.errors.mT).neg_().tril_(-1)
+    grad_weighted.addcmul_(grad_lower, kept.gram)
+    grad_gram = grad_lower.mul_(weighted)
+    grad_keys.baddbmm_(grad_gram + grad_gram.mT, keys)
+    grad_exponent = grad_weighted.mul_(kept.decay)
+    column_sum = grad_exponent.sum(-2)
+    grad_step.add_(column_sum)
+    grad_total.addcmul_(step, column_sum, value=-1)
+    grad_total.add_(torch.bmm(grad_exponent, step.unsqueeze(-1)).squeeze(-1))
+
+    # the right side
+    grad_keys.baddbmm_(grad_right, initial.mT)
+    through = torch.bmm(grad_right, kept.current.mT)
+    grad_keys.addcmul_(kept_column, through)
+    grad_total.addcmul_((through * keys).sum(-1), kept.kept)
+    into.weights.initial.baddbmm_(keys.mT, grad_right)
+    grad_current.baddbmm_((kept_column * keys).mT, grad_right)
+    grad_values = grad_right.view(rows, size, shape.memories, width).sum(2).neg_()
+
+    # norms, SiLU and convolution
+    grad_streams = torch.stack([grad_keys, grad_values, grad_queries], dim=2)
+    directions = kept.streams.view(rows, size, 3, width)
+    along = (grad_streams * directions).sum(-1, keepdim=True)
+    along[:, :, 1] = 0.0
+    grad_streams.addcmul_(directions, along, value=-1).mul_(kept.scales)
+    grad_mixed = torch.ops.aten.silu_backward(grad_streams.view(rows, size, 3 * width), kept.mixed)
+    reach = weights.taps.shape[0] - 1
+    grad_padded = torch.zeros_like(kept.padded)
+    for tap in range(reach + 1):
+        part = grad_mixed if tap == reach or piece.inside is None else grad_mixed * piece.inside[tap]
+        grad_padded[:, tap : tap + size].addcmul_(weights.taps[tap], part)
+        into.weights.taps[tap].add_((part * kept.padded[:, tap : tap + size]).sum(1, keepdim=True))
+    if grad_tail is not None and piece.tail_out is None:
+        grad_padded[:, size:].add_(grad_tail)
+    elif grad_tail is not None:
+        grad_padded.scatter_add_(1, piece.tail_out.expand_as(grad_tail), grad_tail)
+    grad_tail = grad_padded[:, :reach]
+    if piece.tail_in is not None:
+        moved_in = piece.tail_in.expand_as(grad_tail)
+        grad_moved = grad_padded.gather(1, moved_in)
+        grad_padded.scatter_(1, moved_in, 0.0)
+        grad_tail = grad_tail + grad_moved
+    grad_raw = grad_padded[:, reach:]
+    if shape.makers is not None:
+        grad_made = grad_raw[..., shape.made].contiguous()
+        start_weights = initial[..., shape.makers] + kept.chunk_start[..., shape.makers]
+        into.inputs.memory_input[:, cut] = torch.bmm(grad_made, start_weights.mT)
+        grad_weights = torch.bmm(inputs.memory_input[:, cut].mT, grad_made)
+        into.weights.initial[..., shape.makers].add_(grad_weights)
+    for column, grad in enumerate(into.inputs[1:4]):
+        if grad is not None:
+            grad[:, cut] = grad_raw[..., column * width : (column + 1) * width]
+    into.inputs.rate[:, cut] = grad_step
+    into.inputs.log_retention[:, cut] = grad_total.flip(-1).cumsum(-1).flip(-1)
+
+    # the state before the piece: only the memories that make streams are read at the chunk's start
+    if kept.chunk_start is kept.current:
+        if grad_start is not None:
+            grad_current, grad_start = grad_current + grad_start, None
+        if shape.makers is not None:
+            grad_current[..., shape.makers].add_(grad_weights)
+    elif shape.makers is not None:
+        grad_start = torch.zeros_like(initial) if grad_start is None else grad_start.clone()
+        grad_start[..., shape.makers].add_(grad_weights)
+    if piece.keeps is not None:
+        grad_current = piece.keeps * grad_current
+        grad_start = None if grad_start is None else piece.keeps * grad_start
+    return _State(grad_current, grad_start, grad_tail)
+
+
+class _Scan(torch.autograd.Function):
+    """The scan as one node. After the pieces come the tensors of `ScanInputs`, `_Weights` and `_State`."""
+
+    @staticmethod
+    def forward(ctx, pieces, factors, need_state, *tensors):
+        inputs, weights, state = _group(tensors)
+        shape = _Shape.of(inputs, factors)
+        keep = any(ctx.needs_input_grad)
+        reads, saved, shared = torch.empty_like(inputs.query), [], []
+        for index, piece in enumerate(pieces):
+            if piece.keeps is not None:
+                same = state.chunk_start is state.current
+                current = piece.keeps * state.current
+                state = _State(current, current if same else piece.keeps * state.chunk_start, state.conv_tail)
+            reads[:, piece.start : piece.stop], kept = _forward_piece(inputs, weights, state, piece, shape)
+            shared.append(kept.chunk_start is kept.current)
+            if need_state or index + 1 < len(pieces):
+                state = _end_piece(inputs, state, piece, kept)
+            if keep:
+                saved.extend(kept)
+        if keep:
+            ctx.pieces, ctx.factors, ctx.shared = pieces, factors, shared
+            ctx.save_for_backward(*tensors, *saved)
+            ctx.set_materialize_grads(False)
+        if not need_state:
+            return reads, None, None, None
+        current, chunk_start, tail = state
+        return reads, current, chunk_start.clone() if chunk_start is current else chunk_start, tail.clone()
+
+    @staticmethod
+    def backward(ctx, grad_reads, *grad_state):
+        saved = list(ctx.saved_tensors)
+        tensors = [saved.pop(0) for _ in range(len(saved) - len(ctx.pieces) * len(_Kept._fields))]
+        inputs, weights, _ = _group(tensors)
+        shape = _Shape.of(inputs, ctx.factors)
+        into = _Gradients(*_group([None if part is None else torch.zeros_like(part) for part in tensors])[:2])
+        grad_reads = torch.zeros_like(inputs.query) if grad_reads is None else grad_reads
+        grad_state = _State(*grad_state)
+        for piece, shared in zip(reversed(ctx.pieces), reversed(ctx.shared), strict=True):
+            kept = _Kept(*saved[-len(_Kept._fields) :])
+            del saved[-len(_Kept._fields) :]
+            if shared:
+                kept = kept._replace(chunk_start=kept.current)
+            part = grad_reads[:, piece.start : piece.stop].contiguous()
+            grad_state = _backward_piece(inputs, weights, piece, shape, kept, part, grad_state, into)
+        return None, None, None, *into.inputs, *into.weights, *grad_state
+
+
+def _group(tensors) -> tuple[ScanInputs, _Weights, _State]:
+    return ScanInputs(*tensors[:6]), _Weights(*tensors[6:8]), _State(*tensors[8:])
+
+
+def scan_fused(
+    inputs: ScanInputs, memories: DeltaMemories, state: ScanState, pieces: list[ScanPiece], need_state: bool = True
+) -> tuple[torch.Tensor, ScanState | None]:
+    """`memory_scan.scan_plain` of memories under the delta rule; `None` for the state unless it is needed."""
+    (current,), (chunk_start,), tail = state
+    weights = (memories.taps, memories.initial)
+    reads, current, chunk_start, tail = _Scan.apply(
+        pieces, memories.rate_factors, need_state, *inputs, *weights, current, chunk_start, tail
+    )
+    return reads, ScanState((current,), (chunk_start,), tail) if need_state else None

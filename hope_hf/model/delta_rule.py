@@ -1,0 +1,87 @@
+"""The gated delta rule of a layer's memories, in plain operations: the form that is read and tested.
+
+A memory acts on rows, `M(z) = z W`. It keeps the deviation `S = W - W_0` from its learned initial weights, and every
+token writes its value under its unit key after the deviation has decayed:
+
+    S'_t = alpha_t S_{t-1}
+    S_t  = S'_t + rho eta_t k_t^T (v_t - k_t (W_0 + S'_t))
+
+With `rho = 1` and `W_0 = 0` this is the gated DeltaNet (Yang et al., arXiv 2412.06464). HOPE adds the learned initial
+weights, and memories under the same rule that make the keys and values (equation 83 of arXiv 2512.24695).
+
+Axes: b sequences times heads, C slot of a piece, D head width, M memories of a layer (those that make streams in the
+order k, v; the content memory last), side by side as columns.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from .memory_scan import decay_matrix
+
+
+class DeltaMemories(NamedTuple):
+    """The memories of a layer under the delta rule; weights and states are [b, D, M D]."""
+
+    # of the convolutions on k, v and q side by side, oldest first [K, b, 1, 3 D]
+    taps: torch.Tensor
+    # W_0
+    initial: torch.Tensor
+    # rho of each memory; 1 of the content memory, which is the last
+    rate_factors: tuple[float, ...]
+
+    def fresh(self) -> tuple[torch.Tensor]:
+        """The deviation of having read nothing."""
+        return (torch.zeros_like(self.initial),)
+
+    def make_streams(self, chunk_start: tuple[torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
+        """`x W` of each memory but the last, at the weights of the chunk's start; [b, C, D] each."""
+        width = x.shape[-1]
+        weights = (self.initial + chunk_start[0])[..., :-width]
+        return list((x @ weights).split(width, dim=-1))
+
+    def write_and_read(
+        self,
+        current: tuple[torch.Tensor],
+        chunk_start: tuple[torch.Tensor],
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        queries: torch.Tensor,
+        rate: torch.Tensor,
+        log_retention: torch.Tensor,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor]]:
+        """Reads `q_t W_t` [b, C, D], and the deviation after the piece, of which any size gives the same.
+
+        With `T_t` the sum of log alpha up to token t, the errors `A_t = k_t (W_0 + S'_t) - v_t` solve
+
+            (I + rho L) A = K W_0 + e^T K S - V,     L_ti = e^(T_t - T_i) eta_i (k_t . k_i) for i < t
+        """
+        (state,) = current
+        width = keys.shape[-1]
+        total = log_retention.cumsum(-1)
+        kept = total.exp().unsqueeze(-1)
+        decay = decay_matrix(total, total) * rate.unsqueeze(-2)
+        lower = (keys @ keys.mT * decay).tril(-1)
+        right = keys @ self.initial + kept * (keys @ state) - values.repeat(1, 1, len(self.rate_factors))
+        # scaled by rho, as all that follows needs them
+        errors = [
+            torch.linalg.solve_triangular(factor * lower, part, upper=False, unitriangular=True) * factor
+            for factor, part in zip(self.rate_factors, right.split(width, dim=-1), strict=True)
+        ]
+        reads = queries @ self.initial[..., -width:] + kept * (queries @ state[..., -width:])
+        reads = reads - (queries @ keys.mT * decay) @ errors[-1]
+        written = (rate * (total[:, -1:] - total).exp()).unsqueeze(-1) * keys
+        return reads, (kept[:, -1:] * state - written.mT @ torch.cat(errors, dim=-1),)
+
+    def recall(self, state: tuple[torch.Tensor], keys: torch.Tensor) -> torch.Tensor:
+        """`k W` of the content memory."""
+        return keys @ self.content(state)[0]
+
+    def target(self, _: tuple[torch.Tensor], values: torch.Tensor) -> torch.Tensor:
+        """The values."""
+        return values
+
+    def content(self, state: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        """`W` of the content memory [b, D, D]."""
+        width = self.initial.shape[-2]
+        return ((self.initial + state[0])[..., -width:],)

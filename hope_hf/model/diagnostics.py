@@ -1,0 +1,77 @@
+"""What the memories of a mixer do with a text: for training's log, for evaluation, and for tests.
+
+The functions take a `SelfModifyingTitans` (of this or of another copy of the code) and hidden states
+[B, T, hidden_size] at its input, with which a text begins.
+"""
+
+import torch
+
+from .chunk_layout import plan_chunks
+from .memory_scan import fresh_state, make_streams, scan_piece, unit
+
+
+def _read(mixer, hidden_states: torch.Tensor):
+    """For every piece, what is written and read there: keys, values, queries, reads, state before and after."""
+    plan = plan_chunks(mixer.config, hidden_states.shape[:2], hidden_states.device)
+    inputs = mixer.scan_inputs(hidden_states, plan)
+    memories = mixer.memories(len(hidden_states), inputs.query.dtype)
+    state = fresh_state(memories)
+    for piece in plan.pieces:
+        keys, values, queries, _ = make_streams(inputs, memories, state, piece)
+        reads, after = scan_piece(inputs, memories, state, piece)
+        yield memories, keys, values, queries, reads, state, after
+        state = after
+
+
+@torch.no_grad()
+def memory_statistics(mixer, hidden_states: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Means over sequences, heads and tokens, 0-dim tensors.
+
+    | name | meaning |
+    |---|---|
+    | learning_rate_mean, retention_mean | eta and alpha of equation (88) |
+    | surprise_before, surprise_after | norm of M(k) - target at the chunk's first and last weights |
+    | state_norm_ratio | norm of the content memory's change over the norm of its initial state |
+    | key_norm, value_norm, target_norm | norms before normalisation; the target's as it is |
+    """
+    norms = {name: [] for name in ("surprise_before", "surprise_after", "key_norm", "value_norm", "target_norm")}
+    with torch.autocast(hidden_states.device.type, enabled=False):
+        for memories, keys, values, _, _, before, after in _read(mixer, hidden_states):
+            target = memories.target(before.chunk_start, values)
+            for name, vectors in (
+                ("surprise_before", memories.recall(before.chunk_start, unit(keys)) - target),
+                ("surprise_after", memories.recall(after.current, unit(keys)) - target),
+                ("key_norm", keys),
+                ("value_norm", values),
+                ("target_norm", target),
+            ):
+                norms[name].append(vectors.norm(dim=-1))
+        initial, final = memories.content(memories.fresh()), memories.content(after.current)
+    moved = sum((b - a).square().sum((-1, -2)) for a, b in zip(initial, final, strict=True)).sqrt()
+    start = sum(a.square().sum((-1, -2)) for a in initial).sqrt()
+    rate, retention = gate_values(mixer, hidden_states)
+    return {
+        "learning_rate_mean": rate.mean(),
+        "retention_mean": retention.mean(),
+        **{name: torch.cat(parts, -1).mean() for name, parts in norms.items()},
+        "state_norm_ratio": (moved / start).mean(),
+    }
+
+
+@torch.no_grad()
+def gate_values(mixer, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Learning rate and retention, eta and alpha of equation (88), of every token and head, both [B, T, H]."""
+    rate, log_retention = mixer.gates(hidden_states)
+    return rate, log_retention.exp()
+
+
+@torch.no_grad()
+def contribution(mixer, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Norm of what writing changed in the content memory's reads, per token [B, T, H]: is the memory alive?"""
+    parts = []
+    with torch.autocast(hidden_states.device.type, enabled=False):
+        for memories, _, _, queries, reads, _, _ in _read(mixer, hidden_states):
+            unwritten = memories.recall(memories.fresh(), unit(queries))
+            parts.append((reads - unwritten).norm(dim=-1))
+    heads = mixer.config.num_memory_heads
+    return torch.cat(parts, dim=1).unflatten(0, (-1, heads)).transpose(1, 2)

@@ -1,0 +1,247 @@
+"""The paper's rule of a layer's memories in chunk-parallel form, in plain operations.
+
+A memory is `M(z) = z + W1 act(W2 z)` (equation 89; depth 1: `M(z) = z + W z`) and learns with delta gradient descent
+and retention (equation 88). All that a token writes (inputs, errors, learning rates) is taken at the weights of its
+chunk's start (section 8.2 of the paper), so that inside a chunk each layer is a linear recurrence
+
+    W_t = alpha_t W_{t-1} - e_t W_{t-1} u_t u_t^T - w_t delta_t u_t^T
+
+whose sum over tokens is one triangular solve. The slow twin of this file is `hope_hf.reference`: the same rules token
+by token.
+
+Axes: b sequences times heads, N memory of a layer (the content memory last), C token of a piece, D head width; `o` and
+`i` are the output and input width of one layer of a memory. Tokens are rows.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from .memory_scan import NORM_EPSILON, decay_matrix, unit
+
+# One triangular solve covers at most this many tokens: its cost grows with the square. The result is the same.
+TILE = 64
+# Below this norm of the hidden activation its normalisation is treated as a constant scale, or the error explodes.
+_HIDDEN_NORM_FLOOR = 0.1
+
+# The weights of a group of memories in the order in which they act: (W,) or (W2, W1); each [b, N, o, i].
+Weights = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class PaperRule:
+    """The fields of `HopeConfig.paper_rule`, which explains them."""
+
+    depth: Literal[1, 2] = 1
+    erase: Literal["output", "both", "none"] = "output"
+    hidden_norm: Literal["unit", "none"] = "unit"
+    inner_rate: float = 0.1
+    error_clip: float | None = 2.0
+    target_norm: bool = True
+    read_mode: Literal["inclusive", "exclusive"] = "inclusive"
+    decay_to: Literal["initial", "zero"] = "initial"
+
+
+class PaperMemories(NamedTuple):
+    """The memories of a layer under the paper's rule.
+
+    States are deviations from the initial weights where retention leads there, else the weights themselves.
+    """
+
+    # of the convolutions on k, v and q side by side, oldest first [K, b, 1, 3 D]
+    taps: torch.Tensor
+    initial: Weights
+    # factor on the learning rate of each memory [N]
+    rate_factors: torch.Tensor
+    rule: PaperRule
+
+    def fresh(self) -> Weights:
+        """The state of having read nothing."""
+        if self.rule.decay_to == "zero":
+            return self.initial
+        return tuple(torch.zeros_like(weight) for weight in self.initial)
+
+    def weights(self, state: Weights) -> Weights:
+        """The weights themselves, from what a state holds of them."""
+        if self.rule.decay_to == "zero":
+            return state
+        return tuple(base + deviation for base, deviation in zip(self.initial, state, strict=True))
+
+    def make_streams(self, chunk_start: Weights, x: torch.Tensor) -> list[torch.Tensor]:
+        """`M(x)` of each memory but the last, at the weights of the chunk's start; [b, C, D] each."""
+        makers = tuple(weight[:, :-1] for weight in self.weights(chunk_start))
+        return list(apply_memory(makers, x.unsqueeze(1), self.rule).unbind(1))
+
+    def write_and_read(
+        self,
+        current: Weights,
+        chunk_start: Weights,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        queries: torch.Tensor,
+        rate: torch.Tensor,
+        log_retention: torch.Tensor,
+    ) -> tuple[torch.Tensor, Weights]:
+        """Reads `M_t(q_t)` of the content memory [b, C, D], and the state after the piece."""
+        rule = self.rule
+        base = (None,) * len(current) if rule.decay_to == "zero" else self.initial
+        writes = linearise(self.weights(chunk_start), keys.unsqueeze(1), values.unsqueeze(1), rule)
+        rates = self.rate_factors[:, None] * rate.unsqueeze(1)
+        reads = []
+        for start in range(0, keys.shape[1], TILE):
+            cut = slice(start, start + TILE)
+            gates = TileGates(rates[..., cut], log_retention[:, None, cut], rule.read_mode)
+            layers = [
+                LayerTile(*parts, write.tile(cut), gates) for *parts, write in zip(current, base, writes, strict=True)
+            ]
+            query = queries[:, None, cut]
+            hidden = query if rule.depth == 1 else activate(layers[0].read(query), rule)
+            reads.append((query + layers[-1].read(hidden)).squeeze(1))
+            current = tuple(layer.end() for layer in layers)
+        return torch.cat(reads, dim=1), current
+
+    def recall(self, state: Weights, keys: torch.Tensor) -> torch.Tensor:
+        """`M(k)` of the content memory."""
+        return apply_memory(self.content(state), keys.unsqueeze(1), self.rule).squeeze(1)
+
+    def target(self, chunk_start: Weights, values: torch.Tensor) -> torch.Tensor:
+        """`M(v)` at the chunk's start (equation 84)."""
+        return self.recall(chunk_start, unit(values) if self.rule.target_norm else values)
+
+    def content(self, state: Weights) -> Weights:
+        """The weights of the content memory, each [b, 1, o, i]."""
+        return tuple(weight[:, -1:] for weight in self.weights(state))
+
+
+def activate(pre: torch.Tensor, rule: PaperRule) -> torch.Tensor:
+    """Hidden activation of a two-layer memory, with norm 1 for `hidden_norm="unit"`."""
+    return unit(F.silu(pre)) if rule.hidden_norm == "unit" else F.silu(pre)
+
+
+def apply_memory(weights: Weights, z: torch.Tensor, rule: PaperRule) -> torch.Tensor:
+    """`M(z)`, equation (89). `z`: [b, 1 or N, C, D]; returns [b, N, C, D]."""
+    hidden = z if rule.depth == 1 else activate(z @ weights[0].mT, rule)
+    return z + hidden @ weights[-1].mT
+
+
+class LayerWrite(NamedTuple):
+    """What the tokens of a piece write into one layer, fixed by the weights at the chunk's start."""
+
+    # u [b, 1 or N, C, i]
+    inputs: torch.Tensor
+    # delta = dL/d(W u), clipped [b, N, C, o]
+    errors: torch.Tensor
+    # factor on the token's learning rate
+    scale: float
+    # whether the layer erases along u before it writes
+    erase: bool
+
+    def tile(self, cut: slice) -> "LayerWrite":
+        """What a part of the tokens writes."""
+        return self._replace(inputs=self.inputs[:, :, cut], errors=self.errors[:, :, cut])
+
+
+def linearise(weights: Weights, keys: torch.Tensor, values: torch.Tensor, rule: PaperRule) -> list[LayerWrite]:
+    """Inputs and errors of every layer for the loss `|M(k) - M(v)|^2 / 2`, the target `M(v)` being a constant.
+
+    Equations (84) and (85) with the gradient of equation (93), at the weights of the chunk's start.
+
+    Args:
+        weights: at the chunk's start, each [b, N, o, i].
+        keys: unit keys [b, 1, C, D].
+        values: values [b, 1, C, D], not normalised.
+
+    Returns:
+        One `LayerWrite` per layer, in the order of `weights`.
+    """
+    values = unit(values) if rule.target_norm else values
+    if rule.depth == 1:
+        error = (keys - values) + (keys - values) @ weights[0].mT
+        return [LayerWrite(keys, clip_norm(error, rule.error_clip), 1.0, rule.erase != "none")]
+    inner, outer = weights
+    pre = keys @ inner.mT
+    hidden = activate(pre, rule)
+    error = (keys - values) + (hidden - activate(values @ inner.mT, rule)) @ outer.mT
+    # the inner layer's error is formed from the unclipped outer one
+    back = error @ outer
+    if rule.hidden_norm == "unit":
+        inverse_norm = torch.rsqrt(F.silu(pre).square().sum(-1, keepdim=True) + NORM_EPSILON)
+        back = (back - hidden * (hidden * back).sum(-1, keepdim=True)) * inverse_norm.clamp(max=1 / _HIDDEN_NORM_FLOOR)
+    gate = torch.sigmoid(pre)
+    inner_error = back * gate * (1 + pre * (1 - gate))
+    return [
+        LayerWrite(keys, clip_norm(inner_error, rule.error_clip), rule.inner_rate, rule.erase == "both"),
+        LayerWrite(hidden, clip_norm(error, rule.error_clip), 1.0, rule.erase != "none"),
+    ]
+
+
+def clip_norm(x: torch.Tensor, limit: float | None) -> torch.Tensor:
+    """`x` scaled down to norm `limit` over its last axis where it is longer; unchanged for `None`."""
+    if limit is None:
+        return x
+    return x * (limit * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPSILON)).clamp(max=1.0)
+
+
+class TileGates:
+    """Products of the gates over a tile, shared by all layers of a memory.
+
+    `rate` is [b, N, C], `log_retention` [b, 1, C]; `read_mode`: at which weights a token reads, with its own write
+    ("inclusive") or before it ("exclusive").
+    """
+
+    def __init__(self, rate: torch.Tensor, log_retention: torch.Tensor, read_mode: str):
+        self.rate = rate
+        total = log_retention.cumsum(-1)
+        before = total - log_retention
+        self.decay_before = decay_matrix(before, total, strict=True)
+        self.keep_before = before.exp().unsqueeze(-1)
+        self.keep_all = total[..., -1:].exp().unsqueeze(-1)
+        self.keep_after = (total[..., -1:] - total).exp()
+        if read_mode == "exclusive":
+            self.decay_read, self.keep_read = self.decay_before, self.keep_before
+        else:
+            self.decay_read, self.keep_read = decay_matrix(total, total), total.exp().unsqueeze(-1)
+
+
+class LayerTile:
+    """One layer over one tile: solved once, then read at any token and carried to the tile's end.
+
+    With `D` the stored weights at the tile's start, `W_init` the initial weights (0 unless retention leads there),
+    `w_i` the steps, and `w_i a_i u_i^T` what token i takes from the weights:
+
+        (I + L) A = keep_before U D^T + U W_init^T + Delta,           L_ti = decay_before_ti (u_t . u_i) w_i
+        W_t x = keep_t D x + W_init x - sum_{i <= t} decay_ti (u_i . x) w_i a_i
+
+    Without erasing `A = Delta`. Nothing is divided by the steps: they may be 0.
+    """
+
+    def __init__(self, stored: torch.Tensor, initial: torch.Tensor | None, write: LayerWrite, gates: TileGates):
+        self.stored, self.initial, self.gates = stored, initial, gates
+        self.inputs, self.rate = write.inputs, gates.rate * write.scale
+        self.corrections = write.errors
+        if not write.erase:
+            return
+        right = gates.keep_before * (self.inputs @ stored.mT) + write.errors
+        if initial is not None:
+            right = right + self.inputs @ initial.mT
+        lower = self.inputs @ self.inputs.mT * gates.decay_before * self.rate.unsqueeze(-2)
+        # unitriangular: the diagonal of ones is not read, so (I + L) is never formed
+        self.corrections = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
+
+    def read(self, queries: torch.Tensor) -> torch.Tensor:
+        """`W_t x_t` of the last memory for one query a token. `queries`: [b, 1, C, i]; returns [b, 1, C, o]."""
+        gates = self.gates
+        stored, inputs, rate, corrections = (
+            part[:, -1:] for part in (self.stored, self.inputs, self.rate, self.corrections)
+        )
+        result = gates.keep_read * (queries @ stored.mT)
+        if self.initial is not None:
+            result = result + queries @ self.initial[:, -1:].mT
+        return result - (queries @ inputs.mT * gates.decay_read * rate.unsqueeze(-2)) @ corrections
+
+    def end(self) -> torch.Tensor:
+        """Stored weights after the tile's last token."""
+        weighted = (self.rate * self.gates.keep_after).unsqueeze(-1) * self.inputs
+        return self.gates.keep_all * self.stored - self.corrections.mT @ weighted
