@@ -29,8 +29,7 @@ class DeltaMemory:
     """One memory of every sequence and head under the gated delta rule: M(z) = W z, whose weights decay to W_0."""
 
     def __init__(self, initial, batch_size):
-        (weight,) = initial
-        self.initial = weight.unsqueeze(0).expand(batch_size, -1, -1, -1)
+        self.initial = initial.unsqueeze(0).expand(batch_size, -1, -1, -1)
         self.weight = self.chunk_start = self.initial
 
     def __call__(self, z):
@@ -126,18 +125,15 @@ def causal_convolution(weight, history):
 
 def make_memories(mixer, batch_size):
     """The mixer's memories at the start of a text: those that make keys and values, by name, and the content memory."""
-    config, module = mixer.config, mixer.initial_memory
-    layers = [module.outer] if module.inner is None else [module.inner, module.outer]
-    names = [*config.memory_projections, "content"]
+    config, width = mixer.config, mixer.config.head_dim
+    layers = dict(mixer.initial_memory.named_parameters())
     memories = {}
-    for index, name in enumerate(names):
-        initial = [layer[:, index] for layer in layers]
+    for index, name in enumerate([*config.memory_projections, "content"]):
         if config.memory_rule == "paper":
+            initial = [layer[:, index] for layer in layers.values()]
             memories[name] = PaperMemory(initial, batch_size, config.paper_rule)
         else:
-            # memories that make streams begin at the identity
-            identity = 0.0 if name == "content" else torch.eye(config.head_dim, dtype=initial[0].dtype)
-            memories[name] = DeltaMemory([initial[0] + identity], batch_size)
+            memories[name] = DeltaMemory(layers["weight"][..., index * width : (index + 1) * width].mT, batch_size)
     return memories, memories.pop("content")
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from .delta_rule import DeltaMemories
+from .delta_step import step_token
 from .memory_scan import NORM_EPSILON, ScanInputs, ScanPiece, ScanState
 
 # Size of the diagonal blocks that are inverted at once.
@@ -46,7 +47,8 @@ def unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
         strides = (square, 2 * width * (padded + 1), padded, 1)
         corner = lower.as_strided((batch, pairs, width, width), strides, width * padded)
         first, second = inverse.view(batch * pairs, 2, width, width).unbind(1)
-        merged = inverse.new_zeros(batch * pairs, 2 * width, 2 * width)
+        merged = inverse.new_empty(batch * pairs, 2 * width, 2 * width)
+        merged[:, :width, width:] = 0.0
         merged[:, :width, :width] = first
         merged[:, width:, width:] = second
         torch.neg(torch.bmm(torch.bmm(second, corner.reshape(-1, width, width)), first), out=merged[:, width:, :width])
@@ -361,7 +363,11 @@ class _Scan(torch.autograd.Function):
         tensors = [saved.pop(0) for _ in range(len(saved) - len(ctx.pieces) * len(_Kept._fields))]
         inputs, weights, _ = _group(tensors)
         shape = _Shape.of(inputs, ctx.factors)
-        into = _Gradients(*_group([None if part is None else torch.zeros_like(part) for part in tensors])[:2])
+        # every slot of the inputs' gradients is written once
+        into = _Gradients(
+            ScanInputs(*(None if part is None else torch.empty_like(part) for part in inputs)),
+            _Weights(*map(torch.zeros_like, weights)),
+        )
         grad_reads = torch.zeros_like(inputs.query) if grad_reads is None else grad_reads
         grad_state = _State(*grad_state)
         for piece, shared in zip(reversed(ctx.pieces), reversed(ctx.shared), strict=True):
@@ -369,7 +375,7 @@ class _Scan(torch.autograd.Function):
             del saved[-len(_Kept._fields) :]
             if shared:
                 kept = kept._replace(chunk_start=kept.current)
-            part = grad_reads[:, piece.start : piece.stop].contiguous()
+            part = grad_reads[:, piece.start : piece.stop]
             grad_state = _backward_piece(inputs, weights, piece, shape, kept, part, grad_state, into)
         return None, None, None, *into.inputs, *into.weights, *grad_state
 
@@ -384,6 +390,9 @@ def scan_fused(
     """`memory_scan.scan_plain` of memories under the delta rule; `None` for the state unless it is needed."""
     (current,), (chunk_start,), tail = state
     weights = (memories.taps, memories.initial)
+    if len(pieces) == 1 and pieces[0].stop == 1 and not torch.is_grad_enabled():
+        reads, state = step_token(inputs, memories, state, pieces[0])
+        return reads, state if need_state else None
     reads, current, chunk_start, tail = _Scan.apply(
         pieces, memories.rate_factors, need_state, *inputs, *weights, current, chunk_start, tail
     )

@@ -51,6 +51,12 @@ class ScanInputs(NamedTuple):
     rate: torch.Tensor
     log_retention: torch.Tensor
 
+    def split(self, sizes: list[int]) -> list["ScanInputs"]:
+        """The inputs of successive runs of slots."""
+        # one autograd node a tensor, where a slice each would pad every gradient with zeros
+        parts = [[None] * len(sizes) if part is None else part.split(sizes, dim=1) for part in self]
+        return [ScanInputs(*run) for run in zip(*parts, strict=True)]
+
 
 class ScanState(NamedTuple):
     """What a layer carries from token to token. Weights have the form that their rule gives them, [b, ...] each."""
@@ -206,14 +212,17 @@ def scan(
     """
     stride = recompute if recompute and torch.is_grad_enabled() else len(pieces)
     state = fresh_state(memories) if state is None else state
+    groups = [pieces[index : index + stride] for index in range(0, len(pieces), stride)]
+    parts = inputs.split([group[-1].stop - group[0].start for group in groups])
     reads = []
-    for start in range(0, len(pieces), stride):
-        group = pieces[start : start + stride]
-        if start + stride >= len(pieces):
-            read, state = run(inputs, memories, state, group, need_state)
+    for index, (part, group) in enumerate(zip(parts, groups, strict=True)):
+        first = group[0].start
+        group = [piece._replace(start=piece.start - first, stop=piece.stop - first) for piece in group]
+        if index + 1 == len(groups):
+            read, state = run(part, memories, state, group, need_state)
         else:
             read, state = checkpoint(
-                run, inputs, memories, state, group, True, use_reentrant=False, preserve_rng_state=False
+                run, part, memories, state, group, True, use_reentrant=False, preserve_rng_state=False
             )
         reads.append(read)
     return reads[0] if len(reads) == 1 else torch.cat(reads, dim=1), state if need_state else None

@@ -41,33 +41,44 @@ class HopeRMSNorm(nn.Module):
 
 
 class InitialMemory(nn.Module):
-    """Learned initial weights of a layer's memories: `outer` [H, N, D, D], for depth 2 also `inner` [H, N, D, D].
+    """Learned initial weights of a layer's memories, in the form that their rule gives them.
 
-    A module of its own, read through `forward`: sharding engines gather parameters around a module's forward and free
-    them after it, so what it returns owns its storage.
+    Delta rule: `weight` [H, D, N D], all memories side by side. Paper's rule: `outer` and, for depth 2, `inner`, each
+    [H, N, D, D]. A module of its own, read through `forward`: sharding engines gather parameters around a module's
+    forward and free them after it, so what it returns owns its storage.
     """
 
     is_initial_state = True
 
-    def __init__(self, config: HopeConfig, num_memories: int):
+    def __init__(self, config: HopeConfig):
         super().__init__()
-        shape = (config.num_memory_heads, num_memories, config.head_dim, config.head_dim)
-        self.inner = None
-        if config.memory_rule == "paper" and config.paper_rule["depth"] == 2:
-            self.inner = nn.Parameter(torch.empty(shape))
-        self.outer = nn.Parameter(torch.empty(shape))
+        heads, width, memories = config.num_memory_heads, config.head_dim, len(config.memory_projections) + 1
+        self.width = width
+        if config.memory_rule == "delta":
+            self.weight = nn.Parameter(torch.empty(heads, width, memories * width))
+            return
+        if config.paper_rule["depth"] == 2:
+            self.inner = nn.Parameter(torch.empty(heads, memories, width, width))
+        self.outer = nn.Parameter(torch.empty(heads, memories, width, width))
 
     def forward(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        layers = (self.outer,) if self.inner is None else (self.inner, self.outer)
-        return tuple(layer.to(dtype, copy=True) for layer in layers)
+        """In the order in which they act."""
+        return tuple(layer.to(dtype, copy=True) for layer in self.parameters(recurse=False))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Small output layers; inner layers orthogonal."""
-        init.normal_(self.outer, std=_OUTPUT_STD / self.outer.shape[-1] ** 0.5)
-        if self.inner is not None:
-            noise = torch.randn(self.inner.shape, device=self.inner.device)
-            init.copy_(self.inner, _INNER_GAIN * torch.linalg.qr(noise).Q)
+        """Small, but the inner layers orthogonal, and the identity for memories that make streams as `z W`."""
+        for name, layer in self.named_parameters(recurse=False):
+            if name == "inner":
+                noise = torch.randn(layer.shape, device=layer.device)
+                init.copy_(layer, _INNER_GAIN * torch.linalg.qr(noise).Q)
+                continue
+            init.normal_(layer, std=_OUTPUT_STD / self.width**0.5)
+            if name == "weight":
+                identity = torch.eye(self.width, dtype=layer.dtype, device=layer.device)
+                for start in range(0, layer.shape[-1] - self.width, self.width):
+                    makes = layer[..., start : start + self.width]
+                    init.copy_(makes, makes + identity)
 
 
 class ShortConvolution(nn.Module):
@@ -160,7 +171,7 @@ class SelfModifyingTitans(nn.Module):
         self.k_conv1d = ShortConvolution(config)
         self.v_conv1d = ShortConvolution(config)
         self.q_conv1d = ShortConvolution(config)
-        self.initial_memory = InitialMemory(config, len(made) + 1)
+        self.initial_memory = InitialMemory(config)
         self.gates = MemoryGates(config)
         # The gated DeltaNet divides queries by the square root of their width; here the norm's epsilon grows instead.
         eps = config.rms_norm_eps * (config.head_dim if config.memory_rule == "delta" else 1)
@@ -238,20 +249,13 @@ class SelfModifyingTitans(nn.Module):
     def memories(self, batch_size: int, dtype: torch.dtype) -> Memories:
         """The memories of `batch_size` sequences, as the scan takes them."""
         config = self.config
-        width, made = config.head_dim, len(config.memory_projections)
         taps = torch.cat([conv(dtype) for conv in (self.k_conv1d, self.v_conv1d, self.q_conv1d)], dim=-1)
         taps = taps.unsqueeze(1).expand(-1, batch_size, -1, -1).flatten(1, 2).unsqueeze(2)
-        initial = self.initial_memory(dtype)
-        factors = [float(config.projection_memory_rate)] * made + [1.0]
+        initial = tuple(per_sequence(layer, batch_size) for layer in self.initial_memory(dtype))
+        factors = [float(config.projection_memory_rate)] * len(config.memory_projections) + [1.0]
         if config.memory_rule == "paper":
-            initial = tuple(per_sequence(weight, batch_size) for weight in initial)
             return PaperMemories(taps, initial, taps.new_tensor(factors), PaperRule(**config.paper_rule))
-        # Memories that make streams begin at the identity.
-        identity = torch.eye(width, dtype=dtype, device=taps.device).expand(made, -1, -1)
-        (outer,) = initial
-        outer = torch.cat([outer[:, :-1] + identity, outer[:, -1:]], dim=1)
-        columns = outer.permute(0, 3, 1, 2).flatten(2)
-        return DeltaMemories(taps, per_sequence(columns, batch_size), tuple(factors))
+        return DeltaMemories(taps, *initial, tuple(factors))
 
 
 def per_sequence(per_head: torch.Tensor, batch_size: int) -> torch.Tensor:
