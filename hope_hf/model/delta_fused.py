@@ -17,14 +17,15 @@ from .delta_step import step_token
 from .memory_scan import NORM_EPSILON, ScanInputs, ScanPiece, ScanState
 
 # Size of the diagonal blocks that are inverted at once.
-_BASE = 16
+_BASE = 4
 
 
 def unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
     """`(I + lower)^-1` for strictly lower triangular `lower` [b, C, C].
 
-    Diagonal blocks of 16 by repeated squaring (their 16th power is 0), then merged two by two: on a CPU four times as
-    fast as a triangular solve. Sizes that are not 16 times a power of two are padded.
+    Diagonal blocks of 4 by powers (the fourth is 0), then merged two by two: on a CPU three times as fast as a
+    triangular solve, and as exact in float32. Powers of larger blocks cancel where keys are alike: with blocks of 16
+    and a learning rate of 1.99 not one digit is right. Sizes that are not 4 times a power of two are padded.
     """
     batch, size, _ = lower.shape
     padded = _BASE
@@ -38,9 +39,7 @@ def unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
     power = lower.as_strided((batch, blocks, _BASE, _BASE), (square, _BASE * (padded + 1), padded, 1))
     power = power.reshape(batch * blocks, _BASE, _BASE)
     inverse = torch.eye(_BASE, dtype=lower.dtype, device=lower.device) - power
-    for _ in range(3):
-        power = torch.bmm(power, power)
-        inverse = torch.baddbmm(inverse, inverse, power)
+    inverse = torch.baddbmm(inverse, inverse, torch.bmm(power, power))
     width = _BASE
     while width < padded:
         pairs = padded // (2 * width)
