@@ -73,7 +73,7 @@ class PaperMemory:
         return self.at_chunk_start(unit(v) if self.rule["target_norm"] else v)
 
     def layer_inputs_and_errors(self, k, target):
-        """u and delta = dL/d(W u) of each layer for L = |M(k) - target|^2 / 2 (93), by autograd at the chunk's start."""
+        """u and delta = dL/d(W u) of each layer, L = |M(k) - target|^2 / 2 (93), by autograd at the chunk's start."""
         if len(self.snap) == 1:
             product = matvec(self.snap[0], k)
             loss = (k + product - target).square().sum() / 2
@@ -124,7 +124,7 @@ def causal_convolution(weight, history):
 
 
 def make_memories(mixer, batch_size):
-    """The mixer's memories at the start of a text: those that make keys and values, by name, and the content memory."""
+    """The memories at the start of a text: those that make keys and values by name, and the content memory."""
     config, width = mixer.config, mixer.config.head_dim
     layers = dict(mixer.initial_memory.named_parameters())
     memories = {}

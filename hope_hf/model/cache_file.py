@@ -76,23 +76,25 @@ def check_tensors(folder: Path, tensors: dict[str, torch.Tensor], one_token: dic
 def _first_problem(tensors: dict[str, torch.Tensor], one_token: dict[str, torch.Tensor]) -> str | None:
     for name in sorted(tensors.keys() ^ one_token.keys()):
         return f"lacks the tensor '{name}'" if name in one_token else f"holds '{name}', which the model does not have"
-    first = "0.keys" if "0.keys" in tensors else "0.seen"
-    sizes = tensors[first].shape
-    if len(sizes) != one_token[first].ndim or 0 in sizes:
-        return f"holds '{first}' as {list(sizes)}"
+    # the first layer of each kind tells how many sequences and tokens all must hold
+    first = {name.partition(".")[2]: name for name in sorted(one_token, reverse=True)}
+    for name in (first.get("keys"), first.get("seen")):
+        if name is not None and (tensors[name].ndim != one_token[name].ndim or 0 in tensors[name].shape):
+            return f"holds '{name}' as {list(tensors[name].shape)}"
     for name, tensor in tensors.items():
         kind, shape = name.partition(".")[2], list(one_token[name].shape)
         if kind != "columns":
-            shape[0] = sizes[0]
+            shape[0] = len(tensors[first.get("seen") or first["keys"]])
         if kind in ("keys", "values"):
-            shape[2] = sizes[2]
+            shape[2] = tensors[first["keys"]].shape[2]
         if list(tensor.shape) != shape or tensor.dtype != one_token[name].dtype:
             return f"holds '{name}' as {list(tensor.shape)} {tensor.dtype}, not {shape} {one_token[name].dtype}"
         if not _is_finite(tensor):
             return f"holds NaN or infinity in '{name}'"
         if kind == "columns":
             (columns, is_uniform), seen = tensor.tolist(), tensors[name.replace(kind, "seen")]
-            possible = columns > 0 and is_uniform in (0, 1) and torch.equal(tensor, tensors["0.columns"])
+            possible = columns > 0 and is_uniform in (0, 1) and torch.equal(tensor, tensors[first["columns"]])
+            possible = possible and ("keys" not in first or tensors[first["keys"]].shape[2] == columns)
             if not possible or seen.min() < (columns if is_uniform else 0) or seen.max() > columns:
                 return f"has impossible counts of tokens in '{name}'"
     return None

@@ -6,8 +6,7 @@ from transformers.generation import GenerationMixin
 from transformers.utils import logging
 
 from .cache_hope import is_memory_layer
-from .input_checks import check_inputs, check_mask
-from .masks_hope import create_generation_masks
+from .input_checks import check_inputs, check_mask, create_generation_masks
 from .text_digest import begins_with
 
 logger = logging.get_logger(__name__)

@@ -1,7 +1,8 @@
-"""What a call of the model is given, and a sentence for what does not fit: tokens, masks, labels, caches."""
+"""What a call of the model is given: tokens, masks, labels, caches, and a sentence for what does not fit."""
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask
 
 from .cache_hope import is_memory_layer
 from .configuration_hope import HopeConfig
@@ -49,6 +50,43 @@ def check_mask(attention_mask: torch.Tensor | None, batch_size: int, query_lengt
                 f"attention_mask has the shape {tuple(attention_mask.shape)}, and {expected} is needed: one row per "
                 f"sequence, one column for each of the {seen} tokens read before and the {query_length} of this call"
             )
+
+
+def local_padding_mask(attention_mask: torch.Tensor | None, query_length: int) -> torch.Tensor | None:
+    """The columns of a 2-D padding mask that belong to this call's tokens; `None` where they hold no padding.
+
+    Unlike transformers' own mask for recurrent models, a call of one token may be padding, too: a chunked prefill can
+    end on it. In a compiled or exported graph, which must serve every mask, any may be.
+    """
+    if attention_mask is None or attention_mask.ndim != 2:
+        return None
+    local = attention_mask[:, -query_length:]
+    return None if not torch.compiler.is_compiling() and bool(local.all()) else local
+
+
+def create_generation_masks(
+    config: HopeConfig,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    past_key_values: Cache | None = None,
+    position_ids: torch.Tensor | None = None,
+    **_,
+) -> dict[str, torch.Tensor | None]:
+    """Masks by kind of layer, of one shape for every generated token: `generate` makes them for caches of fixed shape.
+
+    Of memories, the columns [B, T] that belong to `inputs_embeds` [B, T, ...]; of attention, transformers' own.
+    """
+    masks = {}
+    if config.has_attention:
+        layer = config.layer_types.index("full_attention")
+        masks["full_attention"] = create_causal_mask(
+            config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx=layer
+        )
+    if config.has_memories:
+        # A slice has the strides of the mask that grows, and each would compile a graph of its own.
+        local = None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
+        masks["hope_memory"] = None if local is None else local.clone(memory_format=torch.contiguous_format)
+    return masks
 
 
 def check_labels(labels: torch.Tensor, vocab_size: int) -> None:

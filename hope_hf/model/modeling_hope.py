@@ -29,8 +29,7 @@ from .chunk_layout import ChunkPlan, Past, plan_chunks
 from .configuration_hope import HopeConfig
 from .continuum import ContinuumMemory, LevelMix
 from .generation_hope import HopeGenerationMixin
-from .input_checks import check_cache, check_inputs, check_labels, check_mask
-from .masks_hope import local_padding_mask
+from .input_checks import check_cache, check_inputs, check_labels, check_mask, local_padding_mask
 from .memory_state import MemoryState
 from .self_modifying import HopeRMSNorm, InitialMemory, MemoryGates, SelfModifyingTitans, ShortConvolution
 

@@ -1,0 +1,37 @@
+"""One token of the delta rule without gradients: generation. No solve, no masks, every weight read once."""
+
+import torch
+import torch.nn.functional as F
+
+from .delta_rule import DeltaMemories
+from .memory_scan import ScanInputs, ScanPiece, ScanState, convolve, select_rows, unit
+
+
+@torch.no_grad()
+def step_token(
+    inputs: ScanInputs, memories: DeltaMemories, state: ScanState, piece: ScanPiece
+) -> tuple[torch.Tensor, ScanState]:
+    """`memory_scan.scan_piece` of a piece of one token: reads [b, 1, D], and the state after it."""
+    (current,), (start,), tail = state
+    initial, width = memories.initial, inputs.query.shape[-1]
+    if piece.keeps is not None:
+        current, start = piece.keeps * current, piece.keeps * start
+    streams = list(inputs[1:4])
+    if inputs.memory_input is not None:
+        x, makers = inputs.memory_input, slice(0, initial.shape[-1] - width)
+        made = torch.bmm(x, initial[..., makers]).baddbmm_(x, start[..., makers]).split(width, dim=-1)
+        made = iter(made)
+        streams = [next(made) if stream is None else stream for stream in streams]
+    mixed, tail = convolve(torch.cat(streams, dim=-1), tail, memories.taps, piece)
+    key, value, query = F.silu(mixed).chunk(3, dim=-1)
+    pair = unit(torch.cat([key, query], dim=1))
+    key, query = pair.split(1, dim=1)
+    retention = inputs.log_retention.exp().unsqueeze(-1)
+    # k W' and q W' with the decayed weights W' = W_0 + alpha S
+    held = torch.bmm(pair, initial).addcmul_(retention, torch.bmm(pair, current))
+    errors = value.repeat(1, 1, len(memories.rate_factors)).sub_(held[:, :1])
+    rates = torch.cat([factor * inputs.rate.expand(-1, width) for factor in memories.rate_factors], dim=-1)
+    errors.mul_(rates.unsqueeze(1))
+    reads = held[:, 1:, -width:] + (query * key).sum(-1, keepdim=True) * errors[..., -width:]
+    after = (torch.baddbmm(retention * current, key.mT, errors),)
+    return reads, ScanState(after, select_rows(piece.closes, after, (start,)), tail)
