@@ -138,7 +138,7 @@ class HopeConfig(PreTrainedConfig):
             (literally equation 88).
         conv_kernel_size (`int`, *optional*, defaults to 4):
             Width of the causal depthwise convolutions on queries, keys and values, in tokens.
-        recompute_chunks (`int`, *optional*, defaults to 8):
+        recompute_chunks (`int`, *optional*, defaults to 32):
             Chunks whose activations are recomputed together in the backward pass (the last such group keeps its own);
             0 keeps all activations.
         level_periods (`list[int]`, *optional*, defaults to `[1000000, 4000000, 16000000]`):
@@ -198,7 +198,7 @@ class HopeConfig(PreTrainedConfig):
     retention_bias: list[float | int] | None = None
     paper_rule: dict | None = None
     conv_kernel_size: int = 4
-    recompute_chunks: int = 8
+    recompute_chunks: int = 32
 
     level_periods: list[int] | None = None
     level_intermediate_sizes: list[int] | None = None

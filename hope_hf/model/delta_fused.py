@@ -23,36 +23,32 @@ _BASE = 4
 def unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
     """`(I + lower)^-1` for strictly lower triangular `lower` [b, C, C].
 
-    Diagonal blocks of 4 by powers (the fourth is 0), then merged two by two: on a CPU three times as fast as a
-    triangular solve, and as exact in float32. Powers of larger blocks cancel where keys are alike: with blocks of 16
-    and a learning rate of 1.99 not one digit is right. Sizes that are not 4 times a power of two are padded.
+    Diagonal blocks of 4 by powers (the fourth is 0), then merged two by two: fewer operations than a triangular solve,
+    and as exact in float32. Powers of larger blocks cancel where keys are alike: with blocks of 16 and a learning rate
+    of 1.99 not one digit is right. Sizes that are not 4 times a power of two are padded.
     """
     batch, size, _ = lower.shape
     padded = _BASE
     while padded < size:
         padded *= 2
-    if padded != size:
-        lower = F.pad(lower, (0, padded - size, 0, padded - size))
-    lower = lower.contiguous()
-    blocks = padded // _BASE
-    square = padded * padded
-    power = lower.as_strided((batch, blocks, _BASE, _BASE), (square, _BASE * (padded + 1), padded, 1))
-    power = power.reshape(batch * blocks, _BASE, _BASE)
-    inverse = torch.eye(_BASE, dtype=lower.dtype, device=lower.device) - power
-    inverse = torch.baddbmm(inverse, inverse, torch.bmm(power, power))
+    # One row more than a matrix has: the blocks along all diagonals lie at equal distances, and are one batch.
+    matrix, inverse = lower.new_zeros(2, batch, padded + 1, padded).unbind(0)
+    matrix[:, :size, :size] = lower
+
+    def blocks(of: torch.Tensor, width: int, distance: int, row: int, column: int) -> torch.Tensor:
+        shape = (batch * padded // distance, width, width)
+        return of.as_strided(shape, (distance * (padded + 1), padded, 1), of.storage_offset() + row * padded + column)
+
+    corner = blocks(matrix, _BASE, _BASE, 0, 0).contiguous()
+    start = torch.eye(_BASE, dtype=lower.dtype, device=lower.device) - corner
+    blocks(inverse, _BASE, _BASE, 0, 0).copy_(torch.baddbmm(start, start, torch.bmm(corner, corner)))
     width = _BASE
     while width < padded:
-        pairs = padded // (2 * width)
-        strides = (square, 2 * width * (padded + 1), padded, 1)
-        corner = lower.as_strided((batch, pairs, width, width), strides, width * padded)
-        first, second = inverse.view(batch * pairs, 2, width, width).unbind(1)
-        merged = inverse.new_empty(batch * pairs, 2 * width, 2 * width)
-        merged[:, :width, width:] = 0.0
-        merged[:, :width, :width] = first
-        merged[:, width:, width:] = second
-        torch.neg(torch.bmm(torch.bmm(second, corner.reshape(-1, width, width)), first), out=merged[:, width:, :width])
-        inverse, width = merged, 2 * width
-    return inverse.view(batch, padded, padded)[:, :size, :size]
+        first, second = (blocks(inverse, width, 2 * width, at, at) for at in (0, width))
+        product = torch.bmm(second, blocks(matrix, width, 2 * width, width, 0))
+        torch.neg(torch.bmm(product, first), out=blocks(inverse, width, 2 * width, width, 0))
+        width *= 2
+    return inverse[:, :size, :size]
 
 
 class _Kept(NamedTuple):
