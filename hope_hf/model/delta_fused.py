@@ -235,7 +235,8 @@ def _backward_piece(
     # the reads
     weighted = kept.decay * step.unsqueeze(-2)
     content = kept.errors[..., shape.content]
-    grad_errors[..., shape.content].baddbmm_((kept.similarity * weighted).mT, grad_reads, alpha=-1)
+    # added after the product: into columns, `baddbmm_` multiplies one matrix after the other
+    grad_errors[..., shape.content].sub_(torch.bmm((kept.similarity * weighted).mT, grad_reads))
     grad_product = torch.bmm(grad_reads, content.mT).neg_()
     grad_weighted = grad_product * kept.similarity
     grad_similarity = grad_product.mul_(weighted)
@@ -245,8 +246,8 @@ def _backward_piece(
     through = torch.bmm(grad_reads, kept.current[..., shape.content].mT)
     grad_queries.addcmul_(kept_column, through)
     grad_total.addcmul_((through * queries).sum(-1), kept.kept)
-    grad_current[..., shape.content].baddbmm_((kept_column * queries).mT, grad_reads)
-    into.weights.initial[..., shape.content].baddbmm_(queries.mT, grad_reads)
+    grad_current[..., shape.content].add_(torch.bmm((kept_column * queries).mT, grad_reads))
+    into.weights.initial[..., shape.content].add_(torch.bmm(queries.mT, grad_reads))
 
     # the solve
     grad_right = torch.empty_like(grad_errors)
