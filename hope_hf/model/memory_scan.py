@@ -206,14 +206,19 @@ def scan(
     """
     stride = recompute if recompute and torch.is_grad_enabled() else len(pieces)
     state = fresh_state(memories) if state is None else state
+    groups = [pieces[start : start + stride] for start in range(0, len(pieces), stride)]
+    sizes = [group[-1].stop - group[0].start for group in groups]
+    parts = [[None] * len(groups) if part is None else part.split(sizes, dim=1) for part in inputs]
     reads = []
-    for start in range(0, len(pieces), stride):
-        group = pieces[start : start + stride]
-        if start + stride >= len(pieces):
-            read, state = run(inputs, memories, state, group, need_state)
+    for group, *part in zip(groups, *parts, strict=True):
+        # a run sees the slots of its own pieces alone
+        first, part = group[0].start, ScanInputs(*part)
+        group = [piece._replace(start=piece.start - first, stop=piece.stop - first) for piece in group]
+        if len(reads) + 1 == len(groups):
+            read, state = run(part, memories, state, group, need_state)
         else:
             read, state = checkpoint(
-                run, inputs, memories, state, group, True, use_reentrant=False, preserve_rng_state=False
+                run, part, memories, state, group, True, use_reentrant=False, preserve_rng_state=False
             )
         reads.append(read)
     return reads[0] if len(reads) == 1 else torch.cat(reads, dim=1), state if need_state else None
