@@ -28,7 +28,7 @@ def write(keys, values, rate=1.0, retention=1.0, state=None, initial=None):
     gates = torch.full((2, 1, len(keys)), rate, dtype=torch.float64)
     gates[1] = math.log(retention)
     reads, after = memories.write_and_read(state, state, keys[None], values[None], keys[None], *gates)
-    return reads[0], memories.content(after)[0]
+    return reads[0], memories.content(after)[0][0]
 
 
 def test_a_pair_written_twice_is_read_as_after_one_write():
@@ -50,7 +50,7 @@ def test_a_write_replaces_what_is_under_its_key_and_nothing_else():
     _, stored = write(keys, values)
     torch.testing.assert_close(keys @ stored, values)
     for rate in (0.3, 1.0, 1.99):
-        _, changed = write(keys[2:3], other, rate=rate, state=stored[None])
+        _, changed = write(keys[2:3], other, rate=rate, state=stored)
         expected = values.clone()
         expected[2] = (1 - rate) * values[2] + rate * other
         torch.testing.assert_close(keys @ changed, expected)
@@ -60,7 +60,7 @@ def test_what_is_not_written_decays_to_the_initial_weights():
     initial, moved = normal(1, WIDTH, WIDTH, seed=1), normal(1, WIDTH, WIDTH, seed=2)
     tokens = normal(2, 10, WIDTH, seed=3)
     _, weights = write(*tokens, rate=0.0, retention=0.9, state=moved, initial=initial)
-    torch.testing.assert_close(weights, initial + 0.9**10 * (moved - initial))
+    torch.testing.assert_close(weights, (initial + 0.9**10 * (moved - initial))[0])
 
 
 def test_the_chunk_changes_nothing_where_keys_and_values_are_static():
@@ -74,19 +74,19 @@ def test_the_chunk_changes_nothing_where_keys_and_values_are_static():
     assert (output(16) - output(64)).abs().max() > 1e-3
 
 
-SATURATED = {"one": 1.0, "largest": 1.99, "too large": 2.2}
-
-
 def saturated_weights(rate, made, length=4096):
     """Output and largest weights along a text whose tokens are all written at `rate` and never forgotten."""
-    mixer = build_mixer(memory_chunk_size=64, memory_projections=made).float()
+    torch.manual_seed(0)
+    options = dict(num_memory_heads=4, memory_projections=made)
+    config = HopeConfig(vocab_size=8, hidden_size=64, num_hidden_layers=1, head_dim=16, **options)
+    mixer = HopeForCausalLM(config).model.layers[0].mixer
     # which the configuration refuses above 1.99
     mixer.config.memory_learning_rate_max = rate
     with torch.no_grad():
         mixer.gates.gate_proj.weight.zero_()
         mixer.gates.learning_rate_bias.fill_(20.0)
         mixer.gates.dt_bias.fill_(-20.0)
-        noise = normal(3, length, 16).float()
+        noise = normal(3, length, 64).float()
         # independent tokens, runs of equal ones, and one token with changing signs
         noise[1] = noise[1, torch.arange(length) // 500]
         noise[2] = noise[2, :1] * torch.randint(-1, 2, (length, 1), generator=torch.Generator().manual_seed(1))
@@ -104,7 +104,7 @@ def saturated_weights(rate, made, length=4096):
 @pytest.mark.parametrize("rate", [1.0, 1.99])
 def test_memories_that_always_write_and_never_forget_stay_bounded(rate, made):
     output, largest = saturated_weights(rate, made)
-    assert output.isfinite().all() and 0.1 < max(largest) < 1e3
+    assert output.isfinite().all() and 0.1 < max(largest) < 100
     # and do not grow with the text
     assert max(largest[4:]) < 2 * max(largest[:4])
 
@@ -141,6 +141,7 @@ def build_pair():
         for index, (name, parameter) in enumerate(mixer.named_parameters()):
             if name != "gates.learning_rate_bias":
                 parameter.copy_(normal(*parameter.shape, seed=index) * 0.3)
+        mixer.gates.dt_bias.sub_(2.0)
         mixer.o_norm.weight.add_(1.0)
         mixer.initial_memory.outer.zero_()
     theirs = modeling_qwen3_next.Qwen3NextGatedDeltaNet(
@@ -155,6 +156,23 @@ def build_pair():
     return mixer, theirs
 
 
+class WideTorch:
+    """torch, but its float32 is float64."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+@pytest.fixture
+def qwen_in_float64(monkeypatch):
+    """transformers' rule, norm and gates compute in float32, which rounds sums of large terms to 1e-5."""
+    monkeypatch.setattr(modeling_qwen3_next, "torch", WideTorch())
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+@pytest.mark.usefixtures("qwen_in_float64")
 @pytest.mark.parametrize("rule", ["chunk", "recurrent"])
 def test_static_projections_and_memories_of_zero_are_the_gated_deltanet_of_transformers(monkeypatch, rule):
     if rule == "recurrent":
@@ -178,9 +196,8 @@ def test_static_projections_and_memories_of_zero_are_the_gated_deltanet_of_trans
     pairs = {name: (our_gradients[name], gradient) for name, gradient in gradients.items()}
     pairs |= {"output": (ours, output), "input": (our_input, input_gradient)}
     for name, (a, b) in pairs.items():
-        # its rule computes in float32
         assert b.norm() > 0.1, name
-        assert (a - b).norm() <= 1e-6 * b.norm(), (name, (a - b).norm() / b.norm())
+        assert (a - b).norm() <= 1e-10 * b.norm(), (name, (a - b).norm() / b.norm())
 
 
 @pytest.mark.parametrize("options", [{}, dict(memory_rule="paper")], ids=["delta", "paper"])
