@@ -5,16 +5,17 @@ import inspect
 
 import pytest
 import torch
-from mixers import LAYERS, MIXERS
+from mixers import LAYERS, MEMORIES
 from transformers import StaticCache
 
 from hope_hf import HopeCache, HopeForCausalLM
 from hope_hf.model import generation_hope
 
+MODELS = LAYERS | {"paper-2": MEMORIES["paper-2"]}
 NEW = 11
 
 
-@pytest.fixture(params=MIXERS.values(), ids=MIXERS.keys())
+@pytest.fixture(params=MODELS.values(), ids=MODELS.keys())
 def model(request, tiny_model):
     return tiny_model(torch.float64, **request.param)
 
