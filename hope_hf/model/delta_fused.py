@@ -365,13 +365,15 @@ class _Scan(torch.autograd.Function):
         into = _Gradients(*_group([None if part is None else torch.zeros_like(part) for part in tensors])[:2])
         grad_reads = torch.zeros_like(inputs.query) if grad_reads is None else grad_reads
         grad_state = _State(*grad_state)
-        for piece, shared in zip(reversed(ctx.pieces), reversed(ctx.shared), strict=True):
-            kept = _Kept(*saved[-len(_Kept._fields) :])
-            del saved[-len(_Kept._fields) :]
-            if shared:
-                kept = kept._replace(chunk_start=kept.current)
-            part = grad_reads[:, piece.start : piece.stop].contiguous()
-            grad_state = _backward_piece(inputs, weights, piece, shape, kept, part, grad_state, into)
+        # a backward pass may be started within autocast, which would round these products
+        with torch.autocast(grad_reads.device.type, enabled=False):
+            for piece, shared in zip(reversed(ctx.pieces), reversed(ctx.shared), strict=True):
+                kept = _Kept(*saved[-len(_Kept._fields) :])
+                del saved[-len(_Kept._fields) :]
+                if shared:
+                    kept = kept._replace(chunk_start=kept.current)
+                part = grad_reads[:, piece.start : piece.stop].contiguous()
+                grad_state = _backward_piece(inputs, weights, piece, shape, kept, part, grad_state, into)
         return None, None, None, None, *into.inputs, *into.weights, *grad_state
 
 
