@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from .delta_rule import DeltaMemories
 from .memory_scan import NORM_EPSILON, ScanInputs, ScanPiece, ScanState
@@ -357,6 +358,7 @@ class _Scan(torch.autograd.Function):
         return reads, current, chunk_start.clone() if chunk_start is current else chunk_start, tail.clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_reads, *grad_state):
         saved = list(ctx.saved_tensors)
         tensors = [saved.pop(0) for _ in range(len(saved) - len(ctx.pieces) * len(_Kept._fields))]

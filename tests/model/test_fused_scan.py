@@ -152,6 +152,15 @@ def test_recomputed_pieces_give_the_same_gradients(cut, stride):
     assert_same(results(recomputed, *arguments), results(scan_fused, *arguments))
 
 
+def test_gradients_of_gradients_are_refused():
+    """What the forward pass keeps would be taken for constants."""
+    inputs, memories, state, pieces, _ = problem(plain_pieces(8))
+    reads, _ = scan_fused(inputs, memories, state, pieces)
+    (gradient,) = torch.autograd.grad(reads.square().sum(), inputs.query, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()
+
+
 @pytest.fixture
 def held(monkeypatch):
     """Of every piece that was computed, a weak reference to what it keeps for the backward pass."""
