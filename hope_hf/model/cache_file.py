@@ -76,23 +76,28 @@ def check_tensors(folder: Path, tensors: dict[str, torch.Tensor], one_token: dic
 def _first_problem(tensors: dict[str, torch.Tensor], one_token: dict[str, torch.Tensor]) -> str | None:
     for name in sorted(tensors.keys() ^ one_token.keys()):
         return f"lacks the tensor '{name}'" if name in one_token else f"holds '{name}', which the model does not have"
-    first = "0.keys" if "0.keys" in tensors else "0.seen"
-    sizes = tensors[first].shape
-    if len(sizes) != one_token[first].ndim or 0 in sizes:
-        return f"holds '{first}' as {list(sizes)}"
+    # the first layer of each kind says how many rows and columns there are
+    firsts = {}
+    for name in one_token:
+        firsts.setdefault(name.partition(".")[2], name)
+    sizes = {kind: tensors[firsts[kind]].shape for kind in ("keys", "seen") if kind in firsts}
+    for kind, size in sizes.items():
+        if len(size) != one_token[firsts[kind]].ndim or 0 in size:
+            return f"holds '{firsts[kind]}' as {list(size)}"
     for name, tensor in tensors.items():
         kind, shape = name.partition(".")[2], list(one_token[name].shape)
         if kind != "columns":
-            shape[0] = sizes[0]
+            shape[0] = sizes["keys" if "keys" in sizes else "seen"][0]
         if kind in ("keys", "values"):
-            shape[2] = sizes[2]
+            shape[2] = sizes["keys"][2]
         if list(tensor.shape) != shape or tensor.dtype != one_token[name].dtype:
             return f"holds '{name}' as {list(tensor.shape)} {tensor.dtype}, not {shape} {one_token[name].dtype}"
         if not _is_finite(tensor):
             return f"holds NaN or infinity in '{name}'"
         if kind == "columns":
             (columns, is_uniform), seen = tensor.tolist(), tensors[name.replace(kind, "seen")]
-            possible = columns > 0 and is_uniform in (0, 1) and torch.equal(tensor, tensors["0.columns"])
+            possible = columns > 0 and is_uniform in (0, 1) and torch.equal(tensor, tensors[firsts[kind]])
+            possible = possible and ("keys" not in sizes or columns == sizes["keys"][2])
             if not possible or seen.min() < (columns if is_uniform else 0) or seen.max() > columns:
                 return f"has impossible counts of tokens in '{name}'"
     return None

@@ -15,7 +15,10 @@ from transformers import DynamicCache
 from hope_hf import HopeCache
 from hope_hf.model import cache_file, cache_fingerprint
 
-MODELS = LAYERS | {"paper-2": MEMORIES["paper-2"]}
+MODELS = LAYERS | {
+    "paper-2": MEMORIES["paper-2"],
+    "attention-first": dict(layer_types=["full_attention", "hope_memory"]),
+}
 IN_ANOTHER_PROCESS = """
 import sys, torch
 from safetensors.torch import load_file, save_file
@@ -138,7 +141,7 @@ def test_a_file_of_another_model_or_damaged_is_refused_in_a_sentence(tiny_model,
 
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
 def test_a_flipped_bit_anywhere_in_a_file_is_noticed(tiny_model, tmp_path, options):
-    model = tiny_model(num_hidden_layers=1, **options)
+    model = tiny_model(**options)
     read(model, random_ids(1, 9)).save_pretrained(tmp_path, model)
     file = tmp_path / "hope_cache.safetensors"
     whole = file.read_bytes()
@@ -162,7 +165,7 @@ IMPOSSIBLE = {
     "another tensor": (lambda held: held.update({"2.seen": held["1.seen"]}), "holds '2.seen'"),
     "a layer missing": (
         lambda held: [held.pop(name) for name in [*held] if name[0] == "1"],
-        "lacks the tensor '1.col",
+        "lacks the tensor '1.chunk_start.0'",
     ),
     "another shape": (lambda held: held.update({"0.conv_tail": held["0.conv_tail"][..., :2, :]}), "'0.conv_tail' as"),
     "another dtype": (lambda held: held.update({"0.conv_tail": held["0.conv_tail"].half()}), "torch.float16, not"),
@@ -200,6 +203,19 @@ def test_keys_of_softmax_attention_must_fit_as_well(tiny_model, tmp_path):
     tensors["1.values"] = tensors["1.values"][:, :, :8]
     cache_file.write_cache(tmp_path, tensors, " ".join(cache_fingerprint.fingerprint(model)))
     with pytest.raises(ValueError, match=r"holds '1.values' as \[2, 2, 8, 16\] torch.float32, not \[2, 2, 9, 16\]"):
+        HopeCache.from_pretrained(tmp_path, model)
+
+
+@pytest.mark.parametrize("options", [MODELS["hybrid"], MODELS["attention-first"]], ids=str)
+def test_keys_and_memories_must_have_read_the_same(tiny_model, tmp_path, options):
+    model = tiny_model(**options)
+    tensors = read(model, random_ids(2, 9)).state_tensors()
+    layer = model.config.layer_types.index("full_attention")
+    name = f"{1 - layer}.columns"
+    for kind in ("keys", "values"):
+        tensors[f"{layer}.{kind}"] = tensors[f"{layer}.{kind}"][:, :, :8]
+    cache_file.write_cache(tmp_path, tensors, " ".join(cache_fingerprint.fingerprint(model)))
+    with pytest.raises(ValueError, match=f"impossible counts of tokens in '{name}'"):
         HopeCache.from_pretrained(tmp_path, model)
 
 
@@ -301,8 +317,10 @@ def test_a_cache_that_does_not_fit_is_refused_in_a_sentence(tiny_model):
         (tiny_model(num_hidden_layers=1), ids, cache, "2 layers, and the model has 1"),
         (tiny_model(num_memory_heads=3), ids, cache, "the cache of another model"),
         (tiny_model(torch.float64), ids, cache, "float32 memories.*computes them in torch.float64"),
-        (tiny_model(**ATTENTION), ids, cache, "HopeMemoryLayers.*mixer='attention'"),
-        (model, ids, read(tiny_model(**ATTENTION), ids), "DynamicLayers.*mixer='self_modifying'"),
+        (tiny_model(**ATTENTION), ids, cache, "with a HopeMemoryLayer where .*layer of type 'full_attention'"),
+        (model, ids, read(tiny_model(**ATTENTION), ids), "with a DynamicLayer where .*layer of type 'hope_memory'"),
+        (tiny_model(**HYBRID), ids, cache, "with a HopeMemoryLayer where .*layer of type 'full_attention'"),
+        (tiny_model(memory_projections=["v"]), ids, cache, "2 heads of 3 memories .* have 2 of 2 .*another model"),
         (model, ids, DynamicCache([(ids, ids)]), "DynamicCache of 1 layers, and the model has 2"),
         (model, ids, (), "tuple of no layers"),
     ]

@@ -11,7 +11,11 @@ MEMORIES = {
     "paper-exclusive-zero": dict(memory_rule="paper", paper_rule=dict(read_mode="exclusive", decay_to="zero")),
     "one-made": dict(memory_projections=["v"], memory_chunk_size=5),
 }
-MIXERS = MEMORIES | {"hybrid": HYBRID, "attention": ATTENTION}
+MIXERS = MEMORIES | {
+    "hybrid": HYBRID,
+    "attention-first": dict(layer_types=["full_attention", "hope_memory"]),
+    "attention": ATTENTION,
+}
 EXACT = dict(rtol=1e-9, atol=1e-9)
 
 
