@@ -25,7 +25,7 @@ def warm_python(monkeypatch):
 
 @pytest.fixture
 def tiny_config():
-    """Build a `HopeConfig` of two layers and two heads of 16, with memories of two layers and chunks of few tokens."""
+    """Build a `HopeConfig` of two layers and two heads of 16, with chunks of few tokens."""
 
     def build(**options) -> HopeConfig:
         defaults = dict(
@@ -34,10 +34,9 @@ def tiny_config():
             num_hidden_layers=2,
             head_dim=16,
             num_attention_heads=2,
-            memory_depth=2,
-            retention_bias_min=3.0,
+            num_memory_heads=2,
+            retention_bias=[3.0, 8.0],
             memory_chunk_size=4,
-            projection_chunk_size=8,
             level_periods=[1, 4],
             level_intermediate_sizes=[24, 24],
         )

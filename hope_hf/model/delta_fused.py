@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from .delta_rule import DeltaMemories
 from .delta_step import step_token
@@ -325,13 +326,13 @@ def _backward_piece(
 
 
 class _Scan(torch.autograd.Function):
-    """The scan as one node. After the pieces come the tensors of `ScanInputs`, `_Weights` and `_State`."""
+    """The scan as one node. Last come the tensors of `ScanInputs`, `_Weights` and `_State`."""
 
     @staticmethod
-    def forward(ctx, pieces, factors, need_state, *tensors):
+    def forward(ctx, pieces, factors, need_state, has_backward, *tensors):
         inputs, weights, state = _group(tensors)
         shape = _Shape.of(inputs, factors)
-        keep = any(ctx.needs_input_grad)
+        keep = has_backward and any(ctx.needs_input_grad)
         reads, saved, shared = torch.empty_like(inputs.query), [], []
         for index, piece in enumerate(pieces):
             if piece.keeps is not None:
@@ -354,6 +355,7 @@ class _Scan(torch.autograd.Function):
         return reads, current, chunk_start.clone() if chunk_start is current else chunk_start, tail.clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_reads, *grad_state):
         saved = list(ctx.saved_tensors)
         tensors = [saved.pop(0) for _ in range(len(saved) - len(ctx.pieces) * len(_Kept._fields))]
@@ -366,14 +368,16 @@ class _Scan(torch.autograd.Function):
         )
         grad_reads = torch.zeros_like(inputs.query) if grad_reads is None else grad_reads
         grad_state = _State(*grad_state)
-        for piece, shared in zip(reversed(ctx.pieces), reversed(ctx.shared), strict=True):
-            kept = _Kept(*saved[-len(_Kept._fields) :])
-            del saved[-len(_Kept._fields) :]
-            if shared:
-                kept = kept._replace(chunk_start=kept.current)
-            part = grad_reads[:, piece.start : piece.stop]
-            grad_state = _backward_piece(inputs, weights, piece, shape, kept, part, grad_state, into)
-        return None, None, None, *into.inputs, *into.weights, *grad_state
+        # a backward pass may be started within autocast, which would round these products
+        with torch.autocast(grad_reads.device.type, enabled=False):
+            for piece, shared in zip(reversed(ctx.pieces), reversed(ctx.shared), strict=True):
+                kept = _Kept(*saved[-len(_Kept._fields) :])
+                del saved[-len(_Kept._fields) :]
+                if shared:
+                    kept = kept._replace(chunk_start=kept.current)
+                part = grad_reads[:, piece.start : piece.stop]
+                grad_state = _backward_piece(inputs, weights, piece, shape, kept, part, grad_state, into)
+        return None, None, None, None, *into.inputs, *into.weights, *grad_state
 
 
 def _group(tensors) -> tuple[ScanInputs, _Weights, _State]:
@@ -389,7 +393,7 @@ def scan_fused(
     if len(pieces) == 1 and pieces[0].stop == 1 and not torch.is_grad_enabled():
         reads, state = step_token(inputs, memories, state, pieces[0])
         return reads, state if need_state else None
-    reads, current, chunk_start, tail = _Scan.apply(
-        pieces, memories.rate_factors, need_state, *inputs, *weights, current, chunk_start, tail
-    )
+    # Under `no_grad` a leaf still says that it needs a gradient.
+    options = (pieces, memories.rate_factors, need_state, torch.is_grad_enabled())
+    reads, current, chunk_start, tail = _Scan.apply(*options, *inputs, *weights, current, chunk_start, tail)
     return reads, ScanState((current,), (chunk_start,), tail) if need_state else None

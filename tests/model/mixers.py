@@ -1,10 +1,23 @@
-"""A mixer by itself, small and in float64."""
+"""The kinds of layers that a test of the whole model goes through, and a mixer by itself, small and in float64."""
 
 import torch
 
 from hope_hf import HopeConfig
 from hope_hf.model.chunk_layout import plan_chunks
 from hope_hf.model.modeling_hope import HopeBlock
+
+# Options of models of two layers whose mixers are memories.
+MEMORIES = {
+    "delta": {},
+    "delta-static": dict(memory_projections=[]),
+    "paper-1": dict(memory_rule="paper"),
+    "paper-2": dict(memory_rule="paper", paper_rule={"depth": 2}),
+}
+HYBRID = dict(layer_types=["hope_memory", "full_attention"])
+ATTENTION = dict(layer_types=["full_attention", "full_attention"])
+# Both kinds of layers, by themselves and together.
+LAYERS = {"memory": {}, "hybrid": HYBRID, "attention": ATTENTION}
+MIXERS = MEMORIES | {"hybrid": HYBRID, "attention": ATTENTION}
 
 
 def build_mixer(seed=0, **options):

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from mixers import ATTENTION, HYBRID, LAYERS, MEMORIES
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
@@ -14,12 +15,10 @@ from transformers import DynamicCache
 from hope_hf import HopeCache
 from hope_hf.model import cache_file, cache_fingerprint
 
-MIXERS = {
-    "self_modifying": {},
-    "momentum-depth-2": dict(memory_momentum=True, memory_depth=2),
-    "attention": dict(mixer="attention"),
+MODELS = LAYERS | {
+    "paper-2": MEMORIES["paper-2"],
+    "attention-first": dict(layer_types=["full_attention", "hope_memory"]),
 }
-BOTH = {name: MIXERS[name] for name in ("self_modifying", "attention")}
 IN_ANOTHER_PROCESS = """
 import sys, torch
 from safetensors.torch import load_file, save_file
@@ -52,7 +51,7 @@ def answers(model, cache, ids):
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("warm_python")
-@pytest.mark.parametrize("options", MIXERS.values(), ids=MIXERS)
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 def test_a_memory_kept_as_a_file_goes_on_in_another_process(tiny_model, tmp_path, options):
     model = tiny_model(**options)
     model.save_pretrained(tmp_path)
@@ -66,7 +65,7 @@ def test_a_memory_kept_as_a_file_goes_on_in_another_process(tiny_model, tmp_path
     assert (logits - model(ids).logits).abs().max() > 1e-2, "the memory makes no difference"
 
 
-@pytest.mark.parametrize("options", MIXERS.values(), ids=MIXERS)
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 def test_rolling_back_forgets_exactly_what_was_read_since(tiny_model, options):
     model = tiny_model(torch.float64, **options)
     cache = read(model, random_ids(2, 10))
@@ -83,12 +82,12 @@ def test_rolling_back_forgets_exactly_what_was_read_since(tiny_model, options):
 
 
 def test_a_snapshot_of_other_layers_is_refused(tiny_model):
-    memory, attention = (read(tiny_model(mixer=mixer), random_ids(1, 3)) for mixer in ("self_modifying", "attention"))
+    memory, attention = (read(tiny_model(**options), random_ids(1, 3)) for options in ({}, ATTENTION))
     with pytest.raises(ValueError, match="snapshot is of a cache with other layers"):
         memory.rollback(attention.snapshot())
 
 
-@pytest.mark.parametrize("options", MIXERS.values(), ids=MIXERS)
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 def test_rows_are_chosen_repeated_and_reordered(tiny_model, options):
     model = tiny_model(torch.float64, **options)
     ids, after = random_ids(3, 11), random_ids(3, 4, seed=2)
@@ -105,7 +104,7 @@ def test_rows_are_chosen_repeated_and_reordered(tiny_model, options):
     torch.testing.assert_close(answers(model, reordered, after[[1, 1, 0]]), whole[[1, 1, 0]])
 
 
-@pytest.mark.parametrize("options", MIXERS.values(), ids=MIXERS)
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 def test_a_cache_moves_to_another_device(tiny_model, options):
     model = tiny_model(**options)
     cache = read(model, random_ids(1, 9)).to("meta")
@@ -140,9 +139,9 @@ def test_a_file_of_another_model_or_damaged_is_refused_in_a_sentence(tiny_model,
         HopeCache.from_pretrained(tmp_path / "nowhere", model)
 
 
-@pytest.mark.parametrize("options", BOTH.values(), ids=BOTH)
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
 def test_a_flipped_bit_anywhere_in_a_file_is_noticed(tiny_model, tmp_path, options):
-    model = tiny_model(num_hidden_layers=1, **options)
+    model = tiny_model(**options)
     read(model, random_ids(1, 9)).save_pretrained(tmp_path, model)
     file = tmp_path / "hope_cache.safetensors"
     whole = file.read_bytes()
@@ -166,7 +165,7 @@ IMPOSSIBLE = {
     "another tensor": (lambda held: held.update({"2.seen": held["1.seen"]}), "holds '2.seen'"),
     "a layer missing": (
         lambda held: [held.pop(name) for name in [*held] if name[0] == "1"],
-        "lacks the tensor '1.col",
+        "lacks the tensor '1.chunk_start.0'",
     ),
     "another shape": (lambda held: held.update({"0.conv_tail": held["0.conv_tail"][..., :2, :]}), "'0.conv_tail' as"),
     "another dtype": (lambda held: held.update({"0.conv_tail": held["0.conv_tail"].half()}), "torch.float16, not"),
@@ -175,7 +174,7 @@ IMPOSSIBLE = {
         r"'1.seen' as \[1\] torch.int64, not \[2\]",
     ),
     "no rows": (lambda held: held.update({"0.seen": held["0.seen"][:0]}), r"'0.seen' as \[0\]"),
-    "NaN": (lambda held: poison(held, "1.content.run.1"), "NaN or infinity in '1.content.run.1'"),
+    "NaN": (lambda held: poison(held, "1.current.0"), "NaN or infinity in '1.current.0'"),
     "a negative length": (
         lambda held: held["0.columns"].copy_(torch.tensor([-9, 1])),
         "impossible counts.*'0.columns'",
@@ -199,11 +198,24 @@ def test_a_file_that_no_text_can_leave_is_refused(tiny_model, tmp_path, monkeypa
 
 
 def test_keys_of_softmax_attention_must_fit_as_well(tiny_model, tmp_path):
-    model = tiny_model(mixer="attention")
+    model = tiny_model(**ATTENTION)
     tensors = read(model, random_ids(2, 9)).state_tensors()
     tensors["1.values"] = tensors["1.values"][:, :, :8]
     cache_file.write_cache(tmp_path, tensors, " ".join(cache_fingerprint.fingerprint(model)))
     with pytest.raises(ValueError, match=r"holds '1.values' as \[2, 2, 8, 16\] torch.float32, not \[2, 2, 9, 16\]"):
+        HopeCache.from_pretrained(tmp_path, model)
+
+
+@pytest.mark.parametrize("options", [MODELS["hybrid"], MODELS["attention-first"]], ids=str)
+def test_keys_and_memories_must_have_read_the_same(tiny_model, tmp_path, options):
+    model = tiny_model(**options)
+    tensors = read(model, random_ids(2, 9)).state_tensors()
+    layer = model.config.layer_types.index("full_attention")
+    name = f"{1 - layer}.columns"
+    for kind in ("keys", "values"):
+        tensors[f"{layer}.{kind}"] = tensors[f"{layer}.{kind}"][:, :, :8]
+    cache_file.write_cache(tmp_path, tensors, " ".join(cache_fingerprint.fingerprint(model)))
+    with pytest.raises(ValueError, match=f"impossible counts of tokens in '{name}'"):
         HopeCache.from_pretrained(tmp_path, model)
 
 
@@ -214,8 +226,8 @@ def test_what_is_not_worth_a_file_is_not_saved(tiny_model, tmp_path):
     cache = read(model, random_ids(1, 9))
     cache.save_pretrained(tmp_path, model)
     before = (tmp_path / "hope_cache.safetensors").read_bytes()
-    cache.layers[1].state["content.run.0"].fill_(float("inf"))
-    with pytest.raises(ValueError, match="NaN or infinity in '1.content.run.0'.*not saved"):
+    cache.layers[1].state.current[0].fill_(float("inf"))
+    with pytest.raises(ValueError, match="NaN or infinity in '1.current.0'.*not saved"):
         cache.save_pretrained(tmp_path, model)
     assert (tmp_path / "hope_cache.safetensors").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["hope_cache.safetensors"]
@@ -273,7 +285,7 @@ def test_weights_are_hashed_once_and_again_after_a_change(tiny_model, monkeypatc
     assert cache_fingerprint.fingerprint(tiny_model()) == first
 
 
-@pytest.mark.parametrize("options", BOTH.values(), ids=BOTH)
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
 def test_a_cache_with_a_graph_says_what_to_do_before_it_is_copied(tiny_model, options):
     model = tiny_model(**options)
     cache = HopeCache(model.config)
@@ -303,10 +315,12 @@ def test_a_cache_that_does_not_fit_is_refused_in_a_sentence(tiny_model):
     refusals = [
         (model, random_ids(3, 4), cache, "holds 2 sequences, and the input 3"),
         (tiny_model(num_hidden_layers=1), ids, cache, "2 layers, and the model has 1"),
-        (tiny_model(num_attention_heads=3), ids, cache, "the cache of another model"),
+        (tiny_model(num_memory_heads=3), ids, cache, "the cache of another model"),
         (tiny_model(torch.float64), ids, cache, "float32 memories.*computes them in torch.float64"),
-        (tiny_model(mixer="attention"), ids, cache, "HopeMemoryLayers.*mixer='attention'"),
-        (model, ids, read(tiny_model(mixer="attention"), ids), "DynamicLayers.*mixer='self_modifying'"),
+        (tiny_model(**ATTENTION), ids, cache, "with a HopeMemoryLayer where .*layer of type 'full_attention'"),
+        (model, ids, read(tiny_model(**ATTENTION), ids), "with a DynamicLayer where .*layer of type 'hope_memory'"),
+        (tiny_model(**HYBRID), ids, cache, "with a HopeMemoryLayer where .*layer of type 'full_attention'"),
+        (tiny_model(memory_projections=["v"]), ids, cache, "2 heads of 3 memories .* have 2 of 2 .*another model"),
         (model, ids, DynamicCache([(ids, ids)]), "DynamicCache of 1 layers, and the model has 2"),
         (model, ids, (), "tuple of no layers"),
     ]
@@ -344,7 +358,7 @@ def test_labels_and_inputs_out_of_place_are_refused(tiny_model):
         "the text has no tokens": {"inputs_embeds": embeddings[:, :0]},
         r"inputs_embeds has the shape \(4, 32\), and \(batch, tokens, 32\)": {"inputs_embeds": embeddings[0]},
     }
-    for reader in (model, tiny_model(mixer="attention")):
+    for reader in (model, tiny_model(**ATTENTION)):
         for sentence, inputs in refused.items():
             with pytest.raises(ValueError, match=sentence):
                 reader(**inputs)

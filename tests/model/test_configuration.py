@@ -28,25 +28,27 @@ def test_tiny_is_counted_at_the_vocabulary_of_the_demo():
     assert HopeConfig.from_preset("tiny").vocab_size == 4096
 
 
-@pytest.mark.parametrize("mixer, wider, squares", [("self_modifying", 2, 4), ("attention", 1, 8)])
+@pytest.mark.parametrize("kind, wider, squares", [("hope_memory", 2, 4), ("full_attention", 1, 8)])
 @pytest.mark.parametrize("width", range(64, 1537, 64))
-def test_every_width_divisible_by_64_is_a_model(width, mixer, wider, squares):
-    config = HopeConfig(vocab_size=100, hidden_size=width, num_hidden_layers=2, mixer=mixer)
+def test_every_width_divisible_by_64_is_a_model(width, kind, wider, squares):
+    config = HopeConfig(vocab_size=100, hidden_size=width, num_hidden_layers=2, layer_types=[kind] * 2)
     assert len(config.level_intermediate_sizes) == len(config.level_periods)
     model = build_on_meta(config)
     for block in model.model.layers:
         matrices = sum(p.numel() for p in block.continuum.parameters() if p.ndim == 2)
         # Each of three levels is rounded to the nearest 8 of its width, each with three matrices.
         assert matrices == pytest.approx(squares * width**2, abs=3 * 4 * 3 * width)
-    assert config.num_attention_heads * config.head_dim == wider * width
+    heads = config.num_memory_heads if kind == "hope_memory" else config.num_attention_heads
+    assert heads * config.head_dim == wider * width
     assert model.model.layers[0].mixer.o_proj.weight.shape == (width, wider * width)
 
 
-@pytest.mark.parametrize("mixer", ["self_modifying", "attention"])
-def test_the_mixer_may_have_another_width_than_the_stream(mixer):
-    model = HopeForCausalLM(HopeConfig(vocab_size=100, hidden_size=36, num_hidden_layers=1, mixer=mixer,
-                                       num_attention_heads=2, head_dim=8))  # fmt: skip
-    assert model.model.layers[0].mixer.o_proj.weight.shape == (36, 16)
+def test_mixers_may_have_other_widths_than_the_stream():
+    model = HopeForCausalLM(HopeConfig(vocab_size=100, hidden_size=36, num_hidden_layers=2, head_dim=8,
+                                       layer_types=["hope_memory", "full_attention"], num_memory_heads=3,
+                                       num_attention_heads=2))  # fmt: skip
+    shapes = [tuple(layer.mixer.o_proj.weight.shape) for layer in model.model.layers]
+    assert shapes == [(36, 24), (36, 16)]
     assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 100)
 
 
@@ -64,57 +66,105 @@ def test_levels_share_the_parameters_of_one_mlp(num_levels):
 
 REFUSED = {
     "memory_chunk_size": [0, -3, "4", 2.5],
-    "projection_chunk_size": [0, -1],
     "vocab_size": [0],
     "hidden_size": [0, -64, 100],
     "num_hidden_layers": [0],
     "head_dim": [0, 48],
-    "num_attention_heads": [0, -1],
-    "num_key_value_heads": [0, 4],
-    "memory_depth": [0, 3],
-    "memory_expansion": [0],
-    "projection_memory_expansion": [0],
+    "num_memory_heads": [0, -1],
     "conv_kernel_size": [0],
     "recompute_chunks": [-1],
-    "inner_layer_rate": [-0.1],
     "projection_memory_rate": [-0.1],
     "memory_learning_rate_max": [-0.1, 2, float("nan")],
-    "memory_error_clip": [0, -1.0],
-    "memory_gradient_factor": [3],
-    "memory_read_mode": ["before"],
-    "memory_erase": ["all"],
-    "memory_hidden_norm": ["rms"],
-    "memory_decay_to": ["start"],
-    "gate_mode": ["linear"],
-    "mixer": ["mamba"],
-    "adaptive_k": [0],
-    "adaptive_v": [0],
-    "adaptive_q": [1],
+    "memory_learning_rate_bias": [[], [1.0], [0.0, 1.0, 2.0], 1.0],
+    "retention_bias": [[1.0], ["1", "8"]],
+    "memory_projections": [["q"], ["v", "k"], ["k", "k"], "kv", True],
+    "memory_rule": ["gated", None],
+    "layer_types": [["mamba"], ["hope_memory"] * 2, [], "full_attention", [1]],
     "level_variant": ["nested", "parallel"],
     "level_periods": [[], [0, 1, 2], [4, 2, 8], [1.5, 2, 3], 4],
     "level_intermediate_sizes": [[8], [8, 8, 8, 8], [0, 8, 8], [8, 8, -8], "8,8,8", [[8], [8], [8]]],
 }
+REFUSED_OF_ATTENTION = {"num_attention_heads": [0, -1], "num_key_value_heads": [0, 4], "hidden_size": [100]}
+REFUSED_OF_THE_PAPERS_RULE = {
+    "depth": [0, 3, "2"],
+    "erase": ["all", None],
+    "hidden_norm": ["rms"],
+    "target_norm": ["yes"],
+    "read_mode": ["start"],
+    "decay_to": ["start"],
+    "inner_rate": [-0.1, "0.1"],
+    "error_clip": [0, -1.0, "2"],
+    "momentum": [True],
+}
 
 
-@pytest.mark.parametrize(("field", "value"), [(field, value) for field, bad in REFUSED.items() for value in bad])
-def test_a_bad_value_is_refused_in_a_sentence_with_the_name_of_its_field(field, value):
+def refusals(table):
+    return [(field, value) for field, bad in table.items() for value in bad]
+
+
+def sentence_of(**options):
     # transformers wraps what a validator raises: the cause is the sentence
     with pytest.raises(StrictDataclassError) as refusal:
-        HopeConfig(**{**SMALL, field: value})
-    sentence = str(refusal.value.__cause__)
+        HopeConfig(**{**SMALL, **options})
     assert isinstance(refusal.value.__cause__, (ValueError, TypeError))
+    return str(refusal.value.__cause__)
+
+
+@pytest.mark.parametrize(("field", "value"), refusals(REFUSED))
+def test_a_bad_value_is_refused_in_a_sentence_with_the_name_of_its_field(field, value):
+    sentence = sentence_of(**{field: value})
     assert field in sentence and "\n" not in sentence
 
 
-def test_large_steps_need_a_clip():
-    with pytest.raises(StrictDataclassError, match="memory_learning_rate_max.*memory_error_clip"):
-        HopeConfig(**SMALL, memory_learning_rate_max=1.5, memory_error_clip=None)
-    assert HopeConfig(**SMALL, memory_learning_rate_max=1.99).memory_learning_rate_max == 1.99
+@pytest.mark.parametrize(("field", "value"), refusals(REFUSED_OF_ATTENTION))
+def test_a_bad_value_of_attention_is_refused_where_there_is_attention(field, value):
+    sentence = sentence_of(**{"layer_types": ["full_attention"], field: value})
+    assert field in sentence and "\n" not in sentence
 
 
-def test_one_projection_must_be_a_memory():
-    with pytest.raises(StrictDataclassError, match="adaptive_k.*adaptive_v.*projection_memory_rate"):
-        HopeConfig(**SMALL, adaptive_k=False, adaptive_v=False)
+def test_heads_of_layers_that_are_not_there_may_be_anything():
+    assert not HopeConfig(**SMALL, num_attention_heads=0).has_attention
+    assert not HopeConfig(**SMALL, num_memory_heads=0, layer_types=["full_attention"]).has_memories
+
+
+@pytest.mark.parametrize(("field", "value"), refusals(REFUSED_OF_THE_PAPERS_RULE))
+def test_a_bad_value_of_the_papers_rule_is_refused_in_a_sentence(field, value):
+    sentence = sentence_of(memory_rule="paper", paper_rule={field: value})
+    assert field in sentence and "paper_rule" in sentence and "\n" not in sentence
+
+
+def test_the_papers_rule_is_filled_with_its_defaults():
+    assert HopeConfig(**SMALL).paper_rule is None
+    whole = HopeConfig(**SMALL, memory_rule="paper").paper_rule
+    assert whole == dict(
+        depth=1, erase="output", hidden_norm="unit", inner_rate=0.1, error_clip=2.0, target_norm=True,
+        read_mode="inclusive", decay_to="initial",
+    )  # fmt: skip
+    given = {"depth": 2}
+    assert HopeConfig(**SMALL, memory_rule="paper", paper_rule=given).paper_rule == whole | given
+    # what a user gave is not written into
+    assert given == {"depth": 2}
+
+
+def test_fields_of_the_papers_rule_are_refused_under_another():
+    with pytest.raises(StrictDataclassError, match="`paper_rule` is given and `memory_rule` is 'delta'"):
+        HopeConfig(**SMALL, paper_rule={"depth": 2})
+
+
+def test_large_steps_need_a_clip_under_the_papers_rule():
+    with pytest.raises(StrictDataclassError, match="memory_learning_rate_max.*error_clip"):
+        HopeConfig(**SMALL, memory_rule="paper", memory_learning_rate_max=1.5, paper_rule={"error_clip": None})
+    for rule in ("delta", "paper"):
+        config = HopeConfig(**SMALL, memory_rule=rule, memory_learning_rate_max=1.99)
+        assert config.memory_learning_rate_max == 1.99
+
+
+def test_every_layer_has_one_type():
+    with pytest.raises(StrictDataclassError, match="`layer_types` has 2 entries, and `num_hidden_layers` is 3"):
+        HopeConfig(**SMALL | {"num_hidden_layers": 3}, layer_types=["hope_memory", "full_attention"])
+    hybrid = HopeConfig(**SMALL | {"num_hidden_layers": 2}, layer_types=["hope_memory", "full_attention"])
+    assert hybrid.has_memories and hybrid.has_attention
+    assert HopeConfig(**SMALL).layer_types == ["hope_memory"]
 
 
 def test_lists_of_levels_must_be_of_one_length():
@@ -122,17 +172,13 @@ def test_lists_of_levels_must_be_of_one_length():
         HopeConfig(**SMALL, level_periods=[1, 2], level_intermediate_sizes=[8, 8, 8])
 
 
-def test_a_field_of_another_version_is_refused_when_a_configuration_is_read(tmp_path):
+@pytest.mark.parametrize("field, value", [("memory_sigma", "silu"), ("mixer", "attention"), ("adaptive_k", True)])
+def test_a_field_of_another_version_is_refused_when_a_configuration_is_read(tmp_path, field, value):
     HopeConfig(**SMALL).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"memory_sigma": "silu", "some_tool": 1}))
-    with pytest.raises(ValueError, match="'memory_sigma'.*another version wrote it"):
+    file.write_text(json.dumps(json.loads(file.read_text()) | {field: value, "some_tool": 1}))
+    with pytest.raises(ValueError, match=f"'{field}'.*another version wrote it"):
         AutoConfig.from_pretrained(tmp_path)
-
-
-def test_nested_levels_are_refused_with_what_to_use_instead():
-    with pytest.raises(StrictDataclassError, match="nested.*use 'sequential' or 'independent'"):
-        HopeConfig(**SMALL, level_variant="nested")
 
 
 def test_an_unknown_preset_is_refused_with_the_known_ones():
@@ -158,8 +204,10 @@ def test_a_preset_takes_overrides_and_stays_as_it_is():
 @pytest.mark.parametrize(
     "options",
     [
-        dict(level_periods=[3, 70], level_intermediate_sizes=[16, 24], memory_error_clip=None),
-        dict(mixer="attention", rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+        dict(level_periods=[3, 70], level_intermediate_sizes=[16, 24], memory_projections=[]),
+        dict(memory_rule="paper", paper_rule=dict(HopeConfig(memory_rule="paper").paper_rule, error_clip=None)),
+        dict(memory_learning_rate_bias=[-1.0, 2], retention_bias=[0, 3.5], memory_projections=["v"]),
+        dict(layer_types=["full_attention"], rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
         dict(eos_token_id=[3, 4], pad_token_id=0, tie_word_embeddings=True, memory_learning_rate_max=0),
     ],
     ids=str,
@@ -174,28 +222,24 @@ def test_json_gives_the_same_configuration_back(tmp_path, options):
         assert {field: getattr(loaded, field) for field in options} == options
 
 
-@pytest.mark.parametrize("mixer", ["self_modifying", "attention"])
-def test_fields_can_be_overridden_while_loading(tmp_path, mixer):
-    HopeConfig(**SMALL, mixer=mixer).save_pretrained(tmp_path)
-    config = AutoConfig.from_pretrained(tmp_path, num_hidden_layers=3, memory_chunk_size=7)
+def test_fields_can_be_overridden_while_loading(tmp_path):
+    HopeConfig(**SMALL).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(
+        tmp_path, num_hidden_layers=3, memory_chunk_size=7, layer_types=["hope_memory"] * 3
+    )
     assert (config.num_hidden_layers, config.memory_chunk_size, len(config.layer_types)) == (3, 7, 3)
     config.save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).num_hidden_layers == 3
 
 
-@pytest.mark.parametrize("override", [dict(memory_chunk_size=0), dict(level_periods=[1, 2])], ids=str)
+@pytest.mark.parametrize(
+    "override",
+    [dict(memory_chunk_size=0), dict(level_periods=[1, 2]), dict(num_hidden_layers=2)],
+    ids=str,
+)
 def test_a_bad_value_set_later_is_neither_built_nor_saved(tmp_path, override):
     HopeConfig(**SMALL).save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path, **override)
     for use in (HopeForCausalLM, lambda config: config.save_pretrained(tmp_path)):
         with pytest.raises(StrictDataclassError, match=next(iter(override))):
             use(config)
-
-
-def test_layer_types_may_be_set_to_what_they_are_only():
-    config = HopeConfig(**SMALL)
-    config.num_hidden_layers = 2
-    config.layer_types = ["hope_memory"] * 2
-    with pytest.raises(ValueError, match="`layer_types` follows from `mixer` and `num_hidden_layers`: set these"):
-        config.layer_types = ["full_attention"] * 2
-    assert config.layer_types == ["hope_memory"] * 2

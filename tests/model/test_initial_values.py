@@ -14,9 +14,8 @@ def new_model(**options):
     return HopeForCausalLM(HopeConfig(vocab_size=500, hidden_size=128, num_hidden_layers=LAYERS, **options))
 
 
-@pytest.mark.parametrize("mixer", ["self_modifying", "attention"])
-def test_maps_that_end_a_branch_are_smaller_in_deeper_models(mixer):
-    model = new_model(mixer=mixer)
+def test_maps_that_end_a_branch_are_smaller_in_deeper_models():
+    model = new_model(layer_types=["hope_memory", "full_attention"] * (LAYERS // 2))
     for block in model.model.layers:
         ends = [block.mixer.o_proj, *(level.down_proj for level in block.continuum.levels)]
         begins = [block.mixer.q_proj, *(level.up_proj for level in block.continuum.levels)]
@@ -36,20 +35,31 @@ def test_wide_embeddings_and_heads_are_smaller(tied):
         assert weight.std().item() == pytest.approx(STD * (768 / width) ** 0.5, rel=0.05)
 
 
-def test_memories_begin_near_the_identity_with_an_orthogonal_inner_layer():
-    for block in new_model(memory_depth=2).model.layers:
-        for memory in (block.mixer.content_memory, block.mixer.projection_memory):
-            inner = memory.inner[0, 0]
-            torch.testing.assert_close(inner @ inner.T, 4 * torch.eye(len(inner)), rtol=0, atol=1e-4)
+def test_memories_begin_small_with_an_orthogonal_inner_layer():
+    for options in ({}, dict(memory_rule="paper"), dict(memory_rule="paper", paper_rule={"depth": 2})):
+        for block in new_model(**options).model.layers:
+            memory = block.mixer.initial_memory
             assert memory.outer.std().item() == pytest.approx(0.05 / memory.outer.shape[-1] ** 0.5, rel=0.05)
+            assert (memory.inner is None) == ("paper_rule" not in options)
+            if memory.inner is not None:
+                products = memory.inner @ memory.inner.mT
+                torch.testing.assert_close(products, 4 * torch.eye(64).expand_as(products), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("gate_mode", ["static", "memory"])
-def test_learning_rates_and_horizons_are_spread_over_the_heads(gate_mode):
-    size = {"vocab_size": 500, "hidden_size": 256, "num_hidden_layers": 1, "gate_mode": gate_mode}
-    spread = HopeConfig(memory_learning_rate_bias_min=-1.0, memory_learning_rate_bias_max=2.5, **size)
-    gates = HopeForCausalLM(spread).model.layers[0].mixer.gates
-    assert gates.learning_rate_bias.tolist() == [-1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
+@pytest.mark.parametrize("made", [["k", "v"], ["v"]], ids=str)
+@pytest.mark.parametrize("rule", ["delta", "paper"])
+def test_memories_that_make_streams_begin_near_the_identity(rule, made):
+    mixer = new_model(memory_rule=rule, memory_projections=made).model.layers[0].mixer
+    memories, x = mixer.memories(1, torch.float32), torch.randn(2 * 128 // 64, 5, 64)
+    for stream in memories.make_streams(memories.fresh(), x):
+        assert 0 < (stream - x).norm() / x.norm() < 0.1
+
+
+@pytest.mark.parametrize("rule", ["delta", "paper"])
+def test_learning_rates_and_horizons_are_spread_over_the_heads(rule):
+    size = {"vocab_size": 500, "hidden_size": 256, "num_hidden_layers": 1, "memory_rule": rule}
+    gates = HopeForCausalLM(HopeConfig(memory_learning_rate_bias=[-1.0, 2.5], **size)).model.layers[0].mixer.gates
+    assert gates.learning_rate_bias.tolist() == pytest.approx([-1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 2.5])
     gates = HopeForCausalLM(HopeConfig(**size)).model.layers[0].mixer.gates
-    assert gates.retention_bias.tolist() == pytest.approx(torch.linspace(1, 8, 8).tolist())
+    assert gates.dt_bias.tolist() == pytest.approx((-torch.linspace(1, 8, 8)).tolist())
     assert gates.learning_rate_bias.tolist() == [0.0] * 8

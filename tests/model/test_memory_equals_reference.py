@@ -1,4 +1,4 @@
-"""The chunk-parallel mixer against the token-by-token loop of the paper's equations: outputs and all gradients."""
+"""The chunk-parallel mixer against the token-by-token loop of the equations: outputs and all gradients."""
 
 import pytest
 import torch
@@ -7,50 +7,59 @@ from mixers import build_mixer, run_fast
 from hope_hf.reference import self_modifying_titans
 
 LENGTH = 37
-# every option of the inner rule, over chunk sizes that do not divide the length (nor, in one case, one another)
-VARIANTS = {
+# every option of the delta rule, over chunks that do not divide the length
+DELTA = {
     "defaults": {},
-    "exclusive": dict(memory_read_mode="exclusive"),
-    "start": dict(memory_read_mode="start"),
-    "depth-1": dict(memory_depth=1),
-    "depth-1-exclusive": dict(memory_depth=1, memory_read_mode="exclusive"),
-    "depth-1-start-zero": dict(memory_depth=1, memory_read_mode="start", memory_decay_to="zero"),
-    "wide": dict(memory_expansion=2, projection_memory_expansion=3),
-    "adaptive-q": dict(adaptive_q=True),
-    "static-k": dict(adaptive_k=False),
-    "static-v-adaptive-q": dict(adaptive_v=False, adaptive_q=True),
-    "static-k-memory-gates": dict(adaptive_k=False, gate_mode="memory"),
-    "memory-gates": dict(gate_mode="memory"),
-    "memory-gates-adaptive-q": dict(gate_mode="memory", adaptive_q=True),
-    "memory-gates-start-zero": dict(gate_mode="memory", memory_read_mode="start", memory_decay_to="zero"),
-    "memory-gates-erase-both": dict(gate_mode="memory", memory_erase="both", memory_hidden_norm="step"),
-    "erase-both": dict(memory_erase="both"),
-    "erase-none": dict(memory_erase="none"),
-    "erase-none-depth-1": dict(memory_erase="none", memory_depth=1),
-    "no-clip": dict(memory_error_clip=None),
-    "tight-clip": dict(memory_error_clip=0.3),
-    "decay-to-zero": dict(memory_decay_to="zero"),
-    "hidden-step": dict(memory_hidden_norm="step"),
-    "hidden-plain": dict(memory_hidden_norm="none"),
-    "raw-target": dict(memory_target_norm=False, memory_error_clip=0.5),
-    "factor-2": dict(memory_gradient_factor=2.0),
+    "static-k": dict(memory_projections=["v"]),
+    "static-v": dict(memory_projections=["k"]),
+    "static": dict(memory_projections=[]),
+    "equal-rates": dict(projection_memory_rate=1.0),
+    "frozen-projections": dict(projection_memory_rate=0.0),
+}
+# every option of the paper's rule
+PAPER = {
+    "defaults": {},
+    "exclusive": dict(read_mode="exclusive"),
+    "erase-none": dict(erase="none"),
+    "no-clip": dict(error_clip=None),
+    "tight-clip": dict(error_clip=0.3),
+    "decay-to-zero": dict(decay_to="zero"),
+    "decay-to-zero-exclusive": dict(decay_to="zero", read_mode="exclusive"),
+    "raw-target": dict(target_norm=False, error_clip=0.5),
+}
+DEPTH_2 = {
+    **PAPER,
+    "erase-both": dict(erase="both"),
+    "erase-both-zero": dict(erase="both", decay_to="zero"),
+    "plain-hidden": dict(hidden_norm="none"),
+    "full-inner-rate": dict(inner_rate=1.0),
+}
+# what is the same under both rules
+BOTH = {
     "frozen": dict(memory_learning_rate_max=0.0),
-    "frozen-decaying": dict(memory_learning_rate_max=0.0, memory_decay_to="zero"),
     "largest-rate": dict(memory_learning_rate_max=1.99),
-    "full-rates": dict(inner_layer_rate=1.0, projection_memory_rate=1.0),
-    "momentum": dict(memory_momentum=True),
-    "momentum-exclusive-zero": dict(memory_momentum=True, memory_read_mode="exclusive", memory_decay_to="zero"),
-    "momentum-erase-both": dict(memory_momentum=True, memory_erase="both"),
-    "momentum-erase-none": dict(memory_momentum=True, memory_erase="none"),
-    "momentum-depth-1-memory-gates": dict(memory_momentum=True, memory_depth=1, gate_mode="memory"),
-    "momentum-start": dict(memory_momentum=True, memory_read_mode="start"),
-    "chunk-1": dict(memory_chunk_size=1, projection_chunk_size=1),
-    "chunk-4-8": dict(memory_chunk_size=4, projection_chunk_size=8),
-    "chunk-12-5": dict(memory_chunk_size=12, projection_chunk_size=5),
-    "chunk-longer-than-text": dict(memory_chunk_size=64, projection_chunk_size=256),
+    "chunk-1": dict(memory_chunk_size=1),
+    "chunk-5": dict(memory_chunk_size=5),
+    "chunk-longer-than-text": dict(memory_chunk_size=64),
     "recompute-each-chunk": dict(recompute_chunks=1),
     "no-recompute": dict(recompute_chunks=0),
     "no-convolution": dict(conv_kernel_size=1),
+}
+
+
+def paper(depth, options):
+    return dict(memory_rule="paper", paper_rule={"depth": depth, **options})
+
+
+VARIANTS = {
+    **{f"delta-{name}": options for name, options in (DELTA | BOTH).items()},
+    **{f"paper-1-{name}": paper(1, options) for name, options in PAPER.items()},
+    **{f"paper-2-{name}": paper(2, options) for name, options in DEPTH_2.items()},
+    **{f"paper-2-{name}": paper(2, {}) | options for name, options in BOTH.items()},
+    "paper-1-static-v": paper(1, {}) | dict(memory_projections=["k"]),
+    "paper-2-static-k": paper(2, {}) | dict(memory_projections=["v"]),
+    "paper-1-static": paper(1, {}) | dict(memory_projections=[]),
+    "paper-2-equal-rates": paper(2, {}) | dict(projection_memory_rate=1.0),
 }
 
 

@@ -5,18 +5,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from mixers import ATTENTION, HYBRID, MEMORIES, MIXERS
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
-from hope_hf.model import chunk_steps, memory_update
+from hope_hf.model import self_modifying
 
-OPTIONS = {
-    "defaults": {},
-    "momentum-adaptive-q": dict(memory_momentum=True, adaptive_q=True),
-    "depth-1-memory-gates": dict(memory_depth=1, gate_mode="memory"),
-    "zero-both": dict(memory_decay_to="zero", memory_erase="both"),
-    "attention": dict(mixer="attention"),
-}
-MEMORIES = {name: options for name, options in OPTIONS.items() if name != "attention"}
 PRECISIONS = ["float32", "autocast", "bfloat16"]
 
 
@@ -27,7 +20,16 @@ def text(*shape, vocab_size=64):
 def in_precision(tiny_model, precision, **options):
     """A model and the context in which it runs; the weights are the same up to rounding."""
     model = tiny_model(torch.bfloat16 if precision == "bfloat16" else torch.float32, **options)
-    return model, torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast")
+    return model, torch.autocast("cpu", torch.bfloat16, enabled=precision.startswith("autocast"))
+
+
+def tensors_in(value):
+    """All tensors in nested tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from tensors_in(part)
 
 
 @pytest.fixture
@@ -35,52 +37,58 @@ def seen(monkeypatch):
     """Records the dtypes of what the memories compute with, by the place where they are seen."""
     dtypes = {}
 
-    def record(place, *tensors):
+    def record(place, *values):
         # autocast would round the inputs of a product of float32 tensors and leave no trace in the state's dtype
         assert not torch.is_autocast_enabled("cpu"), place
-        dtypes.setdefault(place, set()).update(x.dtype for x in tensors if isinstance(x, torch.Tensor))
+        dtypes.setdefault(place, set()).update(tensor.dtype for tensor in tensors_in(values))
 
-    solve = torch.linalg.solve_triangular
+    def recorded(run):
+        def scan(inputs, memories, state, pieces, need_state=True):
+            record("inputs", inputs)
+            record("memories", memories)
+            reads, after = run(inputs, memories, state, pieces, need_state)
+            record("reads", reads)
+            record("state", state, after)
+            return reads, after
 
-    def recorded_solve(matrix, right, **kwargs):
-        solution = solve(matrix, right, **kwargs)
-        record("solve", matrix, right, solution)
-        return solution
+        return scan
 
-    update = memory_update.update_chunk
+    products = {name: getattr(torch, name) for name in ("bmm", "baddbmm")}
+    products["solve_triangular"] = torch.linalg.solve_triangular
 
-    def recorded_update(state, initial, keys, values, gates, *args, **kwargs):
-        record("gates", *gates[:3])
-        record("tokens", keys, values)
-        record("initial", *initial)
-        reads, after = update(state, initial, keys, values, gates, *args, **kwargs)
-        record("reads", reads)
-        for part in (state, after or ()):
-            record("state", *(weight for group in part for weight in group))
-        return reads, after
+    def recorded_product(name):
+        def product(*args, **kwargs):
+            result = products[name](*args, **kwargs)
+            record("products", args, result)
+            return result
 
-    monkeypatch.setattr(torch.linalg, "solve_triangular", recorded_solve)
-    monkeypatch.setattr(chunk_steps, "update_chunk", recorded_update)
+        return product
+
+    for name in products:
+        monkeypatch.setattr(torch.linalg if name == "solve_triangular" else torch, name, recorded_product(name))
+    for name in ("scan_fused", "scan_plain"):
+        monkeypatch.setattr(self_modifying, name, recorded(getattr(self_modifying, name)))
     return dtypes
 
 
-@pytest.mark.parametrize("options", MEMORIES.values(), ids=MEMORIES.keys())
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_state_gates_and_solve_are_float32(tiny_model, seen, precision, options):
+@pytest.mark.parametrize("options", (MEMORIES | {"hybrid": HYBRID}).values(), ids=[*MEMORIES, "hybrid"])
+@pytest.mark.parametrize("precision", [*PRECISIONS, "autocast in the backward pass"])
+def test_state_gates_and_products_are_float32(tiny_model, seen, precision, options):
     model, context = in_precision(tiny_model, precision, recompute_chunks=2, **options)
     cache = HopeCache(model.config)
     with context:
         out = model(text(2, 21), labels=text(2, 21), past_key_values=cache)
-    assert seen.keys() == {"solve", "gates", "tokens", "initial", "reads", "state"}
-    # chunks are computed once more in the backward pass, outside of the context
-    out.loss.backward()
+    assert seen.keys() == {"inputs", "memories", "products", "reads", "state"}
+    # chunks are computed once more in the backward pass, outside of the context as a rule
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast in the backward pass"):
+        out.loss.backward()
     assert set().union(*seen.values()) == {torch.float32}, seen
-    cached = {name: tensor.dtype for name, tensor in cache.state_tensors().items() if tensor.is_floating_point()}
-    assert any("conv_tail" in name for name in cached) and any("content.run" in name for name in cached)
-    assert set(cached.values()) == {torch.float32}, cached
+    held = cache.layers[0].state.named()
+    assert {name for name, tensor in held.items() if tensor.is_floating_point()} > {"conv_tail", "current.0"}
+    assert {tensor.dtype for tensor in held.values() if tensor.is_floating_point()} == {torch.float32}
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("options", MIXERS.values(), ids=MIXERS.keys())
 @pytest.mark.parametrize("precision", ["autocast", "bfloat16"])
 def test_loss_and_gradients_stay_close_to_those_of_float32(tiny_model, precision, options):
     results = {}
@@ -119,7 +127,8 @@ def initial_loss(model, ids):
         dict(vocab_size=4096, hidden_size=256, num_hidden_layers=4),
         dict(vocab_size=32000, hidden_size=1536, num_hidden_layers=1),
         dict(vocab_size=32000, hidden_size=1536, num_hidden_layers=1, tie_word_embeddings=True),
-        dict(vocab_size=4096, hidden_size=256, num_hidden_layers=4, mixer="attention"),
+        dict(vocab_size=4096, hidden_size=256, num_hidden_layers=2, **HYBRID),
+        dict(vocab_size=4096, hidden_size=256, num_hidden_layers=2, **ATTENTION),
     ],
     ids=lambda config: "-".join(str(value) for value in config.values()),
 )

@@ -2,19 +2,20 @@
 
 import pytest
 import torch
+from mixers import ATTENTION, HYBRID, MEMORIES
 
 from hope_hf import HopeCache
 
-MIXERS = {
-    "defaults": {},
-    "momentum-adaptive-q": dict(memory_momentum=True, adaptive_q=True),
-    "depth-1-memory-gates": dict(memory_depth=1, gate_mode="memory"),
-    "exclusive-zero": dict(memory_read_mode="exclusive", memory_decay_to="zero"),
-    "start": dict(memory_read_mode="start"),
-    "chunks-5-3": dict(memory_chunk_size=5, projection_chunk_size=3),
-    "attention": dict(mixer="attention"),
+MEMORIES = {
+    **MEMORIES,
+    "paper-exclusive-zero": dict(memory_rule="paper", paper_rule=dict(read_mode="exclusive", decay_to="zero")),
+    "one-made": dict(memory_projections=["v"], memory_chunk_size=5),
 }
-MEMORIES = {name: options for name, options in MIXERS.items() if name != "attention"}
+MIXERS = MEMORIES | {
+    "hybrid": HYBRID,
+    "attention-first": dict(layer_types=["full_attention", "hope_memory"]),
+    "attention": ATTENTION,
+}
 EXACT = dict(rtol=1e-9, atol=1e-9)
 
 
@@ -84,6 +85,7 @@ def test_padding_writes_nothing(tiny_model, options, side):
 
 @pytest.mark.parametrize("options", MEMORIES.values(), ids=MEMORIES.keys())
 def test_padding_inside_a_text_and_alone_in_a_call_writes_nothing(tiny_model, options):
+    """Without positions, by which attention would have to be told."""
     model = tiny_model(torch.float64, **options)
     ids = random_ids(1, 20)
     gaps = torch.tensor([0, 3, 4, 9, 17, 25])
@@ -118,6 +120,7 @@ def test_packed_documents_equal_separate_rows(tiny_model, options):
 
 @pytest.mark.parametrize("options", MEMORIES.values(), ids=MEMORIES.keys())
 def test_a_document_can_begin_in_a_later_call(tiny_model, options):
+    """Softmax attention goes on seeing what its cache holds."""
     model = tiny_model(torch.float64, **options)
     ids = random_ids(2, 30)
     positions = torch.stack([torch.cat([torch.arange(13), torch.arange(17)]), torch.arange(30)])

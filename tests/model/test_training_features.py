@@ -3,19 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from mixers import HYBRID, MEMORIES, MIXERS
 from torch.utils.flop_counter import FlopCounterMode
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
 from hope_hf.model.continuum import ContinuumMemory
 
-OPTIONS = {
-    "defaults": {},
-    "momentum-adaptive-q": dict(memory_momentum=True, adaptive_q=True),
-    "zero": dict(memory_decay_to="zero"),
-    "attention": dict(mixer="attention"),
-}
-MEMORIES = {name: options for name, options in OPTIONS.items() if name != "attention"}
-
+MEMORIES = MEMORIES | {"hybrid": HYBRID}
 
 def text(*shape):
     return torch.randint(64, shape, generator=torch.Generator().manual_seed(6))
@@ -62,7 +56,7 @@ def assert_equal(first, second):
         assert torch.equal(gradient, second[1][name]), name
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("options", MIXERS.values(), ids=MIXERS.keys())
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputing_blocks_changes_no_bit(tiny_model, runs, options, reentrant):
     ids = text(2, 37)
@@ -186,7 +180,7 @@ def test_independent_levels_start_with_equal_weights_and_learn_them(tiny_model):
         assert len(set(mix.tolist())) == 2
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("options", MIXERS.values(), ids=MIXERS.keys())
 def test_a_block_adds_its_mixer_and_levels_to_the_stream_and_nothing_else(tiny_model, options):
     """`x += mixer(norm(x))`, then every level: with both outputs silenced a block is the identity."""
     model = tiny_model(**options)
@@ -220,14 +214,17 @@ def test_inputs_are_ids_or_embeddings(tiny_model):
     "options",
     [
         dict(),
-        dict(memory_depth=2),
-        dict(memory_depth=2, memory_expansion=4, projection_memory_expansion=2),
-        dict(memory_chunk_size=16, projection_chunk_size=32, gate_mode="memory", adaptive_q=True),
+        dict(memory_chunk_size=16),
+        dict(memory_projections=[]),
+        dict(memory_projections=["v"]),
+        dict(memory_rule="paper"),
+        dict(memory_rule="paper", paper_rule={"depth": 2}),
+        HYBRID,
     ],
     ids=str,
 )
 def test_flops_per_token_are_those_that_torch_counts(options):
-    config = HopeConfig(**dict(vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=2) | options)
+    config = HopeConfig(**dict(vocab_size=64, hidden_size=64, num_hidden_layers=2, num_memory_heads=2) | options)
     model = HopeForCausalLM(config)
     ids = text(1, 512)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:

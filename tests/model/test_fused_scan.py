@@ -1,0 +1,230 @@
+"""The scan with a backward written by hand against the plain scan and autograd: reads, state and all gradients."""
+
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mixers import build_mixer, run_fast
+
+from hope_hf import HopeConfig
+from hope_hf.model import delta_fused
+from hope_hf.model.chunk_layout import Past, plan_chunks
+from hope_hf.model.delta_fused import scan_fused, unit_lower_inverse
+from hope_hf.model.delta_rule import DeltaMemories
+from hope_hf.model.memory_scan import ScanInputs, ScanState, fresh_state, scan, scan_plain
+
+WIDTH, TAPS, HEADS = 8, 4, 2
+# which streams memories make
+PROJECTIONS = {"static": "", "k": "k", "v": "v", "kv": "kv"}
+# in chunks of 20 a piece fills no whole number of the blocks that are inverted at once
+CHUNKS = [8, 16, 20, 64]
+
+
+def normal(*shape, scale=1.0):
+    return torch.randn(*shape, dtype=torch.float64) * scale
+
+
+def plan(chunk, rows, length, **options):
+    config = HopeConfig(
+        vocab_size=8, hidden_size=16, num_hidden_layers=1, head_dim=WIDTH, num_memory_heads=HEADS,
+        conv_kernel_size=TAPS, memory_chunk_size=chunk,
+    )  # fmt: skip
+    return plan_chunks(config, (rows, length), torch.device("cpu"), **options)
+
+
+def plain_pieces(chunk, seen=0):
+    """Rows that have all read `seen` tokens; the last chunk is not filled."""
+    past = Past(seen, True, torch.full((3,), seen), torch.zeros(3, dtype=torch.long)) if seen else None
+    return plan(chunk, 3, 2 * chunk + 5, past=past).pieces
+
+
+def ragged_pieces(chunk):
+    """Rows of unequal history, with padding on both sides and inside, and with documents of many lengths."""
+    length = 2 * chunk + 7
+    mask = torch.ones(3, length, dtype=torch.long)
+    mask[0, :3], mask[1, -4:], mask[2, [0, 1, chunk, chunk + 1]] = 0, 0, 0
+    positions = torch.arange(length).repeat(3, 1) + 100
+    for row, begin in ((0, 5), (0, chunk + 2), (1, 1), (2, length - 2)):
+        positions[row, begin:] = torch.arange(length - begin)
+    past = Past(9, False, torch.tensor([3, 9, 1]), torch.zeros(3, dtype=torch.long))
+    return plan(chunk, 3, length, past=past, padding_mask=mask, position_ids=positions).pieces
+
+
+def problem(pieces, made="kv", factors=None, forgetting=0.3, fresh=False):
+    """Random inputs, memories and state of a scan; all tensors are leaves that want a gradient."""
+    torch.manual_seed(0)
+    rows, slots = 3 * HEADS, pieces[-1].stop
+    factors = (0.1,) * len(made) + (1.0,) if factors is None else factors
+    absent = (not made, "k" in made, "v" in made, False)
+    streams = [None if is_absent else normal(rows, slots, WIDTH) for is_absent in absent]
+    gates = torch.rand(2, rows, slots, dtype=torch.float64)
+    inputs = ScanInputs(*streams, gates[0].clone(), -forgetting * gates[1])
+    initial = normal(rows, WIDTH, len(factors) * WIDTH, scale=0.3)
+    memories = DeltaMemories(normal(TAPS, rows, 1, 3 * WIDTH, scale=0.5), initial, factors)
+    leaves = [part for part in (*inputs, memories.taps, memories.initial) if part is not None]
+    if fresh:
+        state = fresh_state(memories)
+    else:
+        weights = [normal(*initial.shape, scale=0.3) for _ in range(2)]
+        state = ScanState((weights[0],), (weights[1],), normal(rows, TAPS - 1, 3 * WIDTH))
+        leaves += [*weights, state.conv_tail]
+    return inputs, memories, state, pieces, [leaf.requires_grad_() for leaf in leaves]
+
+
+def results(run, inputs, memories, state, pieces, leaves, need_state=True):
+    """What a scan returns, and the gradients of all leaves for a random weighting of it."""
+    reads, after = run(inputs, memories, state, pieces, need_state)
+    made = [reads, after.current[0], after.chunk_start[0], after.conv_tail] if need_state else [reads]
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(part.shape, generator=generator, dtype=torch.float64) for part in made]
+    loss = sum((part * weight).sum() for part, weight in zip(made, weights, strict=True))
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+    gradients = [torch.zeros_like(a) if b is None else b for a, b in zip(leaves, gradients, strict=True)]
+    return [part.detach() for part in made] + gradients
+
+
+def assert_same(ours, theirs):
+    """To 1e-11 of each tensor's norm."""
+    for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert a.shape == b.shape
+        assert (a - b).norm() <= 1e-11 * b.norm(), f"result {index}: {(a - b).norm() / b.norm()}"
+
+
+def assert_fused_equals_plain(*arguments, **options):
+    plain = results(scan_plain, *arguments, **options)
+    assert all(part.isfinite().all() for part in plain)
+    assert_same(results(scan_fused, *arguments, **options), plain)
+
+
+@pytest.mark.parametrize("made", PROJECTIONS.values(), ids=PROJECTIONS)
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("seen", [0, 3], ids=["from the start", "mid-chunk"])
+def test_rows_that_are_cut_alike(made, chunk, seen):
+    assert_fused_equals_plain(*problem(plain_pieces(chunk, seen), made))
+
+
+@pytest.mark.parametrize("made", PROJECTIONS.values(), ids=PROJECTIONS)
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_rows_with_padding_documents_and_unequal_history(made, chunk):
+    pieces = ragged_pieces(chunk)
+    assert pieces[0].tail_in is not None and not all(piece.keeps.all() for piece in pieces[1:])
+    assert_fused_equals_plain(*problem(pieces, made))
+
+
+@pytest.mark.parametrize("made", PROJECTIONS.values(), ids=PROJECTIONS)
+@pytest.mark.parametrize("cut", [plain_pieces, ragged_pieces])
+def test_a_text_that_begins_and_whose_state_nobody_needs(made, cut):
+    assert_fused_equals_plain(*problem(cut(16), made, fresh=True), need_state=False)
+
+
+@pytest.mark.parametrize("factors", [(1.0, 1.0, 1.0), (0.0, 0.0, 1.0), (0.5, 0.1, 1.0)], ids=str)
+def test_memories_of_equal_of_no_and_of_three_rates(factors):
+    assert_fused_equals_plain(*problem(ragged_pieces(16), factors=factors))
+
+
+def test_a_head_that_forgets_within_a_token_overflows_nowhere():
+    assert_fused_equals_plain(*problem(ragged_pieces(64), forgetting=60.0))
+
+
+@pytest.mark.parametrize("field", delta_fused._Kept._fields)
+def test_a_wrong_backward_would_be_seen(monkeypatch, field):
+    """The control: whatever the backward pass reads, a millionth more of it is noticed."""
+    backward = delta_fused._backward_piece
+
+    def wrong(inputs, weights, piece, shape, kept, *rest):
+        kept = kept._replace(**{field: getattr(kept, field) * (1 + 1e-6)})
+        return backward(inputs, weights, piece, shape, kept, *rest)
+
+    monkeypatch.setattr(delta_fused, "_backward_piece", wrong)
+    with pytest.raises(AssertionError, match="result"):
+        assert_fused_equals_plain(*problem(plain_pieces(16, seen=3)))
+
+
+@pytest.mark.parametrize("cut", [plain_pieces, ragged_pieces])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_recomputed_pieces_give_the_same_gradients(cut, stride):
+    arguments = problem(cut(8))
+
+    def recomputed(inputs, memories, state, pieces, need_state):
+        return scan(scan_fused, inputs, memories, state, pieces, stride, need_state)
+
+    assert_same(results(recomputed, *arguments), results(scan_fused, *arguments))
+
+
+def test_gradients_of_gradients_are_refused():
+    """What the forward pass keeps would be taken for constants."""
+    inputs, memories, state, pieces, _ = problem(plain_pieces(8))
+    reads, _ = scan_fused(inputs, memories, state, pieces)
+    (gradient,) = torch.autograd.grad(reads.square().sum(), inputs.query, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Of every piece that was computed, a weak reference to what it keeps for the backward pass."""
+    references = []
+    forward = delta_fused._forward_piece
+
+    def recorded(*args):
+        reads, kept = forward(*args)
+        references.append(weakref.ref(kept.errors))
+        return reads, kept
+
+    monkeypatch.setattr(delta_fused, "_forward_piece", recorded)
+    return references
+
+
+def alive(references):
+    return [reference() is not None for reference in references]
+
+
+@pytest.mark.parametrize("stride, kept", [(0, 5), (1, 1), (2, 1), (3, 2)])
+def test_what_is_recomputed_is_not_kept(held, stride, kept):
+    mixer = build_mixer(recompute_chunks=stride)
+    output = run_fast(mixer, normal(1, 40, 16))
+    assert output.grad_fn is not None and alive(held) == [False] * (5 - kept) + [True] * kept
+    output.sum().backward()
+    assert not any(alive(held))
+
+
+def test_nothing_is_kept_where_no_gradient_is_wanted(held, monkeypatch):
+    """Not even until the end of the scan, or a long prompt would take as much memory as training on it."""
+    most = []
+    end = delta_fused._end_piece
+    monkeypatch.setattr(delta_fused, "_end_piece", lambda *args: most.append(sum(alive(held))) or end(*args))
+    mixer = build_mixer()
+    with torch.no_grad():
+        output = run_fast(mixer, normal(1, 40, 16))
+    assert output.grad_fn is None and len(held) == 5
+    # the piece itself, and that before it until its variables are taken
+    assert max(most) <= 2 and not any(alive(held))
+    inputs, memories, state, pieces, _ = problem(plain_pieces(8))
+    held.clear()
+    most.clear()
+    with torch.no_grad():
+        reads, after = scan_fused(inputs, memories, state, pieces)
+    assert reads.grad_fn is None and after.current[0].grad_fn is None
+    assert max(most) <= 2 and not any(alive(held))
+
+
+@pytest.mark.parametrize("size", [1, 5, 8, 9, 16, 17, 32, 48, 64, 100, 128])
+def test_inverses_of_triangular_matrices(size):
+    torch.manual_seed(0)
+    keys = F.normalize(normal(3, size, WIDTH), dim=-1)
+    lower = (keys @ keys.mT * torch.rand(3, 1, size, dtype=torch.float64)).tril(-1)
+    expected = torch.linalg.inv(torch.eye(size, dtype=torch.float64) + lower)
+    assert_same([unit_lower_inverse(lower)], [expected])
+
+
+@pytest.mark.parametrize("rate", [0.99, 1.0, 1.99])
+@pytest.mark.parametrize("signs", ["equal", "alternating"])
+def test_inverses_hold_in_float32_where_all_keys_are_equal(rate, signs):
+    """The hardest case: powers of the matrix are far larger than its inverse, in which they cancel."""
+    sign = torch.ones(64) if signs == "equal" else (-1.0) ** torch.arange(64)
+    lower = (rate * sign[:, None] * sign).tril(-1).expand(2, -1, -1)
+    expected = torch.linalg.inv(torch.eye(64, dtype=torch.float64) + lower)
+    error = unit_lower_inverse(lower).double() - expected
+    # as a triangular solve
+    assert error.abs().max() < 1e-4
