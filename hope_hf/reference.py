@@ -158,18 +158,21 @@ def self_modifying_titans(mixer, hidden_states):
         # (83): keys and values from the memories at their chunk's start (90)
         raw = {"q": mixer.q_proj(n).view(batch_size, heads, -1)}
         for name, projection in (("k", mixer.k_proj), ("v", mixer.v_proj)):
+            projection = mixer.in_proj if projection is None else projection
+            raw[name] = projection(n).view(batch_size, heads, -1)
             if name in makers:
-                raw[name] = makers[name].at_chunk_start(mixer.in_proj(n).view(batch_size, heads, -1))
-            else:
-                raw[name] = projection(n).view(batch_size, heads, -1)
+                raw[name] = makers[name].at_chunk_start(raw[name])
         made = {}
         for name, convolution in (("k", mixer.k_conv1d), ("v", mixer.v_conv1d), ("q", mixer.q_conv1d)):
             history[name].append(raw[name])
             made[name] = F.silu(causal_convolution(convolution.weight, history[name]))
         k, v, q = unit(made["k"]), made["v"], unit(made["q"])
-        b, a = gates.gate_proj(n).view(batch_size, 2, heads).unbind(1)
+        b, a, *c = gates.gate_proj(n).view(batch_size, -1, heads).unbind(1)
         eta = config.memory_learning_rate_max * torch.sigmoid(b + gates.learning_rate_bias)
         alpha = torch.exp(-F.softplus(a + gates.dt_bias) * (1.0 if gates.A_log is None else gates.A_log.exp()))
+
+        if c:
+            v = 2 * torch.sigmoid(c[0] + gates.value_bias)[..., None] * unit(v)
 
         # (88) for every memory, and the read of (86) before or after it
         if exclusive:

@@ -56,7 +56,7 @@ def tiny_model(tiny_config):
             for module in model.modules():
                 if getattr(module, "is_initial_state", False):
                     # far from the near-identity start, so that the logits show which document a memory holds
-                    module.outer.mul_(20)
+                    list(module.parameters())[-1].mul_(20)
         return model
 
     return build

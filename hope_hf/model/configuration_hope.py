@@ -104,8 +104,7 @@ class HopeConfig(PreTrainedConfig):
             How a memory learns: by the gated delta rule (`"delta"`, see `delta_rule.py`), or as the paper says
             (`"paper"`, see `paper_rule.py`).
         memory_projections (`list[str]`, *optional*, defaults to `["k", "v"]`):
-            Which of keys and values self-modifying memories make (equation 83). Linear maps that never change make
-            the others.
+            Which of keys and values self-modifying memories remake (equation 83) after a linear map has made them.
         memory_chunk_size (`int`, *optional*, defaults to 64):
             Tokens after which keys and values are made with the new weights of their memories (section 8.2). Use the
             same value in training and inference: it is part of the model. Train on blocks of at least four chunks: in
@@ -122,6 +121,9 @@ class HopeConfig(PreTrainedConfig):
             the head that writes most; the heads between are spread evenly. With a largest rate of 1.99, `[0, 8]`
             begins with everything between replacing what is stored under a key and flipping its sign, which the
             formal languages need (`benchmarks/formal_languages.yaml`).
+        memory_value_gate (`bool`, *optional*, defaults to `True`):
+            Of the delta rule: whether a gate of every head and token gives values their norm, between 0 and 2. Without
+            it the norm is what the projection and its convolution give.
         retention_bias (`list[float]`, *optional*, defaults to `[1.0, 8.0]`):
             Bias of the retention gate alpha before the sigmoid at initialisation, of the head that forgets fastest
             and of the one that forgets slowest; the heads between are spread evenly (horizons of about 3 to 3,000
@@ -195,6 +197,7 @@ class HopeConfig(PreTrainedConfig):
     projection_memory_rate: float | int = 0.1
     memory_learning_rate_max: float | int = 1.0
     memory_learning_rate_bias: list[float | int] | None = None
+    memory_value_gate: bool = True
     retention_bias: list[float | int] | None = None
     paper_rule: dict | None = None
     conv_kernel_size: int = 4

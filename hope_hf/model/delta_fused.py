@@ -3,8 +3,7 @@
 Two thirds of its time are batched matrix products. Autograd would keep and copy far more: per chunk, this saves what
 the backward pass reads and nothing else, and its products have all memories side by side as columns.
 
-Axes: b sequences times heads, S slot (`chunk_layout`), C slot of the piece, D head width, P memories that make keys
-or values, M = P + 1 memories, K width of the convolution. Tokens are rows; a memory acts as `z W`.
+Axes: b sequences times heads, S slot (`chunk_layout`), C slot of the piece, D head width, M memories of a layer, K width of the convolution. Tokens are rows; a memory acts as `z W`.
 """
 
 from typing import NamedTuple
@@ -62,7 +61,7 @@ class _Kept(NamedTuple):
     padded: torch.Tensor
     mixed: torch.Tensor
     streams: torch.Tensor
-    # 1 / |k|, 1, 1 / |q| [b, C, 3, 1]
+    # 1 / |k|, 1 or 1 / |v|, 1 / |q| [b, C, 3, 1]
     scales: torch.Tensor
     # e^(T_t), e^(T_C - T_t) [b, C], e^(T_t - T_i) [b, C, C]
     kept: torch.Tensor
@@ -105,22 +104,22 @@ class _Shape(NamedTuple):
     memories: int
     # memories of one rho: columns, and rho
     groups: list[tuple[slice, float]]
-    # columns of the memories that make streams, and of the streams they make; None without any
-    makers: slice | None
-    made: slice | None
+    # of each memory that remakes a stream: the stream's columns, and its own
+    remade: list[tuple[slice, slice]]
+    # of the content memory
     content: slice
 
     @classmethod
-    def of(cls, inputs: ScanInputs, factors: tuple[float, ...]) -> "_Shape":
-        width, memories = inputs.query.shape[-1], len(factors)
+    def of(cls, width: int, remade: tuple[str, ...], factors: tuple[float, ...]) -> "_Shape":
+        """`remade` and `factors` as in `DeltaMemories`."""
+        memories = len(factors)
         groups = []
         for factor in dict.fromkeys(factors):
             members = [index for index, other in enumerate(factors) if other == factor]
             groups.append((slice(members[0] * width, (members[-1] + 1) * width), factor))
-        first = 0 if inputs.key is None else 1
-        makers = slice(0, (memories - 1) * width) if memories > 1 else None
-        made = slice(first * width, (first + memories - 1) * width) if memories > 1 else None
-        return cls(width, memories, groups, makers, made, slice((memories - 1) * width, memories * width))
+        columns = [slice(index * width, (index + 1) * width) for index in range(3)]
+        streams = [columns["kv".index(name)] for name in remade]
+        return cls(width, memories, groups, list(zip(streams, columns, strict=False)), columns[memories - 1])
 
 
 def _forward_piece(
@@ -133,12 +132,10 @@ def _forward_piece(
     padded = tail.new_empty(rows, reach + size, 3 * width)
     padded[:, :reach] = tail
     raw = padded[:, reach:]
-    if shape.makers is not None:
-        start_weights = initial[..., shape.makers] + chunk_start[..., shape.makers]
-        raw[..., shape.made] = torch.bmm(inputs.memory_input[:, cut], start_weights)
-    for column, stream in enumerate(inputs[1:4]):
-        if stream is not None:
-            raw[..., column * width : (column + 1) * width] = stream[:, cut]
+    torch.cat([stream[:, cut] for stream in inputs[:3]], dim=-1, out=raw)
+    for stream, columns in shape.remade:
+        start_weights = initial[..., columns] + chunk_start[..., columns]
+        raw[..., stream] = torch.bmm(raw[..., stream], start_weights)
     if piece.tail_in is not None:
         padded.scatter_(1, piece.tail_in.expand_as(tail), tail)
     mixed = taps[reach] * raw
@@ -147,8 +144,9 @@ def _forward_piece(
         mixed.addcmul_(taps[tap], term if piece.inside is None else term * piece.inside[tap])
     streams = F.silu(mixed).view(rows, size, 3, width)
     scales = torch.linalg.vector_norm(streams, dim=-1, keepdim=True).square_().add_(NORM_EPSILON).rsqrt_()
-    # values are written as they are
-    scales[:, :, 1] = 1.0
+    if inputs.value_norm is None:
+        # values are written as they are
+        scales[:, :, 1] = 1.0
     streams = streams.mul_(scales).view(rows, size, 3 * width)
     keys, values, queries = streams.split(width, dim=-1)
 
@@ -161,6 +159,8 @@ def _forward_piece(
     solved = unit_lower_inverse(torch.cat([lower if factor == 1 else factor * lower for _, factor in shape.groups]))
 
     right = torch.bmm(keys, initial).baddbmm_(kept.unsqueeze(-1) * keys, current)
+    if inputs.value_norm is not None:
+        values = values * inputs.value_norm[:, cut, None]
     right.view(rows, size, shape.memories, width).sub_(values.unsqueeze(2))
     errors = torch.empty_like(right)
     for (columns, factor), inverse in zip(shape.groups, solved.split(rows), strict=True):
@@ -275,10 +275,14 @@ def _backward_piece(
     grad_values = grad_right.view(rows, size, shape.memories, width).sum(2).neg_()
 
     # norms, SiLU and convolution
+    if inputs.value_norm is not None:
+        into.inputs.value_norm[:, cut] = (grad_values * values).sum(-1)
+        grad_values.mul_(inputs.value_norm[:, cut, None])
     grad_streams = torch.stack([grad_keys, grad_values, grad_queries], dim=2)
     directions = kept.streams.view(rows, size, 3, width)
     along = (grad_streams * directions).sum(-1, keepdim=True)
-    along[:, :, 1] = 0.0
+    if inputs.value_norm is None:
+        along[:, :, 1] = 0.0
     grad_streams.addcmul_(directions, along, value=-1).mul_(kept.scales)
     grad_mixed = torch.ops.aten.silu_backward(grad_streams.view(rows, size, 3 * width), kept.mixed)
     reach = weights.taps.shape[0] - 1
@@ -298,27 +302,25 @@ def _backward_piece(
         grad_padded.scatter_(1, moved_in, 0.0)
         grad_tail = grad_tail + grad_moved
     grad_raw = grad_padded[:, reach:]
-    if shape.makers is not None:
-        grad_made = grad_raw[..., shape.made].contiguous()
-        start_weights = initial[..., shape.makers] + kept.chunk_start[..., shape.makers]
-        into.inputs.memory_input[:, cut] = torch.bmm(grad_made, start_weights.mT)
-        grad_weights = torch.bmm(inputs.memory_input[:, cut].mT, grad_made)
-        into.weights.initial[..., shape.makers].add_(grad_weights)
-    for column, grad in enumerate(into.inputs[1:4]):
-        if grad is not None:
-            grad[:, cut] = grad_raw[..., column * width : (column + 1) * width]
+    # memories that remake streams are read at the chunk's start
+    grad_weights = None if not shape.remade else torch.zeros_like(initial)
+    for stream, columns in shape.remade:
+        given = inputs.key if stream.start == 0 else inputs.value
+        grad_stream = grad_raw[..., stream].contiguous()
+        grad_weights[..., columns] = torch.bmm(given[:, cut].mT, grad_stream)
+        start_weights = initial[..., columns] + kept.chunk_start[..., columns]
+        grad_raw[..., stream] = torch.bmm(grad_stream, start_weights.mT)
+    for grad, part in zip(into.inputs[:3], grad_raw.split(width, dim=-1), strict=True):
+        grad[:, cut] = part
     into.inputs.rate[:, cut] = grad_step
     into.inputs.log_retention[:, cut] = grad_total.flip(-1).cumsum(-1).flip(-1)
 
-    # the state before the piece: only the memories that make streams are read at the chunk's start
-    if kept.chunk_start is kept.current:
-        if grad_start is not None:
-            grad_current, grad_start = grad_current + grad_start, None
-        if shape.makers is not None:
-            grad_current[..., shape.makers].add_(grad_weights)
-    elif shape.makers is not None:
-        grad_start = torch.zeros_like(initial) if grad_start is None else grad_start.clone()
-        grad_start[..., shape.makers].add_(grad_weights)
+    # the state before the piece
+    if grad_weights is not None:
+        into.weights.initial.add_(grad_weights)
+        grad_start = grad_weights if grad_start is None else grad_start + grad_weights
+    if kept.chunk_start is kept.current and grad_start is not None:
+        grad_current, grad_start = grad_current.add_(grad_start), None
     if piece.keeps is not None:
         grad_current = piece.keeps * grad_current
         grad_start = None if grad_start is None else piece.keeps * grad_start
@@ -329,9 +331,9 @@ class _Scan(torch.autograd.Function):
     """The scan as one node. Last come the tensors of `ScanInputs`, `_Weights` and `_State`."""
 
     @staticmethod
-    def forward(ctx, pieces, factors, need_state, has_backward, *tensors):
+    def forward(ctx, pieces, remade, factors, need_state, has_backward, *tensors):
         inputs, weights, state = _group(tensors)
-        shape = _Shape.of(inputs, factors)
+        shape = _Shape.of(inputs.query.shape[-1], remade, factors)
         keep = has_backward and any(ctx.needs_input_grad)
         reads, saved, shared = torch.empty_like(inputs.query), [], []
         for index, piece in enumerate(pieces):
@@ -346,7 +348,7 @@ class _Scan(torch.autograd.Function):
             if keep:
                 saved.extend(kept)
         if keep:
-            ctx.pieces, ctx.factors, ctx.shared = pieces, factors, shared
+            ctx.pieces, ctx.shape, ctx.shared = pieces, shape, shared
             ctx.save_for_backward(*tensors, *saved)
             ctx.set_materialize_grads(False)
         if not need_state:
@@ -360,7 +362,6 @@ class _Scan(torch.autograd.Function):
         saved = list(ctx.saved_tensors)
         tensors = [saved.pop(0) for _ in range(len(saved) - len(ctx.pieces) * len(_Kept._fields))]
         inputs, weights, _ = _group(tensors)
-        shape = _Shape.of(inputs, ctx.factors)
         # every slot of the inputs' gradients is written once
         into = _Gradients(
             ScanInputs(*(None if part is None else torch.empty_like(part) for part in inputs)),
@@ -376,8 +377,8 @@ class _Scan(torch.autograd.Function):
                 if shared:
                     kept = kept._replace(chunk_start=kept.current)
                 part = grad_reads[:, piece.start : piece.stop]
-                grad_state = _backward_piece(inputs, weights, piece, shape, kept, part, grad_state, into)
-        return None, None, None, None, *into.inputs, *into.weights, *grad_state
+                grad_state = _backward_piece(inputs, weights, piece, ctx.shape, kept, part, grad_state, into)
+        return None, None, None, None, None, *into.inputs, *into.weights, *grad_state
 
 
 def _group(tensors) -> tuple[ScanInputs, _Weights, _State]:
@@ -394,6 +395,6 @@ def scan_fused(
         reads, state = step_token(inputs, memories, state, pieces[0])
         return reads, state if need_state else None
     # Under `no_grad` a leaf still says that it needs a gradient.
-    options = (pieces, memories.rate_factors, need_state, torch.is_grad_enabled())
+    options = (pieces, memories.remade, memories.rate_factors, need_state, torch.is_grad_enabled())
     reads, current, chunk_start, tail = _Scan.apply(*options, *inputs, *weights, current, chunk_start, tail)
     return reads, ScanState((current,), (chunk_start,), tail) if need_state else None

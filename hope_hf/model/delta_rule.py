@@ -7,9 +7,9 @@ token writes its value under its unit key after the deviation has decayed:
     S_t  = S'_t + rho eta_t k_t^T (v_t - k_t (W_0 + S'_t))
 
 With `rho = 1` and `W_0 = 0` this is the gated DeltaNet (Yang et al., arXiv 2412.06464). HOPE adds the learned initial
-weights, and memories under the same rule that make the keys and values (equation 83 of arXiv 2512.24695).
+weights, and memories under the same rule that remake keys and values (equation 83 of arXiv 2512.24695).
 
-Axes: b sequences times heads, C slot of a piece, D head width, M memories of a layer (those that make streams in the
+Axes: b sequences times heads, C slot of a piece, D head width, M memories of a layer (those that remake streams in the
 order k, v; the content memory last), side by side as columns.
 """
 
@@ -25,6 +25,8 @@ class DeltaMemories(NamedTuple):
 
     # of the convolutions on k, v and q side by side, oldest first [K, b, 1, 3 D]
     taps: torch.Tensor
+    # the streams that memories remake
+    remade: tuple[str, ...]
     # W_0
     initial: torch.Tensor
     # rho of each memory; 1 of the content memory, which is the last
@@ -34,11 +36,10 @@ class DeltaMemories(NamedTuple):
         """The deviation of having read nothing."""
         return (torch.zeros_like(self.initial),)
 
-    def make_streams(self, chunk_start: tuple[torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
-        """`x W` of each memory but the last, at the weights of the chunk's start; [b, C, D] each."""
-        width = x.shape[-1]
-        weights = (self.initial + chunk_start[0])[..., :-width]
-        return list((x @ weights).split(width, dim=-1))
+    def remake(self, chunk_start: tuple[torch.Tensor], index: int, x: torch.Tensor) -> torch.Tensor:
+        """`x W` of one memory, at the weights of the chunk's start; [b, C, D]."""
+        columns = slice(index * x.shape[-1], (index + 1) * x.shape[-1])
+        return x @ (self.initial[..., columns] + chunk_start[0][..., columns])
 
     def write_and_read(
         self,

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from .delta_rule import DeltaMemories
-from .memory_scan import ScanInputs, ScanPiece, ScanState, convolve, select_rows, unit
+from .memory_scan import ScanInputs, ScanPiece, ScanState, convolve, select_rows, unit, written_values
 
 
 @torch.no_grad()
@@ -16,14 +16,14 @@ def step_token(
     initial, width = memories.initial, inputs.query.shape[-1]
     if piece.keeps is not None:
         current, start = piece.keeps * current, piece.keeps * start
-    streams = list(inputs[1:4])
-    if inputs.memory_input is not None:
-        x, makers = inputs.memory_input, slice(0, initial.shape[-1] - width)
-        made = torch.bmm(x, initial[..., makers]).baddbmm_(x, start[..., makers]).split(width, dim=-1)
-        made = iter(made)
-        streams = [next(made) if stream is None else stream for stream in streams]
-    mixed, tail = convolve(torch.cat(streams, dim=-1), tail, memories.taps, piece)
+    streams = {"k": inputs.key, "v": inputs.value, "q": inputs.query}
+    for index, name in enumerate(memories.remade):
+        columns = slice(index * width, (index + 1) * width)
+        x = streams[name]
+        streams[name] = torch.bmm(x, initial[..., columns]).baddbmm_(x, start[..., columns])
+    mixed, tail = convolve(torch.cat(list(streams.values()), dim=-1), tail, memories.taps, piece)
     key, value, query = F.silu(mixed).chunk(3, dim=-1)
+    value = written_values(inputs, value, piece)
     pair = unit(torch.cat([key, query], dim=1))
     key, query = pair.split(1, dim=1)
     retention = inputs.log_retention.exp().unsqueeze(-1)

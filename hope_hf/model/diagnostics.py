@@ -7,7 +7,7 @@ The functions take a `SelfModifyingTitans` (of this or of another copy of the co
 import torch
 
 from .chunk_layout import plan_chunks
-from .memory_scan import fresh_state, make_streams, scan_piece, unit
+from .memory_scan import fresh_state, make_streams, scan_piece, unit, written_values
 
 
 def _read(mixer, hidden_states: torch.Tensor):
@@ -18,6 +18,7 @@ def _read(mixer, hidden_states: torch.Tensor):
     state = fresh_state(memories)
     for piece in plan.pieces:
         keys, values, queries, _ = make_streams(inputs, memories, state, piece)
+        values = written_values(inputs, values, piece)
         reads, after = scan_piece(inputs, memories, state, piece)
         yield memories, keys, values, queries, reads, state, after
         state = after
@@ -32,7 +33,7 @@ def memory_statistics(mixer, hidden_states: torch.Tensor) -> dict[str, torch.Ten
     | learning_rate_mean, retention_mean | eta and alpha of equation (88) |
     | surprise_before, surprise_after | norm of M(k) - target at the chunk's first and last weights |
     | state_norm_ratio | norm of the content memory's change over the norm of its initial state |
-    | key_norm, value_norm, target_norm | norms before normalisation; the target's as it is |
+    | key_norm, value_norm, target_norm | norms of keys before normalisation, of values and targets as written |
     """
     norms = {name: [] for name in ("surprise_before", "surprise_after", "key_norm", "value_norm", "target_norm")}
     with torch.autocast(hidden_states.device.type, enabled=False):
@@ -61,7 +62,7 @@ def memory_statistics(mixer, hidden_states: torch.Tensor) -> dict[str, torch.Ten
 @torch.no_grad()
 def gate_values(mixer, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Learning rate and retention, eta and alpha of equation (88), of every token and head, both [B, T, H]."""
-    rate, log_retention = mixer.gates(hidden_states)
+    rate, log_retention, _ = mixer.gates(hidden_states)
     return rate, log_retention.exp()
 
 

@@ -40,16 +40,15 @@ class ScanPiece(NamedTuple):
 class ScanInputs(NamedTuple):
     """What the scan reads of every slot. Padding has `rate` 0 and `log_retention` 0."""
 
-    # x of equation (83), read by the memories that make streams [b, S, D]; None without any
-    memory_input: torch.Tensor | None
-    # keys and values before the convolution [b, S, D], each None where a memory makes it
-    key: torch.Tensor | None
-    value: torch.Tensor | None
-    # queries before the convolution [b, S, D]
+    # keys, values and queries before memories remake them and the convolution mixes tokens [b, S, D]
+    key: torch.Tensor
+    value: torch.Tensor
     query: torch.Tensor
     # eta and log alpha of equation (88) [b, S]
     rate: torch.Tensor
     log_retention: torch.Tensor
+    # norm of each token's value [b, S], or None where the stream gives it
+    value_norm: torch.Tensor | None = None
 
     def split(self, sizes: list[int]) -> list["ScanInputs"]:
         """The inputs of successive runs of slots."""
@@ -69,16 +68,18 @@ class ScanState(NamedTuple):
 
 
 class Memories(Protocol):
-    """The memories of a layer under one rule: those that make streams in the order k, v, and the content memory."""
+    """The memories of a layer under one rule: those that remake streams in the order k, v, and the content memory."""
 
     # of the convolutions on k, v and q side by side, oldest first [K, b, 1, 3 D]
     taps: torch.Tensor
+    # the streams that memories remake: "k", "v"
+    remade: tuple[str, ...]
 
     def fresh(self) -> tuple[torch.Tensor, ...]:
         """The weights of having read nothing."""
 
-    def make_streams(self, chunk_start: tuple[torch.Tensor, ...], x: torch.Tensor) -> list[torch.Tensor]:
-        """Keys and values [b, C, D] that the memories make of `x` [b, C, D] at their chunk's start."""
+    def remake(self, chunk_start: tuple[torch.Tensor, ...], index: int, x: torch.Tensor) -> torch.Tensor:
+        """What memory `index` makes of its stream [b, C, D], at the weights of the chunk's start (equation 83)."""
 
     def write_and_read(
         self,
@@ -156,12 +157,18 @@ def make_streams(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Keys, values and queries of a piece after convolution and SiLU [b, C, D], and the tail for the next piece."""
     cut = slice(piece.start, piece.stop)
-    streams = [None if stream is None else stream[:, cut] for stream in inputs[1:4]]
-    if inputs.memory_input is not None:
-        made = iter(memories.make_streams(state.chunk_start, inputs.memory_input[:, cut]))
-        streams = [next(made) if stream is None else stream for stream in streams]
-    mixed, tail = convolve(torch.cat(streams, dim=-1), state.conv_tail, memories.taps, piece)
+    streams = {"k": inputs.key[:, cut], "v": inputs.value[:, cut], "q": inputs.query[:, cut]}
+    for index, name in enumerate(memories.remade):
+        streams[name] = memories.remake(state.chunk_start, index, streams[name])
+    mixed, tail = convolve(torch.cat(list(streams.values()), dim=-1), state.conv_tail, memories.taps, piece)
     return *F.silu(mixed).chunk(3, dim=-1), tail
+
+
+def written_values(inputs: ScanInputs, values: torch.Tensor, piece: ScanPiece) -> torch.Tensor:
+    """What memories are written with, from the values of a piece [b, C, D]."""
+    if inputs.value_norm is None:
+        return values
+    return unit(values) * inputs.value_norm[:, piece.start : piece.stop, None]
 
 
 def scan_piece(
@@ -175,6 +182,7 @@ def scan_piece(
             chunk_start=select_rows(piece.keeps, state.chunk_start, fresh),
         )
     keys, values, queries, tail = make_streams(inputs, memories, state, piece)
+    values = written_values(inputs, values, piece)
     gates = (gate[:, piece.start : piece.stop] for gate in (inputs.rate, inputs.log_retention))
     reads, current = memories.write_and_read(
         state.current, state.chunk_start, unit(keys), values, unit(queries), *gates

@@ -52,6 +52,8 @@ class PaperMemories(NamedTuple):
 
     # of the convolutions on k, v and q side by side, oldest first [K, b, 1, 3 D]
     taps: torch.Tensor
+    # the streams that memories remake
+    remade: tuple[str, ...]
     initial: Weights
     # factor on the learning rate of each memory [N]
     rate_factors: torch.Tensor
@@ -69,10 +71,10 @@ class PaperMemories(NamedTuple):
             return state
         return tuple(base + deviation for base, deviation in zip(self.initial, state, strict=True))
 
-    def make_streams(self, chunk_start: Weights, x: torch.Tensor) -> list[torch.Tensor]:
-        """`M(x)` of each memory but the last, at the weights of the chunk's start; [b, C, D] each."""
-        makers = tuple(weight[:, :-1] for weight in self.weights(chunk_start))
-        return list(apply_memory(makers, x.unsqueeze(1), self.rule).unbind(1))
+    def remake(self, chunk_start: Weights, index: int, x: torch.Tensor) -> torch.Tensor:
+        """`M(x)` of one memory, at the weights of the chunk's start; [b, C, D]."""
+        weights = tuple(weight[:, index : index + 1] for weight in self.weights(chunk_start))
+        return apply_memory(weights, x.unsqueeze(1), self.rule).squeeze(1)
 
     def write_and_read(
         self,

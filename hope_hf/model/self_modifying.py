@@ -106,31 +106,40 @@ class MemoryGates(nn.Module):
     """Learning rate eta and retention alpha of every token and head, parameterised as in the gated DeltaNet.
 
     eta = eta_max sigmoid(b + learning_rate_bias),     log alpha = -exp(A_log) softplus(a + dt_bias)
+
+    With `memory_value_gate` a third gate is the norm of the token's value, 2 sigmoid(c + value_bias): the gated
+    DeltaNet erases and writes with one step, and its values have the norm that their projection gives.
     """
 
-    _no_weight_decay = {"learning_rate_bias", "A_log", "dt_bias"}
+    _no_weight_decay = {"learning_rate_bias", "A_log", "dt_bias", "value_bias"}
 
     def __init__(self, config: HopeConfig):
         super().__init__()
         self.config = config
         heads = config.num_memory_heads
-        self.gate_proj = nn.Linear(config.hidden_size, 2 * heads, bias=False)
+        has_value_gate = config.memory_rule == "delta" and config.memory_value_gate
+        self.gate_proj = nn.Linear(config.hidden_size, (3 if has_value_gate else 2) * heads, bias=False)
         self.learning_rate_bias = nn.Parameter(torch.empty(heads))
         # The paper's rule has alpha = sigmoid(-a - dt_bias).
         self.A_log = nn.Parameter(torch.empty(heads)) if config.memory_rule == "delta" else None
         self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.value_bias = nn.Parameter(torch.empty(heads)) if has_value_gate else None
 
-    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """eta and log alpha of `hidden_states` [B, T, hidden_size], both [B, T, H] in float32 or float64."""
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """eta, log alpha and the norm of values or None, for `hidden_states` [B, T, hidden_size].
+
+        [B, T, H] each, in float32 or float64.
+        """
         logits = self.gate_proj(hidden_states)
         dtype = torch.promote_types(logits.dtype, torch.float32)
         with torch.autocast(hidden_states.device.type, enabled=False):
-            rate, step = logits.to(dtype).chunk(2, dim=-1)
+            rate, step, *value = logits.to(dtype).split(len(self.dt_bias), dim=-1)
             rate = float(self.config.memory_learning_rate_max) * (rate + self.learning_rate_bias.to(dtype)).sigmoid()
             log_retention = -F.softplus(step + self.dt_bias.to(dtype))
             if self.A_log is not None:
                 log_retention = self.A_log.to(dtype).exp() * log_retention
-        return rate, log_retention
+            norm = 2 * (value[0] + self.value_bias.to(dtype)).sigmoid() if value else None
+        return rate, log_retention, norm
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -140,19 +149,20 @@ class MemoryGates(nn.Module):
         (low, high), (fast, slow) = config.memory_learning_rate_bias, config.retention_bias
         init.copy_(self.learning_rate_bias, low + (high - low) * spread)
         init.copy_(self.dt_bias, -(fast + (slow - fast) * spread))
-        if self.A_log is not None:
-            init.zeros_(self.A_log)
+        for begins_at_zero in (self.A_log, self.value_bias):
+            if begins_at_zero is not None:
+                init.zeros_(begins_at_zero)
 
 
 class SelfModifyingTitans(nn.Module):
     """The sequence mixer of HOPE, equations (83) to (96).
 
-    Linear maps make the memories' input and the query (and keys and values that no memory makes); k, v and q pass a
-    short convolution, SiLU and (k, q) normalisation; memories are written and read; per head the reads are normalised,
-    gated and projected. The scan computes in float32 (float64 in a float64 model), whatever autocast or the weights'
+    Linear maps make key, value and query; memories remake key and value (under the paper's rule, of one input for
+    both); all pass a short convolution, SiLU and (k, q) normalisation; memories are written and read; per head the
+    reads are normalised, gated and projected. The scan computes in float32 (float64 in a float64 model), whatever autocast or the weights'
     dtype say.
 
-    With `memory_rule="delta"`, `memory_projections=[]` and initial memories of 0 it is transformers'
+    With `memory_projections=[]`, `memory_value_gate=False` and initial memories of 0 it is transformers'
     `Qwen3NextGatedDeltaNet` with as many key as value heads.
     """
 
@@ -161,10 +171,10 @@ class SelfModifyingTitans(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         width, inner = config.hidden_size, config.num_memory_heads * config.head_dim
-        made = config.memory_projections
-        self.in_proj = nn.Linear(width, inner, bias=False) if made else None
-        self.k_proj = None if "k" in made else nn.Linear(width, inner, bias=False)
-        self.v_proj = None if "v" in made else nn.Linear(width, inner, bias=False)
+        shared = config.memory_projections if config.memory_rule == "paper" else []
+        self.in_proj = nn.Linear(width, inner, bias=False) if shared else None
+        self.k_proj = None if "k" in shared else nn.Linear(width, inner, bias=False)
+        self.v_proj = None if "v" in shared else nn.Linear(width, inner, bias=False)
         self.q_proj = nn.Linear(width, inner, bias=False)
         self.g_proj = nn.Linear(width, inner, bias=False)
         self.o_proj = nn.Linear(inner, width, bias=False)
@@ -230,21 +240,22 @@ class SelfModifyingTitans(nn.Module):
         layout, heads = plan.layout, self.config.num_memory_heads
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
 
-        def stream(projection: nn.Linear | None) -> torch.Tensor | None:
-            if projection is None:
-                return None
+        def stream(projection: nn.Linear) -> torch.Tensor:
             x = layout.to_slots(projection(hidden_states)).to(dtype).unflatten(-1, (heads, -1))
             return x.transpose(1, 2).flatten(0, 1)
 
-        def gate(values: torch.Tensor) -> torch.Tensor:
+        def gate(values: torch.Tensor | None) -> torch.Tensor | None:
+            if values is None:
+                return None
             values = layout.to_slots(values).transpose(1, 2)
             if layout.valid is not None:
                 # padding neither writes nor forgets
                 values = torch.where(layout.valid[:, None], values, 0.0)
             return values.flatten(0, 1)
 
-        streams = (stream(projection) for projection in (self.in_proj, self.k_proj, self.v_proj, self.q_proj))
-        return ScanInputs(*streams, *(gate(values) for values in self.gates(hidden_states)))
+        shared = None if self.in_proj is None else stream(self.in_proj)
+        key, value = (shared if projection is None else stream(projection) for projection in (self.k_proj, self.v_proj))
+        return ScanInputs(key, value, stream(self.q_proj), *(gate(values) for values in self.gates(hidden_states)))
 
     def memories(self, batch_size: int, dtype: torch.dtype) -> Memories:
         """The memories of `batch_size` sequences, as the scan takes them."""
@@ -252,10 +263,11 @@ class SelfModifyingTitans(nn.Module):
         taps = torch.cat([conv(dtype) for conv in (self.k_conv1d, self.v_conv1d, self.q_conv1d)], dim=-1)
         taps = taps.unsqueeze(1).expand(-1, batch_size, -1, -1).flatten(1, 2).unsqueeze(2)
         initial = tuple(per_sequence(layer, batch_size) for layer in self.initial_memory(dtype))
-        factors = [float(config.projection_memory_rate)] * len(config.memory_projections) + [1.0]
+        remade = tuple(config.memory_projections)
+        factors = (float(config.projection_memory_rate),) * len(remade) + (1.0,)
         if config.memory_rule == "paper":
-            return PaperMemories(taps, initial, taps.new_tensor(factors), PaperRule(**config.paper_rule))
-        return DeltaMemories(taps, *initial, tuple(factors))
+            return PaperMemories(taps, remade, initial, taps.new_tensor(factors), PaperRule(**config.paper_rule))
+        return DeltaMemories(taps, remade, *initial, factors)
 
 
 def per_sequence(per_head: torch.Tensor, batch_size: int) -> torch.Tensor:

@@ -143,7 +143,7 @@ def build_pair():
                 parameter.copy_(normal(*parameter.shape, seed=index) * 0.3)
         mixer.gates.dt_bias.sub_(2.0)
         mixer.o_norm.weight.add_(1.0)
-        mixer.initial_memory.outer.zero_()
+        mixer.initial_memory.weight.zero_()
     theirs = modeling_qwen3_next.Qwen3NextGatedDeltaNet(
         Qwen3NextConfig(
             hidden_size=HIDDEN, num_hidden_layers=1, layer_types=["linear_attention"], linear_num_key_heads=HEADS,
