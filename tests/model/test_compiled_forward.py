@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from mixers import LAYERS, MEMORIES
 from transformers.generation import CompileConfig
 
 # Faults of torch's own: what Inductor imports, and how the tracer meets an autograd function.
@@ -10,9 +11,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
 
-MIXERS = ["self_modifying", "attention"]
 # two chunks, of which the first is recomputed in the backward pass
-SMALL = dict(num_hidden_layers=1, memory_depth=1, projection_chunk_size=16, memory_chunk_size=16, recompute_chunks=1)
+SMALL = dict(memory_chunk_size=16, recompute_chunks=1)
+MODELS = LAYERS | {"paper-1": MEMORIES["paper-1"]}
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +42,9 @@ def mask_of(*real):
 
 
 # The tracer's own graph is run as it is: what the default suite can afford. Inductor's code is in the long test.
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_the_forward_and_its_gradients_are_one_graph(tiny_model, mixer):
-    model = tiny_model(mixer=mixer, **SMALL)
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+def test_the_forward_and_its_gradients_are_one_graph(tiny_model, options):
+    model = tiny_model(**options, **SMALL)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     inputs = {"input_ids": random_ids(2, 19)}
     (logits, gradients), (ours, own) = step(model, model, **inputs), step(model, compiled, **inputs)
@@ -52,9 +53,9 @@ def test_the_forward_and_its_gradients_are_one_graph(tiny_model, mixer):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_one_graph_serves_every_mask(tiny_model, mixer):
-    model = tiny_model(mixer=mixer, **SMALL)
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+def test_one_graph_serves_every_mask(tiny_model, options):
+    model = tiny_model(**options, **SMALL)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     ids = random_ids(2, 19)
     for mask in (mask_of(19, 11), mask_of(4, 17), mask_of(19, 19)):
@@ -64,10 +65,12 @@ def test_one_graph_serves_every_mask(tiny_model, mixer):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_compiled_code_computes_the_same(tiny_model, mixer):
-    # Inductor has had wrong gradients where errors are clipped, which rounding hides in float32.
-    model = tiny_model(mixer=mixer, **SMALL, memory_error_clip=0.5).double()
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+def test_compiled_code_computes_the_same(tiny_model, options):
+    if "memory_rule" in options:
+        # Inductor has had wrong gradients where errors are clipped, which rounding hides in float32.
+        options = options | dict(paper_rule={"error_clip": 0.5})
+    model = tiny_model(torch.float64, **options, **SMALL)
     compiled = torch.compile(model, fullgraph=True)
     inputs = {"input_ids": random_ids(2, 19)}
     (logits, gradients), (ours, own) = step(model, model, **inputs), step(model, compiled, **inputs)
@@ -75,9 +78,9 @@ def test_compiled_code_computes_the_same(tiny_model, mixer):
     torch.testing.assert_close(own, gradients, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("mixer, rows", [("self_modifying", 1), ("self_modifying", 2), ("attention", 2)])
-def test_one_graph_serves_every_generated_token(tiny_model, mixer, rows):
-    model = tiny_model(mixer=mixer)
+@pytest.mark.parametrize("kind, rows", [("memory", 1), *((kind, 2) for kind in MODELS)])
+def test_one_graph_serves_every_generated_token(tiny_model, kind, rows):
+    model = tiny_model(**MODELS[kind])
     options = dict(
         max_new_tokens=14, do_sample=False, pad_token_id=63, return_dict_in_generate=True, output_logits=True
     )
