@@ -294,7 +294,9 @@ class HopeConfig(PreTrainedConfig):
         plan cannot tell layers apart, so that attention beside memories runs whole, too.
         """
         if self.has_memories:
-            maps = ("in_proj", "q_proj", "k_proj", "v_proj", "g_proj", "o_proj")
+            made = self.memory_projections
+            maps = ["q_proj", "g_proj", "o_proj"] + (["in_proj"] if made else [])
+            maps += [f"{name}_proj" for name in "kv" if name not in made or self.has_attention]
             mixer = dict.fromkeys(maps, "colwise_gather_output")
         else:
             mixer = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}

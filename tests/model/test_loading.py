@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from mixers import LAYERS
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -16,22 +17,20 @@ from transformers import (
 
 from hope_hf import HopeForCausalLM
 
-MIXERS = ["self_modifying", "attention"]
-
 
 def random_ids(*shape):
     return torch.randint(64, shape, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize(
     "where",
     ["auto", {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu",
               "lm_head": "cpu", "model.rotary_emb": "cpu"}],
     ids=["auto", "disk"],
 )  # fmt: skip
-def test_weights_may_lie_anywhere(tiny_model, tmp_path, mixer, where):
-    model = tiny_model(mixer=mixer)
+def test_weights_may_lie_anywhere(tiny_model, tmp_path, kind, where):
+    model = tiny_model(**LAYERS[kind])
     model.save_pretrained(tmp_path)
     loaded = HopeForCausalLM.from_pretrained(tmp_path, device_map=where, offload_folder=tmp_path / "offload")
     if where != "auto":
@@ -42,14 +41,14 @@ def test_weights_may_lie_anywhere(tiny_model, tmp_path, mixer, where):
     assert torch.equal(*tokens)
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_a_model_is_made_without_memory_and_filled_later(tiny_model, tmp_path, mixer):
-    model = tiny_model(mixer=mixer)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_model_is_made_without_memory_and_filled_later(tiny_model, tmp_path, kind):
+    model = tiny_model(**LAYERS[kind])
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(model.config)
     assert {weight.device.type for weight in empty.parameters()} == {"meta"}
     empty.load_state_dict(model.state_dict(), assign=True)
-    if mixer == "attention":
+    if model.config.has_attention:
         # a buffer that is computed and not saved
         empty.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)
     ids = random_ids(2, 19)
@@ -131,6 +130,6 @@ def test_missing_and_surplus_weights_are_named(tiny_model, tmp_path, loading_rep
 def test_weights_of_another_shape_are_refused(tiny_model, tmp_path):
     tiny_model().save_pretrained(tmp_path)
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_attention_heads": 4, "num_key_value_heads": 4}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_memory_heads": 4}))
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         HopeForCausalLM.from_pretrained(tmp_path)

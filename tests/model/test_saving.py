@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mixers import LAYERS
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -16,9 +17,8 @@ import hope_hf
 from hope_hf import HopeConfig, HopeForCausalLM, HopeModel
 
 MODEL_FILES = sorted(path.name for path in (Path(hope_hf.__file__).parent / "model").glob("[!_]*.py"))
-MIXERS = ["self_modifying", "attention"]
 
-# Runs in a folder of exports, one for each mixer, where `hope_hf` is not to be found.
+# Runs in a folder of exports, one for each kind of model, where `hope_hf` is not to be found.
 ALONE = """
 import sys
 sys.modules["hope_hf"] = None
@@ -43,10 +43,10 @@ else:
 assert not any(name.startswith("transformers_modules.") for name in sys.modules)
 
 expected, results, models = load_file("expected.safetensors"), {}, {}
-for mixer in ("self_modifying", "attention"):
+for kind in ("memory", "hybrid", "attention"):
     for again in ("", "-again"):
         # the second time from the copy that the code itself has written
-        folder = mixer + again
+        folder = kind + again
         config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
         assert type(model).__module__.startswith("transformers_modules.")
@@ -60,7 +60,7 @@ for mixer in ("self_modifying", "attention"):
             results[folder + ".hidden"] = base(expected["ids"]).last_hidden_state
         assert type(base).__name__ == "HopeModel"
         if not again:
-            model.save_pretrained(mixer + "-again")
+            model.save_pretrained(kind + "-again")
         models[folder] = model
 
 # each folder brought a copy of the code, and all of them go on working, also with a cache of another's
@@ -98,10 +98,10 @@ def files(folder) -> set[str]:
     return {path.name for path in Path(folder).iterdir()}
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_a_saved_model_loads_with_equal_weights_and_logits(tiny_model, tmp_path, mixer, tied):
-    model = tiny_model(mixer=mixer, tie_word_embeddings=tied)
+def test_a_saved_model_loads_with_equal_weights_and_logits(tiny_model, tmp_path, kind, tied):
+    model = tiny_model(**LAYERS[kind], tie_word_embeddings=tied)
     model.save_pretrained(tmp_path)
     for auto_class in (AutoModelForCausalLM, HopeForCausalLM):
         loaded, report = auto_class.from_pretrained(tmp_path, output_loading_info=True)
@@ -115,9 +115,9 @@ def test_a_saved_model_loads_with_equal_weights_and_logits(tiny_model, tmp_path,
 @pytest.mark.parametrize(
     "options",
     [
-        dict(level_variant="independent", adaptive_q=True, memory_momentum=True),
-        dict(memory_depth=1, gate_mode="memory"),
-        dict(memory_expansion=2, projection_memory_expansion=2),
+        dict(level_variant="independent", memory_projections=[]),
+        dict(memory_rule="paper", memory_projections=["k"]),
+        dict(memory_rule="paper", paper_rule={"depth": 2}),
     ],
     ids=str,
 )
@@ -175,7 +175,7 @@ def test_missing_weights_are_made_as_in_a_new_model(tiny_model, tmp_path):
 def test_fewer_layers_can_be_loaded(tiny_model, tmp_path):
     model = tiny_model()
     model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=1)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=1, layer_types=["hope_memory"])
     assert len(loaded.model.layers) == 1
     assert loaded(text(1, 7)).logits.shape == (1, 7, 64)
 
@@ -215,13 +215,13 @@ def test_model_code_is_found_by_the_expression_that_bundles_it():
 def test_an_export_works_where_the_package_is_not_installed(tiny_model, tmp_path):
     ids = text(2, 19)
     expected = {}
-    for mixer in MIXERS:
-        model = tiny_model(mixer=mixer, tie_word_embeddings=mixer == "attention")
-        model.save_pretrained(tmp_path / mixer)
+    for kind, options in LAYERS.items():
+        model = tiny_model(**options, tie_word_embeddings=kind == "attention")
+        model.save_pretrained(tmp_path / kind)
         with torch.no_grad():
-            expected[f"{mixer}.logits"] = model(ids).logits
-            expected[f"{mixer}.hidden"] = model.model(ids).last_hidden_state
-            expected[f"{mixer}.generated"] = model.generate(
+            expected[f"{kind}.logits"] = model(ids).logits
+            expected[f"{kind}.hidden"] = model.model(ids).last_hidden_state
+            expected[f"{kind}.generated"] = model.generate(
                 ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0
             )
     save_file({"ids": ids}, tmp_path / "expected.safetensors")
@@ -233,10 +233,10 @@ def test_an_export_works_where_the_package_is_not_installed(tiny_model, tmp_path
     assert run.returncode == 0, run.stderr
     results = load_file(tmp_path / "results.safetensors")
     for name, tensor in expected.items():
-        mixer, kind = name.split(".")
-        for folder in (mixer, f"{mixer}-again"):
-            torch.testing.assert_close(results[f"{folder}.{kind}"], tensor, rtol=1e-6, atol=1e-6)
-            if kind == "generated":
+        kind, what = name.split(".")
+        for folder in (kind, f"{kind}-again"):
+            torch.testing.assert_close(results[f"{folder}.{what}"], tensor, rtol=1e-6, atol=1e-6)
+            if what == "generated":
                 for cache in ("None", "static", "continued"):
                     assert torch.equal(results[f"{folder}.{cache}.generated"], tensor)
-    assert files(tmp_path / "self_modifying-again") == files(tmp_path / "self_modifying")
+    assert files(tmp_path / "memory-again") == files(tmp_path / "memory")

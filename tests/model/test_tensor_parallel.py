@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mixers import LAYERS
 from safetensors.torch import load_file
 
 MAPS = (torch.nn.Linear, torch.nn.Embedding)
@@ -15,8 +16,9 @@ SCRIPT = Path(__file__).with_name("tensor_parallel.py")
 def test_the_plan_names_maps_that_exist(tiny_model):
     kinds = (
         {"tie_word_embeddings": True},
-        {"adaptive_v": False, "level_variant": "independent"},
-        {"mixer": "attention"},
+        {"memory_projections": ["k"], "level_variant": "independent"},
+        {"memory_projections": []},
+        *LAYERS.values(),
     )
     for options in kinds:
         model = tiny_model(**options)
@@ -29,9 +31,9 @@ def test_the_plan_names_maps_that_exist(tiny_model):
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("warm_python")
-@pytest.mark.parametrize("mixer", ["self_modifying", "attention"])
-def test_a_model_in_two_parts_computes_what_the_whole_one_does(tiny_model, tmp_path, mixer):
-    model = tiny_model(mixer=mixer)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_model_in_two_parts_computes_what_the_whole_one_does(tiny_model, tmp_path, kind):
+    model = tiny_model(**LAYERS[kind])
     model.save_pretrained(tmp_path / "model")
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
     command = [*launch, str(SCRIPT), str(tmp_path / "model"), str(tmp_path / "made")]

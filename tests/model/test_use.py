@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from mixers import LAYERS
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -16,7 +17,6 @@ from transformers import (
 from benchmarks.long_prompt import measure_apart
 from hope_hf import HopeCache
 
-MIXERS = ["self_modifying", "attention"]
 GREEDY = dict(do_sample=False, pad_token_id=63)
 
 
@@ -24,9 +24,9 @@ def random_ids(*shape, seed=1):
     return torch.randint(62, shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_a_pipeline_writes_the_same_alone_and_in_a_batch(tiny_model, word_tokenizer, mixer):
-    writer = pipeline("text-generation", tiny_model(mixer=mixer), tokenizer=word_tokenizer)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_pipeline_writes_the_same_alone_and_in_a_batch(tiny_model, word_tokenizer, kind):
+    writer = pipeline("text-generation", tiny_model(**LAYERS[kind]), tokenizer=word_tokenizer)
     prompts = ["w3 w4 w5", "w6", "w7 w8 w9 w10 w11 w12 w13"]
     options = dict(max_new_tokens=6, return_full_text=False, do_sample=False)
     alone = [writer(prompt, **options)[0]["generated_text"] for prompt in prompts]
@@ -64,9 +64,9 @@ def test_processors_decide_what_may_be_written(tiny_model):
     assert (out[:, 9:] % 2 == 0).all()
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_a_prompt_in_pieces_is_the_same_prompt(tiny_model, mixer):
-    model = tiny_model(torch.float64, mixer=mixer)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_prompt_in_pieces_is_the_same_prompt(tiny_model, kind):
+    model = tiny_model(torch.float64, **LAYERS[kind])
     ids = random_ids(2, 41)
     whole = model.generate(ids, max_new_tokens=6, **GREEDY)
     for size in (1, 5, 16):
@@ -85,9 +85,9 @@ def test_a_book_is_read_once_and_continued_in_two_ways(tiny_model):
         assert torch.equal(continued, model.generate(text, max_new_tokens=5, **GREEDY))
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_an_exported_forward_serves_every_mask(tiny_model, mixer):
-    model = tiny_model(mixer=mixer, num_hidden_layers=1)
+@pytest.mark.parametrize("kind", ["hybrid", "attention"])
+def test_an_exported_forward_serves_every_mask(tiny_model, kind):
+    model = tiny_model(**LAYERS[kind])
     ids, mask = random_ids(2, 19), torch.ones(2, 19, dtype=torch.long)
     masks = [mask, mask.clone(), mask.clone()]
     masks[1][1, :4] = 0
