@@ -125,7 +125,7 @@ def causal_convolution(weight, history):
 
 def make_memories(mixer, batch_size):
     """The memories at the start of a text: those that make keys and values by name, and the content memory."""
-    config, width = mixer.config, mixer.config.head_dim
+    config = mixer.config
     layers = dict(mixer.initial_memory.named_parameters())
     memories = {}
     for index, name in enumerate([*config.memory_projections, "content"]):
@@ -133,7 +133,10 @@ def make_memories(mixer, batch_size):
             initial = [layer[:, index] for layer in layers.values()]
             memories[name] = PaperMemory(initial, batch_size, config.paper_rule)
         else:
-            memories[name] = DeltaMemory(layers["weight"][..., index * width : (index + 1) * width].mT, batch_size)
+            # memories that remake streams begin at the identity
+            weight = layers["weight"].mT
+            identity = torch.eye(config.head_dim, dtype=weight.dtype).expand_as(weight)
+            memories[name] = DeltaMemory(weight if name == "content" else identity, batch_size)
     return memories, memories.pop("content")
 
 

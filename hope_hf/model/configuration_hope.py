@@ -13,7 +13,7 @@ PRESETS = {
         vocab_size=4096,
         hidden_size=256,
         num_hidden_layers=4,
-        level_intermediate_sizes=[368, 368, 368],
+        level_intermediate_sizes=[336, 336, 336],
         level_periods=[1_024, 4_096, 16_384],
         tie_word_embeddings=False,
     ),
@@ -21,7 +21,7 @@ PRESETS = {
     "pilot": dict(
         hidden_size=768,
         num_hidden_layers=12,
-        level_intermediate_sizes=[896, 896, 896],
+        level_intermediate_sizes=[752, 752, 752],
         level_periods=[262_144, 1_048_576, 4_194_304],
         tie_word_embeddings=True,
     ),
@@ -29,7 +29,7 @@ PRESETS = {
     "mid": dict(
         hidden_size=1024,
         num_hidden_layers=24,
-        level_intermediate_sizes=[2320, 2320, 2320],
+        level_intermediate_sizes=[2120, 2120, 2120],
         level_periods=[524_288, 2_097_152, 8_388_608],
         tie_word_embeddings=True,
     ),
@@ -37,7 +37,7 @@ PRESETS = {
     "target": dict(
         hidden_size=1536,
         num_hidden_layers=32,
-        level_intermediate_sizes=[1408, 1408, 1408],
+        level_intermediate_sizes=[1096, 1096, 1096],
         level_periods=[1_048_576, 4_194_304, 16_777_216],
         tie_word_embeddings=True,
     ),
@@ -147,7 +147,7 @@ class HopeConfig(PreTrainedConfig):
             Continuum memory: tokens per update of each MLP level, fast to slow.
         level_intermediate_sizes (`list[int]`, *optional*):
             Hidden width of each level. Unless given, all levels together have the parameters that other models give
-            to a block: four times the square of the width beside memories, eight times beside attention.
+            to a block: twice the square of the width beside memories, eight times beside attention.
         level_variant (`str`, *optional*, defaults to `"sequential"`):
             Levels in a chain (`"sequential"`, equation 73) or side by side with learned weights (`"independent"`,
             equation 74).
@@ -242,7 +242,7 @@ class HopeConfig(PreTrainedConfig):
             self.level_periods = [1_000_000, 4_000_000, 16_000_000]
         if self.level_intermediate_sizes is None and self.level_periods:
             # A SwiGLU of width w has 3 * w * hidden_size parameters.
-            width = (4 if self.has_memories else 8) * self.hidden_size / (3 * len(self.level_periods))
+            width = (2 if self.has_memories else 8) * self.hidden_size / (3 * len(self.level_periods))
             self.level_intermediate_sizes = [max(8, round(width / 8) * 8)] * len(self.level_periods)
         # no field, and never saved; older versions of transformers add to it for tied heads
         self.base_model_tp_plan = self._tensor_parallel_plan()
@@ -294,9 +294,9 @@ class HopeConfig(PreTrainedConfig):
         plan cannot tell layers apart, so that attention beside memories runs whole, too.
         """
         if self.has_memories:
-            made = self.memory_projections
-            maps = ["q_proj", "g_proj", "o_proj"] + (["in_proj"] if made else [])
-            maps += [f"{name}_proj" for name in "kv" if name not in made or self.has_attention]
+            shared = self.memory_projections if self.memory_rule == "paper" else []
+            maps = ["q_proj", "g_proj", "o_proj"] + (["in_proj"] if shared else [])
+            maps += [f"{name}_proj" for name in "kv" if name not in shared or self.has_attention]
             mixer = dict.fromkeys(maps, "colwise_gather_output")
         else:
             mixer = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}

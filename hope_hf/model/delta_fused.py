@@ -134,8 +134,7 @@ def _forward_piece(
     raw = padded[:, reach:]
     torch.cat([stream[:, cut] for stream in inputs[:3]], dim=-1, out=raw)
     for stream, columns in shape.remade:
-        start_weights = initial[..., columns] + chunk_start[..., columns]
-        raw[..., stream] = torch.bmm(raw[..., stream], start_weights)
+        raw[..., stream] += torch.bmm(raw[..., stream], chunk_start[..., columns])
     if piece.tail_in is not None:
         padded.scatter_(1, piece.tail_in.expand_as(tail), tail)
     mixed = taps[reach] * raw
@@ -158,7 +157,10 @@ def _forward_piece(
     lower = (gram * weighted).tril_(-1)
     solved = unit_lower_inverse(torch.cat([lower if factor == 1 else factor * lower for _, factor in shape.groups]))
 
-    right = torch.bmm(keys, initial).baddbmm_(kept.unsqueeze(-1) * keys, current)
+    right = torch.bmm(kept.unsqueeze(-1) * keys, current)
+    right[..., shape.content] += torch.bmm(keys, initial)
+    for _, columns in shape.remade:
+        right[..., columns] += keys
     if inputs.value_norm is not None:
         values = values * inputs.value_norm[:, cut, None]
     right.view(rows, size, shape.memories, width).sub_(values.unsqueeze(2))
@@ -166,7 +168,7 @@ def _forward_piece(
     for (columns, factor), inverse in zip(shape.groups, solved.split(rows), strict=True):
         errors[..., columns] = torch.bmm(inverse if factor == 1 else factor * inverse, right[..., columns])
 
-    reads = torch.bmm(queries, initial[..., shape.content])
+    reads = torch.bmm(queries, initial)
     reads.baddbmm_(kept.unsqueeze(-1) * queries, current[..., shape.content])
     reads.baddbmm_(similarity * weighted, errors[..., shape.content], alpha=-1)
     everything = (current, chunk_start, padded, mixed, streams, scales, kept, left, decay)
@@ -243,12 +245,12 @@ def _backward_piece(
     grad_similarity = grad_product.mul_(weighted)
     grad_queries = torch.bmm(grad_similarity, keys)
     grad_keys.baddbmm_(grad_similarity.mT, queries)
-    grad_queries.baddbmm_(grad_reads, initial[..., shape.content].mT)
+    grad_queries.baddbmm_(grad_reads, initial.mT)
     through = torch.bmm(grad_reads, kept.current[..., shape.content].mT)
     grad_queries.addcmul_(kept_column, through)
     grad_total.addcmul_((through * queries).sum(-1), kept.kept)
     grad_current[..., shape.content].add_(torch.bmm((kept_column * queries).mT, grad_reads))
-    into.weights.initial[..., shape.content].add_(torch.bmm(queries.mT, grad_reads))
+    into.weights.initial.baddbmm_(queries.mT, grad_reads)
 
     # the solve
     grad_right = torch.empty_like(grad_errors)
@@ -266,11 +268,13 @@ def _backward_piece(
     grad_total.add_(torch.bmm(grad_exponent, step.unsqueeze(-1)).squeeze(-1))
 
     # the right side
-    grad_keys.baddbmm_(grad_right, initial.mT)
+    grad_keys.baddbmm_(grad_right[..., shape.content], initial.mT)
+    for _, columns in shape.remade:
+        grad_keys.add_(grad_right[..., columns])
     through = torch.bmm(grad_right, kept.current.mT)
     grad_keys.addcmul_(kept_column, through)
     grad_total.addcmul_((through * keys).sum(-1), kept.kept)
-    into.weights.initial.baddbmm_(keys.mT, grad_right)
+    into.weights.initial.baddbmm_(keys.mT, grad_right[..., shape.content])
     grad_current.baddbmm_((kept_column * keys).mT, grad_right)
     grad_values = grad_right.view(rows, size, shape.memories, width).sum(2).neg_()
 
@@ -303,22 +307,19 @@ def _backward_piece(
         grad_tail = grad_tail + grad_moved
     grad_raw = grad_padded[:, reach:]
     # memories that remake streams are read at the chunk's start
-    grad_weights = None if not shape.remade else torch.zeros_like(initial)
+    if shape.remade and grad_start is None:
+        grad_start = torch.zeros_like(kept.chunk_start)
     for stream, columns in shape.remade:
         given = inputs.key if stream.start == 0 else inputs.value
         grad_stream = grad_raw[..., stream].contiguous()
-        grad_weights[..., columns] = torch.bmm(given[:, cut].mT, grad_stream)
-        start_weights = initial[..., columns] + kept.chunk_start[..., columns]
-        grad_raw[..., stream] = torch.bmm(grad_stream, start_weights.mT)
+        grad_start[..., columns] += torch.bmm(given[:, cut].mT, grad_stream)
+        grad_raw[..., stream] += torch.bmm(grad_stream, kept.chunk_start[..., columns].mT)
     for grad, part in zip(into.inputs[:3], grad_raw.split(width, dim=-1), strict=True):
         grad[:, cut] = part
     into.inputs.rate[:, cut] = grad_step
     into.inputs.log_retention[:, cut] = grad_total.flip(-1).cumsum(-1).flip(-1)
 
     # the state before the piece
-    if grad_weights is not None:
-        into.weights.initial.add_(grad_weights)
-        grad_start = grad_weights if grad_start is None else grad_start + grad_weights
     if kept.chunk_start is kept.current and grad_start is not None:
         grad_current, grad_start = grad_current.add_(grad_start), None
     if piece.keeps is not None:
@@ -368,7 +369,9 @@ class _Scan(torch.autograd.Function):
             _Weights(*map(torch.zeros_like, weights)),
         )
         grad_reads = torch.zeros_like(inputs.query) if grad_reads is None else grad_reads
-        grad_state = _State(*grad_state)
+        grad_current, grad_start, grad_tail = grad_state
+        # added to in place
+        grad_state = _State(grad_current, None if grad_start is None else grad_start.clone(), grad_tail)
         # a backward pass may be started within autocast, which would round these products
         with torch.autocast(grad_reads.device.type, enabled=False):
             for piece, shared in zip(reversed(ctx.pieces), reversed(ctx.shared), strict=True):

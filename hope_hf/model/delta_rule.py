@@ -6,8 +6,9 @@ token writes its value under its unit key after the deviation has decayed:
     S'_t = alpha_t S_{t-1}
     S_t  = S'_t + rho eta_t k_t^T (v_t - k_t (W_0 + S'_t))
 
-With `rho = 1` and `W_0 = 0` this is the gated DeltaNet (Yang et al., arXiv 2412.06464). HOPE adds the learned initial
-weights, and memories under the same rule that remake keys and values (equation 83 of arXiv 2512.24695).
+With `rho = 1` and `W_0 = 0` this is the gated DeltaNet (Yang et al., arXiv 2412.06464). HOPE adds learned initial
+weights, and memories under the same rule that remake keys and values (equation 83 of arXiv 2512.24695). These begin at
+the identity, `W_0 = I`: the linear map in front of them is what they have learned before the text.
 
 Axes: b sequences times heads, C slot of a piece, D head width, M memories of a layer (those that remake streams in the
 order k, v; the content memory last), side by side as columns.
@@ -21,25 +22,25 @@ from .memory_scan import decay_matrix
 
 
 class DeltaMemories(NamedTuple):
-    """The memories of a layer under the delta rule; weights and states are [b, D, M D]."""
+    """The memories of a layer under the delta rule; states are [b, D, M D]."""
 
     # of the convolutions on k, v and q side by side, oldest first [K, b, 1, 3 D]
     taps: torch.Tensor
     # the streams that memories remake
     remade: tuple[str, ...]
-    # W_0
+    # W_0 of the content memory [b, D, D]
     initial: torch.Tensor
     # rho of each memory; 1 of the content memory, which is the last
     rate_factors: tuple[float, ...]
 
     def fresh(self) -> tuple[torch.Tensor]:
         """The deviation of having read nothing."""
-        return (torch.zeros_like(self.initial),)
+        return (torch.zeros_like(self.initial).repeat(1, 1, len(self.rate_factors)),)
 
     def remake(self, chunk_start: tuple[torch.Tensor], index: int, x: torch.Tensor) -> torch.Tensor:
-        """`x W` of one memory, at the weights of the chunk's start; [b, C, D]."""
+        """`x (I + S)` of one memory, at the chunk's start; [b, C, D]."""
         columns = slice(index * x.shape[-1], (index + 1) * x.shape[-1])
-        return x @ (self.initial[..., columns] + chunk_start[0][..., columns])
+        return x + x @ chunk_start[0][..., columns]
 
     def write_and_read(
         self,
@@ -63,13 +64,14 @@ class DeltaMemories(NamedTuple):
         kept = total.exp().unsqueeze(-1)
         decay = decay_matrix(total, total) * rate.unsqueeze(-2)
         lower = (keys @ keys.mT * decay).tril(-1)
-        right = keys @ self.initial + kept * (keys @ state) - values.repeat(1, 1, len(self.rate_factors))
+        unwritten = [keys] * len(self.remade) + [keys @ self.initial]
+        right = torch.cat(unwritten, dim=-1) + kept * (keys @ state) - values.repeat(1, 1, len(unwritten))
         # scaled by rho, as all that follows needs them
         errors = [
             torch.linalg.solve_triangular(factor * lower, part, upper=False, unitriangular=True) * factor
             for factor, part in zip(self.rate_factors, right.split(width, dim=-1), strict=True)
         ]
-        reads = queries @ self.initial[..., -width:] + kept * (queries @ state[..., -width:])
+        reads = queries @ self.initial + kept * (queries @ state[..., -width:])
         reads = reads - (queries @ keys.mT * decay) @ errors[-1]
         written = (rate * (total[:, -1:] - total).exp()).unsqueeze(-1) * keys
         return reads, (kept[:, -1:] * state - written.mT @ torch.cat(errors, dim=-1),)
@@ -84,5 +86,4 @@ class DeltaMemories(NamedTuple):
 
     def content(self, state: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
         """`W` of the content memory [b, D, D]."""
-        width = self.initial.shape[-2]
-        return ((self.initial + state[0])[..., -width:],)
+        return (self.initial + state[0][..., -self.initial.shape[-1] :],)

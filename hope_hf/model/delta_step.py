@@ -19,8 +19,7 @@ def step_token(
     streams = {"k": inputs.key, "v": inputs.value, "q": inputs.query}
     for index, name in enumerate(memories.remade):
         columns = slice(index * width, (index + 1) * width)
-        x = streams[name]
-        streams[name] = torch.bmm(x, initial[..., columns]).baddbmm_(x, start[..., columns])
+        streams[name] = torch.baddbmm(streams[name], streams[name], start[..., columns])
     mixed, tail = convolve(torch.cat(list(streams.values()), dim=-1), tail, memories.taps, piece)
     key, value, query = F.silu(mixed).chunk(3, dim=-1)
     value = written_values(inputs, value, piece)
@@ -28,8 +27,10 @@ def step_token(
     key, query = pair.split(1, dim=1)
     retention = inputs.log_retention.exp().unsqueeze(-1)
     # k W' and q W' with the decayed weights W' = W_0 + alpha S
-    held = torch.bmm(pair, initial).addcmul_(retention, torch.bmm(pair, current))
+    held = retention * torch.bmm(pair, current)
+    held[..., -width:] += torch.bmm(pair, initial)
     errors = value.repeat(1, 1, len(memories.rate_factors)).sub_(held[:, :1])
+    errors[..., :-width] -= key.repeat(1, 1, len(memories.remade))
     rates = torch.cat([factor * inputs.rate.expand(-1, width) for factor in memories.rate_factors], dim=-1)
     errors.mul_(rates.unsqueeze(1))
     reads = held[:, 1:, -width:] + (query * key).sum(-1, keepdim=True) * errors[..., -width:]

@@ -43,8 +43,8 @@ class HopeRMSNorm(nn.Module):
 class InitialMemory(nn.Module):
     """Learned initial weights of a layer's memories, in the form that their rule gives them.
 
-    Delta rule: `weight` [H, D, N D], all memories side by side. Paper's rule: `outer` and, for depth 2, `inner`, each
-    [H, N, D, D]. A module of its own, read through `forward`: sharding engines gather parameters around a module's
+    Delta rule: `weight` [H, D, D] of the content memory. Paper's rule: `outer` and, for depth 2, `inner` of all
+    memories, [H, N, D, D] each. A module of its own, read through `forward`: sharding engines gather parameters around a module's
     forward and free them after it, so what it returns owns its storage.
     """
 
@@ -53,9 +53,8 @@ class InitialMemory(nn.Module):
     def __init__(self, config: HopeConfig):
         super().__init__()
         heads, width, memories = config.num_memory_heads, config.head_dim, len(config.memory_projections) + 1
-        self.width = width
         if config.memory_rule == "delta":
-            self.weight = nn.Parameter(torch.empty(heads, width, memories * width))
+            self.weight = nn.Parameter(torch.empty(heads, width, width))
             return
         if config.paper_rule["depth"] == 2:
             self.inner = nn.Parameter(torch.empty(heads, memories, width, width))
@@ -67,18 +66,13 @@ class InitialMemory(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Small, but the inner layers orthogonal, and the identity for memories that make streams as `z W`."""
+        """Small; inner layers orthogonal."""
         for name, layer in self.named_parameters(recurse=False):
             if name == "inner":
                 noise = torch.randn(layer.shape, device=layer.device)
                 init.copy_(layer, _INNER_GAIN * torch.linalg.qr(noise).Q)
-                continue
-            init.normal_(layer, std=_OUTPUT_STD / self.width**0.5)
-            if name == "weight":
-                identity = torch.eye(self.width, dtype=layer.dtype, device=layer.device)
-                for start in range(0, layer.shape[-1] - self.width, self.width):
-                    makes = layer[..., start : start + self.width]
-                    init.copy_(makes, makes + identity)
+            else:
+                init.normal_(layer, std=_OUTPUT_STD / layer.shape[-1] ** 0.5)
 
 
 class ShortConvolution(nn.Module):

@@ -56,17 +56,18 @@ def problem(pieces, made="kv", factors=None, forgetting=0.3, fresh=False):
     torch.manual_seed(0)
     rows, slots = 3 * HEADS, pieces[-1].stop
     factors = (0.1,) * len(made) + (1.0,) if factors is None else factors
-    absent = (not made, "k" in made, "v" in made, False)
-    streams = [None if is_absent else normal(rows, slots, WIDTH) for is_absent in absent]
-    gates = torch.rand(2, rows, slots, dtype=torch.float64)
-    inputs = ScanInputs(*streams, gates[0].clone(), -forgetting * gates[1])
-    initial = normal(rows, WIDTH, len(factors) * WIDTH, scale=0.3)
-    memories = DeltaMemories(normal(TAPS, rows, 1, 3 * WIDTH, scale=0.5), initial, factors)
+    streams = [normal(rows, slots, WIDTH) for _ in range(3)]
+    gates = torch.rand(3, rows, slots, dtype=torch.float64)
+    # of the four kinds of projections, two have values of the norm that their stream gives
+    value_norm = 2 * gates[2] if len(made) % 2 else None
+    inputs = ScanInputs(*streams, gates[0].clone(), -forgetting * gates[1], value_norm)
+    initial = normal(rows, WIDTH, WIDTH, scale=0.3)
+    memories = DeltaMemories(normal(TAPS, rows, 1, 3 * WIDTH, scale=0.5), tuple(made), initial, factors)
     leaves = [part for part in (*inputs, memories.taps, memories.initial) if part is not None]
     if fresh:
         state = fresh_state(memories)
     else:
-        weights = [normal(*initial.shape, scale=0.3) for _ in range(2)]
+        weights = [normal(rows, WIDTH, len(factors) * WIDTH, scale=0.3) for _ in range(2)]
         state = ScanState((weights[0],), (weights[1],), normal(rows, TAPS - 1, 3 * WIDTH))
         leaves += [*weights, state.conv_tail]
     return inputs, memories, state, pieces, [leaf.requires_grad_() for leaf in leaves]
