@@ -23,7 +23,7 @@ def normal(*shape, seed=0):
 def write(keys, values, rate=1.0, retention=1.0, state=None, initial=None):
     """Reads at the keys [C, D], and the weights [D, D] of one memory after tokens [C, D]."""
     initial = torch.zeros(1, WIDTH, WIDTH, dtype=torch.float64) if initial is None else initial
-    memories = DeltaMemories(torch.empty(0), initial, (1.0,))
+    memories = DeltaMemories(torch.empty(0), (), initial, (1.0,))
     state = memories.fresh() if state is None else (state - initial,)
     gates = torch.full((2, 1, len(keys)), rate, dtype=torch.float64)
     gates[1] = math.log(retention)
@@ -134,7 +134,7 @@ def build_pair():
     """A float64 mixer whose memories begin at 0, and transformers' module with the same weights."""
     config = HopeConfig(
         vocab_size=8, hidden_size=HIDDEN, num_hidden_layers=1, head_dim=HEAD_WIDTH, num_memory_heads=HEADS,
-        memory_projections=[], memory_chunk_size=16,
+        memory_projections=[], memory_value_gate=False, memory_chunk_size=16,
     )  # fmt: skip
     mixer = HopeForCausalLM(config).double().model.layers[0].mixer
     with torch.no_grad():

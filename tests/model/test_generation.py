@@ -120,7 +120,7 @@ def beam_search(model, ids, num_beams):
 
 
 def test_beam_search_equals_a_search_without_cache(either):
-    ids = text(2, 10)
+    ids = text(2, 10, seed=1)
     found = generate(either, ids, num_beams=3, num_return_sequences=3)
     assert found.shape == (6, 10 + NEW)
     for row in range(2):
@@ -162,7 +162,7 @@ def read(model, ids, cache=None, **inputs):
 @pytest.mark.parametrize("masked", [False, True], ids=["no mask", "mask of the new tokens"])
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_new_tokens_alone_continue_a_cache(model, masked, kind):
-    ids = text(2, 16)
+    ids = text(2, 16, seed=1)
     new = ids[:, 11:]
     cache = read(model, ids[:, :11], StaticCache(model.config, max_cache_len=40) if kind == "static" else None)
     mask = dict(attention_mask=torch.ones_like(new)) if masked else {}
