@@ -107,10 +107,10 @@ SIZES = {
 }
 # CPU seconds on one thread, as this file prints them (torch 2.13); for estimates only.
 SECONDS_PER_STEP = {
-    "small": {"hope": 1.10, "hope_frozen": 0.42, "hope_attention": 0.41, "llama": 0.41, "llama_conv": 0.49}
-    | {"mamba2": 0.97, "gated_deltanet": 0.80},
-    "medium": {"hope": 4.07, "hope_frozen": 1.84, "hope_attention": 1.36, "llama": 1.26, "llama_conv": 1.54}
-    | {"mamba2": 3.47, "gated_deltanet": 2.53},
+    "small": {"hope": 0.75, "hope_frozen": 0.73, "hope_attention": 0.38, "llama": 0.34, "llama_conv": 0.38}
+    | {"mamba2": 0.86, "gated_deltanet": 0.71, "kimi_linear": 3.75},
+    "medium": {"hope": 4.35, "hope_frozen": 4.41, "hope_attention": 2.43, "llama": 2.12, "llama_conv": 2.31}
+    | {"mamba2": 4.70, "gated_deltanet": 3.54, "kimi_linear": 17.5},
 }
 HOPE, FROZEN, LLAMA, LLAMA_CONV = "hope", "hope_frozen", "llama", "llama_conv"
 RECURRENT_PEERS = ("mamba2", "gated_deltanet", "kimi_linear")
@@ -161,15 +161,17 @@ def _model(name: str, size: Size, fitted: int) -> Model:
     heads = width // HEAD_DIM
     shared = {"vocab_size": size.vocab_size, "hidden_size": width, "tie_word_embeddings": True}
     step = size.tokens_per_step
-    hope = {
+    levels = {
         "num_hidden_layers": layers,
+        "level_intermediate_sizes": [fitted] * 3,
+        "level_periods": [step] * 3,
+    }
+    hope = levels | {
         "num_memory_heads": size.memory_heads,
         # The defaults, spelled out: a changed default does not change the comparison.
         "memory_rule": "delta",
         "memory_projections": ["k", "v"],
         "retention_bias": [1.0, 8.0],
-        "level_intermediate_sizes": [fitted] * 3,
-        "level_periods": [step] * 3,
         # At least four chunks in a block.
         "memory_chunk_size": min(64, size.block_size // 4),
     }
@@ -189,7 +191,7 @@ def _model(name: str, size: Size, fitted: int) -> Model:
     model_type, own = {
         "hope": ("hope", hope),
         "hope_frozen": ("hope", hope | {"memory_learning_rate_max": 0.0}),
-        "hope_attention": ("hope", hope | {"layer_types": ["full_attention"] * layers, "num_attention_heads": heads}),
+        "hope_attention": ("hope", levels | {"layer_types": ["full_attention"] * layers}),
         "llama": ("llama", llama),
         "llama_conv": ("llama_conv", llama),
         "mamba2": (

@@ -55,8 +55,10 @@ def tiny_model(tiny_config):
         with torch.no_grad():
             for module in model.modules():
                 if getattr(module, "is_initial_state", False):
-                    # far from the near-identity start, so that the logits show which document a memory holds
-                    module.outer.mul_(20)
+                    for name, layer in module.named_parameters():
+                        if name != "inner":
+                            # far from the start, so that the logits show which document a memory holds
+                            layer.add_(0.25 * torch.randn_like(layer))
         return model
 
     return build

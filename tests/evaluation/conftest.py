@@ -41,7 +41,7 @@ def folders(tokenizer, tmp_path_factory) -> dict[str, str]:
     """
     torch.manual_seed(0)
     sizes = dict(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2)
-    chunks = dict(memory_chunk_size=8, projection_chunk_size=16, level_intermediate_sizes=[32], level_periods=[1])
+    chunks = dict(memory_chunk_size=8, level_intermediate_sizes=[32], level_periods=[1])
     hope = HopeForCausalLM(HopeConfig(head_dim=16, **chunks, **sizes))
     llama = LlamaConfig(num_attention_heads=2, intermediate_size=48, max_position_embeddings=512, **sizes)
     gpt2 = GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=1, n_head=2, n_positions=160)
@@ -49,7 +49,8 @@ def folders(tokenizer, tmp_path_factory) -> dict[str, str]:
     others = {"llama": LlamaForCausalLM(llama), "gpt2": GPT2LMHeadModel(gpt2), "mamba2": Mamba2ForCausalLM(mamba2)}
     with torch.no_grad():
         for block in hope.model.layers:
-            block.mixer.content_memory.outer.mul_(20)
+            initial = block.mixer.initial_memory.weight
+            initial.add_(0.2 * torch.randn_like(initial))
             # untrained, every logit is almost zero: this makes the memory's content visible in them
             block.mixer.o_proj.weight.mul_(20)
     result = {}
