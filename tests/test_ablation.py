@@ -50,8 +50,8 @@ def test_levels_keep_their_width_in_sum():
 
 
 def test_every_run_is_planned_once_seed_by_seed():
-    jobs = rows_at([RATE], [1, 2])(matrix(HOPE, "paper_depth_2"), {job(HOPE, 2): 3.0})
-    assert jobs == [job(HOPE, 1), job("paper_depth_2", 1), job("paper_depth_2", 2)]
+    jobs = rows_at([RATE], [1, 2])(matrix(HOPE, "paper"), {job(HOPE, 2): 3.0})
+    assert jobs == [job(HOPE, 1), job("paper", 1), job("paper_depth_2", 2)]
 
 
 def test_differences_are_those_of_a_seed():
@@ -60,9 +60,9 @@ def test_differences_are_those_of_a_seed():
 
     rows = {
         job(HOPE, 1): row(3.0, 100.0), job(HOPE, 2): row(4.0, 100.0),
-        job("paper_depth_2", 1): row(3.5, 50.0), job("paper_depth_2", 2): row(4.3, 60.0), job(FROZEN, 1): row(3.1, 25.0),
+        job("paper", 1): row(3.5, 50.0), job("paper_depth_2", 2): row(4.3, 60.0), job(FROZEN, 1): row(3.1, 25.0),
     }  # fmt: skip
-    lines = table(matrix(HOPE, FROZEN, "paper_depth_2", "static_k"), rows).splitlines()
+    lines = table(matrix(HOPE, FROZEN, "paper", "static_k"), rows).splitlines()
     assert "+0.0000 ± 0.0000 | 2 |" in lines[2]
     assert "| 3.1000 | +0.1000 | 1 | 0.25 |" in lines[3]
     assert "| 3.9000 ± 0.5657 | +0.4000 ± 0.1414 | 2 | 0.55 ± 0.0707 |" in lines[4]
