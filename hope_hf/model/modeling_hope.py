@@ -212,6 +212,7 @@ class HopeModel(HopePreTrainedModel):
 
     def _read(self, hidden_states, input_ids, attention_mask, position_ids, cache, **kwargs) -> torch.Tensor:
         """All blocks. States of memories are written into the cache here, outside the blocks."""
+        length = hidden_states.shape[1]
         # CODEPATH: 'hope_memory' layers in HOPE, 'full_attention' layers in Hope-Attention, both in hybrids.
         if self.config.has_memories and not isinstance(attention_mask, dict):
             seen = 0 if cache is None else cache.get_seq_length()
@@ -233,7 +234,7 @@ class HopeModel(HopePreTrainedModel):
                 hidden_states, state=layer and layer.state, need_state=cache is not None, **memory
             )
             if layer is not None:
-                layer.update_state(state, hidden_states.shape[1], memory["plan"].past.is_uniform)
+                layer.update_state(state, length, memory["plan"].past.is_uniform)
         return hidden_states
 
     def _plan(self, hidden_states, input_ids, attention_mask, position_ids, cache) -> ChunkPlan:
