@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from typing import Literal
 
 from huggingface_hub.dataclasses import strict
+from transformers import configuration_utils
 from transformers.configuration_utils import PreTrainedConfig
 
 PRESETS = {
@@ -51,6 +52,9 @@ _OWN_PREFIXES = (
 # Of what is stored under a key a write of rate eta leaves 1 - eta: at 2 it would grow with the text.
 _LARGEST_RATE = 1.99
 LAYER_TYPES = ("hope_memory", "full_attention")
+# `Trainer` reads the configuration of a checkpoint as one of no particular model, which knows transformers' kinds only.
+if LAYER_TYPES[0] not in configuration_utils.ALLOWED_ATTN_LAYER_TYPES:
+    configuration_utils.ALLOWED_ATTN_LAYER_TYPES += LAYER_TYPES[:1]
 # The fields of `paper_rule`: their defaults, and the values that the words among them may have.
 _PAPER_RULE = {
     "depth": 1,
