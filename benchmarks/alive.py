@@ -1,8 +1,8 @@
 """Is the memory of a trained model still used late in a text?
 
-What the content memories add to their queries, |M_t(q_t) - q_t|, at positions 7,168 to 8,191 over that at 64 to 127:
-mean over sequences, heads and layers. Sequences are the beginnings of documents of the built-in corpus; 0.5 or more
-counts as alive.
+What writing changed in the content memories' reads, |M_t(q_t) - M_0(q_t)|, at positions 7,168 to 8,191 over that at 64
+to 127: mean over sequences, heads and layers with memories. Sequences are the beginnings of documents of the built-in
+corpus; 0.5 or more counts as alive.
 
     python benchmarks/alive.py --model_name_or_path runs/demo
 """
@@ -21,14 +21,15 @@ EARLY, LATE = slice(64, 128), slice(7168, 8192)
 
 @torch.no_grad()
 def contributions(model: HopeForCausalLM, input_ids: torch.Tensor) -> torch.Tensor:
-    """Mean over sequences and heads of |M_t(q_t) - q_t|, per layer and token [layers, T]."""
+    """Mean over sequences and heads of |M_t(q_t) - M_0(q_t)|, per layer with memories and token [layers, T]."""
     shares, handles = [], []
-    for block in model.model.layers:
 
-        def record(module, arguments):
-            shares.append(module.contribution(arguments[0]).mean((0, 2)))
+    def record(module, arguments):
+        shares.append(module.contribution(arguments[0]).mean((0, 2)))
 
-        handles.append(block.mixer.register_forward_pre_hook(record))
+    for block, kind in zip(model.model.layers, model.config.layer_types, strict=True):
+        if kind == "hope_memory":
+            handles.append(block.mixer.register_forward_pre_hook(record))
     model(input_ids=input_ids, use_cache=False, logits_to_keep=1)
     for handle in handles:
         handle.remove()
@@ -51,7 +52,8 @@ def main() -> None:
     input_ids = torch.tensor(ids)
     shares = contributions(model, input_ids)
     early, late = shares[:, EARLY].mean(1), shares[:, LATE].mean(1)
-    for layer, (before, after) in enumerate(zip(early.tolist(), late.tolist(), strict=True)):
+    layers = [layer for layer, kind in enumerate(model.config.layer_types) if kind == "hope_memory"]
+    for layer, before, after in zip(layers, early.tolist(), late.tolist(), strict=True):
         print(f"layer {layer}: {before:.4f} at 64-127, {after:.4f} at 7,168-8,191, ratio {after / before:.2f}")
     print(
         f"{len(input_ids)} sequences of {LENGTH:,} tokens, all layers: ratio {(late.mean() / early.mean()).item():.2f}"

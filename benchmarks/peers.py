@@ -4,6 +4,7 @@
 |---|---|
 | llama_conv | Llama with HOPE's short convolutions on queries, keys and values |
 | gated_deltanet | Qwen3-Next with a gated DeltaNet and a dense MLP in every layer, as initialised by its authors |
+| kimi_delta | Kimi Linear with Kimi Delta Attention and a dense MLP in every layer |
 
 Importing this module registers them with the Auto classes, so that run_clm.py's trainer takes them by name
 (`benchmarks/train_peer.py`).
@@ -19,6 +20,8 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
@@ -39,6 +42,8 @@ class LlamaConvConfig(LlamaConfig):
     """A `LlamaConfig` and the width of the convolutions; as many key and value heads as heads."""
 
     model_type = "llama_conv"
+    # as HOPE's convolutions call them
+    attribute_map = {"num_memory_heads": "num_attention_heads"}
 
     conv_kernel_size: int = 4
     # The last inputs of the convolutions are not cached: every new token reads the whole text again.
@@ -184,7 +189,40 @@ class GatedDeltaNetForCausalLM(Qwen3NextForCausalLM):
         self.post_init()
 
 
+@strict
+class KimiDeltaConfig(KimiLinearConfig):
+    """A `KimiLinearConfig` whose every layer is Kimi Delta Attention (forgetting by channel) with a dense MLP."""
+
+    model_type = "kimi_delta"
+
+    # Kimi's own tokens lie outside of smaller vocabularies.
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    rms_norm_eps: float = 1e-6
+    # As for the gated DeltaNet.
+    use_cache: bool = False
+
+    def __post_init__(self, **kwargs):
+        self.layer_types = ["linear_attention"] * self.num_hidden_layers
+        self.mlp_layer_types = ["dense"] * self.num_hidden_layers
+        super().__post_init__(**kwargs)
+
+
+class KimiDeltaForCausalLM(KimiLinearForCausalLM):
+    """`KimiLinearForCausalLM` of a `KimiDeltaConfig`; transformers' initial values are its authors'."""
+
+    config: KimiDeltaConfig
+
+    def __init__(self, config: KimiDeltaConfig):
+        super().__init__(config)
+        # A vector stored with four axes.
+        self._no_weight_decay = {name for name, _ in self.named_parameters() if name.endswith(".A_log")}
+
+
 AutoConfig.register("llama_conv", LlamaConvConfig, exist_ok=True)
 AutoModelForCausalLM.register(LlamaConvConfig, LlamaConvForCausalLM, exist_ok=True)
 AutoConfig.register("gated_deltanet", GatedDeltaNetConfig, exist_ok=True)
 AutoModelForCausalLM.register(GatedDeltaNetConfig, GatedDeltaNetForCausalLM, exist_ok=True)
+AutoConfig.register("kimi_delta", KimiDeltaConfig, exist_ok=True)
+AutoModelForCausalLM.register(KimiDeltaConfig, KimiDeltaForCausalLM, exist_ok=True)

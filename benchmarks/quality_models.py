@@ -20,6 +20,7 @@ parameters match:
 | llama_conv | the same with width-4 convolutions on q, k and v (`benchmarks/peers.py`) | width of its MLP |
 | mamba2 | Mamba-2, expansion 2, one group, about twice as many blocks | state size |
 | gated_deltanet | Qwen3-Next, all layers gated DeltaNets (values twice as wide as keys) | width of its MLP |
+| kimi_linear | Kimi Linear, all layers Kimi Delta Attention, heads of the stream's width | width of its MLP |
 
 Initial values are transformers' own but for the recurrent peers, which get those of their authors. Mamba-2's maps
 have the standard deviation 1 / sqrt(3 width) instead of 0.1: after 120 steps of `small` on the built-in corpus at
@@ -36,7 +37,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -106,13 +107,13 @@ SIZES = {
 }
 # CPU seconds on one thread, as this file prints them (torch 2.13); for estimates only.
 SECONDS_PER_STEP = {
-    "small": {"hope": 1.10, "hope_frozen": 0.42, "hope_attention": 0.41, "llama": 0.41, "llama_conv": 0.49}
-    | {"mamba2": 0.97, "gated_deltanet": 0.80},
-    "medium": {"hope": 4.07, "hope_frozen": 1.84, "hope_attention": 1.36, "llama": 1.26, "llama_conv": 1.54}
-    | {"mamba2": 3.47, "gated_deltanet": 2.53},
+    "small": {"hope": 0.75, "hope_frozen": 0.73, "hope_attention": 0.38, "llama": 0.34, "llama_conv": 0.38}
+    | {"mamba2": 0.86, "gated_deltanet": 0.71, "kimi_linear": 3.75},
+    "medium": {"hope": 4.35, "hope_frozen": 4.41, "hope_attention": 2.43, "llama": 2.12, "llama_conv": 2.31}
+    | {"mamba2": 4.70, "gated_deltanet": 3.54, "kimi_linear": 17.5},
 }
 HOPE, FROZEN, LLAMA, LLAMA_CONV = "hope", "hope_frozen", "llama", "llama_conv"
-RECURRENT_PEERS = ("mamba2", "gated_deltanet")
+RECURRENT_PEERS = ("mamba2", "gated_deltanet", "kimi_linear")
 MODELS = (HOPE, FROZEN, "hope_attention", LLAMA, LLAMA_CONV, *RECURRENT_PEERS)
 
 
@@ -131,6 +132,10 @@ class Model:
         values = _config(self.model_type, json.loads(self.overrides)).to_dict()
         values.pop("transformers_version", None)
         return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+    def new(self) -> PreTrainedModel:
+        """It, with random weights."""
+        return AutoModelForCausalLM.from_config(_config(self.model_type, json.loads(self.overrides)))
 
 
 @cache
@@ -156,17 +161,19 @@ def _model(name: str, size: Size, fitted: int) -> Model:
     heads = width // HEAD_DIM
     shared = {"vocab_size": size.vocab_size, "hidden_size": width, "tie_word_embeddings": True}
     step = size.tokens_per_step
-    hope = {
+    levels = {
         "num_hidden_layers": layers,
-        "num_attention_heads": size.memory_heads,
-        # The defaults, spelled out: a changed default does not change the comparison.
-        "memory_depth": 1,
-        "retention_bias_min": 1.0,
         "level_intermediate_sizes": [fitted] * 3,
         "level_periods": [step] * 3,
-        "memory_chunk_size": 64,
+    }
+    hope = levels | {
+        "num_memory_heads": size.memory_heads,
+        # The defaults, spelled out: a changed default does not change the comparison.
+        "memory_rule": "delta",
+        "memory_projections": ["k", "v"],
+        "retention_bias": [1.0, 8.0],
         # At least four chunks in a block.
-        "projection_chunk_size": min(64, size.block_size // 4),
+        "memory_chunk_size": min(64, size.block_size // 4),
     }
     llama = {
         "num_hidden_layers": layers,
@@ -184,7 +191,7 @@ def _model(name: str, size: Size, fitted: int) -> Model:
     model_type, own = {
         "hope": ("hope", hope),
         "hope_frozen": ("hope", hope | {"memory_learning_rate_max": 0.0}),
-        "hope_attention": ("hope", hope | {"mixer": "attention", "num_attention_heads": heads}),
+        "hope_attention": ("hope", levels | {"layer_types": ["full_attention"] * layers}),
         "llama": ("llama", llama),
         "llama_conv": ("llama_conv", llama),
         "mamba2": (
@@ -210,6 +217,11 @@ def _model(name: str, size: Size, fitted: int) -> Model:
                 "linear_num_value_heads": 2 * heads,
             },
         ),
+        "kimi_linear": (
+            "kimi_delta",
+            {name: value for name, value in llama.items() if name != "head_dim"}
+            | {"linear_head_dim": HEAD_DIM, "linear_num_heads": heads},
+        ),
     }[name]
     overrides = shared | own
     return Model(model_type, json.dumps(overrides), count_parameters(model_type, overrides))
@@ -228,8 +240,7 @@ def _config(model_type: str, overrides: dict):
 def seconds_per_step(model: Model, size: Size, steps: int) -> float:
     """CPU seconds of forward, backward and AdamW, the least of `steps` after one to warm up."""
     torch.manual_seed(0)
-    network = AutoModelForCausalLM.from_config(_config(model.model_type, json.loads(model.overrides)))
-    network.train()
+    network = model.new().train()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
     input_ids = torch.randint(size.vocab_size, (size.per_device_train_batch_size, size.block_size))
     seconds = []

@@ -15,7 +15,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Calling register_constant:FutureWarning"),
 ]
-MIXERS = ["self_modifying", "attention"]
+LAYERS = {
+    "memory": ["hope_memory", "hope_memory"],
+    "hybrid": ["hope_memory", "full_attention"],
+    "attention": ["full_attention", "full_attention"],
+}
+each_kind_of_layer = pytest.mark.parametrize("layer_types", LAYERS.values(), ids=LAYERS)
 STEPS = 8
 
 
@@ -44,10 +49,10 @@ class Interrupt(TrainerCallback):
         return control
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_trainer_trains_evaluates_and_resumes_exactly(tiny_model, rows, tmp_path, mixer):
+@each_kind_of_layer
+def test_trainer_trains_evaluates_and_resumes_exactly(tiny_model, rows, tmp_path, layer_types):
     def trainer(folder, *callbacks):
-        model = tiny_model(mixer=mixer).train()
+        model = tiny_model(layer_types=layer_types).train()
         return Trainer(model, arguments(folder), train_dataset=rows, eval_dataset=rows[:8], callbacks=list(callbacks))
 
     whole = trainer(tmp_path / "whole")
@@ -62,10 +67,10 @@ def test_trainer_trains_evaluates_and_resumes_exactly(tiny_model, rows, tmp_path
         assert torch.equal(weight, resumed.model.state_dict()[name]), name
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@each_kind_of_layer
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "o_proj", "down_proj"]], ids=str)
-def test_lora_trains_reloads_and_merges(tiny_model, rows, tmp_path, mixer, targets):
-    base = tiny_model(mixer=mixer)
+def test_lora_trains_reloads_and_merges(tiny_model, rows, tmp_path, layer_types, targets):
+    base = tiny_model(layer_types=layer_types)
     plain = base(random_ids(2, 19)).logits
     model = get_peft_model(base, LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
     frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
@@ -76,7 +81,7 @@ def test_lora_trains_reloads_and_merges(tiny_model, rows, tmp_path, mixer, targe
     expected = model(input_ids=random_ids(2, 19)).logits
     assert (expected - plain).abs().max() > 1e-2
     model.save_pretrained(tmp_path / "adapter")
-    loaded = PeftModel.from_pretrained(tiny_model(mixer=mixer), tmp_path / "adapter").eval()
+    loaded = PeftModel.from_pretrained(tiny_model(layer_types=layer_types), tmp_path / "adapter").eval()
     torch.testing.assert_close(loaded(input_ids=random_ids(2, 19)).logits, expected, rtol=0, atol=1e-6)
     merged = loaded.merge_and_unload()
     assert isinstance(merged, HopeForCausalLM)
@@ -84,10 +89,10 @@ def test_lora_trains_reloads_and_merges(tiny_model, rows, tmp_path, mixer, targe
     assert merged.generate(random_ids(2, 5), max_new_tokens=3, do_sample=False, pad_token_id=0).shape == (2, 8)
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_shadow_peft_trains_and_generates_with_its_cache(tiny_model, rows, tmp_path, mixer):
+@each_kind_of_layer
+def test_shadow_peft_trains_and_generates_with_its_cache(tiny_model, rows, tmp_path, layer_types):
     """It wraps every block, and reads the text by a second, shallower HOPE as well."""
-    model = get_peft_model(tiny_model(mixer=mixer), ShadowConfig(r=4, task_type="CAUSAL_LM"))
+    model = get_peft_model(tiny_model(layer_types=layer_types), ShadowConfig(r=4, task_type="CAUSAL_LM"))
     trained = {n: p.clone() for n, p in model.named_parameters() if "shadow_backbone" in n or "shadow_up." in n}
     Trainer(model, arguments(tmp_path, eval_strategy="no"), train_dataset=rows).train()
     for name, weight in trained.items():
@@ -124,7 +129,7 @@ def test_int8_weights_load_and_generate(tiny_model, tmp_path):
     small = HopeForCausalLM.from_pretrained(tmp_path, quantization_config=TorchAoConfig(Int8WeightOnlyConfig()))
     kinds = {name: type(weight).__name__ for name, weight in small.named_parameters()}
     assert kinds["model.layers.0.mixer.q_proj.weight"] == "Int8Tensor"
-    assert kinds["model.layers.0.mixer.content_memory.outer"] == "Parameter"
+    assert kinds["model.layers.0.mixer.initial_memory.weight"] == "Parameter"
     ids = random_ids(2, 19)
     with torch.no_grad():
         error = (small(ids).logits - model(ids).logits).abs().max() / model(ids).logits.abs().max()

@@ -222,7 +222,7 @@ BROKEN = [
     (imports_only_what_its_room_may, "hope_hf/model/x.py", "def f():\n    import matplotlib"),
     (imports_only_what_its_room_may, "hope_hf/model/x.py", "from ..optim import LevelClock"),
     (imports_only_what_its_room_may, "hope_hf/model/x.py", "from hope_hf.optim import LevelClock"),
-    (imports_only_what_its_room_may, "hope_hf/reference.py", "from .model.memory_update import unit"),
+    (imports_only_what_its_room_may, "hope_hf/reference.py", "from .model.memory_scan import unit"),
     (imports_only_what_its_room_may, "hope_hf/reference.py", "import transformers"),
     (imports_only_what_its_room_may, "hope_hf/optim/x.py", "import hope_hf"),
     (imports_only_what_its_room_may, "hope_hf/optim/x.py", "def f():\n    import accelerate.utils"),

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.peers import LlamaConvConfig, convolve
 from benchmarks.quality_models import FROZEN, HOPE, MODELS, SECONDS_PER_STEP, SIZES, Size, build
+from hope_hf.optim import build_optimizer
 
 pytestmark = pytest.mark.benchmarks
 
@@ -19,8 +20,7 @@ PEERS = [name for name in MODELS if name not in (HOPE, FROZEN)]
 
 def new_model(name: str):
     torch.manual_seed(0)
-    model = build(name, MICRO)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model.model_type, **json.loads(model.overrides)))
+    return build(name, MICRO).new()
 
 
 def micro_llama(config_class, **options):
@@ -87,11 +87,30 @@ def test_gated_deltanet_has_no_attention_and_no_experts():
     assert not any("self_attn" in name or "experts" in name for name in names)
 
 
-def test_gated_deltanet_begins_with_long_memories():
-    for name, parameter in new_model("gated_deltanet").named_parameters():
-        if name.endswith("dt_bias"):
-            step = torch.nn.functional.softplus(parameter)
-            assert step.min() > 0.0009 and step.max() < 0.11 and step.unique().numel() == step.numel()
+def test_kimi_linear_has_no_attention_and_no_experts():
+    kinds = {type(module).__name__ for module in new_model("kimi_linear").modules()}
+    assert {"KimiLinearDeltaAttention", "KimiLinearMLP"} <= kinds
+    assert not {"KimiLinearAttention", "KimiLinearMoE"} & kinds
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet", "kimi_linear"])
+def test_peers_that_forget_begin_with_long_memories(name):
+    steps = [p for name, p in new_model(name).named_parameters() if name.endswith("dt_bias")]
+    assert len(steps) == MICRO.num_hidden_layers
+    for bias in steps:
+        step = torch.nn.functional.softplus(bias)
+        assert step.min() > 0.0009 and step.max() < 0.11 and step.unique().numel() > 0.9 * step.numel()
+
+
+@pytest.mark.parametrize("name", ["hope", "gated_deltanet", "kimi_linear"])
+def test_rates_of_forgetting_take_no_weight_decay(name):
+    model = new_model(name)
+    settings = dict(learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, tokens_per_step=64)
+    decays = {p: group["weight_decay"] for group in build_optimizer(model, "adamw", **settings).param_groups
+              for p in group["params"]}  # fmt: skip
+    rates = {name: decays[p] for name, p in model.named_parameters() if name.endswith(("A_log", "dt_bias"))}
+    assert len(rates) == 2 * MICRO.num_hidden_layers and set(rates.values()) == {0.0}
+    assert max(decays.values()) == 0.1
 
 
 def test_llama_conv_with_identity_convolutions_is_llama():

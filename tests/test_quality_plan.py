@@ -223,7 +223,7 @@ def test_settings_follow_steps_batch_and_every_field_of_the_config():
     others = [replace(size, max_train_steps=9), replace(size, per_device_train_batch_size=4)]
     assert base not in [results.settings(build(HOPE, other), other) for other in others]
     model = build(HOPE, size)
-    changed = replace(model, overrides=json.dumps(json.loads(model.overrides) | {"memory_error_clip": 3.0}))
+    changed = replace(model, overrides=json.dumps(json.loads(model.overrides) | {"projection_memory_rate": 0.2}))
     assert base != results.settings(changed, size)
     assert base != results.settings(build(FROZEN, size), size)
 

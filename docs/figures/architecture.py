@@ -1,4 +1,4 @@
-"""Draws docs/figures/architecture.png: a block, the two scans of its mixer, the clocks of its levels.
+"""Draws docs/figures/architecture.png: a block, the scan of its mixer, the clocks of its levels.
 
     python docs/figures/architecture.py
 
@@ -64,17 +64,17 @@ def draw_block(axes: Axes):
     arrow(axes, (middle, bottom), (middle, bottom + 0.22))
 
 
-def draw_scans(axes: Axes):
-    """Left to right: chunks of a text. Two rows of memories, each rewritten between one chunk and the next."""
+def draw_scan(axes: Axes):
+    """Left to right: chunks of a text. Two rows of memories, both written token by token."""
     below = "Each head of each sequence has memories of its own. Writing is gradient descent inside the forward pass."
-    title(axes, 4.1, 7.0, "Inside the mixer: two scans over chunks of the text", below)
+    title(axes, 4.1, 7.0, "Inside the mixer: a scan over chunks of the text", below)
     lefts, width = (5.0, 7.08, 9.16), 1.64
-    for name, what, y in (("scan 1", "makes keys\nand values", 5.05), ("scan 2", "stores them,\nis read", 3.65)):
+    for name, what, y in (("makers", "of keys\nand values", 5.05), ("content", "stores them,\nis read", 3.65)):
         axes.text(4.1, y + 0.3, name, fontsize=10.5, fontweight="bold", color=INK, va="center")
         axes.text(4.1, y - 0.05, what, fontsize=8.5, color="#565d66", va="center", linespacing=1.2)
     for index, left in enumerate(lefts):
         box(axes, left, 6.0, width, 0.36, f"chunk {index + 1}: 64 tokens", PLAIN, fontsize=9)
-        # The query passes scan 1 by.
+        # No memory makes the query.
         arrow(axes, (left + 0.2, 6.0), (left + 0.2, 4.0), color=FAINT)
         axes.text(left + 0.1, 4.38, "$q$", fontsize=11, color=INK, va="center", ha="right")
         inner = left + 0.45
@@ -121,7 +121,7 @@ def main():
     axes.add_patch(FancyBboxPatch((0.05, 0.05), 11.5, 7.4, boxstyle=style, facecolor=CARD, edgecolor=FAINT))
     axes.plot((3.65, 3.65), (0.35, 7.15), color="#dcdfe3", linewidth=1.2)
     draw_block(axes)
-    draw_scans(axes)
+    draw_scan(axes)
     draw_clocks(axes)
     figure.savefig(Path(__file__).with_suffix(".png"), dpi=150)
 

@@ -12,7 +12,7 @@ from .arguments import Arguments
 from .display import progress
 from .parsing import parse_lengths
 from .result import Row, SuiteResult
-from .streams import PIECE, memory_states
+from .streams import PIECE, memory_mixers, memory_states
 from .subject import Subject, held_out_documents
 
 GATE_TOKENS = 2048
@@ -46,8 +46,8 @@ def gate_rows(subject: Subject, texts: list[Tensor]) -> list[Row]:
 
         return hook
 
-    mixers = [block.mixer for block in subject.model.model.layers]
-    handles = [mixer.register_forward_pre_hook(record(layer)) for layer, mixer in enumerate(mixers)]
+    mixers = memory_mixers(subject.model)
+    handles = [mixer.register_forward_pre_hook(record(layer)) for layer, mixer in mixers.items()]
     try:
         for text in texts:
             subject.model(input_ids=text.to(subject.model.device), use_cache=False, logits_to_keep=1)
@@ -73,8 +73,8 @@ def gate_rows(subject: Subject, texts: list[Tensor]) -> list[Row]:
     return rows
 
 
-# Added to the gates' biases before their sigmoids: (learning rate, retention).
-GATES = {"as learned": (0.0, 0.0), "writing most, forgetting nothing": (15.0, 15.0)}
+# Added to the biases of the gates: (learning rate, time step of forgetting).
+GATES = {"as learned": (0.0, 0.0), "writing most, forgetting nothing": (15.0, -15.0)}
 
 
 def stress(args: Arguments, subject: Subject, lengths: list[int]) -> list[Row]:
@@ -119,11 +119,11 @@ def _read(subject: Subject, ids: Tensor, lengths: list[int], bar) -> Iterator[Ro
 
 
 @contextmanager
-def _shifted_gates(subject: Subject, rate: float, retention: float) -> Iterator[None]:
+def _shifted_gates(subject: Subject, rate: float, forgetting: float) -> Iterator[None]:
     biases = [
-        (getattr(block.mixer.gates, name), shift)
-        for block in subject.model.model.layers
-        for name, shift in (("learning_rate_bias", rate), ("retention_bias", retention))
+        (getattr(mixer.gates, name), shift)
+        for mixer in memory_mixers(subject.model).values()
+        for name, shift in (("learning_rate_bias", rate), ("dt_bias", forgetting))
     ]
     learned = [bias.detach().clone() for bias, _ in biases]
     try:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hope_hf import HopeCache
@@ -29,20 +29,28 @@ class Scores(NamedTuple):
 @contextmanager
 def frozen_memories(model: PreTrainedModel) -> Iterator[None]:
     """Inside, all memories of a HOPE stay at their learned initial state: the control for what they carry."""
-    mixers = [layer.mixer for layer in model.model.layers]
-    rules = [mixer.rule for mixer in mixers]
+
+    def neither_write_nor_forget(gates, arguments, values):
+        return tuple(torch.zeros_like(value) for value in values)
+
+    handles = [mixer.gates.register_forward_hook(neither_write_nor_forget) for mixer in memory_mixers(model).values()]
     try:
-        for mixer in mixers:
-            mixer.rule = mixer.rule._replace(frozen=True)
         yield
     finally:
-        for mixer, rule in zip(mixers, rules, strict=True):
-            mixer.rule = rule
+        for handle in handles:
+            handle.remove()
+
+
+def memory_mixers(model: PreTrainedModel) -> dict[int, nn.Module]:
+    """The mixers of a HOPE's layers of memories, by layer."""
+    kinds = enumerate(model.config.layer_types)
+    return {layer: model.model.layers[layer].mixer for layer, kind in kinds if kind == "hope_memory"}
 
 
 def memory_states(cache: HopeCache) -> list[Tensor]:
     """All floating-point state of a cache's memories, batch first; counts of tokens are left out."""
-    return [tensor for layer in cache.memory_layers for tensor in layer.state.values() if tensor.is_floating_point()]
+    tensors = (tensor for layer in cache.memory_layers for tensor in layer.state.named().values())
+    return [tensor for tensor in tensors if tensor.is_floating_point()]
 
 
 @torch.no_grad()

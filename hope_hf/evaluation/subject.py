@@ -21,15 +21,15 @@ class Subject:
 
     @property
     def has_memory(self) -> bool:
-        """Whether it is a HOPE whose mixers are self-modifying memories."""
-        return is_hope(self.model.config) and self.model.config.mixer == "self_modifying"
+        """Whether it is a HOPE with layers of self-modifying memories."""
+        return is_hope(self.model.config) and self.model.config.has_memories
 
     @property
     def longest_input(self) -> int | None:
         """Positions of a model with attention; None where nothing bounds the length."""
-        if self.has_memory or getattr(self.model, "_is_stateful", False) and not is_hope(self.model.config):
-            return None
-        return getattr(self.model.config, "max_position_embeddings", None)
+        config = self.model.config
+        has_attention = config.has_attention if is_hope(config) else not getattr(self.model, "_is_stateful", False)
+        return getattr(config, "max_position_embeddings", None) if has_attention else None
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""

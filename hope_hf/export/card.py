@@ -91,13 +91,15 @@ def _metadata(model, name, license, training, evaluation) -> ModelCardData:
 
 def _introduction(model) -> str:
     config = model.config
-    if config.mixer == "attention":
-        mixer = "softmax attention (Hope-Attention)"
-    else:
+    mixer = "softmax attention (Hope-Attention)"
+    if config.has_memories:
         mixer = (
             "made of self-modifying memories: small networks of every sequence's own that are rewritten while it is\n"
-            f"read, every {config.memory_chunk_size} tokens"
+            f"read, and make keys and values with new weights every {config.memory_chunk_size} tokens"
         )
+        if config.has_attention:
+            number = config.layer_types.count("full_attention")
+            mixer += f"; {number} of its {config.num_hidden_layers} layers have softmax attention instead"
     periods = ", ".join(f"{period:,}" for period in config.level_periods)
     dtype = str(model.dtype).removeprefix("torch.")
     return f"""\

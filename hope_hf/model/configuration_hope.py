@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from typing import Literal
 
 from huggingface_hub.dataclasses import strict
+from transformers import configuration_utils
 from transformers.configuration_utils import PreTrainedConfig
 
 PRESETS = {
@@ -51,6 +52,9 @@ _OWN_PREFIXES = (
 # Of what is stored under a key a write of rate eta leaves 1 - eta: at 2 it would grow with the text.
 _LARGEST_RATE = 1.99
 LAYER_TYPES = ("hope_memory", "full_attention")
+# `Trainer` reads the configuration of a checkpoint as one of no particular model, which knows transformers' kinds only.
+if LAYER_TYPES[0] not in configuration_utils.ALLOWED_ATTN_LAYER_TYPES:
+    configuration_utils.ALLOWED_ATTN_LAYER_TYPES += LAYER_TYPES[:1]
 # The fields of `paper_rule`: their defaults, and the values that the words among them may have.
 _PAPER_RULE = {
     "depth": 1,
@@ -118,8 +122,8 @@ class HopeConfig(PreTrainedConfig):
             keeps 0.99 of its size; at 2 the state would grow with the text.
         memory_learning_rate_bias (`list[float]`, *optional*, defaults to `[0.0, 0.0]`):
             Bias of the learning-rate gate before the sigmoid at initialisation, of the head that writes least and of
-            the head that writes most; the heads between are spread evenly. With a largest rate of 1.99, `[0, 8]`
-            begins with everything between replacing what is stored under a key and flipping its sign, which the
+            the head that writes most; the heads between are spread evenly. With a largest rate of 1.99, `[-8, 8]`
+            begins with everything between adding up small writes and flipping the sign of what is stored, which the
             formal languages need (`benchmarks/formal_languages.yaml`).
         memory_value_gate (`bool`, *optional*, defaults to `True`):
             Of the delta rule: whether a gate of every head and token gives values their norm, between 0 and 2. Without

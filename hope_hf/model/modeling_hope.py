@@ -112,6 +112,7 @@ class HopePreTrainedModel(PreTrainedModel):
 
     def compile(self, *args, **kwargs):
         """`nn.Module.compile` of what is the same at every call; beside memories, that is every block's continuum."""
+        # CODEPATH: 'hope_memory' layers in HOPE, 'full_attention' layers in Hope-Attention, both in hybrids.
         if not self.config.has_memories:
             return super().compile(*args, **kwargs)
         for module in self.modules():
@@ -158,6 +159,7 @@ class HopeModel(HopePreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList([HopeBlock(config, layer_idx) for layer_idx in range(config.num_hidden_layers)])
         self.norm = HopeRMSNorm(config.hidden_size, config.rms_norm_eps)
+        # CODEPATH: 'hope_memory' layers in HOPE, 'full_attention' layers in Hope-Attention, both in hybrids.
         self.rotary_emb = LlamaRotaryEmbedding(config) if config.has_attention else None
         self.gradient_checkpointing = False
         self.post_init()
@@ -199,6 +201,7 @@ class HopeModel(HopePreTrainedModel):
 
     def _is_cut_anew(self, hidden_states, input_ids, attention_mask, position_ids, cache) -> bool:
         """Whether a compiled model of memories is given documents, or goes on with more than a token."""
+        # CODEPATH: 'hope_memory' layers in HOPE, 'full_attention' layers in Hope-Attention, both in hybrids.
         if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or not self.config.has_memories:
             return False
         return hidden_states.shape[1] > 1 and (position_ids is not None or _past(cache) is not None)
@@ -209,12 +212,16 @@ class HopeModel(HopePreTrainedModel):
 
     def _read(self, hidden_states, input_ids, attention_mask, position_ids, cache, **kwargs) -> torch.Tensor:
         """All blocks. States of memories are written into the cache here, outside the blocks."""
+        length = hidden_states.shape[1]
+        # CODEPATH: 'hope_memory' layers in HOPE, 'full_attention' layers in Hope-Attention, both in hybrids.
         if self.config.has_memories and not isinstance(attention_mask, dict):
             seen = 0 if cache is None else cache.get_seq_length()
             check_mask(attention_mask, *hidden_states.shape[:2], seen)
         attention = memory = None
+        # CODEPATH: 'hope_memory' layers in HOPE, 'full_attention' layers in Hope-Attention, both in hybrids.
         if self.config.has_attention:
             attention = self._attention_arguments(hidden_states, attention_mask, position_ids, cache) | kwargs
+        # CODEPATH: 'hope_memory' layers in HOPE, 'full_attention' layers in Hope-Attention, both in hybrids.
         if self.config.has_memories:
             mask = attention_mask["hope_memory"] if isinstance(attention_mask, dict) else attention_mask
             memory = {"plan": self._plan(hidden_states, input_ids, mask, position_ids, cache)}
@@ -227,7 +234,7 @@ class HopeModel(HopePreTrainedModel):
                 hidden_states, state=layer and layer.state, need_state=cache is not None, **memory
             )
             if layer is not None:
-                layer.update_state(state, hidden_states.shape[1], memory["plan"].past.is_uniform)
+                layer.update_state(state, length, memory["plan"].past.is_uniform)
         return hidden_states
 
     def _plan(self, hidden_states, input_ids, attention_mask, position_ids, cache) -> ChunkPlan:

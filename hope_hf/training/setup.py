@@ -137,10 +137,15 @@ def _check_length(block_size: int, config):
 def _check_carry(args: Arguments, config):
     if args.document_boundary != "carry":
         return
-    if not is_hope(config) or config.mixer == "attention":
+    if not is_hope(config) or not config.has_memories:
         kind = "attention mixer" if is_hope(config) else config.model_type
         raise ValueError(
             f"--document_boundary carry passes memories on, and the {kind} has none: use --document_boundary reset."
+        )
+    if config.has_attention:
+        raise ValueError(
+            "--document_boundary carry would keep the keys and values of all tokens for the layers with attention: "
+            "use --document_boundary reset."
         )
 
 

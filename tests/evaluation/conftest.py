@@ -41,7 +41,7 @@ def folders(tokenizer, tmp_path_factory) -> dict[str, str]:
     """
     torch.manual_seed(0)
     sizes = dict(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2)
-    chunks = dict(memory_chunk_size=8, projection_chunk_size=16, level_intermediate_sizes=[32], level_periods=[1])
+    chunks = dict(memory_chunk_size=8, level_intermediate_sizes=[32], level_periods=[1])
     hope = HopeForCausalLM(HopeConfig(head_dim=16, **chunks, **sizes))
     llama = LlamaConfig(num_attention_heads=2, intermediate_size=48, max_position_embeddings=512, **sizes)
     gpt2 = GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=1, n_head=2, n_positions=160)

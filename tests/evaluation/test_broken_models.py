@@ -57,6 +57,9 @@ def change_weights(folder: Path, change):
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
 
 
+MEMORY, ATTENTION = ["hope_memory"], ["full_attention"]
+
+
 def write_index(folder: Path, file: str, **fields):
     names = load_file(folder / WEIGHTS) if (folder / WEIGHTS).exists() else ["lm_head.weight"]
     (folder / WEIGHTS).unlink(missing_ok=True)
@@ -78,12 +81,14 @@ def test_a_missing_weight_is_not_made_up(folders, broken, refused, kind):
 @pytest.mark.parametrize(
     "kind, fields, sentence",
     [
-        ("hope", {"num_hidden_layers": 3}, "has no weights for model.layers.2."),
+        ("hope", {"num_hidden_layers": 3}, "`layer_types` has 2 entries, and `num_hidden_layers` is 3"),
+        ("hope", {"num_hidden_layers": 3, "layer_types": MEMORY * 3}, "has no weights for model.layers.2."),
         ("llama", {"num_hidden_layers": 3}, "has no weights for model.layers.2."),
         ("gpt2", {"n_layer": 2}, "has no weights for transformer.h.1."),
-        ("hope", {"num_hidden_layers": 1}, "has weights for model.layers.1."),
-        ("hope", {"mixer": "attention"}, "has no weights for model.layers.0.mixer.k_proj.weight (and 3 more)"),
-        ("hope", {"memory_depth": 2}, "has no weights for model.layers.0.mixer.content_memory.inner"),
+        ("hope", {"num_hidden_layers": 1, "layer_types": MEMORY}, "has weights for model.layers.1."),
+        ("hope", {"layer_types": ATTENTION * 2}, "has no weights for model.layers.0.mixer.k_proj.weight (and 3 more)"),
+        ("hope", {"memory_projections": []}, "has no weights for model.layers.0.mixer.k_proj.weight (and 3 more)"),
+        ("hope", {"memory_rule": "paper"}, "has no weights for model.layers.0.mixer.initial_memory.outer"),
         ("hope", {"level_intermediate_sizes": [48]}, "of shape [32, 32], and its config.json asks for [32, 48]"),
         ("hope", {"hidden_size": 48, "head_dim": 16}, "of shape [300, 32], and its config.json asks for [300, 48]"),
         ("llama", {"vocab_size": 400}, "of shape [300, 32], and its config.json asks for [400, 32] (and 1 more)"),

@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
+from hope_hf import HopeConfig, HopeForCausalLM
 from hope_hf.evaluation.memory import gate_rows, memory, stress
+from hope_hf.evaluation.subject import Subject
 
 
 def test_gates_are_read_back(subject, arguments):
@@ -15,7 +17,7 @@ def test_gates_are_read_back(subject, arguments):
         with torch.no_grad():
             gates.gate_proj.weight.zero_()
             gates.learning_rate_bias.copy_(torch.tensor([0.0, math.log(3.0)] * 2))
-            gates.retention_bias.copy_(torch.tensor([math.log(9.0), math.log(99.0)] * 2))
+            gates.dt_bias.copy_(-torch.tensor([math.log(9.0), math.log(99.0)] * 2))
     tables = memory(arguments(lengths="64", samples_per_length=2), loaded).tables
     rows = tables["Gates by layer and head"]
     assert [(row["layer"], row["head"]) for row in rows] == [(layer, head) for layer in (0, 1) for head in range(4)]
@@ -24,6 +26,15 @@ def test_gates_are_read_back(subject, arguments):
         assert row["rate_std"] == pytest.approx(0.0, abs=1e-6)
         for name in ("horizon_25", "horizon_median", "horizon_75"):
             assert row[name] == pytest.approx([10.0, 100.0][row["head"] % 2], rel=1e-4)
+
+
+def test_layers_with_attention_have_no_gates():
+    sizes = dict(vocab_size=50, hidden_size=32, num_hidden_layers=3, head_dim=16, num_memory_heads=2)
+    config = HopeConfig(**sizes, layer_types=["full_attention", "hope_memory", "full_attention"])
+    hybrid = Subject(HopeForCausalLM(config).eval(), None)
+    rows = gate_rows(hybrid, [torch.tensor([[0, 1, 2, 3]])])
+    assert [(row["layer"], row["head"]) for row in rows] == [(1, 0), (1, 1)]
+    assert hybrid.has_memory and hybrid.longest_input == config.max_position_embeddings
 
 
 def test_the_hooks_are_gone_afterwards(subject):
@@ -51,8 +62,7 @@ def test_unusual_inputs(subject, arguments):
 def test_a_state_without_bound_is_an_error(subject, arguments):
     loaded = subject()
     for block in loaded.model.model.layers:
-        # weights that are turned over and doubled by every write of the same key
-        block.mixer.rule = block.mixer.rule._replace(error_clip=None, erase="both", hidden_norm="none", inner_rate=1.0)
+        # what is stored is turned over and grows 49-fold with every write of the same key
         block.mixer.config.memory_learning_rate_max = 50.0
         with torch.no_grad():
             block.mixer.gates.learning_rate_bias.fill_(10.0)

@@ -27,7 +27,7 @@ def trained(tmp_path_factory) -> Path:
     generator = random.Random(1)
     tokenizer = train_tokenizer([" ".join(generator.choices(WORDS, k=200))], 300)
     torch.manual_seed(0)
-    chunks = dict(memory_chunk_size=8, projection_chunk_size=16, level_intermediate_sizes=[32, 32])
+    chunks = dict(memory_chunk_size=8, level_intermediate_sizes=[32, 32])
     sizes = dict(hidden_size=32, num_hidden_layers=2, head_dim=16, level_periods=[1024, 4096])
     model = HopeForCausalLM(HopeConfig(vocab_size=len(tokenizer), **sizes, **chunks))
     with torch.no_grad():

@@ -149,7 +149,7 @@ def test_an_example_that_does_not_run_is_thrown_away(source, refused, monkeypatc
     check = folder.check_export
 
     def check_with_the_package(written, *arguments):
-        module = written / "vector_norms.py"
+        module = written / "memory_state.py"
         module.write_text(f"import hope_hf\n{module.read_text()}")
         return check(written, *arguments)
 
@@ -186,12 +186,13 @@ def test_weights_that_are_pickled(source, refused):
 def test_a_config_of_another_model(source, refused):
     """No weights are invented, left out or rounded."""
     config = json.loads((source / "config.json").read_text())
-    for field, value, sentence in (
-        ("memory_depth", config["memory_depth"] + 1, "has no weights for model.layers.0.mixer."),
-        ("num_hidden_layers", config["num_hidden_layers"] + 1, "has no weights for model.layers."),
-        ("dtype", "int8", "its config.json has the dtype 'int8'"),
+    more = {"num_hidden_layers": 3, "layer_types": ["hope_memory"] * 3}
+    for fields, sentence in (
+        ({"memory_projections": []}, "has no weights for model.layers.0.mixer."),
+        (more, "has no weights for model.layers.2."),
+        ({"dtype": "int8"}, "its config.json has the dtype 'int8'"),
     ):
-        (source / "config.json").write_text(json.dumps(config | {field: value}))
+        (source / "config.json").write_text(json.dumps(config | fields))
         assert sentence in refused(source)
     (source / "config.json").write_text(json.dumps(config))
     more = load_file(source / "model.safetensors") | {"more.weight": torch.ones(1)}

@@ -41,7 +41,7 @@ if os.environ.get("RUN_SLOW"):
 
 
 class Tester(CausalLMModelTester):
-    """Small models of one mixer."""
+    """Small models of one kind of layer."""
 
     config_class = HopeConfig
     base_model_class = HopeModel
@@ -49,11 +49,12 @@ class Tester(CausalLMModelTester):
     sequence_classification_class = hope_hf.HopeForSequenceClassification
     token_classification_class = hope_hf.HopeForTokenClassification
     question_answering_class = hope_hf.HopeForQuestionAnswering
-    mixer = "self_modifying"
+    layer_type = "hope_memory"
 
     def __init__(self, parent, **changes):
         sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
-        super().__init__(parent, **{**sizes, "mixer": self.mixer, **changes})
+        sizes |= {"num_memory_heads": 4, "layer_types": [self.layer_type] * 2}
+        super().__init__(parent, **{**sizes, **changes})
 
     @property
     def config_args(self):
@@ -62,7 +63,7 @@ class Tester(CausalLMModelTester):
 
 
 class Suite(CausalLMModelTest):
-    """Tests of both mixers."""
+    """Tests of both kinds of layers."""
 
     # By default for files with a licence header of 2023 or later only.
     test_can_init_all_missing_weights_before_2023 = True
@@ -75,6 +76,7 @@ class Suite(CausalLMModelTest):
             common_properties=["hidden_size", "num_hidden_layers", "num_attention_heads"],
             hidden_size=36,
             num_attention_heads=4,
+            num_memory_heads=4,
         )
 
 
@@ -93,7 +95,7 @@ class HopeMemory(Suite, unittest.TestCase):
         assert len(past_key_values) == config.num_hidden_layers
         assert seq_length is None or past_key_values.get_seq_length() == seq_length
         for layer in past_key_values.layers:
-            assert {len(tensor) for tensor in layer.state.values()} == {batch_size}
+            assert {len(tensor) for tensor in layer.state.named().values()} == {batch_size}
 
     def _check_caches_are_equal(self, cache1, cache2):
         first, second = HopeCache.state_tensors(cache1), HopeCache.state_tensors(cache2)
@@ -117,7 +119,7 @@ class HopeMemory(Suite, unittest.TestCase):
 class AttentionTester(Tester):
     """Small models of Hope-Attention."""
 
-    mixer = "attention"
+    layer_type = "full_attention"
 
 
 class HopeAttention(Suite, unittest.TestCase):

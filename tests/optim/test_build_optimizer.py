@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hope_hf import HopeConfig, HopeForCausalLM
 from hope_hf.optim import build_optimizer
 
 
@@ -142,6 +143,17 @@ def test_groups_of_transformers_models(model_type, tied, settings):
         embedding = any(part in name for part in ("embed_tokens", "wte", "wpe", "lm_head"))
         assert decays is (model.get_parameter(name).ndim == 2)
         assert rule == ("muon" if decays and not embedding else "adamw"), name
+
+
+@pytest.mark.parametrize("rule", [{}, {"memory_rule": "paper", "paper_rule": {"depth": 2}}], ids=["delta", "paper"])
+def test_groups_of_memories(rule, settings):
+    model = HopeForCausalLM(HopeConfig(vocab_size=32, hidden_size=32, num_hidden_layers=1, head_dim=16, **rule))
+    found = kinds(model, build_optimizer(model, "muon", **settings))
+    rules = {"in_proj": ("muon", True), "gate_proj": ("muon", True), "conv1d": ("adamw", True)}
+    rules |= dict.fromkeys(("initial_memory", "A_log", "dt_bias", "learning_rate_bias"), ("adamw", False))
+    for part, expected in rules.items():
+        own = {name: kind[:2] for name, kind in found.items() if f".{part}" in name or f"_{part}" in name}
+        assert set(own.values()) == {expected} or (part == "A_log" and rule), own
 
 
 def test_muon_trains_every_kind_of_parameter(leveled_model, set_gradients, settings):

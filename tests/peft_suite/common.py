@@ -19,12 +19,12 @@ from tests.test_decoder_models import TestDecoderModels  # noqa: E402, F401
 import hope_hf  # noqa: E402, F401  makes transformers' Auto classes know HOPE
 
 # PEFT has targets only for models of its own list: ours are the maps into the mixer, as in Llama.
-TARGETS = {"self_modifying": ["in_proj", "q_proj"], "attention": ["q_proj", "v_proj"], "mamba2": ["in_proj"]}
+TARGETS = {"hope_memory": ["in_proj", "q_proj"], "full_attention": ["q_proj", "v_proj"], "mamba2": ["in_proj"]}
 
 # Changed in place: the marks of the tests hold these list objects.
 suite.PEFT_DECODER_MODELS_TO_TEST[:] = suite.SMALL_GRID_MODELS[:] = ["tiny"]
 config = json.loads(Path("tiny/config.json").read_text())
-targets = TARGETS[config.get("mixer", config["model_type"])]
+targets = TARGETS[config["layer_types"][0] if config["model_type"] == "hope" else config["model_type"]]
 for config_class, options in suite.ALL_CONFIGS:
     if "target_modules" in config_class.__dataclass_fields__ and config_class is not suite.ShadowConfig:
         options["target_modules"] = targets

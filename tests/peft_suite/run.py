@@ -47,11 +47,11 @@ def tiny_models() -> dict[str, PreTrainedModel]:
         vocab_size=WORDS + 2, hidden_size=32, num_hidden_layers=2, head_dim=8, initializer_range=0.1,
         eos_token_id=WORDS, pad_token_id=WORDS + 1,
     )  # fmt: skip
-    ours = dict(**shared, level_intermediate_sizes=[32] * 3, memory_chunk_size=4, projection_chunk_size=8)
+    ours = dict(**shared, level_intermediate_sizes=[32] * 3, memory_chunk_size=4)
     mamba2 = Mamba2Config(**shared, num_heads=8, expand=2, n_groups=1, state_size=8, chunk_size=8)
     return {
         "HOPE": HopeForCausalLM(HopeConfig(**ours)),
-        "Hope-Attention": HopeForCausalLM(HopeConfig(**ours, mixer="attention")),
+        "Hope-Attention": HopeForCausalLM(HopeConfig(**ours, layer_types=["full_attention"] * 2)),
         PEER: Mamba2ForCausalLM(mamba2),
     }
 

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from training_runs import HOPE, LLAMA, make_tokenizer
+from training_runs import HOPE, HOPE_ATTENTION, HOPE_HYBRID, LLAMA, make_tokenizer
 
 from hope_hf.data import build
 from hope_hf.training import main
@@ -47,7 +47,10 @@ def hope(**fields) -> list[str]:
         (hope(level_variant="nested"), "nested"),
         (hope(vocab_size=100), "has ids up to 299"),
         ([*LLAMA, "--document_boundary", "carry"], "the llama has none: use --document_boundary reset"),
-        ([*hope(mixer="attention"), "--document_boundary", "carry"], "the attention mixer has none"),
+        ([*HOPE_ATTENTION, "--document_boundary", "carry"], "the attention mixer has none"),
+        ([*HOPE_HYBRID, "--document_boundary", "carry"], "would keep the keys and values of all tokens"),
+        (hope(num_hidden_layers=3, layer_types=["hope_memory"]), "`layer_types` has 1 entries"),
+        (hope(memory_rule="paper", paper_rule={"dept": 2}), "`paper_rule` has no field 'dept'"),
         ([*LLAMA[:3], LLAMA[3] + ",max_position_embeddings=16"], "--block_size 32 is longer than the model's 16 po"),
         ([*HOPE, "--level_optimizers", '{"7": {}}'], "--level_optimizers names level 7"),
         ([*HOPE, "--level_optimizers", "[" * 5000], "--level_optimizers is not JSON"),

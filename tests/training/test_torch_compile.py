@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from training_runs import HOPE, LLAMA, curve
+from training_runs import HOPE, HOPE_ATTENTION, LLAMA, curve
 
 # Inductor imports a deprecated part of torch.
 pytestmark = [
@@ -17,7 +17,6 @@ pytestmark = [
 STEPS = ["--block_size", "64", "--max_train_steps", "10", "--logging_steps", "3", "--eval_steps", "5"]
 STEPS += ["--checkpointing_steps", "5", "--save_total_limit", "9"]
 CARRY = ["--document_boundary", "carry"]
-ATTENTION = [HOPE[0], HOPE[1] + ",mixer=attention"]
 SYNTHETIC = ["--dataset_name", "synthetic"]
 
 
@@ -42,7 +41,7 @@ def compiled_graphs() -> int:
         (HOPE, CARRY),
         (HOPE, ["--gradient_checkpointing"]),
         (HOPE, SYNTHETIC),
-        (ATTENTION, []),
+        (HOPE_ATTENTION, []),
         (LLAMA, []),
     ],
     ids=["hope", "hope-carry", "hope-checkpointing", "hope-synthetic", "hope-attention", "llama"],

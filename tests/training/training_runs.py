@@ -27,9 +27,10 @@ GPT2 = [
 HOPE = [
     "--config_overrides",
     "hidden_size=64,num_hidden_layers=2,level_intermediate_sizes=[32,32],level_periods=[256,512],"
-    "memory_chunk_size=8,projection_chunk_size=16",
+    "memory_chunk_size=8",
 ]  # fmt: skip
-HOPE_ATTENTION = [HOPE[0], HOPE[1] + ",mixer=attention"]
+HOPE_ATTENTION = [HOPE[0], HOPE[1] + ",layer_types=[full_attention,full_attention]"]
+HOPE_HYBRID = [HOPE[0], HOPE[1] + ",layer_types=[hope_memory,full_attention]"]
 
 
 def reset_accelerate():

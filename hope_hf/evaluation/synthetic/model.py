@@ -23,12 +23,13 @@ SIZES = {
     "intermediate_size": 176,
 }
 OWN_SIZES = {
-    # Four heads, one chunk of the projection memories for words of up to 128 symbols; the levels' sizes follow.
+    # Four heads, and one chunk for words of up to 128 symbols, so that a symbol's key and value do not depend on its
+    # place; the levels' sizes follow.
     "hope": {
         "hidden_size": 64,
         "num_hidden_layers": 2,
         "head_dim": 32,
-        "projection_chunk_size": 128,
+        "memory_chunk_size": 128,
         "level_periods": None,
         "level_intermediate_sizes": None,
     },

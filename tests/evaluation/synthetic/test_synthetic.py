@@ -18,9 +18,9 @@ from hope_hf.evaluation.synthetic.task import Batch, Task
 from hope_hf.evaluation.synthetic.training import fixed_samples, rate_at, score_samples, train
 
 CPU = torch.device("cpu")
-SMALL = "hidden_size=16,head_dim=16,num_hidden_layers=1,memory_chunk_size=16,projection_chunk_size=16"
+SMALL = "hidden_size=16,head_dim=16,num_hidden_layers=1,memory_chunk_size=16"
 # flips of a whole chunk's memory, as parity and counting modulo need them
-FLIPS = "hidden_size=32,head_dim=16,num_hidden_layers=1,memory_depth=1,memory_chunk_size=32,projection_chunk_size=32"
+FLIPS = "hidden_size=32,head_dim=16,num_hidden_layers=1,memory_chunk_size=32"
 
 
 def arguments(**options) -> Arguments:
@@ -62,7 +62,7 @@ def test_models_of_any_architecture_are_small_and_seeded(model_type):
 
 
 def test_the_users_overrides_go_on_top_and_a_named_size_stays_as_it_is():
-    assert small_model(arguments(config_overrides="hidden_size=128"), 7, 0).config.num_attention_heads == 8
+    assert small_model(arguments(config_overrides="hidden_size=128"), 7, 0).config.num_memory_heads == 8
     named = small_model(arguments(config_name="tiny", config_overrides="num_hidden_layers=1"), 7, 0).config
     assert (named.hidden_size, named.num_hidden_layers, named.vocab_size) == (256, 1, 7)
 
@@ -77,8 +77,8 @@ def test_a_loaded_model_plays_no_part_and_the_user_is_told():
     [
         ({}, "hope"),
         ({"model_type": "llama"}, "llama"),
-        ({"config_overrides": "memory_depth=2"}, "hope (memory_depth=2)"),
-        ({"config_name": "tiny", "config_overrides": SMALL}, "tiny (5 fields changed)"),
+        ({"config_overrides": "conv_kernel_size=2"}, "hope (conv_kernel_size=2)"),
+        ({"config_name": "tiny", "config_overrides": SMALL}, "tiny (4 fields changed)"),
     ],
 )
 def test_a_models_name_says_what_was_changed(options, name):
@@ -95,7 +95,7 @@ def test_rows_count_what_they_rest_on():
     ]  # fmt: skip
     for row in rows:
         assert set(row) == set(rows[0]) and row["n"] == 10 and row["steps"] == 2 and row["seconds"] > 0
-        assert row["model"] == "hope (5 fields changed)"
+        assert row["model"] == "hope (4 fields changed)"
         assert 0 <= row["accuracy"] <= row["best"] <= 1
     module = small_model(args, 33, 0)
     assert rows[0]["parameters"] == sum(p.numel() for p in module.parameters())
