@@ -248,7 +248,9 @@ class SelfModifyingTitans(nn.Module):
             return values.flatten(0, 1)
 
         shared = None if self.in_proj is None else stream(self.in_proj)
-        key, value = (shared if projection is None else stream(projection) for projection in (self.k_proj, self.v_proj))
+        key, value = (
+            shared if projection is None else stream(projection) for projection in (self.k_proj, self.v_proj)
+        )
         return ScanInputs(key, value, stream(self.q_proj), *(gate(values) for values in self.gates(hidden_states)))
 
     def memories(self, batch_size: int, dtype: torch.dtype) -> Memories:
