@@ -9,8 +9,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 CACHE_FILE = "hope_cache.safetensors"
-# 1 had no checksum
-_FORMAT = "2"
+# 1 had no checksum, 2 states of two groups of memories
+_FORMAT = "3"
 _AGAIN = "read the text again and save a new one"
 
 

@@ -3,7 +3,8 @@
 Two thirds of its time are batched matrix products. Autograd would keep and copy far more: per chunk, this saves what
 the backward pass reads and nothing else, and its products have all memories side by side as columns.
 
-Axes: b sequences times heads, S slot (`chunk_layout`), C slot of the piece, D head width, M memories of a layer, K width of the convolution. Tokens are rows; a memory acts as `z W`.
+Axes: b sequences times heads, S slot (`chunk_layout`), C slot of the piece, D head width, M memories of a layer, K
+width of the convolution. Tokens are rows; a memory acts as `z W`.
 """
 
 from typing import NamedTuple

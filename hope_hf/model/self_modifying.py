@@ -44,8 +44,8 @@ class InitialMemory(nn.Module):
     """Learned initial weights of a layer's memories, in the form that their rule gives them.
 
     Delta rule: `weight` [H, D, D] of the content memory. Paper's rule: `outer` and, for depth 2, `inner` of all
-    memories, [H, N, D, D] each. A module of its own, read through `forward`: sharding engines gather parameters around a module's
-    forward and free them after it, so what it returns owns its storage.
+    memories, [H, N, D, D] each. A module of its own, read through `forward`: sharding engines gather parameters around
+    a module's forward and free them after it, so what it returns owns its storage.
     """
 
     is_initial_state = True
@@ -153,8 +153,8 @@ class SelfModifyingTitans(nn.Module):
 
     Linear maps make key, value and query; memories remake key and value (under the paper's rule, of one input for
     both); all pass a short convolution, SiLU and (k, q) normalisation; memories are written and read; per head the
-    reads are normalised, gated and projected. The scan computes in float32 (float64 in a float64 model), whatever autocast or the weights'
-    dtype say.
+    reads are normalised, gated and projected. The scan computes in float32 (float64 in a float64 model), whatever
+    autocast or the weights' dtype say.
 
     With `memory_projections=[]`, `memory_value_gate=False` and initial memories of 0 it is transformers'
     `Qwen3NextGatedDeltaNet` with as many key as value heads.

@@ -135,7 +135,7 @@ def initial_loss(model, ids):
 def test_loss_at_initialisation_is_that_of_a_uniform_guess(config):
     torch.manual_seed(0)
     model = HopeForCausalLM(HopeConfig(**config))
-    ids = text(2, 128, vocab_size=config["vocab_size"])
+    ids = text(8, 128, vocab_size=config["vocab_size"])
     assert initial_loss(model, ids) == pytest.approx(math.log(config["vocab_size"]), rel=0.02)
 
 
