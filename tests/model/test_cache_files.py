@@ -133,7 +133,7 @@ def test_a_file_of_another_model_or_damaged_is_refused_in_a_sentence(tiny_model,
     with pytest.raises(ValueError, match="hope_cache.safetensors is damaged"):
         HopeCache.from_pretrained(tmp_path, model)
     save_file({"x": torch.zeros(1)}, file)
-    with pytest.raises(ValueError, match="has the cache format None, and this version of HOPE reads format 2"):
+    with pytest.raises(ValueError, match="has the cache format None, and this version of HOPE reads format 3"):
         HopeCache.from_pretrained(tmp_path, model)
     with pytest.raises(ValueError, match="holds no hope_cache.safetensors"):
         HopeCache.from_pretrained(tmp_path / "nowhere", model)
@@ -248,7 +248,7 @@ def test_a_file_of_the_older_format_is_refused_by_its_number(tiny_model, tmp_pat
     with safe_open(file, framework="pt") as saved:
         metadata = saved.metadata()
     save_file(load_file(file), file, {**metadata, "hope_cache": "1"})
-    with pytest.raises(ValueError, match="has the cache format 1, and this version of HOPE reads format 2"):
+    with pytest.raises(ValueError, match="has the cache format 1, and this version of HOPE reads format 3"):
         HopeCache.from_pretrained(tmp_path, model)
 
 
@@ -320,7 +320,7 @@ def test_a_cache_that_does_not_fit_is_refused_in_a_sentence(tiny_model):
         (tiny_model(**ATTENTION), ids, cache, "with a HopeMemoryLayer where .*layer of type 'full_attention'"),
         (model, ids, read(tiny_model(**ATTENTION), ids), "with a DynamicLayer where .*layer of type 'hope_memory'"),
         (tiny_model(**HYBRID), ids, cache, "with a HopeMemoryLayer where .*layer of type 'full_attention'"),
-        (tiny_model(memory_projections=["v"]), ids, cache, "2 heads of 3 memories .* have 2 of 2 .*another model"),
+        (tiny_model(memory_projections=["v"]), ids, cache, "2 heads of 1 memories .* have 2 of 2 .*another model"),
         (model, ids, DynamicCache([(ids, ids)]), "DynamicCache of 1 layers, and the model has 2"),
         (model, ids, (), "tuple of no layers"),
     ]
