@@ -8,15 +8,15 @@ from hope_hf.model.modeling_hope import HopeBlock
 
 # Options of models of two layers whose mixers are memories.
 MEMORIES = {
-    "delta": {},
-    "delta-static": dict(memory_projections=[]),
+    "delta": dict(memory_projections=["k", "v"]),
+    "delta-static": {},
     "paper-1": dict(memory_rule="paper"),
     "paper-2": dict(memory_rule="paper", paper_rule={"depth": 2}),
 }
-HYBRID = dict(layer_types=["hope_memory", "full_attention"])
+HYBRID = dict(layer_types=["hope_memory", "full_attention"], memory_projections=["k", "v"])
 ATTENTION = dict(layer_types=["full_attention", "full_attention"])
 # Both kinds of layers, by themselves and together.
-LAYERS = {"memory": {}, "hybrid": HYBRID, "attention": ATTENTION}
+LAYERS = {"memory": dict(memory_projections=["k", "v"]), "hybrid": HYBRID, "attention": ATTENTION}
 MIXERS = MEMORIES | {"hybrid": HYBRID, "attention": ATTENTION}
 
 
