@@ -99,7 +99,7 @@ def _introduction(model) -> str:
         )
         if config.has_attention:
             number = config.layer_types.count("full_attention")
-            mixer += f"; {number} of its {config.num_hidden_layers} layers have softmax attention instead"
+            mixer += f" (and softmax attention in {number} of the {config.num_hidden_layers} layers)"
     periods = ", ".join(f"{period:,}" for period in config.level_periods)
     dtype = str(model.dtype).removeprefix("torch.")
     return f"""\

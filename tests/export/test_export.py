@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from hope_hf import HopeForCausalLM
 from hope_hf.export import folder, main
-from hope_hf.export.card import usage_code
+from hope_hf.export.card import model_card, usage_code
 
 TEXT_FILES = {".md", ".json", ".py"}
 
@@ -129,6 +129,20 @@ def test_a_folder_with_nothing_but_a_model(source, monkeypatch, tmp_path):
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert "## Training" not in card.text and "## Evaluation" not in card.text
     assert card.data.license == "apache-2.0"
+
+
+@pytest.mark.parametrize(
+    "layer_types, has_memories, attention",
+    [
+        (["hope_memory", "hope_memory"], True, ""),
+        (["hope_memory", "full_attention"], True, "softmax attention in 1 of the 2 layers"),
+        (["full_attention", "full_attention"], False, "softmax attention (Hope-Attention)"),
+    ],
+)
+def test_the_card_says_what_mixes_tokens(tiny_model, layer_types, has_memories, attention):
+    text = model_card(tiny_model(layer_types=layer_types), "owner/name", "mit", None, None).text
+    assert ("made of self-modifying memories" in text) is has_memories
+    assert attention in text and ("softmax attention" in text) is bool(attention)
 
 
 def test_an_export_of_other_weights_is_thrown_away(source, refused, monkeypatch):
