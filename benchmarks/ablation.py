@@ -5,7 +5,7 @@ are those of `variants.py`. Differences are to HOPE with the same seed. The seed
 other parameters has other initial values: a difference below the spread over seeds is not significant.
 
     python benchmarks/ablation.py                               all variants, two runs at a time
-    python benchmarks/ablation.py --variants paper static_k --seeds 1
+    python benchmarks/ablation.py --variants paper no_value_gate --seeds 1
     python benchmarks/ablation.py --report                      the table only
 
 Finished runs are kept and not repeated; stopped runs continue at their last checkpoint.

@@ -48,6 +48,7 @@ def default_size(vocab_size: int, layers: int = LAYERS) -> Size:
         memory_heads=config.num_memory_heads,
         level_intermediate_size=config.level_intermediate_sizes[0],
         parameters=count_parameters("hope", fields),
+        mamba_layers=2 * layers,
     )
 
 

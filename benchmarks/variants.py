@@ -11,12 +11,11 @@ def paper(**rule) -> dict:
 
 
 VARIANTS = {
-    "no_self_modification": {"projection_memory_rate": 0.0},
-    "full_rate_projections": {"projection_memory_rate": 1.0},
-    "static_k": {"memory_projections": ["v"]},
-    "static_v": {"memory_projections": ["k"]},
-    # The gated DeltaNet with learned initial states.
-    "static_k_and_v": {"memory_projections": []},
+    "keys_and_values_from_memories": {"memory_projections": ["k", "v"]},
+    "keys_from_memories": {"memory_projections": ["k"]},
+    "values_from_memories": {"memory_projections": ["v"]},
+    "projection_memories_at_full_rate": {"memory_projections": ["k", "v"], "projection_memory_rate": 1.0},
+    "no_value_gate": {"memory_value_gate": False},
     "no_retention": {"retention_bias": [16.0, 16.0]},
     "longer_horizons": {"retention_bias": [3.0, 8.0]},
     "small_learning_rate": {"memory_learning_rate_bias": [-3.0, -3.0]},

@@ -51,7 +51,7 @@ def test_levels_keep_their_width_in_sum():
 
 def test_every_run_is_planned_once_seed_by_seed():
     jobs = rows_at([RATE], [1, 2])(matrix(HOPE, "paper"), {job(HOPE, 2): 3.0})
-    assert jobs == [job(HOPE, 1), job("paper", 1), job("paper_depth_2", 2)]
+    assert jobs == [job(HOPE, 1), job("paper", 1), job("paper", 2)]
 
 
 def test_differences_are_those_of_a_seed():
@@ -60,15 +60,15 @@ def test_differences_are_those_of_a_seed():
 
     rows = {
         job(HOPE, 1): row(3.0, 100.0), job(HOPE, 2): row(4.0, 100.0),
-        job("paper", 1): row(3.5, 50.0), job("paper_depth_2", 2): row(4.3, 60.0), job(FROZEN, 1): row(3.1, 25.0),
+        job("paper", 1): row(3.5, 50.0), job("paper", 2): row(4.3, 60.0), job(FROZEN, 1): row(3.1, 25.0),
     }  # fmt: skip
-    lines = table(matrix(HOPE, FROZEN, "paper", "static_k"), rows).splitlines()
+    lines = table(matrix(HOPE, FROZEN, "paper", "no_value_gate"), rows).splitlines()
     assert "+0.0000 ± 0.0000 | 2 |" in lines[2]
     assert "| 3.1000 | +0.1000 | 1 | 0.25 |" in lines[3]
     assert "| 3.9000 ± 0.5657 | +0.4000 ± 0.1414 | 2 | 0.55 ± 0.0707 |" in lines[4]
     assert "missing | missing | 0 | missing" in lines[5]
-    diverged = rows | {job("static_k", 1): row(None, 50.0)}
-    assert "| diverged | diverged | 1 | 0.50 |" in table(matrix(HOPE, "static_k"), diverged).splitlines()[3]
+    diverged = rows | {job("no_value_gate", 1): row(None, 50.0)}
+    assert "| diverged | diverged | 1 | 0.50 |" in table(matrix(HOPE, "no_value_gate"), diverged).splitlines()[3]
 
 
 @pytest.mark.parametrize("flags", [["--parallel", "0"], ["--learning_rate", "2"]])
@@ -81,4 +81,4 @@ def test_one_sentence_for_wrong_flags(tmp_path, flags, capsys):
 def test_the_published_rows_are_shown(program, tmp_path, capsys):
     published = Path(__file__).parents[1] / "docs/results/quality.jsonl"
     assert program(["--output_dir", str(tmp_path), "--report", "--results", str(published)]) == 0
-    assert "| hope_frozen | 623,1" in capsys.readouterr().out
+    assert "| hope_frozen | 624,1" in capsys.readouterr().out

@@ -124,8 +124,8 @@ class HopeConfig(PreTrainedConfig):
             keeps 0.99 of its size; at 2 the state would grow with the text.
         memory_learning_rate_bias (`list[float]`, *optional*, defaults to `[0.0, 0.0]`):
             Bias of the learning-rate gate before the sigmoid at initialisation, of the head that writes least and of
-            the head that writes most; the heads between are spread evenly. With a largest rate of 1.99, `[-8, 8]`
-            begins with everything between adding up small writes and flipping the sign of what is stored, which the
+            the head that writes most; the heads between are spread evenly. With a largest rate of 1.99, `[0, 8]`
+            begins with everything between replacing what is stored under a key and flipping its sign, which the
             formal languages need (`benchmarks/formal_languages.yaml`).
         memory_value_gate (`bool`, *optional*, defaults to `True`):
             Of the delta rule: whether a gate of every head and token gives values their norm, between 0 and 2. Without

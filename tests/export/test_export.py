@@ -202,7 +202,7 @@ def test_a_config_of_another_model(source, refused):
     config = json.loads((source / "config.json").read_text())
     more = {"num_hidden_layers": 3, "layer_types": ["hope_memory"] * 3}
     for fields, sentence in (
-        ({"memory_projections": []}, "has no weights for model.layers.0.mixer."),
+        ({"memory_rule": "paper"}, "has no weights for model.layers.0.mixer."),
         (more, "has no weights for model.layers.2."),
         ({"dtype": "int8"}, "its config.json has the dtype 'int8'"),
     ):
