@@ -5,8 +5,8 @@
     python benchmarks/mad.py --report                           the tables only
 
 Models of width 64 and two layers (Mamba-2: four), trained on fresh samples as `run_eval.py --suite synthetic` trains
-them: the same steps, batches and samples for every model, about as many parameters (HOPE has its config's defaults,
-one number of the others is fitted). `hope_frozen` is the control: only convolutions and levels. Learning rates are
+them: the same steps, batches and samples for every model, about as many parameters (one number of each is fitted; the
+rest of HOPE is its config's default). `hope_frozen` is the control: only convolutions and levels. Learning rates are
 tried in order, the later ones if the earlier ones left mistakes. Finished trainings are appended to the results file
 and not repeated.
 """
@@ -34,11 +34,12 @@ from hope_hf.evaluation.arguments import Arguments
 from hope_hf.evaluation.synthetic.model import small_model
 from hope_hf.evaluation.synthetic.suite import synthetic
 
-# Model type, and fields that make it as large as HOPE (0.13 M parameters and the vocabulary's).
+# Model type, and fields that make all of one size (0.13 M parameters and the vocabulary's).
 UNTIED = {"tie_word_embeddings": False}
+HOPE = UNTIED | {"level_intermediate_sizes": [32, 32, 32]}
 MODELS = {
-    "hope": ("hope", UNTIED),
-    "hope_frozen": ("hope", UNTIED | {"memory_learning_rate_max": 0.0}),
+    "hope": ("hope", HOPE),
+    "hope_frozen": ("hope", HOPE | {"memory_learning_rate_max": 0.0}),
     "llama": ("llama", UNTIED | {"intermediate_size": 256}),
     "llama_conv": ("llama_conv", UNTIED | {"intermediate_size": 252}),
     "mamba2": (

@@ -130,10 +130,11 @@ class HopeConfig(PreTrainedConfig):
         memory_value_gate (`bool`, *optional*, defaults to `True`):
             Of the delta rule: whether a gate of every head and token gives values their norm, between 0 and 2. Without
             it the norm is what the projection and its convolution give.
-        retention_bias (`list[float]`, *optional*, defaults to `[1.0, 8.0]`):
+        retention_bias (`list[float]`, *optional*):
             Bias of the retention gate alpha before the sigmoid at initialisation, of the head that forgets fastest
-            and of the one that forgets slowest; the heads between are spread evenly (horizons of about 3 to 3,000
-            tokens).
+            and of the one that forgets slowest; the heads between are spread evenly. `[1, 8]` under the paper's rule
+            (horizons of about 3 to 3,000 tokens). Unless given, the delta rule begins with the gated DeltaNet's gates:
+            time steps drawn between 0.001 and 0.1, times a rate drawn up to 16.
         paper_rule (`dict`, *optional*):
             Of `memory_rule="paper"` alone. `depth` (1): layers of a memory, 2 is equation (89), 1 is `M(z) = z + W z`.
             `erase` ("output"): which layers erase along their input before they write, "output", "both" or "none".
@@ -240,7 +241,7 @@ class HopeConfig(PreTrainedConfig):
             self.memory_projections = ["k", "v"] if self.memory_rule == "paper" else []
         if self.memory_learning_rate_bias is None:
             self.memory_learning_rate_bias = [0.0, 0.0]
-        if self.retention_bias is None:
+        if self.retention_bias is None and self.memory_rule == "paper":
             self.retention_bias = [1.0, 8.0]
         if self.memory_rule == "paper":
             self.paper_rule = _PAPER_RULE | (self.paper_rule or {})
@@ -359,7 +360,7 @@ class HopeConfig(PreTrainedConfig):
             )
         for name in ("memory_learning_rate_bias", "retention_bias"):
             pair = getattr(self, name)
-            if len(pair) != 2:
+            if pair is not None and len(pair) != 2:
                 raise ValueError(f"`{name}` must be two numbers, of the first and of the last head, got {pair}")
         if not 0 <= self.memory_learning_rate_max <= _LARGEST_RATE:
             raise ValueError(

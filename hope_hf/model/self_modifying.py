@@ -8,6 +8,8 @@ Axes: B sequence in batch, T token of the call, S slot (`chunk_layout`), H head,
 streams, then the content memory), D head width, K width of the convolution.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -25,6 +27,9 @@ from .paper_rule import PaperMemories, PaperRule
 # standard deviation of a memory's output layer at initialisation, times 1 / sqrt(its input width)
 _OUTPUT_STD = 0.05
 _INNER_GAIN = 2.0
+# between which softplus(dt_bias) and exp(A_log) are drawn
+_TIME_STEPS = (0.001, 0.1)
+_DECAY_RATES = (0.01, 16.0)
 
 
 class HopeRMSNorm(nn.Module):
@@ -137,15 +142,20 @@ class MemoryGates(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Learning rates and horizons of retention, spread over the heads."""
-        config = self.config
-        spread = torch.linspace(0, 1, config.num_memory_heads)
-        (low, high), (fast, slow) = config.memory_learning_rate_bias, config.retention_bias
-        init.copy_(self.learning_rate_bias, low + (high - low) * spread)
-        init.copy_(self.dt_bias, -(fast + (slow - fast) * spread))
-        for begins_at_zero in (self.A_log, self.value_bias):
-            if begins_at_zero is not None:
-                init.zeros_(begins_at_zero)
+        """Learning rates spread over the heads; retention spread, too, or drawn as in the gated DeltaNet."""
+        config, heads = self.config, self.config.num_memory_heads
+        init.copy_(self.learning_rate_bias, torch.linspace(*config.memory_learning_rate_bias, heads))
+        if config.retention_bias is None:
+            # flash-linear-attention's, which transformers' Qwen3-Next replaces by time steps of 1.3
+            step = torch.exp(torch.empty(heads).uniform_(*map(math.log, _TIME_STEPS)))
+            init.copy_(self.dt_bias, step + torch.log(-torch.expm1(-step)))
+            init.copy_(self.A_log, torch.empty(heads).uniform_(*_DECAY_RATES).log())
+        else:
+            init.copy_(self.dt_bias, -torch.linspace(*config.retention_bias, heads))
+            if self.A_log is not None:
+                init.zeros_(self.A_log)
+        if self.value_bias is not None:
+            init.zeros_(self.value_bias)
 
 
 class SelfModifyingTitans(nn.Module):

@@ -43,6 +43,8 @@ def folders(tokenizer, tmp_path_factory) -> dict[str, str]:
     sizes = dict(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2)
     chunks = dict(memory_chunk_size=8, level_intermediate_sizes=[32], level_periods=[1])
     hope = HopeForCausalLM(HopeConfig(head_dim=16, **chunks, **sizes))
+    # others do not depend on how many numbers HOPE draws
+    torch.manual_seed(1)
     llama = LlamaConfig(num_attention_heads=2, intermediate_size=48, max_position_embeddings=512, **sizes)
     gpt2 = GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=1, n_head=2, n_positions=160)
     mamba2 = Mamba2Config(num_heads=4, head_dim=16, n_groups=1, state_size=8, chunk_size=16, **sizes)

@@ -18,6 +18,7 @@ def test_gates_are_read_back(subject, arguments):
             gates.gate_proj.weight.zero_()
             gates.learning_rate_bias.copy_(torch.tensor([0.0, math.log(3.0)] * 2))
             gates.dt_bias.copy_(-torch.tensor([math.log(9.0), math.log(99.0)] * 2))
+            gates.A_log.zero_()
     tables = memory(arguments(lengths="64", samples_per_length=2), loaded).tables
     rows = tables["Gates by layer and head"]
     assert [(row["layer"], row["head"]) for row in rows] == [(layer, head) for layer in (0, 1) for head in range(4)]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from hope_hf import HopeConfig, HopeForCausalLM
 
@@ -61,6 +62,18 @@ def test_learning_rates_and_horizons_are_spread_over_the_heads(rule):
     size = {"vocab_size": 500, "hidden_size": 256, "num_hidden_layers": 1, "memory_rule": rule}
     gates = HopeForCausalLM(HopeConfig(memory_learning_rate_bias=[-1.0, 2.5], **size)).model.layers[0].mixer.gates
     assert gates.learning_rate_bias.tolist() == pytest.approx([-1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 2.5])
-    gates = HopeForCausalLM(HopeConfig(**size)).model.layers[0].mixer.gates
+    gates = HopeForCausalLM(HopeConfig(retention_bias=[1, 8], **size)).model.layers[0].mixer.gates
     assert gates.dt_bias.tolist() == pytest.approx((-torch.linspace(1, 8, 8)).tolist())
+    assert gates.A_log is None if rule == "paper" else gates.A_log.tolist() == [0.0] * 8
     assert gates.learning_rate_bias.tolist() == [0.0] * 8
+
+
+def test_retention_of_the_delta_rule_begins_as_in_the_gated_deltanet():
+    """Time steps between 0.001 and 0.1, evenly in their logarithm; rates evenly up to 16."""
+    torch.manual_seed(0)
+    config = HopeConfig(vocab_size=8, hidden_size=64, num_hidden_layers=1, num_memory_heads=4000, head_dim=1)
+    gates = HopeForCausalLM(config).model.layers[0].mixer.gates
+    steps, rates = F.softplus(gates.dt_bias).log10(), gates.A_log.exp()
+    for values, low, high in ((steps, -3, -1), (rates, 0.01, 16)):
+        assert low <= values.min() < low + 0.01 * (high - low) and high - 0.01 * (high - low) < values.max() <= high
+        assert values.mean().item() == pytest.approx((low + high) / 2, rel=0.03)

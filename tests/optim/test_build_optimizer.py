@@ -149,7 +149,7 @@ def test_groups_of_transformers_models(model_type, tied, settings):
 def test_groups_of_memories(rule, settings):
     model = HopeForCausalLM(HopeConfig(vocab_size=32, hidden_size=32, num_hidden_layers=1, head_dim=16, **rule))
     found = kinds(model, build_optimizer(model, "muon", **settings))
-    rules = {"in_proj": ("muon", True), "gate_proj": ("muon", True), "conv1d": ("adamw", True)}
+    rules = {"q_proj": ("muon", True), "gate_proj": ("muon", True), "conv1d": ("adamw", True)}
     rules |= dict.fromkeys(("initial_memory", "A_log", "dt_bias", "learning_rate_bias"), ("adamw", False))
     for part, expected in rules.items():
         own = {name: kind[:2] for name, kind in found.items() if f".{part}" in name or f"_{part}" in name}
