@@ -55,8 +55,9 @@ def tiny_model(tiny_config):
         with torch.no_grad():
             for module in model.modules():
                 if getattr(module, "is_initial_state", False):
-                    # far from the near-identity start, so that the logits show which document a memory holds
-                    list(module.parameters())[-1].mul_(20)
+                    # far from the start, so that the logits show which document a memory holds
+                    layer = list(module.parameters())[-1]
+                    layer.normal_(std=layer.shape[-1] ** -0.5)
         return model
 
     return build

@@ -93,7 +93,7 @@ class HopePreTrainedModel(PreTrainedModel):
         | o_proj, down_proj | normal, `initializer_range / sqrt(2 * num_hidden_layers)` |
         | embedding and head wider than 768 | times `sqrt(768 / hidden_size)` |
         | norms, level mix | 1 |
-        | initial memories | normal, 0.05 / sqrt(width); the inner layers of depth 2 orthogonal times 2 |
+        | initial memories | 0; paper's rule: normal, 0.05 / sqrt(width), inner layers orthogonal times 2 |
         | convolutions | uniform, +-1/sqrt(kernel) |
         | gates | see `MemoryGates` |
         """

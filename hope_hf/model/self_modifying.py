@@ -71,11 +71,14 @@ class InitialMemory(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Small; inner layers orthogonal."""
+        """0 under the delta rule. Under the paper's, outer layers small and inner layers orthogonal."""
         for name, layer in self.named_parameters(recurse=False):
             if name == "inner":
                 noise = torch.randn(layer.shape, device=layer.device)
                 init.copy_(layer, _INNER_GAIN * torch.linalg.qr(noise).Q)
+            elif name == "weight":
+                # Small random weights are noise in the reads, and delay how recall begins (docs/log.md).
+                init.zeros_(layer)
             else:
                 init.normal_(layer, std=_OUTPUT_STD / layer.shape[-1] ** 0.5)
 

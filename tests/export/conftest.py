@@ -32,7 +32,7 @@ def trained(tmp_path_factory) -> Path:
     model = HopeForCausalLM(HopeConfig(vocab_size=len(tokenizer), **sizes, **chunks))
     with torch.no_grad():
         for block in model.model.layers:
-            block.mixer.initial_memory.weight.mul_(20)
+            block.mixer.initial_memory.weight.normal_(std=0.25)
             block.mixer.o_proj.weight.mul_(20)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
