@@ -172,7 +172,7 @@ def _model(name: str, size: Size, fitted: int) -> Model:
         "memory_rule": "delta",
         "memory_projections": [],
         "memory_value_gate": True,
-        "retention_bias": [1.0, 8.0],
+        "retention_bias": None,
         # At least four chunks in a block.
         "memory_chunk_size": min(64, size.block_size // 4),
     }

@@ -43,8 +43,6 @@ def train_recall(
         vocab_size=2 * symbols,
         hidden_size=64,
         num_hidden_layers=2,
-        # There are two heads; with the default of 1 one of them begins by forgetting within three tokens.
-        retention_bias=[3.0, 8.0],
         **({"memory_learning_rate_max": 0.0} if frozen else {}),
         **options,
     )
