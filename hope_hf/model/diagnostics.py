@@ -32,7 +32,7 @@ def memory_statistics(mixer, hidden_states: torch.Tensor) -> dict[str, torch.Ten
     |---|---|
     | learning_rate_mean, retention_mean | eta and alpha of equation (88) |
     | surprise_before, surprise_after | norm of M(k) - target at the chunk's first and last weights |
-    | state_norm_ratio | norm of the content memory's change over the norm of its initial state |
+    | state_norm_ratio | norm of the content memory's change over the norm of the identity |
     | key_norm, value_norm, target_norm | norms of keys before normalisation, of values and targets as written |
     """
     norms = {name: [] for name in ("surprise_before", "surprise_after", "key_norm", "value_norm", "target_norm")}
@@ -49,13 +49,12 @@ def memory_statistics(mixer, hidden_states: torch.Tensor) -> dict[str, torch.Ten
                 norms[name].append(vectors.norm(dim=-1))
         initial, final = memories.content(memories.fresh()), memories.content(after.current)
     moved = sum((b - a).square().sum((-1, -2)) for a, b in zip(initial, final, strict=True)).sqrt()
-    start = sum(a.square().sum((-1, -2)) for a in initial).sqrt()
     rate, retention = gate_values(mixer, hidden_states)
     return {
         "learning_rate_mean": rate.mean(),
         "retention_mean": retention.mean(),
         **{name: torch.cat(parts, -1).mean() for name, parts in norms.items()},
-        "state_norm_ratio": (moved / start).mean(),
+        "state_norm_ratio": moved.mean() / mixer.config.head_dim**0.5,
     }
 
 
