@@ -69,7 +69,8 @@ def draw_scan(axes: Axes):
     below = "Each head of each sequence has memories of its own. Writing is gradient descent inside the forward pass."
     title(axes, 4.1, 7.0, "Inside the mixer: a scan over chunks of the text", below)
     lefts, width = (5.0, 7.08, 9.16), 1.64
-    for name, what, y in (("makers", "of keys, values\n(an option)", 5.05), ("content", "stores them,\nis read", 3.65)):
+    rows = (("makers", "of keys, values\n(an option)", 5.05), ("content", "stores them,\nis read", 3.65))
+    for name, what, y in rows:
         axes.text(4.1, y + 0.3, name, fontsize=10.5, fontweight="bold", color=INK, va="center")
         axes.text(4.1, y - 0.05, what, fontsize=8.5, color="#565d66", va="center", linespacing=1.2)
     for index, left in enumerate(lefts):
