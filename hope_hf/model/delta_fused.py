@@ -362,8 +362,8 @@ class _Scan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_reads, *grad_state):
         saved = list(ctx.saved_tensors)
-        tensors = [saved.pop(0) for _ in range(len(saved) - len(ctx.pieces) * len(_Kept._fields))]
-        inputs, weights, _ = _group(tensors)
+        first = len(saved) - len(ctx.pieces) * len(_Kept._fields)
+        inputs, weights, _ = _group(saved[:first])
         # every slot of the inputs' gradients is written once
         into = _Gradients(
             ScanInputs(*(None if part is None else torch.empty_like(part) for part in inputs)),

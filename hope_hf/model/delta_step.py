@@ -1,10 +1,9 @@
 """One token of the delta rule without gradients: generation. No solve, no masks, every weight read once."""
 
 import torch
-import torch.nn.functional as F
 
 from .delta_rule import DeltaMemories
-from .memory_scan import ScanInputs, ScanPiece, ScanState, convolve, select_rows, unit, written_values
+from .memory_scan import ScanInputs, ScanPiece, ScanState, make_streams, select_rows, unit, written_values
 
 
 @torch.no_grad()
@@ -12,17 +11,13 @@ def step_token(
     inputs: ScanInputs, memories: DeltaMemories, state: ScanState, piece: ScanPiece
 ) -> tuple[torch.Tensor, ScanState]:
     """`memory_scan.scan_piece` of a piece of one token: reads [b, 1, D], and the state after it."""
-    (current,), (start,), tail = state
     initial, width = memories.initial, inputs.query.shape[-1]
     if piece.keeps is not None:
-        current, start = piece.keeps * current, piece.keeps * start
-    streams = {"k": inputs.key, "v": inputs.value, "q": inputs.query}
-    for index, name in enumerate(memories.remade):
-        columns = slice(index * width, (index + 1) * width)
-        streams[name] = torch.baddbmm(streams[name], streams[name], start[..., columns])
-    mixed, tail = convolve(torch.cat(list(streams.values()), dim=-1), tail, memories.taps, piece)
-    key, value, query = F.silu(mixed).chunk(3, dim=-1)
+        current, start = (tuple(piece.keeps * part for part in weights) for weights in state[:2])
+        state = ScanState(current, start, state.conv_tail)
+    key, value, query, tail = make_streams(inputs, memories, state, piece)
     value = written_values(inputs, value, piece)
+    (current,) = state.current
     pair = unit(torch.cat([key, query], dim=1))
     key, query = pair.split(1, dim=1)
     retention = inputs.log_retention.exp().unsqueeze(-1)
@@ -35,4 +30,4 @@ def step_token(
     errors.mul_(rates.unsqueeze(1))
     reads = held[:, 1:, -width:] + (query * key).sum(-1, keepdim=True) * errors[..., -width:]
     after = (torch.baddbmm(retention * current, key.mT, errors),)
-    return reads, ScanState(after, select_rows(piece.closes, after, (start,)), tail)
+    return reads, ScanState(after, select_rows(piece.closes, after, state.chunk_start), tail)

@@ -34,14 +34,14 @@ Weights = tuple[torch.Tensor, ...]
 class PaperRule:
     """The fields of `HopeConfig.paper_rule`, which explains them."""
 
-    depth: Literal[1, 2] = 1
-    erase: Literal["output", "both", "none"] = "output"
-    hidden_norm: Literal["unit", "none"] = "unit"
-    inner_rate: float = 0.1
-    error_clip: float | None = 2.0
-    target_norm: bool = True
-    read_mode: Literal["inclusive", "exclusive"] = "inclusive"
-    decay_to: Literal["initial", "zero"] = "initial"
+    depth: Literal[1, 2]
+    erase: Literal["output", "both", "none"]
+    hidden_norm: Literal["unit", "none"]
+    inner_rate: float
+    error_clip: float | None
+    target_norm: bool
+    read_mode: Literal["inclusive", "exclusive"]
+    decay_to: Literal["initial", "zero"]
 
 
 class PaperMemories(NamedTuple):

@@ -1,10 +1,10 @@
 """The mixer of memories: self-modifying Titans, and with static projections the gated DeltaNet.
 
-Memories make keys and values from the layer's input, and are themselves written with them (equation 83); the content
-memory is written with the same keys and values and read at the queries (equation 86). One scan does it all:
+The content memory is written with keys and values and read at the queries (equation 86). Where asked for, memories
+remake the keys and values of linear maps, and are themselves written with them (equation 83). One scan does it all:
 `memory_scan`, under one of the rules in `delta_rule` and `paper_rule`.
 
-Axes: B sequence in batch, T token of the call, S slot (`chunk_layout`), H head, N memory of a layer (those that make
+Axes: B sequence in batch, T token of the call, S slot (`chunk_layout`), H head, N memory of a layer (those that remake
 streams, then the content memory), D head width, K width of the convolution.
 """
 
