@@ -10,12 +10,14 @@ ATTENTION = """
     test_moe_parallel_plans_shard_experts test_output_router_logits_from_config test_model_rope_with_partial_rotation
     test_recurrent_layers_mask_padding_on_continued_forward
 """.split()
+HYBRID = [name for name in ATTENTION if "recurrent_layers" not in name]
 
 
 def test_exceptions_are_these_and_each_has_a_reason():
     assert EXCEPTIONS.keys() == PEERS.keys()
     assert EXCEPTIONS["HopeMemory"] == {}
     assert sorted(EXCEPTIONS["HopeAttention"]) == sorted(ATTENTION)
+    assert sorted(EXCEPTIONS["HopeHybrid"]) == sorted(HYBRID)
     assert all(len(reason.split()) > 2 for reasons in EXCEPTIONS.values() for reason in reasons.values())
 
 

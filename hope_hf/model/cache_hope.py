@@ -12,8 +12,7 @@ from transformers.cache_utils import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
-from .cache_file import CACHE_FILE, check_tensors, read_cache, write_cache
-from .cache_fingerprint import Fingerprint, fingerprint
+from .cache_file import CACHE_FILE, Fingerprint, check_tensors, fingerprint, read_cache, write_cache
 from .chunk_layout import Past
 from .configuration_hope import HopeConfig
 from .memory_state import MemoryState
@@ -253,7 +252,7 @@ class HopeCache(DynamicCache):
         Args:
             save_directory: made where it does not exist; a cache in it is replaced.
             model: the HOPE model whose cache this is. The first time, all its weights are hashed
-                (`cache_fingerprint.fingerprint` says what that costs).
+                (`cache_file.fingerprint` says what that costs).
 
         Raises:
             ValueError: nothing was read yet, or the memories hold NaN or infinity.

@@ -1,4 +1,4 @@
-"""transformers' common test suite on HOPE and Hope-Attention; collected by `make hf-suite` only.
+"""transformers' common test suite on HOPE, Hope-Attention and a hybrid of both; collected by `make hf-suite` only.
 
 The suite is part of transformers' sources and not of its package: HF_SUITE names a folder with its `tests/` for the
 installed release (see CONTRIBUTING.md), which comes first in PYTHONPATH.
@@ -41,7 +41,7 @@ if os.environ.get("RUN_SLOW"):
 
 
 class Tester(CausalLMModelTester):
-    """Small models of one kind of layer."""
+    """Small models of two layers."""
 
     config_class = HopeConfig
     base_model_class = HopeModel
@@ -49,11 +49,11 @@ class Tester(CausalLMModelTester):
     sequence_classification_class = hope_hf.HopeForSequenceClassification
     token_classification_class = hope_hf.HopeForTokenClassification
     question_answering_class = hope_hf.HopeForQuestionAnswering
-    layer_type = "hope_memory"
+    layer_types = ("hope_memory", "hope_memory")
 
     def __init__(self, parent, **changes):
         sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
-        sizes |= {"num_memory_heads": 4, "layer_types": [self.layer_type] * 2}
+        sizes |= {"num_memory_heads": 4, "layer_types": list(self.layer_types)}
         super().__init__(parent, **{**sizes, **changes})
 
     @property
@@ -80,7 +80,24 @@ class Suite(CausalLMModelTest):
         )
 
 
-class HopeMemory(Suite, unittest.TestCase):
+class WithMemories(Suite):
+    """Tests of models with layers of memories, whose states are no keys and values."""
+
+    def _check_caches_are_equal(self, cache1, cache2):
+        first, second = HopeCache.state_tensors(cache1), HopeCache.state_tensors(cache2)
+        assert first.keys() == second.keys()
+        for name in first:
+            torch.testing.assert_close(first[name], second[name], rtol=1e-4, atol=1e-5, msg=name)
+
+    def test_recurrent_layers_mask_padding_on_continued_forward(self):
+        # The suite runs this only for layers with transformers' names: it gets one, the model keeps its own.
+        own = HopeConfig.get_text_config
+        told = SimpleNamespace(layer_types=["linear_attention"])
+        with patch.object(HopeConfig, "get_text_config", lambda self, **which: own(self, **which) if which else told):
+            super().test_recurrent_layers_mask_padding_on_continued_forward()
+
+
+class HopeMemory(WithMemories, unittest.TestCase):
     """HOPE: self-modifying memories. The cache has a constant size and no keys and values to check."""
 
     model_tester_class = Tester
@@ -97,32 +114,50 @@ class HopeMemory(Suite, unittest.TestCase):
         for layer in past_key_values.layers:
             assert {len(tensor) for tensor in layer.state.named().values()} == {batch_size}
 
-    def _check_caches_are_equal(self, cache1, cache2):
-        first, second = HopeCache.state_tensors(cache1), HopeCache.state_tensors(cache2)
-        assert first.keys() == second.keys()
-        for name in first:
-            torch.testing.assert_close(first[name], second[name], rtol=1e-4, atol=1e-5, msg=name)
-
     def test_left_padding_compatibility(self):
         # The suite runs this only for models with attentions, but a recurrent one must pass it too.
         self.has_attentions = True
         super().test_left_padding_compatibility()
 
-    def test_recurrent_layers_mask_padding_on_continued_forward(self):
-        # The suite runs this only for layers with transformers' names: it gets one, the model keeps its own.
-        own = HopeConfig.get_text_config
-        told = SimpleNamespace(layer_types=["linear_attention"])
-        with patch.object(HopeConfig, "get_text_config", lambda self, **which: own(self, **which) if which else told):
-            super().test_recurrent_layers_mask_padding_on_continued_forward()
-
 
 class AttentionTester(Tester):
     """Small models of Hope-Attention."""
 
-    layer_type = "full_attention"
+    layer_types = ("full_attention", "full_attention")
 
 
 class HopeAttention(Suite, unittest.TestCase):
     """Hope-Attention: softmax attention, then HOPE's levels."""
 
     model_tester_class = AttentionTester
+
+
+class HybridTester(Tester):
+    """Small models with a layer of each kind."""
+
+    layer_types = ("hope_memory", "full_attention")
+
+
+class HopeHybrid(WithMemories, unittest.TestCase):
+    """Memories, then softmax attention."""
+
+    model_tester_class = HybridTester
+
+    def _check_past_key_values_for_generate(self, batch_size, past_key_values, seq_length, config):
+        memory, attention = past_key_values.layers
+        assert {len(tensor) for tensor in memory.state.named().values()} == {batch_size}
+        shape = (batch_size, config.num_key_value_heads, seq_length, config.head_dim)
+        assert attention.keys.shape == attention.values.shape == shape
+
+    def test_attention_outputs(self):
+        # The suite expects attentions of every layer, and one of the two has them.
+        tester = self.model_tester
+        prepare = tester.prepare_config_and_inputs_for_common
+
+        def prepare_and_count():
+            prepared = prepare()
+            tester.num_hidden_layers = 1
+            return prepared
+
+        with patch.object(tester, "prepare_config_and_inputs_for_common", prepare_and_count):
+            super().test_attention_outputs()

@@ -24,6 +24,7 @@ from tests.hf_suite.exceptions import EXCEPTIONS  # noqa: E402
 PEERS = {
     "HopeMemory": ("tests/models/mamba2/test_modeling_mamba2.py", "Mamba2ModelTest"),
     "HopeAttention": ("tests/models/qwen3_next/test_modeling_qwen3_next.py", "Qwen3NextModelTest"),
+    "HopeHybrid": ("tests/models/qwen3_next/test_modeling_qwen3_next.py", "Qwen3NextModelTest"),
 }
 
 
@@ -48,7 +49,7 @@ def main(arguments: list[str]) -> int:
 
 def run_suite(suite: Path, report: Path, arguments: list[str]) -> None:
     """pytest in its own process, in which `tests` is transformers'."""
-    paths = [str(ROOT / "tests/hf_suite/common.py"), *(str(suite / file) for file, _ in PEERS.values())]
+    paths = [str(ROOT / "tests/hf_suite/common.py"), *sorted({str(suite / file) for file, _ in PEERS.values()})]
     settings = ["-c", os.devnull, "--rootdir", str(suite), "-q", "-p", "no:cacheprovider", "-W", "ignore"]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(suite), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),

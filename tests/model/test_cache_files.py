@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
 from hope_hf import HopeCache
-from hope_hf.model import cache_file, cache_fingerprint
+from hope_hf.model import cache_file
 
 MODELS = LAYERS | {
     "paper-2": MEMORIES["paper-2"],
@@ -192,7 +192,7 @@ def test_a_file_that_no_text_can_leave_is_refused(tiny_model, tmp_path, monkeypa
     change(tensors)
     with monkeypatch.context() as patch:
         patch.setattr(cache_file, "_is_finite", lambda tensor: True)
-        cache_file.write_cache(tmp_path, tensors, " ".join(cache_fingerprint.fingerprint(model)))
+        cache_file.write_cache(tmp_path, tensors, " ".join(cache_file.fingerprint(model)))
     with pytest.raises(ValueError, match=f"hope_cache.safetensors .*{sentence}.*: read the text again"):
         HopeCache.from_pretrained(tmp_path, model)
 
@@ -201,7 +201,7 @@ def test_keys_of_softmax_attention_must_fit_as_well(tiny_model, tmp_path):
     model = tiny_model(**ATTENTION)
     tensors = read(model, random_ids(2, 9)).state_tensors()
     tensors["1.values"] = tensors["1.values"][:, :, :8]
-    cache_file.write_cache(tmp_path, tensors, " ".join(cache_fingerprint.fingerprint(model)))
+    cache_file.write_cache(tmp_path, tensors, " ".join(cache_file.fingerprint(model)))
     with pytest.raises(ValueError, match=r"holds '1.values' as \[2, 2, 8, 16\] torch.float32, not \[2, 2, 9, 16\]"):
         HopeCache.from_pretrained(tmp_path, model)
 
@@ -214,7 +214,7 @@ def test_keys_and_memories_must_have_read_the_same(tiny_model, tmp_path, options
     name = f"{1 - layer}.columns"
     for kind in ("keys", "values"):
         tensors[f"{layer}.{kind}"] = tensors[f"{layer}.{kind}"][:, :, :8]
-    cache_file.write_cache(tmp_path, tensors, " ".join(cache_fingerprint.fingerprint(model)))
+    cache_file.write_cache(tmp_path, tensors, " ".join(cache_file.fingerprint(model)))
     with pytest.raises(ValueError, match=f"impossible counts of tokens in '{name}'"):
         HopeCache.from_pretrained(tmp_path, model)
 
@@ -266,23 +266,23 @@ def test_one_entry_of_one_weight_makes_another_model(tiny_model, tmp_path, throu
 
 def test_weights_are_hashed_once_and_again_after_a_change(tiny_model, monkeypatch):
     hashed = []
-    as_bytes = cache_fingerprint._bytes
-    monkeypatch.setattr(cache_fingerprint, "_bytes", lambda weight: hashed.append(weight) or as_bytes(weight))
+    as_bytes = cache_file._bytes
+    monkeypatch.setattr(cache_file, "_bytes", lambda weight: hashed.append(weight) or as_bytes(weight))
     model = tiny_model()
-    first = cache_fingerprint.fingerprint(model)
+    first = cache_file.fingerprint(model)
     assert len(hashed) == 2 * len(list(model.model.parameters()))
-    assert cache_fingerprint.fingerprint(model) == first and len(hashed) == 2 * len(list(model.model.parameters()))
+    assert cache_file.fingerprint(model) == first and len(hashed) == 2 * len(list(model.model.parameters()))
     with torch.no_grad():
         # a head does not change what is read
         model.lm_head.weight.mul_(2)
-    assert cache_fingerprint.fingerprint(model) == first and len(hashed) == 2 * len(list(model.model.parameters()))
+    assert cache_file.fingerprint(model) == first and len(hashed) == 2 * len(list(model.model.parameters()))
     # exchanged rows leave the sum over all bytes as it is
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(model.model.embed_tokens.weight.flip(0))
-    assert cache_fingerprint.fingerprint(model) != first
+    assert cache_file.fingerprint(model) != first
     model.config.rms_norm_eps = 1e-5
-    assert cache_fingerprint.fingerprint(model).exact != cache_fingerprint.fingerprint(tiny_model()).exact
-    assert cache_fingerprint.fingerprint(tiny_model()) == first
+    assert cache_file.fingerprint(model).exact != cache_file.fingerprint(tiny_model()).exact
+    assert cache_file.fingerprint(tiny_model()) == first
 
 
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
