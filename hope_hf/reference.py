@@ -183,6 +183,8 @@ def self_modifying_titans(mixer, hidden_states):
         content.step(k, v, eta, alpha, rate=1.0)
         if not exclusive:
             y = content(q)
+        if mixer.value_share is not None:
+            y = y + mixer.value_share.weight[:, None] * v
         for memory in makers.values():
             memory.step(k, v, eta, alpha, rate=config.projection_memory_rate)
 

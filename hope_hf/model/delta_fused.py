@@ -81,6 +81,7 @@ class _Weights(NamedTuple):
 
     taps: torch.Tensor
     initial: torch.Tensor
+    value_share: torch.Tensor
 
 
 class _State(NamedTuple):
@@ -172,6 +173,7 @@ def _forward_piece(
     reads = torch.bmm(queries, initial)
     reads.baddbmm_(kept.unsqueeze(-1) * queries, current[..., shape.content])
     reads.baddbmm_(similarity * weighted, errors[..., shape.content], alpha=-1)
+    reads.addcmul_(weights.value_share, values)
     everything = (current, chunk_start, padded, mixed, streams, scales, kept, left, decay)
     return reads, _Kept(*everything, gram, similarity, solved, errors)
 
@@ -278,11 +280,15 @@ def _backward_piece(
     into.weights.initial.baddbmm_(keys.mT, grad_right[..., shape.content])
     grad_current.baddbmm_((kept_column * keys).mT, grad_right)
     grad_values = grad_right.view(rows, size, shape.memories, width).sum(2).neg_()
+    grad_values.addcmul_(weights.value_share, grad_reads)
 
     # norms, SiLU and convolution
+    share = (grad_reads * values).sum(-1)
     if inputs.value_norm is not None:
+        share.mul_(inputs.value_norm[:, cut])
         into.inputs.value_norm[:, cut] = (grad_values * values).sum(-1)
         grad_values.mul_(inputs.value_norm[:, cut, None])
+    into.weights.value_share.add_(share.sum(-1)[:, None, None])
     grad_streams = torch.stack([grad_keys, grad_values, grad_queries], dim=2)
     directions = kept.streams.view(rows, size, 3, width)
     along = (grad_streams * directions).sum(-1, keepdim=True)
@@ -386,7 +392,7 @@ class _Scan(torch.autograd.Function):
 
 
 def _group(tensors) -> tuple[ScanInputs, _Weights, _State]:
-    return ScanInputs(*tensors[:6]), _Weights(*tensors[6:8]), _State(*tensors[8:])
+    return ScanInputs(*tensors[:6]), _Weights(*tensors[6:9]), _State(*tensors[9:])
 
 
 def scan_fused(
@@ -394,7 +400,7 @@ def scan_fused(
 ) -> tuple[torch.Tensor, ScanState | None]:
     """`memory_scan.scan_plain` of memories under the delta rule; `None` for the state unless it is needed."""
     (current,), (chunk_start,), tail = state
-    weights = (memories.taps, memories.initial)
+    weights = (memories.taps, memories.initial, memories.value_share)
     if len(pieces) == 1 and pieces[0].stop == 1 and not torch.is_grad_enabled():
         reads, state = step_token(inputs, memories, state, pieces[0])
         return reads, state if need_state else None

@@ -6,9 +6,11 @@ token writes its value under its unit key after the deviation has decayed:
     S'_t = alpha_t S_{t-1}
     S_t  = S'_t + rho eta_t k_t^T (v_t - k_t (W_0 + S'_t))
 
-With `rho = 1` and `W_0 = 0` this is the gated DeltaNet (Yang et al., arXiv 2412.06464). HOPE adds learned initial
-weights, and memories under the same rule that remake keys and values (equation 83 of arXiv 2512.24695). These begin at
-the identity, `W_0 = I`: the linear map in front of them is what they have learned before the text.
+A read is `q_t W_t + d v_t`, with a learned share d of the token's own value, as in Mamba-2 (arXiv 2405.21060).
+
+With `rho = 1`, `W_0 = 0` and `d = 0` this is the gated DeltaNet (Yang et al., arXiv 2412.06464). HOPE adds memories
+under the same rule that remake keys and values (equation 83 of arXiv 2512.24695). These begin at the identity,
+`W_0 = I`: the linear map in front of them is what they have learned before the text.
 
 Axes: b sequences times heads, C slot of a piece, D head width, M memories of a layer (those that remake streams in the
 order k, v; the content memory last), side by side as columns.
@@ -30,6 +32,8 @@ class DeltaMemories(NamedTuple):
     remade: tuple[str, ...]
     # W_0 of the content memory [b, D, D]
     initial: torch.Tensor
+    # d [b, 1, 1]
+    value_share: torch.Tensor
     # rho of each memory; 1 of the content memory, which is the last
     rate_factors: tuple[float, ...]
 
@@ -52,7 +56,7 @@ class DeltaMemories(NamedTuple):
         rate: torch.Tensor,
         log_retention: torch.Tensor,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor]]:
-        """Reads `q_t W_t` [b, C, D], and the deviation after the piece, of which any size gives the same.
+        """Reads `q_t W_t + d v_t` [b, C, D], and the deviation after the piece, of which any size gives the same.
 
         With `T_t` the sum of log alpha up to token t, the errors `A_t = k_t (W_0 + S'_t) - v_t` solve
 
@@ -71,10 +75,14 @@ class DeltaMemories(NamedTuple):
             torch.linalg.solve_triangular(factor * lower, part, upper=False, unitriangular=True) * factor
             for factor, part in zip(self.rate_factors, right.split(width, dim=-1), strict=True)
         ]
-        reads = queries @ self.initial + kept * (queries @ state[..., -width:])
+        reads = self.unwritten(queries, values) + kept * (queries @ state[..., -width:])
         reads = reads - (queries @ keys.mT * decay) @ errors[-1]
         written = (rate * (total[:, -1:] - total).exp()).unsqueeze(-1) * keys
         return reads, (kept[:, -1:] * state - written.mT @ torch.cat(errors, dim=-1),)
+
+    def unwritten(self, queries: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """`q W_0 + d v`."""
+        return queries @ self.initial + self.value_share * values
 
     def recall(self, state: tuple[torch.Tensor], keys: torch.Tensor) -> torch.Tensor:
         """`k W` of the content memory."""

@@ -29,5 +29,6 @@ def step_token(
     rates = torch.cat([factor * inputs.rate.expand(-1, width) for factor in memories.rate_factors], dim=-1)
     errors.mul_(rates.unsqueeze(1))
     reads = held[:, 1:, -width:] + (query * key).sum(-1, keepdim=True) * errors[..., -width:]
+    reads.addcmul_(memories.value_share, value)
     after = (torch.baddbmm(retention * current, key.mT, errors),)
     return reads, ScanState(after, select_rows(piece.closes, after, state.chunk_start), tail)

@@ -70,8 +70,7 @@ def contribution(mixer, hidden_states: torch.Tensor) -> torch.Tensor:
     """Norm of what writing changed in the content memory's reads, per token [B, T, H]: is the memory alive?"""
     parts = []
     with torch.autocast(hidden_states.device.type, enabled=False):
-        for memories, _, _, queries, reads, _, _ in _read(mixer, hidden_states):
-            unwritten = memories.recall(memories.fresh(), unit(queries))
-            parts.append((reads - unwritten).norm(dim=-1))
+        for memories, _, values, queries, reads, _, _ in _read(mixer, hidden_states):
+            parts.append((reads - memories.unwritten(unit(queries), values)).norm(dim=-1))
     heads = mixer.config.num_memory_heads
     return torch.cat(parts, dim=1).unflatten(0, (-1, heads)).transpose(1, 2)

@@ -96,6 +96,9 @@ class Memories(Protocol):
         `keys` and `queries` are of norm 1. Keys, values and queries are [b, C, D], gates [b, C].
         """
 
+    def unwritten(self, queries: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """The reads [b, C, D] of `write_and_read` if nothing had ever been written."""
+
     def recall(self, state: tuple[torch.Tensor, ...], keys: torch.Tensor) -> torch.Tensor:
         """What the content memory of a state holds under unit keys [b, C, D]."""
 

@@ -31,7 +31,14 @@ from .continuum import ContinuumMemory, LevelMix
 from .generation_hope import HopeGenerationMixin
 from .input_checks import check_cache, check_inputs, check_labels, check_mask, local_padding_mask
 from .memory_state import MemoryState
-from .self_modifying import HopeRMSNorm, InitialMemory, MemoryGates, SelfModifyingTitans, ShortConvolution
+from .self_modifying import (
+    HopeRMSNorm,
+    InitialMemory,
+    MemoryGates,
+    SelfModifyingTitans,
+    ShortConvolution,
+    ValueShare,
+)
 
 # Above this width the logits of a fresh model grow beyond the loss of a uniform guess: the head starts smaller.
 _HEAD_WIDTH = 768
@@ -92,14 +99,14 @@ class HopePreTrainedModel(PreTrainedModel):
         | linear maps, embedding | normal, `initializer_range` |
         | o_proj, down_proj | normal, `initializer_range / sqrt(2 * num_hidden_layers)` |
         | embedding and head wider than 768 | times `sqrt(768 / hidden_size)` |
-        | norms, level mix | 1 |
+        | norms, level mix, value shares | 1 |
         | initial memories | 0; paper's rule: normal, 0.05 / sqrt(width), inner layers orthogonal times 2 |
         | convolutions | uniform, +-1/sqrt(kernel) |
         | gates | see `MemoryGates` |
         """
         super()._init_weights(module)
         std = self.config.initializer_range
-        if isinstance(module, (InitialMemory, ShortConvolution, MemoryGates)):
+        if isinstance(module, (InitialMemory, ShortConvolution, ValueShare, MemoryGates)):
             module.reset_parameters()
         elif isinstance(module, LevelMix):
             init.ones_(module.weight)

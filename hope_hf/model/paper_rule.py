@@ -104,6 +104,10 @@ class PaperMemories(NamedTuple):
             current = tuple(layer.end() for layer in layers)
         return torch.cat(reads, dim=1), current
 
+    def unwritten(self, queries: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """`M(q)` of the content memory, at the initial weights."""
+        return self.recall(self.fresh(), queries)
+
     def recall(self, state: Weights, keys: torch.Tensor) -> torch.Tensor:
         """`M(k)` of the content memory."""
         return apply_memory(self.content(state), keys.unsqueeze(1), self.rule).squeeze(1)

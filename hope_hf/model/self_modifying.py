@@ -104,6 +104,24 @@ class ShortConvolution(nn.Module):
         init.uniform_(self.weight, -bound, bound)
 
 
+class ValueShare(nn.Module):
+    """Share d [H] of a token's own value in its read, learned from 1: `D` of Mamba-2. Of the delta rule."""
+
+    _no_weight_decay = {"weight"}
+
+    def __init__(self, config: HopeConfig):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.num_memory_heads))
+
+    def forward(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.weight.to(dtype, copy=True)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """1."""
+        init.ones_(self.weight)
+
+
 class MemoryGates(nn.Module):
     """Learning rate eta and retention alpha of every token and head, parameterised as in the gated DeltaNet.
 
@@ -169,8 +187,8 @@ class SelfModifyingTitans(nn.Module):
     reads are normalised, gated and projected. The scan computes in float32 (float64 in a float64 model), whatever
     autocast or the weights' dtype say.
 
-    With `memory_projections=[]`, `memory_value_gate=False` and initial memories of 0 it is transformers'
-    `Qwen3NextGatedDeltaNet` with as many key as value heads.
+    With `memory_projections=[]`, `memory_value_gate=False`, initial memories and value shares of 0 it is
+    transformers' `Qwen3NextGatedDeltaNet` with as many key as value heads.
     """
 
     def __init__(self, config: HopeConfig, layer_idx: int):
@@ -189,6 +207,7 @@ class SelfModifyingTitans(nn.Module):
         self.v_conv1d = ShortConvolution(config)
         self.q_conv1d = ShortConvolution(config)
         self.initial_memory = InitialMemory(config)
+        self.value_share = ValueShare(config) if config.memory_rule == "delta" else None
         self.gates = MemoryGates(config)
         # The gated DeltaNet divides queries by the square root of their width; here the norm's epsilon grows instead.
         eps = config.rms_norm_eps * (config.head_dim if config.memory_rule == "delta" else 1)
@@ -276,7 +295,8 @@ class SelfModifyingTitans(nn.Module):
         factors = (float(config.projection_memory_rate),) * len(remade) + (1.0,)
         if config.memory_rule == "paper":
             return PaperMemories(taps, remade, initial, taps.new_tensor(factors), PaperRule(**config.paper_rule))
-        return DeltaMemories(taps, remade, *initial, factors)
+        share = per_sequence(self.value_share(dtype)[:, None, None], batch_size)
+        return DeltaMemories(taps, remade, *initial, share, factors)
 
 
 def per_sequence(per_head: torch.Tensor, batch_size: int) -> torch.Tensor:

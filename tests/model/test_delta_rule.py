@@ -23,7 +23,7 @@ def normal(*shape, seed=0):
 def write(keys, values, rate=1.0, retention=1.0, state=None, initial=None):
     """Reads at the keys [C, D], and the weights [D, D] of one memory after tokens [C, D]."""
     initial = torch.zeros(1, WIDTH, WIDTH, dtype=torch.float64) if initial is None else initial
-    memories = DeltaMemories(torch.empty(0), (), initial, (1.0,))
+    memories = DeltaMemories(torch.empty(0), (), initial, initial.new_zeros(1, 1, 1), (1.0,))
     state = memories.fresh() if state is None else (state - initial,)
     gates = torch.full((2, 1, len(keys)), rate, dtype=torch.float64)
     gates[1] = math.log(retention)
@@ -145,6 +145,7 @@ def build_pair():
         mixer.gates.dt_bias.sub_(2.0)
         mixer.o_norm.weight.add_(1.0)
         mixer.initial_memory.weight.zero_()
+        mixer.value_share.weight.zero_()
     theirs = modeling_qwen3_next.Qwen3NextGatedDeltaNet(
         Qwen3NextConfig(
             hidden_size=HIDDEN, num_hidden_layers=1, layer_types=["linear_attention"], linear_num_key_heads=HEADS,

@@ -62,8 +62,9 @@ def problem(pieces, made="kv", factors=None, forgetting=0.3, fresh=False):
     value_norm = 2 * gates[2] if len(made) % 2 else None
     inputs = ScanInputs(*streams, gates[0].clone(), -forgetting * gates[1], value_norm)
     initial = normal(rows, WIDTH, WIDTH, scale=0.3)
-    memories = DeltaMemories(normal(TAPS, rows, 1, 3 * WIDTH, scale=0.5), tuple(made), initial, factors)
-    leaves = [part for part in (*inputs, memories.taps, memories.initial) if part is not None]
+    weights = normal(TAPS, rows, 1, 3 * WIDTH, scale=0.5), tuple(made), initial, normal(rows, 1, 1), factors
+    memories = DeltaMemories(*weights)
+    leaves = [part for part in (*inputs, memories.taps, initial, memories.value_share) if part is not None]
     if fresh:
         state = fresh_state(memories)
     else:

@@ -36,6 +36,11 @@ def test_wide_embeddings_and_heads_are_smaller(tied):
         assert weight.std().item() == pytest.approx(STD * (768 / width) ** 0.5, rel=0.05)
 
 
+def test_reads_begin_with_the_whole_of_the_tokens_own_value_under_the_delta_rule_alone():
+    assert [set(block.mixer.value_share.weight.tolist()) for block in new_model().model.layers] == [{1.0}] * LAYERS
+    assert all(block.mixer.value_share is None for block in new_model(memory_rule="paper").model.layers)
+
+
 def test_memories_begin_at_zero_or_small_with_an_orthogonal_inner_layer():
     for options in ({}, dict(memory_rule="paper"), dict(memory_rule="paper", paper_rule={"depth": 2})):
         for block in new_model(**options).model.layers:
