@@ -71,7 +71,7 @@ class Engine:
         scaling: of the loss in fp16; None where gradients are not scaled.
     """
 
-    name = "whole model in each process"
+    name = "one process"
     flattens = False
     """Whether it cuts flattened parameters anywhere, so that no process holds a whole matrix of an update."""
     shards_weights = False

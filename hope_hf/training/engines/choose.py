@@ -75,10 +75,22 @@ def make_engine(args: Arguments, trackers: list[str]) -> Engine:
     check_devices(accelerator)
     _warn_of_ignored(args, wanted == "fsdp", accelerator)
     if wanted == "plain":
-        return Engine(accelerator)
+        engine = Engine(accelerator)
+        engine.name = plain_name(world_size)
+        return engine
     if wanted == "deepspeed":
         return Zero(accelerator, args)
     return FSDP2(accelerator, args) if accelerator.is_fsdp2 else FSDP1(accelerator, args)
+
+
+def plain_name(processes: int) -> str:
+    """What the run card calls an engine that shares nothing out."""
+    if processes == 1:
+        return Engine.name
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:
+        return "DDP, whole model in each process"
+    # torchrun, or a cluster's own launcher: they read no launch file
+    return "DDP (FSDP, ZeRO: accelerate launch --config_file accelerate_configs/...)"
 
 
 def _warn_of_ignored(args: Arguments, fsdp: bool, accelerator: Accelerator):

@@ -22,6 +22,8 @@ OF_VERSION_1 = {
     "fsdp_use_orig_params": "leave it out, version 2 knows no other way",
     "fsdp_sync_module_states": "leave it out, all processes make the same model",
 }
+# accelerate's wizard writes the strategy of version 1 under this key of version 2, which its launcher then ignores.
+RESHARD = "fsdp_reshard_after_forward"
 # Switches that accelerate's parser declares as strings without a default.
 SWITCHES_WITHOUT_DEFAULT = ("zero3_init_flag", "zero3_save_16bit_model")
 # Axes of a mesh along which the trainer does not divide its work.
@@ -115,7 +117,8 @@ def _check_sections(content: dict, refuse) -> None:
                 continue
             # The launcher's parser does not check values that it passes on as environment variables.
             is_switch = known[key].default in ("true", "false") or key in SWITCHES_WITHOUT_DEFAULT
-            if is_switch and str(value).lower() not in ("true", "false"):
+            is_strategy = key == RESHARD and keys.get("fsdp_version") == 1
+            if is_switch and not is_strategy and str(value).lower() not in ("true", "false"):
                 refuse(f"{key} is {value}: write true or false")
             decided_later = section == "deepspeed_config" and value == "auto"
             if known[key].type is int and not str(value).isdecimal() and not decided_later:
@@ -130,8 +133,12 @@ def _check_fsdp(config: dict, refuse) -> None:
         for key, instead in OF_VERSION_1.items():
             if key in config:
                 refuse(f"{key} is a key of FSDP's version 1, which version 2 ignores: {instead}")
-    elif "fsdp_reshard_after_forward" in config:
-        refuse("fsdp_reshard_after_forward is a key of FSDP's version 2: write fsdp_sharding_strategy: FULL_SHARD")
+    elif RESHARD in config and str(config[RESHARD]).upper() != "FULL_SHARD":
+        value = str(config[RESHARD]).upper()
+        strategy = {"TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP"}.get(value, value)
+        refuse(
+            f"{RESHARD}: {config[RESHARD]} is ignored under FSDP's version 1: write fsdp_sharding_strategy: {strategy}"
+        )
     elif str(config.get("fsdp_use_orig_params", "true")).lower() != "true":
         refuse("fsdp_use_orig_params is false, and level clocks go by parameter: write true, or fsdp_version: 2")
     if config.get("fsdp_auto_wrap_policy") == "SIZE_BASED_WRAP" and "fsdp_min_num_params" not in config:

@@ -8,13 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from accelerate.commands.config import config_args
+from accelerate.commands.config import cluster, config_args
+from accelerate.utils.constants import FSDP_SHARDING_STRATEGY
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 
 from hope_hf.optim import build_optimizer
 from hope_hf.training.arguments import Arguments
 from hope_hf.training.engines import launch_file, zero
 from hope_hf.training.engines.base import Engine
+from hope_hf.training.engines.choose import plain_name
 from hope_hf.training.engines.fsdp1 import FSDP1
 from hope_hf.training.engines.fsdp2 import classes_by_size
 from hope_hf.training.engines.launch_file import check
@@ -56,7 +58,10 @@ def fsdp(version: int | None = 2, **keys) -> dict:
         (fsdp(fsdp_use_orig_params=True), "fsdp_use_orig_params is a key of FSDP's version 1"),
         (fsdp(fsdp_sync_module_states=True), "all processes make the same model"),
         (fsdp(fsdp_reshard_after_forward="FULL_SHARD"), "is FULL_SHARD: write true or false"),
-        (fsdp(1, fsdp_reshard_after_forward=True), "write fsdp_sharding_strategy: FULL_SHARD"),
+        (fsdp(1, fsdp_reshard_after_forward=True), "version 1: write fsdp_sharding_strategy: FULL_SHARD"),
+        (fsdp(1, fsdp_reshard_after_forward=False), "version 1: write fsdp_sharding_strategy: SHARD_GRAD_OP"),
+        (fsdp(1, fsdp_reshard_after_forward="SHARD_GRAD_OP"), "write fsdp_sharding_strategy: SHARD_GRAD_OP"),
+        (fsdp(1, fsdp_reshard_after_forward="HYBRID_SHARD"), "write fsdp_sharding_strategy: HYBRID_SHARD"),
         (fsdp(1, fsdp_use_orig_params=False), "level clocks go by parameter: write true"),
         (fsdp(None), "names no fsdp_version"),
         (
@@ -90,6 +95,68 @@ def test_a_key_without_effect_is_refused(content, said):
         check(Path("own.yaml"), content)
     assert str(caught.value).startswith("own.yaml: ") and said in str(caught.value)
     assert str(caught.value)[-1] in ".?" and "\n" not in str(caught.value)
+
+
+def wizard(monkeypatch, *answers: tuple[str, object]) -> dict:
+    """What `accelerate config` writes for these answers, each to the question that contains its words.
+
+    Other questions get the default, or the first choice where there is none.
+    """
+    left = list(answers)
+
+    def given(question, default):
+        asked = next((answer for answer in left if answer[0] in question), None)
+        if asked is None:
+            return default
+        left.remove(asked)
+        return asked[1]
+
+    def field(question, convert=None, default=None, **_):
+        return given(question, default)
+
+    def options(question, choices=(), convert=None, default=None):
+        value = given(question, 0 if default is None else default)
+        return value if convert is None or isinstance(value, str) else convert(value)
+
+    monkeypatch.setattr(cluster, "_ask_field", field)
+    monkeypatch.setattr(cluster, "_ask_options", options)
+    config = cluster.get_cluster_input()
+    assert not left, f"nobody asked about {left}"
+    return config.to_dict()
+
+
+GPUS = ("type of machine", 4), ("How many GPU", 2)
+USE_FSDP, BLOCKS = ("FullyShardedDataParallel", True), ("layer class names", "HopeBlock")
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [("type of machine", 0)],
+        [("type of machine", 0), ("CPU only", True)],
+        GPUS,
+        [*GPUS, USE_FSDP, BLOCKS, ("FSDP version", 0)],
+        [*GPUS, USE_FSDP, ("FSDP version", 0), ("auto wrap policy", 1), ("use_orig_params", True)],
+        [*GPUS, USE_FSDP, BLOCKS],
+        [*GPUS, USE_FSDP, BLOCKS, ("resharding after forward", False), ("offload parameters", True)],
+        [*GPUS, USE_FSDP, BLOCKS, ("parallelism config?", True), ("replicate size", 2)],
+        [*GPUS, ("use DeepSpeed?", True)],
+        [*GPUS, ("use DeepSpeed?", True), ("optimization stage", 3), ("offload optimizer", 1), ("clipping?", True)],
+    ],
+    ids="single cpu gpus fsdp1 fsdp1_by_size fsdp2 fsdp2_offload fsdp2_mesh zero2 zero3_offload".split(),
+)
+def test_files_of_the_wizard_of_accelerate_are_accepted(monkeypatch, answers):
+    content = wizard(monkeypatch, *answers)
+    assert ("fsdp_config" in content) == (USE_FSDP in answers) or not content["fsdp_config"]
+    check(Path("default_config.yaml"), content)
+
+
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
+def test_the_wizard_writes_strategies_of_version_1_where_the_launcher_ignores_them(monkeypatch, strategy):
+    chosen = ("sharding strategy", FSDP_SHARDING_STRATEGY.index(strategy))
+    answers = *GPUS, USE_FSDP, BLOCKS, ("FSDP version", 0), chosen
+    with pytest.raises(ValueError, match=f"is ignored under .* write fsdp_sharding_strategy: {strategy}"):
+        check(Path("default_config.yaml"), wizard(monkeypatch, *answers))
 
 
 def test_values_may_be_quoted_or_left_to_deepspeed():
@@ -136,6 +203,14 @@ def test_without_a_file_the_default_one_of_accelerate_counts(tmp_path, monkeypat
     # Then the command line chooses the engine.
     for words in (["--cpu"], ["--multi_gpu"], ["--use-fsdp", "--fsdp_version", "2"], ["--use_deepspeed"]):
         assert found(*launcher, *words, "run_clm.py") is None
+
+
+def test_the_card_tells_who_starts_with_torchrun_where_sharding_is(monkeypatch):
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    assert plain_name(1) == "one process"
+    assert plain_name(2) == "DDP (FSDP, ZeRO: accelerate launch --config_file accelerate_configs/...)"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert plain_name(2) == "DDP, whole model in each process"
 
 
 @pytest.mark.parametrize("first", [True, False])
