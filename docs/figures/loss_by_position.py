@@ -1,4 +1,6 @@
-"""Draws docs/loss_by_position.png from the table "A book of 64K tokens" of docs/results_paper_rule.md, as run_eval.py draws it.
+"""Draws docs/loss_by_position.png from the table "A book of 64K tokens" of docs/results_paper_rule.md.
+
+Drawn as run_eval.py draws it:
 
     python docs/figures/loss_by_position.py
 
