@@ -90,6 +90,7 @@ def simulate(config, launch: Launch, options: StepOptions) -> Simulation:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_NothingIsWrong())
         step = Step(config, launch, options, mesh)
+        step.warm_up()
         tracker = step.tracker()
         with tracker:
             step.run()
@@ -182,6 +183,18 @@ class Step:
                 logits = self.wrapped(input_ids=batch).logits
                 loss = summed_loss(logits, batch)
                 (loss * 1e-3).backward()
+        self._update()
+
+    def warm_up(self):
+        """Update once with gradients of 0: DTensor then knows how its operations are shared out.
+
+        It finds that out on whole fake tensors, which would be counted.
+        """
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self._update()
+
+    def _update(self):
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
