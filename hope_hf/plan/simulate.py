@@ -17,7 +17,7 @@ import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin, convert_outputs_to_fp32
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -93,6 +93,7 @@ def simulate(config, launch: Launch, options: StepOptions) -> Simulation:
         step.warm_up()
         tracker = step.tracker()
         with tracker:
+            step.connect()
             step.run()
         (snapshot,) = [by for device, by in tracker.get_tracker_snapshot("peak").items() if device.type == "cpu"]
     split: dict[str, int] = {}
@@ -100,12 +101,11 @@ def simulate(config, launch: Launch, options: StepOptions) -> Simulation:
         name = CATEGORIES.get(getattr(kind, "value", kind))
         if name is not None:
             split[name] = split.get(name, 0) + size
-    # DDP's, made with its wrapper and not seen by the tracker: all gradients once more.
-    buckets = 0
     if isinstance(step.wrapped, DistributedDataParallel):
-        buckets = sum(parameter.nbytes for parameter in step.model.parameters())
-        split["buckets"] = buckets
-    return Simulation(snapshot["Total"] + buckets, {k: v for k, v in split.items() if v}, time.perf_counter() - start)
+        # The tracker takes DDP's buckets, as large as the gradients, for activations.
+        split["buckets"] = sum(parameter.nbytes for parameter in step.model.parameters())
+        split["activations"] -= split["buckets"]
+    return Simulation(snapshot["Total"], {k: v for k, v in split.items() if v}, time.perf_counter() - start)
 
 
 class Step:
@@ -134,14 +134,16 @@ class Step:
             # As `Accelerator.prepare_model` does it.
             cast = torch.autocast("cpu", dtype=LOW_PRECISION[launch.precision])
             model.forward = convert_outputs_to_fp32(cast(model.forward))
-        if launch.world_size == 1:
-            return model
-        if launch.strategy.engine == "plain":
+        return self._shard(model) if launch.strategy.gathers else model
+
+    def connect(self):
+        """Wrap a replica in DDP, after all else: its buckets are made here."""
+        if self.launch.world_size > 1 and not self.launch.strategy.gathers:
             # Fake weights are equal everywhere, and cannot be compared.
-            replica = DistributedDataParallel(model, init_sync=False)
-            replica.register_comm_hook(None, _reduced)
-            return replica
-        return self._shard(model)
+            self.wrapped = DistributedDataParallel(self.model, init_sync=False)
+            self.wrapped.train()
+            if isinstance(self.batches[0], FakeTensor):
+                self.wrapped.register_comm_hook(None, _reduced)
 
     def _shard(self, model: nn.Module) -> nn.Module:
         launch = self.launch

@@ -97,6 +97,7 @@ def main():
     torch.manual_seed(0)
     config = AutoConfig.for_model(**task["config"])
     step = Step(config, launch, StepOptions(**task["options"]), make_mesh(launch))
+    step.connect()
     # Torch's caches, and DDP's final buckets.
     step.run()
     step.run()
