@@ -70,9 +70,11 @@ def _states(config, shapes: Shapes, launch: Launch, step, tokens: int) -> dict[s
     def part(kind: str, each=lambda weight: 4) -> int:
         return shard_bytes(shapes, launch.parts if kind in shared else 1, by_rows, each)
 
+    # DeepSpeed's own fp16: the model's weights and gradients in fp16 beside the optimizer's fp32 weights.
+    halves = launch.strategy.engine == "deepspeed" and launch.precision == "fp16"
     states = {
-        "weights": part(WEIGHTS),
-        "gradients": part(GRADIENTS),
+        "weights": part(WEIGHTS, lambda weight: 2 if halves else 4),
+        "gradients": part(GRADIENTS, lambda weight: 2 if halves else 4),
         "optimizer": part(OPTIMIZER, lambda weight: optimizer_bytes(weight, step.optimizer, periods, tokens)),
     }
     if launch.strategy.engine == "plain" and launch.world_size > 1:

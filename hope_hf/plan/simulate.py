@@ -7,7 +7,7 @@ needs the GPU that it estimates for, and is not used.
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM
 from hope_hf.optim import LevelClock, build_optimizer
 from hope_hf.training import summed_loss
 
+from .step import StepOptions
 from .strategy import Launch
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,21 +45,6 @@ CATEGORIES = {
     "Unsharded Grad": "whole gradients", "Reduce Scatter": "whole gradients", "Activation": "activations",
     "Temp": "backward", "Buffer": "other", "Inputs": "other", "Other": "other",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """What one optimizer step does: as the flags of `run_clm.py` say."""
-
-    batch_size: int
-    block_size: int
-    accumulation: int = 1
-    checkpointing: bool = False
-    optimizer: str = "adamw"
-    sync_each_batch: bool = False
-    reduce_dtype: torch.dtype = torch.float32
-    attn_implementation: str | None = None
-    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,7 +80,8 @@ def simulate(config, launch: Launch, options: StepOptions) -> Simulation:
         tracker = step.tracker()
         with tracker:
             step.connect()
-            step.run()
+            # Each module's statistics, which are not asked for, are of one forward pass.
+            step.run(between=tracker.reset_mod_stats)
         (snapshot,) = [by for device, by in tracker.get_tracker_snapshot("peak").items() if device.type == "cpu"]
     split: dict[str, int] = {}
     for kind, size in snapshot.items():
@@ -125,7 +112,8 @@ class Step:
         )  # fmt: skip
         self.optimizer.create_states()
         shape = (options.batch_size, options.block_size)
-        self.batches = [torch.zeros(shape, dtype=torch.long) for _ in range(options.accumulation)]
+        # A third batch would find what the second one finds.
+        self.batches = [torch.zeros(shape, dtype=torch.long) for _ in range(min(options.accumulation, 2))]
         self.wrapped.train()
 
     def _wrap(self, model: nn.Module) -> nn.Module:
@@ -177,14 +165,16 @@ class Step:
         tracker.track_external(self.model, self.optimizer, *self.batches)
         return tracker
 
-    def run(self):
-        """One optimizer step, as `training.trainer` and `Engine.update` take it."""
+    def run(self, between: Callable[[], None] = lambda: None):
+        """One optimizer step, as `training.trainer` and `Engine.update` take it; `between` is called between batches."""
         for index, batch in enumerate(self.batches):
             last = index + 1 == len(self.batches)
             with self._accumulating(last):
                 logits = self.wrapped(input_ids=batch).logits
                 loss = summed_loss(logits, batch)
                 (loss * 1e-3).backward()
+            if not last:
+                between()
         self._update()
 
     def warm_up(self):
