@@ -39,11 +39,6 @@ class Weight:
         return math.prod(self.shape)
 
     @property
-    def is_table(self) -> bool:
-        """Whether it is an embedding, or the output embedding."""
-        return self.unit not in (ROOT,) and not isinstance(self.unit, int) and len(self.shape) == 2
-
-    @property
     def is_muon(self) -> bool:
         """Whether `--optimizer muon` updates it by Muon: the rule of `hope_hf.optim.build`."""
         owner, _, own = self.name.rpartition(".")
@@ -84,12 +79,6 @@ class Shapes:
         tables = 0 if self.is_tied else sum(w.count for w in self.weights if w.unit == EMBEDDING)
         tables += sum(w.count for w in self.weights if w.unit == ROOT)
         return sum(w.count for w in self.weights if len(w.shape) == 2) - tables
-
-    def shard(self, parts: int, by_rows: bool = True) -> int:
-        """Parameters on the process with the largest part. `by_rows`: whole rows of each (FSDP2), else cut anywhere."""
-        if by_rows:
-            return sum(-(-w.shape[0] // parts) * (w.count // w.shape[0]) for w in self.weights if w.count)
-        return sum(-(-count // parts) for count in self.units.values())
 
 
 def shapes_of(config, trust_remote_code: bool = False) -> Shapes:

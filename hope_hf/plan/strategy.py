@@ -79,6 +79,12 @@ class Launch:
     def replicas(self) -> int:
         return self.world_size // self.parts
 
+    @property
+    def compute_bytes(self) -> int:
+        """Per gathered weight. DeepSpeed in bf16 gathers fp32 weights, which autocast rounds."""
+        wide = self.precision == "no" or (self.strategy.engine == "deepspeed" and self.precision == "bf16")
+        return 4 if wide else 2
+
     def under(self, strategy: Strategy, per_node: int) -> "Launch":
         """The same processes under another strategy; a hybrid shares out inside nodes of `per_node` processes."""
         parts = 1 if not strategy.shared else self.world_size

@@ -75,9 +75,9 @@ def settings(question: Question) -> list[Setting]:
 
 
 def _setting(question: Question, launch: Launch) -> Setting:
-    compute = 4 if launch.precision == "no" else 2
+    compute = launch.compute_bytes
     reduce = 4
-    if launch.strategy.engine.startswith("fsdp") and compute == 2:
+    if launch.strategy.engine.startswith("fsdp") and launch.precision != "no":
         reduce = question.step.reduce_dtype.itemsize
     step = question.step
     sent = traffic(question.shapes.count, launch, step.accumulation, step.sync_each_batch, compute, reduce)

@@ -1,6 +1,6 @@
 """Takes the planner's step with real tensors and prints the peak of live tensor bytes, as torch's allocator counts it.
 
-    torchrun --nproc_per_node 2 tests/plan/step_worker.py '{"config": {...}, "strategy": "full_shard", ...}'
+    torchrun --nproc_per_node 2 tests/plan/step_worker.py '[{"config": {...}, "strategy": "full_shard", ...}]'
 """
 
 import ctypes
@@ -87,27 +87,28 @@ def resident_growth(step: Step) -> int:
     return peak - start
 
 
-def main():
-    task = json.loads(sys.argv[1])
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("gloo")
-    world = dist.get_world_size() if dist.is_initialized() else 1
+def measure(task: dict, world: int) -> dict[str, int]:
+    """The third step of a task: before it, torch fills its caches, and DDP makes its final buckets."""
     strategy = STRATEGIES[task["strategy"]]
     launch = Launch(strategy, world, world if strategy.shared else 1, task["precision"])
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     config = AutoConfig.for_model(**task["config"])
     step = Step(config, launch, StepOptions(**task["options"]), make_mesh(launch))
     step.connect()
-    # Torch's caches, and DDP's final buckets.
     step.run()
     step.run()
     base = held(step)
-    result = {"peak": base + allocated_peak(step)}
-    if task.get("resident"):
-        result["resident"] = base + resident_growth(step)
+    return {"peak": base + allocated_peak(step), "resident": base + resident_growth(step)}
+
+
+def main():
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    results = [measure(task, world) for task in json.loads(sys.argv[1])]
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print("RESULT " + json.dumps(result), flush=True)
+        print("RESULT " + json.dumps(results), flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 
