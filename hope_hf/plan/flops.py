@@ -4,7 +4,7 @@ from .shapes import EMBEDDING, Shapes
 
 
 def flops_per_token(config, shapes: Shapes, sequence_length: int) -> int:
-    """HOPE: 6 per parameter of a matrix, and its mixers' own products (`HopeForCausalLM.flops_per_token` explains them).
+    """HOPE: 6 per parameter of a matrix, and its mixers' own products (see `HopeForCausalLM.flops_per_token`).
 
     Others: 6 per parameter outside of embeddings that are only looked up. Recomputation is not counted.
     """

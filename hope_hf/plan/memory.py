@@ -16,7 +16,6 @@ class Memory:
         split: at the peak, by category.
         moment: of the peak: "loss", "backward" or "update".
         host: bytes in the memory of a machine, of all its processes.
-        fixed: bytes of the peak that do not grow with the batch.
         gathered_block: bytes of the largest block once gathered; 0 where nothing is gathered.
         between_batches: bytes of gradients held between accumulated batches.
     """
@@ -24,7 +23,6 @@ class Memory:
     split: dict[str, int]
     moment: str
     host: int
-    fixed: int
     gathered_block: int
     between_batches: int
     is_estimate: bool
@@ -51,14 +49,23 @@ def memory(config, shapes: Shapes, launch: Launch, step, per_node: int = 8) -> M
     moments = {
         "loss": _at_loss(shapes, launch, states, kept, compute) | {"whole gradients": between},
         "backward": _in_backward(shapes, launch, states, kept, compute, between),
-        "update": {**states, "weight copies": 0},
+        "update": dict(states),
     }
+    offloads = launch.strategy.offloads
+    # DeepSpeed's copy of the weights belongs to its optimizer.
+    offloads |= {"buckets"} if OPTIMIZER in offloads else set()
+    host = sum(size for name, size in states.items() if name in offloads)
+    for split in moments.values():
+        for name in offloads:
+            split.pop(name, None)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
-    split, host = _offload(moments[moment], moments["update"], launch, per_node)
-    batch = {"activations", "backward"}
-    fixed = sum(size for name, size in split.items() if name not in batch)
     return Memory(
-        {name: size for name, size in split.items() if size}, moment, host, fixed, block, between, kept.is_estimate
+        {name: size for name, size in moments[moment].items() if size},
+        moment,
+        host * min(per_node, launch.world_size),
+        block,
+        between,
+        kept.is_estimate,
     )
 
 
@@ -109,8 +116,8 @@ def _at_loss(shapes: Shapes, launch: Launch, states: dict, kept: Activations, co
 
 
 def _in_backward(shapes, launch: Launch, states: dict, kept: Activations, compute: int, between: int) -> dict:
-    """At the last of the blocks: all gradients, one block's activations and about as many gradients of them."""
-    moment = {**states, "activations": kept.one_block, "backward": kept.one_block // 2}
+    """At the last of the blocks: all gradients, one block's activations, and gradients of a quarter of them."""
+    moment = {**states, "activations": kept.one_block, "backward": kept.one_block // 4}
     block = shapes.largest_block
     if launch.strategy.gathers:
         # The block and the one gathered ahead of it; the block's own gradients before and while they are reduced.
@@ -118,12 +125,3 @@ def _in_backward(shapes, launch: Launch, states: dict, kept: Activations, comput
         moment["whole gradients"] = block * (4 + compute) + between
     return moment
 
-
-def _offload(moment: dict, update: dict, launch: Launch, per_node: int) -> tuple[dict, int]:
-    """The moment without what lies in the machine's memory, and the bytes there."""
-    offloads = launch.strategy.offloads
-    host = sum(size for name, size in update.items() if name in offloads)
-    if OPTIMIZER in offloads:
-        host += update.get("buckets", 0)
-    gpu = {name: size for name, size in moment.items() if name not in offloads}
-    return gpu, host * min(per_node, launch.world_size)

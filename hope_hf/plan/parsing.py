@@ -83,7 +83,7 @@ def _config(args: Arguments):
     if args.model_name_or_path:
         given = next((n for n in ("config_name", "config_overrides", "model_type") if getattr(args, n)), None)
         if given:
-            raise ValueError(f"--{given} shapes a new model and --model_name_or_path names one: give only one of them.")
+            raise ValueError(f"--{given} shapes a new model and --model_name_or_path names one: give only one.")
         config = load_config(args.model_name_or_path, "model_name_or_path", args)
     else:
         # There is no tokenizer: the vocabulary is the config's own.

@@ -16,17 +16,17 @@ GROUPED = {
 }
 
 
-def as_text(question: Question, rows: list[Setting], verdicts: list[Verdict], found: Simulation | str | None) -> str:
+def as_text(question: Question, rows: list[Setting], verdicts: list[Verdict], found: Simulation | str) -> str:
     """What is printed; `found` is the simulation, or why there is none."""
     parts = [_heading(question), markdown_table([_row(question, row, verdicts) for row in rows])]
     asked = rows[0]
     if isinstance(found, Simulation):
         split = ", ".join(f"{name} {size / GIB:.2f}" for name, size in found.split.items())
         parts.append(
-            f"Simulated step of {asked.name}: {found.peak / GIB:.2f} GiB ({split}), {found.seconds:.0f} s to simulate; "
+            f"Simulated step of {asked.name} ({found.seconds:.0f} s): {found.peak / GIB:.2f} GiB ({split}); "
             f"arithmetic alone: {asked.memory.peak / GIB:.2f}."
         )
-    elif found:
+    else:
         parts.append(f"No simulation: {found}.")
     if asked.memory.gathered_block:
         parts.append(f"Largest gathered block: {asked.memory.gathered_block / GIB:.3f} GiB.")
@@ -48,10 +48,10 @@ def _heading(question: Question) -> str:
     flops = flops_per_token(question.config, shapes, step.block_size)
     return (
         f"{question.config.model_type}, {shapes.count:,} parameters (largest block {shapes.largest_block:,}), "
-        f"{flops / 1e9:.2f} GFLOP a token, {cache_bytes(question.config, step.block_size) / 2**20:.1f} MiB of state a "
-        f"sequence after {step.block_size:,} tokens\n"
+        f"{flops / 1e9:.2f} GFLOP a token, {cache_bytes(question.config, step.block_size) / 2**20:.1f} MiB of state "
+        f"a sequence after {step.block_size:,} tokens\n"
         f"{launch.world_size:,} processes x {step.accumulation} batches x {step.batch_size} rows x "
-        f"{step.block_size:,} tokens = {question.tokens_per_step:,} tokens a step; mixed precision {launch.precision}, "
+        f"{step.block_size:,} tokens = {question.tokens_per_step:,} tokens a step; precision {launch.precision}, "
         f"{step.optimizer}{', blocks recomputed' if step.checkpointing or launch.checkpointing else ''}\n"
         "Memory per process in GiB, by arithmetic (2^30 bytes); traffic per process and step in GB (10^9)."
     )
@@ -92,7 +92,7 @@ def _sentence(question: Question, rows: list[Setting], one: Verdict) -> str:
     return words + "."
 
 
-def as_json(question: Question, rows: list[Setting], verdicts: list[Verdict], found: Simulation | str | None) -> dict:
+def as_json(question: Question, rows: list[Setting], verdicts: list[Verdict], found: Simulation | str) -> dict:
     """The plan for scripts: sizes in bytes, times in seconds unless named otherwise."""
     simulated = isinstance(found, Simulation)
     return {

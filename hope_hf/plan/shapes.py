@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from hope_hf.cli.mistakes import MISTAKES, one_line
 
-# Where a parameter belongs outside the blocks. The tail (last norm and head, with a tied embedding) is gathered as one.
+# Where a parameter belongs outside the blocks. The tail (last norm, head and a tied embedding) is gathered as one.
 EMBEDDING, TAIL, ROOT = "embedding", "tail", "root"
 
 
@@ -75,7 +75,7 @@ class Shapes:
 
     @cached_property
     def matrices(self) -> int:
-        """Parameters of matrices that a product reads: all of two axes but the looked-up tables (a tied one counts)."""
+        """Parameters of matrices that a product reads: all of two axes but tables that are only looked up."""
         tables = 0 if self.is_tied else sum(w.count for w in self.weights if w.unit == EMBEDDING)
         tables += sum(w.count for w in self.weights if w.unit == ROOT)
         return sum(w.count for w in self.weights if len(w.shape) == 2) - tables

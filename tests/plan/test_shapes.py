@@ -20,7 +20,7 @@ HOPES = {
 }
 CONFIGS = (
     {f"hope {name}": lambda name=name: HopeConfig.from_preset(name) for name in PRESETS}
-    | {f"hope {name}": lambda fields=fields: HopeConfig.from_preset("tiny", **fields) for name, fields in HOPES.items()}
+    | {f"hope {name}": lambda own=own: HopeConfig.from_preset("tiny", **own) for name, own in HOPES.items()}
     | {
         "llama": lambda: LlamaConfig(num_hidden_layers=2),
         "llama, biases, groups, tied": lambda: LlamaConfig(

@@ -53,7 +53,10 @@ def task(name: str, strategy: str, precision: str = "no", **options) -> dict:
 
 
 CASES = {
-    "single": (1, [task(name, "ddp") for name in SMALL] + [task("pilot", "ddp", "bf16", batch_size=2, block_size=512)]),
+    "single": (
+        1,
+        [task(name, "ddp") for name in SMALL] + [task("pilot", "ddp", "bf16", batch_size=2, block_size=512)],
+    ),
     "ddp": (
         2,
         [task(name, "ddp") for name in SMALL]
@@ -66,8 +69,6 @@ CASES = {
             task("llama", "full_shard", "bf16"),
             task("llama", "shard_grad_op", "bf16"),
             task("llama", "full_shard", accumulation=2),
-            task("llama", "full_shard", accumulation=2, sync_each_batch=True),
-            task("tiny", "full_shard", "bf16", optimizer="muon"),
         ],
     ),
 }
@@ -82,10 +83,11 @@ def test_simulated_peak_is_within_5_percent_of_the_real_one(case):
     for one, measured in zip(tasks, real, strict=True):
         peak = simulated(one, processes).peak
         rows.append((one["name"], one["strategy"], one["precision"], peak, measured["peak"], measured["resident"]))
-        print(*rows[-1], f"{peak / measured['peak'] - 1:+.2%}, resident {peak / measured['resident'] - 1:+.2%}")
+        print(*rows[-1], f"{peak / measured['peak'] - 1:+.2%}")
     assert all(abs(peak / measured - 1) < 0.05 for *_, peak, measured, _ in rows), rows
-    # Resident memory has pages of code and of the allocator as well; the bar is the pilot's.
+    # Resident memory has the allocator's pages as well.
     pilot = [(peak, resident) for name, *_, peak, _, resident in rows if name == "pilot"]
+    print(*(f"resident {peak / resident - 1:+.2%}" for peak, resident in pilot))
     assert pilot and all(abs(peak / resident - 1) < 0.15 for peak, resident in pilot), rows
 
 
@@ -125,7 +127,7 @@ def test_whole_gradients_between_batches_are_simulated():
 
 def test_attention_on_the_cpu_is_simulated_without_its_dropout():
     step, launch = StepOptions(1, 512), Launch(STRATEGIES["ddp"], 1, 1)
-    peaks = [simulate(small_config("gpt2", attn_pdrop=rate, resid_pdrop=0.0), launch, step).peak for rate in (0.0, 0.1)]
+    peaks = [simulate(small_config("gpt2", attn_pdrop=rate), launch, step).peak for rate in (0.0, 0.1)]
     assert peaks[0] == peaks[1]
 
 

@@ -55,9 +55,8 @@ def test_the_largest_part_has_whole_rows():
 def test_optimizer_state_is_what_the_optimizer_creates(name, tokens_per_step, optimizer):
     config = small_config(name)
     model = meta_model(config)
-    clock = build_optimizer(
-        model, optimizer, learning_rate=1, weight_decay=0.1, betas=(0.9, 0.9), eps=1e-8, tokens_per_step=tokens_per_step
-    )
+    rest = {"learning_rate": 1, "weight_decay": 0.1, "betas": (0.9, 0.9), "eps": 1e-8}
+    clock = build_optimizer(model, optimizer, tokens_per_step=tokens_per_step, **rest)
     clock.create_states()
     real = sum(tensor.nbytes for state in clock.state.values() for tensor in state.values() if tensor.ndim)
     shapes, periods = shapes_of(config), level_periods(config)
