@@ -14,6 +14,7 @@ from accelerate.commands.launch import launch_command_parser
 from hope_hf.data import tokenizer
 from hope_hf.evaluation.arguments import FLAGS as EVALUATION_FLAGS
 from hope_hf.export import run as export
+from hope_hf.plan import parsing as plan
 from hope_hf.training.arguments import FLAGS
 from hope_hf.training.checkpoints import tool
 from hope_hf.training.foreign import NO_EFFECT
@@ -24,6 +25,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PARSERS = {
     "hope_hf.data.tokenizer": tokenizer.make_parser,
     "hope_hf.export": export.make_parser,
+    "hope_hf.plan": plan.make_parser,
     "hope_hf.training.checkpoints": tool.make_parser,
     "accelerate": launch_command_parser,
 }

@@ -26,6 +26,8 @@ from hope_hf.evaluation.result import SuiteResult
 from hope_hf.evaluation.subject import held_out_documents
 from hope_hf.export import folder as export_folder
 from hope_hf.export import run as export_program
+from hope_hf.plan import main as plan_main
+from hope_hf.plan.parsing import make_parser as make_plan_parser
 from hope_hf.training import trainer
 from hope_hf.training.arguments import GROUPS as TRAINING_FLAGS
 from hope_hf.training.checkpoints import manifest, tool
@@ -159,11 +161,12 @@ def programs(place: Path) -> list[Program]:
             flags={"--files": text, "--vocab_size": "260", "--output_dir": ""},
         ),
         Program("checkpoints", tool.main, consolidate, ("consolidate", str(place / "checkpoint-1")), {"--to": ""}),
+        Program("plan", plan_main, make_plan_parser(), flags=new | {"--block_size": "16", "--simulate": "false"}),
         Program("plot", plot.main, plot.make_parser(), (model,)),
     ]
 
 
-NAMES = ["run_clm", "run_eval", "export", "tokenizer", "checkpoints", "plot"]
+NAMES = ["run_clm", "run_eval", "export", "tokenizer", "checkpoints", "plan", "plot"]
 
 
 @pytest.mark.parametrize("name", NAMES)

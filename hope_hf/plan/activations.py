@@ -1,0 +1,144 @@
+"""Bytes of activations that a causal LM keeps from forward to backward, per block, from its config alone.
+
+Counted is what autograd saves, one saved tensor a term; a test holds the sums against the simulated step. Attention is
+sdpa's or flash attention's, whose kernels never hold heads x tokens^2 numbers. Three ways of computing differ:
+
+- fp32: everything takes 4 bytes.
+- autocast (bf16 or fp16 in one process, under DDP and DeepSpeed): the residual stream and norms stay fp32, every
+  linear map casts its own input and keeps a copy of its weights in 2 bytes.
+- cast (FSDP): blocks have 2-byte weights and inputs.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from .shapes import Shapes
+from .strategy import Launch
+
+Mode = Literal["fp32", "autocast", "cast"]
+# Bytes per token and entry of the vocabulary while the loss is differentiated: logits, their log-softmax, and the
+# gradients of both, all fp32.
+LOSS_BYTES = 16
+# Of transformers' GELU in plain operations: its input, half of it, the tanh, 1 + tanh and the product.
+GELU_TENSORS = 5
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one forward pass of one process.
+
+    Attributes:
+        blocks: of all blocks, as they are kept.
+        one_block: of the largest block, as the backward pass through it needs them.
+        loss: of the last norm, the logits and their gradients.
+        weight_copies: of weights, which autocast keeps.
+        is_estimate: whether the block is of an architecture that is not written down here.
+    """
+
+    blocks: int
+    one_block: int
+    loss: int
+    weight_copies: int
+    is_estimate: bool
+
+
+def mode_of(launch: Launch) -> Mode:
+    """How a launch computes."""
+    if launch.precision == "no":
+        return "fp32"
+    return "cast" if launch.strategy.engine.startswith("fsdp") and launch.strategy.gathers else "autocast"
+
+
+def activations(
+    config, shapes: Shapes, launch: Launch, batch_size: int, block_size: int, checkpointing: bool
+) -> Activations:
+    """The activations of a batch; with `checkpointing`, blocks keep their inputs alone."""
+    mode, tokens = mode_of(launch), batch_size * block_size
+    wide, low = 4, 4 if mode == "fp32" else 2
+    stream = low if mode == "cast" else wide
+    width = getattr(config, "n_embd", None) or config.hidden_size
+    layers = {"hope": _hope, "llama": _llama, "mistral": _llama, "gpt2": _gpt2}.get(config.model_type)
+    if layers is None:
+        sizes = _by_matrices(shapes, tokens, low)
+    else:
+        sizes = layers(config, mode, batch_size, block_size)
+    inputs = tokens * width * stream
+    kept = len(sizes) * inputs if checkpointing else sum(sizes)
+    loss = tokens * (LOSS_BYTES * config.vocab_size + width * (2 * wide + low))
+    copies = 2 * shapes.matrices if mode == "autocast" else 0
+    return Activations(kept, max(sizes, default=0), loss, copies, layers is None)
+
+
+def _norm(width: int, mode: Mode, readers: int) -> int:
+    """Per token: input, normalised input and output of an RMS norm in plain operations that `readers` maps read."""
+    if mode == "fp32":
+        return 12 * width
+    return 8 * width + 2 * width * readers if mode == "autocast" else 8 * width
+
+
+def _llama(config, mode: Mode, batch_size: int, block_size: int) -> list[int]:
+    width, low = config.hidden_size, 4 if mode == "fp32" else 2
+    head = getattr(config, "head_dim", None) or width // config.num_attention_heads
+    heads, groups = config.num_attention_heads * head, config.num_key_value_heads * head
+    attention = _norm(width, mode, 3) + low * (2 * heads + 2 * groups) + 4 * config.num_attention_heads
+    mlp = _norm(width, mode, 2) + low * 4 * config.intermediate_size
+    return [batch_size * block_size * (attention + mlp)] * config.num_hidden_layers
+
+
+def _gpt2(config, mode: Mode, batch_size: int, block_size: int) -> list[int]:
+    width, low = config.n_embd, 4 if mode == "fp32" else 2
+    hidden = config.n_inner or 4 * width
+    stream = low if mode == "cast" else 4
+    norms = 2 * width * (stream + low)
+    # Query, key and value side by side; query and key once more, contiguous; what attention returns, twice.
+    attention = low * width * 6 + 4 * config.n_head
+    masks = 2 * width if config.resid_pdrop else 0
+    return [batch_size * block_size * (norms + attention + low * GELU_TENSORS * hidden + masks)] * config.n_layer
+
+
+def _hope(config, mode: Mode, batch_size: int, block_size: int) -> list[int]:
+    tokens, width, low = batch_size * block_size, config.hidden_size, 4 if mode == "fp32" else 2
+    levels = sum(_norm(width, mode, 2) + low * 4 * hidden for hidden in config.level_intermediate_sizes)
+    # Levels side by side keep their outputs for the weights that mix them.
+    levels += low * width * len(config.level_periods) if config.level_variant == "independent" else 0
+    heads, groups = (config.num_attention_heads or 0), (config.num_key_value_heads or 0)
+    attention = _norm(width, mode, 3) + low * (2 * heads + 2 * groups) * config.head_dim + 4 * heads
+    sizes = {"full_attention": tokens * (attention + levels)}
+    if config.has_memories:
+        inner = config.num_memory_heads * config.head_dim
+        # Streams, reads and their norm are fp32; gate and output are as the linear maps.
+        around = 4 * 6 * inner + low * 4 * inner
+        outside = _norm(width, mode, 5) + around + levels
+        sizes["hope_memory"] = tokens * outside + batch_size * _scan(config, block_size)
+    return [sizes[kind] for kind in config.layer_types]
+
+
+def _scan(config, block_size: int) -> int:
+    """Bytes that the scan of one sequence keeps: the pieces of the last group that is not recomputed (fp32)."""
+    chunk, width, heads = config.memory_chunk_size, config.head_dim, config.num_memory_heads
+    memories, kernel = len(config.memory_projections) + 1, config.conv_kernel_size
+    pieces = math.ceil(block_size / chunk)
+    stride = config.recompute_chunks or pieces
+    groups = math.ceil(pieces / stride)
+    last = pieces - (groups - 1) * stride
+    size = min(chunk, block_size)
+    state = memories * width**2
+    streams = 3 * width * (3 * size + kernel - 1)
+    # Decay, the products of keys and of queries with keys; the inverse of each rate is padded to a power of two.
+    padded = max(4, 2 ** math.ceil(math.log2(size)))
+    rates = 1 if not config.memory_projections else 2
+    squares = 3 * size**2 + rates * padded * (padded + 1)
+    piece = state + streams + squares + memories * size * width + 5 * size
+    # The paper's rule goes through autograd, which keeps about four times as much.
+    factor = 4 if config.memory_rule == "paper" else 1
+    return 4 * heads * (factor * piece * last + (groups - 1) * state)
+
+
+def _by_matrices(shapes: Shapes, tokens: int, low: int) -> list[int]:
+    """An estimate for other architectures: every matrix keeps its input and its output once."""
+    sizes: dict[int, int] = {}
+    for weight in shapes.weights:
+        if isinstance(weight.unit, int) and len(weight.shape) == 2:
+            sizes[weight.unit] = sizes.get(weight.unit, 0) + sum(weight.shape)
+    return [tokens * low * size for size in sizes.values()]

@@ -1,0 +1,67 @@
+"""Bytes that a process sends in one optimizer step, and how long a link takes for them.
+
+A ring passes (N - 1) / N of what it gathers or scatters through every process; an all-reduce is both, one after the
+other.
+"""
+
+from dataclasses import dataclass
+
+from .strategy import GRADIENTS, Launch
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a process sends per optimizer step.
+
+    Attributes:
+        gather: weights, in the dtype in which they compute.
+        reduce: gradients.
+    """
+
+    gather: float
+    reduce: float
+
+    @property
+    def total(self) -> float:
+        return self.gather + self.reduce
+
+    def seconds(self, bandwidth: float) -> float:
+        """At `bandwidth` bytes a second and direction, nothing hidden behind computation."""
+        return self.total / bandwidth
+
+
+def traffic(
+    parameters: float,
+    launch: Launch,
+    accumulation: int = 1,
+    sync_each_batch: bool = False,
+    gather_bytes: float = 4,
+    reduce_bytes: float = 4,
+) -> Traffic:
+    """The traffic of a step of `accumulation` batches.
+
+    Full sharding gathers twice in every batch, SHARD_GRAD_OP once (FSDP version 1 keeps the weights over accumulated
+    batches: once a step). Gradients are reduced once a step; DeepSpeed's stages 2 and 3 and `sync_each_batch` reduce
+    after every batch. Replicas of a hybrid all-reduce their shard of the gradients.
+
+    Args:
+        gather_bytes, reduce_bytes: per parameter.
+    """
+    strategy, parts = launch.strategy, launch.parts
+    share = (parts - 1) / parts
+    is_deepspeed = strategy.engine == "deepspeed"
+    reductions = accumulation if sync_each_batch or (is_deepspeed and GRADIENTS in strategy.shared) else 1
+    if not strategy.shared:
+        share = (launch.world_size - 1) / launch.world_size
+        return Traffic(0, 2 * share * parameters * reduce_bytes * reductions)
+    if not strategy.gathers:
+        # The updated weights are gathered once, after the step.
+        return Traffic(share * parameters * 4, share * parameters * reduce_bytes * reductions)
+    gathers = 2 * accumulation
+    if strategy.keeps_gathered:
+        gathers = 1 if strategy.engine == "fsdp1" and not sync_each_batch else accumulation
+    reduce = share * parameters * reduce_bytes * reductions
+    if launch.replicas > 1:
+        between = (launch.replicas - 1) / launch.replicas
+        reduce += 2 * between * parameters / parts * reduce_bytes * reductions
+    return Traffic(gathers * share * parameters * gather_bytes, reduce)

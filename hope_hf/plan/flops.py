@@ -1,0 +1,37 @@
+"""Matrix FLOPs of forward and backward per token, from a config and its shapes alone; the trainer counts the same."""
+
+from .shapes import EMBEDDING, Shapes
+
+
+def flops_per_token(config, shapes: Shapes, sequence_length: int) -> int:
+    """HOPE: 6 per parameter of a matrix, and its mixers' own products (see `HopeForCausalLM.flops_per_token`).
+
+    Others: 6 per parameter outside of embeddings that are only looked up. Recomputation is not counted.
+    """
+    if config.model_type != "hope":
+        return 6 * (shapes.count - shapes.units.get(EMBEDDING, 0))
+    attention = 2 * sequence_length * (config.num_attention_heads or 0) * config.head_dim
+    width, made, rule = config.head_dim, len(config.memory_projections), config.paper_rule
+    squares = 8 * (made + 1) + 2 * made + 4 if rule else 4 * (made + 1) + 2 * made + 6
+    layers = (config.num_memory_heads or 0) * (rule["depth"] if rule else 1)
+    memory = layers * (squares * width**2 + 6 * config.memory_chunk_size * width)
+    mixing = sum(memory if kind == "hope_memory" else attention for kind in config.layer_types)
+    return 6 * shapes.matrices + 3 * mixing
+
+
+def cache_bytes(config, tokens: int) -> int:
+    """fp32 bytes that one sequence carries after `tokens` tokens: HOPE's memories and tails, keys and values.
+
+    Memories have the same size after any number of tokens: the weights now and at their chunk's start.
+    """
+    if config.model_type == "hope":
+        width, heads = config.head_dim, config.num_memory_heads or 0
+        layers = config.paper_rule["depth"] if config.memory_rule == "paper" else 1
+        memories = 2 * layers * (len(config.memory_projections) + 1) * width**2
+        memory = heads * (memories + 3 * (config.conv_kernel_size - 1) * width)
+        keys = 2 * tokens * (config.num_key_value_heads or 0) * width
+        return 4 * sum(memory if kind == "hope_memory" else keys for kind in config.layer_types)
+    layers = config.num_hidden_layers
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 4 * layers * 2 * tokens * heads * head

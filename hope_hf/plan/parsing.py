@@ -1,0 +1,146 @@
+"""From a command line to a checked `Plan`: config, shapes, launch and step."""
+
+import os
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from hope_hf import PRESETS
+from hope_hf.cli.models import build_config, load_config, parse_overrides
+from hope_hf.cli.parser import Parser, named_flags
+from hope_hf.cli.process import warn_once
+
+from .arguments import FLAGS, GROUPS, Arguments
+from .gpus import Gpu, parse_gpus
+from .shapes import Shapes, shapes_of
+from .step import StepOptions
+from .strategy import Launch, read_launch_file
+
+LONGEST_DEFAULT_BLOCK = 1024
+# As `hope_hf.data.LARGEST_VOCABULARY`.
+LARGEST_VOCABULARY = 10_000_000
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be planned."""
+
+    args: Arguments
+    config: object
+    shapes: Shapes
+    launch: Launch
+    step: StepOptions
+    gpus: list[Gpu]
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Over all processes and accumulated batches."""
+        return self.step.batch_size * self.step.block_size * self.step.accumulation * self.launch.world_size
+
+
+def make_parser() -> Parser:
+    """All flags."""
+    usage = "%(prog)s --config_name mid --accelerate_config accelerate_configs/fsdp2.yaml --world_size 8 [flags]"
+    return Parser(GROUPS, prog="python -m hope_hf.plan", usage=usage, allow_abbrev=False)
+
+
+def parse(argv: list[str]) -> Question:
+    """Raises ValueError with one sentence that names the flag or file and the fix."""
+    parser = make_parser()
+    named = named_flags(parser, argv, FLAGS)
+    groups = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    args = Arguments(**{f.name: getattr(group, f.name) for group in groups for f in fields(group)})
+    gpus = parse_gpus(args.gpu)
+    _check_plot(args.plot)
+    launch = read_launch_file(args.accelerate_config, args.world_size, args.gradient_accumulation_steps)
+    if args.mixed_precision:
+        launch = replace(launch, precision=args.mixed_precision)
+    _warn_of_ignored(args, named, launch)
+    config = _config(args)
+    step = StepOptions(
+        batch_size=args.per_device_train_batch_size,
+        block_size=_block_size(args, config),
+        accumulation=args.gradient_accumulation_steps,
+        checkpointing=args.gradient_checkpointing,
+        optimizer=args.optimizer,
+        sync_each_batch=args.sync_each_batch,
+        reduce_dtype=getattr(torch, args.fsdp_reduce_dtype),
+        attn_implementation=args.attn_implementation,
+        trust_remote_code=args.trust_remote_code,
+    )
+    if args.optimizer == "muon" and launch.strategy.engine in ("fsdp1", "deepspeed"):
+        raise ValueError(
+            f"Muon needs whole matrices, which {args.accelerate_config} cuts anywhere: plan with "
+            "accelerate_configs/fsdp2.yaml or ddp.yaml, or --optimizer adamw."
+        )
+    return Question(args, config, shapes_of(config, args.trust_remote_code), launch, step, gpus)
+
+
+def _config(args: Arguments):
+    if args.model_name_or_path:
+        given = next((n for n in ("config_name", "config_overrides", "model_type") if getattr(args, n)), None)
+        if given:
+            raise ValueError(f"--{given} shapes a new model and --model_name_or_path names one: give only one.")
+        config = load_config(args.model_name_or_path, "model_name_or_path", args)
+    else:
+        # There is no tokenizer: the vocabulary is the config's own.
+        config = build_config(args, None, _vocabulary(args), PRESETS)
+    if not isinstance(getattr(config, "vocab_size", None), int):
+        raise ValueError(f"--model_type {config.model_type} has no vocab_size: it is no causal LM of one part.")
+    return config
+
+
+def _vocabulary(args: Arguments) -> int:
+    size = parse_overrides(args.config_overrides).get("vocab_size")
+    if size is not None and (type(size) is not int or not 1 <= size <= LARGEST_VOCABULARY):
+        raise ValueError(
+            f"--config_overrides: vocab_size is {size!r}, give a whole number from 1 to {LARGEST_VOCABULARY:,}."
+        )
+    kind = args.model_type or "hope"
+    if size is None and args.config_name in PRESETS or args.config_name is None and kind == "hope":
+        size = size or PRESETS[args.config_name or "tiny"].get("vocab_size")
+    elif size is None and args.config_name is not None and os.path.isdir(args.config_name):
+        size = getattr(load_config(args.config_name, "config_name", args), "vocab_size", None)
+    # Unknown names have their error where the config is made.
+    elif size is None and args.config_name is None and kind in CONFIG_MAPPING:
+        size = getattr(AutoConfig.for_model(kind), "vocab_size", None)
+    return size or 32_000
+
+
+def _block_size(args: Arguments, config) -> int:
+    longest = getattr(config, "max_position_embeddings", None)
+    if args.block_size is None:
+        return min(LONGEST_DEFAULT_BLOCK, longest or LONGEST_DEFAULT_BLOCK)
+    if longest is not None and args.block_size > longest:
+        raise ValueError(
+            f"--block_size {args.block_size} is longer than the model's {longest} positions "
+            "(max_position_embeddings): choose shorter blocks."
+        )
+    return args.block_size
+
+
+def _check_plot(path: str | None):
+    if path is None:
+        return
+    file = Path(path)
+    if file.suffix != ".png":
+        raise ValueError(f"--plot {path} is no .png: name a picture, such as plan.png.")
+    if file.is_dir() or not file.absolute().parent.is_dir() or not os.access(file.absolute().parent, os.W_OK):
+        raise ValueError(f"--plot {path} cannot be written: name a file in a folder that exists.")
+
+
+def _warn_of_ignored(args: Arguments, named: set[str], launch: Launch):
+    fsdp = launch.strategy.engine.startswith("fsdp")
+    mixed = launch.precision != "no"
+    for name, is_ignored, reason in (
+        ("mfu", args.total_tokens is None, "--total_tokens is not given"),
+        ("price_per_gpu_hour", args.total_tokens is None, "--total_tokens is not given"),
+        ("sync_each_batch", not fsdp or args.gradient_accumulation_steps == 1, "no batches accumulate under FSDP"),
+        ("fsdp_reduce_dtype", not (fsdp and mixed), "the launch file does not ask for FSDP with bf16 or fp16"),
+        ("attn_implementation", not args.simulate, "--no_simulate is given"),
+    ):
+        if name in named and is_ignored:
+            warn_once(f"--{name} is ignored: {reason}.")

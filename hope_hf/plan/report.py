@@ -1,0 +1,141 @@
+"""The plan as text and as JSON."""
+
+from hope_hf.cli.tables import Row, markdown_table
+
+from .flops import cache_bytes, flops_per_token
+from .gpus import GIB
+from .parsing import Question
+from .simulate import Simulation
+from .verdict import Setting, Verdict
+
+# Columns of categories that have several names.
+GROUPED = {
+    "gathered": ("gathered", "weight copies"),
+    "gradients": ("gradients", "whole gradients", "buckets"),
+    "activations": ("activations", "backward"),
+}
+
+
+def as_text(question: Question, rows: list[Setting], verdicts: list[Verdict], found: Simulation | str) -> str:
+    """What is printed; `found` is the simulation, or why there is none."""
+    parts = [_heading(question), markdown_table([_row(question, row, verdicts) for row in rows])]
+    asked = rows[0]
+    if isinstance(found, Simulation):
+        split = ", ".join(f"{name} {size / GIB:.2f}" for name, size in found.split.items())
+        parts.append(
+            f"Simulated step of {asked.name} ({found.seconds:.0f} s): {found.peak / GIB:.2f} GiB ({split}); "
+            f"arithmetic alone: {asked.memory.peak / GIB:.2f}."
+        )
+    else:
+        parts.append(f"No simulation: {found}.")
+    if asked.memory.gathered_block:
+        parts.append(f"Largest gathered block: {asked.memory.gathered_block / GIB:.3f} GiB.")
+    if asked.memory.between_batches:
+        parts.append(
+            f"Gradients held whole between batches: {asked.memory.between_batches / GIB:.2f} GiB; --sync_each_batch "
+            f"reduces them after each."
+        )
+    if asked.memory.is_estimate:
+        parts.append(
+            f"{question.config.model_type} is not written down here: shapes come from the model on the meta device, "
+            "activations are estimated from them."
+        )
+    return "\n\n".join([*parts, "\n".join(_sentence(question, rows, one) for one in verdicts)])
+
+
+def _heading(question: Question) -> str:
+    step, launch, shapes = question.step, question.launch, question.shapes
+    flops = flops_per_token(question.config, shapes, step.block_size)
+    return (
+        f"{question.config.model_type}, {shapes.count:,} parameters (largest block {shapes.largest_block:,}), "
+        f"{flops / 1e9:.2f} GFLOP a token, {cache_bytes(question.config, step.block_size) / 2**20:.1f} MiB of state "
+        f"a sequence after {step.block_size:,} tokens\n"
+        f"{launch.world_size:,} processes x {step.accumulation} batches x {step.batch_size} rows x "
+        f"{step.block_size:,} tokens = {question.tokens_per_step:,} tokens a step; precision {launch.precision}, "
+        f"{step.optimizer}{', blocks recomputed' if step.checkpointing or launch.checkpointing else ''}\n"
+        "Memory per process in GiB, by arithmetic (2^30 bytes); traffic per process and step in GB (10^9)."
+    )
+
+
+def _row(question: Question, row: Setting, verdicts: list[Verdict]) -> Row:
+    split = dict(row.memory.split)
+    cells: Row = {"setting": row.name + (" (asked)" if row.is_asked else ""), "peak": _gib(row.memory.peak)}
+    for name in ("weights", "gradients", "optimizer", "gathered", "activations"):
+        cells[name] = _gib(sum(split.pop(part, 0) for part in GROUPED.get(name, (name,))))
+    cells["at"] = row.memory.moment
+    cells["host"] = _gib(row.memory.host)
+    cells["GB sent"] = f"{row.traffic.total / 1e9:.2f}"
+    network = row.traffic.seconds(question.args.network_gbit / 8 * 1e9)
+    cells["network s"] = f"{network:.3g}"
+    for one in verdicts:
+        cells[f"{one.gpu.name}"] = "fits" if row.memory.peak <= one.usable else "no"
+    return cells
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f}"
+
+
+def _sentence(question: Question, rows: list[Setting], one: Verdict) -> str:
+    words = f"{one.gpu.name}: {rows[0].name} "
+    words += f"{'fits' if one.fits else 'does not fit'}, {one.peak / GIB:.1f} of {one.usable / GIB:.1f} usable GiB"
+    if not one.fits:
+        words += f"; what would: {one.instead}" if one.instead else "; no setting does"
+    words += f"; largest batch {one.largest_batch}" if one.largest_batch else "; not even one row fits"
+    words += f"; a step computes {one.step_seconds:.3g} s at {question.args.mfu:.0%} of the bf16 peak"
+    if rows[0].traffic.total:
+        words += f" and sends for {one.link_seconds:.3g} s inside a machine, {one.network_seconds:.3g} s between them"
+    if one.days is not None:
+        words += f"; {question.args.total_tokens:.3g} tokens take {one.days:.1f} days"
+    if one.cost is not None:
+        words += f" and cost {one.cost:,.0f}"
+    return words + "."
+
+
+def as_json(question: Question, rows: list[Setting], verdicts: list[Verdict], found: Simulation | str) -> dict:
+    """The plan for scripts: sizes in bytes, times in seconds unless named otherwise."""
+    simulated = isinstance(found, Simulation)
+    return {
+        "model_type": question.config.model_type,
+        "parameters": question.shapes.count,
+        "largest_block": question.shapes.largest_block,
+        "shapes_from": "config" if question.shapes.is_formula else "meta device",
+        "flops_per_token": flops_per_token(question.config, question.shapes, question.step.block_size),
+        "state_bytes_per_sequence": cache_bytes(question.config, question.step.block_size),
+        "world_size": question.launch.world_size,
+        "mixed_precision": question.launch.precision,
+        "tokens_per_step": question.tokens_per_step,
+        "settings": [
+            {
+                "setting": row.name,
+                "is_asked": row.is_asked,
+                "launch_file": row.launch.strategy.launch_file,
+                "peak": row.memory.peak,
+                "moment": row.memory.moment,
+                "split": row.memory.split,
+                "host": row.memory.host,
+                "gathered_block": row.memory.gathered_block,
+                "between_batches": row.memory.between_batches,
+                "gather_bytes": row.traffic.gather,
+                "reduce_bytes": row.traffic.reduce,
+            }
+            for row in rows
+        ],
+        "simulation": {"peak": found.peak, "split": found.split, "seconds": found.seconds} if simulated else None,
+        "no_simulation": None if simulated else found,
+        "gpus": {
+            one.gpu.name: {
+                "fits": one.fits,
+                "peak": one.peak,
+                "usable": one.usable,
+                "instead": one.instead,
+                "largest_batch": one.largest_batch,
+                "step_seconds": one.step_seconds,
+                "link_seconds": one.link_seconds,
+                "network_seconds": one.network_seconds,
+                "days": one.days,
+                "cost": one.cost,
+            }
+            for one in verdicts
+        },
+    }

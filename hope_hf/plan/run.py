@@ -1,0 +1,44 @@
+"""Entry of the command line: parse, count, simulate, answer."""
+
+import json
+
+from hope_hf.cli.process import complain, warn_in_sentences
+
+from .parsing import Question, parse
+
+
+def main(argv: list[str]) -> int:
+    """Print the plan. Returns 0, or 2 after a mistake of the user, a batch that fits nowhere included.
+
+    A ValueError is one sentence for the user; any other exception is a bug and keeps its traceback.
+    """
+    warn_in_sentences()
+    try:
+        _answer(parse(argv))
+    except ValueError as error:
+        return complain(error, 2)
+    return 0
+
+
+def _answer(question: Question) -> None:
+    # Not at the top: misspelled flags answer before the simulation's parts are imported.
+    from .plot import draw
+    from .report import as_json, as_text
+    from .simulate import can_simulate, simulate
+    from .verdict import require_a_fit, settings, verdict
+
+    rows = settings(question)
+    verdicts = [verdict(question, rows, gpu, None) for gpu in question.gpus]
+    require_a_fit(question, rows, verdicts)
+    found = can_simulate(question.launch)
+    if not question.args.simulate:
+        found = "--no_simulate is given"
+    if found is None:
+        found = simulate(question.config, question.launch, question.step)
+        verdicts = [verdict(question, rows, gpu, found) for gpu in question.gpus]
+    if question.args.plot:
+        draw(rows, verdicts, question.args.plot)
+    if question.args.json:
+        print(json.dumps(as_json(question, rows, verdicts, found), indent=1))
+    else:
+        print(as_text(question, rows, verdicts, found))

@@ -1,0 +1,270 @@
+"""One training step on fake tensors and a fake process group: peak memory of the largest rank, without its memory.
+
+Fake tensors have shapes and no numbers, so the step of any model on any number of processes runs on one CPU process.
+torch's own trackers count the bytes of all tensors alive (`torch.distributed._tools`). Its estimator of running times
+needs the GPU that it estimates for, and is not used.
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import FullyShardedDataParallelPlugin, convert_outputs_to_fp32
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from hope_hf.optim import LevelClock, build_optimizer
+from hope_hf.training import summed_loss
+
+from .step import StepOptions
+from .strategy import Launch
+
+LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# accelerate's names of a mesh's axes.
+MESH = ("dp_replicate", "dp_shard_cp")
+# Fields of configurations with the rate of dropout on attention's weights.
+ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop")
+# torch's names of its categories of tensors, and ours.
+CATEGORIES = {
+    "Parameter": "weights", "Sharded Param": "weights", "Gradient": "gradients", "Sharded Grad": "gradients",
+    "Optstate": "optimizer", "OptState": "optimizer", "Unsharded Param": "gathered", "All Gather": "gathered",
+    "Unsharded Grad": "whole gradients", "Reduce Scatter": "whole gradients", "Activation": "activations",
+    "Temp": "backward", "Buffer": "other", "Inputs": "other", "Other": "other",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Peak of the bytes of all live tensors on the rank with the largest part, in total and by category."""
+
+    peak: int
+    split: dict[str, int]
+    seconds: float
+
+
+def can_simulate(launch: Launch) -> str | None:
+    """None, or why this launch has only the arithmetic."""
+    if launch.strategy.engine not in ("plain", "fsdp2"):
+        return f"{launch.strategy.engine} is not simulated"
+    return "offloading is not simulated" if launch.strategy.offloads else None
+
+
+def simulate(config, launch: Launch, options: StepOptions) -> Simulation:
+    """Run the step of `hope_hf.training` once on fake tensors.
+
+    Too high by at most one tied embedding under autocast: autograd adds its two gradients up in place, but not where
+    they are fake. It shows where a batch's logits take less room than the embedding.
+    """
+    start = time.perf_counter()
+    config = _without_attention_dropout(config)
+    with ExitStack() as stack:
+        stack.enter_context(_quietly())
+        if launch.world_size > 1:
+            stack.enter_context(fake_processes(launch.world_size))
+        # Before the mode: a mesh looks at its own numbers.
+        mesh = make_mesh(launch)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_NothingIsWrong())
+        step = Step(config, launch, options, mesh)
+        step.warm_up()
+        tracker = step.tracker()
+        with tracker:
+            step.connect()
+            # Each module's statistics, which are not asked for, are of one forward pass.
+            step.run(between=tracker.reset_mod_stats)
+        (snapshot,) = [by for device, by in tracker.get_tracker_snapshot("peak").items() if device.type == "cpu"]
+    split: dict[str, int] = {}
+    for kind, size in snapshot.items():
+        name = CATEGORIES.get(getattr(kind, "value", kind))
+        if name is not None:
+            split[name] = split.get(name, 0) + size
+    if isinstance(step.wrapped, DistributedDataParallel):
+        # The tracker takes DDP's buckets, as large as the gradients, for activations.
+        split["buckets"] = sum(parameter.nbytes for parameter in step.model.parameters())
+        split["activations"] -= split["buckets"]
+    return Simulation(snapshot["Total"], {k: v for k, v in split.items() if v}, time.perf_counter() - start)
+
+
+class Step:
+    """Model, optimizer and batches of one optimizer step, wrapped as accelerate wraps them; fake or real tensors."""
+
+    def __init__(self, config, launch: Launch, options: StepOptions, mesh: DeviceMesh | None = None):
+        self.launch, self.options, self.mesh = launch, options, mesh
+        named = {"attn_implementation": options.attn_implementation} if options.attn_implementation else {}
+        self.model = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code, **named)
+        if options.checkpointing or launch.checkpointing:
+            _recompute_blocks(self.model)
+        self.wrapped = self._wrap(self.model)
+        tokens = options.batch_size * options.block_size * options.accumulation * launch.world_size
+        self.optimizer: LevelClock = build_optimizer(
+            self.model, options.optimizer, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8,
+            tokens_per_step=tokens,
+        )  # fmt: skip
+        self.optimizer.create_states()
+        shape = (options.batch_size, options.block_size)
+        # A third batch would find what the second one finds.
+        self.batches = [torch.zeros(shape, dtype=torch.long) for _ in range(min(options.accumulation, 2))]
+        self.wrapped.train()
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        launch = self.launch
+        if launch.precision in LOW_PRECISION:
+            # As `Accelerator.prepare_model` does it.
+            cast = torch.autocast("cpu", dtype=LOW_PRECISION[launch.precision])
+            model.forward = convert_outputs_to_fp32(cast(model.forward))
+        return self._shard(model) if launch.strategy.gathers else model
+
+    def connect(self):
+        """Wrap a replica in DDP, after all else: its buckets are made here."""
+        if self.launch.world_size > 1 and not self.launch.strategy.gathers:
+            # Fake weights are equal everywhere, and cannot be compared.
+            self.wrapped = DistributedDataParallel(self.model, init_sync=False)
+            self.wrapped.train()
+            if isinstance(self.batches[0], FakeTensor):
+                self.wrapped.register_comm_hook(None, _reduced)
+
+    def _shard(self, model: nn.Module) -> nn.Module:
+        launch = self.launch
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            reshard_after_forward=not launch.strategy.keeps_gathered,
+            auto_wrap_policy="transformer_based_wrap",
+            cpu_ram_efficient_loading=False,
+        )
+        if launch.precision in LOW_PRECISION:
+            plugin.mixed_precision_policy = MixedPrecisionPolicy(
+                param_dtype=LOW_PRECISION[launch.precision], reduce_dtype=self.options.reduce_dtype
+            )
+        accelerator = SimpleNamespace(
+            state=SimpleNamespace(fsdp_plugin=plugin),
+            torch_device_mesh={MESH: self.mesh},
+            parallelism_config=SimpleNamespace(fsdp_dim_names=MESH),
+            mixed_precision=launch.precision,
+            is_main_process=True,
+            device=torch.device("cpu"),
+        )
+        return fsdp2_prepare_model(accelerator, model)
+
+    def tracker(self) -> MemTracker:
+        """torch's counter of live tensors, knowing all that this step holds."""
+        if isinstance(self.wrapped, FSDPModule):
+            tracker = FSDPMemTracker(self.wrapped, self.optimizer)
+            tracker.track_inputs(tuple(self.batches))
+            return tracker
+        tracker = MemTracker()
+        tracker.track_external(self.model, self.optimizer, *self.batches)
+        return tracker
+
+    def run(self, between: Callable[[], None] = lambda: None):
+        """One optimizer step, as the trainer takes it; `between` is called between its batches."""
+        for index, batch in enumerate(self.batches):
+            last = index + 1 == len(self.batches)
+            with self._accumulating(last):
+                logits = self.wrapped(input_ids=batch).logits
+                loss = summed_loss(logits, batch)
+                (loss * 1e-3).backward()
+            if not last:
+                between()
+        self._update()
+
+    def warm_up(self):
+        """Update once with gradients of 0: DTensor then knows how its operations are shared out.
+
+        It finds that out on whole fake tensors, which would be counted.
+        """
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self._update()
+
+    def _update(self):
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @contextmanager
+    def _accumulating(self, last: bool) -> Iterator[None]:
+        syncs = last or self.options.sync_each_batch
+        if isinstance(self.wrapped, FSDPModule):
+            self.wrapped.set_requires_gradient_sync(syncs)
+        elif isinstance(self.wrapped, DistributedDataParallel) and not syncs:
+            with self.wrapped.no_sync():
+                yield
+            return
+        yield
+
+
+@contextmanager
+def fake_processes(world_size: int) -> Iterator[None]:
+    """A process group of `world_size` ranks of which this process is the first and only; collectives do nothing."""
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def make_mesh(launch: Launch) -> DeviceMesh | None:
+    """The mesh of a sharded launch: its replicas, and the processes that share one out."""
+    if not launch.strategy.gathers:
+        return None
+    sizes = (launch.replicas, launch.parts) if launch.replicas > 1 else (launch.parts,)
+    return init_device_mesh("cpu", sizes, mesh_dim_names=MESH[-len(sizes) :])
+
+
+def _reduced(state, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP's all-reduce as it is for memory: in place."""
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+class _NothingIsWrong(TorchDispatchMode):
+    """Elements of a fake tensor that a mask chooses are none: checks of values, as that of token ids, find nothing."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.index.Tensor:
+            indices = [index for index in args[1] if index is not None]
+            if len(indices) == 1 and isinstance(indices[0], Tensor) and indices[0].dtype is torch.bool:
+                return args[0].new_empty((0, *args[0].shape[indices[0].ndim :]))
+        if function is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else args[0].dtype is not torch.bool and 1
+        return function(*args, **(kwargs or {}))
+
+
+def _without_attention_dropout(config):
+    # With it the CPU's attention holds heads x tokens^2 numbers; kernels of GPUs never do.
+    config = type(config).from_dict(config.to_dict())
+    for name in ATTENTION_DROPOUT:
+        if getattr(config, name, 0):
+            setattr(config, name, 0.0)
+    return config
+
+
+def _recompute_blocks(model: nn.Module):
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    else:
+        # transformers before 5.23
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without warnings of parts of torch that expect real tensors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,165 @@
+"""Whether a run fits a GPU, which setting would, its largest batch, days and cost."""
+
+from dataclasses import dataclass, replace
+
+from .communication import Traffic, traffic
+from .flops import flops_per_token
+from .gpus import GIB, Gpu, usable
+from .memory import Memory, memory
+from .parsing import Question
+from .simulate import Simulation
+from .strategy import SETTINGS, STRATEGIES, Launch
+
+# What is suggested, in this order: the first costs the least time.
+SUGGESTED = ("ddp", "shard_grad_op", "full_shard", "fsdp_offload")
+MOST_ROWS = 65_536
+HOURS = 3600
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the table."""
+
+    launch: Launch
+    memory: Memory
+    traffic: Traffic
+    is_asked: bool
+
+    @property
+    def name(self) -> str:
+        key = self.launch.strategy.key
+        return "single" if key == "ddp" and self.launch.world_size == 1 else key
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer for one GPU.
+
+    Attributes:
+        peak: bytes, simulated where that was done.
+        usable: bytes.
+        largest_batch: rows per process and forward pass that fit; 0: not even one.
+        instead: the first setting that fits where the one asked for does not.
+        step_seconds: of computation, at the share of the peak that was named.
+        days, cost: of the whole run; None unless asked for.
+    """
+
+    gpu: Gpu
+    peak: int
+    usable: int
+    largest_batch: int
+    instead: str | None
+    step_seconds: float
+    link_seconds: float
+    network_seconds: float
+    days: float | None
+    cost: float | None
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.usable
+
+
+def settings(question: Question) -> list[Setting]:
+    """The setting that was asked for, then all others that this number of processes allows."""
+    asked = question.launch
+    launches = [asked]
+    for strategy in STRATEGIES.values():
+        launch = asked.under(strategy, question.args.gpus_per_node)
+        # One process shares nothing out, and a hybrid of one machine is full sharding.
+        possible = asked.world_size > 1 and launch.world_size % launch.parts == 0
+        possible = possible and not (strategy.is_hybrid and launch.replicas == 1)
+        if possible and strategy.key != asked.strategy.key:
+            launches.append(launch)
+    return [_setting(question, launch) for launch in launches]
+
+
+def _setting(question: Question, launch: Launch) -> Setting:
+    compute = launch.compute_bytes
+    reduce = 4
+    if launch.strategy.engine.startswith("fsdp") and launch.precision != "no":
+        reduce = question.step.reduce_dtype.itemsize
+    step = question.step
+    sent = traffic(question.shapes.count, launch, step.accumulation, step.sync_each_batch, compute, reduce)
+    found = memory(question.config, question.shapes, launch, step, question.args.gpus_per_node)
+    return Setting(launch, found, sent, launch is question.launch)
+
+
+def verdict(question: Question, rows: list[Setting], gpu: Gpu, simulation: Simulation | None) -> Verdict:
+    """The answer for a GPU; `rows` as `settings` returns them."""
+    args, asked, room = question.args, rows[0], usable(gpu)
+    peak = simulation.peak if simulation else asked.memory.peak
+    flops = flops_per_token(question.config, question.shapes, question.step.block_size)
+    per_second = question.launch.world_size * gpu.flops * args.mfu / flops
+    days = None if args.total_tokens is None else args.total_tokens / per_second / (24 * HOURS)
+    cost = None
+    if days is not None and args.price_per_gpu_hour is not None:
+        cost = days * 24 * question.launch.world_size * args.price_per_gpu_hour
+    return Verdict(
+        gpu,
+        peak,
+        room,
+        # The simulation corrects the arithmetic of the setting that it ran.
+        largest_batch(question, question.launch, room, peak / asked.memory.peak),
+        None if peak <= room else _instead(question, rows, room),
+        question.tokens_per_step / per_second,
+        asked.traffic.seconds(gpu.link),
+        asked.traffic.seconds(args.network_gbit / 8 * 1e9),
+        days,
+        cost,
+    )
+
+
+def largest_batch(question: Question, launch: Launch, room: int, factor: float = 1.0) -> int:
+    """Rows per process and forward pass that fit into `room` bytes; `factor` times the arithmetic."""
+
+    def fits(rows: int) -> bool:
+        step = replace(question.step, batch_size=rows)
+        return factor * memory(question.config, question.shapes, launch, step).peak <= room
+
+    low, high = 0, 1
+    while high <= MOST_ROWS and fits(high):
+        low, high = high, 2 * high
+    high = min(high, MOST_ROWS + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _instead(question: Question, rows: list[Setting], room: int) -> str | None:
+    """The first setting that fits, as words; with recomputed blocks only where none does without."""
+    known = {row.launch.strategy.key: row for row in rows if not row.is_asked}
+    for checkpointing in (False, True):
+        for key in SUGGESTED:
+            launch = question.launch if key == question.launch.strategy.key else None
+            launch = known[key].launch if launch is None and key in known else launch
+            if launch is None or (checkpointing and question.step.checkpointing):
+                continue
+            step = replace(question.step, checkpointing=checkpointing or question.step.checkpointing)
+            if memory(question.config, question.shapes, launch, step).peak <= room:
+                if launch is question.launch:
+                    return "--gradient_checkpointing" if checkpointing else None
+                words = f"accelerate_configs/{launch.strategy.launch_file}"
+                words += f" {SETTINGS[key]}" if key in SETTINGS else ""
+                return words + (" and --gradient_checkpointing" if checkpointing else "")
+    return None
+
+
+def require_a_fit(question: Question, rows: list[Setting], verdicts: list[Verdict]) -> None:
+    """ValueError of one sentence where the batch fits no GPU under any setting."""
+    if any(found.fits or found.instead for found in verdicts):
+        return
+    best = max(verdicts, key=lambda found: found.usable)
+    batches = {row.name: largest_batch(question, row.launch, best.usable) for row in rows}
+    name = max(batches, key=batches.get)
+    least = min(rows, key=lambda row: row.memory.peak)
+    raise ValueError(
+        f"--per_device_train_batch_size {question.step.batch_size} fits no setting on {best.gpu.name}: the least, "
+        f"{least.name}, needs {least.memory.peak / GIB:.1f} of {best.usable / GIB:.1f} GiB; "
+        + (
+            f"lower it to {batches[name]} ({name}), or give --gradient_checkpointing."
+            if batches[name]
+            else "raise --world_size, lower --block_size or the model's size, or give --gradient_checkpointing."
+        )
+    )

@@ -1,0 +1,106 @@
+"""Peaks by arithmetic against the simulated step, and what moves them."""
+
+from dataclasses import replace
+
+import pytest
+from models import small_config
+from transformers import LlamaConfig, Qwen2Config
+
+from hope_hf.plan.activations import activations
+from hope_hf.plan.memory import memory
+from hope_hf.plan.shapes import shapes_of
+from hope_hf.plan.simulate import simulate
+from hope_hf.plan.step import StepOptions
+from hope_hf.plan.strategy import STRATEGIES, Launch
+
+LLAMA_7B = LlamaConfig()
+
+
+def plan(config, key: str, world: int, precision: str = "no", parts: int | None = None, **options):
+    strategy = STRATEGIES[key]
+    launch = Launch(strategy, world, (parts or world) if strategy.shared else 1, precision)
+    step = StepOptions(**{"batch_size": 1, "block_size": 256} | options)
+    return memory(config, shapes_of(config), launch, step), (config, launch, step)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("key", "world", "precision"), [("ddp", 1, "no"), ("ddp", 2, "bf16"), ("full_shard", 4, "bf16")]
+)
+@pytest.mark.parametrize("name", ["tiny", "llama", "gpt2"])
+def test_arithmetic_is_near_the_simulation(name, key, world, precision, checkpointing):
+    fewer = {"tiny": {"num_hidden_layers": 2}, "gpt2": {"resid_pdrop": 0.0}}
+    config = small_config(name, **fewer.get(name, {}))
+    counted, asked = plan(config, key, world, precision, batch_size=2, checkpointing=checkpointing)
+    peak = simulate(*asked).peak
+    assert counted.peak == pytest.approx(peak, rel=0.15), (counted.split, counted.moment)
+
+
+@pytest.mark.parametrize("fields", [{"memory_rule": "paper"}, {"memory_projections": ["k"]}])
+def test_other_memories_are_near_the_simulation(fields):
+    counted, asked = plan(small_config("tiny", num_hidden_layers=2, **fields), "ddp", 1, block_size=512)
+    assert counted.peak == pytest.approx(simulate(*asked).peak, rel=0.3)
+
+
+def test_other_architectures_are_estimates():
+    config = Qwen2Config(hidden_size=256, intermediate_size=688, num_hidden_layers=4, vocab_size=1024,
+                         num_attention_heads=4, num_key_value_heads=4)  # fmt: skip
+    counted, asked = plan(config, "ddp", 1, batch_size=4)
+    assert counted.is_estimate
+    assert counted.peak == pytest.approx(simulate(*asked).peak, rel=0.3)
+
+
+def test_whole_gradients_lie_between_accumulated_batches():
+    parameters = shapes_of(LLAMA_7B).count
+    held, _ = plan(LLAMA_7B, "full_shard", 8, accumulation=4)
+    assert held.between_batches == 4 * parameters
+    assert plan(LLAMA_7B, "full_shard", 8, accumulation=4, sync_each_batch=True)[0].between_batches == 0
+    assert plan(LLAMA_7B, "full_shard", 8)[0].between_batches == 0
+    assert plan(LLAMA_7B, "zero2", 8, accumulation=4)[0].between_batches == 0
+    assert held.peak - plan(LLAMA_7B, "full_shard", 8)[0].peak > 3.5 * parameters
+
+
+def test_one_block_is_gathered_at_a_time():
+    found, _ = plan(LLAMA_7B, "full_shard", 8, "bf16")
+    assert found.gathered_block == 2 * 202_383_360
+    whole, _ = plan(LLAMA_7B, "shard_grad_op", 8, "bf16")
+    assert whole.split["gathered"] == 2 * shapes_of(LLAMA_7B).count
+    assert found.split["gathered"] < whole.split["gathered"] / 10
+
+
+def test_offloading_moves_all_states_to_the_machine():
+    found, _ = plan(LLAMA_7B, "fsdp_offload", 8, "bf16")
+    assert found.host == pytest.approx(16 * shapes_of(LLAMA_7B).count, rel=0.01)
+    assert not {"weights", "gradients", "optimizer"} & set(found.split)
+
+
+def test_activations_do_not_grow_with_the_square_of_the_tokens():
+    launch = Launch(STRATEGIES["ddp"], 1, 1)
+    one, two = (activations(LLAMA_7B, shapes_of(LLAMA_7B), launch, 1, tokens, False) for tokens in (2048, 4096))
+    assert two.blocks == 2 * one.blocks
+
+
+def test_levels_that_wait_hold_sums_of_gradients():
+    config = small_config("tiny")
+    often = plan(config, "ddp", 1, accumulation=10_000)[0].split["optimizer"]
+    assert plan(config, "ddp", 1)[0].split["optimizer"] > often == 8 * shapes_of(config).count
+
+
+@pytest.mark.parametrize("key", STRATEGIES)
+@pytest.mark.parametrize("world", [2, 8, 64, 1024])
+def test_more_processes_never_need_more(key, world):
+    config = small_config("llama")
+    here, more = (plan(config, key, size, parts=min(size, 8) if key == "hybrid_shard" else None)[0].peak
+                  for size in (world, 2 * world))  # fmt: skip
+    assert more <= here
+
+
+def test_fp16_under_deepspeed_has_copies_of_two_bytes():
+    config = small_config("llama")
+    step = StepOptions(1, 64)
+    launch = Launch(STRATEGIES["zero2"], 4, 4, "fp16")
+    wide, low = (
+        memory(config, shapes_of(config), replace(launch, precision=precision), step).split["weights"]
+        for precision in ("no", "fp16")
+    )
+    assert wide == 2 * low
