@@ -127,6 +127,7 @@ def _hope_memories(config) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"initial_memory.{name}", memories
     else:
         yield "initial_memory.weight", (heads, head, head)
+        yield "value_share.weight", (heads,)
     has_value_gate = not paper and config.memory_value_gate
     yield "gates.gate_proj.weight", ((3 if has_value_gate else 2) * heads, width)
     for name in ["learning_rate_bias", "dt_bias"] + ["A_log"] * (not paper) + ["value_bias"] * has_value_gate:
