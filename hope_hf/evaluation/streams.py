@@ -31,7 +31,9 @@ def frozen_memories(model: PreTrainedModel) -> Iterator[None]:
     """Inside, all memories of a HOPE stay at their learned initial state: the control for what they carry."""
 
     def neither_write_nor_forget(gates, arguments, values):
-        return tuple(torch.zeros_like(value) for value in values)
+        rate, log_retention, value_norm = values
+        # a read holds a share of the token's own value, which stays
+        return torch.zeros_like(rate), torch.zeros_like(log_retention), value_norm
 
     handles = [mixer.gates.register_forward_hook(neither_write_nor_forget) for mixer in memory_mixers(model).values()]
     try:
