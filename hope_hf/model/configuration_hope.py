@@ -265,6 +265,21 @@ class HopeConfig(PreTrainedConfig):
         """Whether any layer has softmax attention."""
         return "full_attention" in self.layer_types
 
+    def mixing_flops_per_token(self, sequence_length: int) -> int:
+        """Forward FLOPs of the mixers' own products per token of a text of `sequence_length` tokens.
+
+        Attention: 2 T per channel. Memories, per head of width D and layer of a memory: 4 D^2 for each memory (under
+        the paper's rule 8 D^2, as all have learned initial weights and take their errors at other weights), 2 D^2 more
+        where it remakes a stream, 6 D^2 (4 D^2) for the initial weights and the reads of the content memory, and 6 C D
+        for the products of a chunk's C tokens with each other. Triangular solves are not counted.
+        """
+        attention = 2 * sequence_length * (self.num_attention_heads or 0) * self.head_dim
+        width, made, rule = self.head_dim, len(self.memory_projections), self.paper_rule
+        squares = 8 * (made + 1) + 2 * made + 4 if rule else 4 * (made + 1) + 2 * made + 6
+        layers = (self.num_memory_heads or 0) * (rule["depth"] if rule else 1)
+        memory = layers * (squares * width**2 + 6 * self.memory_chunk_size * width)
+        return sum(memory if kind == "hope_memory" else attention for kind in self.layer_types)
+
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "HopeConfig":
         """The configuration of a named size (`tiny`, `pilot`, `mid`, `target`), with fields overridden by name."""

@@ -315,23 +315,13 @@ class HopeForCausalLM(HopePreTrainedModel, HopeGenerationMixin):
         """Matrix FLOPs of forward and backward per token of a text of `sequence_length` tokens.
 
         6 per parameter of a matrix that every token meets (embedding rows are looked up, the head counts), and three
-        times the forward cost of the mixers' own products. Attention: 2 T per channel. Memories, per head of width D
-        and layer of a memory: 4 D^2 for each memory (under the paper's rule 8 D^2, as all have learned initial weights
-        and take their errors at other weights), 2 D^2 more where it remakes a stream, 6 D^2 (4 D^2) for the initial
-        weights and the reads of the content memory, and 6 C D for the products of a chunk's C tokens with each other.
-        A test holds these against torch's counter, which leaves out triangular solves. Recomputation is not counted.
+        times the forward cost of the mixers' own products (`HopeConfig.mixing_flops_per_token`). A test holds these
+        against torch's counter, which leaves out triangular solves. Recomputation is not counted.
         """
-        config = self.config
         matrices = sum(p.numel() for n, p in self.named_parameters() if p.ndim == 2 and "embed_tokens" not in n)
-        if config.tie_word_embeddings:
+        if self.config.tie_word_embeddings:
             matrices += self.lm_head.weight.numel()
-        attention = 2 * sequence_length * (config.num_attention_heads or 0) * config.head_dim
-        width, made, rule = config.head_dim, len(config.memory_projections), config.paper_rule
-        squares = 8 * (made + 1) + 2 * made + 4 if rule else 4 * (made + 1) + 2 * made + 6
-        layers = (config.num_memory_heads or 0) * (rule["depth"] if rule else 1)
-        memory = layers * (squares * width**2 + 6 * config.memory_chunk_size * width)
-        mixing = sum(memory if kind == "hope_memory" else attention for kind in config.layer_types)
-        return 6 * matrices + 3 * mixing
+        return 6 * matrices + 3 * self.config.mixing_flops_per_token(sequence_length)
 
     @can_return_tuple
     def forward(

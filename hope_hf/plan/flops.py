@@ -10,13 +10,7 @@ def flops_per_token(config, shapes: Shapes, sequence_length: int) -> int:
     """
     if config.model_type != "hope":
         return 6 * (shapes.count - shapes.units.get(EMBEDDING, 0))
-    attention = 2 * sequence_length * (config.num_attention_heads or 0) * config.head_dim
-    width, made, rule = config.head_dim, len(config.memory_projections), config.paper_rule
-    squares = 8 * (made + 1) + 2 * made + 4 if rule else 4 * (made + 1) + 2 * made + 6
-    layers = (config.num_memory_heads or 0) * (rule["depth"] if rule else 1)
-    memory = layers * (squares * width**2 + 6 * config.memory_chunk_size * width)
-    mixing = sum(memory if kind == "hope_memory" else attention for kind in config.layer_types)
-    return 6 * shapes.matrices + 3 * mixing
+    return 6 * shapes.matrices + 3 * config.mixing_flops_per_token(sequence_length)
 
 
 def cache_bytes(config, tokens: int) -> int:
