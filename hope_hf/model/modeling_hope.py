@@ -102,11 +102,15 @@ class HopePreTrainedModel(PreTrainedModel):
         | norms, level mix, value shares | 1 |
         | initial memories | 0; paper's rule: normal, 0.05 / sqrt(width), inner layers orthogonal times 2 |
         | convolutions | uniform, +-1/sqrt(kernel) |
+        | delta rule: projection and convolution of queries | those of keys |
         | gates | see `MemoryGates` |
         """
         super()._init_weights(module)
         std = self.config.initializer_range
-        if isinstance(module, (InitialMemory, ShortConvolution, ValueShare, MemoryGates)):
+        if hasattr(module, "begins_as"):
+            # Defined before it, and so initialised before it.
+            init.copy_(module.weight, module.begins_as[0].weight)
+        elif isinstance(module, (InitialMemory, ShortConvolution, ValueShare, MemoryGates)):
             module.reset_parameters()
         elif isinstance(module, LevelMix):
             init.ones_(module.weight)

@@ -206,6 +206,10 @@ class SelfModifyingTitans(nn.Module):
         self.k_conv1d = ShortConvolution(config)
         self.v_conv1d = ShortConvolution(config)
         self.q_conv1d = ShortConvolution(config)
+        if config.memory_rule == "delta":
+            # A token then reads first of all what was written under tokens like it (docs/log.md). Tuples: an attribute
+            # that is a module would be registered twice.
+            self.q_proj.begins_as, self.q_conv1d.begins_as = (self.k_proj,), (self.k_conv1d,)
         self.initial_memory = InitialMemory(config)
         self.value_share = ValueShare(config) if config.memory_rule == "delta" else None
         self.gates = MemoryGates(config)

@@ -41,6 +41,25 @@ def test_reads_begin_with_the_whole_of_the_tokens_own_value_under_the_delta_rule
     assert all(block.mixer.value_share is None for block in new_model(memory_rule="paper").model.layers)
 
 
+def test_queries_begin_as_keys_under_the_delta_rule_alone():
+    for rule in ("delta", "paper"):
+        for block in new_model(memory_rule=rule, memory_projections=[]).model.layers:
+            for kind in ("proj", "conv1d"):
+                key, query = (getattr(block.mixer, f"{stream}_{kind}").weight for stream in ("k", "q"))
+                assert torch.equal(key, query) == (rule == "delta")
+                assert key.data_ptr() != query.data_ptr() and key.std() > 0
+
+
+def test_queries_that_a_checkpoint_lacks_begin_as_its_keys(tmp_path):
+    model = new_model()
+    mixer = model.model.layers[0].mixer
+    torch.nn.init.normal_(mixer.k_proj.weight)
+    weights = {name: weight for name, weight in model.state_dict().items() if ".q_proj." not in name}
+    model.save_pretrained(tmp_path, state_dict=weights)
+    loaded = HopeForCausalLM.from_pretrained(tmp_path).model.layers[0].mixer
+    assert torch.equal(loaded.q_proj.weight, mixer.k_proj.weight)
+
+
 def test_memories_begin_at_zero_or_small_with_an_orthogonal_inner_layer():
     for options in ({}, dict(memory_rule="paper"), dict(memory_rule="paper", paper_rule={"depth": 2})):
         for block in new_model(**options).model.layers:
