@@ -12,6 +12,7 @@ from accelerate.utils import send_to_device, set_seed
 from .arguments import Arguments
 from .card import run_card
 from .carry import CarriedMemory
+from .checkpoints.hook import CheckpointHook
 from .checkpoints.manifest import last_good
 from .checkpoints.optimizer_files import load_optimizer
 from .checkpoints.reader import find_checkpoint, load_weights
@@ -92,14 +93,18 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder) -> bool:
     options = training.flops_per_token, training.start_step, training.record["run_id"]
     with Monitor(args, engine, run.plan, *options) as monitor:
         write_audit(args.output_dir, engine.accelerator.process_index, run.model)
-        if not _steps(args, engine, training, monitor):
-            return False
-        row = evaluate(training.model, run.data, engine.accelerator)
-        monitor.evaluated(progress, row)
-        monitor.close_tracker()
-        finish(args, engine, run.data, row, training.checkpoints.get(progress.step))
-    folder.close(training.record)
-    return True
+        hook = CheckpointHook(args.checkpoint_hook, args.output_dir, monitor.say)
+        writer = CheckpointWriter(args.output_dir, args.save_total_limit, args.save_only_model, hook)
+        complete = _steps(args, engine, training, monitor, writer)
+        if complete:
+            row = evaluate(training.model, run.data, engine.accelerator)
+            monitor.evaluated(progress, row)
+            monitor.close_tracker()
+            finish(args, engine, run.data, row, training.checkpoints.get(progress.step))
+    if complete:
+        folder.close(training.record)
+    writer.close()
+    return complete
 
 
 def _begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | None:
@@ -144,11 +149,10 @@ def _begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | Non
     return Training(run, model, state, start_step, record, flops, checkpoints)
 
 
-def _steps(args: Arguments, engine: Engine, training: Training, monitor: Monitor) -> bool:
+def _steps(args: Arguments, engine: Engine, training: Training, monitor: Monitor, writer: CheckpointWriter) -> bool:
     """Train to the last step; returns False if a signal came before it."""
     accelerator, run, state = engine.accelerator, training.run, training.state
     plan, progress, scheduler = run.plan, state.progress, state.scheduler
-    writer = CheckpointWriter(args.output_dir, args.save_total_limit, args.save_only_model)
 
     def save(background: bool = False):
         training.checkpoints[progress.step] = writer.save(
@@ -168,6 +172,7 @@ def _steps(args: Arguments, engine: Engine, training: Training, monitor: Monitor
             if written == accelerator.num_processes:
                 writer.finish()
             if stopping:
+                writer.stop_soon()
                 break
             own_loss = _add_gradients(engine, training, monitor, window, tokens)
             monitor.backward_ends()
@@ -197,7 +202,8 @@ def _steps(args: Arguments, engine: Engine, training: Training, monitor: Monitor
         writer.finish()
         if progress.step == plan.total_steps:
             return True
-        if progress.step > training.start_step and not progress.skipped_in_a_row:
+        # That of this step, if there is one, may be read by the hook.
+        if progress.step not in {0, *training.checkpoints} and not progress.skipped_in_a_row:
             save()
         again = "run the same command again to continue"
         if args.save_only_model:
