@@ -20,11 +20,13 @@ class Planned:
         memory: of the process with the largest part.
         weights: of the whole model, in fp32.
         optimizer: of the whole optimizer state.
+        is_shared_out: whether processes hold parts of any of these.
     """
 
     memory: Memory
     weights: int
     optimizer: int
+    is_shared_out: bool
 
 
 def plan_running(config, accelerator: Accelerator, step: StepOptions, per_node: int) -> Planned:
@@ -33,7 +35,8 @@ def plan_running(config, accelerator: Accelerator, step: StepOptions, per_node: 
     tokens = step.batch_size * step.block_size * step.accumulation * launch.world_size
     periods = level_periods(config)
     states = sum(weight.count * optimizer_bytes(weight, step.optimizer, periods, tokens) for weight in shapes.weights)
-    return Planned(memory(config, shapes, launch, step, per_node), 4 * shapes.count, states)
+    found = memory(config, shapes, launch, step, per_node)
+    return Planned(found, 4 * shapes.count, states, bool(launch.strategy.shared))
 
 
 def launch_of(accelerator: Accelerator, per_node: int) -> Launch:

@@ -18,7 +18,7 @@ from .checkpoints.optimizer_files import load_optimizer
 from .checkpoints.reader import find_checkpoint, load_weights
 from .checkpoints.run_folder import RunFolder, require_same_run
 from .checkpoints.writer import CheckpointWriter
-from .engines.base import Engine
+from .engines.base import Engine, Update
 from .engines.choose import make_engine
 from .engines.guard import OneSidedError, check_same_on_all
 from .engines.neighbours import NeighbourWatch, find_neighbours
@@ -30,7 +30,7 @@ from .process import StopSignal, leave, prepare_process, sum_over_processes
 from .push import push
 from .setup import Run, build_all
 from .state import TrainState
-from .watch.monitor import Monitor
+from .watch.monitor import Monitor, Silence
 from .watch.telemetry import flops_per_token
 from .watch.tracking import tracker_names
 
@@ -83,7 +83,7 @@ def train(args: Arguments) -> int:
 
 def _train(args: Arguments, engine: Engine, folder: RunFolder) -> bool:
     """Returns whether the run is complete."""
-    training = _begin(args, engine, folder)
+    training = begin(args, engine, folder)
     if training is None:
         engine.accelerator.print(
             f"The run in {args.output_dir} is complete; choose another --output_dir for a new one."
@@ -107,7 +107,7 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder) -> bool:
     return complete
 
 
-def _begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | None:
+def begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | None:
     """Build and check the run, and restore its newest checkpoint; None if the run is complete."""
     accelerator = engine.accelerator
     # A run may continue with other processes, rows per process and engine, if its steps stay the same.
@@ -174,10 +174,7 @@ def _steps(args: Arguments, engine: Engine, training: Training, monitor: Monitor
             if stopping:
                 writer.stop_soon()
                 break
-            own_loss = _add_gradients(engine, training, monitor, window, tokens)
-            monitor.backward_ends()
-            (loss,) = sum_over_processes(accelerator, own_loss)
-            update = engine.update(loss, args.max_grad_norm)
+            own_loss, loss, update = _update(args, engine, training, monitor, window, tokens)
             state.data = data_state
             progress.count(update, plan.tokens_per_step, loss, int(tokens))
             monitor.updated(update, loss / max(tokens, 1))
@@ -210,6 +207,27 @@ def _steps(args: Arguments, engine: Engine, training: Training, monitor: Monitor
             again = "its checkpoint can begin another run (--model_name_or_path)"
         monitor.say(f"Stopped at step {progress.step}: {again}.")
         return False
+
+
+def rehearse(args: Arguments, engine: Engine, training: Training) -> tuple[float, Update]:
+    """One real step, which nothing reports or saves: nats per token over all processes, and the update."""
+    training.model.train()
+    window, _ = _read(
+        iter(training.run.data.train), args.gradient_accumulation_steps, training.run.model.config.vocab_size
+    )
+    (tokens,) = sum_over_processes(engine.accelerator, sum(count_valid(batch["labels"]) for batch in window))
+    _, loss, update = _update(args, engine, training, Silence(), window, tokens)
+    return loss / max(tokens, 1), update
+
+
+def _update(
+    args: Arguments, engine: Engine, training: Training, monitor: Monitor, window: list[dict], tokens: float
+) -> tuple[float, float, Update]:
+    """Forward, backward and update of one step; returns this process's summed loss, that of all, and the update."""
+    own_loss = _add_gradients(engine, training, monitor, window, tokens)
+    monitor.backward_ends()
+    (loss,) = sum_over_processes(engine.accelerator, own_loss)
+    return own_loss, loss, engine.update(loss, args.max_grad_norm)
 
 
 def _add_gradients(engine: Engine, training: Training, monitor: Monitor, window: list[dict], tokens: float) -> float:
