@@ -9,10 +9,14 @@ from hope_hf.cli.hub import is_hub_name
 # Flags whose value may be a name on the Hub; all other values with a separator are paths.
 HUB_FLAGS = {"model_name_or_path", "config_name", "tokenizer_name", "dataset_name", "hub_model_id"}
 NO_PATHS = {"config_overrides"}
+# Shell lines, which may hold anything.
+PRIVATE = {"checkpoint_hook"}
 
 
 def public_value(flag: str, value: str) -> str:
-    """The value of a flag; of a path only the last part."""
+    """The value of a flag; of a path only the last part, and nothing of a shell line."""
+    if flag in PRIVATE:
+        return "..." if value else value
     if flag in NO_PATHS or (flag in HUB_FLAGS and is_hub_name(value)):
         return value
     # It splits at both kinds of separators.

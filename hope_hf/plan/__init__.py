@@ -1,5 +1,7 @@
-"""Memory, time and cost of a run before a GPU is rented: `python -m hope_hf.plan`."""
+"""Memory, time and cost of a run: `python -m hope_hf.plan` beforehand, `plan_running` once it has started."""
 
 from .run import main
+from .running import Planned, plan_running
+from .step import StepOptions
 
-__all__ = ["main"]
+__all__ = ["Planned", "StepOptions", "main", "plan_running"]

@@ -54,6 +54,8 @@ STRATEGIES = {
         Strategy("zero3_offload", "deepspeed", ALL, offloads=ALL, launch_file="deepspeed_zero3_offload.yaml"),
     )
 }
+# Version 1 of FSDP with the strategy NO_SHARD.
+UNSHARDED = replace(STRATEGIES["ddp"], engine="fsdp1")
 # Added to the key of a strategy where it is not enough to name the launch file.
 SETTINGS = {"shard_grad_op": "with fsdp_reshard_after_forward: false"}
 
@@ -165,14 +167,19 @@ def _fsdp(path, content, processes, accumulation) -> tuple[Strategy, int, bool]:
                 f"--accelerate_config {path} has {machines} machines, among which {processes} processes cannot be "
                 "divided: change num_machines or --world_size."
             )
-    key = "hybrid_shard" if replicas > 1 else "shard_grad_op" if keeps else "full_shard"
-    if _is_true(config.get("fsdp_offload_params", False)):
-        key = "fsdp_offload"
     if old and named == "NO_SHARD":
-        key, parts = "ddp", 1
-    strategy = replace(STRATEGIES[key], keeps_gathered=keeps, is_hybrid=replicas > 1)
-    strategy = replace(strategy, engine="fsdp1" if old else "fsdp2")
+        strategy, parts = UNSHARDED, 1
+    else:
+        strategy = fsdp(old, keeps, replicas, _is_true(config.get("fsdp_offload_params", False)))
     return strategy, parts, _is_true(config.get("fsdp_activation_checkpointing", False))
+
+
+def fsdp(old: bool, keeps_gathered: bool, replicas: int, offloads: bool) -> Strategy:
+    """FSDP, of version 1 if `old`."""
+    key = "hybrid_shard" if replicas > 1 else "shard_grad_op" if keeps_gathered else "full_shard"
+    strategy = STRATEGIES["fsdp_offload" if offloads else key]
+    engine = "fsdp1" if old else "fsdp2"
+    return replace(strategy, keeps_gathered=keeps_gathered, is_hybrid=replicas > 1, engine=engine)
 
 
 def _mesh(path, content, processes) -> tuple[int, int]:
@@ -204,13 +211,17 @@ def _deepspeed(path, content, processes, accumulation) -> tuple[Strategy, int, b
             "leave the key out."
         )
     stage = int(config.get("zero_stage", 2))
-    offloads = set()
-    if config.get("offload_optimizer_device") == "cpu":
-        offloads |= {OPTIMIZER, GRADIENTS}
-    if config.get("offload_param_device") == "cpu":
-        offloads |= {WEIGHTS} if stage == 3 else set()
+    optimizer, weights = (config.get(f"offload_{name}_device") == "cpu" for name in ("optimizer", "param"))
+    return zero(stage, optimizer, weights), processes, False
+
+
+def zero(stage: int, offloads_optimizer: bool, offloads_weights: bool) -> Strategy:
+    """DeepSpeed's stage; it offloads weights in stage 3 alone."""
+    offloads = {OPTIMIZER, GRADIENTS} if offloads_optimizer else set()
+    if offloads_weights and stage == 3:
+        offloads |= {WEIGHTS}
     strategy = STRATEGIES["zero3_offload" if offloads and stage == 3 else f"zero{stage}"]
-    return replace(strategy, offloads=frozenset(offloads)), processes, False
+    return replace(strategy, offloads=frozenset(offloads))
 
 
 def _is_true(value) -> bool:

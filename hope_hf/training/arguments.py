@@ -85,6 +85,9 @@ class RunArguments:
     _argument_group_name = "run"
 
     output_dir: str | None = flag(None, "Folder of the run: weights, tokenizer, metrics.jsonl, checkpoint-<step>/.")
+    dry_run: bool = flag(
+        False, "Prepare everything, check the machine, take one step and write nothing; status 1 if a check fails."
+    )
     resume_from_checkpoint: str | None = flag(
         None, "A checkpoint folder, or 'latest'. Not needed to continue the run in --output_dir: that is automatic."
     )
@@ -93,6 +96,9 @@ class RunArguments:
     )
     save_total_limit: int = flag(2, "Checkpoints kept; older ones are removed.", **COUNT)
     async_save: bool = flag(False, "Write checkpoints while the training goes on, from a copy in the CPU's memory.")
+    checkpoint_hook: str | None = flag(
+        None, "Shell line run after each complete checkpoint, beside the training (HOPE_CHECKPOINT, HOPE_STEP)."
+    )
     save_only_model: bool = flag(False, "Save the model alone: smaller checkpoints that no run can continue.")
     logging_steps: int = flag(10, "Write a metrics row every N steps, and after the first.", **COUNT)
     eval_steps: int = flag(500, "Evaluate every N steps; 0: only at the end.", **OR_NONE)
@@ -128,6 +134,7 @@ class Arguments(ModelArguments, DataArguments, OptimizationArguments, RunArgumen
     # Flags that may change when a run is continued.
     FREE = frozenset(
         "output_dir resume_from_checkpoint checkpointing_steps save_total_limit async_save save_only_model "
+        "checkpoint_hook dry_run "
         "per_device_train_batch_size gradient_accumulation_steps fsdp_limit_all_gathers fsdp_prefetch "
         "logging_steps eval_steps cpu_threads ddp_timeout watchdog_seconds ram_report_steps "
         "report_to run_name project_name preprocessing_num_workers "

@@ -39,14 +39,14 @@ def sum_over_processes(accelerator: Accelerator, *values: float) -> list[float]:
     return accelerator.reduce(torch.tensor(values, dtype=torch.float64, device=accelerator.device), "sum").tolist()
 
 
-def leave(accelerator: Accelerator):
+def leave(accelerator: Accelerator, status: int = 0):
     """End trackers and process group; on gloo exit at once, since its threads can abort a finished interpreter."""
     distributed = accelerator.num_processes > 1
     accelerator.end_training()
     if distributed and accelerator.device.type == "cpu":
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(status)
 
 
 class StopSignal:

@@ -10,8 +10,8 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def main(argv: list[str]) -> int:
-    """Parse `argv` and train. Returns 0, or 2 after a mistake of the user, or 1 where training diverged or another
-    process is gone.
+    """Parse `argv` and train. Returns 0, or 2 after a mistake of the user, or 1 where training diverged, a check of
+    `--dry_run` failed or another process is gone.
 
     A ValueError is one sentence for the user; any other exception is a bug or machine failure and keeps its traceback.
     """
@@ -21,11 +21,12 @@ def main(argv: list[str]) -> int:
         args = parse(argv)
         # Not at the top: --help and misspelled flags answer before models and data sets are imported.
         from .engines.guard import OneSidedError, gone, lost_process
+        from .preflight import dry_run
         from .trainer import TrainingDiverged, train
     except ValueError as error:
         return complain(error, 2)
     try:
-        return train(args)
+        return dry_run(args) if args.dry_run else train(args)
     except TrainingDiverged as error:
         return complain(error, 1)
     except (RuntimeError, MemoryError) as error:

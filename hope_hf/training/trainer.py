@@ -12,12 +12,13 @@ from accelerate.utils import send_to_device, set_seed
 from .arguments import Arguments
 from .card import run_card
 from .carry import CarriedMemory
+from .checkpoints.hook import CheckpointHook
 from .checkpoints.manifest import last_good
 from .checkpoints.optimizer_files import load_optimizer
 from .checkpoints.reader import find_checkpoint, load_weights
 from .checkpoints.run_folder import RunFolder, require_same_run
 from .checkpoints.writer import CheckpointWriter
-from .engines.base import Engine
+from .engines.base import Engine, Update
 from .engines.choose import make_engine
 from .engines.guard import OneSidedError, check_same_on_all
 from .engines.neighbours import NeighbourWatch, find_neighbours
@@ -29,7 +30,7 @@ from .process import StopSignal, leave, prepare_process, sum_over_processes
 from .push import push
 from .setup import Run, build_all
 from .state import TrainState
-from .watch.monitor import Monitor
+from .watch.monitor import Monitor, Silence
 from .watch.telemetry import flops_per_token
 from .watch.tracking import tracker_names
 
@@ -82,7 +83,7 @@ def train(args: Arguments) -> int:
 
 def _train(args: Arguments, engine: Engine, folder: RunFolder) -> bool:
     """Returns whether the run is complete."""
-    training = _begin(args, engine, folder)
+    training = begin(args, engine, folder)
     if training is None:
         engine.accelerator.print(
             f"The run in {args.output_dir} is complete; choose another --output_dir for a new one."
@@ -92,17 +93,21 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder) -> bool:
     options = training.flops_per_token, training.start_step, training.record["run_id"]
     with Monitor(args, engine, run.plan, *options) as monitor:
         write_audit(args.output_dir, engine.accelerator.process_index, run.model)
-        if not _steps(args, engine, training, monitor):
-            return False
-        row = evaluate(training.model, run.data, engine.accelerator)
-        monitor.evaluated(progress, row)
-        monitor.close_tracker()
-        finish(args, engine, run.data, row, training.checkpoints.get(progress.step))
-    folder.close(training.record)
-    return True
+        hook = CheckpointHook(args.checkpoint_hook, args.output_dir, monitor.say)
+        writer = CheckpointWriter(args.output_dir, args.save_total_limit, args.save_only_model, hook)
+        complete = _steps(args, engine, training, monitor, writer)
+        if complete:
+            row = evaluate(training.model, run.data, engine.accelerator)
+            monitor.evaluated(progress, row)
+            monitor.close_tracker()
+            finish(args, engine, run.data, row, training.checkpoints.get(progress.step))
+    if complete:
+        folder.close(training.record)
+    writer.close()
+    return complete
 
 
-def _begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | None:
+def begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | None:
     """Build and check the run, and restore its newest checkpoint; None if the run is complete."""
     accelerator = engine.accelerator
     # A run may continue with other processes, rows per process and engine, if its steps stay the same.
@@ -144,11 +149,10 @@ def _begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | Non
     return Training(run, model, state, start_step, record, flops, checkpoints)
 
 
-def _steps(args: Arguments, engine: Engine, training: Training, monitor: Monitor) -> bool:
+def _steps(args: Arguments, engine: Engine, training: Training, monitor: Monitor, writer: CheckpointWriter) -> bool:
     """Train to the last step; returns False if a signal came before it."""
     accelerator, run, state = engine.accelerator, training.run, training.state
     plan, progress, scheduler = run.plan, state.progress, state.scheduler
-    writer = CheckpointWriter(args.output_dir, args.save_total_limit, args.save_only_model)
 
     def save(background: bool = False):
         training.checkpoints[progress.step] = writer.save(
@@ -168,11 +172,9 @@ def _steps(args: Arguments, engine: Engine, training: Training, monitor: Monitor
             if written == accelerator.num_processes:
                 writer.finish()
             if stopping:
+                writer.stop_soon()
                 break
-            own_loss = _add_gradients(engine, training, monitor, window, tokens)
-            monitor.backward_ends()
-            (loss,) = sum_over_processes(accelerator, own_loss)
-            update = engine.update(loss, args.max_grad_norm)
+            own_loss, loss, update = _update(args, engine, training, monitor, window, tokens)
             state.data = data_state
             progress.count(update, plan.tokens_per_step, loss, int(tokens))
             monitor.updated(update, loss / max(tokens, 1))
@@ -197,13 +199,35 @@ def _steps(args: Arguments, engine: Engine, training: Training, monitor: Monitor
         writer.finish()
         if progress.step == plan.total_steps:
             return True
-        if progress.step > training.start_step and not progress.skipped_in_a_row:
+        # That of this step, if there is one, may be read by the hook.
+        if progress.step not in {0, *training.checkpoints} and not progress.skipped_in_a_row:
             save()
         again = "run the same command again to continue"
         if args.save_only_model:
             again = "its checkpoint can begin another run (--model_name_or_path)"
         monitor.say(f"Stopped at step {progress.step}: {again}.")
         return False
+
+
+def rehearse(args: Arguments, engine: Engine, training: Training) -> tuple[float, Update]:
+    """One real step, which nothing reports or saves: nats per token over all processes, and the update."""
+    training.model.train()
+    window, _ = _read(
+        iter(training.run.data.train), args.gradient_accumulation_steps, training.run.model.config.vocab_size
+    )
+    (tokens,) = sum_over_processes(engine.accelerator, sum(count_valid(batch["labels"]) for batch in window))
+    _, loss, update = _update(args, engine, training, Silence(), window, tokens)
+    return loss / max(tokens, 1), update
+
+
+def _update(
+    args: Arguments, engine: Engine, training: Training, monitor: Monitor, window: list[dict], tokens: float
+) -> tuple[float, float, Update]:
+    """Forward, backward and update of one step; returns this process's summed loss, that of all, and the update."""
+    own_loss = _add_gradients(engine, training, monitor, window, tokens)
+    monitor.backward_ends()
+    (loss,) = sum_over_processes(engine.accelerator, own_loss)
+    return own_loss, loss, engine.update(loss, args.max_grad_norm)
 
 
 def _add_gradients(engine: Engine, training: Training, monitor: Monitor, window: list[dict], tokens: float) -> float:

@@ -21,6 +21,7 @@ from pytest import MonkeyPatch
 from training_runs import forget_the_end, fp16_on_cpu, read_rows, reset_accelerate
 
 from hope_hf.training import finish, main, setup, trainer
+from hope_hf.training.preflight import run as preflight
 
 
 class Poisoned:
@@ -75,6 +76,7 @@ def run_all(plan: list[dict]):
         patch.setattr(finish, "SAMPLE_TOKENS", 1)
         patch.setattr(finish, "plot", lambda *arguments: None)
         patch.setattr(trainer, "leave", lambda accelerator: None)
+        patch.setattr(preflight, "leave", lambda accelerator, status: None)
         for index, entry in enumerate(plan):
             run(index, **{**entry, "folder": Path(entry["folder"])})
 

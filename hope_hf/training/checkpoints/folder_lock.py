@@ -94,6 +94,19 @@ class FolderLock:
             return False
 
 
+def is_locked(folder: str | Path) -> bool:
+    """Whether a process trains in `folder`; writes nothing."""
+    try:
+        with (Path(folder) / LOCK_FILE).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        # There is no such file, or the disk has no locks.
+        return False
+    return False
+
+
 def _let_go():
     """A forked child shares its parent's lock, and would keep it after the parent is killed."""
     for descriptor in _held:

@@ -6,6 +6,7 @@ import os
 import shutil
 import uuid
 import warnings
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -123,10 +124,13 @@ def last_good(output_dir: str | Path) -> str:
         return "none is complete"
 
 
-def rotate(output_dir: Path, newest: Path, save_total_limit: int | None) -> None:
-    """Delete the oldest checkpoints until `save_total_limit` complete ones are left; `newest` always stays.
+def rotate(
+    output_dir: Path, newest: Path, save_total_limit: int | None, in_use: Collection[Path] = frozenset()
+) -> None:
+    """Delete the oldest checkpoints until `save_total_limit` complete ones are left.
 
-    Broken ones do not count, and are deleted with the old ones. None keeps all.
+    `newest` always stays, and those `in_use` stay besides. Broken ones do not count, and are deleted with the old
+    ones. None keeps all.
     """
     if save_total_limit is None:
         return
@@ -134,7 +138,7 @@ def rotate(output_dir: Path, newest: Path, save_total_limit: int | None) -> None
     # Sizes are enough here: the newest was just sealed, and reading all others would double the time of a save.
     keep = [folder for folder in older if _has_all_bytes(folder)][: max(0, save_total_limit - 1)]
     for folder in older:
-        if folder not in keep:
+        if folder not in keep and folder not in in_use:
             _remove(folder)
 
 

@@ -19,12 +19,14 @@ OURS = ("config.json", "model.safetensors", "model.safetensors.index.json", "tok
 class RunFolder:
     """The output folder of one run. All processes call the methods; rank 0 reads and writes, all get the result.
 
-    A context manager: from `check` on, no other process can train in the folder until the context is left.
+    A context manager: from `check` on, no other process can train in the folder until the context is left. With
+    `only_looks` nothing is written, and the folder is neither made nor locked.
     """
 
-    def __init__(self, output_dir: str, accelerator: Accelerator):
+    def __init__(self, output_dir: str, accelerator: Accelerator, only_looks: bool = False):
         self.path = Path(output_dir)
         self._accelerator = accelerator
+        self._only_looks = only_looks
         self._lock = FolderLock(self.path)
 
     def __enter__(self):
@@ -42,7 +44,7 @@ class RunFolder:
 
         def take():
             record = self._check(identity)
-            if record is None or not record["complete"]:
+            if not self._only_looks and (record is None or not record["complete"]):
                 self._lock.acquire()
                 # Once more: the process that held the lock may have finished the run.
                 record = self._check(identity)
@@ -58,7 +60,8 @@ class RunFolder:
             if record is None:
                 record = {"identity": identity, "complete": False, "run_id": uuid.uuid4().hex[:12], **provenance()}
                 record["num_processes"] = self._accelerator.num_processes
-                self._write(record)
+                if not self._only_looks:
+                    self._write(record)
             return record
 
         return on_first_process(self._accelerator, create)

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..engines.base import Engine
 from ..engines.guard import lost_process
+from .hook import CheckpointHook
 from .manifest import describe, last_good, publish, remove_leftovers, rotate, temporary_name
 from .optimizer_files import optimizer_part, save_optimizer
 from .state_files import SHARED_STATE, save_state
@@ -48,13 +49,21 @@ class CheckpointWriter:
     """Writes `checkpoint-<step>` in the existing `output_dir`, and deletes the oldest beyond `save_total_limit`.
 
     None keeps all. All processes call all methods, in the same order. `only_model` leaves out what a run needs to
-    continue.
+    continue. `hook` is called with each complete checkpoint, on the first process; what it uses is deleted later.
     """
 
-    def __init__(self, output_dir: str | Path, save_total_limit: int | None = None, only_model: bool = False):
+    def __init__(
+        self,
+        output_dir: str | Path,
+        save_total_limit: int | None = None,
+        only_model: bool = False,
+        hook: CheckpointHook | None = None,
+    ):
         self._output_dir = Path(output_dir)
         self._save_total_limit = save_total_limit
         self._only_model = only_model
+        self._hook = hook or CheckpointHook(None, output_dir, print)
+        self._newest: Path | None = None
         self._pending: _Pending | None = None
         self._report: dict[str, float] = {}
         self._buffers = HostBuffers()
@@ -166,13 +175,13 @@ class CheckpointWriter:
 
         def seal() -> None:
             if PartialState().is_main_process:
-                newest = publish(pending.folder, pending.step, facts, files)
-                arguments = self._output_dir, newest, self._save_total_limit
+                self._newest = publish(pending.folder, pending.step, facts, files)
+                self._hook.start(self._newest, pending.step)
                 if pending.thread is None:
-                    rotate(*arguments)
+                    self._rotate()
                 else:
                     # Deleting a large file takes about as long as copying it.
-                    self._rotation = threading.Thread(target=rotate, args=arguments)
+                    self._rotation = threading.Thread(target=self._rotate)
                     self._rotation.start()
 
         _together(seal, pending.folder)
@@ -181,6 +190,19 @@ class CheckpointWriter:
             "train/checkpoint_stall_seconds": stall,
             "train/checkpoint_write_seconds": pending.write,
         }
+
+    def stop_soon(self) -> None:
+        """A signal ends the run: `close` will not wait for the hooks for long."""
+        self._hook.stop_soon()
+
+    def close(self) -> None:
+        """After the run: wait for the hooks, then delete the checkpoints that were kept for them."""
+        self._hook.wait()
+        if self._newest is not None:
+            self._rotate()
+
+    def _rotate(self) -> None:
+        rotate(self._output_dir, self._newest, self._save_total_limit, self._hook.folders)
 
     def take_report(self) -> dict[str, float]:
         """Metrics of the last completed checkpoint; returned once."""

@@ -1,7 +1,7 @@
 """Measures and reports a run: the trainer calls the monitor at each event of a step."""
 
 import math
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 from ..arguments import Arguments
 from ..engines.base import Engine, Update
@@ -130,6 +130,13 @@ class Monitor:
     def close_tracker(self) -> None:
         """Close the tracker: what is printed next begins on a new line."""
         self._tracker.close()
+
+
+class Silence:
+    """Stands in for a `Monitor` where nothing is to be measured or written."""
+
+    def __getattr__(self, event: str):
+        return lambda *arguments, **keywords: nullcontext()
 
 
 def _finite(value: float) -> float | None:

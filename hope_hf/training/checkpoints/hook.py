@@ -1,0 +1,165 @@
+"""`--checkpoint_hook`: a command of the user's after every complete checkpoint, beside the training.
+
+Hooks run one after the other, in the order of their steps, on the first process's machine. None of them can stop or
+fail the training: their output and status go to `checkpoint_hook.log`, and a hook that fails gives one line on the
+console.
+"""
+
+import os
+import queue
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..process import StopSignal
+
+LOG_FILE = "checkpoint_hook.log"
+# Of the launchers: with them a program in the hook would believe that it is one of the run's processes.
+OF_LAUNCHERS = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_|NODE_)?(RANK|WORLD_SIZE)|ROLE_NAME|"
+    r"(MASTER|ACCELERATE|TORCHELASTIC|FSDP|PARALLELISM_CONFIG|PMI|OMPI_COMM_WORLD|MV2_COMM_WORLD)_.*"
+)
+# What a shell answers where it finds no program, or one that it may not run.
+NO_PROGRAM = (126, 127)
+# Seconds that torch's launcher gives its processes after a signal, unless the variable says otherwise.
+LAUNCHER_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30.0
+LEAVING = 5.0
+"""Seconds of it that the process itself needs."""
+BACKLOG = 3
+
+
+@dataclass(frozen=True)
+class _Call:
+    folder: Path
+    step: int
+
+
+class CheckpointHook:
+    """Runs `command`, a line for the shell, for each checkpoint; without a command it does nothing.
+
+    Only the first process uses it. `say` prints a line for the user.
+    """
+
+    def __init__(self, command: str | None, output_dir: str | Path, say: Callable[[str], None]):
+        self._command, self._output_dir, self._say = command, Path(output_dir), say
+        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._open: list[_Call] = []
+        self._thread: threading.Thread | None = None
+        self._process: subprocess.Popen | None = None
+        self._deadline: float | None = None
+        self._ended = False
+        self._told_of_backlog = False
+
+    @property
+    def folders(self) -> set[Path]:
+        """Checkpoints whose hook runs or waits for its turn: they must not be deleted."""
+        # The thread takes calls out of the list meanwhile.
+        return {call.folder for call in list(self._open)}
+
+    def start(self, folder: Path, step: int) -> None:
+        """The checkpoint in `folder` is complete. Returns at once."""
+        if self._command is None:
+            return
+        call = _Call(folder, step)
+        self._open.append(call)
+        self._calls.put(call)
+        if self._thread is None:
+            # A daemon: after an error the process ends without waiting for it, and the hook goes on.
+            self._thread = threading.Thread(target=self._serve, name="checkpoint-hook", daemon=True)
+            self._thread.start()
+        if len(self._open) > BACKLOG and not self._told_of_backlog:
+            self._told_of_backlog = True
+            self._say(
+                f"warning: --checkpoint_hook is behind: {len(self._open)} checkpoints wait for it and are all kept; "
+                "make it faster or raise --checkpointing_steps."
+            )
+
+    def stop_soon(self) -> None:
+        """A signal has ended the run: `wait` ends before the launcher kills what is left."""
+        name, default = LAUNCHER_TIMEOUT
+        value = os.environ.get(name, "")
+        seconds = float(value) if value.isdecimal() else default
+        self._deadline = time.monotonic() + max(0.0, seconds - LEAVING)
+
+    def wait(self) -> None:
+        """Wait for all hooks, and say so; a signal, or the deadline after one, ends the waiting and the hook."""
+        if not self._open:
+            return
+        until = "; Ctrl-C or SIGTERM ends the waiting"
+        if self._deadline is not None:
+            until = f", {max(0.0, self._deadline - time.monotonic()):.0f} s at most"
+        self._say(f"Waiting for --checkpoint_hook of {self._names()}{until}.")
+        with StopSignal() as stop:
+            while self._open and not stop.received:
+                if self._deadline is not None and time.monotonic() > self._deadline:
+                    break
+                time.sleep(0.05)
+        if self._open:
+            self._ended = True
+            self._say(f"warning: --checkpoint_hook of {self._names()} was ended or not run: run it by hand.")
+            self._terminate()
+
+    def _names(self) -> str:
+        return ", ".join(call.folder.name for call in list(self._open))
+
+    def _terminate(self) -> None:
+        process = self._process
+        if process is not None and process.poll() is None:
+            # The shell and what it has started.
+            os.killpg(process.pid, signal.SIGTERM)
+        self._thread.join(LEAVING)
+
+    def _serve(self) -> None:
+        while not self._ended:
+            call = self._calls.get()
+            try:
+                self._run(call)
+            # The log's disk is full, its folder deleted, or there is no process left to start.
+            except OSError as error:
+                self._warn(call, error.strerror)
+            finally:
+                self._open.remove(call)
+
+    def _run(self, call: _Call) -> None:
+        with (self._output_dir / LOG_FILE).open("a", encoding="utf-8") as log:
+            # The command itself may hold a password, and is not written.
+            print(f"=== step {call.step}: begins {_now()}", file=log, flush=True)
+            start = time.monotonic()
+            process = self._process = subprocess.Popen(
+                self._command,
+                shell=True,
+                env=environment(call.folder, call.step, self._output_dir),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Signals to the training's group, such as Ctrl-C, are not for the hook.
+                start_new_session=True,
+            )
+            status = process.wait()
+            # What the hook wrote may end inside a line.
+            print(f"\n=== step {call.step}: status {status} after {time.monotonic() - start:.1f} s", file=log)
+        if status and not self._ended:
+            what = "found no program to run" if status in NO_PROGRAM else "failed"
+            self._warn(call, f"{what}, status {status}")
+
+    def _warn(self, call: _Call, reason: str | None) -> None:
+        self._say(
+            f"warning: --checkpoint_hook of {call.folder.name}: {reason}; the training goes on, "
+            f"see {self._output_dir / LOG_FILE}."
+        )
+
+
+def environment(folder: Path, step: int, output_dir: Path) -> dict[str, str]:
+    """The process's own environment without what launchers have put into it, and what the hook is told."""
+    kept = {name: value for name, value in os.environ.items() if not OF_LAUNCHERS.fullmatch(name)}
+    told = {"HOPE_CHECKPOINT": folder.absolute(), "HOPE_STEP": step, "HOPE_OUTPUT_DIR": output_dir.absolute()}
+    return kept | {name: str(value) for name, value in told.items()}
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S")

@@ -1,0 +1,207 @@
+"""The checks, one function each: `(facts) -> Result`, of one process. `CHECKS` is their order on the console."""
+
+import os
+from collections.abc import Callable
+
+from ..engines.placement import GIB
+from .credentials import wandb_credentials
+from .facts import Facts
+from .result import Result
+
+# Of what is free: beyond it the allocator's gaps and the system's own needs may not fit any more.
+COMFORTABLE = 0.9
+# Percent of a GPU that another program uses, of its time or memory, that is more than a desktop's.
+IDLE = 10
+WARM, HOT = 80, 90
+"""Degrees Celsius of a GPU that does nothing yet; data-centre GPUs slow down at about 85 to 95."""
+# Muennighoff et al. 2023 (arXiv 2305.16264): up to four passes over the same text are nearly as good as new text.
+MOST_EPOCHS = 4
+EXPANDABLE = "expandable_segments:True"
+# The second is torch's older name.
+ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+
+
+def check_processes(facts: Facts) -> Result:
+    """The guard has compared them before; its errors are mistakes of the user."""
+    if facts.processes == 1:
+        return Result("ok", "one process")
+    return Result("ok", f"{facts.processes} processes have the same flags, data and code")
+
+
+def check_run(facts: Facts) -> Result:
+    """What the folder holds."""
+    if facts.in_use:
+        return Result(
+            "fail", f"{facts.args.output_dir} is in use, another process trains in it: wait, or choose another folder"
+        )
+    if facts.continues is None:
+        return Result("ok", f"begins at step 0 of {facts.total_steps:,}")
+    if facts.step >= facts.total_steps:
+        return Result(
+            "warn",
+            f"{facts.continues} is at step {facts.step:,} of {facts.total_steps:,}: the same command only finishes it",
+        )
+    return Result("ok", f"continues from {facts.continues} at step {facts.step:,} of {facts.total_steps:,}")
+
+
+def check_trackers(facts: Facts) -> Result:
+    """`--report_to`; nothing is sent."""
+    names = facts.trackers
+    if "wandb" not in names:
+        return Result("ok", ", ".join(names) or "none besides metrics.jsonl")
+    mode = os.environ.get("WANDB_MODE", "online")
+    if mode in ("offline", "dryrun"):
+        return Result("ok", "wandb offline: `wandb sync` sends the run later")
+    if mode == "disabled":
+        return Result("warn", "WANDB_MODE is disabled, so W&B records nothing: unset it or write offline")
+    found = wandb_credentials()
+    if found is None:
+        return Result("fail", "wandb finds no key: run `wandb login`, or set WANDB_MODE=offline")
+    return Result("ok", f"wandb has a key ({found}); it was not tried")
+
+
+def check_data(facts: Facts) -> Result:
+    """Whether there is text for every process, for all steps and for the evaluation."""
+    text = facts.text
+    if text.rows is None:
+        return Result("ok", text.description)
+    if text.rows < facts.processes:
+        return Result(
+            "fail",
+            f"the training text has {text.rows:,} rows for {facts.processes:,} processes: add text, lower "
+            "--block_size or start fewer",
+        )
+    if text.rows < text.rows_per_step:
+        return Result(
+            "warn",
+            f"a step reads {text.rows_per_step:,} rows and the training text has {text.rows:,}: rows repeat within a "
+            "step, so add text or lower --per_device_train_batch_size",
+        )
+    epochs = facts.total_steps * text.rows_per_step / text.rows
+    if epochs > MOST_EPOCHS:
+        return Result(
+            "warn",
+            f"{facts.total_steps:,} steps read the training text {epochs:,.1f} times, and more than {MOST_EPOCHS} "
+            "teach little: add text or lower --max_train_steps",
+        )
+    if text.validation_rows < 2:
+        return Result(
+            "warn",
+            "the validation text has less than two rows, so its loss says little: raise --validation_split_percentage "
+            "or name a larger --validation_file",
+        )
+    return Result("ok", f"{text.description}; {epochs:.2g} passes")
+
+
+def check_disk(facts: Facts) -> Result:
+    """Room for the checkpoints that are kept, and for the one that is written before the oldest goes; at least 3."""
+    sizes, args = facts.sizes, facts.args
+    each = sizes.weights + (0 if args.save_only_model else sizes.optimizer)
+    count = max(3, args.save_total_limit + 1)
+    # At the end the weights are written once more.
+    need, free = count * each + sizes.weights - facts.held, facts.room.disk
+    reason = f"{count} checkpoints of {_gib(each)} and the weights need {_gib(max(0, need))} more, {_gib(free)} free"
+    if need > free:
+        return Result("fail", f"{reason}: free space, lower --save_total_limit or choose another disk", need / free)
+    if need + each > free:
+        return Result("warn", f"{reason}, less than for one more: free space", need / free)
+    return Result("ok", reason, max(0, need) / free)
+
+
+def check_host(facts: Facts) -> Result:
+    """The machine's memory: every process first builds the model there, and checkpoints pass through it."""
+    sizes, free = facts.sizes, facts.room.host
+    built = facts.local_processes * sizes.weights
+    # The first process gathers the whole weights for a checkpoint; a background one is a copy of what is here.
+    saved = sizes.weights
+    if facts.args.async_save:
+        share = facts.local_processes / facts.processes if sizes.is_shared_out else 1
+        saved += int(share * (sizes.weights + sizes.optimizer))
+    trained = sizes.offloaded if facts.on_gpu else facts.local_processes * sizes.peak
+    need = max(built, trained + saved)
+    return _fits(
+        need, free, f"the work of {facts.local_processes} process(es) on this machine",
+        "start fewer processes a machine, or take one with more memory",
+    )  # fmt: skip
+
+
+def check_gpus(facts: Facts) -> Result:
+    """Whether the process's GPU is idle and cool."""
+    gpus = facts.gpus
+    if not facts.on_gpu:
+        if isinstance(gpus, str) or not gpus:
+            return Result("ok", "none, the run uses the CPU")
+        return Result(
+            "warn",
+            f"the run uses the CPU and the machine has {len(gpus)} GPU(s), {gpus[0].name}: install torch for them, or "
+            "take a launch file without use_cpu",
+        )
+    if isinstance(gpus, str):
+        return Result("warn", f"idle and cool or not is unknown, {gpus}: repair the driver's tools")
+    (gpu,) = gpus
+    words = f"{gpu.name}: {_percent(gpu.busy)} busy, {_mib(gpu.used)} of {_mib(gpu.total)} used, "
+    words += "? C" if gpu.temperature is None else f"{gpu.temperature} C"
+    if gpu.temperature is not None and gpu.temperature >= HOT:
+        return Result("fail", f"{words}: too hot to begin, look at its cooling", gpu.temperature)
+    if gpu.busy is not None and gpu.busy > IDLE or gpu.used and gpu.total and 100 * gpu.used > IDLE * gpu.total:
+        return Result("warn", f"{words}: another program uses it, end that one (nvidia-smi names it)", 1e3)
+    if gpu.temperature is not None and gpu.temperature >= WARM:
+        return Result("warn", f"{words}: hot without work, it will slow down; look at its cooling", gpu.temperature)
+    return Result("ok", words, gpu.temperature or 0.0)
+
+
+def check_allocator(facts: Facts) -> Result:
+    """On a GPU: torch's setting against memory that is free and in pieces too small."""
+    if not facts.on_gpu:
+        return Result("ok", "not used on the CPU")
+    for name in ALLOCATOR:
+        if EXPANDABLE in os.environ.get(name, "").replace(" ", ""):
+            return Result("ok", f"{name} has {EXPANDABLE}")
+    return Result("warn", f"memory may be lost in pieces: export {ALLOCATOR[0]}={EXPANDABLE}")
+
+
+def check_memory(facts: Facts) -> Result:
+    """The plan against what was free before the run."""
+    sizes = facts.sizes
+    how = "estimated" if sizes.is_estimate else "planned"
+    mend = "lower --per_device_train_batch_size, give --gradient_checkpointing, or see `python -m hope_hf.plan`"
+    if facts.on_gpu:
+        return _fits(sizes.peak, facts.room.device, f"a step, {how},", mend)
+    count = facts.local_processes
+    return _fits(count * sizes.peak, facts.room.host, f"a step of {count} process(es), {how},", mend)
+
+
+CHECKS: dict[str, Callable[[Facts], Result]] = {
+    "processes": check_processes,
+    "run": check_run,
+    "trackers": check_trackers,
+    "data": check_data,
+    "disk": check_disk,
+    "host": check_host,
+    "gpus": check_gpus,
+    "allocator": check_allocator,
+    "memory": check_memory,
+}
+
+
+def _fits(need: int, free: int | None, what: str, mend: str) -> Result:
+    if free is None:
+        return Result("warn", f"{what} needs {_gib(need)}, and the system does not say what is free: compare by hand")
+    reason = f"{what} needs {_gib(need)} of {_gib(free)} free"
+    if need > free:
+        return Result("fail", f"{reason}: {mend}", need / free)
+    if need > COMFORTABLE * free:
+        return Result("warn", f"{reason}, almost all: {mend}", need / free)
+    return Result("ok", reason, need / free)
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+def _mib(size: int | None) -> str:
+    return "? MiB" if size is None else f"{size:,} MiB"
+
+
+def _percent(share: int | None) -> str:
+    return "? %" if share is None else f"{share} %"

@@ -1,0 +1,165 @@
+"""Every check of a dry run: when it is content, when it warns, when it fails."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hope_hf.training.arguments import Arguments
+from hope_hf.training.engines.base import Update
+from hope_hf.training.preflight import checks
+from hope_hf.training.preflight.checks import ALLOCATOR, CHECKS
+from hope_hf.training.preflight.facts import Facts, Room, Sizes, Text
+from hope_hf.training.preflight.gpus import Gpu
+from hope_hf.training.preflight.step import judge
+
+GIB = 2**30
+ARGS = Arguments(output_dir="runs/x")
+GPU = Gpu("0", "GPU-1", "H100", 0, 10, 80_000, 35)
+FACTS = Facts(
+    args=ARGS,
+    trackers=[],
+    processes=8,
+    local_processes=4,
+    on_gpu=True,
+    gpus=[GPU],
+    room=Room(device=80 * GIB, host=100 * GIB, disk=100 * GIB),
+    sizes=Sizes(peak=40 * GIB, is_estimate=False, weights=4 * GIB, optimizer=8 * GIB, offloaded=0, is_shared_out=True),
+    text=Text(rows=1000, rows_per_step=64, validation_rows=10, description="books"),
+    in_use=False,
+    held=0,
+    continues=None,
+    step=0,
+    total_steps=20,
+)
+
+
+def facts(**changes) -> Facts:
+    """FACTS with other fields, also those of its room, sizes, text and flags."""
+    found = FACTS
+    for part in ("room", "sizes", "text", "args"):
+        own = {name: changes.pop(name) for name in list(changes) if hasattr(getattr(found, part), name)}
+        found = replace(found, **{part: replace(getattr(found, part), **own)})
+    return replace(found, **changes)
+
+
+def gpu(**changes) -> dict:
+    return {"gpus": [replace(GPU, **changes)]}
+
+
+CASES = [
+    ("processes", {"processes": 1}, "ok", "one process"),
+    ("processes", {}, "ok", "8 processes have the same flags, data and code"),
+    ("run", {}, "ok", "begins at step 0 of 20"),
+    ("run", {"continues": Path("runs/x/checkpoint-5"), "step": 5}, "ok", "from runs/x/checkpoint-5 at step 5 of 20"),
+    ("run", {"continues": Path("runs/x/checkpoint-20"), "step": 20}, "warn", "only finishes it"),
+    ("run", {"in_use": True}, "fail", "runs/x is in use"),
+    ("trackers", {}, "ok", "none besides metrics.jsonl"),
+    ("trackers", {"trackers": ["tensorboard", "aim"]}, "ok", "tensorboard, aim"),
+    ("data", {}, "ok", "books; 1.3 passes"),
+    ("data", {"rows": None}, "ok", "books"),
+    ("data", {"rows": 63}, "warn", "a step reads 64 rows and the training text has 63"),
+    ("data", {"total_steps": 63}, "warn", "read the training text 4.0 times"),
+    ("data", {"validation_rows": 1}, "warn", "less than two rows"),
+    ("data", {"rows": 7}, "fail", "7 rows for 8 processes"),
+    # Three checkpoints of 12 GiB and 4 of weights.
+    ("disk", {"disk": 52 * GIB}, "ok", "of 12.00 GiB and the weights need 40.00 GiB more, 52.00 GiB free"),
+    ("disk", {"disk": 51 * GIB}, "warn", "less than for one more"),
+    ("disk", {"disk": 39 * GIB}, "fail", "free space, lower --save_total_limit"),
+    ("disk", {"disk": 39 * GIB, "held": 24 * GIB}, "ok", "need 16.00 GiB more"),
+    ("disk", {"disk": 39 * GIB, "save_only_model": True}, "ok", "3 checkpoints of 4.00 GiB"),
+    ("disk", {"disk": 100 * GIB, "save_total_limit": 9}, "fail", "10 checkpoints"),
+    # Four processes build the model of 4 GiB.
+    ("host", {"host": 18 * GIB}, "ok", "needs 16.00 GiB of 18.00 GiB"),
+    ("host", {"host": 17 * GIB}, "warn", "almost all"),
+    ("host", {"host": 15 * GIB}, "fail", "start fewer processes a machine"),
+    ("host", {"host": 30 * GIB, "offloaded": 40 * GIB}, "fail", "needs 44.00 GiB"),
+    # Half of the parts are copied on this machine: 6 GiB, and 4 of gathered weights.
+    ("host", {"host": 100 * GIB, "async_save": True, "offloaded": 20 * GIB}, "ok", "needs 30.00 GiB"),
+    ("host", {"async_save": True, "offloaded": 20 * GIB, "is_shared_out": False}, "ok", "needs 36.00 GiB"),
+    ("host", {"on_gpu": False}, "fail", "needs 164.00 GiB"),
+    ("host", {"host": None}, "warn", "does not say what is free"),
+    ("gpus", {}, "ok", "H100: 0 % busy, 10 MiB of 80,000 MiB used, 35 C"),
+    ("gpus", gpu(busy=None, used=None, total=None, temperature=None), "ok", "H100: ? % busy"),
+    ("gpus", gpu(busy=50), "warn", "another program uses it"),
+    ("gpus", gpu(used=20_000), "warn", "another program uses it"),
+    ("gpus", gpu(temperature=82), "warn", "hot without work"),
+    ("gpus", gpu(temperature=90), "fail", "too hot to begin"),
+    ("gpus", gpu(temperature=95, busy=50), "fail", "too hot to begin"),
+    ("gpus", {"gpus": "there is no nvidia-smi"}, "warn", "there is no nvidia-smi"),
+    ("gpus", {"gpus": "there is no nvidia-smi", "on_gpu": False}, "ok", "none, the run uses the CPU"),
+    ("gpus", {"gpus": [], "on_gpu": False}, "ok", "none, the run uses the CPU"),
+    ("gpus", {"on_gpu": False}, "warn", "the run uses the CPU and the machine has 1 GPU(s), H100"),
+    ("allocator", {"on_gpu": False}, "ok", "not used on the CPU"),
+    ("allocator", {}, "warn", "export PYTORCH_ALLOC_CONF=expandable_segments:True"),
+    ("memory", {}, "ok", "a step, planned, needs 40.00 GiB of 80.00 GiB free"),
+    ("memory", {"is_estimate": True}, "ok", "a step, estimated, needs"),
+    ("memory", {"peak": 75 * GIB}, "warn", "almost all"),
+    ("memory", {"peak": 81 * GIB}, "fail", "lower --per_device_train_batch_size"),
+    ("memory", {"device": None}, "warn", "does not say what is free"),
+    ("memory", {"on_gpu": False, "peak": 20 * GIB}, "ok", "4 process(es), planned, needs 80.00 GiB of 100.00"),
+    ("memory", {"on_gpu": False, "peak": 30 * GIB}, "fail", "needs 120.00 GiB"),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for name in (*ALLOCATOR, "WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(("name", "changes", "level", "words"), CASES)
+def test_check(name, changes, level, words):
+    found = CHECKS[name](facts(**changes))
+    assert (found.level, words in found.text) == (level, True), found
+
+
+def test_every_check_is_tried():
+    assert {name for name, *_ in CASES} == set(CHECKS)
+
+
+@pytest.mark.parametrize("name", ALLOCATOR)
+def test_the_allocator_is_set_by_either_variable(name, monkeypatch):
+    monkeypatch.setenv(name, "max_split_size_mb:128, expandable_segments:True")
+    assert CHECKS["allocator"](FACTS).level == "ok"
+    monkeypatch.setenv(name, "expandable_segments:False")
+    assert CHECKS["allocator"](FACTS).level == "warn"
+
+
+def trackers() -> checks.Result:
+    return CHECKS["trackers"](facts(trackers=["tensorboard", "wandb"]))
+
+
+def test_a_key_of_wandb_is_found_and_never_shown(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    missing = trackers()
+    assert missing.level == "fail" and "wandb login" in missing.text
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password hidden\n")
+    assert trackers().level == "ok" and ".netrc" in trackers().text
+    # Of another server.
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org:8080")
+    assert trackers().level == "fail"
+    monkeypatch.setenv("WANDB_API_KEY", "hidden")
+    assert trackers().level == "ok" and "hidden" not in trackers().text
+
+
+@pytest.mark.parametrize(("mode", "level"), [("offline", "ok"), ("disabled", "warn"), ("online", "fail")])
+def test_wandb_needs_no_key_where_it_sends_nothing(tmp_path, monkeypatch, mode, level):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", mode)
+    assert trackers().level == level
+
+
+@pytest.mark.parametrize(
+    ("outcome", "peak", "total", "level", "words"),
+    [
+        ("stepped", 40.0, 80.0, "ok", "loss 2.5, gradient norm 1.5, 3.0 s (a first step is slow), peak 40.00 GiB"),
+        ("stepped", 40.0, None, "ok", "peak 40.00 GiB"),
+        ("overflowed", 40.0, 80.0, "ok", "fp16 began at loss scale 65536"),
+        ("stepped", 75.0, 80.0, "warn", "peak 75.00 GiB of 80.00, almost all"),
+        ("skipped", 40.0, 80.0, "fail", "nothing was updated"),
+    ],
+)
+def test_the_step_is_judged(outcome, peak, total, level, words):
+    found = judge(2.5, Update(outcome, 1.5, 65536.0), 3.0, peak, total)
+    assert (found.level, words in found.text) == (level, True), found
