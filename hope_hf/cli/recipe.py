@@ -9,9 +9,11 @@ import yaml
 from .parser import nearest
 
 
-def split_recipe(argv: list[str], flags: Collection[str]) -> tuple[list[str], list[str]]:
+def split_recipe(
+    argv: list[str], flags: Collection[str], left_out: Collection[str] = ()
+) -> tuple[list[str], list[str]]:
     """The words of the recipe that comes first (none if there is none), and the words after it."""
-    return ([], argv) if not argv or argv[0].startswith("-") else (read_recipe(argv[0], flags), argv[1:])
+    return ([], argv) if not argv or argv[0].startswith("-") else (read_recipe(argv[0], flags, left_out), argv[1:])
 
 
 def read_recipe(path: str | Path, flags: Collection[str], left_out: Collection[str] = ()) -> list[str]:

@@ -1,9 +1,9 @@
-"""Flags of `python -m hope_hf.plan`: those of the run are named as `run_clm.py` names them."""
+"""Flags of `python -m hope_hf.plan`: those of the run are named as `run_clm.py` names them, whose recipes it reads."""
 
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from hope_hf.cli.arguments import ROWS, flag
+from hope_hf.cli.arguments import COUNT, ROWS, flag
 from hope_hf.cli.bounds import LONGEST
 
 MOST_TOKENS = 10**16
@@ -22,7 +22,7 @@ class SubjectArguments:
         None, "Fields of the config: 'hidden_size=256,num_hidden_layers=4' or a JSON object."
     )
     trust_remote_code: bool = flag(False, "Allow model code from the Hub to run on this machine.")
-    attn_implementation: str | None = flag(None, "Attention kernel of the simulation: sdpa, eager, ...")
+    attn_implementation: str | None = flag(None, "Attention kernel of the simulation: sdpa (for flash, too), eager.")
 
 
 @dataclass
@@ -58,7 +58,10 @@ class MachineArguments:
     gpu: str = flag("h100-80gb", "GPUs with commas between them: h100-80gb, a100-40gb, ...")
     gpus_per_node: int = flag(8, "GPUs of one machine, joined by NVLink.", least=1, most=1024)
     network_gbit: float = flag(200.0, "Gbit/s of each GPU's link to other machines.", above=0)
-    total_tokens: float | None = flag(None, "Tokens of the whole run, as 30e9: adds days.", above=0, most=MOST_TOKENS)
+    max_train_steps: int | None = flag(None, "Optimizer steps of the whole run: adds days.", **COUNT)
+    total_tokens: float | None = flag(
+        None, "Tokens of the whole run, as 30e9, instead of its steps.", above=0, most=MOST_TOKENS
+    )
     mfu: float = flag(0.4, "Share of the bf16 peak that the run reaches (train/mfu_percent / 100).", above=0, most=1)
     price_per_gpu_hour: float | None = flag(None, "Adds the cost, in the same currency.", above=0)
     simulate: bool = flag(True, "Run the step on fake tensors as well; --no_simulate: arithmetic alone.")

@@ -12,6 +12,7 @@ from hope_hf import PRESETS
 from hope_hf.cli.models import build_config, load_config, parse_overrides
 from hope_hf.cli.parser import Parser, named_flags
 from hope_hf.cli.process import warn_once
+from hope_hf.training import split_run_recipe
 
 from .arguments import FLAGS, GROUPS, Arguments
 from .gpus import Gpu, parse_gpus
@@ -20,6 +21,7 @@ from .step import StepOptions
 from .strategy import Launch, read_launch_file
 
 LONGEST_DEFAULT_BLOCK = 1024
+SHAPES_A_MODEL = {"model_type", "config_name", "config_overrides"}
 # As `hope_hf.data.LARGEST_VOCABULARY`.
 LARGEST_VOCABULARY = 10_000_000
 
@@ -40,18 +42,35 @@ class Question:
         """Over all processes and accumulated batches."""
         return self.step.batch_size * self.step.block_size * self.step.accumulation * self.launch.world_size
 
+    @property
+    def total_tokens(self) -> float | None:
+        """Of the whole run; None where its length is not named."""
+        if self.args.total_tokens is not None or self.args.max_train_steps is None:
+            return self.args.total_tokens
+        return self.args.max_train_steps * self.tokens_per_step
+
 
 def make_parser() -> Parser:
     """All flags."""
-    usage = "%(prog)s --config_name mid --accelerate_config accelerate_configs/fsdp2.yaml --world_size 8 [flags]"
+    usage = "%(prog)s [recipe.yaml] --accelerate_config accelerate_configs/fsdp2.yaml --world_size 8 [flags]"
     return Parser(GROUPS, prog="python -m hope_hf.plan", usage=usage, allow_abbrev=False)
 
 
 def parse(argv: list[str]) -> Question:
-    """Raises ValueError with one sentence that names the flag or file and the fix."""
+    """Read `[recipe.yaml] --flag value ...`; keys of the recipe on which no plan depends are left out.
+
+    A new model on the command line replaces the weights that the recipe names.
+
+    Raises ValueError with one sentence that names the flag or file and the fix.
+    """
+    recipe, argv = split_run_recipe(argv, FLAGS)
     parser = make_parser()
     named = named_flags(parser, argv, FLAGS)
-    groups = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    if named & SHAPES_A_MODEL:
+        # The second phase of a run is planned before the first has left its weights.
+        pairs = zip(recipe[::2], recipe[1::2], strict=True)
+        recipe = [word for pair in pairs if pair[0] != "--model_name_or_path" for word in pair]
+    groups = parser.parse_args_into_dataclasses(recipe + argv, look_for_args_file=False)
     args = Arguments(**{f.name: getattr(group, f.name) for group in groups for f in fields(group)})
     gpus = parse_gpus(args.gpu)
     _check_plot(args.plot)
@@ -68,7 +87,8 @@ def parse(argv: list[str]) -> Question:
         optimizer=args.optimizer,
         sync_each_batch=args.sync_each_batch,
         reduce_dtype=getattr(torch, args.fsdp_reduce_dtype),
-        attn_implementation=args.attn_implementation,
+        # Flash attention needs a GPU and its package; sdpa holds as much.
+        attn_implementation=None if "flash" in (args.attn_implementation or "") else args.attn_implementation,
         trust_remote_code=args.trust_remote_code,
     )
     if args.optimizer == "muon" and launch.strategy.engine in ("fsdp1", "deepspeed"):
@@ -81,7 +101,7 @@ def parse(argv: list[str]) -> Question:
 
 def _config(args: Arguments):
     if args.model_name_or_path:
-        given = next((n for n in ("config_name", "config_overrides", "model_type") if getattr(args, n)), None)
+        given = next((n for n in sorted(SHAPES_A_MODEL) if getattr(args, n)), None)
         if given:
             raise ValueError(f"--{given} shapes a new model and --model_name_or_path names one: give only one.")
         config = load_config(args.model_name_or_path, "model_name_or_path", args)
@@ -135,9 +155,10 @@ def _check_plot(path: str | None):
 def _warn_of_ignored(args: Arguments, named: set[str], launch: Launch):
     fsdp = launch.strategy.engine.startswith("fsdp")
     mixed = launch.precision != "no"
+    endless = args.total_tokens is None and args.max_train_steps is None
     for name, is_ignored, reason in (
-        ("mfu", args.total_tokens is None, "--total_tokens is not given"),
-        ("price_per_gpu_hour", args.total_tokens is None, "--total_tokens is not given"),
+        ("price_per_gpu_hour", endless, "neither --max_train_steps nor --total_tokens is given"),
+        ("max_train_steps", args.total_tokens is not None, "--total_tokens is given"),
         ("sync_each_batch", not fsdp or args.gradient_accumulation_steps == 1, "no batches accumulate under FSDP"),
         ("fsdp_reduce_dtype", not (fsdp and mixed), "the launch file does not ask for FSDP with bf16 or fp16"),
         ("attn_implementation", not args.simulate, "--no_simulate is given"),

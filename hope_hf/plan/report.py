@@ -86,7 +86,7 @@ def _sentence(question: Question, rows: list[Setting], one: Verdict) -> str:
     if rows[0].traffic.total:
         words += f" and sends for {one.link_seconds:.3g} s inside a machine, {one.network_seconds:.3g} s between them"
     if one.days is not None:
-        words += f"; {question.args.total_tokens:.3g} tokens take {one.days:.1f} days"
+        words += f"; {question.total_tokens:.3g} tokens take {one.days:.1f} days"
     if one.cost is not None:
         words += f" and cost {one.cost:,.0f}"
     return words + "."

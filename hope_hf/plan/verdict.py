@@ -91,7 +91,7 @@ def verdict(question: Question, rows: list[Setting], gpu: Gpu, simulation: Simul
     peak = simulation.peak if simulation else asked.memory.peak
     flops = flops_per_token(question.config, question.shapes, question.step.block_size)
     per_second = question.launch.world_size * gpu.flops * args.mfu / flops
-    days = None if args.total_tokens is None else args.total_tokens / per_second / (24 * HOURS)
+    days = None if question.total_tokens is None else question.total_tokens / per_second / (24 * HOURS)
     cost = None
     if days is not None and args.price_per_gpu_hour is not None:
         cost = days * 24 * question.launch.world_size * args.price_per_gpu_hour

@@ -1,5 +1,6 @@
 """From a command line to `Arguments`: YAML file, flags that override it, one sentence for each mistake."""
 
+from collections.abc import Collection
 from dataclasses import fields
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def parse(argv: list[str]) -> Arguments:
 
     Raises ValueError with one sentence that names the flag or file and the fix.
     """
-    recipe, argv = map(drop_foreign, split_recipe(argv, {*FLAGS, *NO_EFFECT, *INSTEAD}))
+    recipe, argv = split_run_recipe(argv)
     usage = "%(prog)s [recipe.yaml] --output_dir DIR [flags]"
     parser = Parser(GROUPS, prog="run_clm.py", usage=usage, allow_abbrev=False)
     named = named_flags(parser, recipe + argv, FLAGS)
@@ -39,6 +40,16 @@ def parse(argv: list[str]) -> Arguments:
     _check(args)
     _warn_of_ignored(args, named)
     return args
+
+
+def split_run_recipe(argv: list[str], flags: Collection[str] = FLAGS) -> tuple[list[str], list[str]]:
+    """The words of the recipe that comes first, those of `flags` alone, and the words after it.
+
+    Raises ValueError for a key that no recipe of `run_clm.py` has, and for a flag with a replacement.
+    """
+    known = {*FLAGS, *NO_EFFECT, *INSTEAD}
+    recipe, rest = split_recipe(argv, known, left_out={*FLAGS} - {*flags})
+    return drop_foreign(recipe), drop_foreign(rest)
 
 
 def repo_id(args: Arguments) -> str:

@@ -148,3 +148,48 @@ def test_traffic_of_the_table_is_that_of_the_arithmetic(capsys):
     plan = planned(capsys, *MID, "--world_size", "8", "--per_device_train_batch_size", "1")
     sent = traffic(plan["parameters"], Launch(STRATEGIES["full_shard"], 8, 8, "bf16"), gather_bytes=2)
     assert plan["settings"][0]["gather_bytes"] == pytest.approx(sent.gather)
+
+
+def test_a_recipe_gives_the_plan_of_its_flags(capsys, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "output_dir: runs/x\nconfig_name: pilot\nblock_size: 2048\nper_device_train_batch_size: 2\n"
+        "learning_rate: 1e-3\ndataset_name: books\nmax_train_steps: 1000\nattn_implementation: flash_attention_2\n"
+    )
+    words = ["--world_size", "2", "--no_simulate"]
+    of_recipe = planned(capsys, str(recipe), *words, "--per_device_train_batch_size", "3")
+    given = ["--config_name", "pilot", "--block_size", "2048", "--per_device_train_batch_size", "3"]
+    assert of_recipe == planned(capsys, *given, "--max_train_steps", "1000", *words)
+    tokens = 1000 * of_recipe["tokens_per_step"]
+    assert of_recipe["tokens_per_step"] == 2 * 3 * 2048
+    days = of_recipe["gpus"]["h100-80gb"]["days"]
+    assert days == planned(capsys, *given, "--total_tokens", str(tokens), *words)["gpus"]["h100-80gb"]["days"]
+
+
+def test_a_model_on_the_command_line_replaces_weights_that_are_not_there_yet(capsys, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"model_name_or_path: {tmp_path}/first\nblock_size: 64\n")
+    assert f"--model_name_or_path {tmp_path}/first" in refused(capsys, str(recipe), "--no_simulate")
+    assert planned(capsys, str(recipe), "--no_simulate", "--config_name", "pilot")["parameters"] > 100e6
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("learnin_rate: 1", "unknown key 'learnin_rate'; did you mean learning_rate?"),
+        ("bf16: true", "There is no flag --bf16: set mixed_precision: bf16 in the launch file"),
+        ("world_size: 2", "unknown key 'world_size'"),
+        ("block_size: many", "--block_size"),
+    ],
+)
+def test_one_sentence_for_a_wrong_recipe(line, named, capsys, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"{line}\n")
+    assert named in refused(capsys, str(recipe))
+
+
+def test_flash_attention_is_simulated_by_a_kernel_of_the_same_memory(capsys):
+    small = ["--model_type", "llama", "--config_overrides", "num_hidden_layers=1,hidden_size=64,intermediate_size=128"]
+    small += ["--block_size", "64", "--per_device_train_batch_size", "1"]
+    flash = planned(capsys, *small, "--attn_implementation", "flash_attention_2")["simulation"]
+    assert flash["peak"] == planned(capsys, *small, "--attn_implementation", "sdpa")["simulation"]["peak"]

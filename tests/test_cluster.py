@@ -1,0 +1,156 @@
+"""docs/cluster/: node.sh begins again until the run is complete; the templates can be read and agree with it."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+ROOT = Path(__file__).parents[1]
+CLUSTER = ROOT / "docs/cluster"
+NODE = CLUSTER / "node.sh"
+# Writes its arguments down, then does what the next line of the file `acts` says.
+LAUNCHER = """#!/usr/bin/env bash
+printf '%s\\n' "$*" >> "$RUN/calls"
+act=$(head -n 1 "$RUN/acts"); sed -i 1d "$RUN/acts"
+eval "$act"
+"""
+COMPLETE = """echo '{"complete": true}' > "$RUN/run.json\""""
+SAVES = """mkdir "$RUN/checkpoint-$(wc -l < "$RUN/calls")\""""
+
+
+class Pretended:
+    """node.sh with a launcher that does not train."""
+
+    def __init__(self, folder: Path):
+        self.run = folder / "run"
+        self.run.mkdir()
+        programs = folder / "bin"
+        programs.mkdir()
+        (programs / "accelerate").write_text(LAUNCHER)
+        (programs / "accelerate").chmod(0o755)
+        self.environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "RUN": str(self.run)}
+
+    def start(self, *acts: str, node: int = 0, **variables: str) -> subprocess.Popen:
+        (self.run / "acts").write_text("".join(f"{act}\n" for act in acts))
+        place = {"NODES": "4", "GPUS": "8", "NODE": str(node), "HEAD": "first", "PAUSE_SECONDS": "0"} | variables
+        return subprocess.Popen(
+            ["bash", str(NODE), "recipes/pilot.yaml", "--seed", "7"],
+            env=self.environment | place, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def ended(self, *acts: str, **variables) -> tuple[int, str]:
+        process = self.start(*acts, **variables)
+        _, said = process.communicate(timeout=60)
+        return process.returncode, said
+
+    def calls(self) -> list[str]:
+        file = self.run / "calls"
+        return file.read_text().splitlines() if file.exists() else []
+
+
+@pytest.fixture
+def node(tmp_path) -> Pretended:
+    return Pretended(tmp_path)
+
+
+def test_a_machine_begins_again_until_the_run_is_complete(node):
+    # A launcher may end with 0 before the run is complete: after SIGTERM to another machine.
+    status, said = node.ended("exit 1", "exit 0", COMPLETE)
+    assert status == 0 and len(node.calls()) == 3
+    assert "node 0: the launcher ended with status 1, and the run is not complete: starting again" in said
+    # A machine that comes late does not wait for the others.
+    assert node.ended("exit 1") == (0, "") and len(node.calls()) == 3
+
+
+def test_it_gives_up_where_no_start_leaves_a_checkpoint(node):
+    status, said = node.ended(*["exit 1"] * 9, STARTS="3")
+    assert status == 1 and len(node.calls()) == 3
+    assert "node 0: gave up after 3 starts without a new checkpoint" in said
+
+
+def test_a_start_that_left_a_checkpoint_does_not_count(node):
+    assert node.ended(*[f"{SAVES}; exit 1"] * 4, COMPLETE, STARTS="2")[0] == 0
+    assert len(node.calls()) == 5
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_sigterm_reaches_the_launcher_and_nothing_starts_again(node, at_once):
+    slow = "trap 'touch $RUN/told; exit 143' TERM; touch $RUN/ready; while :; do sleep 0.05; done"
+    takes_time = slow.replace("exit 143", "sleep 1; touch $RUN/saved; exit 0")
+    process = node.start(slow if at_once else takes_time)
+    deadline = time.monotonic() + 30
+    while not (node.run / "ready").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 75 and len(node.calls()) == 1
+    assert (node.run / "told").exists() and (node.run / "saved").exists() is not at_once
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_the_launcher_gets_its_place(node, number):
+    assert node.ended(COMPLETE, node=number, PORT="1234", MEET_SECONDS="5")[0] == 0
+    (call,) = node.calls()
+    assert "--num_machines 4 --num_processes 32" in call and call.startswith("launch --config_file accelerate_configs/")
+    assert f"--machine_rank {number} --main_process_ip first --main_process_port 1234" in call
+    assert f"is_host={str(number == 0).lower()},join_timeout=5" in call
+    assert call.endswith(f"run_clm.py recipes/pilot.yaml --seed 7 --output_dir {node.run}")
+
+
+def test_a_variable_that_is_missing_is_named(node):
+    status, said = node.ended(COMPLETE, HEAD="")
+    assert status != 0 and "HEAD" in said and not node.calls()
+
+
+@pytest.mark.parametrize("name", ["node.sh", "slurm.sh"])
+def test_bash_reads_it(name):
+    assert subprocess.run(["bash", "-n", str(CLUSTER / name)], capture_output=True).stderr == b""
+
+
+def variables_of_node() -> set[str]:
+    """Those without which it does not start."""
+    return set(re.findall(r"\$\{(\w+):\?\}", NODE.read_text(encoding="utf-8")))
+
+
+def test_slurm_sets_what_node_needs_and_asks_to_be_queued_again():
+    text = (CLUSTER / "slurm.sh").read_text(encoding="utf-8")
+    assert all(re.search(rf"\b{name}=", text) for name in variables_of_node())
+    for option in ("--requeue", "--signal=TERM@120", "--ntasks-per-node=1", "--open-mode=append"):
+        assert f"#SBATCH {option}\n" in text
+    assert "-eq 75" in text and "scontrol requeue" in text
+
+
+def test_kubernetes_sets_what_node_needs():
+    service, job = yaml.safe_load_all((CLUSTER / "kubernetes.yaml").read_text(encoding="utf-8"))
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    environment = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert variables_of_node() <= environment.keys()
+    assert (ROOT / container["command"][1]).samefile(NODE) and (ROOT / container["command"][2]).exists()
+    pod, spec = job["spec"]["template"]["spec"], job["spec"]
+    assert int(environment["NODES"]) == spec["completions"] == spec["parallelism"]
+    assert int(environment["GPUS"]) == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert environment["HEAD"] == f"{job['metadata']['name']}-0.{pod['subdomain']}"
+    assert service["metadata"]["name"] == pod["subdomain"]
+    assert pod["terminationGracePeriodSeconds"] > 110
+    mounted = {volume["mountPath"] for volume in container["volumeMounts"]}
+    assert any(environment["RUN"].startswith(f"{path}/") for path in mounted)
+    assert {volume["name"] for volume in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_torch_reads_the_variables_that_are_set():
+    set_here = set(re.findall(r"\b(TORCH_\w+)=", NODE.read_text(encoding="utf-8")))
+    assert len(set_here) == 5
+    package = Path(torch.__file__).parent
+    files = [*(package / "include/torch/csrc/distributed").rglob("*.hpp"), *(package / "distributed").rglob("*.py")]
+    known = b"".join(file.read_bytes() for file in [*files, package / "lib/libtorch_cpu.so"])
+    assert not {name for name in set_here if name.encode() not in known}

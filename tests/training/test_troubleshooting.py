@@ -1,0 +1,68 @@
+"""What docs/troubleshooting.md says shows a cause shows it: two processes, of which the second has the trouble."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import trouble_worker
+from training_runs import LLAMA, ROOT, TWO, curve, read_rows
+
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_python")]
+
+PAGE = ROOT / "docs/troubleshooting.md"
+SMALL = ["--block_size", "32", "--per_device_train_batch_size", "2", "--logging_steps", "1", "--learning_rate", "5e-3"]
+SMALL += ["--cpu_threads", "1", "--eval_steps", "0", "--max_eval_samples", "2", "--max_train_steps", "5"]
+
+
+def trained(trouble: str, folder: Path, corpus, *flags: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    command = [sys.executable, *TWO, trouble_worker.__file__, trouble, *LLAMA, *corpus, *SMALL]
+    return subprocess.run(
+        [*command, "--output_dir", str(folder), *flags],
+        env=environment, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+
+
+def beats(folder: Path, rank: int) -> list[dict]:
+    return [json.loads(line) for line in (folder / f"heartbeat_rank{rank}.jsonl").open()]
+
+
+def test_nan_slow_data_and_the_loss_of_one_rank_are_in_its_heartbeat(tmp_path, corpus):
+    ended = trained("nan_at_step_3,slow_data", tmp_path / "run", corpus)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    first, second = (beats(tmp_path / "run", rank) for rank in (0, 1))
+    assert [beat["loss"] is None for beat in second] == [False, False, True, False, False]
+    assert all(beat["loss"] is not None for beat in first)
+    assert min(beat["data_seconds"] for beat in second) >= trouble_worker.SLOW_SECONDS
+    assert max(beat["data_seconds"] for beat in first) < trouble_worker.SLOW_SECONDS
+    # The step waits for the slower one, so that both are equally slow; all leave the step out.
+    assert all(own["tokens_per_second"] < 2 * 32 / trouble_worker.SLOW_SECONDS for own in first[1:])
+    rows = read_rows(tmp_path / "run")
+    assert curve(rows, "train/skipped_steps") == [0, 0, 1, 1, 1]
+    # Each has the loss of its own rows; the run's is their mean, as all rows have equally many tokens.
+    for own, other, mean in zip(first, second, curve(rows), strict=True):
+        assert own["loss"] != other["loss"]
+        assert mean is None if other["loss"] is None else mean == pytest.approx((own["loss"] + other["loss"]) / 2)
+
+
+def test_a_hang_leaves_stacks_and_the_rank_that_did_not_come(tmp_path, corpus):
+    flags = ["--watchdog_seconds", "2", "--ddp_timeout", "6"]
+    ended = trained("hang_at_step_3", tmp_path / "run", corpus, *flags)
+    assert ended.returncode == 1
+    assert "error: another process of this run is gone" in ended.stderr
+    first, second = ((tmp_path / "run" / f"stacks_rank{rank}.txt").read_text() for rank in (0, 1))
+    assert 'trouble_worker.py", line' in second and "in model_inputs" in second
+    assert "in model_inputs" not in first
+
+
+def test_every_row_names_its_files_flags_and_tests():
+    """Flags and files are checked by tests/test_docs.py; a test that is named exists."""
+    text = PAGE.read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/.]+)::(\w+)`", text)
+    assert len(named) >= 8
+    for file, test in named:
+        assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), test

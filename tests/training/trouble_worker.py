@@ -1,0 +1,64 @@
+"""`run_clm.py` with something wrong on the second process: trouble_worker.py TROUBLE FLAGS."""
+
+import math
+import os
+import sys
+import time
+
+from hope_hf.training import main, setup, trainer
+
+SLOW_SECONDS = 0.4
+
+
+def nan_at_step_3():
+    """A loss that is not finite, once."""
+    loss, calls = trainer.summed_loss, []
+
+    def summed_loss(*arguments):
+        calls.append(1)
+        return loss(*arguments) * (math.nan if len(calls) == 3 else 1)
+
+    trainer.summed_loss = summed_loss
+
+
+def slow_data():
+    """Waits for each batch."""
+    build = setup.build_data
+
+    def build_data(*arguments, **keywords):
+        data = build(*arguments, **keywords)
+        batches = data.train
+        data.train = Slow(batches)
+        return data
+
+    setup.build_data = build_data
+
+
+class Slow:
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        for batch in self.batches:
+            time.sleep(SLOW_SECONDS)
+            yield batch
+
+
+def hang_at_step_3():
+    """Never comes to its third forward pass."""
+    inputs, calls = trainer.model_inputs, []
+
+    def model_inputs(batch):
+        calls.append(1)
+        if len(calls) == 3:
+            time.sleep(3600)
+        return inputs(batch)
+
+    trainer.model_inputs = model_inputs
+
+
+if __name__ == "__main__":
+    if os.environ["RANK"] == "1":
+        for trouble in sys.argv[1].split(","):
+            globals()[trouble]()
+    sys.exit(main(sys.argv[2:]))
