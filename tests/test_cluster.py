@@ -1,12 +1,9 @@
 """docs/cluster/: node.sh begins again until the run is complete; the templates can be read and agree with it."""
 
-import json
 import os
 import re
 import signal
-import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -101,7 +98,8 @@ def test_sigterm_reaches_the_launcher_and_nothing_starts_again(node, at_once):
 def test_the_launcher_gets_its_place(node, number):
     assert node.ended(COMPLETE, node=number, PORT="1234", MEET_SECONDS="5")[0] == 0
     (call,) = node.calls()
-    assert "--num_machines 4 --num_processes 32" in call and call.startswith("launch --config_file accelerate_configs/")
+    assert "--num_machines 4 --num_processes 32" in call
+    assert call.startswith("launch --config_file accelerate_configs/")
     assert f"--machine_rank {number} --main_process_ip first --main_process_port 1234" in call
     assert f"is_host={str(number == 0).lower()},join_timeout=5" in call
     assert call.endswith(f"run_clm.py recipes/pilot.yaml --seed 7 --output_dir {node.run}")

@@ -59,15 +59,18 @@ class InitialMemory(nn.Module):
         super().__init__()
         heads, width, memories = config.num_memory_heads, config.head_dim, len(config.memory_projections) + 1
         if config.memory_rule == "delta":
+            self.layers = ("weight",)
             self.weight = nn.Parameter(torch.empty(heads, width, width))
             return
+        self.layers = ("inner", "outer")[-config.paper_rule["depth"] :]
         if config.paper_rule["depth"] == 2:
             self.inner = nn.Parameter(torch.empty(heads, memories, width, width))
         self.outer = nn.Parameter(torch.empty(heads, memories, width, width))
 
     def forward(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """In the order in which they act."""
-        return tuple(layer.to(dtype, copy=True) for layer in self.parameters(recurse=False))
+        # By name: where FSDP's version 1 recomputes, its tensors stand for parameters that the module does not list.
+        return tuple(getattr(self, name).to(dtype, copy=True) for name in self.layers)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

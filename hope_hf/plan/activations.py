@@ -13,6 +13,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from hope_hf.cli.recomputing import MIXERS, Recomputed
+
 from .shapes import Shapes
 from .strategy import Launch
 
@@ -25,12 +27,30 @@ GELU_TENSORS = 5
 
 
 @dataclass(frozen=True)
+class Block:
+    """Bytes that a block keeps: of its sequence mixer, and of the rest.
+
+    Attributes:
+        mixer_input: what a recomputed mixer keeps that the block keeps anyway nowhere else.
+    """
+
+    rest: int
+    mixer: int
+    mixer_input: int = 0
+
+    @property
+    def whole(self) -> int:
+        return self.rest + self.mixer
+
+
+@dataclass(frozen=True)
 class Activations:
     """Bytes of one forward pass of one process.
 
     Attributes:
         blocks: of all blocks, as they are kept.
         one_block: of the largest block, as the backward pass through it needs them.
+        in_backward: of all blocks that the backward pass has yet to leave, at most, with what it computes again.
         loss: of the last norm, the logits and their gradients.
         weight_copies: of weights, which autocast keeps.
         is_estimate: whether the block is of an architecture that is not written down here.
@@ -38,6 +58,7 @@ class Activations:
 
     blocks: int
     one_block: int
+    in_backward: int
     loss: int
     weight_copies: int
     is_estimate: bool
@@ -51,67 +72,95 @@ def mode_of(launch: Launch) -> Mode:
 
 
 def activations(
-    config, shapes: Shapes, launch: Launch, batch_size: int, block_size: int, checkpointing: bool
+    config, shapes: Shapes, launch: Launch, batch_size: int, block_size: int, recomputed: Recomputed
 ) -> Activations:
-    """The activations of a batch; with `checkpointing`, blocks keep their inputs alone."""
+    """The activations of a batch; what is `recomputed` keeps its inputs alone."""
     mode, tokens = mode_of(launch), batch_size * block_size
     wide, low = 4, 4 if mode == "fp32" else 2
     stream = low if mode == "cast" else wide
     width = getattr(config, "n_embd", None) or config.hidden_size
     layers = {"hope": _hope, "llama": _llama, "mistral": _llama, "gpt2": _gpt2}.get(config.model_type)
     if layers is None:
-        sizes = _by_matrices(shapes, tokens, low)
+        blocks = _by_matrices(shapes, tokens, low)
     else:
-        sizes = layers(config, mode, batch_size, block_size)
+        blocks = layers(config, mode, batch_size, block_size)
     inputs = tokens * width * stream
-    kept = len(sizes) * inputs if checkpointing else sum(sizes)
+    kept = in_backward = 0
+    for index, block in enumerate(blocks):
+        again = 0
+        if recomputed.part == "mixer":
+            kept, again = kept + block.rest + block.mixer_input, block.mixer
+        elif recomputed.part == "block" and index % recomputed.every == 0:
+            kept, again = kept + inputs, block.whole
+        else:
+            kept += block.whole
+        in_backward = max(in_backward, kept + again)
     loss = tokens * (LOSS_BYTES * config.vocab_size + width * (2 * wide + low))
     copies = 2 * shapes.matrices if mode == "autocast" else 0
-    return Activations(kept, max(sizes, default=0), loss, copies, layers is None)
+    one_block = max((block.whole for block in blocks), default=0)
+    return Activations(kept, one_block, in_backward, loss, copies, layers is None)
 
 
-def _norm(width: int, mode: Mode, readers: int) -> int:
-    """Per token: input, normalised input and output of an RMS norm in plain operations that `readers` maps read."""
-    if mode == "fp32":
-        return 12 * width
-    return 8 * width + 2 * width * readers if mode == "autocast" else 8 * width
+def _norm(width: int, mode: Mode) -> int:
+    """Per token: input, normalised input and output of an RMS norm in plain operations."""
+    # Under autocast the maps that read the output keep casts of it instead.
+    return 12 * width if mode == "fp32" else 8 * width
 
 
-def _llama(config, mode: Mode, batch_size: int, block_size: int) -> list[int]:
+def _casts(width: int, mode: Mode, readers: int) -> int:
+    """Per token: casts of an input that `readers` maps read."""
+    return 2 * width * readers if mode == "autocast" else 0
+
+
+def _llama(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
     width, low = config.hidden_size, 4 if mode == "fp32" else 2
     head = getattr(config, "head_dim", None) or width // config.num_attention_heads
     heads, groups = config.num_attention_heads * head, config.num_key_value_heads * head
-    attention = _norm(width, mode, 3) + low * (2 * heads + 2 * groups) + 4 * config.num_attention_heads
-    mlp = _norm(width, mode, 2) + low * 4 * config.intermediate_size
-    return [batch_size * block_size * (attention + mlp)] * config.num_hidden_layers
+    attention = _casts(width, mode, 3) + low * (2 * heads + 2 * groups) + 4 * config.num_attention_heads
+    mlp = _norm(width, mode) + _casts(width, mode, 2) + low * 4 * config.intermediate_size
+    return [_block(config, mode, batch_size * block_size, mlp, attention)] * config.num_hidden_layers
 
 
-def _gpt2(config, mode: Mode, batch_size: int, block_size: int) -> list[int]:
+def _block(config, mode: Mode, tokens: int, mlp: int, attention: int, scan: int = 0) -> Block:
+    """A block whose mixer reads an RMS norm's output; `mlp` and `attention` are bytes a token, `scan` of the batch."""
+    width = config.hidden_size
+    rest = _norm(width, mode) + mlp
+    return Block(tokens * rest, tokens * attention + scan, tokens * 4 * width if mode == "autocast" else 0)
+
+
+def _gpt2(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
     width, low = config.n_embd, 4 if mode == "fp32" else 2
     hidden = config.n_inner or 4 * width
     stream = low if mode == "cast" else 4
+    # Under autocast the cast of the norm's output belongs to the map that reads it.
     norms = 2 * width * (stream + low)
+    cast = low * width if mode == "autocast" else 0
     # Query, key and value side by side; query and key once more, contiguous; what attention returns, twice.
     attention = low * width * 6 + 4 * config.n_head
-    masks = 2 * width if config.resid_pdrop else 0
-    return [batch_size * block_size * (norms + attention + low * GELU_TENSORS * hidden + masks)] * config.n_layer
+    mask = width if config.resid_pdrop else 0
+    tokens = batch_size * block_size
+    rest = tokens * (norms - cast + low * GELU_TENSORS * hidden + mask)
+    mixer_input = tokens * 4 * width if mode == "autocast" else 0
+    return [Block(rest, tokens * (attention + mask + cast), mixer_input)] * config.n_layer
 
 
-def _hope(config, mode: Mode, batch_size: int, block_size: int) -> list[int]:
+def _hope(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
     tokens, width, low = batch_size * block_size, config.hidden_size, 4 if mode == "fp32" else 2
-    levels = sum(_norm(width, mode, 2) + low * 4 * hidden for hidden in config.level_intermediate_sizes)
+    levels = sum(
+        _norm(width, mode) + _casts(width, mode, 2) + low * 4 * hidden for hidden in config.level_intermediate_sizes
+    )
     # Levels side by side keep their outputs for the weights that mix them.
     levels += low * width * len(config.level_periods) if config.level_variant == "independent" else 0
     heads, groups = (config.num_attention_heads or 0), (config.num_key_value_heads or 0)
-    attention = _norm(width, mode, 3) + low * (2 * heads + 2 * groups) * config.head_dim + 4 * heads
-    sizes = {"full_attention": tokens * (attention + levels)}
+    attention = _casts(width, mode, 3) + low * (2 * heads + 2 * groups) * config.head_dim + 4 * heads
+    blocks = {"full_attention": _block(config, mode, tokens, levels, attention)}
     if config.has_memories:
         inner = config.num_memory_heads * config.head_dim
         # Streams, reads and their norm are fp32; gate and output are as the linear maps.
         around = 4 * 6 * inner + low * 4 * inner
-        outside = _norm(width, mode, 5) + around + levels
-        sizes["hope_memory"] = tokens * outside + batch_size * _scan(config, block_size)
-    return [sizes[kind] for kind in config.layer_types]
+        scan = batch_size * _scan(config, block_size)
+        blocks["hope_memory"] = _block(config, mode, tokens, levels, _casts(width, mode, 5) + around, scan)
+    return [blocks[kind] for kind in config.layer_types]
 
 
 def _scan(config, block_size: int) -> int:
@@ -135,10 +184,11 @@ def _scan(config, block_size: int) -> int:
     return 4 * heads * (factor * piece * last + (groups - 1) * state)
 
 
-def _by_matrices(shapes: Shapes, tokens: int, low: int) -> list[int]:
+def _by_matrices(shapes: Shapes, tokens: int, low: int) -> list[Block]:
     """An estimate for other architectures: every matrix keeps its input and its output once."""
-    sizes: dict[int, int] = {}
+    sizes: dict[int, list[int]] = {}
     for weight in shapes.weights:
         if isinstance(weight.unit, int) and len(weight.shape) == 2:
-            sizes[weight.unit] = sizes.get(weight.unit, 0) + sum(weight.shape)
-    return [tokens * low * size for size in sizes.values()]
+            in_mixer = not MIXERS.isdisjoint(weight.name.split("."))
+            sizes.setdefault(weight.unit, [0, 0])[in_mixer] += tokens * low * sum(weight.shape)
+    return [Block(*size) for size in sizes.values()]

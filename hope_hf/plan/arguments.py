@@ -5,6 +5,7 @@ from typing import Literal
 
 from hope_hf.cli.arguments import COUNT, ROWS, flag
 from hope_hf.cli.bounds import LONGEST
+from hope_hf.cli.recomputing import recomputing_flag
 
 MOST_TOKENS = 10**16
 
@@ -42,7 +43,7 @@ class StepArguments:
     per_device_train_batch_size: int = flag(8, "Rows per process and forward pass.", **ROWS)
     gradient_accumulation_steps: int = flag(1, "Forward passes per optimizer step.", least=1, most=10_000)
     sync_each_batch: bool = flag(False, "FSDP: reduce gradients after each of them, so that none are held whole.")
-    gradient_checkpointing: bool = flag(False, "Recompute blocks in backward.")
+    gradient_checkpointing: str = recomputing_flag()
     optimizer: Literal["adamw", "muon"] = flag("adamw", "Optimizer of hidden matrices; AdamW has the rest.")
     fsdp_reduce_dtype: Literal["float32", "bfloat16"] = flag(
         "float32", "FSDP in bf16 or fp16: in which dtype gradients are summed over processes."

@@ -1,6 +1,8 @@
-"""Peak memory of one process, by arithmetic: states, gathered blocks and activations at three moments of a step."""
+"""Peak memory of one process, by arithmetic: states, gathered blocks and activations at four moments of a step."""
 
 from dataclasses import dataclass
+
+from hope_hf.cli.recomputing import parse_recomputed
 
 from .activations import Activations, activations
 from .shapes import Shapes
@@ -14,7 +16,7 @@ class Memory:
 
     Attributes:
         split: at the peak, by category.
-        moment: of the peak: "loss", "backward" or "update".
+        moment: of the peak: "loss", "blocks" (the backward pass enters them), "backward" (its end) or "update".
         host: bytes in the memory of a machine, of all its processes.
         gathered_block: bytes of the largest block once gathered; 0 where nothing is gathered.
         between_batches: bytes of gradients held between accumulated batches.
@@ -39,8 +41,8 @@ def memory(config, shapes: Shapes, launch: Launch, step, per_node: int = 8) -> M
         step: `StepOptions`.
         per_node: processes of one machine.
     """
-    checkpointing = step.checkpointing or launch.checkpointing
-    kept = activations(config, shapes, launch, step.batch_size, step.block_size, checkpointing)
+    recomputed = parse_recomputed(step.checkpointing)
+    kept = activations(config, shapes, launch, step.batch_size, step.block_size, recomputed)
     tokens = step.batch_size * step.block_size * step.accumulation * launch.world_size
     states = _states(config, shapes, launch, step, tokens)
     compute = launch.compute_bytes
@@ -48,6 +50,7 @@ def memory(config, shapes: Shapes, launch: Launch, step, per_node: int = 8) -> M
     between = _between_batches(shapes, launch, step) if step.accumulation > 1 else 0
     moments = {
         "loss": _at_loss(shapes, launch, states, kept, compute) | {"whole gradients": between},
+        "blocks": _in_blocks(shapes, launch, states, kept, compute, between),
         "backward": _in_backward(shapes, launch, states, kept, compute, between),
         "update": dict(states),
     }
@@ -113,6 +116,12 @@ def _at_loss(shapes: Shapes, launch: Launch, states: dict, kept: Activations, co
         "weight copies": kept.weight_copies,
         "activations": kept.blocks + kept.loss,
     }
+
+
+def _in_blocks(shapes, launch: Launch, states: dict, kept: Activations, compute: int, between: int) -> dict:
+    """Early in the backward pass: most activations, a few gradients."""
+    early = {"gradients": 0, "weight copies": kept.weight_copies, "activations": kept.in_backward}
+    return _in_backward(shapes, launch, states, kept, compute, between) | early
 
 
 def _in_backward(shapes, launch: Launch, states: dict, kept: Activations, compute: int, between: int) -> dict:

@@ -12,6 +12,7 @@ from hope_hf import PRESETS
 from hope_hf.cli.models import build_config, load_config, parse_overrides
 from hope_hf.cli.parser import Parser, named_flags
 from hope_hf.cli.process import warn_once
+from hope_hf.cli.recomputing import parse_recomputed
 from hope_hf.training import split_run_recipe
 
 from .arguments import FLAGS, GROUPS, Arguments
@@ -83,7 +84,7 @@ def parse(argv: list[str]) -> Question:
         batch_size=args.per_device_train_batch_size,
         block_size=_block_size(args, config),
         accumulation=args.gradient_accumulation_steps,
-        checkpointing=args.gradient_checkpointing,
+        checkpointing=_recomputed(args, launch),
         optimizer=args.optimizer,
         sync_each_batch=args.sync_each_batch,
         reduce_dtype=getattr(torch, args.fsdp_reduce_dtype),
@@ -97,6 +98,14 @@ def parse(argv: list[str]) -> Question:
             "accelerate_configs/fsdp2.yaml or ddp.yaml, or --optimizer adamw."
         )
     return Question(args, config, shapes_of(config, args.trust_remote_code), launch, step, gpus)
+
+
+def _recomputed(args: Arguments, launch: Launch) -> str:
+    """The flag's value; where it says none, the launch file's."""
+    asked = parse_recomputed(args.gradient_checkpointing)
+    if launch.checkpointing and asked.part != "none":
+        warn_once("fsdp_activation_checkpointing in the launch file is ignored: --gradient_checkpointing decides.")
+    return "block" if launch.checkpointing and asked.part == "none" else args.gradient_checkpointing
 
 
 def _config(args: Arguments):

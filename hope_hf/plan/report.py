@@ -1,5 +1,6 @@
 """The plan as text and as JSON."""
 
+from hope_hf.cli.recomputing import parse_recomputed
 from hope_hf.cli.tables import Row, markdown_table
 
 from .flops import cache_bytes, flops_per_token
@@ -46,13 +47,14 @@ def as_text(question: Question, rows: list[Setting], verdicts: list[Verdict], fo
 def _heading(question: Question) -> str:
     step, launch, shapes = question.step, question.launch, question.shapes
     flops = flops_per_token(question.config, shapes, step.block_size)
+    recomputed = "" if parse_recomputed(step.checkpointing).part == "none" else f", recomputed: {step.checkpointing}"
     return (
         f"{question.config.model_type}, {shapes.count:,} parameters (largest block {shapes.largest_block:,}), "
         f"{flops / 1e9:.2f} GFLOP a token, {cache_bytes(question.config, step.block_size) / 2**20:.1f} MiB of state "
         f"a sequence after {step.block_size:,} tokens\n"
         f"{launch.world_size:,} processes x {step.accumulation} batches x {step.batch_size} rows x "
         f"{step.block_size:,} tokens = {question.tokens_per_step:,} tokens a step; precision {launch.precision}, "
-        f"{step.optimizer}{', blocks recomputed' if step.checkpointing or launch.checkpointing else ''}\n"
+        f"{step.optimizer}{recomputed}\n"
         "Memory per process in GiB, by arithmetic (2^30 bytes); traffic per process and step in GB (10^9)."
     )
 

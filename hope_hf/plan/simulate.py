@@ -27,8 +27,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from hope_hf.cli.recomputing import parse_recomputed
 from hope_hf.optim import LevelClock, build_optimizer
-from hope_hf.training import summed_loss
+from hope_hf.training import recompute_activations, summed_loss
 
 from .step import StepOptions
 from .strategy import Launch
@@ -106,8 +107,7 @@ class Step:
         self.launch, self.options, self.mesh = launch, options, mesh
         named = {"attn_implementation": options.attn_implementation} if options.attn_implementation else {}
         self.model = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code, **named)
-        if options.checkpointing or launch.checkpointing:
-            _recompute_blocks(self.model)
+        recompute_activations(self.model, parse_recomputed(options.checkpointing))
         self.wrapped = self._wrap(self.model)
         tokens = options.batch_size * options.block_size * options.accumulation * launch.world_size
         self.optimizer: LevelClock = build_optimizer(
@@ -252,14 +252,6 @@ def _without_attention_dropout(config):
         if getattr(config, name, 0):
             setattr(config, name, 0.0)
     return config
-
-
-def _recompute_blocks(model: nn.Module):
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable({"use_reentrant": False})
-    else:
-        # transformers before 5.23
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 @contextmanager

@@ -12,7 +12,7 @@ class StepOptions:
     batch_size: int
     block_size: int
     accumulation: int = 1
-    checkpointing: bool = False
+    checkpointing: str = "none"
     optimizer: str = "adamw"
     sync_each_batch: bool = False
     reduce_dtype: torch.dtype = torch.float32

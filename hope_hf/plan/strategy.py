@@ -68,7 +68,7 @@ class Launch:
         world_size: processes.
         parts: processes that share out one replica.
         precision: accelerate's mixed precision: "no", "bf16" or "fp16".
-        checkpointing: whether blocks are recomputed in the backward pass.
+        checkpointing: whether the launch file asks that blocks are recomputed.
     """
 
     strategy: Strategy

@@ -130,19 +130,20 @@ def largest_batch(question: Question, launch: Launch, room: int, factor: float =
 def _instead(question: Question, rows: list[Setting], room: int) -> str | None:
     """The first setting that fits, as words; with recomputed blocks only where none does without."""
     known = {row.launch.strategy.key: row for row in rows if not row.is_asked}
-    for checkpointing in (False, True):
+    asked = question.step.checkpointing
+    for checkpointing in dict.fromkeys((asked, "block")):
         for key in SUGGESTED:
             launch = question.launch if key == question.launch.strategy.key else None
             launch = known[key].launch if launch is None and key in known else launch
-            if launch is None or (checkpointing and question.step.checkpointing):
+            if launch is None:
                 continue
-            step = replace(question.step, checkpointing=checkpointing or question.step.checkpointing)
+            step = replace(question.step, checkpointing=checkpointing)
             if memory(question.config, question.shapes, launch, step).peak <= room:
                 if launch is question.launch:
-                    return "--gradient_checkpointing" if checkpointing else None
+                    return "--gradient_checkpointing block" if checkpointing != asked else None
                 words = f"accelerate_configs/{launch.strategy.launch_file}"
                 words += f" {SETTINGS[key]}" if key in SETTINGS else ""
-                return words + (" and --gradient_checkpointing" if checkpointing else "")
+                return words + (" and --gradient_checkpointing block" if checkpointing != asked else "")
     return None
 
 

@@ -3,6 +3,7 @@
 from .engines.launch_file import check as check_launch_file
 from .objective import summed_loss
 from .parsing import split_run_recipe
+from .recompute import recompute_activations
 from .run import main
 
-__all__ = ["check_launch_file", "main", "split_run_recipe", "summed_loss"]
+__all__ = ["check_launch_file", "main", "recompute_activations", "split_run_recipe", "summed_loss"]

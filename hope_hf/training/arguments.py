@@ -8,6 +8,7 @@ from typing import Literal
 
 from hope_hf.cli.arguments import COUNT, OR_NONE, ROWS, SEED, THREADS, ModelArguments, TextArguments, flag
 from hope_hf.cli.bounds import LONGEST
+from hope_hf.cli.recomputing import recomputing_flag
 
 
 @dataclass
@@ -66,7 +67,7 @@ class OptimizationArguments:
     level_optimizers: str | None = flag(
         None, "JSON object or file, keyed by CMS level: optimizer, lr_factor, betas, weight_decay."
     )
-    gradient_checkpointing: bool = flag(False, "Recompute activations in backward: less memory, more time.")
+    gradient_checkpointing: str = recomputing_flag()
     torch_compile: bool = flag(False, "Compile the model with torch.compile.")
     fsdp_reduce_dtype: Literal["float32", "bfloat16"] = flag(
         "float32", "FSDP in bf16 or fp16: in which dtype gradients are summed over processes."
@@ -135,8 +136,8 @@ class Arguments(ModelArguments, DataArguments, OptimizationArguments, RunArgumen
     FREE = frozenset(
         "output_dir resume_from_checkpoint checkpointing_steps save_total_limit async_save save_only_model "
         "checkpoint_hook dry_run "
-        "per_device_train_batch_size gradient_accumulation_steps fsdp_limit_all_gathers fsdp_prefetch "
-        "logging_steps eval_steps cpu_threads ddp_timeout watchdog_seconds ram_report_steps "
+        "per_device_train_batch_size gradient_accumulation_steps gradient_checkpointing fsdp_limit_all_gathers "
+        "fsdp_prefetch logging_steps eval_steps cpu_threads ddp_timeout watchdog_seconds ram_report_steps "
         "report_to run_name project_name preprocessing_num_workers "
         "dataloader_num_workers dataloader_pin_memory trust_remote_code push_to_hub hub_model_id hub_private_repo "
         "demo".split()

@@ -9,6 +9,7 @@ from hope_hf.cli.hub import check_repo_id
 from hope_hf.cli.parser import Parser, named_flags
 from hope_hf.cli.process import warn_once
 from hope_hf.cli.recipe import read_recipe, split_recipe
+from hope_hf.cli.recomputing import parse_recomputed
 
 from .arguments import FLAGS, GROUPS, Arguments
 from .foreign import INSTEAD, NO_EFFECT, drop_foreign
@@ -81,6 +82,7 @@ def _check(args: Arguments):
     if not args.output_dir:
         raise ValueError("--output_dir is missing: name a folder for the run.")
     check_output(args.output_dir, "--output_dir")
+    parse_recomputed(args.gradient_checkpointing)
     if args.push_to_hub:
         check_repo_id(repo_id(args), "--hub_model_id")
     if args.model_name_or_path and (args.config_name or args.config_overrides or args.model_type):

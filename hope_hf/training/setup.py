@@ -9,12 +9,14 @@ from transformers import PreTrainedModel
 import hope_hf
 from hope_hf.cli.models import build_config, build_model, is_hope, load_config, parse_overrides
 from hope_hf.cli.process import warn_once
+from hope_hf.cli.recomputing import parse_recomputed
 from hope_hf.data import DEFAULT_VOCAB_SIZE, LARGEST_VOCABULARY, Data, DataConfig, build_data, disable_progress_bars
 from hope_hf.optim import LevelClock, build_optimizer
 
 from .arguments import FLAGS, Arguments
 from .process import shows_bars
 from .push import check_push
+from .recompute import recompute_activations
 
 SYNTHETIC = "synthetic"
 LONGEST_DEFAULT_BLOCK = 1024
@@ -76,8 +78,7 @@ def build_all(args: Arguments, accelerator: Accelerator, data_state: dict | None
     if args.push_to_hub:
         check_push(args, config)
     model = build_model(args, config)
-    if args.gradient_checkpointing:
-        _recompute_activations(model)
+    recompute_activations(model, parse_recomputed(args.gradient_checkpointing))
     tokens_per_step = (
         args.per_device_train_batch_size
         * data.block_size
@@ -147,11 +148,3 @@ def _check_carry(args: Arguments, config):
             "--document_boundary carry would keep the keys and values of all tokens for the layers with attention: "
             "use --document_boundary reset."
         )
-
-
-def _recompute_activations(model: PreTrainedModel):
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable({"use_reentrant": False})
-    else:
-        # transformers before 5.23
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -6,6 +6,7 @@ import pytest
 from models import small_config
 from transformers import LlamaConfig, Qwen2Config
 
+from hope_hf.cli.recomputing import Recomputed
 from hope_hf.plan.activations import activations
 from hope_hf.plan.memory import memory
 from hope_hf.plan.shapes import shapes_of
@@ -23,7 +24,7 @@ def plan(config, key: str, world: int, precision: str = "no", parts: int | None 
     return memory(config, shapes_of(config), launch, step), (config, launch, step)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", ["none", "block"])
 @pytest.mark.parametrize(
     ("key", "world", "precision"), [("ddp", 1, "no"), ("ddp", 2, "bf16"), ("full_shard", 4, "bf16")]
 )
@@ -34,6 +35,19 @@ def test_arithmetic_is_near_the_simulation(name, key, world, precision, checkpoi
     counted, asked = plan(config, key, world, precision, batch_size=2, checkpointing=checkpointing)
     peak = simulate(*asked).peak
     assert counted.peak == pytest.approx(peak, rel=0.15), (counted.split, counted.moment)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "world", "precision", "checkpointing"),
+    [
+        ("tiny", "full_shard", 4, "bf16", "mixer"),
+        ("llama", "full_shard", 4, "bf16", "mixer"),
+        ("llama", "ddp", 2, "bf16", "every:2"),
+        ("gpt2", "ddp", 1, "no", "mixer"),
+    ],
+)
+def test_other_parts_that_are_recomputed_are_near_the_simulation(name, key, world, precision, checkpointing):
+    test_arithmetic_is_near_the_simulation(name, key, world, precision, checkpointing)
 
 
 @pytest.mark.parametrize("fields", [{"memory_rule": "paper"}, {"memory_projections": ["k"]}])
@@ -76,7 +90,8 @@ def test_offloading_moves_all_states_to_the_machine():
 
 def test_activations_do_not_grow_with_the_square_of_the_tokens():
     launch = Launch(STRATEGIES["ddp"], 1, 1)
-    one, two = (activations(LLAMA_7B, shapes_of(LLAMA_7B), launch, 1, tokens, False) for tokens in (2048, 4096))
+    shapes, kept = shapes_of(LLAMA_7B), Recomputed("none")
+    one, two = (activations(LLAMA_7B, shapes, launch, 1, tokens, kept) for tokens in (2048, 4096))
     assert two.blocks == 2 * one.blocks
 
 

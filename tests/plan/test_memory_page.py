@@ -7,6 +7,7 @@ import pytest
 from transformers import GPT2Config, LlamaConfig
 
 from hope_hf import PRESETS, HopeConfig
+from hope_hf.cli.recomputing import Recomputed
 from hope_hf.plan.activations import activations
 from hope_hf.plan.communication import traffic
 from hope_hf.plan.memory import memory
@@ -46,8 +47,8 @@ def model_rows() -> list[str]:
     for name, config in MODELS.items():
         shapes = shapes_of(config)
         tokens = min(2048, config.max_position_embeddings)
-        kept = activations(config, shapes, FULL, 1, tokens, False)
-        recomputed = activations(config, shapes, FULL, 1, tokens, True)
+        kept = activations(config, shapes, FULL, 1, tokens, Recomputed("none"))
+        recomputed = activations(config, shapes, FULL, 1, tokens, Recomputed("block"))
         sizes = (
             state_bytes(shapes.count, STRATEGIES["ddp"], 8),
             state_bytes(shapes.count, STRATEGIES["full_shard"], 8),
@@ -66,7 +67,7 @@ def sentences() -> list[str]:
     seven, gpt2 = traffic(SEVEN_B, FULL, gather_bytes=2, reduce_bytes=2), shapes_of(GPT2Config()).count
     ours = traffic(SEVEN_B, FULL, gather_bytes=2, reduce_bytes=4)
     llama = shapes_of(MODELS["Llama-7B"])
-    kept = activations(MODELS["Llama-7B"], llama, FULL, 1, 4096, False)
+    kept = activations(MODELS["Llama-7B"], llama, FULL, 1, 4096, Recomputed("none"))
     step = StepOptions(1, 2048, accumulation=4)
     held = memory(MODELS["Llama-7B"], llama, FULL, step)
     hidden = (shapes_of(HopeConfig.from_preset("mid")).count, 1_947e6, 6_394e6)

@@ -61,7 +61,8 @@ CASES = {
     "ddp": (
         2,
         [task(name, "ddp") for name in SMALL]
-        + [task("llama", "ddp", accumulation=2), task("llama", "ddp", checkpointing=True)],
+        + [task("llama", "ddp", accumulation=2)]
+        + [task("llama", "ddp", checkpointing=part) for part in ("block", "mixer")],
     ),
     "fsdp2": (
         2,

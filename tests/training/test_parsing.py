@@ -8,6 +8,7 @@ import torch
 from transformers import get_scheduler
 
 from hope_hf.cli import process
+from hope_hf.cli.recomputing import parse_recomputed
 from hope_hf.optim import build_optimizer
 from hope_hf.training.arguments import FLAGS, Arguments
 from hope_hf.training.foreign import INSTEAD, NO_EFFECT
@@ -44,6 +45,29 @@ def test_flags_override_the_recipe_and_the_recipe_the_defaults(tmp_path):
     assert (args.learning_rate, args.max_train_steps, args.tf32, args.seed) == (1e-2, 9, False, 42)
     assert args.lr_scheduler_type == "linear"
     assert args.level_optimizers == '{"0": {"lr_factor": 2.0}}'
+
+
+@pytest.mark.parametrize(
+    "words, meaning",
+    [
+        ([], ("none", 1)),
+        (["--gradient_checkpointing"], ("block", 1)),
+        (["--gradient_checkpointing", "True"], ("block", 1)),
+        (["--gradient_checkpointing", "False"], ("none", 1)),
+        (["--gradient_checkpointing", "mixer"], ("mixer", 1)),
+        (["--gradient_checkpointing=every:3"], ("block", 3)),
+        ({"gradient_checkpointing": "true"}, ("block", 1)),
+        ({"gradient_checkpointing": "none"}, ("none", 1)),
+        ({"gradient_checkpointing": "every:2"}, ("block", 2)),
+    ],
+)
+def test_what_is_recomputed_has_a_name_and_was_a_switch(words, meaning, tmp_path):
+    if isinstance(words, dict):
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text("".join(f"{key}: {value}\n" for key, value in words.items()))
+        words = [str(recipe)]
+    found = parse_recomputed(parse([*words, "--output_dir", "x"]).gradient_checkpointing)
+    assert (found.part, found.every) == meaning
 
 
 def test_demo_applies_only_where_neither_model_nor_data_is_named():
@@ -97,6 +121,9 @@ def test_an_ignored_flag_warns(words, sentence):
         (["--lr_scheduler_type", "reduce_lr_on_plateau"], "--lr_scheduler_type"),
         (["--push_to_hub", "--hub_model_id", "a/b/c"], "--hub_model_id 'a/b/c' is not a name of a repository"),
         (["--block_size", "0"], "--block_size is 0"),
+        (["--gradient_checkpointing", "all"], "is 'all': give none, block, mixer or every:N with N from 1 to 10,000"),
+        (["--gradient_checkpointing", "every:0"], "--gradient_checkpointing is 'every:0'"),
+        (["--gradient_checkpointing", "every:-2"], "--gradient_checkpointing is 'every:-2'"),
         (["--per_device_train_batch_size", "0"], "--per_device_train_batch_size is 0"),
         (["--learning_rate", "nan"], "--learning_rate is nan"),
         (["--vector_learning_rate", "0"], "--vector_learning_rate is 0.0: give a number above 0."),

@@ -40,11 +40,17 @@ def compiled_graphs() -> int:
         (HOPE, []),
         (HOPE, CARRY),
         (HOPE, ["--gradient_checkpointing"]),
+        (HOPE, ["--gradient_checkpointing", "mixer"]),
+        (HOPE_ATTENTION, ["--gradient_checkpointing", "mixer"]),
+        (LLAMA, ["--gradient_checkpointing", "every:2"]),
         (HOPE, SYNTHETIC),
         (HOPE_ATTENTION, []),
         (LLAMA, []),
     ],
-    ids=["hope", "hope-carry", "hope-checkpointing", "hope-synthetic", "hope-attention", "llama"],
+    ids=[
+        "hope", "hope-carry", "hope-blocks", "hope-mixer", "attention-mixer", "llama-every", "hope-synthetic",
+        "hope-attention", "llama",
+    ],  # fmt: skip
 )
 def test_a_compiled_run_has_the_figures_of_the_plain_one(run, corpus, capsys, model, flags):
     data = [] if flags == SYNTHETIC else corpus

@@ -95,6 +95,12 @@ def plain_name(processes: int) -> str:
 
 def _warn_of_ignored(args: Arguments, fsdp: bool, accelerator: Accelerator):
     mixed = accelerator.mixed_precision in LOW_PRECISION
+    if fsdp and args.gradient_checkpointing != Arguments.gradient_checkpointing:
+        plugin = accelerator.state.fsdp_plugin
+        if plugin.activation_checkpointing:
+            # Both together would recompute every block twice.
+            warn_once("fsdp_activation_checkpointing in the launch file is ignored: --gradient_checkpointing decides.")
+        plugin.activation_checkpointing = False
     for name, is_ignored, reason in (
         ("fsdp_prefetch", not fsdp, "the launch file asks for no FSDP"),
         ("fsdp_limit_all_gathers", not fsdp, "the launch file asks for no FSDP"),

@@ -16,6 +16,9 @@ SETTINGS = {
     "fsdp2-gathered-once": ("fsdp2", {"fsdp_reshard_after_forward": False}, []),
     "fsdp2-by-size": ("fsdp2", {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 20_000}, []),
     "fsdp2-recomputing": ("fsdp2", {"fsdp_activation_checkpointing": True}, []),
+    "fsdp2-recomputing-by-flag": (
+        "fsdp2", {"fsdp_activation_checkpointing": True}, ["--gradient_checkpointing", "every:2"]
+    ),
     "fsdp2-prefetching": ("fsdp2", {}, ["--fsdp_prefetch", "2"]),
     "fsdp2-compiled": ("fsdp2", {}, ["--torch_compile", "true"]),
     "fsdp1-grad-op": ("fsdp1", {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}, []),
@@ -25,6 +28,7 @@ SETTINGS = {
     "fsdp1-no-prefetch": ("fsdp1", {"fsdp_backward_prefetch": "NO_PREFETCH"}, ["--fsdp_limit_all_gathers", "false"]),
     "fsdp1-by-size": ("fsdp1", {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 20_000}, []),
     "fsdp1-recomputing": ("fsdp1", {"fsdp_activation_checkpointing": True}, []),
+    "fsdp1-recomputing-by-flag": ("fsdp1", {}, ["--gradient_checkpointing", "mixer"]),
     "fsdp1-offloaded": ("fsdp1", {"fsdp_offload_params": True}, []),
 }
 # Compute in bfloat16, so only near the curve; reducing in bfloat16 too is further off.

@@ -88,7 +88,9 @@ def plan(corpus: list[str], processes: int, wanted: list[str], source: Path | No
     runs["fp16 continued"] = {"flags": runs["fp16"]["flags"], **again}
     runs["continued"] = {"flags": runs["hope"]["flags"], "forget": [RUNS["hope"][1]]}
     # Two ways to continue after the first checkpoint: with its own, and with another launch's.
-    runs["moved"] = {"flags": runs["hope"]["flags"], "forget": [RUNS["hope"][1]], "source": f"{source}/hope"}
+    # The latter recomputes its mixers, which changes no number.
+    recomputing = [*runs["hope"]["flags"], "--gradient_checkpointing", "mixer"]
+    runs["moved"] = {"flags": recomputing, "forget": [RUNS["hope"][1]], "source": f"{source}/hope"}
     return {name: run for name, run in runs.items() if name in wanted}
 
 

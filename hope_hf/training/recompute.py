@@ -1,0 +1,54 @@
+"""Activations that are not kept from forward to backward, but computed again (`--gradient_checkpointing`)."""
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hope_hf.cli.recomputing import MIXERS, Recomputed
+
+
+def recompute_activations(model: PreTrainedModel, what: Recomputed) -> None:
+    """Make a causal LM that is not wrapped yet recompute `what` in its backward pass, while it trains.
+
+    Names of modules and parameters stay as they are, so weights of any setting load under any other. ValueError where
+    the architecture has no such part.
+    """
+    if what.part == "none":
+        return
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if what.part == "mixer":
+        for mixer in _mixers(model, blocks):
+            # Around `forward`, as transformers does it for blocks: hooks of sharding engines stay outside.
+            mixer.forward = partial(_recomputing, mixer.forward)
+        return
+    kind = model.config.model_type
+    if not model.supports_gradient_checkpointing or (what.every > 1 and not blocks):
+        raise ValueError(f"--gradient_checkpointing finds no blocks in a {kind} that it could recompute: give none.")
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    else:
+        # transformers before 5.23
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for index, block in enumerate(blocks):
+        block.gradient_checkpointing = index % what.every == 0
+
+
+def _mixers(model: PreTrainedModel, blocks: list[nn.Module]) -> list[nn.Module]:
+    found = [[part for name, part in block.named_children() if name in MIXERS] for block in blocks]
+    if not blocks or not all(found):
+        raise ValueError(
+            f"--gradient_checkpointing mixer finds no sequence mixer in the blocks of a {model.config.model_type}: "
+            "give block."
+        )
+    return [mixer for mixers in found for mixer in mixers]
+
+
+def _recomputing(forward: Callable, *args, **kwargs):
+    """`forward`, a module's own, which keeps its inputs alone in training."""
+    if not forward.__self__.training:
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
