@@ -124,11 +124,13 @@ def sentences(page: str) -> list[str]:
     """Every other passage of the page with a planned figure."""
     names = ("pilot", "mid", "mid_4096", "target", "target_8192")
     sizes = [f"{without_recomputation(name, page)[0]:.0f}" for name in names]
-    reduced = launched("llama_7b").question("--no_simulate")
-    held = settings(replace(reduced, step=replace(reduced.step, sync_each_batch=False)))[0].memory
+    question = launched("llama_7b").question("--no_simulate")
+    held = settings(question)[0].memory
+    reduced = settings(replace(question, step=replace(question.step, sync_each_batch=True)))[0].memory
     return [
         f"Without it they would need {', '.join(sizes[:-1])} and {sizes[-1]} GiB",
         f"hold {held.between_batches / GIB:.1f} GiB of gradients between batches, and need {held.peak / GIB:.1f} GiB",
+        f"Reducing after each batch would need {reduced.peak / GIB:.1f} GiB",
     ]
 
 
