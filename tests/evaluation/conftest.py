@@ -39,7 +39,7 @@ def folders(tokenizer, tmp_path_factory) -> dict[str, str]:
 
     A Llama with 512 positions, a GPT-2 with only 160 learned ones, and a Mamba-2, whose config holds an infinity.
     """
-    torch.manual_seed(2)
+    torch.manual_seed(3)
     sizes = dict(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2)
     chunks = dict(memory_chunk_size=8, level_intermediate_sizes=[32], level_periods=[1])
     hope = HopeForCausalLM(HopeConfig(head_dim=16, **chunks, **sizes))
