@@ -7,9 +7,8 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from hope_hf.cli.folder_lock import FolderLock
 from hope_hf.cli.provenance import provenance
-
-from .folder_lock import FolderLock
 
 RUN_FILE = "run.json"
 # A folder that holds one of these without a run.json is not a run's.

@@ -1,7 +1,8 @@
 """Prepare the run as `train` does, check it, take one step, say what was found, and leave no trace of it."""
 
+from hope_hf.cli.folder_lock import is_locked
+
 from ..arguments import Arguments
-from ..checkpoints.folder_lock import is_locked
 from ..checkpoints.run_folder import RunFolder
 from ..engines.base import Engine
 from ..engines.choose import make_engine

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from training_runs import LLAMA, ROOT, TWO, curve, read_rows
 
-from hope_hf.training.checkpoints import folder_lock
-from hope_hf.training.checkpoints.folder_lock import LOCK_FILE, FolderLock
+from hope_hf.cli import folder_lock
+from hope_hf.cli.folder_lock import LOCK_FILE, FolderLock
 
-SENTENCE = "is in use, another process is training in it: wait for it or choose another folder."
+SENTENCE = "is in use, another process writes to it: wait for it or choose another folder."
 
 
 def contents(folder: Path) -> dict:
@@ -207,7 +207,7 @@ def test_a_disk_without_locks_warns(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     lock = FolderLock(tmp_path / "a")
-    with pytest.warns(UserWarning, match="without locks .*: nothing keeps a second process from training in it"):
+    with pytest.warns(UserWarning, match="without locks .*: nothing keeps a second process from writing to it"):
         lock.acquire()
     lock.release()
     assert not (tmp_path / "a").exists()

@@ -7,8 +7,8 @@ import pytest
 import torch
 from training_runs import GPT2, HOPE, LLAMA, curve, forget_the_end
 
+from hope_hf.cli.folder_lock import FolderLock
 from hope_hf.training import trainer
-from hope_hf.training.checkpoints.folder_lock import FolderLock
 from hope_hf.training.preflight import facts as facts_module
 from hope_hf.training.preflight.checks import CHECKS
 

@@ -1,6 +1,6 @@
-"""One training per folder: a lock that the operating system releases when its process ends, also by kill -9.
+"""One writer per folder: a lock that the operating system releases when its process ends, also by kill -9.
 
-POSIX only (`flock`), like the rest of the trainer.
+POSIX only (`flock`).
 """
 
 import errno
@@ -34,7 +34,7 @@ class FolderLock:
             self._acquire()
         except BlockingIOError:
             raise ValueError(
-                f"--output_dir {self._folder} is in use, another process is training in it: wait for it or choose "
+                f"--output_dir {self._folder} is in use, another process writes to it: wait for it or choose "
                 "another folder."
             ) from None
         except OSError as error:
@@ -77,7 +77,7 @@ class FolderLock:
                 if error.errno in _NO_LOCKS:
                     warnings.warn(
                         f"--output_dir {self._folder} lies on a disk without locks ({error.strerror}): nothing keeps "
-                        "a second process from training in it.",
+                        "a second process from writing to it.",
                         stacklevel=2,
                     )
                     break
@@ -95,7 +95,7 @@ class FolderLock:
 
 
 def is_locked(folder: str | Path) -> bool:
-    """Whether a process trains in `folder`; writes nothing."""
+    """Whether a process holds the lock of `folder`; writes nothing."""
     try:
         with (Path(folder) / LOCK_FILE).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
