@@ -26,6 +26,12 @@ def copy_rights(file: Path, to: Path) -> None:
         shutil.copymode(file, to)
 
 
+def copy_rights_of_folder(file: Path) -> None:
+    """Give a file what its folder's permissions are for files."""
+    with suppress(OSError):
+        file.chmod(file.parent.stat().st_mode & 0o666)
+
+
 def share_weights(folder: Path) -> None:
     """Give the weights that `save_pretrained` wrote to `folder` the permissions of its other files."""
     for file in folder.glob("model*.safetensors"):

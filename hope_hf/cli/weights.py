@@ -6,6 +6,7 @@ transformers itself fills missing weights with random numbers, casts integers, a
 import json
 import logging
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from .files import is_inside
 from .mistakes import MISTAKES, one_line
+
+PART = re.compile(r"model-rank(\d+)\.safetensors")
+"""What one process of a run with `--save_sharded` writes."""
 
 
 def load_model(source: str, config, named: str, **options) -> PreTrainedModel:
@@ -86,6 +90,11 @@ def _weight_files(source: str, given: str | None, named: str) -> list[Path]:
         if None in files:
             raise _Refused(f"{named} has no {parts[files.index(None)]}, which its {name} names: save the model again.")
         return files
+    if os.path.isdir(source) and any(PART.fullmatch(name) for name in os.listdir(source)):
+        raise _Refused(
+            f"{named} holds its weights in parts (--save_sharded): join them with `python -m "
+            f"hope_hf.training.checkpoints consolidate {source} --to DIR` and name DIR."
+        )
     convert = f"AutoModelForCausalLM.from_pretrained({source!r}).save_pretrained({source!r})"
     raise _Refused(
         f"{named} has no {given or SAFE_WEIGHTS_NAME}, and only safetensors are read: to convert a pytorch_model.bin "

@@ -101,6 +101,9 @@ class RunArguments:
         None, "Shell line run after each complete checkpoint, beside the training (HOPE_CHECKPOINT, HOPE_STEP)."
     )
     save_only_model: bool = flag(False, "Save the model alone: smaller checkpoints that no run can continue.")
+    save_sharded: bool = flag(
+        False, "Every process saves its own part of the weights; `checkpoints consolidate` joins them."
+    )
     logging_steps: int = flag(10, "Write a metrics row every N steps, and after the first.", **COUNT)
     eval_steps: int = flag(500, "Evaluate every N steps; 0: only at the end.", **OR_NONE)
     seed: int = flag(42, "Seed of weights, data order and sampling.", **SEED)
@@ -135,7 +138,7 @@ class Arguments(ModelArguments, DataArguments, OptimizationArguments, RunArgumen
     # Flags that may change when a run is continued.
     FREE = frozenset(
         "output_dir resume_from_checkpoint checkpointing_steps save_total_limit async_save save_only_model "
-        "checkpoint_hook dry_run "
+        "save_sharded checkpoint_hook dry_run "
         "per_device_train_batch_size gradient_accumulation_steps gradient_checkpointing fsdp_limit_all_gathers "
         "fsdp_prefetch logging_steps eval_steps cpu_threads ddp_timeout watchdog_seconds ram_report_steps "
         "report_to run_name project_name preprocessing_num_workers "

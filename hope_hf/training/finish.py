@@ -26,17 +26,37 @@ def finish(args: Arguments, engine: Engine, data, evaluation: dict, checkpoint: 
         folder = Path(args.output_dir)
         engine.save_model(folder, weights)
         data.tokenizer.save_pretrained(folder)
-        results = {name.replace("/", "_"): value for name, value in evaluation.items()}
-        results["perplexity"] = evaluation["eval/perplexity"]
-        (folder / "all_results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        _write_results(folder, evaluation)
         prompt, continuation = sample(engine.readable_model(folder), data, args.seed)
         print(f"\nA sampled continuation, after '>>>':\n{prompt}>>>{continuation}\n")
-        picture = plot([folder], folder / "loss.png")
-        if picture:
-            print(f"Curves: {picture}")
-        print(f"Metrics: {folder / 'metrics.jsonl'}")
+        _show_files(folder)
         print(f"Load the model:\n\n{loading_lines(engine.model, folder)}\n", flush=True)
     engine.accelerator.wait_for_everyone()
+
+
+def finish_in_parts(args: Arguments, engine: Engine, data, evaluation: dict, checkpoint: Path):
+    """As `finish`, but the weights stay in the parts of their checkpoint: no process has to hold all of them."""
+    if engine.accelerator.is_main_process:
+        folder = Path(args.output_dir)
+        data.tokenizer.save_pretrained(folder)
+        _write_results(folder, evaluation)
+        _show_files(folder)
+        print(f"The weights are in parts in {checkpoint} (--save_sharded). Join them to a folder that loads:\n")
+        print(f"python -m hope_hf.training.checkpoints consolidate {folder} --to DIR\n", flush=True)
+    engine.accelerator.wait_for_everyone()
+
+
+def _write_results(folder: Path, evaluation: dict):
+    results = {name.replace("/", "_"): value for name, value in evaluation.items()}
+    results["perplexity"] = evaluation["eval/perplexity"]
+    (folder / "all_results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+def _show_files(folder: Path):
+    picture = plot([folder], folder / "loss.png")
+    if picture:
+        print(f"Curves: {picture}")
+    print(f"Metrics: {folder / 'metrics.jsonl'}")
 
 
 def final_weights(engine: Engine, checkpoint: Path | None) -> dict[str, Tensor]:

@@ -85,6 +85,8 @@ def _check(args: Arguments):
     parse_recomputed(args.gradient_checkpointing)
     if args.push_to_hub:
         check_repo_id(repo_id(args), "--hub_model_id")
+    if args.push_to_hub and args.save_sharded:
+        raise ValueError("--push_to_hub uploads whole weights and --save_sharded saves parts: give only one of them.")
     if args.model_name_or_path and (args.config_name or args.config_overrides or args.model_type):
         flag = next(n for n in ("config_name", "config_overrides", "model_type") if getattr(args, n))
         raise ValueError(f"--{flag} shapes a new model and --model_name_or_path loads one: give only one of them.")

@@ -24,7 +24,7 @@ from .engines.guard import OneSidedError, check_same_on_all
 from .engines.neighbours import NeighbourWatch, find_neighbours
 from .engines.placement import rank_lines, write_audit
 from .evaluate import evaluate
-from .finish import finish
+from .finish import finish, finish_in_parts
 from .objective import check_token_ids, count_valid, model_inputs, summed_loss
 from .process import StopSignal, leave, prepare_process, sum_over_processes
 from .push import push
@@ -94,13 +94,15 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder) -> bool:
     with Monitor(args, engine, run.plan, *options) as monitor:
         write_audit(args.output_dir, engine.accelerator.process_index, run.model)
         hook = CheckpointHook(args.checkpoint_hook, args.output_dir, monitor.say)
-        writer = CheckpointWriter(args.output_dir, args.save_total_limit, args.save_only_model, hook)
+        in_parts = engine.saves_parts(args)
+        writer = CheckpointWriter(args.output_dir, args.save_total_limit, args.save_only_model, hook, in_parts)
         complete = _steps(args, engine, training, monitor, writer)
         if complete:
             row = evaluate(training.model, run.data, engine.accelerator)
             monitor.evaluated(progress, row)
             monitor.close_tracker()
-            finish(args, engine, run.data, row, training.checkpoints.get(progress.step))
+            end = finish_in_parts if in_parts else finish
+            end(args, engine, run.data, row, training.checkpoints.get(progress.step))
     if complete:
         folder.close(training.record)
     writer.close()
@@ -191,9 +193,9 @@ def _steps(args: Arguments, engine: Engine, training: Training, monitor: Monitor
             last = progress.step == plan.total_steps
             if args.eval_steps and progress.step % args.eval_steps == 0 and not last:
                 monitor.evaluated(progress, evaluate(training.model, run.data, accelerator))
-            # No checkpoint is written in a series of skipped steps.
             due = args.checkpointing_steps and progress.step % args.checkpointing_steps == 0
-            if not progress.skipped_in_a_row and (due or last):
+            # No checkpoint is written in a series of skipped steps, unless nothing else will hold the weights.
+            if (due or last) and not progress.skipped_in_a_row or last and engine.saves_parts(args):
                 save(background=args.async_save and not last)
 
         writer.finish()

@@ -9,7 +9,7 @@ can read these files. (torch's own distributed checkpoints cannot hold ZeRO's pi
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -23,6 +23,7 @@ from hope_hf.cli.files import copy_rights
 from hope_hf.optim import require_same_groups
 
 from ..engines.base import Engine, Slice
+from .pieces import Piece, read_into, writable
 from .seal import listed, read_manifest
 
 
@@ -52,13 +53,7 @@ def optimizer_part(engine: Engine, copied: Callable[[str, Tensor], Tensor] | Non
         }
         for key, tensor in part.tensors.items():
             name = f"{parameter}:{key}"
-            if copied is not None:
-                tensors[name] = copied(name, tensor.detach())
-                continue
-            # safetensors refuses views of a larger tensor.
-            piece = tensor.detach().cpu()
-            whole = piece.untyped_storage().nbytes() == piece.nbytes
-            tensors[name] = piece if whole else piece.clone()
+            tensors[name] = writable(tensor) if copied is None else copied(name, tensor.detach())
     return OptimizerPart(tensors, index, copy.deepcopy(_groups(engine)))
 
 
@@ -101,7 +96,8 @@ class _Files:
     """All pieces of all processes, opened but not read."""
 
     def __init__(self, folder: Path):
-        self._pieces: dict[str, list[tuple[int, dict, object]]] = {}
+        self._pieces: dict[str, list[Piece]] = {}
+        self._scalars: dict[str, dict] = {}
         self._open = []
         names = read_manifest(folder)["files"]
         for index in sorted(name for name in names if fnmatch(name, "optimizer_rank_*.json")):
@@ -111,7 +107,8 @@ class _Files:
             file = safe_open(listed(folder, index.replace(".json", ".safetensors")), framework="pt")
             self._open.append(file)
             for name, entry in entries.items():
-                self._pieces.setdefault(name, []).append((entry["start"], entry, file))
+                self._pieces.setdefault(name, []).append(Piece(entry["start"], file))
+                self._scalars.setdefault(name, entry["scalars"])
 
     def __enter__(self):
         for file in self._open:
@@ -125,22 +122,7 @@ class _Files:
     def read_into(self, part: Slice, scalars: dict[str, Tensor]) -> None:
         """Fill the slice's tensors and the parameter's scalars from the pieces that overlap with it."""
         (parameter,) = part.names
-        pieces = self._pieces[parameter]
-        for key, value in pieces[0][1]["scalars"].items():
+        for key, value in self._scalars[parameter].items():
             scalars[key].fill_(value)
         for key, tensor in part.tensors.items():
-            filled = 0
-            for begin, source in self._overlaps(pieces, f"{parameter}:{key}", part.start, len(tensor)):
-                tensor[begin : begin + len(source)].copy_(source)
-                filled += len(source)
-            assert filled == len(tensor), f"{parameter}:{key} is not whole in the checkpoint"
-
-    @staticmethod
-    def _overlaps(pieces: list, key: str, start: int, length: int) -> Iterator[tuple[int, Tensor]]:
-        """(position in the slice, values) of each piece."""
-        for piece_start, _, file in pieces:
-            stored = file.get_slice(key)
-            low = max(start, piece_start)
-            high = min(start + length, piece_start + stored.get_shape()[0])
-            if low < high:
-                yield low - start, stored[low - piece_start : high - piece_start]
+            read_into(tensor, part.start, f"{parameter}:{key}", self._pieces[parameter])

@@ -2,6 +2,7 @@
 
     checkpoint-<step>/            appears complete, by a rename
         config.json, model.safetensors, tokenizer files     what `from_pretrained` loads
+        model-rank<r>.safetensors                            instead, with `--save_sharded`: see `weight_parts`
         optimizer.json, optimizer_rank_<r>.{json,safetensors}   see `optimizer_files`
         scheduler.json, trainer.json
         rank_<r>.{json,safetensors}                          random generators, data position, carried memories
@@ -24,6 +25,7 @@ from transformers import PreTrainedModel
 from .manifest import latest_checkpoint, verify
 from .seal import FORMAT, read_manifest, weight_files
 from .state_files import SHARED_STATE, load_state
+from .weight_parts import WeightParts, part_files
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,9 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | None) 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """A checkpoint's weights by name; tied weights are under one of their names."""
+    if part_files(folder):
+        with WeightParts(folder) as parts:
+            return {name: parts.read(name) for name in parts.like}
     saved: dict[str, Tensor] = {}
     for file in weight_files(folder):
         saved |= load_file(file)

@@ -6,6 +6,8 @@ import shutil
 import uuid
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from hope_hf.cli.bounds import Checked
 from hope_hf.cli.folders import check_output
 from hope_hf.cli.parser import Parser
@@ -14,6 +16,7 @@ from hope_hf.cli.tables import markdown_table
 
 from .manifest import latest_checkpoint, verify
 from .seal import file_size, listed, read_manifest, weight_files
+from .weight_parts import join, part_files
 
 # Files that only a continued run needs.
 STATE_FILES = ("optimizer", "scheduler.", "trainer.", "rank_", "manifest.")
@@ -26,7 +29,7 @@ def make_parser() -> Parser:
     for name, text in (
         ("info", "say what a checkpoint holds, without reading all of it"),
         ("verify", "read every byte and compare it with the manifest"),
-        ("consolidate", "verify, then copy what `from_pretrained` loads to a new folder"),
+        ("consolidate", "verify, then copy what `from_pretrained` loads to a new folder; join weights in parts"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         text = "a checkpoint, or a run's folder for its newest complete one"
@@ -87,16 +90,22 @@ def _info(folder: Path) -> str:
 def _consolidate(folder: Path, manifest: dict, out: Path):
     if os.path.lexists(out):
         raise ValueError(f"--to {out} exists: name a new folder.")
-    # Loading the copy would follow its index wherever it points.
-    weight_files(folder)
-    wanted = [name for name in manifest["files"] if not name.startswith(STATE_FILES)]
+    parts = {path.name for path in part_files(folder)}
+    if not parts:
+        # Loading the copy would follow its index wherever it points.
+        weight_files(folder)
+    wanted = [name for name in manifest["files"] if not name.startswith(STATE_FILES) and name not in parts]
     unfinished = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex[:8]}")
     try:
         for name in wanted:
             (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder / name, unfinished / name)
+        if parts:
+            join(folder, unfinished)
         unfinished.rename(out)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"--to {out} cannot be written: {reason}.") from None
+    finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise ValueError(f"--to {out} cannot be written: {error.strerror}.") from None
     print(f"{out} holds the model: AutoModelForCausalLM.from_pretrained({str(out)!r})")

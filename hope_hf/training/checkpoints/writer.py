@@ -26,9 +26,10 @@ from .hook import CheckpointHook
 from .manifest import describe, last_good, publish, remove_leftovers, rotate, temporary_name
 from .optimizer_files import optimizer_part, save_optimizer
 from .state_files import SHARED_STATE, save_state
+from .weight_parts import save_weight_part, weight_part
 from .whole_weights import HostBuffers, take_parts
 
-_OF_A_RANK = re.compile(r"(?:optimizer_)?rank_(\d+)\.(?:json|safetensors)")
+_OF_A_RANK = re.compile(r"(?:(?:optimizer_)?rank_|model-rank)(\d+)\.(?:json|safetensors)")
 
 
 @dataclass
@@ -50,6 +51,7 @@ class CheckpointWriter:
 
     None keeps all. All processes call all methods, in the same order. `only_model` leaves out what a run needs to
     continue. `hook` is called with each complete checkpoint, on the first process; what it uses is deleted later.
+    `in_parts`: every process writes its own part of the weights.
     """
 
     def __init__(
@@ -58,10 +60,12 @@ class CheckpointWriter:
         save_total_limit: int | None = None,
         only_model: bool = False,
         hook: CheckpointHook | None = None,
+        in_parts: bool = False,
     ):
         self._output_dir = Path(output_dir)
         self._save_total_limit = save_total_limit
         self._only_model = only_model
+        self._in_parts = in_parts
         self._hook = hook or CheckpointHook(None, output_dir, print)
         self._newest: Path | None = None
         self._pending: _Pending | None = None
@@ -95,8 +99,12 @@ class CheckpointWriter:
         folder = broadcast_object_list([temporary_name(self._output_dir, step)])[0]
         if not background:
             self._buffers.clear()
-        parts = take_parts(engine, self._buffers if background else None)
-        optimizer = None if self._only_model else optimizer_part(engine, self._buffers.copy if background else None)
+        copied = self._buffers.copy if background else None
+        if self._in_parts:
+            part = weight_part(engine, copied)
+        else:
+            parts = take_parts(engine, self._buffers if background else None)
+        optimizer = None if self._only_model else optimizer_part(engine, copied)
         if background:
             state = copy.deepcopy(state)
 
@@ -110,7 +118,9 @@ class CheckpointWriter:
 
         def write() -> None:
             # All processes take part in this, so it comes before anything that may fail on one of them.
-            weights = parts.together()
+            weights = {} if self._in_parts else parts.together()
+            if self._in_parts:
+                save_weight_part(folder, part, rank)
             if optimizer is not None:
                 save_state(folder / f"rank_{rank}", state["rank"])
                 save_optimizer(folder, optimizer, rank)

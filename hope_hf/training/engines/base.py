@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from hope_hf.cli.files import share_weights
 from hope_hf.optim import LevelClock
 
+from ..arguments import Arguments
 from .loss_scaling import LossScaling, TorchScaling
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -205,6 +206,10 @@ class Engine:
         if not self.shards_weights:
             return None
         return distributed.new_group(backend="gloo", timeout=self.accelerator.init_handler.timeout)
+
+    def saves_parts(self, args: Arguments) -> bool:
+        """Whether every process saves its own part of the weights: asked for, and there are parts."""
+        return args.save_sharded and self.shards_weights
 
     def save_model(self, folder: Path, weights: dict[str, Tensor], **options) -> None:
         """`save_pretrained` with the whole `weights`, on the first process; the config says their dtype."""

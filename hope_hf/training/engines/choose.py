@@ -74,9 +74,16 @@ def make_engine(args: Arguments, trackers: list[str]) -> Engine:
         )
     check_devices(accelerator)
     _warn_of_ignored(args, wanted == "fsdp", accelerator)
+    engine = _engine(wanted, accelerator, args)
+    if args.save_sharded and not engine.shards_weights:
+        warn_once(f"--save_sharded is ignored: {engine.name} has whole weights in each process.")
+    return engine
+
+
+def _engine(wanted: str, accelerator: Accelerator, args: Arguments) -> Engine:
     if wanted == "plain":
         engine = Engine(accelerator)
-        engine.name = plain_name(world_size)
+        engine.name = plain_name(accelerator.num_processes)
         return engine
     if wanted == "deepspeed":
         return Zero(accelerator, args)

@@ -113,7 +113,7 @@ def check_host(facts: Facts) -> Result:
     sizes, free = facts.sizes, facts.room.host
     built = facts.local_processes * sizes.weights
     # The first process gathers the whole weights for a checkpoint; a background one is a copy of what is here.
-    saved = sizes.weights
+    saved = 0 if facts.in_parts else sizes.weights
     if facts.args.async_save:
         share = facts.local_processes / facts.processes if sizes.is_shared_out else 1
         saved += int(share * (sizes.weights + sizes.optimizer))

@@ -60,6 +60,7 @@ class Facts:
     Attributes:
         local_processes: on this machine.
         on_gpu: whether the run computes on one.
+        in_parts: whether every process saves its own part of the weights.
         gpus: this process's own; without one all of the machine; or why they are not known.
         in_use: whether another process trains in the folder.
         held: bytes of the checkpoints in the folder.
@@ -72,6 +73,7 @@ class Facts:
     processes: int
     local_processes: int
     on_gpu: bool
+    in_parts: bool
     gpus: list[Gpu] | str
     room: Room
     sizes: Sizes

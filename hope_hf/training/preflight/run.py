@@ -59,6 +59,7 @@ def _facts(
         trackers=trackers,
         processes=accelerator.num_processes,
         local_processes=local_processes(),
+        in_parts=engine.saves_parts(args),
         on_gpu=accelerator.device.type == "cuda",
         gpus=gpus,
         room=room,
