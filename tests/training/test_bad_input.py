@@ -272,6 +272,12 @@ def test_flags_of_fsdp_without_it_warn(run):
         run("a", "--fsdp_prefetch", "2", "--max_train_steps", "1")
 
 
+def test_weights_that_no_engine_shares_out_are_saved_whole(run, tmp_path):
+    with pytest.warns(UserWarning, match=r"--save_sharded is ignored: no weights are shared out \(one process\)"):
+        status, _ = run("a", "--save_sharded", "--max_train_steps", "1")
+    assert status == 0 and (tmp_path / "a" / "checkpoint-1" / "model.safetensors").exists()
+
+
 def test_a_watchdog_that_would_come_too_late_warns(tmp_path):
     with pytest.warns(UserWarning, match="--watchdog_seconds 540 is not below --ddp_timeout 300"):
         parse(["--output_dir", str(tmp_path), "--ddp_timeout", "300"])

@@ -23,7 +23,7 @@ gradient_accumulation_steps learning_rate vector_learning_rate weight_decay adam
 max_grad_norm max_train_steps num_train_epochs lr_scheduler_type num_warmup_steps optimizer level_optimizers
 gradient_checkpointing torch_compile fsdp_reduce_dtype fsdp_limit_all_gathers fsdp_prefetch tf32
 cpu_threads logging_steps eval_steps checkpointing_steps save_total_limit async_save save_only_model
-checkpoint_hook dry_run
+save_sharded checkpoint_hook dry_run
 resume_from_checkpoint
 seed ddp_timeout watchdog_seconds ram_report_steps
 report_to run_name project_name dataloader_num_workers dataloader_pin_memory push_to_hub
@@ -120,6 +120,7 @@ def test_an_ignored_flag_warns(words, sentence):
         (["--lr_scheduler_type", "cosin"], "--lr_scheduler_type"),
         (["--lr_scheduler_type", "reduce_lr_on_plateau"], "--lr_scheduler_type"),
         (["--push_to_hub", "--hub_model_id", "a/b/c"], "--hub_model_id 'a/b/c' is not a name of a repository"),
+        (["--push_to_hub", "--save_sharded"], "--save_sharded saves parts: give only one of them"),
         (["--block_size", "0"], "--block_size is 0"),
         (["--gradient_checkpointing", "all"], "is 'all': give none, block, mixer or every:N with N from 1 to 10,000"),
         (["--gradient_checkpointing", "every:0"], "--gradient_checkpointing is 'every:0'"),

@@ -62,7 +62,8 @@ def save_weight_part(folder: Path, part: WeightPart, rank: int) -> None:
     """Write this process's part, unless it is empty."""
     if part.tensors:
         file = folder / f"model-rank{rank}.safetensors"
-        save_file(part.tensors, file, metadata={"format": "pt", "slices": json.dumps(part.slices)})
+        # One key alone: safetensors writes several in any order.
+        save_file(part.tensors, file, metadata={"slices": json.dumps(part.slices)})
         copy_rights_of_folder(file)
 
 

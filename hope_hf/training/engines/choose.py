@@ -76,7 +76,7 @@ def make_engine(args: Arguments, trackers: list[str]) -> Engine:
     _warn_of_ignored(args, wanted == "fsdp", accelerator)
     engine = _engine(wanted, accelerator, args)
     if args.save_sharded and not engine.shards_weights:
-        warn_once(f"--save_sharded is ignored: {engine.name} has whole weights in each process.")
+        warn_once(f"--save_sharded is ignored: no weights are shared out ({engine.name}).")
     return engine
 
 

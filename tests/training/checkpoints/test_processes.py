@@ -12,6 +12,7 @@ from checkpoint_run import names
 from training_runs import LLAMA, ROOT
 
 from hope_hf.training.checkpoints.manifest import verify
+from hope_hf.training.checkpoints.tool import main
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_python")]
 
@@ -77,7 +78,7 @@ SHARDED = """
 
     TakenParts.together = bring_together
     may_begin.set()
-    for name in ("background", "at_once"):
+    for name in ("background", "at_once", "parts"):
         (output_dir / name).mkdir(parents=True, exist_ok=True)
     background = CheckpointWriter(output_dir / "background")
     # Leaves its memory, with other values, to the next one.
@@ -87,6 +88,9 @@ SHARDED = """
     expected = {name: tensor.full_tensor() for name, tensor in run.model.state_dict().items()}
     at_once = run.save(output_dir / "at_once")
     assert threads.pop() is threading.main_thread()
+    # Neither does one that saves parts.
+    run.save_with(CheckpointWriter(output_dir / "parts", in_parts=True))
+    assert len(threads) == 1
     # A run that ends here does not gather them again.
     finish.take_parts = None
     weights = finish.final_weights(run.engine, at_once)
@@ -171,7 +175,7 @@ def test_two_processes_keep_their_own_states_and_agree_on_failures(tmp_path):
 
 
 def test_weights_come_together_while_the_training_goes_on(tmp_path):
-    """The same bytes as if it waited; and no waiting for a process that ends before it has sent its part."""
+    """The same bytes as if it waited, and as parts that are joined; and no waiting for a process that ends before."""
     result = launched_fsdp2(SHARDED, tmp_path)
     lost = tmp_path / "run.lost"
     assert lost.exists(), result.stderr[-5000:]
@@ -184,6 +188,10 @@ def test_weights_come_together_while_the_training_goes_on(tmp_path):
         for folder in folders
     )
     assert at_once == background
+    parts, joined = tmp_path / "run" / "parts" / "checkpoint-2", tmp_path / "joined"
+    assert {"model-rank0.safetensors", "model-rank1.safetensors"} <= verify(parts)["files"].keys()
+    assert main(["consolidate", str(parts), "--to", str(joined)]) == 0
+    assert (joined / "model.safetensors").read_bytes() == at_once["model.safetensors"]
     exported = tmp_path / "run" / "exported" / "model.safetensors"
     assert exported.read_bytes() == at_once["model.safetensors"]
 

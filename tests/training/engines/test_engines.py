@@ -64,6 +64,8 @@ RUNS = {
     "poisoned": (LLAMA, 6, 1),
     "fp16": (HOPE, 9, 1),
 }
+# Here the run "hope" saves its weights in parts, from which "moved" of other launches and one process continue.
+IN_PARTS = {"fsdp1", "fsdp_hybrid", "deepspeed_zero3"}
 # The engine whose checkpoint the run "moved" continues: one process, or two processes for four.
 SOURCES = {"fsdp_hybrid": "fsdp2"}
 POISONED_STEP = 3
@@ -72,7 +74,9 @@ LATER_POISONED_STEP = 5
 SAVED_STEP = 7
 
 
-def plan(corpus: list[str], processes: int, wanted: list[str], source: Path | None) -> dict[str, dict]:
+def plan(
+    corpus: list[str], processes: int, wanted: list[str], source: Path | None, in_parts: bool = False
+) -> dict[str, dict]:
     """The wanted runs for one launch, in their order; `source` holds the runs of another one."""
     runs = {}
     for name, (model, steps, accumulated) in RUNS.items():
@@ -86,6 +90,8 @@ def plan(corpus: list[str], processes: int, wanted: list[str], source: Path | No
     # After the steps that it trains again.
     again = {"forget": [RUNS["fp16"][1]], "overflow": [RUNS["fp16"][1], 0]}
     runs["fp16 continued"] = {"flags": runs["fp16"]["flags"], **again}
+    if in_parts:
+        runs["hope"]["flags"] += ["--save_sharded"]
     runs["continued"] = {"flags": runs["hope"]["flags"], "forget": [RUNS["hope"][1]]}
     # Two ways to continue after the first checkpoint: with its own, and with another launch's.
     # The latter recomputes its mixers, which changes no number.
@@ -110,7 +116,7 @@ def rows(tmp_path_factory, corpus):
             if engine.startswith("deepspeed") and not deepspeed_has_fp16():
                 runs = [run for run in runs if run not in FP16]
             folders[engine] = tmp_path_factory.mktemp(engine)
-            runs = plan(corpus, processes, runs, folders.get(source))
+            runs = plan(corpus, processes, runs, folders.get(source), engine in IN_PARTS)
             launched[engine] = run_plan(engine, processes, runs, folders[engine])
         assert launched[engine] is not None, f"the launch of {engine} has failed"
         return launched[engine]
@@ -147,6 +153,16 @@ def test_telemetry_of_memories_is_that_of_one_process(rows, engine, name):
 def test_continued_run_is_the_uninterrupted_one(rows, engine, name):
     same(rows(engine)[name], rows(engine)["hope"], rel=1e-6)
     went_on(rows.folders[engine] / "hope")
+
+
+@pytest.mark.parametrize("engine", [pytest.param(name, marks=marks(name, "hope")) for name in sorted(IN_PARTS)])
+def test_engine_saves_weights_in_parts(rows, engine):
+    """At the end, too: no process gathers the whole model."""
+    rows(engine)
+    run = rows.folders[engine] / "hope"
+    parts = [path.name for path in run.glob("*/model*.safetensors")]
+    assert {"model-rank0.safetensors", "model-rank1.safetensors"} == set(parts)
+    assert not (run / "model.safetensors").exists() and (run / "all_results.json").exists()
 
 
 @pytest.mark.parametrize(("engine", "name"), each("moved"))

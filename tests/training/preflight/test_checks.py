@@ -22,6 +22,7 @@ FACTS = Facts(
     processes=8,
     local_processes=4,
     on_gpu=True,
+    in_parts=False,
     gpus=[GPU],
     room=Room(device=80 * GIB, host=100 * GIB, disk=100 * GIB),
     sizes=Sizes(peak=40 * GIB, is_estimate=False, weights=4 * GIB, optimizer=8 * GIB, offloaded=0, is_shared_out=True),
@@ -76,6 +77,7 @@ CASES = [
     ("host", {"host": 30 * GIB, "offloaded": 40 * GIB}, "fail", "needs 44.00 GiB"),
     # Half of the parts are copied on this machine: 6 GiB, and 4 of gathered weights.
     ("host", {"host": 100 * GIB, "async_save": True, "offloaded": 20 * GIB}, "ok", "needs 30.00 GiB"),
+    ("host", {"async_save": True, "offloaded": 20 * GIB, "in_parts": True}, "ok", "needs 26.00 GiB"),
     ("host", {"async_save": True, "offloaded": 20 * GIB, "is_shared_out": False}, "ok", "needs 36.00 GiB"),
     ("host", {"on_gpu": False}, "fail", "needs 164.00 GiB"),
     ("host", {"host": None}, "warn", "does not say what is free"),
