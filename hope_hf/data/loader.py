@@ -19,7 +19,8 @@ from datasets.distributed import split_dataset_by_node
 from torch import Tensor
 
 from .files import read_stream
-from .packing import Block, collate, stable_seed
+from .order import Carried, Mixed, Shuffled
+from .packing import Block, collate
 
 Batch = tuple[dict[str, Tensor], dict]
 
@@ -45,49 +46,40 @@ class Layout:
 
 
 class BlockLoader:
-    """Batches from blocks with random access.
+    """Batches from blocks with random access, in the order of `hope_hf.data.order` that suits the layout.
 
-    reset: every epoch is a new permutation of all blocks, from seed and epoch; epochs follow without a gap.
-    carry: row b of the global batch reads its own contiguous share of the blocks, then the share of the next row. So
-    row b of one batch always continues row b of the batch before.
+    `order` is that of blocks without carry; with carry it is `Carried`. `positions`: whether documents begin anew.
 
     State: {"rows": rows read by all ranks together} and, for carry, {"streams": rows per global batch}.
     """
 
-    def __init__(self, blocks: Sequence[Block], layout: Layout, positions: bool, seed: int, state: dict | None = None):
-        self.blocks, self.layout, self.positions, self.seed = blocks, layout, positions, seed
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        order: Shuffled | Mixed,
+        layout: Layout,
+        positions: bool,
+        state: dict | None = None,
+    ):
+        self.blocks, self.layout, self.positions = blocks, layout, positions
+        self.order = Carried(len(blocks), layout.global_rows) if layout.carry else order
         self._rows = 0
-        self._order: dict[int, Tensor] = {}
         if state is not None:
             self._load(state)
 
     @property
     def batches_per_epoch(self) -> int:
         """Batches of this rank that read every block about once."""
-        return max(1, len(self.blocks) // self.layout.global_rows)
+        return max(1, len(self.order) // self.layout.global_rows)
 
     def __iter__(self) -> Iterator[Batch]:
         layout = self.layout
-        index = self._carried if layout.carry else self._shuffled
         while True:
             rows = range(self._rows + layout.rank, self._rows + layout.global_rows, layout.world_size)
-            blocks = [self.blocks[index(row)] for row in rows]
+            blocks = [self.blocks[self.order(row)] for row in rows]
             self._rows += layout.global_rows
             state = {"rows": self._rows} | ({"streams": layout.global_rows} if layout.carry else {})
             yield collate(blocks, layout.block_size, 0, self.positions), state
-
-    def _shuffled(self, row: int) -> int:
-        epoch, place = divmod(row, len(self.blocks))
-        if epoch not in self._order:
-            generator = torch.Generator().manual_seed(stable_seed(self.seed, epoch))
-            # A batch may span two epochs, so at most two permutations are needed.
-            self._order = {old: order for old, order in self._order.items() if old == epoch - 1}
-            self._order[epoch] = torch.randperm(len(self.blocks), generator=generator)
-        return int(self._order[epoch][place])
-
-    def _carried(self, row: int) -> int:
-        step, stream = divmod(row, self.layout.global_rows)
-        return (stream * self.batches_per_epoch + step) % len(self.blocks)
 
     def _load(self, state: dict):
         saved, now = state.get("streams"), self.layout.global_rows if self.layout.carry else None

@@ -17,7 +17,7 @@ block), and with document_boundary "reset" `position_ids` int64 [B, T].
 
 import bisect
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,8 @@ from datasets import Dataset, Features, Value
 from datasets import List as ListFeature
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+
+from .encoding import make_encoder
 
 IGNORED = -100
 
@@ -35,28 +37,6 @@ class Block:
     """int64 [T]."""
     starts: Tensor
     """int64 [n]: positions in the block where documents begin."""
-
-
-def make_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[str | None]], list[list[int]]]:
-    """A function from texts to token lists, each beginning with EOS; blank texts give none."""
-    eos = tokenizer.eos_token_id
-
-    def encode(texts: Sequence[str | None]) -> list[list[int]]:
-        texts = [text for text in texts if text and not text.isspace()]
-        if not texts:
-            return []
-        # A text that spells a special token must not become one; no warning that a text exceeds the model's input.
-        rows = tokenizer(
-            texts,
-            add_special_tokens=False,
-            split_special_tokens=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
-        return [[eos, *row] for row in rows["input_ids"]]
-
-    return encode
 
 
 def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase, num_workers: int | None = None) -> "TokenStream":
@@ -100,6 +80,11 @@ class TokenStream:
             index += 1
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
+    def block(self, start: int, length: int) -> Block:
+        """The `length` tokens from `start` on, fewer at the end of the stream."""
+        first, last = torch.searchsorted(self.starts, torch.tensor([start, start + length])).tolist()
+        return Block(self.read(start, start + length), self.starts[first:last] - start)
+
     def digest(self) -> str:
         """A hash of the tokens, the same for the same text and tokenizer wherever it is stored."""
         state = hashlib.blake2b(digest_size=16)
@@ -121,9 +106,7 @@ class TokenBlocks(Sequence):
     def __getitem__(self, index: int) -> Block:
         if not 0 <= index < self._count:
             raise IndexError(index)
-        start = index * self.block_size
-        first, last = torch.searchsorted(self.stream.starts, torch.tensor([start, start + self.block_size])).tolist()
-        return Block(self.stream.read(start, start + self.block_size), self.stream.starts[first:last] - start)
+        return self.stream.block(index * self.block_size, self.block_size)
 
 
 class RandomBlocks(Sequence):

@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset
 
 from hope_hf.data.loader import BlockLoader, Layout, Prefetched, StreamLoader
+from hope_hf.data.order import Shuffled
 from hope_hf.data.packing import TokenBlocks, TokenStream
 
 T = 8
@@ -25,7 +26,9 @@ def documents(count=150, seed=0):
 
 def block_loader(batch_size=3, rank=0, world_size=1, carry=False, state=None, seed=5):
     blocks = TokenBlocks(TokenStream(Dataset.from_dict({"input_ids": documents()})), T)
-    return BlockLoader(blocks, Layout(T, batch_size, rank, world_size, carry), not carry, seed, state)
+    return BlockLoader(
+        blocks, Shuffled(len(blocks), seed), Layout(T, batch_size, rank, world_size, carry), not carry, state
+    )
 
 
 def stream_loader(batch_size=3, rank=0, world_size=1, carry=False, state=None):
@@ -159,7 +162,7 @@ def test_carried_rows_share_an_epoch_without_overlap():
 
 def test_fewer_blocks_than_rows_still_fill_a_batch():
     blocks = TokenBlocks(TokenStream(Dataset.from_dict({"input_ids": [list(range(2 * T))]})), T)
-    loader = BlockLoader(blocks, Layout(T, 5, 0, 1, False), True, 0)
+    loader = BlockLoader(blocks, Shuffled(2, seed=0), Layout(T, 5, 0, 1, False), True)
     (batch, _), (following, _) = take(loader, 2)
     first_tokens = torch.cat([batch["input_ids"][:, 0], following["input_ids"][:, 0]]).tolist()
     assert sorted(first_tokens) == [0] * 5 + [T] * 5

@@ -4,7 +4,8 @@ import pytest
 import torch
 from datasets import Dataset
 
-from hope_hf.data.packing import IGNORED, RandomBlocks, TokenBlocks, TokenStream, collate, make_encoder, tokenize
+from hope_hf.data.encoding import make_encoder
+from hope_hf.data.packing import IGNORED, RandomBlocks, TokenBlocks, TokenStream, collate, tokenize
 from hope_hf.data.vocabulary import train_tokenizer
 
 

@@ -1,0 +1,107 @@
+"""Which block comes at which place: a function of the place alone, so a run continues anywhere and on any ranks.
+
+An order maps the places 0, 1, 2, ... of the endless sequence of rows to indices of blocks; `len(order)` places are
+one epoch.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .packing import stable_seed
+
+# Rows over which the corpora of a mixture have their shares; fewer would repeat a pattern, more would let one lead.
+_WINDOW = 64
+
+
+class Shuffled:
+    """Every epoch is a new permutation of all blocks, from seed and epoch; epochs follow without a gap."""
+
+    def __init__(self, count: int, seed: int):
+        self.count, self.seed = count, seed
+        # A batch may span two epochs.
+        self._permutation = lru_cache(maxsize=2)(self._permute)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __call__(self, place: int) -> int:
+        epoch, place = divmod(place, self.count)
+        return int(self._permutation(epoch)[place])
+
+    def _permute(self, epoch: int) -> Tensor:
+        generator = torch.Generator().manual_seed(stable_seed(self.seed, epoch))
+        return torch.randperm(self.count, generator=generator)
+
+
+class Carried:
+    """Row b of a batch of `rows` reads its own contiguous share of the blocks, then the share of the next row."""
+
+    def __init__(self, count: int, rows: int):
+        self.count, self.rows = count, rows
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __call__(self, place: int) -> int:
+        step, row = divmod(place, self.rows)
+        return (row * max(1, self.count // self.rows) + step) % self.count
+
+
+class Mixed:
+    """Blocks of several corpora, each shuffled on its own, in shares of tokens.
+
+    An epoch has as many places as there are blocks. A corpus has its share of them, rounded to whole blocks, and has
+    it in every stretch of about 64 places, too. A corpus with a larger share than its part of the blocks is read
+    again, in another order; with a smaller one it is read on in the next epoch. Without weights an epoch reads every
+    block once.
+
+    counts: blocks of each corpus; their indices follow one another in the same order.
+    weights: one number per corpus, not negative, not all 0; None: the counts.
+    """
+
+    def __init__(self, counts: Sequence[int], weights: Sequence[float] | None, seed: int):
+        self._orders = [Shuffled(count, stable_seed(seed, corpus)) for corpus, count in enumerate(counts)]
+        self._firsts = np.cumsum([0, *counts])
+        self._length, self.seed = sum(counts), seed
+        self.shares = apportion(self._length, counts if weights is None else weights)
+        """Places of each corpus in an epoch."""
+        windows = np.arange(-(-self._length // _WINDOW) + 1)
+        # [windows + 1, corpora]: places that each corpus has had before a window of an epoch begins.
+        self._before = windows[:, None] * np.array(self.shares) // windows[-1]
+        self._begins = self._before.sum(axis=1)
+        self._window = lru_cache(maxsize=4)(self._fill)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __call__(self, place: int) -> int:
+        epoch, place = divmod(place, self._length)
+        window = int(np.searchsorted(self._begins, place, side="right")) - 1
+        corpus, nth = self._window(epoch, window)[place - self._begins[window]]
+        nth += epoch * self.shares[corpus] + self._before[window, corpus]
+        return int(self._firsts[corpus]) + self._orders[corpus](int(nth))
+
+    def _fill(self, epoch: int, window: int) -> list[tuple[int, int]]:
+        """(corpus, how many of it came before in this window) of each place of a window."""
+        counts = self._before[window + 1] - self._before[window]
+        corpora = torch.arange(len(counts)).repeat_interleave(torch.from_numpy(counts))
+        generator = torch.Generator().manual_seed(stable_seed(self.seed, epoch, window))
+        seen = [0] * len(counts)
+        places = []
+        for corpus in corpora[torch.randperm(len(corpora), generator=generator)].tolist():
+            places.append((corpus, seen[corpus]))
+            seen[corpus] += 1
+        return places
+
+
+def apportion(total: int, weights: Sequence[float]) -> list[int]:
+    """`total` in whole parts by weight: each part rounded down, the rest to the largest remainders."""
+    exact = np.array(weights, dtype=np.float64) * (total / sum(weights))
+    parts = np.floor(exact).astype(np.int64)
+    for index in np.argsort(parts - exact, kind="stable")[: total - int(parts.sum())]:
+        parts[index] += 1
+    return parts.tolist()

@@ -1,0 +1,69 @@
+"""Orders of blocks: every block in its turn, shares of a mixture, any place without those before it."""
+
+from collections import Counter
+
+import pytest
+
+from hope_hf.data.order import Carried, Mixed, Shuffled, apportion
+
+COUNTS = [300, 90, 37]
+
+
+def corpus_of(index):
+    return 0 if index < 300 else 1 if index < 390 else 2
+
+
+def epochs(order, count):
+    return [[order(epoch * len(order) + place) for place in range(len(order))] for epoch in range(count)]
+
+
+@pytest.mark.parametrize("order", [Shuffled(143, seed=3), Mixed(COUNTS, None, seed=3)], ids=["shuffled", "mixed"])
+def test_an_epoch_reads_every_block_once_in_its_own_order(order):
+    first, second, third = epochs(order, 3)
+    assert sorted(first) == sorted(second) == sorted(third) == list(range(len(order)))
+    assert first != second != third != first
+
+
+def test_another_seed_is_another_order():
+    assert epochs(Mixed(COUNTS, None, seed=1), 1) != epochs(Mixed(COUNTS, None, seed=2), 1)
+
+
+@pytest.mark.parametrize("weights", [[0.2, 0.5, 0.3], [1, 1, 1], [5, 0, 1]])
+def test_shares_of_an_epoch_and_of_every_stretch_are_the_weights(weights):
+    order = Mixed(COUNTS, weights, seed=0)
+    places = [corpus_of(order(place)) for place in range(3 * len(order))]
+    shares = [weight / sum(weights) for weight in weights]
+    whole = Counter(places[: len(order)])
+    assert [whole[corpus] for corpus in range(3)] == order.shares
+    assert all(abs(whole[corpus] - share * len(order)) < 1 for corpus, share in enumerate(shares))
+    for start in range(0, len(places) - 256, 64):
+        stretch = Counter(places[start : start + 256])
+        # The windows at both ends are read in part.
+        assert all(abs(stretch[corpus] - share * 256) <= 24 for corpus, share in enumerate(shares))
+
+
+def test_a_small_corpus_of_a_large_weight_is_read_again_before_any_block_twice():
+    order = Mixed(COUNTS, [0, 0, 1], seed=0)
+    places = [order(place) for place in range(370)]
+    rounds = [places[start : start + 37] for start in range(0, 370, 37)]
+    assert all(sorted(read) == list(range(390, 427)) for read in rounds)
+    assert len(set(map(tuple, rounds))) == len(rounds)
+
+
+def test_a_place_does_not_depend_on_what_was_read_before():
+    whole = [Mixed(COUNTS, [2, 1, 1], seed=4)(place) for place in range(900)]
+    order = Mixed(COUNTS, [2, 1, 1], seed=4)
+    assert [order(place) for place in reversed(range(900))] == whole[::-1]
+
+
+def test_rows_that_are_carried_on_follow_each_other():
+    order = Carried(12, rows=3)
+    batches = [[order(place) for place in range(3 * step, 3 * step + 3)] for step in range(5)]
+    assert batches[:4] == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]] and batches[4] == [4, 8, 0]
+
+
+@pytest.mark.parametrize("total", [1, 7, 1000, 12345678])
+def test_parts_are_whole_and_sum_to_the_total(total):
+    parts = apportion(total, [0.3, 0.3, 0.2, 0.1, 0.1, 0])
+    assert sum(parts) == total and parts[-1] == 0
+    assert all(abs(part - total * weight) < 1 for part, weight in zip(parts, [0.3, 0.3, 0.2, 0.1, 0.1], strict=False))
