@@ -26,8 +26,8 @@ ROOMS = {
     "hope_hf/model": {"torch", "transformers", "huggingface_hub", "safetensors", "hope_hf.model"},
     "hope_hf/optim": {"torch", "hope_hf.optim"},
     "hope_hf/data": {
-        "torch", "datasets", "transformers", "tokenizers", "numpy", "huggingface_hub", "pyarrow", "hope_hf.cli",
-        "hope_hf.data",
+        "torch", "datasets", "transformers", "tokenizers", "numpy", "huggingface_hub", "pyarrow", "tqdm", "yaml",
+        "hope_hf.cli", "hope_hf.data",
     },
     "hope_hf/cli": {"torch", "transformers", "huggingface_hub", "safetensors", "yaml", "hope_hf.cli"},
     "run_eval.py": {"hope_hf.evaluation"},

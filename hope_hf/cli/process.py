@@ -50,8 +50,14 @@ def warn_in_sentences():
 
 
 def die_with_launcher():
-    """Linux: get SIGTERM when the launcher is killed, so that no orphan keeps training in the same folder."""
-    if _is_launched() and sys.platform.startswith("linux"):
+    """Get SIGTERM when the launcher is killed, so that no orphan keeps training in the same folder."""
+    if _is_launched():
+        die_with_parent()
+
+
+def die_with_parent():
+    """Linux: get SIGTERM when the process that started this one is killed."""
+    if sys.platform.startswith("linux"):
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGTERM))
 

@@ -4,7 +4,7 @@ Every kind of source takes the first steps by itself and ends as `Opened`; the l
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from .config import DataConfig
 from .loader import Layout, Prefetched
+from .mixed import open_mixture, open_shards
+from .opened import Opened
 from .packing import IGNORED, Block, collate
 from .synthetic import open_synthetic
 from .text import open_text
@@ -85,7 +87,11 @@ def build_data(config: DataConfig, *, rank: int = 0, world_size: int = 1, state:
     )
 
 
-def _opener(config: DataConfig):
+def _opener(config: DataConfig) -> Callable[[DataConfig], Opened]:
+    if config.train_shards:
+        return open_shards
+    if config.dataset_mixture:
+        return open_mixture
     return open_synthetic if config.dataset_name == "synthetic" else open_text
 
 

@@ -3,16 +3,23 @@
 from dataclasses import dataclass
 from typing import Literal
 
+# Flags that name the training text; a run has one of them.
+SOURCES = ("dataset_name", "train_file", "dataset_mixture", "train_shards")
+
 
 @dataclass
 class DataConfig:
-    """Sources, tokenizer and batches of a run. Without `dataset_name` and `train_file`: the built-in corpus."""
+    """Sources, tokenizer and batches of a run. Without any source: the built-in corpus."""
 
     dataset_name: str | None = None
     """Hub name or folder; `synthetic` gives seeded random tokens."""
     dataset_config_name: str | None = None
     train_file: str | None = None
     """A .txt, .json, .jsonl or .parquet file, or a glob pattern of files of one kind."""
+    dataset_mixture: str | None = None
+    """A YAML file of corpora, see `hope_hf.data.mixture`."""
+    train_shards: str | None = None
+    """A folder that `python -m hope_hf.data.prepare` wrote."""
     validation_file: str | None = None
     validation_split_percentage: float = 5.0
     """Share of the training documents held out where the source has no validation set."""
@@ -40,8 +47,6 @@ class DataConfig:
     dataloader_pin_memory: bool = False
 
     def __post_init__(self):
-        if self.dataset_name and self.train_file:
-            raise ValueError("--dataset_name and --train_file both name the training text: give one of them.")
         if self.dataset_config_name and not self.dataset_name:
             raise ValueError("--dataset_config_name belongs to a --dataset_name: add it.")
         if self.document_boundary not in ("reset", "carry"):

@@ -51,8 +51,12 @@ def find_files(pattern: str, flag: str) -> list[str]:
     return paths
 
 
-def load_files(paths: list[str], flag: str, streaming: bool = False) -> Dataset | IterableDataset:
+def load_files(
+    paths: list[str], flag: str, streaming: bool = False, column: str | None = None
+) -> Dataset | IterableDataset:
     """The documents of files of one kind, as the one column `text`. Raises ValueError naming the file.
+
+    column: the one that holds the text (default: see `text_column`); .txt files have none.
 
     Only the beginning of a stream is read here: read the rest with `read_stream`.
     """
@@ -75,7 +79,7 @@ def load_files(paths: list[str], flag: str, streaming: bool = False) -> Dataset 
         raise ValueError(
             f"{flag} {_names(paths)} cannot be read as {kind}, write it again: {_first_line(cause)}"
         ) from error
-    return text_column(dataset, columns, f"{flag} {_names(paths)}")
+    return text_column(dataset, columns, f"{flag} {_names(paths)}", column)
 
 
 def read_documents(paths: list[str], flag: str) -> Iterator[str]:
@@ -106,14 +110,18 @@ def column_kinds(dataset: Dataset | IterableDataset) -> dict[str, bool]:
 
 
 def text_column(
-    dataset: Dataset | IterableDataset, columns: dict[str, bool], source: str
+    dataset: Dataset | IterableDataset, columns: dict[str, bool], source: str, column: str | None = None
 ) -> Dataset | IterableDataset:
-    """Only the text column, renamed `text`: the column of this name, or the only one of strings.
+    """Only the text column, renamed `text`: `column`, or the column of this name, or the only one of strings.
 
     `columns`: from `column_kinds`. Raises ValueError naming `source` if there is no such column, or more than one.
     """
     strings = [name for name, is_string in columns.items() if is_string]
-    if "text" in columns and "text" not in strings:
+    if column is not None and column not in strings:
+        raise ValueError(f"{source} has no column {column!r} of strings among {', '.join(sorted(columns))}.")
+    if column is not None:
+        strings = [column]
+    if column is None and "text" in columns and "text" not in strings:
         raise ValueError(f"{source} has no column 'text' of strings: give every row a text in quotes.")
     if "text" not in strings and len(strings) != 1:
         raise ValueError(

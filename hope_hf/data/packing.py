@@ -57,6 +57,7 @@ class TokenStream:
     """The documents' tokens one after another, on disk if the data set is, read piece by piece."""
 
     def __init__(self, documents: Dataset):
+        self._documents = documents
         columns = documents.data.column("input_ids").chunks if len(documents) else []
         self._pieces = [column.flatten().to_numpy() for column in columns]
         self._ends = torch.tensor([len(piece) for piece in self._pieces], dtype=torch.int64).cumsum(0).tolist()
@@ -67,6 +68,10 @@ class TokenStream:
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
+
+    def head(self, documents: int) -> "TokenStream":
+        """The first documents."""
+        return TokenStream(self._documents.select(range(documents)))
 
     def read(self, start: int, stop: int) -> Tensor:
         """Tokens start..stop-1 as int64, fewer at the end of the stream."""

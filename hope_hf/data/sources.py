@@ -43,7 +43,7 @@ def open_sources(config: DataConfig) -> Sources:
     if isinstance(train, IterableDataset):
         train, held = _split_stream(train, held, config)
     elif held is None:
-        train, held = _split(train, config, description)
+        train, held = split_training(train, config.validation_split_percentage, f"{_flag(config)} {description}")
     return Sources(_first(train, config.max_train_samples), _first(held, config.max_eval_samples), description)
 
 
@@ -52,11 +52,16 @@ def training_source(config: DataConfig) -> str:
     return f"{_flag(config)} {config.dataset_name or config.train_file}"
 
 
+def builtin_corpus() -> Dataset:
+    """The built-in corpus, with the columns `text` and `name`."""
+    names, texts = zip(*corpus_documents(), strict=True)
+    return Dataset.from_dict({"text": texts, "name": names})
+
+
 def _builtin(config: DataConfig) -> tuple[Dataset, str]:
     if config.streaming:
         warnings.warn("--streaming is ignored: the built-in corpus is read as a whole.", stacklevel=2)
-    names, texts = zip(*corpus_documents(), strict=True)
-    return Dataset.from_dict({"text": texts, "name": names}), "built-in corpus"
+    return builtin_corpus(), "built-in corpus"
 
 
 def _from_hub(config: DataConfig):
@@ -74,19 +79,23 @@ def _from_hub(config: DataConfig):
     return text_column(splits["train"], columns, source), held, source.removeprefix("--dataset_name ")
 
 
-def _split(documents: Dataset, config: DataConfig, source: str) -> tuple[Dataset, Dataset]:
+def split_training(documents: Dataset, percentage: float, source: str) -> tuple[Dataset, Dataset]:
+    """Training and validation documents, by hash of their text or name; ValueError that names `source` without both.
+
+    A single document is parted at a blank line.
+    """
     key = "name" if "name" in documents.column_names else "text"
     keys = (row[key] for row in documents.select_columns([key]))
-    train, held = split_documents(keys, config.validation_split_percentage)
+    train, held = split_documents(keys, percentage)
     if not train:
-        raise ValueError(f"{_flag(config)} {source} holds no text: give a file with text.")
+        raise ValueError(f"{source} holds no text: give a file with text.")
     if held:
         return documents.select(train).select_columns(["text"]), documents.select(held).select_columns(["text"])
-    parts = _part_at_blank_line(documents[train[0]]["text"], config.validation_split_percentage)
+    parts = _part_at_blank_line(documents[train[0]]["text"], percentage)
     if parts is None:
         raise ValueError(
-            f"{_flag(config)} {source} holds one document, which cannot be split into training and validation: "
-            "add documents or pass --validation_file."
+            f"{source} holds one document, which cannot be split into training and validation: add documents or, with "
+            "--train_file, pass --validation_file."
         )
     return Dataset.from_dict({"text": parts[:1]}), Dataset.from_dict({"text": parts[1:]})
 

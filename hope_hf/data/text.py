@@ -57,12 +57,11 @@ def choose_tokenizer(config: DataConfig, documents: Dataset | IterableDataset) -
     return tokenizer
 
 
-def require_a_block(config: DataConfig, tokens: int) -> None:
+def require_a_block(config: DataConfig, tokens: int, text: str = "the training text") -> None:
     """Raise ValueError where the training text fills no block."""
     if tokens < config.block_size:
         raise ValueError(
-            f"--block_size {config.block_size} is longer than the training text of {tokens} tokens: lower it or add "
-            "text."
+            f"--block_size {config.block_size} is longer than {text} of {tokens} tokens: lower it or add text."
         )
 
 

@@ -4,6 +4,8 @@ Encoding and decoding leave any text unchanged. `<|endoftext|>` begins every doc
 model predicts at its end (so it is the BOS and the EOS token, as in GPT-2); `<|pad|>` fills batches.
 """
 
+import hashlib
+import json
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +19,8 @@ PAD = "<|pad|>"
 SMALLEST_VOCABULARY = 256 + 2
 # Ten times the largest in use; the trainer reserves memory for all entries at once.
 LARGEST_VOCABULARY = 10_000_000
+# What single calls set in a tokenizer and leave there; it changes no ids of ours.
+_CALLS = {"truncation": None, "padding": None}
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = DEFAULT_VOCAB_SIZE) -> PreTrainedTokenizerFast:
@@ -109,6 +113,14 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int):
             f"--tokenizer_name: {name} has ids up to {highest}, but the model's vocab_size is {vocab_size}: use the "
             "model's own tokenizer or raise vocab_size with --config_overrides."
         )
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of what turns text into ids: equal for a tokenizer and its saved copy."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = tokenizer.get_vocab() if backend is None else {**json.loads(backend.to_str()), **_CALLS}
+    parts = json.dumps([rules, tokenizer.eos_token_id], sort_keys=True)
+    return hashlib.sha256(parts.encode()).hexdigest()
 
 
 def bytes_per_id(tokenizer: PreTrainedTokenizerBase) -> list[int]:

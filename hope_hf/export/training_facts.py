@@ -65,6 +65,10 @@ def _text(flags: dict) -> str:
         return f"the data set {name}" + (f" ({flags['dataset_config_name']})" if flags["dataset_config_name"] else "")
     if flags["train_file"]:
         return public_value("train_file", flags["train_file"])
+    # A run of an earlier version does not have these flags.
+    for flag, kind in (("dataset_mixture", "the mixture"), ("train_shards", "the shards")):
+        if flags.get(flag):
+            return f"{kind} {public_value(flag, flags[flag])}"
     return "the sources of Python's standard library"
 
 

@@ -10,6 +10,7 @@ from hope_hf.cli.parser import Parser, named_flags
 from hope_hf.cli.process import warn_once
 from hope_hf.cli.recipe import read_recipe, split_recipe
 from hope_hf.cli.recomputing import parse_recomputed
+from hope_hf.data import SOURCES
 
 from .arguments import FLAGS, GROUPS, Arguments
 from .foreign import INSTEAD, NO_EFFECT, drop_foreign
@@ -18,7 +19,7 @@ DEMO_RECIPE = Path(__file__).with_name("demo.yaml")
 NAMES_A_MODEL = {"model_name_or_path", "model_type", "config_name"}
 # transformers' default.
 POLYNOMIAL_END = 1e-7
-NAMES_DATA = {"dataset_name", "train_file", "validation_file"}
+NAMES_DATA = {*SOURCES, "validation_file"}
 
 
 def parse(argv: list[str]) -> Arguments:
@@ -62,6 +63,10 @@ def _warn_of_ignored(args: Arguments, named: set[str]):
     ignored = (
         ("num_train_epochs", args.max_train_steps is not None, "--max_train_steps is given"),
         ("validation_split_percentage", args.validation_file is not None, "--validation_file is given"),
+        ("validation_split_percentage", args.train_shards is not None, "--train_shards holds its validation text"),
+        ("preprocessing_num_workers", args.train_shards is not None, "--train_shards is tokenized"),
+        ("max_train_samples", args.train_shards is not None, "--train_shards is read whole"),
+        ("max_train_samples", args.dataset_mixture is not None, "the mixture has max_documents for each corpus"),
         ("run_name", args.report_to == "none", "--report_to names no tracker"),
         ("project_name", args.report_to == "none", "--report_to names no tracker"),
         ("hub_model_id", not args.push_to_hub, "--push_to_hub is not given"),
@@ -94,9 +99,12 @@ def _check(args: Arguments):
         raise ValueError(
             f"--lr_scheduler_type polynomial ends at a rate of {POLYNOMIAL_END:g}: give a higher --learning_rate."
         )
+    if args.streaming and (args.dataset_mixture or args.train_shards):
+        raise ValueError("--streaming is for --dataset_name and --train_file: leave it out.")
     if args.streaming and args.max_train_steps is None:
         raise ValueError("--streaming has no known length: give --max_train_steps.")
-    if args.dataset_name and (args.train_file or args.validation_file):
-        raise ValueError("--dataset_name and --train_file exclude each other: give only one of them.")
+    named = [f"--{name}" for name in SOURCES if getattr(args, name)]
+    if len(named) > 1:
+        raise ValueError(f"{' and '.join(named)} exclude each other: give only one of them.")
     if args.validation_file and not args.train_file:
         raise ValueError("--validation_file needs --train_file.")

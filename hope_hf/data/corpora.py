@@ -1,0 +1,84 @@
+"""The documents of one corpus of a mixture: loaded, filtered, split and limited."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetGenerationError
+
+from .files import column_kinds, find_files, load_files, text_column
+from .filters import keep
+from .mixture import Corpus
+from .sources import builtin_corpus, split_training
+
+BUILTIN = "builtin"
+_READ_TOGETHER = 1_000
+
+
+@dataclass
+class Documents:
+    """Data sets with the one column `text`, in the order in which they are read."""
+
+    corpus: Corpus
+    train: Dataset
+    validation: Dataset
+    dropped: Counter
+    """Documents that are not read, by reason."""
+
+
+def open_corpus(corpus: Corpus, percentage: float, max_eval_samples: int | None, seed: int) -> Documents:
+    """Load what the corpus names; ValueError that names it where there is nothing to read, or less than asked for.
+
+    percentage: of the documents that pass, held out for validation, of which the first `max_eval_samples` are read.
+    """
+    source = f"corpus {corpus.name}"
+    documents = _load(corpus, source)
+    kept, dropped = keep(_texts(documents), corpus.filters)
+    if not kept:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in dropped.items())
+        raise ValueError(
+            f"{source} has no document to read ({reasons or 'it is empty'}): check its split and filters."
+        )
+    train, validation = split_training(documents.select(kept), percentage, source)
+    if max_eval_samples is not None and len(validation) > max_eval_samples:
+        dropped["max_eval_samples"] += len(validation) - max_eval_samples
+        validation = validation.select(range(max_eval_samples))
+    read = _drawn(corpus, len(train), seed)
+    dropped["max_documents"] += len(train) - len(read)
+    return Documents(corpus, train.select(read), validation, +dropped)
+
+
+def _load(corpus: Corpus, source: str) -> Dataset:
+    if corpus.files:
+        return load_files(find_files(corpus.files, f"{source}: files"), f"{source}: files", column=corpus.text_column)
+    if corpus.dataset_name == BUILTIN:
+        return builtin_corpus()
+    try:
+        dataset = load_dataset(corpus.dataset_name, corpus.dataset_config_name, split=corpus.split)
+    except (OSError, ValueError, DatasetGenerationError) as error:
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        raise ValueError(
+            f"{source}: {corpus.dataset_name} (split {corpus.split}) could not be loaded, check its name and the "
+            f"connection: {reason}"
+        ) from error
+    return text_column(dataset, column_kinds(dataset), f"{source}: {corpus.dataset_name}", corpus.text_column)
+
+
+def _texts(documents: Dataset):
+    for rows in documents.select_columns(["text"]).iter(_READ_TOGETHER):
+        yield from rows["text"]
+
+
+def _drawn(corpus: Corpus, count: int, seed: int):
+    """Indices of the documents to read of `count`: all in order where there is no limit."""
+    if corpus.max_documents is None and corpus.max_tokens is None:
+        return range(count)
+    if corpus.max_documents is not None and corpus.max_documents > count:
+        raise ValueError(
+            f"corpus {corpus.name} has {count} training documents, fewer than max_documents {corpus.max_documents}: "
+            "lower it."
+        )
+    # By name, too: two corpora of one size must not be drawn alike.
+    drawn = np.random.default_rng([seed, *corpus.name.encode()]).permutation(count)
+    return drawn[: corpus.max_documents]

@@ -1,0 +1,74 @@
+"""Documents to the tokens of shards, several of them together, in this process or in others."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import numpy as np
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from hope_hf.cli.process import die_with_parent
+
+from .encoding import Encode, make_encoder
+from .shard_writer import Encoded
+from .vocabulary import load_tokenizer
+
+# Text that is encoded together: enough for all threads, little enough to wait for.
+_CHARACTERS = 1 << 20
+_READ_TOGETHER = 64
+_encode: Encode
+
+
+def encoded(
+    documents: Dataset, tokenizer: PreTrainedTokenizerBase, kind: np.dtype, pool: ProcessPoolExecutor | None
+) -> Iterator[Encoded]:
+    """The tokens of all documents in their order, about 1 MB of text at a time."""
+    batches = _batches(documents)
+    if pool is None:
+        encode = make_encoder(tokenizer)
+        yield from (_pack(encode, texts, kind) for texts in batches)
+        return
+    waiting: deque = deque()
+    for texts in batches:
+        waiting.append(pool.submit(_work, texts, kind))
+        # Enough to keep all busy; documents are not read further ahead than that.
+        if len(waiting) > 2 * pool._max_workers:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def encoding_pool(tokenizer_folder: str, count: int) -> ProcessPoolExecutor:
+    """Processes that encode with the tokenizer saved in a folder."""
+    return ProcessPoolExecutor(count, get_context("spawn"), _begin, (tokenizer_folder,))
+
+
+def _batches(documents: Dataset) -> Iterator[list[str]]:
+    texts, characters = [], 0
+    for rows in documents.iter(_READ_TOGETHER):
+        texts += rows["text"]
+        characters += sum(map(len, rows["text"]))
+        if characters >= _CHARACTERS:
+            yield texts
+            texts, characters = [], 0
+    if texts:
+        yield texts
+
+
+def _begin(tokenizer_folder: str) -> None:
+    global _encode
+    die_with_parent()
+    _encode = make_encoder(load_tokenizer(tokenizer_folder))
+
+
+def _work(texts: list[str], kind: np.dtype) -> Encoded:
+    return _pack(_encode, texts, kind)
+
+
+def _pack(encode: Encode, texts: Iterable[str], kind: np.dtype) -> Encoded:
+    rows = encode(texts)
+    lengths = list(map(len, rows))
+    tokens = np.fromiter((token for row in rows for token in row), dtype=kind, count=sum(lengths))
+    return Encoded(tokens, lengths, [len(text.encode("utf-8", errors="surrogatepass")) for text in texts])

@@ -1,0 +1,134 @@
+"""Mixture files: which corpora a run reads, how much of each, and in which shares.
+
+corpora:
+  web:
+    dataset_name: HuggingFaceFW/fineweb-edu
+    dataset_config_name: sample-10BT
+    weight: 0.7
+    max_tokens: 5_000_000_000
+    min_length: 200
+    deduplicate: true
+  books:
+    files: books/*.txt
+    weight: 0.3
+"""
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import yaml
+
+from hope_hf.cli.parser import nearest
+from hope_hf.cli.recipe import load_yaml
+
+from .filters import LANGUAGES, Filters
+
+_SOURCES = ("dataset_name", "files", "shards")
+# Keys that only documents have: shards were made of documents that passed.
+_OF_DOCUMENTS = ("max_documents", "max_tokens", "min_length", "max_length", "deduplicate", "language", "text_column")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """One corpus of a mixture: a data set, files or prepared shards."""
+
+    name: str
+    dataset_name: str | None = None
+    """Hub name or folder; `builtin` is the built-in corpus."""
+    dataset_config_name: str | None = None
+    split: str = "train"
+    files: str | None = None
+    """Path or glob pattern of .txt, .json, .jsonl or .parquet files."""
+    shards: str | None = None
+    """Folder that `python -m hope_hf.data.prepare` wrote."""
+    text_column: str | None = None
+    """Default: `text`, or the only column of strings."""
+    weight: float | None = None
+    """Share of the tokens, relative to the others' weights. Without weights a corpus counts by its size."""
+    max_documents: int | None = None
+    """Read so many training documents, drawn by the seed."""
+    max_tokens: int | None = None
+    """Read training documents, in an order drawn by the seed, until they have so many tokens."""
+    min_length: int | None = None
+    """In characters."""
+    max_length: int | None = None
+    deduplicate: bool = False
+    language: str | None = None
+
+    @property
+    def filters(self) -> Filters:
+        """The conditions for its documents."""
+        return Filters(self.min_length, self.max_length, self.deduplicate, self.language)
+
+    def facts(self) -> dict:
+        """The keys that differ from their defaults, JSON-able."""
+        return {f.name: value for f in fields(self) if (value := asdict(self)[f.name]) != f.default}
+
+
+def read_mixture(path: str) -> list[Corpus]:
+    """The corpora of a mixture file, in its order. Raises ValueError that names the file, the corpus and the mend."""
+    try:
+        document = load_yaml(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+        raise ValueError(f"The mixture {path} cannot be read: {reason}.") from None
+    corpora = document.get("corpora") if isinstance(document, dict) and len(document) == 1 else None
+    if not isinstance(corpora, dict) or not corpora:
+        raise ValueError(f"The mixture {path} must hold the one key 'corpora', with a name and settings for each.")
+    mixture = [_corpus(path, name, settings) for name, settings in corpora.items()]
+    weights = [corpus.weight for corpus in mixture]
+    if None in weights and any(weight is not None for weight in weights):
+        names = [corpus.name for corpus in mixture if corpus.weight is None]
+        raise ValueError(
+            f"The mixture {path} gives no weight to {', '.join(names)}: give one to all corpora, or none."
+        )
+    if None not in weights and not any(weights):
+        raise ValueError(f"The mixture {path} gives every corpus the weight 0: raise one of them.")
+    return [corpus for corpus in mixture if corpus.weight != 0]
+
+
+def _corpus(path: str, name: object, settings: object) -> Corpus:
+    where = f"The mixture {path}, corpus {name},"
+    # Shards lie in folders of these names.
+    if not isinstance(name, str) or not name.isascii() or not name.replace("_", "").replace("-", "").isalnum():
+        raise ValueError(f"{where} needs a name of letters, digits, - and _.")
+    if not isinstance(settings, dict):
+        raise ValueError(f"{where} must hold lines of the form 'key: value'.")
+    kinds = {f.name: f.type for f in fields(Corpus) if f.name != "name"}
+    for key, value in settings.items():
+        if key not in kinds:
+            raise ValueError(f"{where} has an unknown key {key!r}{nearest(str(key), kinds)}")
+        if not _fits(value, kinds[key]):
+            raise ValueError(f"{where} has {key}: {value!r}, give {_WORDS_OF_KINDS[kinds[key]]}.")
+    corpus = Corpus(name, **settings)
+    named = [key for key in _SOURCES if settings.get(key)]
+    if len(named) != 1:
+        raise ValueError(f"{where} names {' and '.join(named) or 'no text'}: give one of {', '.join(_SOURCES)}.")
+    if corpus.language is not None and corpus.language not in LANGUAGES:
+        raise ValueError(f"{where} has language: {corpus.language}, give one of {', '.join(LANGUAGES)}.")
+    if corpus.shards:
+        for key in _OF_DOCUMENTS:
+            if key in settings:
+                raise ValueError(f"{where} has {key}, which is for documents: shards are read whole, leave it out.")
+    return corpus
+
+
+_WORDS_OF_KINDS = {
+    str | None: "a text",
+    str: "a text",
+    float | None: "a number of at least 0",
+    int | None: "a whole number of at least 1",
+    bool: "true or false",
+}
+
+
+def _fits(value: object, kind: object) -> bool:
+    if kind is bool:
+        return isinstance(value, bool)
+    if isinstance(value, bool):
+        return False
+    if kind == int | None:
+        return isinstance(value, int) and value >= 1
+    if kind == float | None:
+        return isinstance(value, int | float) and 0 <= value < float("inf")
+    return isinstance(value, str) and value != ""
