@@ -16,8 +16,8 @@ from .shard_writer import Encoded
 from .vocabulary import load_tokenizer
 
 # Text that is encoded together: enough for all threads, little enough to wait for.
-_CHARACTERS = 1 << 20
-_READ_TOGETHER = 64
+CHARACTERS = 1 << 20
+_READ_TOGETHER = 8
 _encode: Encode
 
 
@@ -50,7 +50,7 @@ def _batches(documents: Dataset) -> Iterator[list[str]]:
     for rows in documents.iter(_READ_TOGETHER):
         texts += rows["text"]
         characters += sum(map(len, rows["text"]))
-        if characters >= _CHARACTERS:
+        if characters >= CHARACTERS:
             yield texts
             texts, characters = [], 0
     if texts:

@@ -99,16 +99,16 @@ def write_shards(
     (folder / part).parent.mkdir(exist_ok=True)
     shard = _OpenShard(folder, part, index)
     for batch in batches:
+        if shard.tokens >= shard_tokens:
+            progress.note(shard.finish(last=False))
+            index += 1
+            shard = _OpenShard(folder, part, index)
         if max_tokens is not None:
             batch = _up_to(batch, max_tokens - tokens)
         shard.write(batch)
         tokens += len(batch.tokens)
         if max_tokens is not None and tokens >= max_tokens:
             break
-        if shard.tokens >= shard_tokens:
-            progress.note(shard.finish(last=False))
-            index += 1
-            shard = _OpenShard(folder, part, index)
     progress.note(shard.finish(last=True))
 
 

@@ -1,0 +1,38 @@
+"""A mixture of four small corpora and its shards, made once."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from datasets.utils.logging import disable_progress_bar
+from four_corpora import write_corpora
+
+from hope_hf.data import encode_batches
+from hope_hf.data.prepare import main
+
+TEXT_TOGETHER = 2_000
+
+
+@pytest.fixture(scope="session")
+def mixture(tmp_path_factory) -> Iterator[Path]:
+    """The mixture file; its tokenizer is beside it. Little text is encoded together, so there are several shards."""
+    disable_progress_bar()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encode_batches, "CHARACTERS", TEXT_TOGETHER)
+        yield write_corpora(tmp_path_factory.mktemp("corpora"))
+
+
+@pytest.fixture(scope="session")
+def shards(mixture) -> Path:
+    """Its folder of shards."""
+    folder = mixture.parent / "shards"
+    assert main(prepare_words(mixture, folder)) == 0
+    return folder
+
+
+def prepare_words(mixture: Path, folder: Path) -> list[str]:
+    """The command line that prepares the mixture into a folder, in several shards for each corpus."""
+    return [
+        *(str(mixture), "--tokenizer_name", str(mixture.parent / "tokenizer"), "--output_dir", str(folder)),
+        *("--shard_tokens", "1024", "--validation_split_percentage", "10"),
+    ]

@@ -1,0 +1,264 @@
+"""Mixtures and shards as data of a run: shares, ranks, resuming, and what is refused."""
+
+import json
+import re
+import shutil
+import time
+from itertools import islice
+
+import pytest
+import torch
+from four_corpora import sentence
+
+from hope_hf.data import DataConfig, build_data, save_tokenizer, train_tokenizer
+from hope_hf.data.shards import MANIFEST
+
+T = 16
+
+
+@pytest.fixture(params=["mixture", "shards"])
+def config(request, mixture, shards):
+    """Builds the configuration of the same corpora, tokenized by the run or before it."""
+    sources = {
+        "mixture": {"dataset_mixture": str(mixture), "tokenizer_name": str(mixture.parent / "tokenizer")},
+        "shards": {"train_shards": str(shards)},
+    }
+    defaults = {"block_size": T, "per_device_train_batch_size": 4, "validation_split_percentage": 10}
+    return lambda **values: DataConfig(**{**defaults, **sources[request.param], **values})
+
+
+def rows_of(config, count, rank=0, world_size=1, state=None):
+    data = build_data(config, rank=rank, world_size=world_size, state=state)
+    return [(batch["input_ids"], state) for batch, state in islice(data.train, count)]
+
+
+def text_in_order(blocks, tokenizer):
+    """The text of all blocks one after another."""
+    return tokenizer.decode(torch.cat([blocks[index].tokens for index in range(len(blocks))]))
+
+
+def test_shards_are_the_mixture(mixture, shards):
+    tokens = {"block_size": T, "validation_split_percentage": 10}
+    raw = build_data(
+        DataConfig(dataset_mixture=str(mixture), tokenizer_name=str(mixture.parent / "tokenizer"), **tokens)
+    )
+    prepared = build_data(DataConfig(train_shards=str(shards), **tokens))
+    assert raw.train_tokens == prepared.train_tokens
+    assert raw.validation_bytes_per_token == prepared.validation_bytes_per_token
+    for (batch, state), (other, other_state) in islice(zip(raw.train, prepared.train, strict=True), 50):
+        assert state == other_state and all(torch.equal(batch[name], other[name]) for name in batch)
+    assert len(raw.validation) == len(prepared.validation)
+    for batch, other in zip(raw.validation, prepared.validation, strict=True):
+        assert all(torch.equal(batch[name], other[name]) for name in batch)
+
+
+def test_tokens_have_the_shares_of_the_weights(config):
+    data = build_data(config())
+    texts = [data.tokenizer.decode(row) for batch, _ in islice(data.train, 100) for row in batch["input_ids"]]
+    corpora = [found.group() for text in texts if (found := re.search("[A-D]", text))]
+    for corpus, weight in zip("ABCD", (0.4, 0.3, 0.2, 0.1), strict=True):
+        assert abs(corpora.count(corpus) / len(corpora) - weight) < 0.05
+
+
+def test_limits_and_filters_hold_for_what_is_read(config, mixture):
+    data = build_data(config())
+    text = text_in_order(data.train.loader.blocks, data.tokenizer)
+    assert "Short." not in text and text.count(sentence(1, 3)) == 1
+    # A few are cut: a corpus ends with its last whole block.
+    assert 69 <= sum(sentence(2, number) in text for number in range(120)) <= 70
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_read_together_what_one_process_reads_and_no_block_twice(config, world_size):
+    batches = 12
+    single = rows_of(config(per_device_train_batch_size=4), batches)
+    ranks = [
+        rows_of(config(per_device_train_batch_size=4 // world_size), batches, rank, world_size)
+        for rank in range(world_size)
+    ]
+    for step, (rows, state) in enumerate(single):
+        together = torch.stack([ranks[rank][step][0] for rank in range(world_size)], dim=1).flatten(0, 1)
+        assert torch.equal(together, rows)
+        assert all(ranks[rank][step][1] == state for rank in range(world_size))
+
+
+def test_resume_is_exact_across_epochs(config):
+    data = build_data(config())
+    whole = rows_of(config(), 3 * data.train.batches_per_epoch)
+    for cut in (1, 7, data.train.batches_per_epoch, len(whole) - 5):
+        state = json.loads(json.dumps(whole[cut - 1][1]))
+        resumed = rows_of(config(), 5, state=state)
+        assert all(torch.equal(rows, again) for (rows, _), (again, _) in zip(whole[cut:], resumed, strict=False))
+
+
+def test_the_seed_draws_order_and_limited_documents(config, request):
+    first, other = build_data(config(seed=1)), build_data(config(seed=2))
+    assert first.fingerprint != other.fingerprint == build_data(config(seed=2)).fingerprint
+    assert not torch.equal(next(iter(first.train))[0]["input_ids"], next(iter(other.train))[0]["input_ids"])
+
+
+def test_validation_documents_are_not_trained_on_and_can_be_fewer(config):
+    data = build_data(config())
+    held = text_in_order(data.validation.blocks, data.tokenizer)
+    trained = text_in_order(data.train.loader.blocks, data.tokenizer)
+    documents = [sentence(corpus, number) for corpus in range(3) for number in range(120)]
+    held_out = [document for document in documents if document in held]
+    assert len(held_out) > 10 and not any(document in trained for document in held_out)
+    assert len(build_data(config(max_eval_samples=1)).validation) < len(build_data(config()).validation)
+
+
+def test_memories_are_not_carried_from_corpus_to_corpus(config):
+    with pytest.raises(ValueError, match="--document_boundary carry reads one text .* mixes 4: use"):
+        build_data(config(document_boundary="carry"))
+
+
+def test_one_corpus_can_be_carried_on(mixture, tmp_path):
+    path = tmp_path / "one.yaml"
+    path.write_text(f"corpora: {{book: {{files: {mixture.parent}/book.txt}}}}")
+    config = DataConfig(
+        dataset_mixture=str(path),
+        tokenizer_name=str(mixture.parent / "tokenizer"),
+        document_boundary="carry",
+        block_size=T,
+        per_device_train_batch_size=2,
+    )
+    data = build_data(config)
+    text = "".join(data.tokenizer.decode(batch["input_ids"][0]) for batch, _ in islice(data.train, 60))
+    assert sentence(3, 5) + "\n\n" + sentence(3, 6) in text
+
+
+def test_shards_are_a_corpus_of_a_mixture(mixture, shards, tmp_path):
+    path = tmp_path / "with_shards.yaml"
+    path.write_text(
+        f"corpora: {{prepared: {{shards: {shards}, weight: 3}}, "
+        f"book: {{files: {mixture.parent}/book.txt, weight: 1}}}}"
+    )
+    data = build_data(DataConfig(dataset_mixture=str(path), tokenizer_name=str(shards / "tokenizer"), block_size=T))
+    assert "prepared 75.0%, book 25.0%" in data.description
+    other = tmp_path / "other"
+    save_tokenizer(train_tokenizer(["other words"], 270), other)
+    with pytest.raises(ValueError, match="corpus prepared: shards .* was made with another tokenizer than"):
+        build_data(DataConfig(dataset_mixture=str(path), tokenizer_name=str(other), block_size=T))
+
+
+def test_a_corpus_that_is_read_again_is_named(mixture, tmp_path):
+    path = tmp_path / "mix.yaml"
+    notes, pages = (f"{mixture.parent}/{name}" for name in ("notes/*.txt", "pages.jsonl"))
+    path.write_text(f"corpora: {{notes: {{files: {notes}, weight: 9}}, pages: {{files: {pages}, weight: 1, "
+                    "text_column: page}}")  # fmt: skip
+    with pytest.warns(UserWarning, match=r"An epoch of \d+ blocks reads notes 2\.\d times"):
+        build_data(
+            DataConfig(dataset_mixture=str(path), tokenizer_name=str(mixture.parent / "tokenizer"), block_size=T)
+        )
+
+
+@pytest.mark.parametrize(
+    "settings, sentence",
+    [
+        ("files: {}/none/*.txt", "corpus a: files .*none/.* matches no file"),
+        ("files: {}/pages.jsonl, text_column: body", "corpus a: files .* has no column 'body' of strings among kind,"),
+        ("files: {}/pages.jsonl", "corpus a: files .* has no column 'text' among kind, page"),
+        ("files: {}/book.txt, min_length: 1000000", "corpus a has no document to read .min_length 1.: check its"),
+        ("files: {}/rows.jsonl, max_documents: 500", "corpus a has 7. training documents, fewer than max_documents"),
+        ("files: {}/rows.jsonl, max_tokens: 500000", "corpus a has .* tokens, fewer than max_tokens 500000: lower"),
+        ("shards: {}", "corpus a: shards .* has no manifest.json: finish it with python -m hope_hf.data.prepare"),
+        ("dataset_name: '{}/nowhere'", "corpus a: .*nowhere .split train. could not be loaded, check its name"),
+    ],
+)
+def test_a_corpus_that_cannot_be_read_is_named(mixture, tmp_path, monkeypatch, settings, sentence):
+    path = tmp_path / "mix.yaml"
+    path.write_text(f"corpora: {{a: {{{settings.format(mixture.parent)}}}}}")
+    with pytest.raises(ValueError, match=sentence):
+        build_data(
+            DataConfig(dataset_mixture=str(path), tokenizer_name=str(mixture.parent / "tokenizer"), block_size=T)
+        )
+
+
+def test_an_empty_split_is_named(tmp_path, mixture):
+    (tmp_path / "empty.jsonl").write_text('{"text": " "}\n{"text": ""}\n')
+    path = tmp_path / "mix.yaml"
+    path.write_text(f"corpora: {{a: {{files: {tmp_path}/empty.jsonl}}}}")
+    with pytest.raises(ValueError, match="corpus a has no document to read .blank 2.: check its split and filters"):
+        build_data(DataConfig(dataset_mixture=str(path), tokenizer_name=str(mixture.parent / "tokenizer")))
+
+
+def test_a_corpus_shorter_than_a_block_is_named(mixture):
+    tokenizer = str(mixture.parent / "tokenizer")
+    with pytest.raises(ValueError, match="--block_size 5000 is longer than the corpus notes of 3... tokens"):
+        build_data(DataConfig(dataset_mixture=str(mixture), tokenizer_name=tokenizer, block_size=5000))
+
+
+def test_corpora_of_the_hub_need_a_tokenizer(tmp_path, shards):
+    path = tmp_path / "mix.yaml"
+    path.write_text(f"corpora: {{a: {{shards: {shards}}}}}")
+    with pytest.raises(ValueError, match="--dataset_mixture .* needs a --tokenizer_name"):
+        build_data(DataConfig(dataset_mixture=str(path), block_size=T))
+
+
+@pytest.fixture
+def copy(shards, tmp_path):
+    """A copy of the shards that a test may break."""
+    return shutil.copytree(shards, tmp_path / "shards")
+
+
+def test_a_changed_shard_is_named(copy):
+    path = copy / "rows" / "train-00001.bin"
+    data = bytearray(path.read_bytes())
+    data[0] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"--train_shards: .*train-00001.bin has changed .*: repeat the python -m"):
+        build_data(DataConfig(train_shards=str(copy), block_size=T))
+
+
+def test_a_shard_that_is_cut_or_missing_is_named(copy):
+    path = copy / "rows" / "train-00001.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(ValueError, match=r"train-00001.bin has \d+ bytes instead of \d+: repeat the python -m"):
+        build_data(DataConfig(train_shards=str(copy), block_size=T))
+    path.unlink()
+    with pytest.raises(ValueError, match=r"train-00001.bin is missing: repeat the python -m"):
+        build_data(DataConfig(train_shards=str(copy), block_size=T))
+
+
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        (lambda manifest: manifest.update(format=0), "is not of this version: prepare the shards again"),
+        (lambda manifest: manifest.pop("corpora"), "cannot be read, prepare the shards again: KeyError"),
+        (lambda manifest: manifest["corpora"]["rows"]["train"]["shards"][0].update(file="../x"), "is not of this"),
+    ],
+)
+def test_a_broken_manifest_is_named(copy, change, sentence):
+    manifest = json.loads((copy / MANIFEST).read_text())
+    change(manifest)
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=rf"--train_shards .*manifest.json {sentence}"):
+        build_data(DataConfig(train_shards=str(copy), block_size=T))
+
+
+def test_another_tokenizer_is_refused(shards, tmp_path):
+    save_tokenizer(train_tokenizer(["other words"], 270), tmp_path / "other")
+    with pytest.raises(ValueError, match="--train_shards .* was made with another tokenizer than .*other: pass"):
+        build_data(DataConfig(train_shards=str(shards), tokenizer_name=str(tmp_path / "other"), block_size=T))
+
+
+def test_what_is_no_folder_of_shards_is_named(tmp_path):
+    with pytest.raises(ValueError, match="--train_shards .*none is no folder: name one that python -m hope_hf.data"):
+        build_data(DataConfig(train_shards=str(tmp_path / "none"), block_size=T))
+
+
+def test_100_gb_of_tokens_open_at_once(copy):
+    tokens = 50_000_000_000
+    manifest = json.loads((copy / MANIFEST).read_text())
+    (shard,) = manifest["corpora"]["book"]["train"]["shards"][:1]
+    shard["tokens"] = tokens
+    manifest["corpora"]["book"]["train"]["shards"] = [shard]
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    with (copy / shard["file"]).open("r+b") as file:
+        # Sparse: it takes no room on the disk.
+        file.truncate(2 * tokens)
+    begin = time.monotonic()
+    data = build_data(DataConfig(train_shards=str(copy), block_size=2048, per_device_train_batch_size=4))
+    batch, _ = next(iter(data.train))
+    assert time.monotonic() - begin < 5
+    assert batch["input_ids"].shape == (4, 2048) and data.train_tokens > tokens - 2048

@@ -1,0 +1,58 @@
+"""Mixture files: one sentence for each mistake, with the file, the corpus and the mend."""
+
+import pytest
+
+from hope_hf.data.mixture import read_mixture
+
+
+def write(tmp_path, text):
+    path = tmp_path / "mix.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_corpora_come_in_their_order_without_those_of_weight_0(tmp_path):
+    path = write(
+        tmp_path,
+        "corpora:\n  b: {files: b.txt, weight: 2, max_tokens: 5_000}\n  a: {dataset_name: a/b, weight: 0.5}\n"
+        "  c: {shards: s, weight: 0}\n",
+    )
+    first, second = read_mixture(path)
+    assert (first.name, first.files, first.weight, first.max_tokens) == ("b", "b.txt", 2, 5000)
+    assert (second.name, second.dataset_name, second.split, second.weight) == ("a", "a/b", "train", 0.5)
+    assert second.facts() == {"name": "a", "dataset_name": "a/b", "weight": 0.5}
+
+
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        ("corpora: [", "cannot be read: "),
+        ("- a", "must hold the one key 'corpora'"),
+        ("corpora: {}", "must hold the one key 'corpora'"),
+        ("corpora: {a: {files: a.txt}}\nseed: 1", "must hold the one key 'corpora'"),
+        ("corpora: {'a/b': {files: a.txt}}", "corpus a/b, needs a name of letters, digits, - and _."),
+        ("corpora: {a: a.txt}", "corpus a, must hold lines of the form 'key: value'."),
+        ("corpora: {a: {file: a.txt}}", "corpus a, has an unknown key 'file'; did you mean files?"),
+        ("corpora: {a: {weight: 1}}", "corpus a, names no text: give one of dataset_name, files, shards."),
+        ("corpora: {a: {files: a, shards: b}}", "corpus a, names files and shards: give one of"),
+        ("corpora: {a: {files: a, weight: -1}}", "corpus a, has weight: -1, give a number of at least 0."),
+        ("corpora: {a: {files: a, weight: .nan}}", "corpus a, has weight: nan, give a number of at least 0."),
+        ("corpora: {a: {files: a, max_tokens: 0}}", "has max_tokens: 0, give a whole number of at least 1."),
+        ("corpora: {a: {files: a, max_tokens: 5e9}}", "has max_tokens: '5e9', give a whole number of at least 1."),
+        ("corpora: {a: {files: a, deduplicate: 1}}", "has deduplicate: 1, give true or false."),
+        ("corpora: {a: {files: a, language: xx}}", "has language: xx, give one of de, en, es, fr, it, nl, pt."),
+        ("corpora: {a: {shards: a, min_length: 3}}", "has min_length, which is for documents: shards are read whole"),
+        ("corpora: {a: {files: a, weight: 1}, b: {files: b}}", "gives no weight to b: give one to all corpora, or"),
+        ("corpora: {a: {files: a, weight: 0}, b: {files: b, weight: 0}}", "gives every corpus the weight 0: raise"),
+    ],
+)
+def test_a_mistake_is_named(tmp_path, text, sentence):
+    path = write(tmp_path, text)
+    with pytest.raises(ValueError) as raised:
+        read_mixture(path)
+    assert f"The mixture {path}" in str(raised.value) and sentence in str(raised.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"The mixture .*mix.yaml cannot be read: No such file or directory\."):
+        read_mixture(str(tmp_path / "mix.yaml"))
