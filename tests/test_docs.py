@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from accelerate.commands.launch import launch_command_parser
 
-from hope_hf.data import tokenizer
+from hope_hf.data import prepare, tokenizer
 from hope_hf.evaluation.arguments import FLAGS as EVALUATION_FLAGS
 from hope_hf.export import run as export
 from hope_hf.plan import parsing as plan
@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PARSERS = {
+    "hope_hf.data.prepare": prepare.make_parser,
     "hope_hf.data.tokenizer": tokenizer.make_parser,
     "hope_hf.export": export.make_parser,
     "hope_hf.plan": plan.make_parser,

@@ -18,6 +18,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 from hope_hf import HopeConfig, HopeForCausalLM, evaluation, training
 from hope_hf.cli.parser import Parser
+from hope_hf.data import prepare as prepare_program
 from hope_hf.data import tokenizer as tokenizer_program
 from hope_hf.data import train_tokenizer
 from hope_hf.evaluation import sample, suites
@@ -42,7 +43,9 @@ SWITCHES = ["", "maybe", "2", "nan", "-1", "true"]
 EXCLUDED = {
     "--model_name_or_path": {"--model_type", "--config_overrides"},
     "--config_name": {"--model_type", "--config_overrides"},
-    "--dataset_name": {"--train_file", "--validation_file"},
+    "--dataset_name": {"--train_file", "--validation_file", "--files"},
+    "--dataset_mixture": {"--train_file", "--validation_file", "--files"},
+    "--train_shards": {"--train_file", "--validation_file"},
 }
 WRITTEN = {"--output_dir", "--to"}
 
@@ -100,6 +103,7 @@ def place(tmp_path) -> Path:
     generator = random.Random(0)
     texts = [" ".join(generator.choices("a memory reads what it has written".split(), k=30)) for _ in range(6)]
     (place / "text.txt").write_text("\n<|endoftext|>\n".join(texts), encoding="utf-8")
+    (place / "mix.yaml").write_text(f"corpora: {{text: {{files: {place}/text.txt}}}}", encoding="utf-8")
     tokenizer = train_tokenizer(texts, 270)
     sizes = dict(hidden_size=16, num_hidden_layers=1, head_dim=16, level_intermediate_sizes=[16], level_periods=[64])
     model = HopeForCausalLM(HopeConfig(vocab_size=len(tokenizer), **sizes))
@@ -160,13 +164,20 @@ def programs(place: Path) -> list[Program]:
             tokenizer_program.make_parser(),
             flags={"--files": text, "--vocab_size": "260", "--output_dir": ""},
         ),
+        Program(
+            "prepare",
+            prepare_program.main,
+            prepare_program.make_parser(),
+            (str(place / "mix.yaml"),),
+            {"--tokenizer_name": model, "--output_dir": ""},
+        ),
         Program("checkpoints", tool.main, consolidate, ("consolidate", str(place / "checkpoint-1")), {"--to": ""}),
         Program("plan", plan_main, make_plan_parser(), flags=new | {"--block_size": "16", "--simulate": "false"}),
         Program("plot", plot.main, plot.make_parser(), (model,)),
     ]
 
 
-NAMES = ["run_clm", "run_eval", "export", "tokenizer", "checkpoints", "plan", "plot"]
+NAMES = ["run_clm", "run_eval", "export", "tokenizer", "prepare", "checkpoints", "plan", "plot"]
 
 
 @pytest.mark.parametrize("name", NAMES)

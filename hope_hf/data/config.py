@@ -47,6 +47,9 @@ class DataConfig:
     dataloader_pin_memory: bool = False
 
     def __post_init__(self):
+        named = [f"--{name}" for name in SOURCES if getattr(self, name)]
+        if len(named) > 1:
+            raise ValueError(f"{' and '.join(named)} name the training text: give only one of them.")
         if self.dataset_config_name and not self.dataset_name:
             raise ValueError("--dataset_config_name belongs to a --dataset_name: add it.")
         if self.document_boundary not in ("reset", "carry"):

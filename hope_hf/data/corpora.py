@@ -32,6 +32,18 @@ def open_corpus(corpus: Corpus, percentage: float, max_eval_samples: int | None,
 
     percentage: of the documents that pass, held out for validation, of which the first `max_eval_samples` are read.
     """
+    documents, dropped = passing(corpus)
+    train, validation = split_training(documents, percentage, f"corpus {corpus.name}")
+    if max_eval_samples is not None and len(validation) > max_eval_samples:
+        dropped["max_eval_samples"] += len(validation) - max_eval_samples
+        validation = validation.select(range(max_eval_samples))
+    read = _drawn(corpus, len(train), seed)
+    dropped["max_documents"] += len(train) - len(read)
+    return Documents(corpus, train.select(read), validation, +dropped)
+
+
+def passing(corpus: Corpus) -> tuple[Dataset, Counter]:
+    """Its documents that pass its filters, and how many others there are, by reason."""
     source = f"corpus {corpus.name}"
     documents = _load(corpus, source)
     kept, dropped = keep(_texts(documents), corpus.filters)
@@ -40,13 +52,7 @@ def open_corpus(corpus: Corpus, percentage: float, max_eval_samples: int | None,
         raise ValueError(
             f"{source} has no document to read ({reasons or 'it is empty'}): check its split and filters."
         )
-    train, validation = split_training(documents.select(kept), percentage, source)
-    if max_eval_samples is not None and len(validation) > max_eval_samples:
-        dropped["max_eval_samples"] += len(validation) - max_eval_samples
-        validation = validation.select(range(max_eval_samples))
-    read = _drawn(corpus, len(train), seed)
-    dropped["max_documents"] += len(train) - len(read)
-    return Documents(corpus, train.select(read), validation, +dropped)
+    return documents.select(kept), dropped
 
 
 def _load(corpus: Corpus, source: str) -> Dataset:

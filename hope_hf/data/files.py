@@ -82,13 +82,6 @@ def load_files(
     return text_column(dataset, columns, f"{flag} {_names(paths)}", column)
 
 
-def read_documents(paths: list[str], flag: str) -> Iterator[str]:
-    """The texts of `load_files`, one after another."""
-    for row in load_files(paths, flag):
-        if row["text"]:
-            yield row["text"]
-
-
 def read_stream(rows: Iterable[dict], source: str) -> Iterator[dict]:
     """`rows` of a stream; ValueError that names `source` (flag and files) if reading fails."""
     try:

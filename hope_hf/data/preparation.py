@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 
-import pyarrow.compute as pc
 from datasets import Dataset
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +19,7 @@ from .encode_batches import encoded, encoding_pool
 from .encoding import make_encoder
 from .shard_writer import Encoded, Progress, write_shards
 from .shards import FORMAT, KINDS, MANIFEST, TOKENIZER, file_hash, read_manifest
+from .tokenizer_sample import text_bytes
 from .vocabulary import save_tokenizer, tokenizer_hash
 
 PLAN = "plan.json"
@@ -38,7 +38,7 @@ class Preparation:
         self.folder, self.documents, self.tokenizer = folder, documents, tokenizer
         self.dtype = "uint16" if len(tokenizer) <= 1 << 16 else "uint32"
         self.bytes = {
-            (part.corpus.name, side): _text_bytes(getattr(part, side)) for part in documents for side in _PARTS
+            (part.corpus.name, side): text_bytes(getattr(part, side)) for part in documents for side in _PARTS
         }
         self.plan = {
             "format": FORMAT,
@@ -188,11 +188,6 @@ def _difference(there: dict, here: dict, name: str = "") -> str:
             return _difference(right, left, f"{name}{key}: ")
         return f"{name}{key} is {json.dumps(right)}, now {json.dumps(left)}"
     raise AssertionError("equal plans")
-
-
-def _text_bytes(documents: Dataset) -> int:
-    tables = documents.with_format("arrow").iter(1_000) if len(documents) else ()
-    return sum(pc.sum(pc.binary_length(table["text"])).as_py() or 0 for table in tables)
 
 
 def _write_json(path: Path, document: dict) -> None:

@@ -1,26 +1,39 @@
-"""Train a tokenizer on files; the same code as the demo's tokenizer.
+"""Train a tokenizer on files, a data set or a mixture; the same code as the demo's tokenizer.
 
 python -m hope_hf.data.tokenizer --files 'books/*.txt' --vocab_size 32000 --output_dir my_tokenizer
 """
 
+import json
 import sys
 from dataclasses import MISSING, dataclass
+from pathlib import Path
 
-from hope_hf.cli.arguments import flag
+from hope_hf.cli.arguments import COUNT, flag
 from hope_hf.cli.folders import check_output
 from hope_hf.cli.parser import Parser
 from hope_hf.cli.process import complain, warn_in_sentences, warn_once
 
-from .files import find_files, read_documents
+from .corpora import passing
+from .files import find_files, load_files
+from .mixture import Corpus, read_mixture
+from .tokenizer_report import report_on
+from .tokenizer_sample import Text, sample
 from .vocabulary import DEFAULT_VOCAB_SIZE, LARGEST_VOCABULARY, SMALLEST_VOCABULARY, save_tokenizer, train_tokenizer
+
+REPORT = "tokenizer_report.json"
+_SOURCES = ("files", "dataset_name", "dataset_mixture")
 
 
 @dataclass
 class Arguments:
     """All flags."""
 
-    files: list[str] = flag(MISSING, ".txt, .json, .jsonl or .parquet; globs are allowed.")
-    output_dir: str = flag(MISSING, "Folder for tokenizer.json and tokenizer_config.json.")
+    output_dir: str = flag(MISSING, f"Folder for tokenizer.json, tokenizer_config.json and {REPORT}.")
+    files: list[str] | None = flag(None, ".txt, .json, .jsonl or .parquet; globs are allowed.")
+    dataset_name: str | None = flag(None, "Hub name or folder of a data set; its training split is read.")
+    dataset_config_name: str | None = flag(None, "Configuration of that data set.")
+    dataset_mixture: str | None = flag(None, "Several corpora in shares: a YAML file, see docs/data.md.")
+    max_bytes: int = flag(1_000_000_000, "Bytes of text to learn from, drawn by weight where there are more.", **COUNT)
     vocab_size: int = flag(DEFAULT_VOCAB_SIZE, "Entries.", least=SMALLEST_VOCABULARY, most=LARGEST_VOCABULARY)
 
 
@@ -29,7 +42,7 @@ def make_parser() -> Parser:
     return Parser(
         Arguments,
         prog="python -m hope_hf.data.tokenizer",
-        description="Train a byte-level BPE on text files.",
+        description="Train a byte-level BPE on text.",
         allow_abbrev=False,
     )
 
@@ -40,16 +53,50 @@ def main(argv: list[str]) -> int:
     try:
         args = make_parser().parse_args(argv)
         check_output(args.output_dir, "--output_dir")
-        found = [find_files(pattern, "--files") for pattern in args.files]
-        texts = (text for files in found for text in read_documents(files, "--files"))
-        tokenizer = train_tokenizer(texts, args.vocab_size)
+        texts = _texts(args)
+        tokenizer = train_tokenizer(sample(texts, args.max_bytes), args.vocab_size)
         save_tokenizer(tokenizer, args.output_dir)
+        report = report_on(tokenizer, texts)
+        (Path(args.output_dir) / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     except ValueError as error:
         return complain(error, 2)
     if len(tokenizer) < args.vocab_size:
         warn_once(f"the text has no more pairs to merge than --vocab_size {len(tokenizer)} holds.")
-    print(f"{len(tokenizer):,} entries in {args.output_dir}: use it with --tokenizer_name {args.output_dir}")
+    _warn_of_neglect({name: corpus["bytes_per_token"] for name, corpus in report["corpora"].items()})
+    print(
+        f"{len(tokenizer):,} entries in {args.output_dir}, {report['bytes_per_token']:.2f} bytes per token: use it "
+        f"with --tokenizer_name {args.output_dir}"
+    )
     return 0
+
+
+def _texts(args) -> list[Text]:
+    named = [f"--{name}" for name in _SOURCES if getattr(args, name)]
+    if len(named) != 1:
+        found = f"{' and '.join(named)} name" if named else "Nothing names"
+        raise ValueError(f"{found} the text: give exactly one of --files, --dataset_name, --dataset_mixture.")
+    if args.dataset_config_name and not args.dataset_name:
+        raise ValueError("--dataset_config_name belongs to a --dataset_name: add it.")
+    if args.files:
+        return [Text(pattern, load_files(find_files(pattern, "--files"), "--files")) for pattern in args.files]
+    if args.dataset_name:
+        corpora = [Corpus(args.dataset_name, args.dataset_name, args.dataset_config_name)]
+    else:
+        corpora = read_mixture(args.dataset_mixture)
+    for corpus in corpora:
+        if corpus.shards:
+            raise ValueError(f"The mixture {args.dataset_mixture}, corpus {corpus.name}, has no text: leave it out.")
+    return [Text(corpus.name, passing(corpus)[0], corpus.weight) for corpus in corpora]
+
+
+def _warn_of_neglect(bytes_per_token: dict[str, float]) -> None:
+    best = max(bytes_per_token, key=bytes_per_token.get)
+    for name, value in bytes_per_token.items():
+        if 2 * value <= bytes_per_token[best]:
+            warn_once(
+                f"{name} has {value:.2f} bytes per token, {best} {bytes_per_token[best]:.2f}: its text takes twice "
+                "the tokens or more, give it a larger weight or the tokenizer more entries."
+            )
 
 
 if __name__ == "__main__":

@@ -103,8 +103,7 @@ def _check(args: Arguments):
         raise ValueError("--streaming is for --dataset_name and --train_file: leave it out.")
     if args.streaming and args.max_train_steps is None:
         raise ValueError("--streaming has no known length: give --max_train_steps.")
-    named = [f"--{name}" for name in SOURCES if getattr(args, name)]
-    if len(named) > 1:
-        raise ValueError(f"{' and '.join(named)} exclude each other: give only one of them.")
+    if args.dataset_name and args.validation_file:
+        raise ValueError("--dataset_name and --validation_file exclude each other: give only one of them.")
     if args.validation_file and not args.train_file:
         raise ValueError("--validation_file needs --train_file.")

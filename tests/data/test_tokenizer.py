@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hope_hf.data.tokenizer import main
+from hope_hf.data.tokenizer_sample import Text, sample
 from hope_hf.data.vocabulary import bytes_per_id, load_tokenizer, save_tokenizer, train_tokenizer
 
 TEXT = inspect.getsource(json.decoder) + "  # naïve, 3 × 7, ½, 🐍\r\n\tπ = 3.14159\n"
@@ -81,6 +83,36 @@ def test_command_line_writes_the_same_tokenizer_as_the_function(text_file, tmp_p
     assert main(["--files", str(text_file), "--vocab_size", "400", "--output_dir", str(tmp_path / "out")]) == 0
 
 
+def test_a_mixture_is_sampled_by_weight_and_reported_on(mixture, tmp_path, capsys):
+    target = tmp_path / "out"
+    words = ["--dataset_mixture", str(mixture), "--vocab_size", "300", "--output_dir", str(target)]
+    assert main([*words, "--max_bytes", "6000"]) == 0
+    report = json.loads((target / "tokenizer_report.json").read_text())
+    assert report["vocab_size"] == 300 and report["special_tokens"]["eos_token"] == "<|endoftext|>"
+    assert list(report["corpora"]) == ["notes", "rows", "pages", "book"]
+    for corpus in report["corpora"].values():
+        assert corpus["bytes_per_token"] == corpus["bytes"] / corpus["tokens"] > 1
+        assert corpus["exact_round_trips"] == corpus["documents"] and corpus["unknown_tokens"] == 0
+
+
+def test_a_corpus_of_half_the_bytes_per_token_is_named(tmp_path, capsys):
+    files = [tmp_path / "english.txt", tmp_path / "greek.txt"]
+    files[0].write_text("the house by the river is the house of the river " * 400)
+    files[1].write_text("".join(chr(0x391 + index * 7 % 57) for index in range(300)))
+    with pytest.warns(
+        UserWarning, match=r"greek.txt has 1\.\d+ bytes per token, .*english.txt .*: its text takes twice"
+    ):
+        assert main(["--files", *map(str, files), "--vocab_size", "300", "--output_dir", str(tmp_path / "out")]) == 0
+
+
+def test_a_sample_has_the_shares_of_the_weights_and_no_more_than_its_bytes():
+    documents = Dataset.from_dict({"text": ["é" * 50] * 100})
+    texts = [Text("a", documents, 3), Text("b", Dataset.from_dict({"text": ["b" * 50] * 100}), 1)]
+    drawn = "".join(sample(texts, 4_000))
+    assert (drawn.count("é"), drawn.count("b")) == (1_500, 1_000)
+    assert "".join(sample([Text("a", documents)], 1_000_000)) == "é" * 5_000
+
+
 def test_another_tokenizer_is_not_overwritten(text_file, tmp_path, capsys):
     target = tmp_path / "out"
     assert main(["--files", str(text_file), "--vocab_size", "400", "--output_dir", str(target)]) == 0
@@ -94,7 +126,10 @@ def test_bad_arguments_give_one_sentence_each(text_file, tmp_path, capsys):
     for arguments, message in [
         (["--files", str(tmp_path / "none.txt")], "--files .*none.txt does not exist"),
         (["--files", str(text_file), "--vocab_size", "200"], "--vocab_size is 200: give a whole number from 258"),
-        (["--file", str(text_file)], "are required: --files"),
+        (["--file", str(text_file)], "Unrecognized arguments: --file"),
+        ([], "Nothing names the text: give exactly one of --files, --dataset_name, --dataset_mixture."),
+        (["--files", str(text_file), "--dataset_name", "a/b"], "--files and --dataset_name name the text: give exact"),
+        (["--files", str(text_file), "--dataset_config_name", "a"], "--dataset_config_name belongs to a --dataset_n"),
     ]:
         assert main([*arguments, "--output_dir", str(tmp_path / "out")]) == 2
         error = capsys.readouterr().err
