@@ -42,9 +42,12 @@ def open_corpus(corpus: Corpus, percentage: float, max_eval_samples: int | None,
     return Documents(corpus, train.select(read), validation, +dropped)
 
 
-def passing(corpus: Corpus) -> tuple[Dataset, Counter]:
-    """Its documents that pass its filters, and how many others there are, by reason."""
-    source = f"corpus {corpus.name}"
+def passing(corpus: Corpus, flag: str = "corpus") -> tuple[Dataset, Counter]:
+    """Its documents that pass its filters, and how many others there are, by reason.
+
+    flag: what names the corpus in errors.
+    """
+    source = f"{flag} {corpus.name}"
     documents = _load(corpus, source)
     kept, dropped = keep(_texts(documents), corpus.filters)
     if not kept:

@@ -50,7 +50,7 @@ class JoinedBlocks(Sequence):
 
 def open_mixture(config: DataConfig) -> Opened:
     """The corpora of `--dataset_mixture`, tokenized here unless they are shards."""
-    corpora = read_mixture(config.dataset_mixture)
+    corpora = read_mixture(config.dataset_mixture, "--dataset_mixture")
     documents = {
         corpus.name: open_corpus(corpus, config.validation_split_percentage, config.max_eval_samples, config.seed)
         for corpus in corpora

@@ -65,30 +65,32 @@ class Corpus:
         return {f.name: value for f in fields(self) if (value := asdict(self)[f.name]) != f.default}
 
 
-def read_mixture(path: str) -> list[Corpus]:
-    """The corpora of a mixture file, in its order. Raises ValueError that names the file, the corpus and the mend."""
+def read_mixture(path: str, flag: str = "The mixture") -> list[Corpus]:
+    """The corpora of a mixture file, in its order.
+
+    Raises ValueError that names the file with `flag`, the corpus and the mend.
+    """
+    source = f"{flag} {path}"
     try:
         document = load_yaml(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())
-        raise ValueError(f"The mixture {path} cannot be read: {reason}.") from None
+        raise ValueError(f"{source} cannot be read: {reason}.") from None
     corpora = document.get("corpora") if isinstance(document, dict) and len(document) == 1 else None
     if not isinstance(corpora, dict) or not corpora:
-        raise ValueError(f"The mixture {path} must hold the one key 'corpora', with a name and settings for each.")
-    mixture = [_corpus(path, name, settings) for name, settings in corpora.items()]
+        raise ValueError(f"{source} must hold the one key 'corpora', with a name and settings for each.")
+    mixture = [_corpus(source, name, settings) for name, settings in corpora.items()]
     weights = [corpus.weight for corpus in mixture]
     if None in weights and any(weight is not None for weight in weights):
         names = [corpus.name for corpus in mixture if corpus.weight is None]
-        raise ValueError(
-            f"The mixture {path} gives no weight to {', '.join(names)}: give one to all corpora, or none."
-        )
+        raise ValueError(f"{source} gives no weight to {', '.join(names)}: give one to all corpora, or none.")
     if None not in weights and not any(weights):
-        raise ValueError(f"The mixture {path} gives every corpus the weight 0: raise one of them.")
+        raise ValueError(f"{source} gives every corpus the weight 0: raise one of them.")
     return [corpus for corpus in mixture if corpus.weight != 0]
 
 
-def _corpus(path: str, name: object, settings: object) -> Corpus:
-    where = f"The mixture {path}, corpus {name},"
+def _corpus(source: str, name: object, settings: object) -> Corpus:
+    where = f"{source}, corpus {name},"
     # Shards lie in folders of these names.
     if not isinstance(name, str) or not name.isascii() or not name.replace("_", "").replace("-", "").isalnum():
         raise ValueError(f"{where} needs a name of letters, digits, - and _.")

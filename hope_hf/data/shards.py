@@ -12,6 +12,7 @@ A document begins at each EOS token; it may end in the next shard. `hope_hf.data
 import bisect
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -172,7 +173,8 @@ def open_folder(path: str, flag: str) -> ShardFolder:
 
 def read_manifest(folder: Path, flag: str) -> dict:
     """The manifest of a folder of shards. Raises ValueError that names the flag where there is none to be read."""
-    if not folder.is_dir():
+    # Unlike Path.is_dir it answers for a name that is too long, too.
+    if not os.path.isdir(folder):
         raise ValueError(f"{flag} {folder} is no folder: name one that python -m hope_hf.data.prepare wrote.")
     path = folder / MANIFEST
     if not path.is_file():

@@ -80,12 +80,14 @@ def _texts(args) -> list[Text]:
     if args.files:
         return [Text(pattern, load_files(find_files(pattern, "--files"), "--files")) for pattern in args.files]
     if args.dataset_name:
-        corpora = [Corpus(args.dataset_name, args.dataset_name, args.dataset_config_name)]
-    else:
-        corpora = read_mixture(args.dataset_mixture)
+        corpus = Corpus(args.dataset_name, args.dataset_name, args.dataset_config_name)
+        return [Text(args.dataset_name, passing(corpus, "--dataset_name")[0])]
+    corpora = read_mixture(args.dataset_mixture, "--dataset_mixture")
     for corpus in corpora:
         if corpus.shards:
-            raise ValueError(f"The mixture {args.dataset_mixture}, corpus {corpus.name}, has no text: leave it out.")
+            raise ValueError(
+                f"--dataset_mixture {args.dataset_mixture}, corpus {corpus.name}, has no text: leave it out."
+            )
     return [Text(corpus.name, passing(corpus)[0], corpus.weight) for corpus in corpora]
 
 
