@@ -121,6 +121,9 @@ class RunArguments:
     ram_report_steps: int = flag(
         0, "Write the RAM report every N steps, besides the start and the first step.", **OR_NONE
     )
+    profile_steps: str | None = flag(
+        None, "Profile these steps, such as 10-12: a trace per process and a table of where their time went."
+    )
     report_to: str = flag("none", "Trackers besides metrics.jsonl: none, all, or names with commas (wandb,aim).")
     run_name: str | None = flag(None, "Name of the run in the trackers (default: the folder's name).")
     project_name: str = flag("hope_hf", "Project of the run in the trackers.")
@@ -143,7 +146,7 @@ class Arguments(ModelArguments, DataArguments, OptimizationArguments, RunArgumen
         "save_sharded checkpoint_hook dry_run "
         "per_device_train_batch_size gradient_accumulation_steps gradient_checkpointing fsdp_limit_all_gathers "
         "fsdp_prefetch logging_steps eval_steps cpu_threads ddp_timeout watchdog_seconds ram_report_steps "
-        "report_to run_name project_name preprocessing_num_workers "
+        "profile_steps report_to run_name project_name preprocessing_num_workers "
         "dataloader_num_workers dataloader_pin_memory trust_remote_code push_to_hub hub_model_id hub_private_repo "
         "demo".split()
     )

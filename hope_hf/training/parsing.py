@@ -14,6 +14,7 @@ from hope_hf.data import SOURCES
 
 from .arguments import FLAGS, GROUPS, Arguments
 from .foreign import INSTEAD, NO_EFFECT, drop_foreign
+from .watch.profile import parse_profiled
 
 DEMO_RECIPE = Path(__file__).with_name("demo.yaml")
 NAMES_A_MODEL = {"model_name_or_path", "model_type", "config_name"}
@@ -88,6 +89,8 @@ def _check(args: Arguments):
         raise ValueError("--output_dir is missing: name a folder for the run.")
     check_output(args.output_dir, "--output_dir")
     parse_recomputed(args.gradient_checkpointing)
+    if args.profile_steps is not None:
+        parse_profiled(args.profile_steps)
     if args.push_to_hub:
         check_repo_id(repo_id(args), "--hub_model_id")
     if args.push_to_hub and args.save_sharded:

@@ -17,6 +17,7 @@ from .arguments import FLAGS, Arguments
 from .process import shows_bars
 from .push import check_push
 from .recompute import recompute_activations
+from .watch.profile import check_profiled
 
 SYNTHETIC = "synthetic"
 LONGEST_DEFAULT_BLOCK = 1024
@@ -89,6 +90,7 @@ def build_all(args: Arguments, accelerator: Accelerator, data_state: dict | None
     if total_steps is None:
         batches = args.num_train_epochs * data.train.batches_per_epoch
         total_steps = max(1, math.ceil(batches / args.gradient_accumulation_steps))
+    check_profiled(args.profile_steps, total_steps)
     optimizer = build_optimizer(
         model,
         args.optimizer,

@@ -25,7 +25,7 @@ gradient_checkpointing torch_compile fsdp_reduce_dtype fsdp_limit_all_gathers fs
 cpu_threads logging_steps eval_steps checkpointing_steps save_total_limit async_save save_only_model
 save_sharded checkpoint_hook dry_run
 resume_from_checkpoint
-seed ddp_timeout watchdog_seconds ram_report_steps
+seed ddp_timeout watchdog_seconds ram_report_steps profile_steps
 report_to run_name project_name dataloader_num_workers dataloader_pin_memory push_to_hub
 hub_model_id hub_private_repo
 """.split()

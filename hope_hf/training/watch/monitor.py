@@ -7,6 +7,7 @@ from ..arguments import Arguments
 from ..engines.base import Engine, Update
 from ..state import Progress
 from .heartbeat import Heartbeat
+from .profile import StepProfile
 from .ram import RamReport
 from .telemetry import (
     Stopwatch,
@@ -21,7 +22,7 @@ from .tracking import Tracker, eval_line, train_line
 
 
 class Monitor:
-    """Metrics, console, heartbeat and RAM report of one run, step by step; a context manager around the training.
+    """Metrics, console, heartbeat, RAM report and profile of one run, step by step; a context manager around it.
 
     The trainer calls `step_begins`, `loading`, `forward`, `backward_ends`, `updated` and `step_ends`, in this order.
     """
@@ -39,6 +40,9 @@ class Monitor:
             self._heart = Heartbeat(*place, args.watchdog_seconds)
             opened.callback(self._heart.close)
             self._ram = opened.enter_context(RamReport(*place, self._device, args.ram_report_steps, engine))
+            self._profile = opened.enter_context(
+                StepProfile(args.profile_steps, args.output_dir, self._accelerator, start_step, self._tracker.say)
+            )
             self._opened = opened.pop_all()
         self._stopwatch, self._utilization = Stopwatch(), utilization_meter(self._device)
         self.say = self._tracker.say
@@ -54,6 +58,7 @@ class Monitor:
         self._step = step
         self._logs = step == 1 or step % self._logging_steps == 0
         self._rows: dict = {}
+        self._profile.step_begins(step)
         self._stopwatch.step_begins()
 
     def loading(self) -> AbstractContextManager:
@@ -94,6 +99,7 @@ class Monitor:
         plan = self._plan
         processes = self._accelerator.num_processes
         seconds, data_seconds = self._stopwatch.step_ends(plan.tokens_per_step)
+        self._profile.step_ends(self._step)
         self._heart.beat(
             progress.step,
             loss=_finite(own_loss),

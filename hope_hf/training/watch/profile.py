@@ -1,0 +1,112 @@
+"""`--profile_steps`: a trace of some steps by torch.profiler, and a table of where their time went."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch.profiler import profile, record_function
+
+from hope_hf.cli.process import warn_once
+
+from .trace import STEP, read_times, times_table
+
+MOST_STEPS = 100
+TRACE = "trace_rank{}.json.gz"
+
+
+def parse_profiled(value: str) -> range:
+    """The steps that `--profile_steps` names, as `10-12` or `10`; ValueError for any other value."""
+    first, dash, last = value.partition("-")
+    ends = [first, last] if dash else [first, first]
+    if all(end.isascii() and end.isdigit() and len(end) < 10 for end in ends):
+        steps = range(int(ends[0]), int(ends[1]) + 1)
+        if steps and steps[0] > 0 and len(steps) <= MOST_STEPS:
+            return steps
+    raise ValueError(
+        f"--profile_steps is {value[:40]!r}: give a step or a range of at most {MOST_STEPS} of them, counted from 1, "
+        "such as 10-12."
+    )
+
+
+def check_profiled(named: str | None, total_steps: int) -> None:
+    """ValueError where the run ends before the last of the steps."""
+    if named and parse_profiled(named)[-1] > total_steps:
+        raise ValueError(f"--profile_steps {named}: the run has {total_steps:,} steps, name some of these.")
+
+
+class StepProfile:
+    """Profiles the steps that `--profile_steps` names and the run has still to make.
+
+    Every process writes `trace_rank<N>.json.gz` in `profile-<first>-<last>` of the run's folder, or in a new folder
+    with a number behind this name; the first one a table of all of them. A context manager around the training.
+    """
+
+    def __init__(
+        self, named: str | None, output_dir: str, accelerator: Accelerator, start_step: int, say: Callable[[str], None]
+    ):
+        """`start_step`: steps made before; `say` prints on the first process."""
+        self._named = parse_profiled(named) if named else range(0)
+        self._steps = range(max(self._named.start, start_step + 1), self._named.stop)
+        if len(self._steps) < len(self._named):
+            rest = f"only {_name(self._steps)} is profiled" if self._steps else "nothing is profiled"
+            warn_once(f"--profile_steps {named}: the run continues after step {start_step}, {rest}.")
+        self._output_dir, self._accelerator, self._say = Path(output_dir), accelerator, say
+        self._profile: profile | None = None
+        self._step: record_function | None = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        if self._profile is not None:
+            self._profile.stop()
+            warn_once(f"--profile_steps: the run ended before step {self._steps[-1]} did, so no trace was written.")
+
+    def step_begins(self, step: int) -> None:
+        """Before anything of `step`, from 1."""
+        if step not in self._steps:
+            return
+        if step == self._steps[0]:
+            self._profile = profile()
+            self._profile.start()
+        self._step = record_function(f"{STEP}{step}")
+        self._step.__enter__()
+
+    def step_ends(self, step: int) -> None:
+        """After all of `step`."""
+        if step not in self._steps:
+            return
+        if self._accelerator.device.type == "cuda":
+            # What the step has queued is a part of it.
+            torch.cuda.synchronize()
+        self._step.__exit__(None, None, None)
+        if step == self._steps[-1]:
+            self._profile.stop()
+            self._report(self._profile)
+            self._profile = None
+
+    def _report(self, finished: profile) -> None:
+        name = TRACE.format(self._accelerator.process_index)
+        folder = self._new_folder(name)
+        finished.export_chrome_trace(str(folder / name))
+        rows = gather_object([read_times(folder / name)])
+        table = f"Steps {_name(self._steps)}, milliseconds a step:\n\n{times_table(rows)}\n"
+        if self._accelerator.is_main_process:
+            (folder / "table.md").write_text(table, encoding="utf-8")
+        self._say(f"{table}\nTraces for https://ui.perfetto.dev: {folder}/{TRACE.format('<N>')}")
+
+    def _new_folder(self, name: str) -> Path:
+        """Where this process has no trace yet: steps may be made again after a kill."""
+        first = self._output_dir / f"profile-{_name(self._steps)}"
+        folder, number = first, 1
+        while (folder / name).exists():
+            number += 1
+            folder = first.with_name(f"{first.name}.{number}")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+def _name(steps: range) -> str:
+    return f"{steps[0]}-{steps[-1]}"
