@@ -13,15 +13,20 @@ class SuiteArguments:
     _argument_group_name = "suites"
 
     suite: str = flag(
-        "perplexity,sample", "Suites with commas: perplexity, passkey, memory, synthetic, zero_shot, sample."
+        "perplexity,sample", "Suites with commas: perplexity, passkey, needle, memory, synthetic, zero_shot, sample."
     )
     lengths: str | None = flag(None, "Lengths in tokens with commas between them; k is 1,024 (1k,2k,4k).")
-    depths: str = flag("0,0.25,0.5,0.75,1", "passkey: position of the key, from 0 (first) to 1 (last).")
+    depths: str = flag("0,0.25,0.5,0.75,1", "passkey, needle: position of the key, from 0 (first) to 1 (last).")
     samples_per_length: int = flag(
-        4, "passkey: samples per length and depth. perplexity: texts per longest length.", least=1, most=10_000
+        4,
+        "passkey, needle: samples per length and depth. perplexity: texts per longest length.",
+        least=1,
+        most=10_000,
     )
     tasks: str | None = flag(
-        None, "Tasks with commas between them. synthetic: its own (default: all); zero_shot: lm-eval's, or YAML files."
+        None,
+        "Tasks with commas between them. synthetic, needle: their own (default: all); zero_shot: lm-eval's, or YAML "
+        "files.",
     )
     num_fewshot: int | None = flag(
         None, "zero_shot: examples in the context (default: the task's own number).", least=0, most=1000
@@ -40,7 +45,9 @@ class SuiteArguments:
     )
     num_seeds: int = flag(1, "synthetic: models trained per task, with seeds --seed, --seed + 1, ...", **COUNT)
     prompts: str | None = flag(None, "sample: a text file with one prompt a line (default: the text's beginnings).")
-    max_new_tokens: int = flag(64, "sample: tokens of each continuation.", least=1, most=1_000_000)
+    max_new_tokens: int | None = flag(
+        None, "Tokens of each continuation (default: sample 64, needle 128).", least=1, most=1_000_000
+    )
 
 
 @dataclass

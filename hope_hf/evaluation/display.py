@@ -5,6 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
@@ -81,19 +82,36 @@ def curves(path: Path, x: list[int], panels: dict[str, dict[str, list[tuple[floa
     figure.savefig(path, dpi=100)
 
 
-def heat_map(path: Path, values: list[list[float]], rows: list[str], columns: list[str], labels: tuple[str, str, str]):
-    """Shares from 0 to 1 with their numbers; `labels` of the columns' axis, the rows' axis and the title."""
-    figure = _figure(width=8)
-    axes = figure.subplots()
-    image = axes.imshow(values, cmap="viridis", vmin=0, vmax=1, aspect="auto")
-    axes.set_xticks(range(len(columns)), columns)
-    axes.set_yticks(range(len(rows)), rows)
-    axes.set(xlabel=labels[0], ylabel=labels[1], title=labels[2])
-    for i, row in enumerate(values):
-        for j, value in enumerate(row):
-            axes.text(j, i, f"{value:.2f}", ha="center", va="center", color="white" if value < 0.6 else "black")
-    figure.colorbar(image)
-    figure.savefig(path, dpi=120)
+@dataclass(frozen=True)
+class Panel:
+    """One heat map: its values by row, the range of its colours, and matplotlib's name of them."""
+
+    title: str
+    values: list[list[float]]
+    limits: tuple[float, float] = (0.0, 1.0)
+    colours: str = "viridis"
+
+
+def heat_maps(
+    path: Path, panels: list[Panel], rows: list[str], columns: list[str], labels: tuple[str, str], title: str = ""
+):
+    """Panels side by side, every cell with its number; `labels` of the columns' and the rows' axis."""
+    figure = _figure(width=2 + len(panels) * max(4.5, 0.9 * len(columns)))
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        low, high = panel.limits
+        image = axes.imshow(panel.values, cmap=panel.colours, vmin=low, vmax=high, aspect="auto")
+        axes.set_xticks(range(len(columns)), columns)
+        axes.set_yticks(range(len(rows)), rows)
+        axes.set(xlabel=labels[0], ylabel=labels[1], title=panel.title)
+        for i, row in enumerate(panel.values):
+            for j, value in enumerate(row):
+                red, green, blue, _ = image.to_rgba(value)
+                # The brightness that an eye sees.
+                is_dark = 0.3 * red + 0.6 * green + 0.1 * blue < 0.5
+                axes.text(j, i, f"{value:.2f}", ha="center", va="center", color="white" if is_dark else "black")
+        figure.colorbar(image, ax=axes)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=100)
 
 
 def _figure(width: float):

@@ -8,8 +8,8 @@ from hope_hf.cli.parser import nearest
 
 from .arguments import Arguments
 from .parsing import names
-from .synthetic.suite import known_tasks
 from .task_code import refuse_code
+from .task_names import names_of_others
 
 # lm-eval merges the fields of a group's member into the task of that name. The group itself is not reported.
 LOCAL = "local data"
@@ -20,13 +20,13 @@ SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 def find_tasks(args: Arguments):
     """lm-eval's task manager, and the list of `tasks` for `lm_eval.simple_evaluate`.
 
-    Names of synthetic tasks are skipped if that suite runs too. Raises ValueError for
+    Names of the tasks of other suites are skipped if these run too. Raises ValueError for
     unknown names and missing files; so does the manager's `load` for tasks that cannot be loaded.
     """
     from lm_eval.tasks import TaskManager
 
-    synthetic = known_tasks() if "synthetic" in names(args.suite) else {}
-    asked = [name for name in names(args.tasks) if name not in synthetic]
+    others = names_of_others(args, "zero_shot")
+    asked = [name for name in names(args.tasks) if name not in others]
     if not asked:
         raise ValueError("--tasks names none of lm-eval's tasks: name some, such as piqa, or leave zero_shot out.")
     files = [name for name in asked if Path(name).suffix in (".yaml", ".yml")]
@@ -41,7 +41,7 @@ def find_tasks(args: Arguments):
         if name in files and not args.trust_remote_code:
             refuse_code(Path(name))
         if name not in files and name not in manager.task_index:
-            known = [*manager.all_tasks, *synthetic]
+            known = [*manager.all_tasks, *others]
             raise ValueError(f"--tasks {name} is not a task of lm-eval{nearest(name, known, most=3)}")
     if args.data_dir is not None:
         asked = [spec for name in asked for spec in _on_local_data(manager, name, Path(args.data_dir), args)]

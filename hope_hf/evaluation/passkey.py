@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from .arguments import Arguments
-from .display import heat_map, progress
+from .display import Panel, heat_maps, progress
 from .parsing import parse_depths, parse_lengths
 from .result import Row, SuiteResult, mean_and_stderr
 from .streams import carried_scores, frozen_memories
@@ -29,12 +29,7 @@ def passkey(args: Arguments, subject: Subject) -> SuiteResult:
     `generated`: the share of samples whose greedy continuation begins with the key.
     """
     lengths, depths = parse_lengths(args.lengths or DEFAULT_LENGTHS), parse_depths(args.depths)
-    bound = subject.longest_input
-    if bound is not None and lengths[-1] > bound:
-        raise ValueError(
-            f"--lengths asks for {lengths[-1]:,} tokens, and the model has {bound:,} positions "
-            "(max_position_embeddings): lower it."
-        )
+    subject.require_positions(lengths[-1])
     rows = []
     with progress(None, "passkey", len(lengths) * len(depths)) as bar:
         for length in lengths:
@@ -113,5 +108,5 @@ def draw(rows: list[Row], name: str, path: Path):
     cells = {(row["depth"], row["length"]): row[name] for row in rows}
     values = [[cells[depth, length] for length in lengths] for depth in depths]
     title = {"exact": "pass key, teacher-forced", "generated": "pass key, generated"}[name]
-    labels = ("length, tokens", "depth of the key (0: first)", title)
-    heat_map(path, values, [f"{depth:g}" for depth in depths], [f"{length:,}" for length in lengths], labels)
+    names = [f"{depth:g}" for depth in depths], [f"{length:,}" for length in lengths]
+    heat_maps(path, [Panel(title, values)], *names, ("length, tokens", "depth of the key (0: first)"))

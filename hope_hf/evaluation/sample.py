@@ -10,6 +10,7 @@ from .subject import Subject, held_out_documents, require_finite
 
 NUM_PROMPTS = 3
 PROMPT_TOKENS = 32
+NEW_TOKENS = 64
 
 
 def sample(args: Arguments, subject: Subject) -> SuiteResult:
@@ -18,11 +19,12 @@ def sample(args: Arguments, subject: Subject) -> SuiteResult:
     The same for the same seed.
     """
     prompts = _prompts(args, subject)[: args.limit]
+    new_tokens = args.max_new_tokens or NEW_TOKENS
     # With the start token.
     longest, bound = 1 + max(map(len, prompts)), subject.longest_input
-    if bound is not None and longest + args.max_new_tokens > bound:
+    if bound is not None and longest + new_tokens > bound:
         raise ValueError(
-            f"--max_new_tokens {args.max_new_tokens} after prompts of up to {longest} tokens goes beyond the model's "
+            f"--max_new_tokens {new_tokens} after prompts of up to {longest} tokens goes beyond the model's "
             f"{bound:,} positions (max_position_embeddings): lower it or shorten the --prompts."
         )
     rows, shown = [], []
@@ -37,7 +39,7 @@ def sample(args: Arguments, subject: Subject) -> SuiteResult:
             tokens = subject.model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=args.max_new_tokens,
+                max_new_tokens=new_tokens,
                 do_sample=bool(options),
                 pad_token_id=subject.padding,
                 **options,

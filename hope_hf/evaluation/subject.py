@@ -31,6 +31,15 @@ class Subject:
         has_attention = config.has_attention if is_hope(config) else not getattr(self.model, "_is_stateful", False)
         return getattr(config, "max_position_embeddings", None) if has_attention else None
 
+    def require_positions(self, length: int) -> None:
+        """Raise ValueError if the model has fewer positions than the longest of `--lengths`."""
+        bound = self.longest_input
+        if bound is not None and length > bound:
+            raise ValueError(
+                f"--lengths asks for {length:,} tokens, and the model has {bound:,} positions "
+                "(max_position_embeddings): lower it."
+            )
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
         return self.tokenizer(text, add_special_tokens=False, return_attention_mask=False)["input_ids"]

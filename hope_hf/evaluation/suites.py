@@ -1,6 +1,7 @@
 """The table of suites: name -> function of (arguments, subject). Later ones are added here."""
 
 from .memory import memory
+from .needle.suite import needle
 from .passkey import passkey
 from .perplexity import perplexity
 from .sample import sample
@@ -10,6 +11,7 @@ from .zero_shot import zero_shot
 SUITES = {
     "perplexity": perplexity,
     "passkey": passkey,
+    "needle": needle,
     "memory": memory,
     "synthetic": synthetic,
     "zero_shot": zero_shot,

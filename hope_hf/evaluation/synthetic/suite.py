@@ -7,23 +7,15 @@ import time
 
 import torch
 
-from hope_hf.cli.parser import nearest
-
 from ..arguments import Arguments
-from ..parsing import names, parse_lengths
+from ..parsing import parse_lengths
 from ..result import Row, SuiteResult, mean_and_stderr
 from ..subject import choose_device
-from .associative_recall import associative_recall
-from .formal_languages import formal_languages
-from .mad import mad
+from ..task_names import own_tasks
 from .model import describe, small_model
 from .task import Task
+from .tasks import known_tasks
 from .training import TEST_STREAM, fixed_samples, score_samples, train
-
-
-def known_tasks(lengths: list[int] | None = None) -> dict[str, Task]:
-    """All tasks by name; `lengths` are the longest words of the formal languages' bins; other tasks ignore them."""
-    return {**formal_languages(lengths), **associative_recall(), **mad()}
 
 
 def synthetic(args: Arguments, subject=None) -> SuiteResult:
@@ -43,15 +35,6 @@ def synthetic(args: Arguments, subject=None) -> SuiteResult:
 def asked_tasks(args: Arguments) -> list[Task]:
     """The tasks of `--tasks` with the user's settings; ValueError for unknown ones."""
     tasks = known_tasks(parse_lengths(args.lengths) if args.lengths else None)
-    chosen = names(args.tasks) if args.tasks is not None else list(tasks)
-    if "zero_shot" in names(args.suite):
-        # Other names are lm-eval's tasks.
-        chosen = [name for name in chosen if name in tasks]
-    if not chosen:
-        raise ValueError(f"--tasks names no synthetic task: choose among {', '.join(tasks)}.")
-    for name in chosen:
-        if name not in tasks:
-            raise ValueError(f"--tasks {name} is none of {', '.join(tasks)}{nearest(name, tasks)}")
     return [
         tasks[name].with_settings(
             max_train_steps=args.max_train_steps,
@@ -60,7 +43,7 @@ def asked_tasks(args: Arguments) -> list[Task]:
             batch_size=args.batch_size,
             samples=min(args.limit, tasks[name].samples) if args.limit else None,
         )
-        for name in chosen
+        for name in own_tasks(args, "synthetic", tasks)
     ]
 
 
