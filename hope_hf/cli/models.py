@@ -69,13 +69,13 @@ def load_config(source: str, flag: str, args: ModelArguments):
         raise ValueError(f"--{flag} {source}{where} cannot be loaded: {one_line(error)}") from error
 
 
-def build_model(args: ModelArguments, config, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The model on the CPU; ValueError where it cannot be built or loaded."""
+def build_model(args: ModelArguments, config, dtype: torch.dtype = torch.float32, **loading) -> PreTrainedModel:
+    """The model on the CPU; ValueError where it cannot be built or loaded. `loading`: options of `from_pretrained`."""
     options = {"attn_implementation": args.attn_implementation} if args.attn_implementation else {}
     options |= {"dtype": dtype, "trust_remote_code": args.trust_remote_code}
     source = args.model_name_or_path
     if source:
-        return load_model(source, config, f"--model_name_or_path {source}", **options)
+        return load_model(source, config, f"--model_name_or_path {source}", **options, **loading)
     try:
         return AutoModelForCausalLM.from_config(config, **options)
     except MISTAKES as error:

@@ -37,7 +37,7 @@ def load_model(source: str, config, named: str, **options) -> PreTrainedModel:
             config says, or no floating-point number.
     """
     try:
-        files = _weight_files(source, getattr(config, "transformers_weights", None), named)
+        files = weight_files(source, getattr(config, "transformers_weights", None), named)
         with _quietly():
             model, report = AutoModelForCausalLM.from_pretrained(
                 source, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True, **options
@@ -75,8 +75,8 @@ def parts_of(index: Path) -> list[str]:
     return sorted(names)
 
 
-def _weight_files(source: str, given: str | None, named: str) -> list[Path]:
-    """The safetensors that are read; `given` is the config's name for them, in place of the usual ones."""
+def weight_files(source: str, given: str | None, named: str) -> list[Path]:
+    """The safetensors of a model; `given` is the config's name for them, in place of the usual ones."""
     if find_adapter_config_file(source) is not None:
         raise _Refused(f"{named} holds an adapter of PEFT: merge it into its model (merge_and_unload) and save that.")
     if given is not None and not is_inside(given):

@@ -69,6 +69,11 @@ class OptimizationArguments:
     level_optimizers: str | None = flag(
         None, "JSON object or file, keyed by CMS level: optimizer, lr_factor, betas, weight_decay."
     )
+    init: Literal["whole", "sharded"] = flag(
+        "whole",
+        "whole: every process first builds the whole model in its memory. "
+        "sharded: none does, the same values go to the shards block by block (FSDP version 2).",
+    )
     gradient_checkpointing: str = recomputing_flag()
     torch_compile: bool = flag(False, "Compile the model with torch.compile.")
     fsdp_reduce_dtype: Literal["float32", "bfloat16"] = flag(
@@ -143,7 +148,7 @@ class Arguments(ModelArguments, DataArguments, OptimizationArguments, RunArgumen
     # Flags that may change when a run is continued.
     FREE = frozenset(
         "output_dir resume_from_checkpoint checkpointing_steps save_total_limit async_save save_only_model "
-        "save_sharded checkpoint_hook dry_run "
+        "save_sharded init checkpoint_hook dry_run "
         "per_device_train_batch_size gradient_accumulation_steps gradient_checkpointing fsdp_limit_all_gathers "
         "fsdp_prefetch logging_steps eval_steps cpu_threads ddp_timeout watchdog_seconds ram_report_steps "
         "profile_steps report_to run_name project_name preprocessing_num_workers "

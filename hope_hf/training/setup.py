@@ -1,8 +1,9 @@
 """Data, model, optimizer and plan of a run, built and checked before anything is written."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
+import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel
 
@@ -14,6 +15,9 @@ from hope_hf.data import DEFAULT_VOCAB_SIZE, LARGEST_VOCABULARY, Data, DataConfi
 from hope_hf.optim import LevelClock, build_optimizer
 
 from .arguments import FLAGS, Arguments
+from .engines.base import Engine
+from .initial.host_memory import check_host_memory
+from .initial.values import DrawnValues, StoredValues, build_on_meta, pretrained_values
 from .process import shows_bars
 from .push import check_push
 from .recompute import recompute_activations
@@ -48,13 +52,16 @@ class Run:
     model: PreTrainedModel
     optimizer: LevelClock
     plan: Plan
+    values: DrawnValues | StoredValues | None
+    """Of a model on the meta device."""
 
 
-def build_all(args: Arguments, accelerator: Accelerator, data_state: dict | None) -> Run:
+def build_all(args: Arguments, engine: Engine, data_state: dict | None) -> Run:
     """Everything the loop needs; `data_state` continues the data after the batch it was saved with.
 
     Raises ValueError with one sentence that names the flag or file.
     """
+    accelerator = engine.accelerator
     pretrained = load_config(args.model_name_or_path, "model_name_or_path", args) if args.model_name_or_path else None
     vocab_size = pretrained.vocab_size if pretrained else parse_overrides(args.config_overrides).get("vocab_size")
     if vocab_size is not None and (type(vocab_size) is not int or not 1 <= vocab_size <= LARGEST_VOCABULARY):
@@ -78,7 +85,7 @@ def build_all(args: Arguments, accelerator: Accelerator, data_state: dict | None
     _check_carry(args, config)
     if args.push_to_hub:
         check_push(args, config)
-    model = build_model(args, config)
+    model, values = _model(args, config, engine)
     recompute_activations(model, parse_recomputed(args.gradient_checkpointing))
     tokens_per_step = (
         args.per_device_train_batch_size
@@ -110,7 +117,21 @@ def build_all(args: Arguments, accelerator: Accelerator, data_state: dict | None
             f"The run of {total_steps} steps ends within its warm-up of {warmup}: the learning rate never reaches its "
             "peak; lower --num_warmup_steps."
         )
-    return Run(data, model, optimizer, Plan(data.block_size, tokens_per_step, total_steps, warmup))
+    return Run(data, model, optimizer, Plan(data.block_size, tokens_per_step, total_steps, warmup), values)
+
+
+def _model(args: Arguments, config, engine: Engine) -> tuple[PreTrainedModel, DrawnValues | StoredValues | None]:
+    """The model, and its values if it is on the meta device."""
+    random = torch.get_rng_state()
+    if args.init == "sharded":
+        model = build_on_meta(args, config)
+        if args.model_name_or_path:
+            return model, pretrained_values(args, config, model)
+        return model, DrawnValues(args, config, model, random)
+    # Its size is all that is asked of it.
+    check_host_memory(build_on_meta(replace(args, model_name_or_path=None), config), engine)
+    torch.set_rng_state(random)
+    return build_model(args, config), None
 
 
 def data_config(args: Arguments, accelerator: Accelerator, pretrained, vocab_size: int | None) -> DataConfig:

@@ -25,6 +25,7 @@ from .engines.neighbours import NeighbourWatch, find_neighbours
 from .engines.placement import rank_lines, write_audit
 from .evaluate import evaluate
 from .finish import finish, finish_in_parts
+from .initial.values import checkpoint_values
 from .objective import check_token_ids, count_valid, model_inputs, summed_loss
 from .process import StopSignal, leave, prepare_process, sum_over_processes
 from .push import push
@@ -119,18 +120,22 @@ def begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | None
     if record and record["complete"]:
         return None
     saved = find_checkpoint(args.output_dir, args.resume_from_checkpoint)
-    run = build_all(args, accelerator, saved.state["rank"]["data"] if saved else None)
+    run = build_all(args, engine, saved.state["rank"]["data"] if saved else None)
     check_same_on_all(accelerator, {"flags": json.dumps(identity, sort_keys=True), "data": run.data.fingerprint})
     identity |= {"data": run.data.fingerprint}
     if saved:
         require_same_run(saved.path, identity, saved.state["trainer"]["identity"])
     record = folder.open(identity)
-    config, plan = run.model.config, run.plan
-    if saved:
+    config, plan, values = run.model.config, run.plan, run.values
+    if saved and values is None:
         load_weights(run.model, saved.path)
+    elif saved:
+        values = checkpoint_values(run.model, saved.path)
     # Before the engine shards the model.
     card, flops = run_card(args, engine, run), flops_per_token(run.model, plan.block_size)
     model = engine.prepare(run.model, run.optimizer)
+    if values is not None:
+        values.fill(list(engine.weight_slices()))
     # The scheduler is not prepared: accelerate would step it once per process.
     scheduler = transformers.get_scheduler(
         args.lr_scheduler_type, run.optimizer, num_warmup_steps=plan.warmup_steps, num_training_steps=plan.total_steps

@@ -18,14 +18,13 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from .manifest import latest_checkpoint, verify
-from .seal import FORMAT, read_manifest, weight_files
+from .seal import FORMAT, read_manifest
 from .state_files import SHARED_STATE, load_state
-from .weight_parts import WeightParts, part_files
+from .stored_weights import check_fits, stored_weights
 
 
 @dataclass(frozen=True)
@@ -95,13 +94,8 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | None) 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """A checkpoint's weights by name; tied weights are under one of their names."""
-    if part_files(folder):
-        with WeightParts(folder) as parts:
-            return {name: parts.read(name) for name in parts.like}
-    saved: dict[str, Tensor] = {}
-    for file in weight_files(folder):
-        saved |= load_file(file)
-    return saved
+    with stored_weights(folder) as stored:
+        return {name: stored.read(name) for name in stored.like}
 
 
 @torch.no_grad()
@@ -113,30 +107,11 @@ def load_weights(model: PreTrainedModel, folder: Path) -> None:
     Raises:
         ValueError: names, shapes or dtypes differ.
     """
-    saved = read_weights(folder)
     own = model.state_dict()
-    # Tied weights are in the file once.
-    present = {own[name].data_ptr() for name in saved if name in own}
-    differences = [f"{name} is only in the checkpoint" for name in saved if name not in own]
-    differences += [
-        f"{name} is only in the model" for name in own if name not in saved and own[name].data_ptr() not in present
-    ]
-    differences += [
-        f"{name} is {_describe(saved[name])} in the checkpoint and {_describe(own[name])} in the model"
-        for name in saved
-        if name in own and _describe(saved[name]) != _describe(own[name])
-    ]
-    if differences:
-        more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
-        raise ValueError(
-            f"{folder} does not fit this model, {differences[0]}{more}: repeat the flags of the run that wrote it."
-        )
-    for name, tensor in saved.items():
-        own[name].copy_(tensor)
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    with stored_weights(folder) as stored:
+        check_fits(model, stored, folder)
+        for name in stored.like:
+            own[name].copy_(stored.read(name))
 
 
 def _choose(output_dir: Path, resume_from_checkpoint: str | None) -> Path | None:

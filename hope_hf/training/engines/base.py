@@ -75,6 +75,8 @@ class Engine:
     name = "one process"
     flattens = False
     """Whether it cuts flattened parameters anywhere, so that no process holds a whole matrix of an update."""
+    fills_shards = False
+    """Whether it shards a model on the meta device, whose values are set afterwards (`--init sharded`)."""
     shards_weights = False
     """Whether a process holds only a part of the weights."""
 

@@ -19,6 +19,7 @@ from .base import LOW_PRECISION, Engine, Slice
 class FSDP2(Engine):
     """`fully_shard` by transformer block or by size, as the launch file says; also in hybrid meshes."""
 
+    fills_shards = True
     shards_weights = True
 
     def __init__(self, accelerator, args: Arguments):
@@ -29,6 +30,9 @@ class FSDP2(Engine):
         if isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
             self.name += ", offloaded to the CPU"
         self._prefetch = args.fsdp_prefetch
+        if args.init == "sharded" and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
+            warn_once("fsdp_cpu_ram_efficient_loading in the launch file is ignored: --init sharded decides.")
+            accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
         if not args.fsdp_limit_all_gathers:
             warn_once("--fsdp_limit_all_gathers is ignored: it is a setting of FSDP's version 1.")
         if accelerator.mixed_precision != "no":
@@ -48,8 +52,21 @@ class FSDP2(Engine):
         assert isinstance(self.wrapped, FSDPModule)
         # Sharded in place.
         self.model = self.wrapped
+        if any(parameter.is_meta for parameter in model.parameters()):
+            self._make_shards_real()
         self._order_prefetching()
         return self.wrapped
+
+    def _make_shards_real(self):
+        """Give the shards of a model on the meta device memory, without values, and the optimizer these shards."""
+        offloads = isinstance(self.accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
+        device = torch.device("cpu") if offloads else self.accelerator.device
+        self.wrapped._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+        self.wrapped.tie_weights()
+        # accelerate tells parameters by their addresses, which are all 0 on the meta device.
+        real = dict(self._state())
+        for names, group in zip(self.groups, self.optimizer.param_groups, strict=True):
+            group["params"] = [real[name] for name in names]
 
     def _order_prefetching(self):
         """`--fsdp_prefetch`: every block gathers the next ones while it computes, in both directions."""
