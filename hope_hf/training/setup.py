@@ -1,7 +1,7 @@
 """Data, model, optimizer and plan of a run, built and checked before anything is written."""
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 from accelerate import Accelerator
@@ -16,7 +16,7 @@ from hope_hf.optim import LevelClock, build_optimizer
 
 from .arguments import FLAGS, Arguments
 from .engines.base import Engine
-from .initial.host_memory import check_host_memory
+from .initial.host_memory import built_bytes, check_host_memory
 from .initial.values import DrawnValues, StoredValues, build_on_meta, pretrained_values
 from .process import shows_bars
 from .push import check_push
@@ -85,7 +85,7 @@ def build_all(args: Arguments, engine: Engine, data_state: dict | None) -> Run:
     _check_carry(args, config)
     if args.push_to_hub:
         check_push(args, config)
-    model, values = _model(args, config, engine)
+    model, values = _model(args, config, engine, data_state is not None)
     recompute_activations(model, parse_recomputed(args.gradient_checkpointing))
     tokens_per_step = (
         args.per_device_train_batch_size
@@ -120,7 +120,9 @@ def build_all(args: Arguments, engine: Engine, data_state: dict | None) -> Run:
     return Run(data, model, optimizer, Plan(data.block_size, tokens_per_step, total_steps, warmup), values)
 
 
-def _model(args: Arguments, config, engine: Engine) -> tuple[PreTrainedModel, DrawnValues | StoredValues | None]:
+def _model(
+    args: Arguments, config, engine: Engine, continues: bool
+) -> tuple[PreTrainedModel, DrawnValues | StoredValues | None]:
     """The model, and its values if it is on the meta device."""
     random = torch.get_rng_state()
     if args.init == "sharded":
@@ -128,8 +130,7 @@ def _model(args: Arguments, config, engine: Engine) -> tuple[PreTrainedModel, Dr
         if args.model_name_or_path:
             return model, pretrained_values(args, config, model)
         return model, DrawnValues(args, config, model, random)
-    # Its size is all that is asked of it.
-    check_host_memory(build_on_meta(replace(args, model_name_or_path=None), config), engine)
+    check_host_memory(built_bytes(args, config, continues), engine)
     torch.set_rng_state(random)
     return build_model(args, config), None
 

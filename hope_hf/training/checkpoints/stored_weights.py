@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .seal import weight_files
-from .weight_parts import DTYPES, WeightParts, part_files
+from .weight_parts import WeightParts, part_files
 
 
 class StoredWeights(Protocol):
@@ -49,7 +49,9 @@ class WholeWeights:
             self._files |= dict.fromkeys(file.keys(), file)
         for name, stored in (self._names or dict(zip(self._files, self._files, strict=True))).items():
             values = self._files[stored].get_slice(stored)
-            self.like[name] = torch.empty(values.get_shape(), dtype=DTYPES[values.get_dtype()], device="meta")
+            # The dtype has a name here that is not torch's.
+            some = values[:0] if values.get_shape() else self._files[stored].get_tensor(stored)
+            self.like[name] = torch.empty(values.get_shape(), dtype=some.dtype, device="meta")
         return self
 
     def __exit__(self, *exception):

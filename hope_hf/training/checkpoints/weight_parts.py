@@ -30,8 +30,6 @@ from .seal import MEND, listed, read_manifest
 
 # As much is in memory while parts are joined. Files of this size were the default of transformers for years.
 JOINED_FILE = "5GB"
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPES |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ class WeightParts:
             stored, shape, start = file.get_slice(name), slices[name]["shape"], slices[name]["start"]
             if any(type(size) is not int or size < 0 for size in (*shape, start)) or len(stored.get_shape()) != 1:
                 raise ValueError(name)
-            like = torch.empty(shape, dtype=DTYPES[stored.get_dtype()], device="meta")
+            like = torch.empty(shape, dtype=stored[:0].dtype, device="meta")
             known = self.like.setdefault(name, like)
             if (known.shape, known.dtype) != (like.shape, like.dtype):
                 raise ValueError(name)

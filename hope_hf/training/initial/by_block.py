@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedModel
 
+from hope_hf.cli.process import trim_memory
+
 
 def draw_by_block(
     build: Callable[[], PreTrainedModel], receive: Callable[[str, Tensor], None], roots: dict[type, str]
-) -> None:
-    """Build a model whose parameters end on the meta device.
+) -> PreTrainedModel:
+    """Build a model whose parameters end on the meta device, and return it.
 
     Args:
         build: makes the model on the CPU and initialises it.
@@ -38,11 +40,12 @@ def draw_by_block(
     hook = register_module_module_registration_hook(lambda parent, name, module: blocks.free(module))
     PreTrainedModel._initialize_weights = initialize
     try:
-        build()
-        blocks.close()
+        model = build()
+        blocks.close(model)
     finally:
         PreTrainedModel._initialize_weights = original
         hook.remove()
+    return model
 
 
 class _Blocks:
@@ -83,9 +86,12 @@ class _Blocks:
                     self._real.append((own, key, parameter, f"{names[own]}.{key}"))
                     own._parameters[key] = _like(parameter, "cpu")
 
-    def close(self) -> None:
-        """Hand over the last block, and check that no other was changed after its turn."""
+    def close(self, model: PreTrainedModel) -> None:
+        """Hand over the last block, and check that none was changed after its turn, and all had one."""
         self._leave()
+        for name, parameter in model.named_parameters():
+            if not parameter.is_meta:
+                raise ValueError(_refusal(name))
         for name, parameter, version in self._done:
             if parameter._version != version:
                 raise ValueError(_refusal(name))
@@ -100,6 +106,7 @@ class _Blocks:
             module._parameters[key] = parameter
             self._done.append((name, parameter, parameter._version))
         self._real.clear()
+        trim_memory()
 
 
 def _like(parameter: nn.Parameter, device: str) -> nn.Parameter:

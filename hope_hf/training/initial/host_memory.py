@@ -1,21 +1,44 @@
 """Whether the machine's memory holds the model as every process builds it, asked before any does."""
 
 import socket
+from dataclasses import replace
 
 import torch
 from accelerate.utils import gather_object
-from transformers import PreTrainedModel
 
+from hope_hf.cli.mistakes import MISTAKES
+from hope_hf.cli.weights import weight_files
+
+from ..arguments import Arguments
+from ..checkpoints.stored_weights import WholeWeights
 from ..engines.base import Engine
 from ..engines.placement import GIB, free_memory
+from .values import build_on_meta
+
+# In which all models train.
+DTYPE = torch.float32
 
 
-def check_host_memory(model: PreTrainedModel, engine: Engine) -> None:
-    """ValueError on all processes where one machine's memory is too small for what its processes are about to build.
+def built_bytes(args: Arguments, config, continues: bool) -> int:
+    """What one process takes of the memory to build the model; `continues`: a checkpoint's weights are copied into it.
 
-    `model`: on the meta device.
+    Weights that are read as they are stay in their file, of which all processes see the same pages.
     """
-    size = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
+    if args.model_name_or_path and not continues:
+        source = args.model_name_or_path
+        try:
+            with WholeWeights(weight_files(source, getattr(config, "transformers_weights", None), source)) as stored:
+                tensors = [tensor for tensor in stored.like.values() if tensor.dtype != DTYPE]
+        except MISTAKES:
+            # The loading will say what is wrong with the files.
+            return 0
+    else:
+        tensors = build_on_meta(replace(args, model_name_or_path=None), config).parameters()
+    return sum(tensor.numel() for tensor in tensors) * DTYPE.itemsize
+
+
+def check_host_memory(size: int, engine: Engine) -> None:
+    """ValueError on all processes where a machine's memory is too small for `size` bytes of each of its processes."""
     # All look before the first of them builds.
     everyone = gather_object([(socket.gethostname(), free_memory(torch.device("cpu")))])
     for host, free in everyone:
@@ -27,5 +50,5 @@ def check_host_memory(model: PreTrainedModel, engine: Engine) -> None:
             mend = "launch several with accelerate_configs/fsdp2.yaml and --init sharded, or take a smaller model"
         raise ValueError(
             f"The model has {size / GIB:.1f} GiB, and {processes} process(es) on {host} build all of it: that needs "
-            f"{processes * size / GIB:.1f} GiB of its memory, and {free / GIB:.1f} GiB are free; {mend}."
+            f"{processes * size / GIB:.1f} GiB of memory, and {free / GIB:.1f} GiB are free; {mend}."
         )

@@ -66,6 +66,8 @@ RUNS = {
 }
 # Here the run "hope" saves its weights in parts, from which "moved" of other launches and one process continue.
 IN_PARTS = {"fsdp1", "fsdp_hybrid", "deepspeed_zero3"}
+# Runs in which no process ever holds the whole model: a new one, and one that continues (from parts under the hybrid).
+SHARDED_FROM_THE_START = {"fsdp2": ["gpt2", "moved"], "fsdp_hybrid": ["moved"], "fsdp_offload": ["llama"]}
 # The engine whose checkpoint the run "moved" continues: one process, or two processes for four.
 SOURCES = {"fsdp_hybrid": "fsdp2"}
 POISONED_STEP = 3
@@ -75,7 +77,7 @@ SAVED_STEP = 7
 
 
 def plan(
-    corpus: list[str], processes: int, wanted: list[str], source: Path | None, in_parts: bool = False
+    corpus: list[str], processes: int, wanted: list[str], source: Path | None, engine: str | None = None
 ) -> dict[str, dict]:
     """The wanted runs for one launch, in their order; `source` holds the runs of another one."""
     runs = {}
@@ -90,13 +92,15 @@ def plan(
     # After the steps that it trains again.
     again = {"forget": [RUNS["fp16"][1]], "overflow": [RUNS["fp16"][1], 0]}
     runs["fp16 continued"] = {"flags": runs["fp16"]["flags"], **again}
-    if in_parts:
+    if engine in IN_PARTS:
         runs["hope"]["flags"] += ["--save_sharded"]
     runs["continued"] = {"flags": runs["hope"]["flags"], "forget": [RUNS["hope"][1]]}
     # Two ways to continue after the first checkpoint: with its own, and with another launch's.
     # The latter recomputes its mixers, which changes no number.
     recomputing = [*runs["hope"]["flags"], "--gradient_checkpointing", "mixer"]
     runs["moved"] = {"flags": recomputing, "forget": [RUNS["hope"][1]], "source": f"{source}/hope"}
+    for name in SHARDED_FROM_THE_START.get(engine, ()):
+        runs[name]["flags"] = [*runs[name]["flags"], "--init", "sharded"]
     return {name: run for name, run in runs.items() if name in wanted}
 
 
@@ -116,7 +120,7 @@ def rows(tmp_path_factory, corpus):
             if engine.startswith("deepspeed") and not deepspeed_has_fp16():
                 runs = [run for run in runs if run not in FP16]
             folders[engine] = tmp_path_factory.mktemp(engine)
-            runs = plan(corpus, processes, runs, folders.get(source), engine in IN_PARTS)
+            runs = plan(corpus, processes, runs, folders.get(source), engine)
             launched[engine] = run_plan(engine, processes, runs, folders[engine])
         assert launched[engine] is not None, f"the launch of {engine} has failed"
         return launched[engine]
