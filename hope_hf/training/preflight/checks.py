@@ -109,9 +109,9 @@ def check_disk(facts: Facts) -> Result:
 
 
 def check_host(facts: Facts) -> Result:
-    """The machine's memory: every process first builds the model there, and checkpoints pass through it."""
+    """The machine's memory: every process may first build the model there, and checkpoints pass through it."""
     sizes, free = facts.sizes, facts.room.host
-    built = facts.local_processes * sizes.weights
+    built = 0 if facts.args.init == "sharded" else facts.local_processes * sizes.weights
     # The first process gathers the whole weights for a checkpoint; a background one is a copy of what is here.
     saved = 0 if facts.in_parts else sizes.weights
     if facts.args.async_save:

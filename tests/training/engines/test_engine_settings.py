@@ -19,6 +19,14 @@ SETTINGS = {
     "fsdp2-recomputing-by-flag": (
         "fsdp2", {"fsdp_activation_checkpointing": True}, ["--gradient_checkpointing", "every:2"]
     ),
+    "fsdp2-recomputing-sharded-from-the-start": (
+        "fsdp2", {"fsdp_activation_checkpointing": True, "fsdp_cpu_ram_efficient_loading": True}, ["--init", "sharded"]
+    ),
+    "fsdp2-by-size-sharded-from-the-start": (
+        "fsdp2",
+        {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 20_000},
+        ["--init", "sharded", "--torch_compile", "true"],
+    ),
     "fsdp2-prefetching": ("fsdp2", {}, ["--fsdp_prefetch", "2"]),
     "fsdp2-compiled": ("fsdp2", {}, ["--torch_compile", "true"]),
     "fsdp1-grad-op": ("fsdp1", {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}, []),

@@ -74,6 +74,7 @@ CASES = [
     ("host", {"host": 18 * GIB}, "ok", "needs 16.00 GiB of 18.00 GiB"),
     ("host", {"host": 17 * GIB}, "warn", "almost all"),
     ("host", {"host": 15 * GIB}, "fail", "start fewer processes a machine"),
+    ("host", {"host": 15 * GIB, "init": "sharded"}, "ok", "needs 4.00 GiB"),
     ("host", {"host": 30 * GIB, "offloaded": 40 * GIB}, "fail", "needs 44.00 GiB"),
     # Half of the parts are copied on this machine: 6 GiB, and 4 of gathered weights.
     ("host", {"host": 100 * GIB, "async_save": True, "offloaded": 20 * GIB}, "ok", "needs 30.00 GiB"),
