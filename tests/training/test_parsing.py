@@ -17,7 +17,8 @@ from hope_hf.training.parsing import parse, repo_id
 # The flags that the project promises, besides --output_dir and --document_boundary.
 PROMISED = """
 model_name_or_path model_type config_name config_overrides tokenizer_name trust_remote_code attn_implementation
-dataset_name dataset_config_name dataset_mixture train_shards train_file validation_file validation_split_percentage max_train_samples
+dataset_mixture train_shards
+dataset_name dataset_config_name train_file validation_file validation_split_percentage max_train_samples
 max_eval_samples streaming preprocessing_num_workers block_size per_device_train_batch_size
 gradient_accumulation_steps learning_rate vector_learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon
 max_grad_norm max_train_steps num_train_epochs lr_scheduler_type num_warmup_steps optimizer level_optimizers
