@@ -2,6 +2,7 @@
 
 import os
 
+from huggingface_hub import constants
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 
@@ -22,3 +23,9 @@ def is_hub_name(name: str) -> bool:
     except HFValidationError:
         return False
     return not os.path.exists(name)
+
+
+def go_offline():
+    """Let huggingface_hub, and processes that are started from now on, ask the Hub for nothing."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    constants.HF_HUB_OFFLINE = True

@@ -3,7 +3,11 @@
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from hope_hf.cli.arguments import COUNT, ROWS, SEED, THREADS, ModelArguments, TextArguments, flag
+from hope_hf.cli.arguments import COUNT, SEED, THREADS, ModelArguments, TextArguments, flag
+from hope_hf.cli.bounds import LONGEST
+
+# The `--batch_size` that lm-eval finds by trying.
+AUTO = "auto"
 
 
 @dataclass
@@ -25,12 +29,16 @@ class SuiteArguments:
     )
     tasks: str | None = flag(
         None,
-        "Tasks with commas between them. synthetic, needle: their own (default: all); zero_shot: lm-eval's, or YAML "
-        "files.",
+        "Tasks with commas between them. synthetic, needle: their own (default: all); zero_shot: lm-eval's, YAML "
+        "files, or paper for the nine of the paper (default).",
     )
     num_fewshot: int | None = flag(
         None, "zero_shot: examples in the context (default: the task's own number).", least=0, most=1000
     )
+    max_length: int | None = flag(
+        None, "zero_shot: the most tokens of a sequence (default: the model's positions).", least=2, most=LONGEST
+    )
+    log_samples: bool = flag(False, "zero_shot: write every document, request and answer to --output_dir.")
     data_dir: str | None = flag(None, "zero_shot: folder with TASK_SPLIT.jsonl (.json, .parquet) instead of the Hub.")
     limit: int | None = flag(None, "Use at most N samples of everything; marked in the report.", **COUNT)
     max_train_steps: int | None = flag(None, "synthetic: steps of training (default: the task's own).", **COUNT)
@@ -57,7 +65,10 @@ class RunArguments:
     _argument_group_name = "run"
 
     output_dir: str | None = flag(None, "Folder of results.json, results.md and pictures (default: print only).")
-    batch_size: int | None = flag(None, "Rows per forward pass (default: 8; synthetic: the task's own).", **ROWS)
+    batch_size: str | None = flag(
+        None, "Rows per forward pass (default: 8; synthetic: the task's own); zero_shot: auto, as many as fit."
+    )
+    offline: bool = flag(False, "Ask the Hub for nothing: models, tokenizers and data are local or in its cache.")
     dtype: Literal["float32", "bfloat16", "float64"] = flag("float32", "Type of the weights.")
     device: str | None = flag(None, "cpu, cuda, cuda:1, ... (default: the accelerator, if there is one).")
     seed: int = flag(42, "Seed of samples, and of models that are trained.", **SEED)
@@ -71,9 +82,14 @@ class Arguments(ModelArguments, TextArguments, SuiteArguments, RunArguments):
     _argument_group_name = None
 
     @property
+    def given_rows(self) -> int | None:
+        """`--batch_size` where it is a number."""
+        return None if self.batch_size in (None, AUTO) else int(self.batch_size)
+
+    @property
     def rows(self) -> int:
         """Rows per forward pass of a loaded model."""
-        return self.batch_size or 8
+        return self.given_rows or 8
 
     @property
     def texts_per_length(self) -> int:

@@ -7,6 +7,7 @@ from hope_hf.cli.mistakes import one_line
 from hope_hf.cli.parser import nearest
 
 from .arguments import Arguments
+from .paper_row import written_out
 from .parsing import names
 from .task_code import refuse_code
 from .task_names import names_of_others
@@ -26,9 +27,10 @@ def find_tasks(args: Arguments):
     from lm_eval.tasks import TaskManager
 
     others = names_of_others(args, "zero_shot")
-    asked = [name for name in names(args.tasks) if name not in others]
+    asked = [name for name in names("paper" if args.tasks is None else args.tasks) if name not in others]
     if not asked:
-        raise ValueError("--tasks names none of lm-eval's tasks: name some, such as piqa, or leave zero_shot out.")
+        raise ValueError("--tasks names none of lm-eval's tasks: name some, such as piqa, or write paper.")
+    asked = written_out(asked)
     files = [name for name in asked if Path(name).suffix in (".yaml", ".yml")]
     # Some tasks (RULER) cut their texts with the model's tokenizer. All of lm-eval's own take half a minute to list.
     manager = TaskManager(
@@ -101,7 +103,8 @@ def _load_in_sentences(manager, args: Arguments):
     """Make the manager's `load` raise a one-sentence error: tasks run their own code on the data."""
     from jinja2.exceptions import SecurityError
 
-    load, place = manager.load, f"--data_dir {args.data_dir}" if args.data_dir else "the Hub"
+    hub = "the Hub's cache (--offline)" if args.offline else "the Hub"
+    load, place = manager.load, f"--data_dir {args.data_dir}" if args.data_dir else hub
 
     def load_or_say(tasks):
         try:
@@ -110,8 +113,7 @@ def _load_in_sentences(manager, args: Arguments):
             # `sandboxed_templates` raises a better error
             raise
         except Exception as error:
-            raise ValueError(
-                f"--tasks {args.tasks} cannot be loaded from {place}: {type(error).__name__}: {one_line(error)}"
-            ) from error
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            raise ValueError(f"--tasks {args.tasks or 'paper'} cannot be loaded from {place}: {reason}") from error
 
     manager.load = load_or_say

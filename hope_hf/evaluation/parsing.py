@@ -2,12 +2,13 @@
 
 from dataclasses import fields
 
-from hope_hf.cli.bounds import LONGEST
+from hope_hf.cli.arguments import ROWS
+from hope_hf.cli.bounds import LONGEST, Bounds
 from hope_hf.cli.parser import Parser, named_flags, nearest
 from hope_hf.cli.process import warn_once
 from hope_hf.cli.recipe import split_recipe
 
-from .arguments import FLAGS, GROUPS, Arguments
+from .arguments import AUTO, FLAGS, GROUPS, Arguments
 
 # Flags that a recipe of run_clm.py may contain.
 TRAINING_ONLY = ("max_train_samples", "preprocessing_num_workers")
@@ -61,6 +62,14 @@ def parse_depths(text: str) -> list[float]:
     return depths
 
 
+def check_batch_size(text: str | None) -> None:
+    """Raise ValueError unless `--batch_size` is a number of rows or auto."""
+    bounds = Bounds(**ROWS)
+    # Python refuses to read thousands of digits.
+    if text not in (None, AUTO) and not (text.isdecimal() and len(text) < 20 and bounds.admit(int(text))):
+        raise ValueError(f"--batch_size is {text!r}: give a whole number {bounds.words()}, or auto.")
+
+
 def _check(args: Arguments, suites):
     asked = names(args.suite)
     if not asked:
@@ -68,8 +77,9 @@ def _check(args: Arguments, suites):
     for name in asked:
         if name not in suites:
             raise ValueError(f"--suite {name} is none of {', '.join(suites)}{nearest(name, suites)}")
-    if "zero_shot" in asked and not names(args.tasks or ""):
-        raise ValueError("--suite zero_shot needs --tasks: name tasks of lm-eval with commas between them.")
+    if args.log_samples and "zero_shot" in asked and not args.output_dir:
+        raise ValueError("--log_samples writes files: name their folder with --output_dir.")
+    check_batch_size(args.batch_size)
     if args.lengths is not None:
         parse_lengths(args.lengths)
     parse_depths(args.depths)
@@ -84,6 +94,12 @@ def _check(args: Arguments, suites):
 
 
 def _warn_of_ignored(args: Arguments, named: set[str]):
+    asked = names(args.suite)
+    for name in ("num_fewshot", "max_length", "log_samples", "data_dir"):
+        if name in named and "zero_shot" not in asked:
+            warn_once(f"--{name} is ignored: it is for --suite zero_shot.")
+    if args.batch_size == AUTO and set(asked) != {"zero_shot"}:
+        warn_once("--batch_size auto is for --suite zero_shot: the other suites take their default.")
     for name in TRAINING_ONLY:
         if name in named:
             warn_once(f"--{name} is ignored: it says how run_clm.py reads its training text.")

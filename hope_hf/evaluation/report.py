@@ -61,6 +61,10 @@ def write_report(
         for result in results.values():
             for file, draw in result.pictures.items():
                 draw(folder / file)
+            for file, rows in result.logs.items():
+                # lm-eval's documents hold values of any type.
+                lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+                (folder / f"{file}.jsonl").write_text("".join(lines), encoding="utf-8")
         (folder / "results.md").write_text(_page(record, results), encoding="utf-8")
         temporary = folder / f"{RESULTS_FILE}.tmp"
         temporary.write_text(text, encoding="utf-8")

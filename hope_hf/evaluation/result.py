@@ -15,13 +15,15 @@ class SuiteResult:
     tables: title -> rows. All rows of a table have the same keys. A number `x` with a key `x_stderr` is shown as
         `x ± x_stderr`; `n` is the number of samples of a row. Values are JSON-able.
     pictures: file name -> function that draws it to the path given.
-    samples: file name without ending -> rows that are written as JSON lines.
+    samples: name -> rows that are written into the report.
+    logs: file name without ending -> rows for a file of JSON lines beside it.
     text: shown and written as it is.
     """
 
     tables: dict[str, list[Row]] = field(default_factory=dict)
     pictures: dict[str, Callable[[Path], None]] = field(default_factory=dict)
     samples: dict[str, list[Row]] = field(default_factory=dict)
+    logs: dict[str, list[dict]] = field(default_factory=dict)
     text: str = ""
 
 

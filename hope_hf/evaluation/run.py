@@ -19,10 +19,13 @@ def main(argv: list[str]) -> int:
 
         args = parse(argv, SUITES)
         from .display import hide_foreign_bars, show_progress
+        from .offline import leave_the_hub
         from .processes import are_several, join_processes
         from .report import as_markdown, check_folder, write_report
         from .subject import load_subject
 
+        if args.offline:
+            leave_the_hub()
         check_folder(args.output_dir)
         set_up_cpu(args.cpu_threads)
         if not show_progress():

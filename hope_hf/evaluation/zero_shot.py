@@ -12,17 +12,22 @@ import torch.distributed as dist
 
 from hope_hf.cli.process import is_first_process
 
-from .arguments import Arguments
+from .arguments import AUTO, Arguments
 from .display import LogLines, show_progress
 from .harness_tasks import LOCAL, find_tasks
+from .paper_row import paper_row
 from .processes import answer_together
 from .result import Row, SuiteResult
 from .subject import Subject
 from .task_code import sandboxed_templates
 
+# lm-eval finds a batch size by passes over rows of the model's longest input.
+LONGEST_TRIED = 16_384
+
 
 def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
-    """The tasks of `--tasks`: a row per metric, with lm-eval's standard error and the number of documents.
+    """The tasks of `--tasks`: a row per metric, with lm-eval's standard error and the number of documents, and the
+    paper's row where its tasks are among them.
 
     The numbers equal those of lm-eval's command on the same model (`lm_eval --model hf`) with its own seeds. Several
     processes share the requests; only the first returns rows. Raises ValueError without lm-eval, and for tasks and
@@ -35,6 +40,7 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
         raise ValueError(f"--suite zero_shot needs lm-eval ({error}): pip install hope_hf[eval].") from None
     # loaded again, not the subject's own: lm-eval changes it
     tokenizer = args.tokenizer_name or args.model_name_or_path
+    _check_length(args, subject)
     manager, tasks = find_tasks(args)
     templates = nullcontext() if args.trust_remote_code else sandboxed_templates()
     with _as_quiet_as_the_house(), templates:
@@ -42,7 +48,8 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
             pretrained=subject.model,
             tokenizer=tokenizer,
             backend="causal",
-            batch_size=args.rows,
+            batch_size=AUTO if args.batch_size == AUTO else args.rows,
+            max_length=args.max_length,
             trust_remote_code=args.trust_remote_code,
         )
         if dist.is_initialized():
@@ -55,7 +62,7 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
                 num_fewshot=args.num_fewshot,
                 limit=args.limit,
                 task_manager=manager,
-                log_samples=False,
+                log_samples=args.log_samples,
                 # Every process has all answers: only one draws the 100,000 bootstrap samples for the errors.
                 **({} if is_first_process() else {"bootstrap_iters": 0}),
             )
@@ -72,7 +79,26 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
     for task, shots in {row["task"]: row["num_fewshot"] for row in table}.items():
         if None not in (args.num_fewshot, shots) and shots != args.num_fewshot:
             warnings.warn(f"--num_fewshot plays no part in {task}: lm-eval defines it for {shots}.", stacklevel=2)
-    return SuiteResult({f"lm-eval {lm_eval.__version__}": table})
+    tables = {f"lm-eval {lm_eval.__version__}": table}
+    if row := paper_row(table):
+        tables["The paper's row, accuracies in percent"] = [row]
+    logs = {f"samples_{task}": documents for task, documents in found.get("samples", {}).items()}
+    return SuiteResult(tables, logs=logs)
+
+
+def _check_length(args: Arguments, subject: Subject):
+    bound = subject.longest_input
+    if None not in (args.max_length, bound) and args.max_length > bound:
+        raise ValueError(
+            f"--max_length {args.max_length:,} is more than the model's {bound:,} positions "
+            "(max_position_embeddings): lower it."
+        )
+    longest = args.max_length or getattr(subject.model.config, "max_position_embeddings", 0)
+    if args.batch_size == AUTO and longest > LONGEST_TRIED:
+        raise ValueError(
+            f"--batch_size auto tries rows of up to {longest:,} tokens: give --max_length (at most "
+            f"{LONGEST_TRIED:,}) as well, or a number."
+        )
 
 
 def rows(found: dict) -> list[Row]:

@@ -87,16 +87,27 @@ def paths(tasks) -> str:
     return ",".join(str(tasks / f"{name}.yaml") for name in ("choice", "cloze", "rolling", "until"))
 
 
+# lm-eval's folders of the paper's tasks.
+PAPER = ("wikitext", "lambada", "piqa", "hellaswag", "winogrande", "arc", "siqa", "super_glue/boolq")
+
+
 @pytest.fixture
 def piqa(monkeypatch, tmp_path, texts) -> Path:
-    """A folder with files for lm-eval's PIQA, the only task known here: to list all takes half a minute."""
+    """A folder with files for lm-eval's PIQA.
+
+    Only the paper's tasks are known here: to list all takes half a minute.
+    """
     import lm_eval.tasks
 
-    stock = Path(lm_eval.tasks.__file__).parent / "piqa"
+    home = Path(lm_eval.tasks.__file__).parent
+    stock = home / "piqa"
+    folders = [home / name for name in PAPER]
     monkeypatch.setattr(
         lm_eval.tasks,
         "TaskManager",
-        lambda include_defaults, metadata: KNOWN(metadata=metadata, include_path=stock if include_defaults else None),
+        lambda include_defaults, metadata: KNOWN(
+            metadata=metadata, include_path=folders if include_defaults else None
+        ),
     )
     KNOWN = partial(lm_eval.tasks.manager.TaskManager, include_defaults=False)
     words = texts[3].split()
@@ -110,6 +121,35 @@ def piqa(monkeypatch, tmp_path, texts) -> Path:
     include["dataset_kwargs"] = {"data_files": {s: str(tmp_path / f"piqa_{s}.jsonl") for s in ("train", "validation")}}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(include))
     return tmp_path
+
+
+@pytest.fixture
+def nine(piqa, texts) -> Path:
+    """A folder with three documents for each of the paper's tasks, in the columns of the Hub."""
+    words = texts[3].split()
+    answers = {"text": ["reads", "writes the memory"], "label": ["A", "B"]}
+    rows = {
+        "wikitext_test": {"page": " ".join(words[:60])},
+        "lambada_openai_test": {"text": " ".join(words[:20])},
+        "hellaswag_validation": {
+            "ctx_a": "A model", "ctx_b": "it", "activity_label": "Reading",
+            "endings": ["reads", "learns what", "a", "said"],
+        },
+        "winogrande_validation": {
+            "sentence": "The memory _ reads.", "option1": "it", "option2": "what was", "answer": "2",
+        },
+        "arc_easy_test": {"question": "What writes?", "choices": answers, "answerKey": "B"},
+        "arc_challenge_test": {"question": "What learns?", "choices": answers, "answerKey": "A"},
+        "social_iqa_validation": {
+            "context": "It reads.", "question": "Why?", "answerA": "to learn", "answerB": "it", "answerC": "a",
+            "label": "1",
+        },
+        "boolq_validation": {"passage": "A model reads.", "question": "does it", "label": 1},
+    }  # fmt: skip
+    for name, row in rows.items():
+        made = [row | ({"label": str(i % 2)} if name.startswith("hella") else {}) for i in range(3)]
+        (piqa / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    return piqa
 
 
 def evaluate(folder, *flags) -> int:
@@ -136,7 +176,7 @@ def test_digits_are_those_of_lm_eval_on_the_path(folders, tasks, paths, subject,
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     theirs = json.loads(done.stdout.splitlines()[-1])
-    args = arguments(model_name_or_path=folders["hope"], tasks=paths, batch_size=3, limit=5)
+    args = arguments(model_name_or_path=folders["hope"], tasks=paths, batch_size="3", limit=5)
     ours = table(zero_shot(args, subject()))
     assert {row["metric"] for row in ours} >= {"acc", "acc_norm", "perplexity", "word_perplexity", "chrf"}
     assert len(ours) == sum("," in key and "_stderr" not in key for found in theirs.values() for key in found)
@@ -168,7 +208,7 @@ def test_what_stands_right_of_a_text_changes_none_of_its_logits(subject):
 
 def test_the_size_of_batches_changes_no_score(folders, paths, subject, arguments):
     one, four = (
-        table(zero_shot(arguments(model_name_or_path=folders["hope"], tasks=paths, batch_size=size), subject()))
+        table(zero_shot(arguments(model_name_or_path=folders["hope"], tasks=paths, batch_size=str(size)), subject()))
         for size in (1, 4)
     )
     assert numbers(one) == pytest.approx(numbers(four), rel=1e-5)
@@ -190,7 +230,7 @@ def test_two_processes_give_the_digits_of_one(folders, paths, subject, arguments
     assert done.stdout.count("## zero_shot") == done.stdout.count("Report: ") == 1
     record = json.loads((tmp_path / "two" / "results.json").read_text())
     (two,) = record["results"]["zero_shot"]["tables"].values()
-    one = table(zero_shot(arguments(model_name_or_path=folders["hope"], tasks=paths, batch_size=3), subject()))
+    one = table(zero_shot(arguments(model_name_or_path=folders["hope"], tasks=paths, batch_size="3"), subject()))
     assert [(row["task"], row["metric"]) for row in two] == [(row["task"], row["metric"]) for row in one]
     # a row rounds differently in another batch
     assert numbers(two) == pytest.approx(numbers(one), rel=1e-6)
@@ -212,6 +252,66 @@ def test_files_stand_for_the_hub_and_all_else_is_lm_evals(folders, piqa, subject
     included = zero_shot(args(tasks=str(piqa / "mine.yaml")), subject())
     assert numbers(table(stock)) == numbers(table(included))
     assert {(row["task"], row["num_fewshot"], row["n"]) for row in table(stock)} == {("piqa", shots or 0, 6)}
+
+
+def test_the_papers_row_has_its_order_and_the_average_of_eight_accuracies(folders, nine, tmp_path, capsys):
+    output = tmp_path / "report"
+    flags = ["--suite", "zero_shot", "--data_dir", nine, "--log_samples", "--offline", "--output_dir", output]
+    assert evaluate(folders["llama"], *flags, "--batch_size", "auto", "--max_length", 512) == 0
+    tables = json.loads((output / "results.json").read_text())["results"]["zero_shot"]["tables"]
+    rows, (row,) = tables.values()
+    assert list(row) == [
+        "wiki ppl", "lambada ppl", "lambada acc", "piqa acc", "hellaswag acc_n", "winogrande acc", "arc-e acc",
+        "arc-c acc_n", "siqa acc", "boolq acc", "average", "average_stderr",
+    ]  # fmt: skip
+    value = {(found["task"], found["metric"]): found["value"] for found in rows}
+    assert row["wiki ppl"] == value["wikitext", "word_perplexity"]
+    assert row["lambada ppl"] == value["lambada_openai", "perplexity"]
+    accuracies = [row[name] for name in row if " acc" in name]
+    assert len(accuracies) == 8 and row["average"] == pytest.approx(sum(accuracies) / 8)
+    assert row["arc-c acc_n"] == 100 * value["arc_challenge", "acc_norm"]
+    assert len({found["task"] for found in rows}) == 9 and "| wiki ppl |" in capsys.readouterr().out
+    documents = [json.loads(line) for line in (output / "samples_boolq.jsonl").read_text().splitlines()]
+    assert len(documents) == 3 and documents[0]["doc"]["passage"] == "A model reads."
+    assert len(list(output.glob("samples_*.jsonl"))) == 9
+
+
+def test_the_papers_row_needs_all_tasks_and_names_may_be_the_papers():
+    from hope_hf.evaluation.paper_row import paper_row, written_out
+
+    assert paper_row([{"task": "piqa", "metric": "acc", "value": 0.5, "value_stderr": 0.1}]) is None
+    assert written_out(["siqa", "copa"]) == ["social_iqa", "copa"] and len(written_out(["paper", "piqa"])) == 9
+
+
+def test_longer_sequences_are_cut(folders, tasks, subject, arguments):
+    args = partial(arguments, model_name_or_path=folders["hope"], tasks=str(tasks / "rolling.yaml"))
+    short, whole = (table(zero_shot(args(max_length=size), subject())) for size in (16, None))
+    assert short[0]["value"] != whole[0]["value"]
+    with pytest.raises(ValueError, match="--max_length 1,000 is more than the model's 512 positions"):
+        zero_shot(args(max_length=1000), subject("llama"))
+
+
+def test_offline_nothing_is_asked_of_the_hub(monkeypatch):
+    import datasets
+    import transformers
+    from huggingface_hub import constants
+
+    from hope_hf.evaluation.offline import leave_the_hub
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    assert not transformers.utils.hub.is_offline_mode()
+    leave_the_hub()
+    assert transformers.utils.hub.is_offline_mode() and datasets.config.HF_HUB_OFFLINE
+
+
+def test_flags_of_lm_eval_are_ignored_with_a_word_elsewhere(folders, text_file):
+    flags = ["--suite", "sample", "--max_new_tokens", 1, "--validation_file", text_file]
+    with pytest.warns(UserWarning, match="--max_length is ignored: it is for --suite zero_shot"):
+        assert evaluate(folders["llama"], *flags, "--max_length", 64) == 0
+    with pytest.warns(UserWarning, match="--batch_size auto is for --suite zero_shot"):
+        assert evaluate(folders["llama"], *flags, "--batch_size", "auto") == 0
 
 
 def test_examples_change_the_question(folders, piqa, subject, arguments):
@@ -284,8 +384,17 @@ def test_more_shots_than_examples(folders, piqa, capsys):
 @pytest.mark.parametrize(
     ("flags", "status", "sentence"),
     [
-        ([], 2, "--suite zero_shot needs --tasks"),
-        (["--tasks", " , "], 2, "--suite zero_shot needs --tasks"),
+        (["--tasks", " , "], 1, "--tasks names none of lm-eval's tasks"),
+        (["--tasks", "piqa,all"], 1, "--tasks all is no task: write paper"),
+        (
+            ["--tasks", "piqa", "--batch_size", "many"],
+            2,
+            "--batch_size is 'many': give a whole number from 1 to 65,536, or",
+        ),
+        (["--tasks", "piqa", "--batch_size", "0"], 2, "--batch_size is '0'"),
+        (["--tasks", "piqa", "--batch_size", "auto"], 1, "--batch_size auto tries rows of up to 1,048,576 tokens"),
+        (["--tasks", "piqa", "--log_samples"], 2, "--log_samples writes files: name their folder with --output_dir"),
+        (["--data_dir", "{data}"], 1, "has no wikitext_test.jsonl: lm-eval's task wikitext reads its split test"),
         (["--tasks", "piqa", "--num_fewshot", "-1"], 2, "--num_fewshot is -1: give a whole number from 0"),
         (["--tasks", "piqa", "--data_dir", "n" * 300], 1, "is not a folder"),
         (["--tasks", "pika"], 1, "--tasks pika is not a task of lm-eval; did you mean piqa?"),

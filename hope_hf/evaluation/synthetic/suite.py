@@ -40,7 +40,7 @@ def asked_tasks(args: Arguments) -> list[Task]:
             max_train_steps=args.max_train_steps,
             learning_rate=args.learning_rate,
             ema_decay=args.ema_decay,
-            batch_size=args.batch_size,
+            batch_size=args.given_rows,
             samples=min(args.limit, tasks[name].samples) if args.limit else None,
         )
         for name in own_tasks(args, "synthetic", tasks)
