@@ -64,7 +64,9 @@ def _load(corpus: Corpus, source: str) -> Dataset:
     if corpus.dataset_name == BUILTIN:
         return builtin_corpus()
     try:
-        dataset = load_dataset(corpus.dataset_name, corpus.dataset_config_name, split=corpus.split)
+        dataset = load_dataset(
+            corpus.dataset_name, corpus.dataset_config_name, data_dir=corpus.data_dir, split=corpus.split
+        )
     except (OSError, ValueError, DatasetGenerationError) as error:
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise ValueError(

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from itertools import chain
 from multiprocessing import get_context
 
 import numpy as np
@@ -70,5 +71,5 @@ def _work(texts: list[str], kind: np.dtype) -> Encoded:
 def _pack(encode: Encode, texts: Iterable[str], kind: np.dtype) -> Encoded:
     rows = encode(texts)
     lengths = list(map(len, rows))
-    tokens = np.fromiter((token for row in rows for token in row), dtype=kind, count=sum(lengths))
+    tokens = np.fromiter(chain.from_iterable(rows), dtype=kind, count=sum(lengths))
     return Encoded(tokens, lengths, [len(text.encode("utf-8", errors="surrogatepass")) for text in texts])

@@ -36,6 +36,8 @@ class Corpus:
     dataset_name: str | None = None
     """Hub name or folder; `builtin` is the built-in corpus."""
     dataset_config_name: str | None = None
+    data_dir: str | None = None
+    """Folder of that data set, where it has one for each language or topic."""
     split: str = "train"
     files: str | None = None
     """Path or glob pattern of .txt, .json, .jsonl or .parquet files."""

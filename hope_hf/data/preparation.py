@@ -5,7 +5,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from itertools import islice
 from pathlib import Path
 
 from datasets import Dataset
@@ -19,12 +18,13 @@ from .encode_batches import encoded, encoding_pool
 from .encoding import make_encoder
 from .shard_writer import Encoded, Progress, write_shards
 from .shards import FORMAT, KINDS, MANIFEST, TOKENIZER, file_hash, read_manifest
-from .tokenizer_sample import text_bytes
+from .tokenizer_sample import drawn, text_bytes
 from .vocabulary import save_tokenizer, tokenizer_hash
 
 PLAN = "plan.json"
 _SEQUENCES = (1024, 2048, 4096, 8192)
-_SAMPLE = 200
+# Bytes of each corpus that are encoded to foresee its tokens.
+_SAMPLE = 200_000
 _PARTS = ("train", "validation")
 
 
@@ -71,7 +71,7 @@ class Preparation:
         """Raise ValueError where the disk has less room than the shards will need."""
         encode, needed = make_encoder(self.tokenizer), 0
         for part in self.documents:
-            texts = [row["text"] for row in islice(part.train, _SAMPLE)]
+            texts = list(drawn(part.train, _SAMPLE))
             tokens, sampled = sum(map(len, encode(texts))), sum(len(text.encode()) for text in texts)
             most = sum(self.bytes[part.corpus.name, side] for side in _PARTS) * tokens / sampled
             needed += min(most, part.corpus.max_tokens or most)

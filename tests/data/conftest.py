@@ -5,12 +5,10 @@ from pathlib import Path
 
 import pytest
 from datasets.utils.logging import disable_progress_bar
-from four_corpora import write_corpora
+from four_corpora import TEXT_TOGETHER, prepare_words, write_corpora
 
 from hope_hf.data import encode_batches
 from hope_hf.data.prepare import main
-
-TEXT_TOGETHER = 2_000
 
 
 @pytest.fixture(scope="session")
@@ -28,11 +26,3 @@ def shards(mixture) -> Path:
     folder = mixture.parent / "shards"
     assert main(prepare_words(mixture, folder)) == 0
     return folder
-
-
-def prepare_words(mixture: Path, folder: Path) -> list[str]:
-    """The command line that prepares the mixture into a folder, in several shards for each corpus."""
-    return [
-        *(str(mixture), "--tokenizer_name", str(mixture.parent / "tokenizer"), "--output_dir", str(folder)),
-        *("--shard_tokens", "1024", "--validation_split_percentage", "10"),
-    ]

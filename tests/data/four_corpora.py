@@ -5,6 +5,8 @@ from pathlib import Path
 
 from hope_hf.data import save_tokenizer, train_tokenizer
 
+# Characters that `prepare` encodes together, so that there are several shards.
+TEXT_TOGETHER = 2_000
 WORDS = "and bread came down every fine great house into just know little most never other place".split()
 
 
@@ -49,3 +51,11 @@ corpora:
 """)
     save_tokenizer(train_tokenizer([sentence(corpus, 1) for corpus in range(4)], 300), folder / "tokenizer")
     return mixture
+
+
+def prepare_words(mixture: Path, folder: Path) -> list[str]:
+    """The command line that prepares the mixture into a folder, in several shards for each corpus."""
+    return [
+        *(str(mixture), "--tokenizer_name", str(mixture.parent / "tokenizer"), "--output_dir", str(folder)),
+        *("--shard_tokens", "1024", "--validation_split_percentage", "10"),
+    ]

@@ -1,7 +1,10 @@
 """Mixture files: one sentence for each mistake, with the file, the corpus and the mend."""
 
+from pathlib import Path
+
 import pytest
 
+from hope_hf import PRESETS
 from hope_hf.data.mixture import read_mixture
 
 
@@ -56,3 +59,13 @@ def test_a_mistake_is_named(tmp_path, text, sentence):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"The mixture .*mix.yaml cannot be read: No such file or directory\."):
         read_mixture(str(tmp_path / "mix.yaml"))
+
+
+def test_every_preset_has_a_mixture_that_is_read_about_once():
+    folder = Path(__file__).parents[2] / "recipes" / "mixtures"
+    assert {path.stem for path in folder.glob("*.yaml")} == set(PRESETS)
+    for preset, tokens in (("pilot", 5e9), ("mid", 30e9), ("target", 100e9)):
+        corpora = read_mixture(str(folder / f"{preset}.yaml"))
+        weights = sum(corpus.weight for corpus in corpora)
+        for corpus in corpora:
+            assert tokens * corpus.weight / weights <= corpus.max_tokens <= 1.1 * tokens * corpus.weight / weights

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TEXT_TOGETHER, prepare_words
-from four_corpora import sentence
+from four_corpora import TEXT_TOGETHER, prepare_words, sentence
 
 from hope_hf.cli.folder_lock import FolderLock
 from hope_hf.data import preparation
