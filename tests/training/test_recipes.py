@@ -1,17 +1,26 @@
 """Recipes of `recipes/`: read by run_clm.py as they are, and run with their model, batch and data made small."""
 
 import json
+import re
 import warnings
 
 import pytest
 import yaml
+from torch._subclasses.fake_tensor import FakeTensorMode
 from training_runs import ROOT, curve, make_tokenizer
+from transformers import AutoModelForCausalLM
 
+from hope_hf import HopeConfig
+from hope_hf.training import setup
 from hope_hf.training.parsing import DEMO_RECIPE, parse
+from hope_hf.training.preflight import run as preflight
+from hope_hf.training.preflight.checks import CHECKS
+from hope_hf.training.preflight.facts import Room
 
 RECIPES = {file.stem: file for file in sorted((ROOT / "recipes").glob("*.yaml"))}
 SECOND = {"mid_4096": "mid", "target_8192": "target"}
 HOPE = "hidden_size=64,num_hidden_layers=1,head_dim=32,num_attention_heads=2,num_memory_heads=2,memory_chunk_size=16"
+FOR_A_CPU = ["demo", "gpt2_4_layers_shakespeare"]
 SMALLER = {
     "hope": f"{HOPE},level_intermediate_sizes=[48,48,48],level_periods=[256,512,512]",
     "llama": "hidden_size=64,num_hidden_layers=1,intermediate_size=96,num_attention_heads=2,num_key_value_heads=2",
@@ -91,3 +100,79 @@ def test_a_second_phase_begins_from_the_weights_of_the_first(name, run, texts, t
     words = made_small(name, texts, first=tmp_path / "first")
     status, after = run("second", *words, *steps, model=[str(RECIPES[name])], data=[])
     assert status == 0 and curve(after)[0] < curve(before)[0] - 0.1
+
+
+def dry_run(name: str, run, capsys, *flags: str) -> tuple[int, dict[str, tuple[str, str]], str]:
+    """Status, level and text of every check, and all that was printed."""
+    status, _ = run("dry", *flags, "--dry_run", model=[str(RECIPES[name])], data=[])
+    text = capsys.readouterr().out
+    found = re.findall(r"^(ok|warn|fail) +(\w+) +(.+)$", text, re.MULTILINE)
+    return status, {check: (level, words) for level, check, words in found}, text
+
+
+def own_sizes(name: str) -> list[str]:
+    """Flags that give the batch and length of a recipe back, which `run` makes small."""
+    recipe = {"gradient_accumulation_steps": 1} | content(name)
+    names = ("block_size", "per_device_train_batch_size", "gradient_accumulation_steps", "max_train_steps")
+    return [word for key in names for word in (f"--{key}", str(recipe[key]))]
+
+
+def own_vocabulary(name: str) -> list[str]:
+    """Flags that give the model of a recipe its vocabulary under a tokenizer of less entries."""
+    recipe = content(name)
+    size = 50_257 if recipe.get("model_type") == "gpt2" else 32_000
+    shape = [recipe["config_overrides"]] if "config_overrides" in recipe else []
+    return ["--config_overrides", ",".join([*shape, f"vocab_size={size}"])]
+
+
+@pytest.mark.parametrize("name", FOR_A_CPU)
+def test_the_dry_run_of_a_small_recipe(name, run, capsys, texts, tmp_path):
+    """As it is, but for the Hub's tokenizer and a text that this test has."""
+    flags = own_sizes(name)
+    if name == "demo":
+        flags += ["--max_train_samples", "40", "--max_eval_samples", "4"]
+    else:
+        flags += ["--tokenizer_name", str(texts / "tokenizer"), "--train_file", str(texts / "book.txt")]
+        flags += own_vocabulary(name)
+    status, found, _ = dry_run(name, run, capsys, *flags)
+    assert status == 0 and [*found] == [*CHECKS, "step"] and not (tmp_path / "dry").exists()
+    assert {level for check, (level, _) in found.items() if check != "data"} == {"ok"}, found
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in FOR_A_CPU])
+def test_the_dry_run_of_a_large_recipe_up_to_its_step(name, run, capsys, texts, tmp_path, monkeypatch):
+    """Data, model, optimizer and checks in full size, the model on fake tensors; too large to take the step here.
+
+    tests/plan/test_recipes_page.py simulates the step.
+    """
+
+    def fake(args, config):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = AutoModelForCausalLM.from_config(config)
+        # It is on the CPU, and torch cannot exchange the tensors of its optimizer.
+        model.to = lambda *device: model
+        return model
+
+    monkeypatch.setattr(setup, "build_model", fake)
+    room = Room(device=2**30, host=2**30, disk=2**44)
+    monkeypatch.setattr(preflight, "read_room", lambda *run: room)
+    flags = [*own_sizes(name), "--dataloader_num_workers", "0"]
+    if name in SECOND:
+        first = HopeConfig.from_preset(SECOND[name], vocab_size=32_000)
+        first.save_pretrained(tmp_path / "first")
+        flags += ["--model_name_or_path", str(tmp_path / "first"), "--tokenizer_name", str(texts / "tokenizer")]
+    else:
+        flags += ["--tokenizer_name", str(texts / "tokenizer"), *own_vocabulary(name)]
+    named = "dataset_name" in content(name)
+    flags += ["--dataset_name", str(texts)] if named else ["--train_file", str(texts / "book.txt")]
+    # So that a block of validation is full.
+    flags += ["--validation_split_percentage", "50"]
+    # Flash attention needs a GPU.
+    flags += ["--attn_implementation", "sdpa"] if name == "llama_7b" else []
+    status, found, text = dry_run(name, run, capsys, *flags)
+    assert status == 1 and [*found] == [*CHECKS, "step"] and not (tmp_path / "dry").exists()
+    # The text is none for the steps of a real one.
+    levels = {check: level for check, (level, _) in found.items() if level != "ok" and check != "data"}
+    assert levels == {"host": "fail", "memory": "fail", "step": "warn"}, found
+    assert found["run"][1] == f"begins at step 0 of {content(name)['max_train_steps']:,}"
+    assert int(re.search(r", ([\d,]+) parameters", text)[1].replace(",", "")) > 10**8
