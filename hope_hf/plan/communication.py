@@ -41,8 +41,8 @@ def traffic(
     """The traffic of a step of `accumulation` batches.
 
     Full sharding gathers twice in every batch, SHARD_GRAD_OP once (FSDP version 1 keeps the weights over accumulated
-    batches: once a step). Gradients are reduced once a step; DeepSpeed's stages 2 and 3 and `sync_each_batch` reduce
-    after every batch. Replicas of a hybrid all-reduce their shard of the gradients.
+    batches: once a step). Gradients are reduced once a step; DeepSpeed's stages 2 and 3 reduce after every batch, and
+    FSDP does by `sync_each_batch`. Replicas of a hybrid all-reduce their shard of the gradients.
 
     Args:
         gather_bytes, reduce_bytes: per parameter.
@@ -50,7 +50,8 @@ def traffic(
     strategy, parts = launch.strategy, launch.parts
     share = (parts - 1) / parts
     is_deepspeed = strategy.engine == "deepspeed"
-    reductions = accumulation if sync_each_batch or (is_deepspeed and GRADIENTS in strategy.shared) else 1
+    reduces_each = GRADIENTS in strategy.shared and (sync_each_batch or is_deepspeed)
+    reductions = accumulation if reduces_each else 1
     if not strategy.shared:
         share = (launch.world_size - 1) / launch.world_size
         return Traffic(0, 2 * share * parameters * reduce_bytes * reductions)

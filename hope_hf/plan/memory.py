@@ -19,7 +19,7 @@ class Memory:
         moment: of the peak: "loss", "blocks" (the backward pass enters them), "backward" (its end) or "update".
         host: bytes in the memory of a machine, of all its processes.
         gathered_block: bytes of the largest block once gathered; 0 where nothing is gathered.
-        between_batches: bytes of gradients held between accumulated batches.
+        between_batches: bytes of whole gradients held between accumulated batches.
     """
 
     split: dict[str, int]
@@ -48,12 +48,18 @@ def memory(config, shapes: Shapes, launch: Launch, step, per_node: int = 8) -> M
     compute = launch.compute_bytes
     block = shapes.largest_block * compute if launch.strategy.gathers else 0
     between = _between_batches(shapes, launch, step) if step.accumulation > 1 else 0
+    # Gradients as a process holds them while it works on a batch: of the batches before, and of this one.
+    before = states["gradients"] if step.accumulation > 1 and not between else 0
+    after = 0 if between else states["gradients"]
     moments = {
-        "loss": _at_loss(shapes, launch, states, kept, compute) | {"whole gradients": between},
-        "blocks": _in_blocks(shapes, launch, states, kept, compute, between),
-        "backward": _in_backward(shapes, launch, states, kept, compute, between),
+        "loss": _at_loss(shapes, launch, states, kept, compute),
+        "blocks": _in_blocks(shapes, launch, states, kept, compute),
+        "backward": _in_backward(shapes, launch, states, kept, compute),
         "update": dict(states),
     }
+    for name, gradients in (("loss", before), ("blocks", before), ("backward", after)):
+        moments[name] |= {"gradients": gradients}
+        moments[name]["whole gradients"] = moments[name].get("whole gradients", 0) + between
     offloads = launch.strategy.offloads
     # DeepSpeed's copy of the weights belongs to its optimizer.
     offloads |= {"buckets"} if OPTIMIZER in offloads else set()
@@ -97,10 +103,14 @@ def _states(config, shapes: Shapes, launch: Launch, step, tokens: int) -> dict[s
 
 
 def _between_batches(shapes: Shapes, launch: Launch, step) -> int:
-    """Gradients beyond a process's part: without `--sync_each_batch`, FSDP adds up those of the whole model."""
+    """Without `--sync_each_batch` FSDP adds up the gradients of the whole model, instead of a process's part."""
     if not launch.strategy.engine.startswith("fsdp") or not launch.strategy.gathers or step.sync_each_batch:
         return 0
-    return 4 * shapes.count
+    if launch.precision == "no":
+        return 4 * shapes.count
+    # Version 1 adds them up as they were computed, version 2 as they will be summed over processes.
+    size = launch.compute_bytes if launch.strategy.engine == "fsdp1" else step.reduce_dtype.itemsize
+    return size * shapes.count
 
 
 def _at_loss(shapes: Shapes, launch: Launch, states: dict, kept: Activations, compute: int) -> dict[str, int]:
@@ -108,29 +118,27 @@ def _at_loss(shapes: Shapes, launch: Launch, states: dict, kept: Activations, co
     if launch.strategy.gathers:
         units = shapes.units
         gathered = shapes.count if launch.strategy.keeps_gathered else units.get("tail", 0) + units.get("root", 0)
-    # Gradients of the batches before, where they are the process's own; the first batch has none.
     return {
         **states,
-        "gradients": 0,
         "gathered": gathered * compute,
         "weight copies": kept.weight_copies,
         "activations": kept.blocks + kept.loss,
     }
 
 
-def _in_blocks(shapes, launch: Launch, states: dict, kept: Activations, compute: int, between: int) -> dict:
-    """Early in the backward pass: most activations, a few gradients."""
-    early = {"gradients": 0, "weight copies": kept.weight_copies, "activations": kept.in_backward}
-    return _in_backward(shapes, launch, states, kept, compute, between) | early
+def _in_blocks(shapes, launch: Launch, states: dict, kept: Activations, compute: int) -> dict[str, int]:
+    """Early in the backward pass: most activations, a few new gradients."""
+    early = {"weight copies": kept.weight_copies, "activations": kept.in_backward}
+    return _in_backward(shapes, launch, states, kept, compute) | early
 
 
-def _in_backward(shapes, launch: Launch, states: dict, kept: Activations, compute: int, between: int) -> dict:
+def _in_backward(shapes, launch: Launch, states: dict, kept: Activations, compute: int) -> dict[str, int]:
     """At the last of the blocks: all gradients, one block's activations, and gradients of a quarter of them."""
     moment = {**states, "activations": kept.one_block, "backward": kept.one_block // 4}
     block = shapes.largest_block
     if launch.strategy.gathers:
         # The block and the one gathered ahead of it; the block's own gradients before and while they are reduced.
         moment["gathered"] = 2 * block * compute
-        moment["whole gradients"] = block * (4 + compute) + between
+        moment["whole gradients"] = block * (4 + compute)
     return moment
 

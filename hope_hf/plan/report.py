@@ -34,7 +34,7 @@ def as_text(question: Question, rows: list[Setting], verdicts: list[Verdict], fo
     if asked.memory.between_batches:
         parts.append(
             f"Gradients held whole between batches: {asked.memory.between_batches / GIB:.2f} GiB; --sync_each_batch "
-            f"reduces them after each."
+            "reduces them after each."
         )
     if asked.memory.is_estimate:
         parts.append(

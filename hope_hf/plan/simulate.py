@@ -197,10 +197,9 @@ class Step:
 
     @contextmanager
     def _accumulating(self, last: bool) -> Iterator[None]:
-        syncs = last or self.options.sync_each_batch
         if isinstance(self.wrapped, FSDPModule):
-            self.wrapped.set_requires_gradient_sync(syncs)
-        elif isinstance(self.wrapped, DistributedDataParallel) and not syncs:
+            self.wrapped.set_requires_gradient_sync(last or self.options.sync_each_batch)
+        elif isinstance(self.wrapped, DistributedDataParallel) and not last:
             with self.wrapped.no_sync():
                 yield
             return

@@ -8,6 +8,7 @@ from .gpus import GIB, Gpu, usable
 from .memory import Memory, memory
 from .parsing import Question
 from .simulate import Simulation
+from .step import StepOptions
 from .strategy import SETTINGS, STRATEGIES, Launch
 
 # What is suggested, in this order: the first costs the least time.
@@ -130,21 +131,31 @@ def largest_batch(question: Question, launch: Launch, room: int, factor: float =
 def _instead(question: Question, rows: list[Setting], room: int) -> str | None:
     """The first setting that fits, as words; with recomputed blocks only where none does without."""
     known = {row.launch.strategy.key: row for row in rows if not row.is_asked}
-    asked = question.step.checkpointing
-    for checkpointing in dict.fromkeys((asked, "block")):
+    asked = question.step
+    for checkpointing in dict.fromkeys((asked.checkpointing, "block")):
         for key in SUGGESTED:
             launch = question.launch if key == question.launch.strategy.key else None
             launch = known[key].launch if launch is None and key in known else launch
             if launch is None:
                 continue
-            step = replace(question.step, checkpointing=checkpointing)
-            if memory(question.config, question.shapes, launch, step).peak <= room:
-                if launch is question.launch:
-                    return "--gradient_checkpointing block" if checkpointing != asked else None
-                words = f"accelerate_configs/{launch.strategy.launch_file}"
-                words += f" {SETTINGS[key]}" if key in SETTINGS else ""
-                return words + (" and --gradient_checkpointing block" if checkpointing != asked else "")
+            for sync in dict.fromkeys((asked.sync_each_batch, True)):
+                step = replace(asked, checkpointing=checkpointing, sync_each_batch=sync)
+                if memory(question.config, question.shapes, launch, step).peak <= room:
+                    return _words(question, launch, step)
     return None
+
+
+def _words(question: Question, launch: Launch, step: StepOptions) -> str | None:
+    """What another launch and step change; None for those that were asked for."""
+    words = []
+    if launch is not question.launch:
+        setting = SETTINGS.get(launch.strategy.key)
+        words.append(f"accelerate_configs/{launch.strategy.launch_file}" + (f" {setting}" if setting else ""))
+    if step.sync_each_batch != question.step.sync_each_batch:
+        words.append("--sync_each_batch")
+    if step.checkpointing != question.step.checkpointing:
+        words.append("--gradient_checkpointing block")
+    return " and ".join(words) or None
 
 
 def require_a_fit(question: Question, rows: list[Setting], verdicts: list[Verdict]) -> None:

@@ -76,6 +76,9 @@ class OptimizationArguments:
     )
     gradient_checkpointing: str = recomputing_flag()
     torch_compile: bool = flag(False, "Compile the model with torch.compile.")
+    sync_each_batch: bool = flag(
+        False, "FSDP: reduce gradients after every accumulated batch, so that none are held whole; sends more."
+    )
     fsdp_reduce_dtype: Literal["float32", "bfloat16"] = flag(
         "float32", "FSDP in bf16 or fp16: in which dtype gradients are summed over processes."
     )
@@ -149,9 +152,9 @@ class Arguments(ModelArguments, DataArguments, OptimizationArguments, RunArgumen
     FREE = frozenset(
         "output_dir resume_from_checkpoint checkpointing_steps save_total_limit async_save save_only_model "
         "save_sharded init checkpoint_hook dry_run "
-        "per_device_train_batch_size gradient_accumulation_steps gradient_checkpointing fsdp_limit_all_gathers "
-        "fsdp_prefetch logging_steps eval_steps cpu_threads ddp_timeout watchdog_seconds ram_report_steps "
-        "profile_steps report_to run_name project_name preprocessing_num_workers "
+        "per_device_train_batch_size gradient_accumulation_steps sync_each_batch gradient_checkpointing "
+        "fsdp_limit_all_gathers fsdp_prefetch logging_steps eval_steps cpu_threads ddp_timeout watchdog_seconds "
+        "ram_report_steps profile_steps report_to run_name project_name preprocessing_num_workers "
         "dataloader_num_workers dataloader_pin_memory trust_remote_code push_to_hub hub_model_id hub_private_repo "
         "demo".split()
     )

@@ -6,7 +6,7 @@ from hope_hf.optim import warn_short_levels
 
 from .arguments import Arguments
 from .engines.base import Engine
-from .engines.placement import device_name
+from .engines.placement import GIB, device_name
 
 
 def run_card(args: Arguments, engine: Engine, run) -> str:
@@ -14,6 +14,7 @@ def run_card(args: Arguments, engine: Engine, run) -> str:
     model, optimizer, data, plan = run.model, run.optimizer, run.data, run.plan
     accelerator = engine.accelerator
     mixed = accelerator.mixed_precision
+    accumulates_whole = args.gradient_accumulation_steps > 1 and engine.whole_gradients is not None
     rows = {
         "model": f"{model.config.model_type}, {model.num_parameters():,} parameters"
         + (f", from {args.model_name_or_path}" if args.model_name_or_path else f", {_size(args)}"),
@@ -26,6 +27,7 @@ def run_card(args: Arguments, engine: Engine, run) -> str:
         + (f" (vectors {args.vector_learning_rate:g})" if args.vector_learning_rate is not None else "")
         + f", {args.lr_scheduler_type}, weight decay {args.weight_decay:g}, clip {args.max_grad_norm:g}",
         "engine": engine.name,
+        **({"gradients": _gradients(args, engine, model)} if accumulates_whole else {}),
         "device": f"{device_name(accelerator.device)}, {torch.get_num_threads()} thread(s) per process, "
         f"precision {'fp32' if mixed == 'no' else f'{mixed} mixed'}",
     }
@@ -37,6 +39,17 @@ def run_card(args: Arguments, engine: Engine, run) -> str:
     rows["output"] = args.output_dir
     width = max(len(name) for name in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
+
+
+def _gradients(args: Arguments, engine: Engine, model) -> str:
+    """What a process holds between accumulated batches, under an engine that would hold whole gradients there."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    whole = sum(parameter.numel() for parameter in trained) * engine.whole_gradients.itemsize
+    part = sum(parameter.nbytes for parameter in trained) / engine.parts
+    batches = f"between {args.gradient_accumulation_steps} batches"
+    if args.sync_each_batch:
+        return f"sharded {batches}: {part / GIB:.3g} GiB a rank (whole: {whole / GIB:.3g})"
+    return f"whole {batches}: {whole / GIB:.3g} GiB a rank; --sync_each_batch: {part / GIB:.3g} GiB"
 
 
 def _size(args: Arguments) -> str:

@@ -241,7 +241,9 @@ def _add_gradients(engine: Engine, training: Training, monitor: Monitor, window:
     """Forward and backward passes of one step, of `tokens` over all processes; returns this process's summed loss."""
     carry, device = training.state.carry, engine.accelerator.device
     loss_sum = torch.zeros((), device=device)
-    for batch in window:
+    for index, batch in enumerate(window):
+        if 0 < index == len(window) - 1:
+            monitor.last_batch_begins()
         inputs = send_to_device(model_inputs(batch), device, non_blocking=True)
         with engine.accelerator.accumulate(training.model):
             with monitor.forward():

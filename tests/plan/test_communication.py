@@ -37,6 +37,7 @@ def test_accumulated_batches_gather_again_and_reduce_once():
     full = traffic(P, launch("full_shard"), accumulation=4, **BF16)
     assert (full.gather, full.reduce) == pytest.approx((8 * one, one))
     assert traffic(P, launch("full_shard"), 4, sync_each_batch=True, **BF16).reduce == pytest.approx(4 * one)
+    assert traffic(P, launch("ddp"), 4, sync_each_batch=True, **BF16) == traffic(P, launch("ddp"), **BF16)
     assert traffic(P, launch("shard_grad_op"), 4, **BF16).gather == pytest.approx(4 * one)
     old = replace(launch("shard_grad_op"), strategy=replace(STRATEGIES["shard_grad_op"], engine="fsdp1"))
     assert traffic(P, old, 4, **BF16).gather == pytest.approx(one)

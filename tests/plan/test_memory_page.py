@@ -1,6 +1,7 @@
 """Every figure of docs/memory.md, computed by the planner."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,7 @@ def sentences() -> list[str]:
     kept = activations(MODELS["Llama-7B"], llama, FULL, 1, 4096, Recomputed("none"))
     step = StepOptions(1, 2048, accumulation=4)
     held = memory(MODELS["Llama-7B"], llama, FULL, step)
+    reduced = memory(MODELS["Llama-7B"], llama, FULL, replace(step, sync_each_batch=True))
     hidden = (shapes_of(HopeConfig.from_preset("mid")).count, 1_947e6, 6_394e6)
     sixteen = [state_bytes(count, STRATEGIES["ddp"], 1) / GB for count in hidden]
     ddp, full = (largest_model(80 * GB, STRATEGIES[key], 8) / GB for key in ("ddp", "full_shard"))
@@ -93,6 +95,7 @@ def sentences() -> list[str]:
         f"really had 1,947 M and 6,394 M parameters: {sixteen[1]:.1f} and {sixteen[2]:.1f} GB, where 760 M have "
         f"{sixteen[0]:.1f}",
         f"Llama-7B {held.between_batches / GB:.1f} GB on every process",
+        f"reduced after each, and it is {reduced.split['gradients'] / GB:.1f} GB",
     ]
 
 

@@ -76,6 +76,16 @@ def test_what_does_not_fit_names_a_setting_that_does(capsys, tmp_path):
     assert sharded["fits"] and sharded["largest_batch"] >= 1
 
 
+def test_reduced_gradients_are_suggested_where_whole_ones_do_not_fit(capsys):
+    words = ["--model_type", "llama", *FSDP, "--world_size", "8", "--mixed_precision", "bf16", "--no_simulate"]
+    words += ["--per_device_train_batch_size", "1", "--block_size", "1024", "--gradient_accumulation_steps", "4"]
+    found = planned(capsys, *words, "--gpu", "a100-40gb")
+    gpu = found["gpus"]["a100-40gb"]
+    assert not gpu["fits"] and found["settings"][0]["between_batches"] and "--sync_each_batch" in gpu["instead"]
+    reduced = planned(capsys, *words, "--gpu", "a100-40gb", "--sync_each_batch")
+    assert reduced["gpus"]["a100-40gb"]["fits"] and not reduced["settings"][0]["between_batches"]
+
+
 def test_the_largest_batch_fits_and_one_row_more_does_not(capsys):
     words = [*MID, "--world_size", "8"]
     gpu = planned(capsys, *words, "--per_device_train_batch_size", "1")["gpus"]["h100-80gb"]

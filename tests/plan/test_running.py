@@ -1,5 +1,6 @@
 """The plan of a run that has started is that of its launch file."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -77,4 +78,7 @@ def test_sizes_are_those_of_the_whole_model():
     # Slow levels have a sum of gradients besides Adam's moments.
     assert 8 * shapes.count < planned.optimizer < 12 * shapes.count
     assert planned.memory == memory(config, shapes, launch_of(RUNNING["fsdp2"], 8), step, 8)
+    batches = replace(step, accumulation=4)
+    reduced = plan_running(config, RUNNING["fsdp2"], replace(batches, sync_each_batch=True), per_node=8)
+    assert reduced.memory.peak < plan_running(config, RUNNING["fsdp2"], batches, per_node=8).memory.peak
     assert planned.memory.peak < plan_running(config, RUNNING["ddp"], step, per_node=8).memory.peak

@@ -71,6 +71,7 @@ CASES = {
             task("llama", "full_shard", "bf16"),
             task("llama", "shard_grad_op", "bf16"),
             task("llama", "full_shard", accumulation=2),
+            task("llama", "full_shard", accumulation=2, sync_each_batch=True),
         ],
     ),
 }

@@ -79,6 +79,11 @@ class Engine:
     """Whether it shards a model on the meta device, whose values are set afterwards (`--init sharded`)."""
     shards_weights = False
     """Whether a process holds only a part of the weights."""
+    parts = 1
+    """Processes that share out one replica of the weights and their gradients."""
+    whole_gradients: torch.dtype | None = None
+    """In which dtype a process adds up whole gradients between accumulated batches, beyond its part of those of a
+    step; None where it does not."""
 
     def __init__(self, accelerator: Accelerator | None = None):
         self.accelerator = accelerator

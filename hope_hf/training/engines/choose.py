@@ -10,7 +10,8 @@ import os
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from accelerate.state import GradientState
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, InitProcessGroupKwargs
 
 from hope_hf.cli.process import warn_once
 
@@ -82,6 +83,8 @@ def make_engine(args: Arguments, trackers: list[str]) -> Engine:
         )
     if args.save_sharded and not engine.shards_weights:
         warn_once(f"--save_sharded is ignored: no weights are shared out ({engine.name}).")
+    if args.sync_each_batch:
+        _reduce_each_batch(args, engine)
     return engine
 
 
@@ -93,6 +96,22 @@ def _engine(wanted: str, accelerator: Accelerator, args: Arguments) -> Engine:
     if wanted == "deepspeed":
         return Zero(accelerator, args)
     return FSDP2(accelerator, args) if accelerator.is_fsdp2 else FSDP1(accelerator, args)
+
+
+def _reduce_each_batch(args: Arguments, engine: Engine) -> None:
+    """`--sync_each_batch`: accelerate reduces gradients after every accumulated batch."""
+    steps = args.gradient_accumulation_steps
+    if steps > 1 and engine.whole_gradients is not None:
+        # All Accelerators share this state.
+        GradientState(GradientAccumulationPlugin(num_steps=steps, sync_each_batch=True))
+        return
+    if steps == 1:
+        reason = "--gradient_accumulation_steps is 1"
+    elif isinstance(engine, Zero):
+        reason = "DeepSpeed reduces gradients after every batch in any case"
+    else:
+        reason = f"gradients are whole in any case ({engine.name})"
+    warn_once(f"--sync_each_batch is ignored: {reason}.")
 
 
 def plain_name(processes: int) -> str:

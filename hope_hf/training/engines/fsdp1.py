@@ -37,8 +37,22 @@ class FSDP1(Engine):
             # Torch would add each step's gradients to those of the step before.
             warn_once("fsdp_offload_params is ignored: parameters are on the CPU already.")
             plugin.cpu_offload = CPUOffload(offload_params=False)
+        if self._strategy is not ShardingStrategy.NO_SHARD:
+            self.whole_gradients = torch.float32
+            self.parts = accelerator.num_processes
+        if self._strategy is ShardingStrategy.HYBRID_SHARD:
+            self.parts = torch.get_device_module(accelerator.device).device_count()
+        if args.sync_each_batch and args.gradient_accumulation_steps > 1 and plugin.cpu_offload.offload_params:
+            # It would train on the gradients of the last batch alone.
+            raise ValueError(
+                "--sync_each_batch: version 1 of FSDP cannot add up offloaded gradients: leave it out, or take "
+                "accelerate_configs/fsdp_offload.yaml."
+            )
         plugin.limit_all_gathers = args.fsdp_limit_all_gathers
         if accelerator.mixed_precision != "no":
+            if self.whole_gradients is not None:
+                # Torch casts them where it reduces them.
+                self.whole_gradients = LOW_PRECISION[accelerator.mixed_precision]
             plugin.mixed_precision_policy = MixedPrecision(
                 param_dtype=LOW_PRECISION[accelerator.mixed_precision],
                 reduce_dtype=getattr(torch, args.fsdp_reduce_dtype),

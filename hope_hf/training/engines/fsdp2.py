@@ -27,6 +27,8 @@ class FSDP2(Engine):
         mesh = accelerator.torch_device_mesh
         replicas = mesh["dp_replicate"].size() if mesh is not None and "dp_replicate" in mesh.mesh_dim_names else 1
         self.name = f"FSDP2, {replicas} replicas" if replicas > 1 else "FSDP2"
+        self.parts = accelerator.num_processes // replicas
+        self.whole_gradients = torch.float32
         if isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
             self.name += ", offloaded to the CPU"
         self._prefetch = args.fsdp_prefetch
@@ -36,10 +38,10 @@ class FSDP2(Engine):
         if not args.fsdp_limit_all_gathers:
             warn_once("--fsdp_limit_all_gathers is ignored: it is a setting of FSDP's version 1.")
         if accelerator.mixed_precision != "no":
+            self.whole_gradients = getattr(torch, args.fsdp_reduce_dtype)
             # By default accelerate would reduce gradients in the low precision too.
             accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
-                param_dtype=LOW_PRECISION[accelerator.mixed_precision],
-                reduce_dtype=getattr(torch, args.fsdp_reduce_dtype),
+                param_dtype=LOW_PRECISION[accelerator.mixed_precision], reduce_dtype=self.whole_gradients
             )
 
     def prepare(self, model: PreTrainedModel, optimizer: LevelClock) -> nn.Module:
@@ -74,6 +76,17 @@ class FSDP2(Engine):
         for index, block in enumerate(blocks if self._prefetch else ()):
             block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + self._prefetch])
             block.set_modules_to_backward_prefetch(blocks[max(0, index - self._prefetch) : index][::-1])
+
+    def held_gradients(self) -> list[Tensor]:
+        # Whole ones are not those of the sharded parameters.
+        units = (unit for unit in self.wrapped.modules() if isinstance(unit, FSDPModule))
+        groups = (unit._get_fsdp_state()._fsdp_param_group for unit in units)
+        whole = []
+        for held in (held for group in groups if group is not None for held in group.fsdp_params):
+            # Made by the first forward pass.
+            parameter = getattr(held, "_unsharded_param", None)
+            whole += [held.unsharded_accumulated_grad, None if parameter is None else parameter.grad]
+        return [*super().held_gradients(), *(gradient for gradient in whole if gradient is not None)]
 
     def _slice(self, names: tuple[str, ...], tensor: Tensor, values: dict[str, Tensor]) -> Slice:
         if not isinstance(tensor, DTensor):

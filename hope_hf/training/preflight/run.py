@@ -1,5 +1,7 @@
 """Prepare the run as `train` does, check it, take one step, say what was found, and leave no trace of it."""
 
+import torch
+
 from hope_hf.cli.folder_lock import is_locked
 
 from ..arguments import Arguments
@@ -88,6 +90,8 @@ def _sizes(args: Arguments, engine: Engine, training: Training) -> Sizes:
         accumulation=args.gradient_accumulation_steps,
         checkpointing=args.gradient_checkpointing,
         optimizer=args.optimizer,
+        sync_each_batch=args.sync_each_batch,
+        reduce_dtype=getattr(torch, args.fsdp_reduce_dtype),
         trust_remote_code=args.trust_remote_code,
     )
     planned = plan_running(training.run.model.config, engine.accelerator, options, local_processes())

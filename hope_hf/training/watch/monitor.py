@@ -24,7 +24,8 @@ from .tracking import Tracker, eval_line, train_line
 class Monitor:
     """Metrics, console, heartbeat, RAM report and profile of one run, step by step; a context manager around it.
 
-    The trainer calls `step_begins`, `loading`, `forward`, `backward_ends`, `updated` and `step_ends`, in this order.
+    The trainer calls `step_begins`, `loading`, `forward`, `backward_ends`, `updated` and `step_ends`, in this order;
+    where batches accumulate, `last_batch_begins` as well.
     """
 
     def __init__(self, args: Arguments, engine: Engine, plan, flops_per_token: int, start_step: int, run_id: str):
@@ -68,6 +69,10 @@ class Monitor:
     def forward(self) -> AbstractContextManager:
         """Around a forward pass; in steps that are logged the first one reports on the memories."""
         return memory_statistics(self._engine.model, self._rows, enabled=self._logs and not self._rows)
+
+    def last_batch_begins(self) -> None:
+        """The gradients of all accumulated batches but one are there."""
+        self._ram.last_batch_begins(self._step)
 
     def backward_ends(self) -> None:
         """The gradients are there, and not yet clipped."""

@@ -13,10 +13,10 @@ from .telemetry import peak_memory_gib
 class RamReport:
     """Appends lines to `ram_rank<N>.jsonl`: at the start, after the first step, every so often, and out of memory.
 
-    Rows are GiB of this process: weights, gradients (those of a step before its update) and optimizer state as it
-    holds them, the largest total so far, and what is left of the device. On a GPU also what torch has allocated and
-    reserved, and, when memory runs out, torch's own table in `ram_summary_rank<N>.txt`. A context manager around
-    the training.
+    A step whose batches accumulate has another line, before the last of them. Rows are GiB of this process: weights,
+    gradients (after a step those before its update) and optimizer state as it holds them, the largest total so far,
+    and what is left of the device. On a GPU also what torch has allocated and reserved, and, when memory runs out,
+    torch's own table in `ram_summary_rank<N>.txt`. A context manager around the training.
     """
 
     def __init__(
@@ -43,6 +43,11 @@ class RamReport:
                 summary = torch.cuda.memory_summary(self._device)
                 (self._folder / f"ram_summary_rank{self._rank}.txt").write_text(summary, encoding="utf-8")
             self._write("out of memory", None)
+
+    def last_batch_begins(self, step: int):
+        """The last of the accumulated batches of `step` begins, with the gradients of those before."""
+        if self._due(step):
+            self._write("last batch", step)
 
     def backward_ends(self, step: int):
         """The gradients of `step` are there; the update will free them."""

@@ -28,11 +28,12 @@ pytestmark = [
 ]
 FP16 = ["fp16", "fp16 continued"]
 NEEDS_FP16 = pytest.mark.skipif(not deepspeed_has_fp16(), reason="this CPU has no fp16 arithmetic for ZeRO")
+OF_FSDP2 = ["hope", "hope-attention", "llama", "reduced", "gpt2", "muon", "poisoned", *FP16, "continued", "moved"]
 # Processes, and what is run on them.
 ENGINES = {
     "ddp": (2, ["hope", "muon", "poisoned", "fp16", "moved"]),
-    "fsdp2": (2, ["hope", "hope-attention", "llama", "gpt2", "muon", "poisoned", *FP16, "continued", "moved"]),
-    "fsdp1": (2, ["hope", "llama", "gpt2", "poisoned", "fp16", "moved"]),
+    "fsdp2": (2, OF_FSDP2),
+    "fsdp1": (2, ["hope", "llama", "reduced", "gpt2", "poisoned", "fp16", "moved"]),
     "fsdp_hybrid": (4, ["hope", "llama", "moved"]),
     "fsdp_offload": (2, ["llama", "poisoned"]),
     "multi_node_fsdp": (2, ["llama"]),
@@ -94,6 +95,7 @@ def plan(
     runs["fp16 continued"] = {"flags": runs["fp16"]["flags"], **again}
     if engine in IN_PARTS:
         runs["hope"]["flags"] += ["--save_sharded"]
+    runs["reduced"] = {"flags": [*runs["llama"]["flags"], "--sync_each_batch"]}
     runs["continued"] = {"flags": runs["hope"]["flags"], "forget": [RUNS["hope"][1]]}
     # Two ways to continue after the first checkpoint: with its own, and with another launch's.
     # The latter recomputes its mixers, which changes no number.
@@ -202,11 +204,23 @@ def test_runs_of_engines_go_on_in_one_process(rows, corpus, tmp_path):
         same(own, rows("single")["hope"], rel=1e-5)
 
 
-def memory(rows, engine: str, rank: int) -> dict:
-    """The rank's memory row after the first step of a HOPE."""
+def memory(rows, engine: str, rank: int, name: str = "hope", event: str = "step") -> dict:
+    """The rank's memory row of an event in a run's first step."""
     rows(engine)
-    file = rows.folders[engine] / "hope" / f"ram_rank{rank}.jsonl"
-    return next(row for row in map(json.loads, file.open()) if row["step"] == 1)
+    file = rows.folders[engine] / name / f"ram_rank{rank}.jsonl"
+    return next(row for row in map(json.loads, file.open()) if (row["event"], row["step"]) == (event, 1))
+
+
+@pytest.mark.parametrize(("engine", "name"), each("reduced"))
+def test_gradients_reduced_after_every_batch_are_the_same_and_less(rows, engine, name):
+    same(rows(engine)[name], rows(engine)["llama"], rel=1e-5)
+    card = (rows.folders[engine] / "machine_0.txt").read_text()
+    for rank in (0, 1):
+        whole, part = (memory(rows, engine, rank, run, "last batch")["gradients_gib"] for run in ("llama", name))
+        weights = memory(rows, engine, rank, name)["parameters_gib"]
+        assert whole == pytest.approx(2 * weights, rel=1e-3) and part == pytest.approx(weights, rel=1e-3)
+        assert f"gradients  whole between 4 batches: {whole:.3g} GiB a rank; --sync_each_batch: {part:.3g}" in card
+        assert f"gradients  sharded between 4 batches: {part:.3g} GiB a rank (whole: {whole:.3g})" in card
 
 
 @pytest.mark.parametrize(("engine", "most"), [("fsdp2", 0.55), ("fsdp1", 0.55)])

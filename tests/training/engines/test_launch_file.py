@@ -220,6 +220,7 @@ def test_an_engine_says_once_what_it_ignores(first, monkeypatch):
     plugin = SimpleNamespace(sharding_strategy=ShardingStrategy.FULL_SHARD, use_orig_params=True, cpu_offload=options)
     accelerator = SimpleNamespace(
         device=torch.device("cpu"),
+        num_processes=2,
         mixed_precision="no",
         state=SimpleNamespace(fsdp_plugin=plugin),
     )

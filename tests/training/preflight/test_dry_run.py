@@ -7,6 +7,7 @@ import pytest
 import torch
 from training_runs import GPT2, HOPE, LLAMA, curve, forget_the_end
 
+from hope_hf import plan
 from hope_hf.cli.folder_lock import FolderLock
 from hope_hf.training import trainer
 from hope_hf.training.preflight import facts as facts_module
@@ -59,6 +60,14 @@ def test_it_takes_the_first_step_of_the_run_and_makes_no_folder(dry, run, tmp_pa
     _, rows = run("deep/run", "--max_train_steps", "1", model=model)
     loss = float(re.search(r"loss ([\d.]+),", found["step"][1])[1])
     assert loss == pytest.approx(curve(rows)[0], rel=1e-3)
+
+
+def test_the_plan_has_the_flags_of_the_step(dry, monkeypatch):
+    asked, plan_running = [], plan.plan_running
+    monkeypatch.setattr(plan, "plan_running", lambda *given: asked.append(given[2]) or plan_running(*given))
+    with pytest.warns(UserWarning, match="--sync_each_batch is ignored"):
+        dry("a", "--sync_each_batch", "--gradient_accumulation_steps", "2")
+    assert asked[0].sync_each_batch and asked[0].accumulation == 2
 
 
 def test_a_run_that_would_continue_is_left_as_it_is(dry, run, tmp_path):

@@ -65,7 +65,9 @@ def test_a_run_that_runs_out_of_memory_in_a_step_says_what_filled_it(run, tmp_pa
     status, _ = run("a", "--ram_report_steps", 2, "--gradient_accumulation_steps", 2)
     assert status == 2 and "ram_rank<N>.jsonl in --output_dir shows what filled it (full)" in capsys.readouterr().err
     rows = [json.loads(line) for line in (tmp_path / "a" / "ram_rank0.jsonl").open()]
-    assert [(row["event"], row["step"]) for row in rows] == [("start", 0), ("step", 1), ("out of memory", None)]
-    start, step, last = rows
+    events = [("start", 0), ("last batch", 1), ("step", 1), ("last batch", 2), ("out of memory", None)]
+    assert [(row["event"], row["step"]) for row in rows] == events
+    start, between, step, _, last = rows
     assert last["gradients_gib"] == last["parameters_gib"] == step["gradients_gib"] > start["gradients_gib"] == 0
+    assert between["gradients_gib"] == step["gradients_gib"] and between["optimizer_gib"] == 0
     assert last["optimizer_gib"] == step["optimizer_gib"] > 0
