@@ -41,7 +41,7 @@ ROOMS = {
         "hope_hf", "hope_hf.cli", "hope_hf.optim", "hope_hf.training", "hope_hf.plan",
     },
     "hope_hf/training": {
-        "accelerate", "torch", "transformers", "huggingface_hub", "numpy", "safetensors", "yaml", "tqdm",
+        "accelerate", "torch", "transformers", "datasets", "huggingface_hub", "numpy", "safetensors", "yaml", "tqdm",
         "hope_hf", "hope_hf.cli", "hope_hf.optim", "hope_hf.data", "hope_hf.export", "hope_hf.training",
     },
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Validation: loss, perplexity and bits per byte, weighted by token over all processes."""
+"""Validation: loss, perplexity, accuracy and bits per byte, weighted by token over all processes."""
 
 import math
 from itertools import islice
@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
+from .accuracy import right_tokens
 from .objective import count_valid, model_inputs, summed_loss
 from .process import sum_over_processes
 
@@ -19,7 +20,7 @@ def evaluate(model, data, accelerator: Accelerator) -> dict[str, float]:
     """
     was_training = model.training
     model.eval()
-    loss_sum, tokens = 0.0, 0
+    loss_sum, right, tokens = 0.0, 0.0, 0
     batches = iter(data.validation)
     while group := list(islice(batches, accelerator.num_processes)):
         # A sharded forward pass communicates, so every process takes part to the end: one that has no batch left uses
@@ -30,11 +31,17 @@ def evaluate(model, data, accelerator: Accelerator) -> dict[str, float]:
         logits = model(**inputs, use_cache=False).logits
         if counts:
             loss_sum += float(summed_loss(logits, batch["labels"]))
+            right += right_tokens(logits, batch["labels"])
             tokens += count_valid(batch["labels"])
     model.train(was_training)
-    loss_sum, tokens = sum_over_processes(accelerator, loss_sum, tokens)
+    loss_sum, right, tokens = sum_over_processes(accelerator, loss_sum, right, tokens)
     loss = loss_sum / tokens
-    row = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0)), "eval/tokens": int(tokens)}
+    row = {
+        "eval/loss": loss,
+        "eval/perplexity": math.exp(min(loss, 700.0)),
+        "eval/accuracy": right / tokens,
+        "eval/tokens": int(tokens),
+    }
     bytes_per_token = getattr(data, "validation_bytes_per_token", None)
     if bytes_per_token:
         row["eval/bits_per_byte"] = loss / math.log(2) / bytes_per_token

@@ -33,6 +33,8 @@ def test_run_leaves_a_model_that_loads_and_metrics_of_every_kind(run, tmp_path, 
     # Periods of 256 and 512 tokens are 2 and 4 steps of 128.
     assert [row["level/1/updates"] for row in rows if "level/1/updates" in row] == [0, 0, 0, 1, 1, 1, 1, 2]
     assert [row["level/0/tokens_since_update"] for row in rows if "train/loss" in row] == [128, 0] * 4
+    assert 0 < evaluation["eval/accuracy"] < 1
+    assert json.loads((folder / "all_results.json").read_text())["eval_accuracy"] == evaluation["eval/accuracy"]
     assert evaluation["eval/perplexity"] == pytest.approx(math.exp(evaluation["eval/loss"]))
     assert evaluation["eval/bits_per_byte"] > 0
     # The file that transformers' examples write.

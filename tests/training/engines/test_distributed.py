@@ -58,6 +58,7 @@ def test_two_processes_give_the_curve_of_one(run, tmp_path, corpus, monkeypatch,
     assert curve(double, "eval/loss") == pytest.approx(curve(single, "eval/loss"), rel=1e-5)
     # The masks differ between processes: a mean of each process's mean would not pass this.
     assert curve(double, "eval/tokens") == curve(single, "eval/tokens")
+    assert curve(double, "eval/accuracy") == pytest.approx(curve(single, "eval/accuracy"), abs=1e-3)
     assert output.count("step 6/6 | loss") == 1
     for rank in (0, 1):
         beats = [json.loads(line) for line in (tmp_path / "two" / f"heartbeat_rank{rank}.jsonl").open()]
