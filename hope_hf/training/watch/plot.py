@@ -1,4 +1,4 @@
-"""`loss.png` from `metrics.jsonl`: `python -m hope_hf.training.watch.plot DIR [DIR ...]`, several in one picture."""
+"""Pictures of `metrics.jsonl`: `python -m hope_hf.training.watch.plot DIR [DIR ...]`, several in one `loss.png`."""
 
 import os
 import sys
@@ -9,6 +9,7 @@ from hope_hf.cli.bounds import Checked
 from hope_hf.cli.parser import Parser
 from hope_hf.cli.process import complain, warn_in_sentences
 
+from .memory_plot import draw_memory
 from .tracking import METRICS_FILE, read_metrics
 
 PANELS = (
@@ -51,6 +52,7 @@ def make_parser() -> Parser:
     """All flags."""
     parser = Parser((), prog="python -m hope_hf.training.watch.plot", description=__doc__, allow_abbrev=False)
     parser.add_argument("dir", metavar="DIR", nargs="+", action=Checked, help="the --output_dir of a run")
+    parser.add_argument("--memory", action="store_true", help="draw memories and levels of one run into memory.png")
     return parser
 
 
@@ -61,10 +63,13 @@ def main(argv: list[str]) -> int:
     """
     warn_in_sentences()
     try:
-        folders = make_parser().parse_args(argv).dir
+        args = make_parser().parse_args(argv)
+        folders = args.dir
         for folder in folders:
             if not os.path.isfile(os.path.join(folder, METRICS_FILE)):
                 raise ValueError(f"{folder} holds no {METRICS_FILE}: name the --output_dir of a run.")
+        if args.memory:
+            return _draw_memory(folders)
         target = Path(folders[0]) / "loss.png" if len(folders) == 1 else Path("loss.png")
         if plot(folders, target):
             print(target)
@@ -72,6 +77,16 @@ def main(argv: list[str]) -> int:
         return complain(error, 2)
     except OSError as error:
         return complain(f"{error.filename} cannot be read or written: {error.strerror}.", 2)
+    return 0
+
+
+def _draw_memory(folders: list[str]) -> int:
+    if len(folders) > 1:
+        raise ValueError("--memory draws one run: name one folder.")
+    try:
+        print(draw_memory(folders[0], Path(folders[0]) / "memory.png"))
+    except ImportError:
+        raise ValueError("--memory needs matplotlib: pip install 'hope_hf[plot]'.") from None
     return 0
 
 
