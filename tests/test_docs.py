@@ -18,6 +18,7 @@ from hope_hf.plan import parsing as plan
 from hope_hf.training.arguments import FLAGS
 from hope_hf.training.checkpoints import tool
 from hope_hf.training.foreign import NO_EFFECT
+from hope_hf.training.watch import plot
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
@@ -28,6 +29,7 @@ PARSERS = {
     "hope_hf.export": export.make_parser,
     "hope_hf.plan": plan.make_parser,
     "hope_hf.training.checkpoints": tool.make_parser,
+    "hope_hf.training.watch.plot": plot.make_parser,
     "accelerate": launch_command_parser,
 }
 # Other projects' programs, whose flags are not checked.
