@@ -65,6 +65,14 @@ class RunArguments:
     _argument_group_name = "run"
 
     output_dir: str | None = flag(None, "Folder of results.json, results.md and pictures (default: print only).")
+    checkpoints: str | None = flag(
+        None, "Evaluate checkpoints of the run in --model_name_or_path: all, or every:N steps; those done are skipped."
+    )
+    compare: list[str] | None = flag(
+        None, "Evaluate nothing: set these reports side by side (folders or files; the differences are to the first)."
+    )
+    archive_dir: str | None = flag(None, "Keep every report as RUN/TIME.json in this folder; nothing is overwritten.")
+    report_to: str = flag("none", "Trackers of numbers and pictures: none, wandb, tensorboard, with commas.")
     batch_size: str | None = flag(
         None, "Rows per forward pass (default: 8; synthetic: the task's own); zero_shot: auto, as many as fit."
     )

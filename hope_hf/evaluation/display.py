@@ -13,6 +13,8 @@ import datasets
 import transformers
 from tqdm.auto import tqdm
 
+from .numbers import Number
+
 LOG_SECONDS = 20.0
 
 # Nested rings and dashes keep curves that coincide visible.
@@ -112,6 +114,75 @@ def heat_maps(
         figure.colorbar(image, ax=axes)
     figure.suptitle(title)
     figure.savefig(path, dpi=100)
+
+
+def small_curves(path: Path, panels: dict[str, dict[str, list[tuple[int, Number]]]], x_label: str):
+    """Panels in rows of three: title -> name of a curve -> (x, value with its error), on a linear scale."""
+    from matplotlib.ticker import EngFormatter
+
+    figure, grid = _grid(panels, 1)
+    for axes, (title, curves_of) in zip(grid, panels.items(), strict=True):
+        colours = _colours(len(curves_of))
+        for colour, (name, points) in zip(colours, curves_of.items(), strict=True):
+            x, values, errors = zip(*((x, *number) for x, number in points), strict=True)
+            bars = [math.nan if error is None else error for error in errors]
+            axes.errorbar(x, values, bars, fmt="o-", color=colour, markersize=4, capsize=2, elinewidth=1, label=name)
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel(x_label)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.grid(alpha=0.3)
+        if len(curves_of) > 1:
+            axes.legend(fontsize=6, ncols=1 + len(curves_of) // 8)
+    figure.savefig(path, dpi=100)
+
+
+def dots(path: Path, panels: dict[str, dict[str, dict[str, Number]]]):
+    """Panels in rows of three: title -> run -> row -> its value and error; rows from top to bottom."""
+    rows_of = {title: _united(runs.values()) for title, runs in panels.items()}
+    names = _united(panels.values())
+    figure, grid = _grid(panels, max(map(len, rows_of.values())))
+    for axes, (title, runs) in zip(grid, panels.items(), strict=True):
+        rows = rows_of[title]
+        for index, name in enumerate(names):
+            found = runs.get(name, {})
+            # Side by side, so that equal values are all seen.
+            shift = 0.5 * (index - (len(names) - 1) / 2) / len(names)
+            places = [rows.index(row) + shift for row in found]
+            errors = [math.nan if number.stderr is None else number.stderr for number in found.values()]
+            values = [number.value for number in found.values()]
+            axes.errorbar(values, places, xerr=errors, fmt="o", color=f"C{index}", markersize=4, capsize=2, label=name)
+        axes.set_title(title, fontsize=9)
+        axes.set_yticks(range(len(rows)), rows, fontsize=7)
+        axes.locator_params(axis="x", nbins=5)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.grid(alpha=0.3)
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper left", ncols=len(names))
+    figure.savefig(path, dpi=100)
+
+
+def _united(lists: Iterable[Iterable[str]]) -> list[str]:
+    """All words of the lists, each once, in order."""
+    return list(dict.fromkeys(word for words in lists for word in words))
+
+
+def _grid(panels: dict, rows: int):
+    """A figure with a panel for each, three in a row, high enough for `rows` lines of text in each."""
+    from matplotlib.figure import Figure
+
+    columns = min(3, len(panels))
+    lines = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(5 * columns, lines * max(3.0, 1.2 + 0.18 * rows)), layout="constrained")
+    grid = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for axes in grid[len(panels) :]:
+        axes.remove()
+    return figure, grid[: len(panels)]
+
+
+def _colours(count: int) -> list:
+    """Distinct for few curves, in the order of a scale for many."""
+    from matplotlib import colormaps
+
+    return [f"C{i}" for i in range(count)] if count <= 10 else list(colormaps["viridis"].resampled(count).colors)
 
 
 def _figure(width: float):

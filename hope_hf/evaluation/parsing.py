@@ -9,6 +9,7 @@ from hope_hf.cli.process import warn_once
 from hope_hf.cli.recipe import split_recipe
 
 from .arguments import AUTO, FLAGS, GROUPS, Arguments
+from .checkpoints import parse_checkpoints
 
 # Flags that a recipe of run_clm.py may contain.
 TRAINING_ONLY = ("max_train_samples", "preprocessing_num_workers")
@@ -80,6 +81,11 @@ def _check(args: Arguments, suites):
     if args.log_samples and "zero_shot" in asked and not args.output_dir:
         raise ValueError("--log_samples writes files: name their folder with --output_dir.")
     check_batch_size(args.batch_size)
+    parse_checkpoints(args.checkpoints)
+    if args.report_to != "none" and not args.output_dir:
+        raise ValueError("--report_to needs a folder for pictures and the trackers' files: name it with --output_dir.")
+    if args.checkpoints and not args.model_name_or_path:
+        raise ValueError("--checkpoints needs a run: name its folder with --model_name_or_path.")
     if args.lengths is not None:
         parse_lengths(args.lengths)
     parse_depths(args.depths)

@@ -12,17 +12,18 @@ from hope_hf.cli.provenance import provenance
 from hope_hf.cli.tables import RESULTS_FILE, SCHEMA_VERSION, markdown_table
 
 from .arguments import Arguments
+from .checkpoints import as_checkpoint
 from .result import SuiteResult
 from .subject import Subject
 
 
-def check_folder(output_dir: str | None):
-    """Raise ValueError if the report would overwrite another or cannot be written."""
+def check_folder(output_dir: str | None, file: str = RESULTS_FILE):
+    """Raise ValueError if a report, `file`, would overwrite another in the folder or cannot be written."""
     if output_dir is None:
         return
     check_output(output_dir, "--output_dir")
-    if (Path(output_dir) / RESULTS_FILE).exists():
-        raise ValueError(f"--output_dir {output_dir} holds {RESULTS_FILE} already: name another folder.")
+    if (Path(output_dir) / file).exists():
+        raise ValueError(f"--output_dir {output_dir} holds {file} already: name another folder.")
 
 
 def as_markdown(name: str, result: SuiteResult) -> str:
@@ -35,18 +36,14 @@ def as_markdown(name: str, result: SuiteResult) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def write_report(
+def make_record(
     args: Arguments, subject: Subject | None, results: dict[str, SuiteResult], failed: dict[str, str], seconds: float
-) -> Path:
-    """Write the folder's files, results.json last; returns its path. Raises ValueError if they cannot be written."""
-    folder = Path(args.output_dir)
-    if find_spec("matplotlib") is None:
-        warnings.warn("No pictures: matplotlib is not installed (pip install 'hope_hf[plot]').", stacklevel=2)
-        results = {name: replace(result, pictures={}) for name, result in results.items()}
-    record = {
+) -> dict:
+    """What results.json holds."""
+    return {
         "schema_version": SCHEMA_VERSION,
         "config": asdict(args),
-        "model": _describe(subject),
+        "model": _describe(args, subject),
         "seed": args.seed,
         "limit": args.limit,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -55,7 +52,19 @@ def write_report(
         "results": {name: {"tables": r.tables, "samples": r.samples} for name, r in results.items()},
         "failed": failed,
     }
-    text = json.dumps(record, indent=2, allow_nan=False) + "\n"
+
+
+def as_json(record: dict) -> str:
+    """The text of results.json."""
+    return json.dumps(record, indent=2, allow_nan=False) + "\n"
+
+
+def write_report(output_dir: str, record: dict, results: dict[str, SuiteResult]) -> Path:
+    """Write the folder's files, results.json last; returns its path. Raises ValueError if they cannot be written."""
+    folder = Path(output_dir)
+    if find_spec("matplotlib") is None:
+        warnings.warn("No pictures: matplotlib is not installed (pip install 'hope_hf[plot]').", stacklevel=2)
+        results = {name: replace(result, pictures={}) for name, result in results.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for result in results.values():
@@ -67,7 +76,7 @@ def write_report(
                 (folder / f"{file}.jsonl").write_text("".join(lines), encoding="utf-8")
         (folder / "results.md").write_text(_page(record, results), encoding="utf-8")
         temporary = folder / f"{RESULTS_FILE}.tmp"
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(as_json(record), encoding="utf-8")
         temporary.replace(folder / RESULTS_FILE)
     except OSError as error:
         raise ValueError(f"--output_dir {folder} cannot be written: {error.strerror}.") from None
@@ -92,12 +101,15 @@ def _section(name: str, result: SuiteResult) -> str:
     return as_markdown(name, result) + pictures
 
 
-def _describe(subject: Subject | None) -> dict | None:
+def _describe(args: Arguments, subject: Subject | None) -> dict | None:
     if subject is None:
         return None
-    model = subject.model
+    model, checkpoint = subject.model, as_checkpoint(args.model_name_or_path)
     return {
         "name": model.name_or_path,
+        # of a checkpoint of a run
+        "step": checkpoint.step,
+        "tokens": checkpoint.tokens,
         "type": model.config.model_type,
         "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),

@@ -1,0 +1,89 @@
+"""The checkpoints of a run that are evaluated, one after another."""
+
+import glob
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from .arguments import Arguments
+
+# Complete ones: a folder that is still written has another name.
+FOLDER = re.compile(r"checkpoint-(\d+)")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A saved model of a run: its folder, and how long it had been trained, where that is known."""
+
+    path: str
+    step: int | None
+    tokens: int | None
+
+
+def as_checkpoint(path: str) -> Checkpoint:
+    """What is known of a model's folder or Hub name: a folder `checkpoint-<step>` or its run hold the tokens."""
+    found = FOLDER.fullmatch(os.path.basename(os.path.normpath(path)))
+    if not found:
+        return Checkpoint(path, None, None)
+    step, folder = int(found[1]), Path(path)
+    return Checkpoint(path, step, _tokens_in(folder / "trainer.json") or _tokens_at(folder.parent, step))
+
+
+def find_checkpoints(args: Arguments) -> list[Checkpoint]:
+    """Those of `--checkpoints` in the run's folder, or of a pattern in `--model_name_or_path`, by step.
+
+    Empty where neither is given. Raises ValueError where nothing matches, and for checkpoints of several runs.
+    """
+    name = args.model_name_or_path or ""
+    # A folder may have brackets in its name.
+    if glob.has_magic(name) and not os.path.exists(name):
+        pattern, what = name, f"--model_name_or_path {name} matches"
+    elif args.checkpoints:
+        pattern, what = os.path.join(glob.escape(name), "checkpoint-*"), f"--model_name_or_path {name} holds"
+    else:
+        return []
+    folders = [path for path in glob.glob(pattern) if FOLDER.fullmatch(os.path.basename(path)) and os.path.isdir(path)]
+    if not folders:
+        raise ValueError(f"{what} no folder checkpoint-<step>: name a run of run_clm.py, or its checkpoints.")
+    if len({os.path.dirname(path) for path in folders}) > 1:
+        raise ValueError(f"{what} checkpoints of several runs: name one run.")
+    every = parse_checkpoints(args.checkpoints)
+    found = sorted(map(as_checkpoint, folders), key=lambda checkpoint: checkpoint.step)
+    chosen = [checkpoint for checkpoint in found if checkpoint.step % every == 0]
+    if not chosen:
+        raise ValueError(
+            f"--checkpoints {args.checkpoints} leaves none of {len(found)} checkpoints (steps {found[0].step} to "
+            f"{found[-1].step}): name a smaller number, or all."
+        )
+    return chosen
+
+
+def parse_checkpoints(text: str | None) -> int:
+    """`all` or `every:N` as the number that divides the steps. Raises ValueError naming --checkpoints."""
+    if text in (None, "all"):
+        return 1
+    word, _, number = text.partition(":")
+    # Python refuses to read thousands of digits.
+    if word != "every" or not number.isdecimal() or len(number) > 20 or not int(number):
+        raise ValueError(f"--checkpoints {text!r} is neither all nor every:N, such as every:1000.")
+    return int(number)
+
+
+def _tokens_in(file: Path) -> int | None:
+    try:
+        return int(json.loads(file.read_text(encoding="utf-8"))["progress"]["tokens"])
+    # A checkpoint of the model alone has no such file.
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _tokens_at(run: Path, step: int) -> int | None:
+    try:
+        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = map(json.loads, lines)
+        return next((int(row["tokens"]) for row in rows if row["step"] == step), None)
+    # The last row of a run that was killed may be cut off.
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

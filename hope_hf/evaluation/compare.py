@@ -1,0 +1,114 @@
+"""`--compare`: reports side by side, with differences and their standard errors, as a table and a figure."""
+
+import json
+import math
+import warnings
+from functools import partial
+from pathlib import Path
+
+from hope_hf.cli.tables import Row, markdown_table
+
+from .arguments import Arguments
+from .display import dots
+from .numbers import Key, Number, numbers
+from .result import SuiteResult
+from .saved_reports import find_report, read_report
+
+# Flags that do not change what is measured.
+WITHOUT_EFFECT = frozenset(
+    "model_name_or_path tokenizer_name trust_remote_code attn_implementation preprocessing_num_workers output_dir "
+    "batch_size offline dtype device cpu_threads checkpoints compare archive_dir report_to log_samples".split()
+)
+
+
+FILE = "compare.json"
+
+
+def compare(args: Arguments) -> SuiteResult:
+    """A row for every number of the reports of `--compare`, in the order of the first.
+
+    Each report after the first adds its difference to the first, with the standard error of independent samples.
+    Raises ValueError for what is no report.
+    """
+    if len(args.compare) < 2:
+        raise ValueError("--compare needs two reports or more: name the folders of two evaluations.")
+    paths = [find_report(run, "--compare") for run in args.compare]
+    records = [read_report(path, "--compare") for path in paths]
+    names = _names(args.compare)
+    _warn_of_other_flags(records, names)
+    columns = [numbers(record["results"]) for record in records]
+    if not any(columns):
+        raise ValueError(f"--compare {args.compare[0]}: the reports hold no numbers.")
+    keys = list(dict.fromkeys(key for column in columns for key in column))
+    rows = [_row(key, [column.get(key) for column in columns], names) for key in keys]
+    tables = {}
+    for key, row in zip(keys, rows, strict=True):
+        tables.setdefault(f"{key.suite}: {key.table}", []).append(row)
+    points = {name: column for name, column in zip(names, columns, strict=True)}
+    return SuiteResult(tables, {"compare.png": partial(draw, points)})
+
+
+def draw(points: dict[str, dict[Key, Number]], path: Path):
+    """A panel for every number of a table: its rows from top to bottom, a mark and its error for each report."""
+    panels: dict[str, dict[str, dict[str, Number]]] = {}
+    for run, column in points.items():
+        for key, number in column.items():
+            panels.setdefault(f"{key.suite}: {key.name}\n{key.table}", {}).setdefault(run, {})[key.row] = number
+    dots(path, panels)
+
+
+def _row(key: Key, found: list[Number | None], names: list[str]) -> Row:
+    row = {"row": key.row, "number": key.name}
+    for name, number in zip(names, found, strict=True):
+        row[name], row[f"{name}_stderr"] = number or (None, None)
+    first = found[0]
+    for name, number in zip(names[1:], found[1:], strict=True):
+        both = first is not None and number is not None
+        errors = [first.stderr, number.stderr] if both else [None]
+        column = f"{name} - {names[0]}"
+        row[column] = number.value - first.value if both else None
+        row[f"{column}_stderr"] = None if None in errors else math.hypot(*errors)
+    return row
+
+
+def _names(runs: list[str]) -> list[str]:
+    """The folders' names, or the whole paths where two are alike; a report that is named twice is told apart."""
+    short = [Path(run).resolve().name for run in runs]
+    names = short if len(set(short)) == len(runs) else runs
+    return [name if names.index(name) == index else f"{name} ({index + 1})" for index, name in enumerate(names)]
+
+
+def _warn_of_other_flags(records: list[dict], names: list[str]):
+    first = records[0]["config"]
+    for name, record in zip(names[1:], records[1:], strict=True):
+        config = record["config"]
+        flags = [flag for flag in different_flags(first, config) if flag != "suite"]
+        if flags:
+            listed = ", ".join(f"--{flag} ({first.get(flag)} and {config.get(flag)})" for flag in flags)
+            warnings.warn(f"{names[0]} and {name} were evaluated with other flags: {listed}.", stacklevel=2)
+
+
+def different_flags(one: dict, other: dict) -> list[str]:
+    """The flags that change what is measured, and in which two reports differ."""
+    known = [flag for flag in one if flag not in WITHOUT_EFFECT]
+    return [flag for flag in known if json.dumps(one[flag]) != json.dumps(other.get(flag))]
+
+
+def as_page(result: SuiteResult) -> str:
+    """The comparison in Markdown."""
+    return "\n\n".join(f"## {title}\n\n{markdown_table(rows)}" for title, rows in result.tables.items()) + "\n"
+
+
+def write_comparison(args: Arguments, result: SuiteResult) -> Path:
+    """Write compare.json, compare.md and the picture into `--output_dir`. Raises ValueError where it cannot."""
+    folder = Path(args.output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, draw_it in result.pictures.items():
+            draw_it(folder / file)
+        (folder / "compare.md").write_text(as_page(result), encoding="utf-8")
+        record = {"compared": args.compare, "tables": result.tables}
+        (folder / FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--output_dir {folder} cannot be written: {error.strerror}.") from None
+    return folder / "compare.md"

@@ -1,0 +1,67 @@
+"""The reports of a run's checkpoints: which are there, and every number of them over tokens."""
+
+import json
+from pathlib import Path
+
+from hope_hf.cli.tables import RESULTS_FILE
+
+from .arguments import Arguments
+from .checkpoints import FOLDER, Checkpoint
+from .compare import different_flags
+from .display import small_curves
+from .numbers import Number, numbers
+from .saved_reports import read_report
+
+FILE = "over_tokens.json"
+
+
+def is_done(args: Arguments, checkpoint: Checkpoint, config: dict) -> bool:
+    """Whether `--output_dir` holds this checkpoint's report. Raises ValueError for one that was made otherwise."""
+    path = report_folder(args, checkpoint) / RESULTS_FILE
+    if not path.exists():
+        return False
+    flags = different_flags(config, read_report(path, "--output_dir")["config"])
+    if flags:
+        raise ValueError(
+            f"--output_dir {args.output_dir} holds a report of {path.parent.name} with another --{flags[0]}: "
+            "name another folder."
+        )
+    return True
+
+
+def report_folder(args: Arguments, checkpoint: Checkpoint) -> Path:
+    """The folder of one checkpoint's report."""
+    return Path(args.output_dir) / Path(checkpoint.path).name
+
+
+def draw_history(output_dir: str) -> list[Path]:
+    """Draw `over_tokens_<suite>.png` of all reports in the folder and write their numbers; returns the pictures.
+
+    The horizontal axis are steps where a checkpoint's tokens are not known.
+    """
+    folder = Path(output_dir)
+    records = [
+        read_report(path, "--output_dir")
+        for path in folder.glob(f"checkpoint-*/{RESULTS_FILE}")
+        if FOLDER.fullmatch(path.parent.name)
+    ]
+    records.sort(key=lambda record: record["model"]["step"])
+    unit = "step" if any(record["model"]["tokens"] is None for record in records) else "tokens"
+    suites: dict[str, dict[str, dict[str, list[tuple[int, Number]]]]] = {}
+    rows = []
+    for record in records:
+        for key, number in numbers(record["results"]).items():
+            panels = suites.setdefault(key.suite, {})
+            curve = panels.setdefault(f"{key.name}\n{key.table}", {}).setdefault(key.row, [])
+            curve.append((record["model"][unit], number))
+            rows.append(
+                {name: record["model"][name] for name in ("step", "tokens")} | key._asdict() | number._asdict()
+            )
+    pictures = []
+    for suite, panels in suites.items():
+        pictures.append(folder / f"over_tokens_{suite}.png")
+        small_curves(pictures[-1], panels, unit)
+    temporary = folder / f"{FILE}.tmp"
+    temporary.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(folder / FILE)
+    return pictures

@@ -1,0 +1,82 @@
+"""Reports side by side."""
+
+import json
+
+import pytest
+
+from hope_hf.evaluation import main
+from hope_hf.evaluation.arguments import Arguments
+from hope_hf.evaluation.compare import compare
+
+
+@pytest.fixture
+def reports(tmp_path):
+    """Three folders with reports, the last without errors and of another limit."""
+
+    def write(name: str, loss: float, stderr: float | None, **config) -> str:
+        rows = [{"documents": 2, "n": 10, "loss": loss, "loss_stderr": stderr}]
+        record = {
+            "schema_version": 1,
+            "config": {"suite": "perplexity", "limit": None, "output_dir": name} | config,
+            "results": {"perplexity": {"tables": {"Text: x": rows}, "samples": {}}},
+        }
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.json").write_text(json.dumps(record))
+        return str(tmp_path / name)
+
+    return [write("a", 2.0, 0.3), write("b", 1.5, 0.4), write("c", 1.0, None, limit=3)]
+
+
+def test_differences_have_their_standard_errors(reports):
+    with pytest.warns(UserWarning, match=r"a and c were evaluated with other flags: --limit \(None and 3\)"):
+        (rows,) = compare(Arguments(compare=reports)).tables.values()
+    (row,) = rows
+    assert (row["number"], row["a"], row["b_stderr"]) == ("loss", 2.0, 0.4)
+    assert (row["b - a"], row["b - a_stderr"]) == (-0.5, pytest.approx(0.5))
+    assert (row["c - a"], row["c - a_stderr"]) == (-1.0, None)
+
+
+def test_a_table_and_a_figure_are_written_once(reports, tmp_path, capsys):
+    flags = ["--compare", *reports[:2], "--output_dir", str(tmp_path / "cmp")]
+    assert main(flags) == 0
+    assert "-0.5000 ± 0.5000" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "cmp").iterdir()) == ["compare.json", "compare.md", "compare.png"]
+    assert main(flags) == 2
+    assert "holds compare.json already: name another folder" in capsys.readouterr().err
+
+
+def test_numbers_of_one_report_only(reports, tmp_path):
+    path = tmp_path / "b" / "results.json"
+    path.write_text(path.read_text().replace("Text: x", "Text: y"))
+    first, second = compare(Arguments(compare=reports[:2])).tables.values()
+    assert (first[0]["b"], first[0]["b - a"], second[0]["a"]) == (None, None, None)
+
+
+def test_the_newest_of_an_archive_and_files_by_name(reports, tmp_path):
+    archive = tmp_path / "kept"
+    archive.mkdir()
+    for name, time in zip("ab", ("20250101T000000Z", "20250102T000000Z"), strict=True):
+        (tmp_path / name / "results.json").rename(archive / f"{time}.json")
+    (rows,) = compare(Arguments(compare=[str(archive / "20250101T000000Z.json"), str(archive)])).tables.values()
+    assert rows[0]["kept - 20250101T000000Z.json"] == -0.5
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "holds no results.json and no archived report"),
+        ("{", "results.json is no report of run_eval.py"),
+        ("[]", "results.json is no report of run_eval.py"),
+        ('{"schema_version": 9, "config": {}, "results": {}}', "has schema_version 9, not 1: evaluate again"),
+    ],
+)
+def test_what_is_no_report(reports, tmp_path, content, sentence, capsys):
+    (tmp_path / "d").mkdir()
+    if content:
+        (tmp_path / "d" / "results.json").write_text(content)
+    assert main(["--compare", reports[0], str(tmp_path / "d"), "--output_dir", str(tmp_path / "cmp")]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and "--compare" in error and error.count("\n") == 1
+    assert not (tmp_path / "cmp").exists()
+    assert main(["--compare", reports[0]]) == 2
+    assert "--compare needs two reports or more" in capsys.readouterr().err
