@@ -15,8 +15,6 @@ from hope_hf.evaluation.arguments import FLAGS, Arguments
 from hope_hf.evaluation.checkpoints import as_checkpoint, find_checkpoints, parse_checkpoints
 from hope_hf.evaluation.numbers import Key, Number, numbers
 
-
-
 ROOT = Path(__file__).parents[2]
 
 
