@@ -27,7 +27,7 @@ def shards(corpus, tmp_path_factory):
 def test_a_run_from_shards_continues_as_if_it_had_not_stopped(run, tmp_path, shards, capsys):
     data = ["--train_shards", str(shards)]
     status, whole = run("a", *SAVES, data=data)
-    assert status == 0 and re.search(r"\(a 70\.\d%, b (29|30)\.\d%\)", capsys.readouterr().out)
+    assert status == 0 and re.search(r"\(a (69|70)\.\d%, b (29|30)\.\d%\)", capsys.readouterr().out)
     forget_the_end(tmp_path / "a", 4, 5)
     status, continued = run("a", *SAVES, data=data)
     assert status == 0 and curve(continued) == curve(whole)
