@@ -14,8 +14,10 @@ from datasets import disable_progress_bars
 
 from .build import Data, build_data
 from .config import SOURCES, DataConfig
+from .corpora import passing
 from .corpus import corpus_documents
 from .files import find_files, load_files
+from .mixture import Corpus, read_mixture
 from .sources import open_sources
 from .vocabulary import (
     DEFAULT_VOCAB_SIZE,
@@ -31,6 +33,7 @@ __all__ = [
     "DEFAULT_VOCAB_SIZE",
     "LARGEST_VOCABULARY",
     "SOURCES",
+    "Corpus",
     "Data",
     "DataConfig",
     "build_data",
@@ -42,6 +45,8 @@ __all__ = [
     "load_files",
     "load_tokenizer",
     "open_sources",
+    "passing",
+    "read_mixture",
     "save_tokenizer",
     "train_tokenizer",
 ]

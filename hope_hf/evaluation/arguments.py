@@ -17,7 +17,8 @@ class SuiteArguments:
     _argument_group_name = "suites"
 
     suite: str = flag(
-        "perplexity,sample", "Suites with commas: perplexity, passkey, needle, memory, synthetic, zero_shot, sample."
+        "perplexity,sample",
+        "Suites with commas: perplexity, passkey, needle, memory, synthetic, zero_shot, continual, sample.",
     )
     lengths: str | None = flag(None, "Lengths in tokens with commas between them; k is 1,024 (1k,2k,4k).")
     depths: str = flag("0,0.25,0.5,0.75,1", "passkey, needle: position of the key, from 0 (first) to 1 (last).")
@@ -52,6 +53,9 @@ class SuiteArguments:
         below=1,
     )
     num_seeds: int = flag(1, "synthetic: models trained per task, with seeds --seed, --seed + 1, ...", **COUNT)
+    segments: str | None = flag(
+        None, "continual: a YAML file with a corpus for each segment of text, in the keys of --dataset_mixture."
+    )
     prompts: str | None = flag(None, "sample: a text file with one prompt a line (default: the text's beginnings).")
     max_new_tokens: int | None = flag(
         None, "Tokens of each continuation (default: sample 64, needle 128).", least=1, most=1_000_000

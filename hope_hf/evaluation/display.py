@@ -132,7 +132,8 @@ def small_curves(path: Path, panels: dict[str, dict[str, list[tuple[int, Number]
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.grid(alpha=0.3)
         if len(curves_of) > 1:
-            axes.legend(fontsize=6, ncols=1 + len(curves_of) // 8)
+            # Beside the panel, where it covers no curve.
+            axes.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1, 1), ncols=1 + len(curves_of) // 20)
     figure.savefig(path, dpi=100)
 
 

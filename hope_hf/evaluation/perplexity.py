@@ -11,10 +11,11 @@ from hope_hf.data import bytes_per_id
 
 from .arguments import Arguments
 from .display import curves, progress
+from .losses import bits_per_byte, document_scores, mean_of_blocks
 from .metrics import next_token_accuracy
 from .parsing import parse_lengths
-from .result import Row, SuiteResult, mean_and_stderr
-from .streams import PIECE, Scores, carried_scores, frozen_memories, memory_states, window_scores
+from .result import Row, SuiteResult
+from .streams import PIECE, carried_scores, frozen_memories, memory_states, window_scores
 from .subject import Subject, held_out_documents, require_finite
 
 RESET_EVERY = 256
@@ -27,8 +28,6 @@ LABELS = {
     "window": "sliding window",
     "loss": "carried",
 }
-# Standard errors are those of means over this many neighbouring tokens: single tokens are not independent.
-BLOCK = 256
 
 
 def perplexity(args: Arguments, subject: Subject) -> SuiteResult:
@@ -57,25 +56,14 @@ def perplexity(args: Arguments, subject: Subject) -> SuiteResult:
 
 def whole_text(args: Arguments, subject: Subject, texts: list[str], documents: list[Tensor]) -> Row:
     """One row: every document read by itself, from its beginning."""
-    longest = subject.longest_input
-    # Sorted by length: less padding.
-    order = sorted(range(len(documents)), key=lambda index: len(documents[index]))
-    groups = [order[start : start + args.rows] for start in range(0, len(order), args.rows)]
-    accuracy, found, hits = next_token_accuracy(), [], []
-    for group in progress(groups, "perplexity: documents"):
-        rows = [documents[index] for index in group]
-        if longest is None or len(rows[-1]) <= longest:
-            padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-            scores = carried_scores(subject.model, padded, [len(row) for row in rows])
-            found += [Scores(*(part[i, : len(row) - 1] for part in scores)) for i, row in enumerate(rows)]
-        else:
-            found += [window_scores(subject.model, row, longest, longest // 2, args.rows) for row in rows]
-        for scores, row in zip(found[-len(rows) :], rows, strict=True):
-            accuracy.add_batch(predictions=scores.guesses.tolist(), references=row[1:].tolist())
-            hits.append(scores.guesses == row[1:])
+    found = document_scores(args, subject, documents, "perplexity: documents")
+    accuracy, hits = next_token_accuracy(), []
+    for scores, document in zip(found, documents, strict=True):
+        accuracy.add_batch(predictions=scores.guesses.tolist(), references=document[1:].tolist())
+        hits.append(scores.guesses == document[1:])
     losses = torch.cat([scores.losses for scores in found])
     require_finite(losses, "perplexity: the model's losses on the text")
-    loss, stderr = _blocks(losses)
+    loss, stderr = mean_of_blocks(losses)
     num_bytes = sum(len(text.encode("utf-8")) for text in texts)
     perplexity = math.exp(min(loss, 700.0))
     return {
@@ -85,9 +73,9 @@ def whole_text(args: Arguments, subject: Subject, texts: list[str], documents: l
         "loss_stderr": stderr,
         "perplexity": perplexity,
         "perplexity_stderr": stderr and perplexity * stderr,
-        **_bits_per_byte(loss, stderr, len(losses) / num_bytes),
+        **bits_per_byte(loss, stderr, len(losses) / num_bytes),
         **accuracy.compute(),
-        "accuracy_stderr": _blocks(torch.cat(hits))[1],
+        "accuracy_stderr": mean_of_blocks(torch.cat(hits))[1],
     }
 
 
@@ -114,13 +102,13 @@ def by_position(args: Arguments, subject: Subject, documents: list[Tensor]) -> l
         num_bytes = int(table[streams[:, start + 1 : end + 1]].sum())
         row = {"positions": f"{start + 1:,}-{end:,}", "n": len(streams) * (end - start)}
         for name, losses in modes.items():
-            row[name], row[f"{name}_stderr"] = _blocks(losses[:, start:end])
+            row[name], row[f"{name}_stderr"] = mean_of_blocks(losses[:, start:end])
         for name in [control for control in CONTROLS if {"loss", control} <= modes.keys()]:
             # Paired by token: the error is that of the difference.
             gain = (modes[name] - modes["loss"])[:, start:end]
-            row[f"{name}_minus_loss"], row[f"{name}_minus_loss_stderr"] = _blocks(gain)
+            row[f"{name}_minus_loss"], row[f"{name}_minus_loss_stderr"] = mean_of_blocks(gain)
         first = next(iter(modes))
-        row |= _bits_per_byte(row[first], row[f"{first}_stderr"], row["n"] / max(1, num_bytes))
+        row |= bits_per_byte(row[first], row[f"{first}_stderr"], row["n"] / max(1, num_bytes))
         if sizes:
             row |= sizes[index]
         rows.append(row)
@@ -201,16 +189,3 @@ def _size(cache) -> Row:
 def _windows(args: Arguments, subject: Subject, streams: Tensor, window: int, stride: int) -> Tensor:
     rows = progress(streams, f"perplexity: windows of {stride}")
     return torch.stack([window_scores(subject.model, row, window, stride, args.rows).losses for row in rows])
-
-
-def _blocks(losses: Tensor) -> tuple[float, float | None]:
-    """Mean loss and the standard error of means over blocks of neighbours; [T] or [n, T]."""
-    mean = float(losses.double().mean())
-    blocks = [float(part.double().mean()) for row in torch.atleast_2d(losses) for part in row.split(BLOCK)]
-    return mean, mean_and_stderr(blocks)[1]
-
-
-def _bits_per_byte(loss: float, stderr: float | None, tokens_per_byte: float) -> Row:
-    """From a mean loss in nats per token and its standard error."""
-    factor = tokens_per_byte / math.log(2)
-    return {"bits_per_byte": loss * factor, "bits_per_byte_stderr": stderr and stderr * factor}

@@ -84,7 +84,8 @@ def write_report(output_dir: str, record: dict, results: dict[str, SuiteResult])
 
 
 def _page(record: dict, results: dict[str, SuiteResult]) -> str:
-    model = record["model"] or {"name": "models trained by the suite", "parameters": 0}
+    several = record["config"]["model_name_or_path"] or "models trained by the suite"
+    model = record["model"] or {"name": several, "parameters": 0}
     lines = [f"# Evaluation of {model['name']}", ""]
     if model["parameters"]:
         lines.append(f"- {model['type']}, {model['parameters']:,} parameters, {model['dtype']} on {model['device']}")

@@ -17,7 +17,7 @@ from .parsing import names
 from .processes import are_several, join_processes
 from .report import check_folder
 from .saved_reports import run_name
-from .suites import IN_PROCESSES, WITHOUT_SUBJECT
+from .suites import IN_PROCESSES, OVER_CHECKPOINTS, WITHOUT_SUBJECT
 from .tracking import Trackers
 
 
@@ -26,7 +26,10 @@ def begin(args: Arguments) -> int:
     if args.compare:
         return _compare(args)
     _set_up(args)
-    checkpoints = find_checkpoints(args)
+    together = OVER_CHECKPOINTS & set(names(args.suite))
+    if together and len(names(args.suite)) > 1:
+        raise ValueError(f"--suite {min(together)} reads all checkpoints at once: run it without the other suites.")
+    checkpoints = [] if together else find_checkpoints(args)
     name = run_name(checkpoints[0].path if checkpoints else args.model_name_or_path or "synthetic")
     with Trackers(args.report_to, name, args.output_dir) as trackers:
         return _each(args, checkpoints, trackers) if checkpoints else evaluate(args, trackers)

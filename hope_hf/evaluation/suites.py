@@ -1,5 +1,6 @@
 """The table of suites: name -> function of (arguments, subject). Later ones are added here."""
 
+from .continual.suite import continual
 from .memory import memory
 from .needle.suite import needle
 from .passkey import passkey
@@ -15,10 +16,13 @@ SUITES = {
     "memory": memory,
     "synthetic": synthetic,
     "zero_shot": zero_shot,
+    "continual": continual,
     "sample": sample,
 }
-# These train their own models: the subject is None for them.
-WITHOUT_SUBJECT = frozenset({"synthetic"})
+# These train models of their own, or load several: the subject is None for them.
+WITHOUT_SUBJECT = frozenset({"synthetic", "continual"})
+# These read all checkpoints at once.
+OVER_CHECKPOINTS = frozenset({"continual"})
 # These read self-modifying memories.
 NEEDS_MEMORY = frozenset({"memory"})
 # These divide their work among the processes of a launcher.

@@ -1,0 +1,126 @@
+"""Segments by the checkpoints of a run: losses, forgetting and transfer, and what cannot be measured."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import yaml
+
+from hope_hf.evaluation import main
+from hope_hf.evaluation.checkpoints import Checkpoint
+from hope_hf.evaluation.continual.segments import cut
+from hope_hf.evaluation.continual.suite import Measured, by_checkpoint, forgetting, transfer
+from hope_hf.evaluation.perplexity import perplexity
+
+
+@pytest.fixture(autouse=True)
+def _process_settings():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def run(folders, tmp_path):
+    """A run with two different checkpoints."""
+    for step, kind in ((1, "llama"), (2, "hope")):
+        shutil.copytree(folders[kind], tmp_path / f"run/checkpoint-{step}")
+    return str(tmp_path / "run/checkpoint-*")
+
+
+@pytest.fixture
+def segments(tmp_path, texts):
+    """Write a file of segments; each given corpus gets the text of its own."""
+
+    def write(**corpora) -> str:
+        content = {}
+        for index, (name, settings) in enumerate(corpora.items()):
+            (tmp_path / f"{name}.txt").write_text(texts[index])
+            content[name] = {"files": str(tmp_path / f"{name}.txt")} | settings
+        (tmp_path / "segments.yaml").write_text(yaml.safe_dump({"corpora": content}, sort_keys=False))
+        return str(tmp_path / "segments.yaml")
+
+    return write
+
+
+def evaluate(run, segments, *flags) -> int:
+    flags = ["--segments", segments, "--device", "cpu", "--cpu_threads", 1, *flags]
+    return main(["--suite", "continual", "--model_name_or_path", run, *map(str, flags)])
+
+
+def test_every_segment_by_every_checkpoint(run, segments, subject, arguments, tmp_path, texts):
+    path = segments(one={}, two={"max_tokens": 90}, three={})
+    assert evaluate(run, path, "--output_dir", tmp_path / "eval") == 0
+    record = json.loads((tmp_path / "eval" / "results.json").read_text())
+    tables = record["results"]["continual"]["tables"]
+    bits, moved, rows = tables.values()
+    assert [list(row) for row in bits] == [["step", "tokens", "one", "two", "three"]] * 2
+    assert [(row["step"], row["segment"]) for row in rows] == [(s, n) for s in (1, 2) for n in ("one", "two", "three")]
+    assert rows[1]["n"] == 90 and [row["segment"] for row in moved] == ["one", "two", "three", "mean"]
+    assert (tmp_path / "eval" / "continual.png").read_bytes().startswith(b"\x89PNG")
+    assert run in (tmp_path / "eval" / "results.md").read_text()
+    # The same as the suite perplexity on that text.
+    whole = next(
+        iter(perplexity(arguments(validation_file=str(tmp_path / "three.txt")), subject("hope")).tables.values())
+    )
+    for name in ("n", "loss", "bits_per_byte"):
+        assert rows[5][name] == pytest.approx(whole[0][name], rel=1e-6)
+
+
+def test_forgetting_is_against_the_best_earlier_checkpoint_and_transfer_since_the_segments_end():
+    losses = torch.tensor([3.0, 1.0, 2.0, 1.5])[:, None].expand(4, 600) + torch.linspace(-0.5, 0.5, 600)
+    other = torch.tensor([4.0, 3.0, 2.0, 1.0])[:, None].expand(4, 600)
+    checkpoints = [Checkpoint(f"checkpoint-{step}", step, 10 * step) for step in (1, 2, 3, 4)]
+    measured = [Measured("a", losses, 1200), Measured("b", other, 600)]
+    assert forgetting(measured[0], 3)["loss"] == (pytest.approx(0.5), pytest.approx(0.0, abs=1e-6))
+    a, b, mean = transfer(checkpoints, measured)
+    # The share of `a` ends at step 2 of 4.
+    assert (a["ends_at"], a["backward_transfer"], a["forgetting"]) == ("2", pytest.approx(-0.5), pytest.approx(0.5))
+    assert (b["ends_at"], b["backward_transfer"], b["forgetting"]) == ("4", None, pytest.approx(-1.0))
+    assert mean["forgetting"] == pytest.approx(-0.25) and mean["backward_transfer"] == pytest.approx(-0.5)
+    rows = by_checkpoint(checkpoints, measured)
+    assert [row["forgetting"] for row in rows[:2]] == [None, None] and len(rows) == 8
+    assert rows[0]["bits_per_byte"] == pytest.approx(3.0 / 0.6931472 * 600 / 1200, rel=1e-6)
+
+
+def test_a_text_is_cut_at_its_tokens(subject, texts):
+    loaded = subject("llama")
+    short = cut(loaded, texts[1], 50)
+    assert texts[1].startswith(short) and abs(len(loaded.encode(short)) - 50) <= 1
+    assert cut(loaded, texts[0], 10**6) == texts[0]
+
+
+@pytest.mark.parametrize(
+    ("corpora", "sentence"),
+    [
+        ({"one": {}}, "has one segment: forgetting needs two or more"),
+        ({"one": {}, "two": {"max_tokens": 10**6}}, "tokens, fewer than max_tokens 1,000,000: lower it"),
+        ({"one": {}, "two": {"max_documents": 9}}, "corpus two has 1 documents, fewer than max_documents 9: lower it"),
+        ({"one": {}, "two": {"files": "none.txt"}}, "none.txt does not exist"),
+        ({"one": {}, "two": {"limit": 3}}, "has an unknown key 'limit'"),
+    ],
+)
+def test_segments_that_cannot_be_measured(run, segments, corpora, sentence, tmp_path, capsys):
+    assert evaluate(run, segments(**corpora), "--output_dir", tmp_path / "eval") == 1
+    error = capsys.readouterr().err
+    assert sentence in error and "--segments" in error and error.count("\n") == 1
+    assert not (tmp_path / "eval").exists()
+
+
+def test_checkpoints_that_cannot_be_measured(run, segments, folders, tmp_path, capsys):
+    path = segments(one={}, two={})
+    cases = [
+        (run.replace("run/", "walk/"), [], 1, "matches no folder checkpoint-<step>"),
+        (run.replace("-*", "-1"), [], 1, "needs two checkpoints or more"),
+        (folders["llama"], [], 1, "needs two checkpoints or more"),
+        (run, ["--suite", "continual,sample"], 2, "--suite continual reads all checkpoints at once"),
+    ]
+    for name, flags, status, sentence in cases:
+        assert evaluate(name, path, *flags, "--output_dir", tmp_path / "eval") == status
+        error = capsys.readouterr().err
+        assert sentence in error and error.count("\n") == 1
+    assert evaluate(run, tmp_path / "none.yaml") == 1
+    assert "--segments" in capsys.readouterr().err
+    assert main(["--suite", "continual", "--model_name_or_path", run, "--device", "cpu"]) == 1
+    assert "--suite continual needs --segments" in capsys.readouterr().err
