@@ -115,6 +115,7 @@ class Preparation:
         batches = speed.watch(encoded(rest, self.tokenizer, KINDS[self.dtype], pool))
         limit = corpus.max_tokens if side == "train" else None
         write_shards(self.folder, part, batches, progress, shard_tokens, limit)
+        speed.leave(self.bytes[corpus.name, side] - sum(written.text_bytes for written in progress.of(part)))
         tokens = sum(written.tokens for written in progress.of(part))
         if limit is not None and tokens < limit:
             raise ValueError(
@@ -156,6 +157,10 @@ class _Speed:
 
     def __init__(self, bar: tqdm):
         self._bar, self._tokens, self._begin = bar, 0, time.monotonic()
+
+    def leave(self, text_bytes: int) -> None:
+        """Bytes that a limit leaves unread."""
+        self._bar.total -= text_bytes
 
     def watch(self, batches: Iterator[Encoded]) -> Iterator[Encoded]:
         """The batches, counted."""
