@@ -18,11 +18,12 @@ from .checkpoints.optimizer_files import load_optimizer
 from .checkpoints.reader import find_checkpoint, load_weights
 from .checkpoints.run_folder import RunFolder, require_same_run
 from .checkpoints.writer import CheckpointWriter
+from .engines.audit import write_audit
 from .engines.base import Engine, Update
 from .engines.choose import make_engine
 from .engines.guard import OneSidedError, check_same_on_all
 from .engines.neighbours import NeighbourWatch, find_neighbours
-from .engines.placement import rank_lines, write_audit
+from .engines.placement import rank_lines
 from .evaluate import evaluate
 from .finish import finish, finish_in_parts
 from .initial.values import checkpoint_values
@@ -93,7 +94,7 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder) -> bool:
     run, progress = training.run, training.state.progress
     options = training.flops_per_token, training.start_step, training.record["run_id"]
     with Monitor(args, engine, run.plan, *options) as monitor:
-        write_audit(args.output_dir, engine.accelerator.process_index, run.model)
+        write_audit(args.output_dir, engine)
         hook = CheckpointHook(args.checkpoint_hook, args.output_dir, monitor.say)
         in_parts = engine.saves_parts(args)
         writer = CheckpointWriter(args.output_dir, args.save_total_limit, args.save_only_model, hook, in_parts)

@@ -69,6 +69,7 @@ class Engine:
         wrapped: what runs the forward pass.
         optimizer: not wrapped.
         groups: names of the parameters of each of the optimizer's groups.
+        trained: by name, tied ones too, whether a parameter is trained.
         scaling: of the loss in fp16; None where gradients are not scaled.
     """
 
@@ -95,6 +96,13 @@ class Engine:
         self.scaling: LossScaling | None = None
         # Wrappers put their own classes before it.
         self._model_class = type(model)
+        self.trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
+        # Modules stay the same objects, whatever is wrapped around them; buffers may be replaced.
+        self._buffer_places = {
+            f"{prefix}.{key}".lstrip("."): (module, key)
+            for prefix, module in model.named_modules()
+            for key in module._buffers
+        }
         names = {parameter: name for name, parameter in model.named_parameters()}
         self.groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
         return self
@@ -185,6 +193,24 @@ class Engine:
         """The norm of a whole gradient."""
         return norm
 
+    def buffers(self) -> dict[str, Tensor]:
+        """The model's buffers by name, those outside the state dict too; every process has all of them."""
+        found = {name: module._buffers[key] for name, (module, key) in self._buffer_places.items()}
+        return {name: buffer for name, buffer in found.items() if buffer is not None}
+
+    def compute_dtype(self) -> str | None:
+        """In which dtype parameters compute, in words; None: in their own."""
+        low = LOW_PRECISION.get(self.accelerator.mixed_precision)
+        return None if low is None else f"{dtype_name(low)} (autocast)"
+
+    def buffer_dtype(self) -> torch.dtype | None:
+        """In which dtype buffers of fractions compute; None: in their own."""
+        return None
+
+    def reduce_dtype(self, name: str) -> torch.dtype | None:
+        """In which dtype the gradient of a parameter is summed over processes; None where it is not."""
+        return None if self.accelerator.num_processes == 1 else self.model.get_parameter(name).dtype
+
     def weight_slices(self) -> Iterator[Slice]:
         """This process's part of the state dict: the same weights in the same order on all processes."""
         tied: dict[int, list[str]] = {}
@@ -234,6 +260,11 @@ class Engine:
             for name, parameter in zip(names, group["params"], strict=True):
                 tensors, scalars = split_state(self.optimizer.state[parameter])
                 yield self._slice((name,), parameter, tensors), scalars
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As "float32"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def split_state(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -9,7 +9,7 @@ from hope_hf.cli.process import warn_once
 from hope_hf.optim import LevelClock
 
 from ..arguments import Arguments
-from .base import LOW_PRECISION, Engine, Slice
+from .base import LOW_PRECISION, Engine, Slice, dtype_name
 
 
 class FSDP1(Engine):
@@ -48,14 +48,16 @@ class FSDP1(Engine):
                 "--sync_each_batch: version 1 of FSDP cannot add up offloaded gradients: leave it out, or take "
                 "accelerate_configs/fsdp_offload.yaml."
             )
+        self._reduce_dtype = torch.float32
         plugin.limit_all_gathers = args.fsdp_limit_all_gathers
         if accelerator.mixed_precision != "no":
             if self.whole_gradients is not None:
                 # Torch casts them where it reduces them.
                 self.whole_gradients = LOW_PRECISION[accelerator.mixed_precision]
+            self._reduce_dtype = getattr(torch, args.fsdp_reduce_dtype)
             plugin.mixed_precision_policy = MixedPrecision(
                 param_dtype=LOW_PRECISION[accelerator.mixed_precision],
-                reduce_dtype=getattr(torch, args.fsdp_reduce_dtype),
+                reduce_dtype=self._reduce_dtype,
                 buffer_dtype=torch.float32,
             )
 
@@ -83,6 +85,16 @@ class FSDP1(Engine):
         rank = self.accelerator.process_index
         self._is_copy = (rank if self._replicas == world else between.rank() if between else 0) > 0
         return self.wrapped
+
+    def compute_dtype(self) -> str | None:
+        low = LOW_PRECISION.get(self.accelerator.mixed_precision)
+        return None if low is None else dtype_name(low)
+
+    def buffer_dtype(self) -> torch.dtype | None:
+        return None if self.accelerator.mixed_precision == "no" else torch.float32
+
+    def reduce_dtype(self, name: str) -> torch.dtype:
+        return self._reduce_dtype
 
     @torch.no_grad()
     def _scaled_norm(self, parameters: list[nn.Parameter]) -> float | None:

@@ -13,7 +13,7 @@ from hope_hf.cli.process import warn_once
 from hope_hf.optim import LevelClock, own_part
 
 from ..arguments import Arguments
-from .base import LOW_PRECISION, Engine, Slice
+from .base import LOW_PRECISION, Engine, Slice, dtype_name
 
 
 class FSDP2(Engine):
@@ -76,6 +76,14 @@ class FSDP2(Engine):
         for index, block in enumerate(blocks if self._prefetch else ()):
             block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + self._prefetch])
             block.set_modules_to_backward_prefetch(blocks[max(0, index - self._prefetch) : index][::-1])
+
+    def compute_dtype(self) -> str | None:
+        low = LOW_PRECISION.get(self.accelerator.mixed_precision)
+        return None if low is None else dtype_name(low)
+
+    def reduce_dtype(self, name: str) -> torch.dtype | None:
+        # Whole gradients are added up as they are reduced.
+        return self.whole_gradients
 
     def held_gradients(self) -> list[Tensor]:
         # Whole ones are not those of the sharded parameters.

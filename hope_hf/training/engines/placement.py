@@ -1,6 +1,5 @@
 """Where the run is: which process has which device, which part of the model, and how much free memory."""
 
-import os
 import socket
 from collections import Counter
 from collections.abc import Iterable
@@ -63,15 +62,3 @@ def rank_lines(accelerator: Accelerator, model: nn.Module) -> list[str]:
         f"{socket.gethostname()}): {place}, {'?' if free is None else f'{free / GIB:.1f}'} GiB free, holds {held}"
     )
     return gather_object([line])
-
-
-def write_audit(folder: str | os.PathLike, rank: int, model: nn.Module):
-    """`parameters_rank<N>.tsv`: every parameter with its dtype, its shape and the shape of this process's part."""
-    rows = ["name\tdtype\tshape\tshape_here\tdevice\ttrained"]
-    for name, parameter in model.named_parameters():
-        part = local_part(parameter)
-        shape = getattr(parameter, "ds_shape", parameter.shape)
-        cells = (name, str(part.dtype).removeprefix("torch."), list(shape), list(part.shape), part.device)
-        rows.append("\t".join(map(str, (*cells, parameter.requires_grad))))
-    file = Path(folder) / f"parameters_rank{rank}.tsv"
-    file.write_text("\n".join(rows) + "\n", encoding="utf-8")

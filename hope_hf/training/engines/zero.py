@@ -20,7 +20,7 @@ from hope_hf.cli.process import warn_once
 from hope_hf.optim import LevelClock
 
 from ..arguments import Arguments
-from .base import LOW_PRECISION, Engine, Slice, split_state
+from .base import LOW_PRECISION, Engine, Slice, dtype_name, split_state
 from .loss_scaling import DeepSpeedScaling
 
 # DeepSpeed's names of settings that the flags decide.
@@ -79,6 +79,8 @@ class Zero(Engine):
             # Weights stay fp32 and memories compute in it, as under the other engines.
             config["bf16"] = {"enabled": False}
             config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+        autocast = config.get("torch_autocast", {})
+        self._autocast = autocast.get("dtype") if autocast.get("enabled") else None
         # DeepSpeed's own fp16: forward weights in fp16, the optimizer's in fp32. With torch's autocast it would clip
         # gradients that are still scaled, and each process would detect only its own overflow.
         self._low_precision = any(config.get(name, {}).get("enabled") is True for name in LOW_PRECISION)
@@ -169,6 +171,14 @@ class Zero(Engine):
         else:
             own = [gradient for group in self._zero.averaged_gradients.values() for gradient in group or ()]
         return [*super().held_gradients(), *(gradient for gradient in (*flat, *own) if gradient is not None)]
+
+    def compute_dtype(self) -> str | None:
+        if self._low_precision:
+            return dtype_name(LOW_PRECISION[self.accelerator.mixed_precision])
+        return self._autocast and f"{self._autocast} (autocast)"
+
+    def reduce_dtype(self, name: str) -> torch.dtype:
+        return self._zero.get_param_comm_dtype(self.model.get_parameter(name))
 
     def weight_slices(self) -> Iterator[Slice]:
         # Only DeepSpeed's groups map parameters to their parts.

@@ -3,12 +3,15 @@
 One launch per engine trains all models in turn; the runs on one process, which all engines share, are made once.
 """
 
+import csv
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from engine_runs import NEEDS_DEEPSPEED, ROWS, SMALL, run_plan, same
+from safetensors import safe_open
 from training_runs import GPT2, HOPE, HOPE_ATTENTION, LLAMA, curve
 
 
@@ -221,6 +224,34 @@ def test_gradients_reduced_after_every_batch_are_the_same_and_less(rows, engine,
         assert whole == pytest.approx(2 * weights, rel=1e-3) and part == pytest.approx(weights, rel=1e-3)
         assert f"gradients  whole between 4 batches: {whole:.3g} GiB a rank; --sync_each_batch: {part:.3g}" in card
         assert f"gradients  sharded between 4 batches: {part:.3g} GiB a rank (whole: {whole:.3g})" in card
+
+
+def audited(folder: Path) -> dict[tuple[str, str], tuple[list[int], list[tuple[int, int]]]]:
+    """By kind and name, each tensor's shape and the stretches that the processes hold, copies left out."""
+    found = {}
+    for file in folder.glob("parameters_rank*.tsv"):
+        for row in csv.DictReader(file.open(), delimiter="\t"):
+            shape, stretches = found.setdefault((row["kind"], row["name"]), (json.loads(row["shape"]), []))
+            assert shape == json.loads(row["shape"])
+            if row["copy"] == "False" and row["start"] != row["end"]:
+                stretches.append((int(row["start"]), int(row["end"])))
+    return found
+
+
+@pytest.mark.parametrize(("engine", "name"), [("single", "hope"), ("single", "llama"), *each("hope", "llama")])
+def test_the_parts_of_all_processes_make_the_model(rows, engine, name):
+    rows(engine)
+    found = audited(rows.folders[engine] / name)
+    with safe_open(rows.folders["single"] / name / "model.safetensors", "pt") as file:
+        saved = {key: list(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    # The parameters and buffers of one process, of which the file has the parameters, tied ones once.
+    whole = audited(rows.folders["single"] / name)
+    assert {key: shape for key, (shape, _) in found.items()} == {key: shape for key, (shape, _) in whole.items()}
+    assert saved.items() <= {key: shape for (_, names), (shape, _) in found.items() for key in names.split(" = ")}.items()
+    assert len(saved) == len([kind for kind, _ in found if kind == "parameter"])
+    for (_, names), (shape, stretches) in found.items():
+        ends = [0, *(end for _, end in sorted(stretches))]
+        assert [start for start, _ in sorted(stretches)] == ends[:-1] and ends[-1] == math.prod(shape), names
 
 
 @pytest.mark.parametrize(("engine", "most"), [("fsdp2", 0.55), ("fsdp1", 0.55)])

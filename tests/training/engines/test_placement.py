@@ -1,4 +1,4 @@
-"""What a process holds, as the banner and the audit report it."""
+"""What a process holds, as the banner reports it."""
 
 import re
 
@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from hope_hf.training.engines.placement import free_memory, local_part, rank_lines, size_in_bytes, write_audit
+from hope_hf.training.engines.placement import free_memory, local_part, rank_lines, size_in_bytes
 
 
 def model() -> nn.Module:
@@ -45,14 +45,3 @@ def test_what_the_system_does_not_tell_is_not_invented(monkeypatch):
     assert free_memory(torch.device("cpu")) > 2**20
     monkeypatch.setattr("pathlib.Path.read_text", fails)
     assert free_memory(torch.device("cpu")) is None
-
-
-def test_the_audit_lists_every_parameter(tmp_path):
-    write_audit(tmp_path, 3, model())
-    header, *rows = [line.split("\t") for line in (tmp_path / "parameters_rank3.tsv").read_text().splitlines()]
-    assert header == ["name", "dtype", "shape", "shape_here", "device", "trained"]
-    assert rows == [
-        ["0.weight", "float32", "[4, 8]", "[4, 8]", "cpu", "True"],
-        ["0.bias", "float32", "[4]", "[4]", "cpu", "True"],
-        ["1.weight", "bfloat16", "[4, 4]", "[4, 4]", "cpu", "False"],
-    ]
