@@ -246,8 +246,9 @@ def test_the_parts_of_all_processes_make_the_model(rows, engine, name):
         saved = {key: list(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     # The parameters and buffers of one process, of which the file has the parameters, tied ones once.
     whole = audited(rows.folders["single"] / name)
-    assert {key: shape for key, (shape, _) in found.items()} == {key: shape for key, (shape, _) in whole.items()}
-    assert saved.items() <= {key: shape for (_, names), (shape, _) in found.items() for key in names.split(" = ")}.items()
+    shapes = {key: shape for key, (shape, _) in found.items()}
+    assert shapes == {key: shape for key, (shape, _) in whole.items()}
+    assert saved.items() <= {key: shape for (_, names), shape in shapes.items() for key in names.split(" = ")}.items()
     assert len(saved) == len([kind for kind, _ in found if kind == "parameter"])
     for (_, names), (shape, stretches) in found.items():
         ends = [0, *(end for _, end in sorted(stretches))]
