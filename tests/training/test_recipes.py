@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hope_hf import HopeConfig
 from hope_hf.training import setup
+from hope_hf.training.initial import host_memory
 from hope_hf.training.parsing import DEMO_RECIPE, parse
 from hope_hf.training.preflight import run as preflight
 from hope_hf.training.preflight.checks import CHECKS
@@ -154,6 +155,8 @@ def test_the_dry_run_of_a_large_recipe_up_to_its_step(name, run, capsys, texts, 
         return model
 
     monkeypatch.setattr(setup, "build_model", fake)
+    # A fake model takes no memory.
+    monkeypatch.setattr(host_memory, "free_memory", lambda device: 2**44)
     room = Room(device=2**30, host=2**30, disk=2**44)
     monkeypatch.setattr(preflight, "read_room", lambda *run: room)
     flags = [*own_sizes(name), "--dataloader_num_workers", "0"]
