@@ -18,7 +18,8 @@ class SuiteArguments:
 
     suite: str = flag(
         "perplexity,sample",
-        "Suites with commas: perplexity, passkey, needle, memory, synthetic, zero_shot, continual, sample.",
+        "Suites with commas: perplexity, passkey, needle, memory, synthetic, zero_shot, continual, "
+        "class_incremental, sample.",
     )
     lengths: str | None = flag(None, "Lengths in tokens with commas between them; k is 1,024 (1k,2k,4k).")
     depths: str = flag("0,0.25,0.5,0.75,1", "passkey, needle: position of the key, from 0 (first) to 1 (last).")
@@ -30,21 +31,34 @@ class SuiteArguments:
     )
     tasks: str | None = flag(
         None,
-        "Tasks with commas between them. synthetic, needle: their own (default: all); zero_shot: lm-eval's, YAML "
-        "files, or paper for the nine of the paper (default).",
+        "Tasks with commas between them. synthetic, needle, class_incremental: their own (default: all); zero_shot: "
+        "lm-eval's, YAML files, or paper for the nine of the paper (default).",
     )
     num_fewshot: int | None = flag(
-        None, "zero_shot: examples in the context (default: the task's own number).", least=0, most=1000
+        None,
+        "Examples in the context. zero_shot: default the task's own; class_incremental: of each class (default: 1).",
+        least=0,
+        most=1000,
     )
     max_length: int | None = flag(
         None, "zero_shot: the most tokens of a sequence (default: the model's positions).", least=2, most=LONGEST
     )
     log_samples: bool = flag(False, "zero_shot: write every document, request and answer to --output_dir.")
-    data_dir: str | None = flag(None, "zero_shot: folder with TASK_SPLIT.jsonl (.json, .parquet) instead of the Hub.")
+    data_dir: str | None = flag(
+        None,
+        "Folder of data. zero_shot: TASK_SPLIT.jsonl (.json, .parquet), not the Hub; class_incremental: its files.",
+    )
     limit: int | None = flag(None, "Use at most N samples of everything; marked in the report.", **COUNT)
-    max_train_steps: int | None = flag(None, "synthetic: steps of training (default: the task's own).", **COUNT)
+    max_train_steps: int | None = flag(
+        None,
+        "Steps of training. synthetic: default the task's own; class_incremental: of each group (default: 100).",
+        **COUNT,
+    )
     learning_rate: float | None = flag(
-        None, "synthetic: peak learning rate (default: the task's own).", above=0, below=1
+        None,
+        "synthetic: peak learning rate (default: the task's own); class_incremental: of fine-tuning (default: 5e-4).",
+        above=0,
+        below=1,
     )
     ema_decay: float = flag(
         0.0,

@@ -107,6 +107,8 @@ def heat_maps(
         axes.set(xlabel=labels[0], ylabel=labels[1], title=panel.title)
         for i, row in enumerate(panel.values):
             for j, value in enumerate(row):
+                if math.isnan(value):
+                    continue
                 red, green, blue, _ = image.to_rgba(value)
                 # The brightness that an eye sees.
                 is_dark = 0.3 * red + 0.6 * green + 0.1 * blue < 0.5

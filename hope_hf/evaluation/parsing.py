@@ -11,6 +11,14 @@ from hope_hf.cli.recipe import split_recipe
 from .arguments import AUTO, FLAGS, GROUPS, Arguments
 from .checkpoints import parse_checkpoints
 
+# Flags that are for some suites only.
+OF_SUITES = {
+    "max_length": {"zero_shot"},
+    "log_samples": {"zero_shot"},
+    "num_fewshot": {"zero_shot", "class_incremental"},
+    "data_dir": {"zero_shot", "class_incremental"},
+    "segments": {"continual"},
+}
 # Flags that a recipe of run_clm.py may contain.
 TRAINING_ONLY = ("max_train_samples", "preprocessing_num_workers")
 
@@ -101,9 +109,9 @@ def _check(args: Arguments, suites):
 
 def _warn_of_ignored(args: Arguments, named: set[str]):
     asked = names(args.suite)
-    for name in ("num_fewshot", "max_length", "log_samples", "data_dir"):
-        if name in named and "zero_shot" not in asked:
-            warn_once(f"--{name} is ignored: it is for --suite zero_shot.")
+    for name, suites in OF_SUITES.items():
+        if name in named and not suites & set(asked):
+            warn_once(f"--{name} is ignored: it is for --suite {' or '.join(sorted(suites))}.")
     if args.batch_size == AUTO and set(asked) != {"zero_shot"}:
         warn_once("--batch_size auto is for --suite zero_shot: the other suites take their default.")
     for name in TRAINING_ONLY:

@@ -1,5 +1,6 @@
 """The table of suites: name -> function of (arguments, subject). Later ones are added here."""
 
+from .continual.class_suite import class_incremental
 from .continual.suite import continual
 from .memory import memory
 from .needle.suite import needle
@@ -17,6 +18,7 @@ SUITES = {
     "synthetic": synthetic,
     "zero_shot": zero_shot,
     "continual": continual,
+    "class_incremental": class_incremental,
     "sample": sample,
 }
 # These train models of their own, or load several: the subject is None for them.

@@ -5,12 +5,16 @@ from collections.abc import Collection
 from hope_hf.cli.parser import nearest
 
 from .arguments import Arguments
+from .continual.task_list import TASKS as CLASS_TASKS
 from .needle.tasks import TASKS as NEEDLE_TASKS
 from .parsing import names
 from .synthetic.tasks import known_tasks
 
 # Tasks that suites define themselves; every other name is one of lm-eval's.
-NAMES = {"synthetic": frozenset(known_tasks()), "needle": frozenset(NEEDLE_TASKS)}
+NAMES = {
+    "synthetic": frozenset(known_tasks()), "needle": frozenset(NEEDLE_TASKS),
+    "class_incremental": frozenset(CLASS_TASKS),
+}
 
 
 def own_tasks(args: Arguments, suite: str, known: Collection[str]) -> list[str]:

@@ -1,0 +1,93 @@
+"""Classes learned by fine-tuning a copy of the model on one group after another."""
+
+import copy
+import math
+import random
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from hope_hf.optim import build_optimizer
+
+from ..display import progress
+from ..subject import Subject
+from .classes import ClassGroups, Example
+from .in_context import questions
+from .labels import context_of, label_of, read
+from .matrix import Matrix
+
+STEPS, BATCH_SIZE, LEARNING_RATE = 100, 16, 5e-4
+WEIGHT_DECAY, BETAS, EPSILON, MAX_GRAD_NORM = 0.1, (0.9, 0.95), 1e-8, 1.0
+# Of cross-entropy: not a target.
+IGNORED = -100
+
+
+def learn_by_fine_tuning(
+    subject: Subject, groups: ClassGroups, steps: int, batch_size: int, rate: float, rows: int, seed: int, name: str
+) -> Matrix:
+    """`steps` of AdamW on each group's examples, one group after the other, with questions after each.
+
+    Levels of HOPE step by their own clocks, as in run_clm.py. The bound, `joint`, is another copy that learns all
+    groups' examples together for as many steps. Raises ValueError where the loss is not finite.
+    """
+    count, hits = len(groups.names), []
+    with progress(None, name, 2 * steps * count) as bar:
+        learner = _Learner(subject, groups, batch_size, rate, seed, bar)
+        for index, examples in enumerate(groups.train):
+            learner.train(examples, steps)
+            hits.append(learner.questions(index + 1, rows))
+        together = _Learner(subject, groups, batch_size, rate, seed, bar)
+        together.train([example for part in groups.train for example in part], steps * count)
+        joint = together.questions(count, rows)
+    return Matrix(groups.names, [len(one) for one in groups.classes], hits, {"joint": joint})
+
+
+class _Learner:
+    """A copy of the model, and its optimizer, which goes on from group to group."""
+
+    def __init__(self, subject: Subject, groups: ClassGroups, batch_size: int, rate: float, seed: int, bar):
+        self._subject = replace(subject, model=copy.deepcopy(subject.model))
+        self._groups, self._batch_size, self._bar = groups, batch_size, bar
+        self._generator = random.Random(f"fine-tuning {seed}")
+        # The tokens of a step, by which the levels' periods are counted.
+        rows = [self._row(example) for part in groups.train for example in part[:8]]
+        tokens = round(batch_size * sum(len(ids) for ids, _ in rows) / len(rows))
+        self._optimizer = build_optimizer(
+            self._subject.model, "adamw", rate, WEIGHT_DECAY, BETAS, EPSILON, tokens_per_step=tokens
+        )
+
+    def train(self, examples: list[Example], steps: int):
+        """Steps on batches drawn from `examples`; the loss is that of the labels."""
+        model = self._subject.model.train()
+        for _ in range(steps):
+            ids, targets = self._batch(self._generator.choices(examples, k=self._batch_size))
+            logits = model(input_ids=ids, use_cache=False).logits.float()
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+            if not math.isfinite(loss.item()):
+                raise ValueError("class_incremental: the loss of fine-tuning is not finite: lower --learning_rate.")
+            self._optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+            self._optimizer.step()
+            self._bar.update()
+        model.eval()
+
+    def questions(self, seen: int, rows: int):
+        """As in the context, after nothing but the start token."""
+        cache = read(self._subject, [self._subject.start])
+        return questions(self._subject, cache, self._groups, seen, rows)
+
+    def _batch(self, examples: list[Example]) -> list[torch.Tensor]:
+        """Token ids and targets [B, T], padded on the right."""
+        parts = zip(*map(self._row, examples), strict=True)
+        padded = (pad_sequence(part, True, value) for part, value in zip(parts, (0, IGNORED), strict=True))
+        return [part.to(self._subject.model.device) for part in padded]
+
+    def _row(self, example: Example) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and targets [T]: each position's target is the next token, where that is of the label."""
+        context = [self._subject.start, *context_of(self._subject, example)]
+        label = label_of(self._subject, self._groups.labels[example.label])
+        targets = [IGNORED] * (len(context) - 1) + label
+        return torch.tensor([*context, *label[:-1]]), torch.tensor(targets)
