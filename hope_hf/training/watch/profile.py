@@ -69,7 +69,8 @@ class StepProfile:
         if step not in self._steps:
             return
         if step == self._steps[0]:
-            self._profile = profile()
+            # The shapes of what is sent tell its size.
+            self._profile = profile(record_shapes=True)
             self._profile.start()
         self._step = record_function(f"{STEP}{step}")
         self._step.__enter__()

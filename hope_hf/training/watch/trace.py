@@ -41,10 +41,15 @@ class Times:
         return self.compute + self.communication + self.copies + self.waiting
 
 
+def read_events(file: Path) -> list[dict]:
+    """The events of a gzipped trace."""
+    with gzip.open(file, "rt", encoding="utf-8") as opened:
+        return json.load(opened)["traceEvents"]
+
+
 def read_times(file: Path) -> Times:
     """Of a gzipped trace with at least one step."""
-    with gzip.open(file, "rt", encoding="utf-8") as opened:
-        return times(json.load(opened)["traceEvents"])
+    return times(read_events(file))
 
 
 def times(events: list[dict]) -> Times:
