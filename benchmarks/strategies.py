@@ -2,8 +2,9 @@
 
     python benchmarks/strategies.py [--ranks 1 2 4] [--block_size 64] [flags of run_clm.py that name the model]
 
-Launch files for one process run on one rank, the others on more. A row is two short runs of run_clm.py, with 1 and with 4 accumulated batches, and what hope_hf.plan says of them. On a
-machine without GPUs ranks are CPU processes. Columns:
+Launch files for one process run on one rank, the others on more. A row is two short runs of run_clm.py, with 1 and
+with 4 accumulated batches, and what hope_hf.plan says of them. On a machine without GPUs ranks are CPU processes.
+Columns:
 
 - peak: GiB of the largest process, as its heartbeat has it; "more": without what the program's imports take; planned:
   by arithmetic, on a CPU with what would be offloaded.
@@ -29,14 +30,14 @@ from pathlib import Path
 import torch
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hope_hf.plan.parsing import parse
 from hope_hf.plan.strategy import Launch
 from hope_hf.plan.verdict import Setting, settings
 from hope_hf.training.watch.trace import read_events
 
+ROOT = Path(__file__).resolve().parents[1]
 FIRST = ("single", "single_bf16", "ddp")
 """Launch files that the others are compared with."""
 KEPT = "fsdp2, fsdp_reshard_after_forward: false"
@@ -49,7 +50,8 @@ MACHINE = {} if torch.cuda.is_available() else {
     # Else glibc keeps what is freed.
     "ACCELERATE_USE_CPU": "true", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536",
 }  # fmt: skip
-COLUMNS = "strategy|ranks|peak|more|planned|tokens/s|of DDP|of one|set-up|sent, 1 batch|planned|sent, 4|planned".split("|")
+COLUMNS = ("strategy", "ranks", "peak", "more", "planned", "tokens/s", "of DDP", "of one", "set-up")
+COLUMNS += ("sent, 1 batch", "planned", "sent, 4", "planned")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ import pytest
 import trouble_worker
 from training_runs import LLAMA, ROOT, TWO, curve, read_rows
 
+from hope_hf.training.watch.trace import read_times
+
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_python")]
 
 PAGE = ROOT / "docs/troubleshooting.md"
@@ -32,7 +34,7 @@ def beats(folder: Path, rank: int) -> list[dict]:
 
 
 def test_nan_slow_data_and_the_loss_of_one_rank_are_in_its_heartbeat(tmp_path, corpus):
-    ended = trained("nan_at_step_3,slow_data", tmp_path / "run", corpus)
+    ended = trained("nan_at_step_3,slow_data", tmp_path / "run", corpus, "--profile_steps", "4-5")
     assert ended.returncode == 0, ended.stderr[-3000:]
     first, second = (beats(tmp_path / "run", rank) for rank in (0, 1))
     assert [beat["loss"] is None for beat in second] == [False, False, True, False, False]
@@ -41,6 +43,10 @@ def test_nan_slow_data_and_the_loss_of_one_rank_are_in_its_heartbeat(tmp_path, c
     assert max(beat["data_seconds"] for beat in first) < trouble_worker.SLOW_SECONDS
     # The step waits for the slower one, so that both are equally slow; all leave the step out.
     assert all(own["tokens_per_second"] < 2 * 32 / trouble_worker.SLOW_SECONDS for own in first[1:])
+    # The profile: the second waits for data, and the first in a collective for the second.
+    waits, slow = (read_times(tmp_path / "run" / "profile-4-5" / f"trace_rank{rank}.json.gz") for rank in (0, 1))
+    assert waits.communication > slow.communication
+    assert slow.waiting > 1000 * trouble_worker.SLOW_SECONDS > waits.waiting
     rows = read_rows(tmp_path / "run")
     assert curve(rows, "train/skipped_steps") == [0, 0, 1, 1, 1]
     # Each has the loss of its own rows; the run's is their mean, as all rows have equally many tokens.

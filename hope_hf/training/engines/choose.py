@@ -24,6 +24,8 @@ from .guard import OneSidedError, check_devices
 from .launch_file import check_launch_file
 from .zero import Zero
 
+# Begins the names of the variables with which the launcher passes on a launch file's mesh.
+MESH = "PARALLELISM_CONFIG"
 ENGINE_TYPES = {"fsdp": DistributedType.FSDP, "deepspeed": DistributedType.DEEPSPEED}
 
 
@@ -33,6 +35,7 @@ def make_engine(args: Arguments, trackers: list[str]) -> Engine:
     Raises ValueError if separate runs or another engine started, or the processes do not connect.
     """
     check_launch_file()
+    check_mesh()
     wanted = wanted_engine()
     timeout = datetime.timedelta(seconds=args.ddp_timeout)
     options = {
@@ -139,6 +142,17 @@ def _warn_of_ignored(args: Arguments, fsdp: bool, accelerator: Accelerator):
     ):
         if is_ignored and getattr(args, name) != getattr(Arguments, name):
             warn_once(f"--{name} is ignored: {reason}.")
+
+
+def check_mesh() -> None:
+    """ValueError where the launch file's mesh of replicas and shards is not as large as the number of processes."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    replicas, shards = (int(os.environ.get(f"{MESH}_DP_{axis}_SIZE") or 1) for axis in ("REPLICATE", "SHARD"))
+    if replicas * shards not in (1, world_size):
+        raise ValueError(
+            f"The launch file makes a mesh of {replicas} x {shards} processes and {world_size} run: change "
+            "parallelism_config_dp_replicate_size and parallelism_config_dp_shard_size, or --num_processes."
+        )
 
 
 def wanted_engine() -> str:

@@ -9,6 +9,8 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.config import cluster, config_args
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import prepare_multi_gpu_env
 from accelerate.utils.constants import FSDP_SHARDING_STRATEGY
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 
@@ -16,7 +18,7 @@ from hope_hf.optim import build_optimizer
 from hope_hf.training.arguments import Arguments
 from hope_hf.training.engines import launch_file, zero
 from hope_hf.training.engines.base import Engine
-from hope_hf.training.engines.choose import plain_name
+from hope_hf.training.engines.choose import check_mesh, plain_name
 from hope_hf.training.engines.fsdp1 import FSDP1
 from hope_hf.training.engines.fsdp2 import classes_by_size
 from hope_hf.training.engines.launch_file import check
@@ -211,6 +213,22 @@ def test_the_card_tells_who_starts_with_torchrun_where_sharding_is(monkeypatch):
     assert plain_name(2) == "DDP (FSDP, ZeRO: accelerate launch --config_file accelerate_configs/...)"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     assert plain_name(2) == "DDP, whole model in each process"
+
+
+def test_a_mesh_of_another_number_of_processes_is_refused(monkeypatch):
+    """The launcher's own variables of accelerate_configs/fsdp_hybrid.yaml."""
+    file = next(path for path in CONFIGS if path.stem == "fsdp_hybrid")
+    args = launch_command_parser().parse_args(["--config_file", str(file), "--num_processes", "2", "run_clm.py"])
+    args, _, _ = _validate_launch_command(args)
+    for name, value in prepare_multi_gpu_env(args).items():
+        if name.startswith("PARALLELISM_CONFIG"):
+            monkeypatch.setenv(name, value)
+    for processes in ("2", "8"):
+        monkeypatch.setenv("WORLD_SIZE", processes)
+        with pytest.raises(ValueError, match=f"mesh of 2 x 2 processes and {processes} run: change"):
+            check_mesh()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    check_mesh()
 
 
 @pytest.mark.parametrize("first", [True, False])

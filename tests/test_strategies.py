@@ -1,0 +1,39 @@
+"""What benchmarks/strategies.py runs, and how it counts what is sent."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.strategies import KEPT, plan, sent_bytes, strategies
+from hope_hf.plan.communication import traffic
+from hope_hf.plan.strategy import STRATEGIES, Launch
+
+pytestmark = pytest.mark.benchmarks
+
+ROOT = Path(__file__).parents[1]
+
+
+def call(name: str, *dims) -> dict:
+    return {"cat": "cpu_op", "name": f"c10d::{name}", "args": {"Input Dims": [*dims]}}
+
+
+def test_every_launch_file_has_a_row_and_what_it_is_compared_with_comes_first(tmp_path):
+    found = strategies(tmp_path)
+    files = {file.stem for file in (ROOT / "accelerate_configs").glob("*.yaml")}
+    assert found.keys() == files | {KEPT} and [*found][:3] == ["single", "single_bf16", "ddp"]
+    launch, _ = plan(found[KEPT], 2, 1, ["--config_name", "tiny"])
+    assert launch.strategy.keeps_gathered
+    assert plan(found["fsdp_hybrid"], 2, 1, ["--config_name", "tiny"]) is None
+
+
+def test_the_collectives_of_a_step_make_the_traffic_of_the_arithmetic():
+    ddp = Launch(STRATEGIES["ddp"], 4, 1)
+    assert sent_bytes([call("allreduce_", [[300], [20, 5]])], ddp) == traffic(400, ddp).total
+    full = Launch(STRATEGIES["full_shard"], 4, 4)
+    gathered = [call("_allgather_base_", [400], [100]), call("allgather_", [], [[100]])]
+    reduced = [call("_reduce_scatter_base_", [100], [400]), {"cat": "cpu_op", "name": "aten::mm"}]
+    assert sent_bytes(gathered + reduced, full) == traffic(400, full).total
+    hybrid = Launch(STRATEGIES["hybrid_shard"], 4, 2)
+    both = [call("_allgather_base_", [400], [200])] * 2
+    both += [call("_reduce_scatter_base_", [200], [400]), call("allreduce_", [[200]])]
+    assert sent_bytes(both, hybrid) == traffic(400, hybrid).total
