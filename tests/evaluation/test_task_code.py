@@ -31,7 +31,7 @@ def task_file(tmp_path):
 
 
 def arguments(path, trust: bool) -> SimpleNamespace:
-    return SimpleNamespace(
+    return SimpleNamespace(offline=False,
         tasks=str(path), suite="zero_shot", trust_remote_code=trust, data_dir=None, num_fewshot=None, limit=None,
         tokenizer_name=None, model_name_or_path=None, rows=1,
     )  # fmt: skip

@@ -66,8 +66,12 @@ def write_results(trained):
             "memory": SuiteResult({"Gates": [{"layer": index, "rate": 0.5} for index in range(50)]}),
             "synthetic": SuiteResult({"Synthetic tasks": [{"task": "parity", "accuracy": 1.0}]}),
         }
-        flags = arguments.Arguments(validation_file=text, output_dir=str(folder), limit=limit)
-        return report.write_report(flags, Subject(HopeForCausalLM.from_pretrained(trained), None), results, {}, 1.0)
+        flags = arguments.Arguments(
+            model_name_or_path=str(trained), validation_file=text, output_dir=str(folder), limit=limit
+        )
+        subject = Subject(HopeForCausalLM.from_pretrained(trained), None)
+        record = report.make_record(flags, subject, results, {}, 1.0)
+        return report.write_report(str(folder), record, results)
 
     return write
 
