@@ -29,6 +29,7 @@ class SuiteArguments:
         least=1,
         most=10_000,
     )
+    samples_per_class: int = flag(2, "class_incremental: test sentences of each class.", **COUNT)
     tasks: str | None = flag(
         None,
         "Tasks with commas between them. synthetic, needle, class_incremental: their own (default: all); zero_shot: "

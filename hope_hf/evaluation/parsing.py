@@ -18,6 +18,7 @@ OF_SUITES = {
     "num_fewshot": {"zero_shot", "class_incremental"},
     "data_dir": {"zero_shot", "class_incremental"},
     "segments": {"continual"},
+    "samples_per_class": {"class_incremental"},
 }
 # Flags that a recipe of run_clm.py may contain.
 TRAINING_ONLY = ("max_train_samples", "preprocessing_num_workers")

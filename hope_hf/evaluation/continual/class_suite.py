@@ -11,7 +11,7 @@ from ..display import Panel, heat_maps
 from ..result import SuiteResult
 from ..subject import Subject
 from ..task_names import own_tasks
-from .classes import DATA_SETS
+from .classes import open_groups
 from .fine_tuning import BATCH_SIZE, LEARNING_RATE, STEPS, learn_by_fine_tuning
 from .in_context import SHOTS, learn_in_context
 from .matrix import Matrix, rows, summary
@@ -39,7 +39,8 @@ def class_incremental(args: Arguments, subject: Subject) -> SuiteResult:
     tables, pictures, summaries = {}, {}, []
     for name in own_tasks(args, "class_incremental", TASKS):
         data_set, way = TASKS[name]
-        groups = DATA_SETS[data_set](Path(args.data_dir)).shuffled(args.seed, args.limit)
+        groups = open_groups(data_set, Path(args.data_dir), args.seed)
+        groups = groups.shuffled(args.seed, args.samples_per_class, args.limit)
         read_at_once = args.given_rows or ROWS
         if way == "in-context":
             shots = SHOTS if args.num_fewshot is None else args.num_fewshot

@@ -3,7 +3,8 @@
 import csv
 import json
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -35,44 +36,78 @@ class ClassGroups:
     train: list[list[Example]]
     test: list[list[Example]]
 
-    def shuffled(self, seed: int, limit: int | None) -> "ClassGroups":
-        """The examples in an order that `seed` draws; of each group's test at most `limit`."""
+    def shuffled(self, seed: int, samples_per_class: int, limit: int | None) -> "ClassGroups":
+        """The examples in an order that `seed` draws; of the test at most that many of each class and each group."""
 
         def draw(kind: str, group: int, examples: list[Example]) -> list[Example]:
             return random.Random(f"{kind} {group} {seed}").sample(examples, len(examples))
 
         train = [draw("train", group, examples) for group, examples in enumerate(self.train)]
-        test = [draw("test", group, examples)[:limit] for group, examples in enumerate(self.test)]
+        test = [
+            first_of_each_class(draw("test", group, examples), samples_per_class)[:limit]
+            for group, examples in enumerate(self.test)
+        ]
         return ClassGroups(self.names, self.labels, self.classes, train, test)
+
+
+def first_of_each_class(examples: list[Example], count: int) -> list[Example]:
+    """At most the first `count` examples of every class, in their order."""
+    met, found = Counter(), []
+    for example in examples:
+        if met[example.label] < count:
+            met[example.label] += 1
+            found.append(example)
+    return found
+
+
+def open_groups(name: str, folder: Path, seed: int) -> ClassGroups:
+    """A data set of `DATA_SETS`; `seed` draws groups where the authors give none."""
+    return clinc150(folder) if name == "clinc150" else banking77(folder, seed)
 
 
 def clinc150(folder: Path) -> ClassGroups:
     """150 intents in ten domains (Larson et al. 2019): clinc150_full.json and clinc150_domains.json."""
-    domains = _read(folder / "clinc150_domains.json", _domains)
-    train, test = _read(folder / "clinc150_full.json", _splits)
-    return _grouped(folder / "clinc150_full.json", domains, train, test)
+    domains_file, file = folder / "clinc150_domains.json", folder / "clinc150_full.json"
+    domains = _read(domains_file, _domains)
+    train, test = _read(file, _splits)
+    return _grouped(domains_file, domains, {f"{file}, split train,": train, f"{file}, split test,": test})
 
 
-def banking77(folder: Path) -> ClassGroups:
-    """77 intents (Casanueva et al. 2020), by the alphabet in seven groups: banking77_train.csv, banking77_test.csv."""
-    train, test = (_read(folder / f"banking77_{split}.csv", _csv_rows) for split in ("train", "test"))
-    labels = sorted({label for _, label in train}, key=str.lower)
-    size = -(-len(labels) // BANKING_GROUPS)
-    domains = {f"{start + 1}-{start + size}": labels[start : start + size] for start in range(0, len(labels), size)}
-    return _grouped(folder / "banking77_train.csv", domains, train, test)
+def banking77(folder: Path, seed: int) -> ClassGroups:
+    """77 intents (Casanueva et al. 2020) in seven drawn groups: banking77_train.csv and banking77_test.csv."""
+    files = [folder / f"banking77_{split}.csv" for split in ("train", "test")]
+    train, test = (_read(file, _csv_rows) for file in files)
+    labels = sorted({label for _, label in train})
+    drawn = random.Random(f"banking77 {seed}").sample(labels, len(labels))
+    size = max(1, -(-len(drawn) // BANKING_GROUPS))
+    domains = {f"{start + 1}-{start + size}": drawn[start : start + size] for start in range(0, len(drawn), size)}
+    return _grouped(files[0], domains, {str(files[0]): train, str(files[1]): test})
 
 
 def _domains(text: str) -> dict[str, list[str]]:
-    return {name: list(labels) for name, labels in json.loads(text).items()}
+    domains = {name: list(labels) for name, labels in json.loads(text).items()}
+    labels = [label for members in domains.values() for label in members]
+    if not all(domains.values()) or not all(isinstance(label, str) for label in labels):
+        raise ValueError("a group is not a list of labels")
+    if len(set(labels)) < len(labels):
+        raise ValueError("a label stands twice")
+    return domains
 
 
 def _splits(text: str) -> tuple[list, list]:
     splits = json.loads(text)
-    return splits["train"], splits["test"]
+    return _pairs(splits["train"]), _pairs(splits["test"])
 
 
 def _csv_rows(text: str) -> list[tuple[str, str]]:
-    return [(row["text"], row["category"]) for row in csv.DictReader(text.splitlines(keepends=True))]
+    return _pairs((row["text"], row["category"]) for row in csv.DictReader(text.splitlines(keepends=True)))
+
+
+def _pairs(rows: Iterable) -> list[tuple[str, str]]:
+    pairs = [tuple(row) for row in rows]
+    if not all(len(pair) == 2 and all(isinstance(word, str) for word in pair) for pair in pairs):
+        raise ValueError("a row is not a sentence and its label")
+    return pairs
 
 
 def _read(path: Path, parse: Callable):
@@ -84,17 +119,23 @@ def _read(path: Path, parse: Callable):
         raise ValueError(f"--data_dir: {path} cannot be read, copy it again: {one_line(error)}.") from None
 
 
-def _grouped(path: Path, domains: dict[str, list[str]], train: list, test: list) -> ClassGroups:
+def _grouped(file: Path, domains: dict[str, list[str]], splits: dict[str, list[tuple[str, str]]]) -> ClassGroups:
+    """`file` names the groups; `splits`: where they stand -> rows, train before test."""
+    if len(domains) < 2:
+        raise ValueError(f"--data_dir: {file} has fewer than two groups of classes: forgetting needs two or more.")
     labels = [label for members in domains.values() for label in members]
     ends = list(accumulate(map(len, domains.values())))
     classes = [range(start, end) for start, end in pairwise([0, *ends])]
     number = {label: index for index, label in enumerate(labels)}
-    try:
-        splits = [[Example(text, number[label]) for text, label in rows] for rows in (train, test)]
-    except (KeyError, ValueError, TypeError) as error:
-        raise ValueError(f"--data_dir: {path} has a row with an unknown label: {one_line(error)}.") from None
-    by_group = [[[one for one in split if one.label in members] for members in classes] for split in splits]
+    for where, rows in splits.items():
+        found = {label for _, label in rows}
+        if strange := sorted(found - set(labels)):
+            raise ValueError(f"--data_dir: {where} has a label of no group, {strange[0]!r}: add it to one.")
+        if unused := sorted(set(labels) - found):
+            raise ValueError(f"--data_dir: {where} has no example of the label {unused[0]!r}: add one.")
+    examples = [[Example(text, number[label]) for text, label in rows] for rows in splits.values()]
+    by_group = [[[one for one in split if one.label in members] for members in classes] for split in examples]
     return ClassGroups(list(domains), [label.replace("_", " ") for label in labels], classes, *by_group)
 
 
-DATA_SETS = {"clinc150": clinc150, "banking77": banking77}
+DATA_SETS = ("clinc150", "banking77")

@@ -1,11 +1,12 @@
 """Classes learned from examples in the context alone: the weights stay, the model's own state carries them."""
 
 import random
+from collections import Counter
 
 from ..display import progress
 from ..streams import frozen_memories
 from ..subject import Subject
-from .classes import ClassGroups, Example
+from .classes import ClassGroups, Example, first_of_each_class
 from .labels import choose, context_of, label_of, read
 from .matrix import Hits, Matrix
 
@@ -52,14 +53,9 @@ def questions(subject: Subject, cache, groups: ClassGroups, seen: int, rows: int
 
 def _examples(groups: ClassGroups, group: int, shots: int) -> list[Example]:
     """The first `shots` of every class of a group, in the group's order."""
-    left = dict.fromkeys(groups.classes[group], shots)
-    found = []
-    for example in groups.train[group]:
-        if left[example.label]:
-            left[example.label] -= 1
-            found.append(example)
-    if any(left.values()):
-        fewest = shots - max(left.values())
+    found = first_of_each_class(groups.train[group], shots)
+    if len(found) < shots * len(groups.classes[group]):
+        fewest = min(Counter(example.label for example in found).values())
         raise ValueError(f"--num_fewshot {shots} is more than the {fewest} examples that a class has: lower it.")
     return found
 

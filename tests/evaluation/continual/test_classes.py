@@ -2,17 +2,23 @@
 
 import csv
 import json
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from hope_hf.evaluation import main
 from hope_hf.evaluation.continual import class_suite
-from hope_hf.evaluation.continual.classes import BANKING_GROUPS, ClassGroups, Example, banking77, clinc150
+from hope_hf.evaluation.continual.classes import BANKING_GROUPS, ClassGroups, Example, banking77, clinc150, open_groups
 from hope_hf.evaluation.continual.fine_tuning import learn_by_fine_tuning
 from hope_hf.evaluation.continual.in_context import learn_in_context
 from hope_hf.evaluation.continual.labels import choose, context_of, label_of, read
 from hope_hf.evaluation.continual.matrix import Matrix, average, backward_transfer, forgetting, rows, summary
+from hope_hf.evaluation.subject import Subject
 
 
 @pytest.fixture(autouse=True)
@@ -47,14 +53,34 @@ def data(tmp_path):
 
 
 def test_data_sets_are_read_in_groups(data):
-    clinc, banking = clinc150(data), banking77(data)
+    clinc, banking = clinc150(data), banking77(data, 1)
     assert (clinc.names, clinc.labels) == (["home", "work"], ["light on", "light off", "call in"])
     assert [len(part) for part in clinc.train] == [4, 2] and clinc.classes == [range(0, 2), range(2, 3)]
     assert clinc.test[1] == [Example("call_in 0", 2)]
-    assert len(banking.names) == BANKING_GROUPS and banking.names[1] == "3-4" and banking.labels[2] == "Card 02"
+    assert len(banking.names) == BANKING_GROUPS and banking.names[1] == "3-4"
+    assert sorted(banking.labels) == [f"Card {label:02}" for label in range(14)]
+    assert banking.labels == banking77(data, 1).labels != banking77(data, 2).labels
     assert banking.train[0][0].text == "my, card 0"
-    assert [len(part) for part in clinc.shuffled(1, 1).test] == [1, 1]
-    assert clinc.shuffled(1, None).train == clinc.shuffled(1, None).train != clinc.shuffled(2, None).train
+
+
+def test_examples_are_drawn_by_seed_and_class(groups):
+    first, again, other = (groups.shuffled(seed, 1, None) for seed in (1, 1, 2))
+    assert first.train == again.train != other.train and sorted(map(len, first.train)) == [6, 6]
+    assert [sorted(example.label for example in part) for part in first.test] == [[0, 1], [2, 3]]
+    assert [len(part) for part in groups.shuffled(1, 2, 3).test] == [3, 3]
+    assert [len(part) for part in groups.shuffled(1, 9, None).test] == [4, 4]
+
+
+@pytest.mark.skipif("HOPE_TEST_DATA" not in os.environ, reason="HOPE_TEST_DATA names no folder with the data sets")
+def test_the_authors_files():
+    folder = Path(os.environ["HOPE_TEST_DATA"]) / "cls"
+    clinc, banking = clinc150(folder), banking77(folder, 42)
+    assert "kitchen_and_dining" in clinc.names and "exchange rate" in clinc.labels
+    assert [list(map(len, part)) for part in (clinc.classes, clinc.train, clinc.test)] == [
+        [15] * 10, [1500] * 10, [450] * 10,
+    ]  # fmt: skip
+    assert [len(part) for part in banking.classes] == [11] * 7 and sum(map(len, banking.train)) == 10003
+    assert [len(part) for part in banking.shuffled(42, 2, None).test] == [22] * 7
 
 
 @pytest.mark.parametrize("kind", ["hope", "llama"])
@@ -95,6 +121,94 @@ def test_fine_tuning_learns_a_group_forgets_it_and_leaves_the_model_as_it_was(su
     assert matrix.accuracy(0, 0) > 0.5 and matrix.accuracy(1, 1) > 0.5
     assert forgetting(matrix) == matrix.accuracy(0, 0) - matrix.accuracy(1, 0) > 0
     assert average(matrix.controls["joint"])[0] > 0.25
+
+
+class History:
+    """A cache of all tokens read, [B, T]."""
+
+    def __init__(self, ids: torch.Tensor):
+        self.ids = ids
+
+    def batch_repeat_interleave(self, times: int):
+        self.ids = self.ids.repeat_interleave(times, 0)
+
+
+class Uniform(torch.nn.Module):
+    """Says every token alike."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, tokenizer):
+        super().__init__()
+        self.config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=10_000)
+
+    def forward(self, input_ids, past_key_values=None, use_cache=True, logits_to_keep=0):
+        ids = input_ids if past_key_values is None else torch.cat([past_key_values.ids, input_ids], 1)
+        logits = torch.zeros(*input_ids.shape, self.config.vocab_size)
+        for row, tokens in zip(logits, ids.tolist(), strict=True):
+            for place in range(len(row)):
+                self.answer(row[place], tokens[: ids.shape[1] - len(row) + place + 1])
+        return SimpleNamespace(logits=logits[:, -logits_to_keep:], past_key_values=History(ids))
+
+    def answer(self, logits, ids):
+        """What comes after `ids`."""
+
+
+class Copier(Uniform):
+    """Says what followed the same question earlier, if that was among the last `examples` ones."""
+
+    examples = 1000
+
+    def __init__(self, tokenizer):
+        super().__init__(tokenizer)
+        self._mark = tokenizer("Query:", add_special_tokens=False)["input_ids"]
+
+    def answer(self, logits, ids):
+        *earlier, last = [at for at in range(len(ids)) if ids[at : at + len(self._mark)] == self._mark] or [0]
+        asked = ids[last:]
+        for at in earlier[-self.examples :]:
+            if ids[at : at + len(asked)] == asked:
+                logits[ids[at + len(asked)]] = 50.0
+
+
+class Forgetful(Copier):
+    """Knows the last group only."""
+
+    examples = 2
+
+
+@pytest.fixture
+def learned(subject):
+    """The matrix of a made-up model on three groups of two classes, asked what it was shown."""
+    tokenizer = subject("llama").tokenizer
+    labels = ["was said long before", "of a model that learns", "learns the text", "writes text", "the", "text"]
+    classes = [range(0, 2), range(2, 4), range(4, 6)]
+    examples = [[Example(f"what is number {label}?", label) for label in part] for part in classes]
+    groups = ClassGroups(["a", "b", "c"], labels, classes, examples, examples)
+    return lambda kind: learn_in_context(Subject(kind(tokenizer), tokenizer), groups, 1, 64, 0, "x")
+
+
+def test_a_model_that_keeps_everything_scores_all_and_forgets_nothing(learned):
+    matrix = learned(Copier)
+    assert [[matrix.accuracy(i, j) for j in range(i + 1)] for i in range(3)] == [[1], [1, 1], [1, 1, 1]]
+    row = summary("x", matrix)
+    assert (row["average_accuracy"], row["joint"]) == (1.0, 1.0)
+    assert row["forgetting"] == row["backward_transfer"] == 0.0
+
+
+def test_a_model_that_keeps_the_last_group_only_forgets_the_others(learned):
+    matrix = learned(Forgetful)
+    # Where it knows nothing it takes the shortest label, which is of the last group met.
+    assert [[matrix.accuracy(i, j) for j in range(i + 1)] for i in range(3)] == [[1], [0, 1], [0, 0, 1]]
+    row = summary("x", matrix)
+    assert (row["forgetting"], row["backward_transfer"], row["average_accuracy"]) == (1.0, -1.0, 1 / 3)
+
+
+def test_a_uniform_model_scores_the_chance_that_is_printed(learned):
+    table = rows(learned(Uniform))
+    assert [row["chance"] for row in table] == [1 / 2, 1 / 4, 1 / 6, 1 / 6]
+    for row in table:
+        assert row["average"] == pytest.approx(row["chance"], rel=1e-12)
 
 
 def test_numbers_of_a_matrix():
@@ -143,11 +257,31 @@ def test_what_cannot_be_learned(subject, arguments, data, groups):
     (data / "clinc150_domains.json").write_text("[]")
     with pytest.raises(ValueError, match="clinc150_domains.json cannot be read, copy it again"):
         ask(data_dir=str(data))
-    (data / "clinc150_domains.json").write_text('{"home": ["light_on"]}')
-    with pytest.raises(ValueError, match="clinc150_full.json has a row with an unknown label: 'light_off'"):
-        ask(data_dir=str(data))
-    (data / "banking77_train.csv").write_text("sentence,category\nx,y\n")
-    with pytest.raises(ValueError, match="banking77_train.csv cannot be read, copy it again: 'text' is missing"):
-        banking77(data)
     with pytest.raises(ValueError, match="the loss of fine-tuning is not finite: lower --learning_rate"):
         learn_by_fine_tuning(subject("llama"), groups, 9, 4, 1e9, 64, 0, "x")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "sentence"),
+    [
+        ("clinc150_domains.json", {"home": ["light_on", "light_off", "call_in"]}, "fewer than two groups of classes"),
+        ("clinc150_full.json", {"train": [["x", "y"]], "test": []}, "split train, has a label of no group, 'y': add"),
+        ("clinc150_domains.json", {"home": ["light_on"], "work": []}, "a group is not a list of labels"),
+        ("clinc150_domains.json", {"home": ["light_on"], "work": [1]}, "a group is not a list of labels"),
+        ("clinc150_domains.json", {"home": ["light_on"], "work": ["light_on"]}, "a label stands twice"),
+        ("clinc150_full.json", {"train": []}, "cannot be read, copy it again: 'test' is missing"),
+        ("clinc150_full.json", {"train": [["x"]], "test": []}, "a row is not a sentence and its label"),
+        ("clinc150_full.json", {"train": [[1, "call_in"]], "test": []}, "a row is not a sentence and its label"),
+        ("clinc150_full.json", {"train": [], "test": []}, "split train, has no example of the label 'call_in': add"),
+        ("banking77_train.csv", "sentence,category\nx,y\n", "cannot be read, copy it again: 'text' is missing"),
+        ("banking77_train.csv", "text,category\nx\n", "a row is not a sentence and its label"),
+        ("banking77_train.csv", "text,category\n", "fewer than two groups of classes: forgetting needs two or more"),
+        ("banking77_train.csv", "text,category\nx,y\n", "fewer than two groups of classes"),
+        ("banking77_test.csv", "text,category\nx,Card_01\n", " has no example of the label 'Card_00'"),
+        ("banking77_test.csv", "text,category\nx,y\n", " has a label of no group, 'y': add it to one"),
+    ],
+)
+def test_files_that_cannot_be_used(data, file, content, sentence):
+    (data / file).write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(ValueError, match=f"^--data_dir: .*{file}.*{re.escape(sentence)}"):
+        open_groups(file.split("_")[0], data, 1)
