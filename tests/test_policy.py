@@ -29,7 +29,7 @@ ROOMS = {
         "torch", "datasets", "transformers", "tokenizers", "numpy", "huggingface_hub", "pyarrow", "tqdm", "yaml",
         "hope_hf.cli", "hope_hf.data",
     },
-    "hope_hf/cli": {"torch", "transformers", "huggingface_hub", "safetensors", "yaml", "hope_hf.cli"},
+    "hope_hf/cli": {"torch", "transformers", "datasets", "huggingface_hub", "safetensors", "yaml", "hope_hf.cli"},
     "run_eval.py": {"hope_hf.evaluation"},
     "hope_hf/evaluation": {
         "torch", "transformers", "datasets", "tqdm", "yaml", "hope_hf", "hope_hf.cli", "hope_hf.data",
@@ -48,7 +48,7 @@ ROOMS = {
 
 # Slow to import or not always installed: only inside functions, and only of these rooms.
 LAZY = {"matplotlib", "wandb", "evaluate", "lm_eval", "jinja2", "deepspeed"}
-LAZY_ROOMS = {"hope_hf/training", "hope_hf/evaluation", "hope_hf/plan"}
+LAZY_ROOMS = {"hope_hf/cli", "hope_hf/training", "hope_hf/evaluation", "hope_hf/plan"}
 # Faces of rooms that are built on this one: only inside functions, so that no import goes round in a circle.
 ABOVE = {"hope_hf/training": {"hope_hf.plan"}}
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hope_hf.cli.metrics import next_token_accuracy
 from hope_hf.data import bytes_per_id
 
 from .arguments import Arguments
 from .display import curves, progress
 from .losses import bits_per_byte, document_scores, mean_of_blocks
-from .metrics import next_token_accuracy
 from .parsing import parse_lengths
 from .result import Row, SuiteResult
 from .streams import PIECE, carried_scores, frozen_memories, memory_states, window_scores

@@ -5,6 +5,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from hope_hf.cli.metrics import next_token_accuracy
+
 from .objective import IGNORED
 
 
@@ -22,25 +24,5 @@ def right_tokens(logits: Tensor, labels: Tensor) -> float:
     return accuracy["accuracy"] * int(valid.sum())
 
 
-@cache
-def _metric():
-    """An own metric: `evaluate.load("accuracy")` would fetch code from the Hub."""
-    # Slow to import.
-    import evaluate
-    from datasets import Features, Value
-
-    class NextTokenAccuracy(evaluate.Metric):
-        """Share of `predictions` that equal `references`, both int64 [n]."""
-
-        def _info(self):
-            return evaluate.MetricInfo(
-                description="Share of tokens that the model ranks first.",
-                citation="",
-                features=Features({"predictions": Value("int64"), "references": Value("int64")}),
-            )
-
-        def _compute(self, predictions, references):
-            return {"accuracy": float((torch.as_tensor(predictions) == torch.as_tensor(references)).double().mean())}
-
-    # Its file in the cache would be shared with other processes.
-    return NextTokenAccuracy(keep_in_memory=True)
+# One for all batches: making it takes longer than using it.
+_metric = cache(next_token_accuracy)
