@@ -84,14 +84,14 @@ def _warn_of_other_flags(records: list[dict], names: list[str]):
         config = record["config"]
         flags = [flag for flag in different_flags(first, config) if flag != "suite"]
         if flags:
-            listed = ", ".join(f"--{flag} ({first.get(flag)} and {config.get(flag)})" for flag in flags)
+            listed = ", ".join(f"--{flag} ({first[flag]} and {config[flag]})" for flag in flags)
             warnings.warn(f"{names[0]} and {name} were evaluated with other flags: {listed}.", stacklevel=2)
 
 
 def different_flags(one: dict, other: dict) -> list[str]:
-    """The flags that change what is measured, and in which two reports differ."""
-    known = [flag for flag in one if flag not in WITHOUT_EFFECT]
-    return [flag for flag in known if json.dumps(one[flag]) != json.dumps(other.get(flag))]
+    """The flags that change what is measured, and in which two reports differ; one that a version lacks is none."""
+    known = [flag for flag in one if flag in other and flag not in WITHOUT_EFFECT]
+    return [flag for flag in known if json.dumps(one[flag]) != json.dumps(other[flag])]
 
 
 def as_page(result: SuiteResult) -> str:

@@ -16,6 +16,8 @@ from tqdm.auto import tqdm
 from .numbers import Number
 
 LOG_SECONDS = 20.0
+# Longer names of a heat map's columns are written at an angle.
+MOST_LETTERS = 9
 
 # Nested rings and dashes keep curves that coincide visible.
 STYLES = [
@@ -102,7 +104,8 @@ def heat_maps(
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         low, high = panel.limits
         image = axes.imshow(panel.values, cmap=panel.colours, vmin=low, vmax=high, aspect="auto")
-        axes.set_xticks(range(len(columns)), columns)
+        turned = {"rotation": 30, "ha": "right"} if max(map(len, columns)) > MOST_LETTERS else {}
+        axes.set_xticks(range(len(columns)), columns, **turned)
         axes.set_yticks(range(len(rows)), rows)
         axes.set(xlabel=labels[0], ylabel=labels[1], title=panel.title)
         for i, row in enumerate(panel.values):
