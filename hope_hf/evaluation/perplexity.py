@@ -56,6 +56,7 @@ def perplexity(args: Arguments, subject: Subject) -> SuiteResult:
 
 def whole_text(args: Arguments, subject: Subject, texts: list[str], documents: list[Tensor]) -> Row:
     """One row: every document read by itself, from its beginning."""
+    documents = sorted(documents, key=len)
     found = document_scores(args, subject, documents, "perplexity: documents")
     accuracy, hits = next_token_accuracy(), []
     for scores, document in zip(found, documents, strict=True):

@@ -32,8 +32,8 @@ class Haystack:
         tokens = [token for sentence in self._sentences[: bisect_left(self._ends, room) + 1] for token in sentence]
         if len(tokens) < room:
             raise ValueError(
-                f"--lengths asks for {room:,} tokens around the needles, and the text ({self._source}) has {len(tokens):,}: "
-                "lower it or give a longer text with --validation_file."
+                f"--lengths asks for {room:,} tokens around the needles, and the text ({self._source}) has "
+                f"{len(tokens):,}: lower it or give a longer text with --validation_file."
             )
         begins = [0, *(end for end in self._ends if end < room), room]
         places = [min(begins, key=lambda begin, depth=depth: abs(begin - depth * room)) for depth in depths]
