@@ -180,7 +180,7 @@ def test_what_cannot_be_asked(subject, stubbed, text, arguments, tmp_path):
         needle(text(lengths="1k"), subject("llama"))
     short = tmp_path / "short.txt"
     short.write_text("A short text. It ends.")
-    with pytest.raises(ValueError, match=r"--lengths asks for .* tokens around the needles, and the text .*short.txt. has \d+"):
+    with pytest.raises(ValueError, match=r"tokens around the needles, and the text .*short.txt. has \d+: lower it"):
         needle(arguments(validation_file=str(short), tasks="s-niah-2"), stubbed(Stub))
     assert list(
         needle(
