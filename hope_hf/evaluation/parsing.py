@@ -109,6 +109,10 @@ def _check(args: Arguments, suites):
 
 
 def _warn_of_ignored(args: Arguments, named: set[str]):
+    if args.compare:
+        for name in sorted(named - {"compare", "output_dir"}):
+            warn_once(f"--{name} is ignored: --compare evaluates nothing.")
+        return
     asked = names(args.suite)
     for name, suites in OF_SUITES.items():
         if name in named and not suites & set(asked):

@@ -41,7 +41,8 @@ def test_a_table_and_a_figure_are_written_once(reports, tmp_path, capsys):
     assert main(flags) == 0
     assert "-0.5000 ± 0.5000" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "cmp").iterdir()) == ["compare.json", "compare.md", "compare.png"]
-    assert main(flags) == 2
+    with pytest.warns(UserWarning, match="--suite is ignored: --compare evaluates nothing"):
+        assert main([*flags, "--suite", "sample"]) == 2
     assert "holds compare.json already: name another folder" in capsys.readouterr().err
 
 
