@@ -9,7 +9,7 @@ from pathlib import Path
 from hope_hf.cli.tables import Row, markdown_table
 
 from .arguments import Arguments
-from .display import dots
+from .display import can_draw, dots
 from .numbers import Key, Number, numbers
 from .result import SuiteResult
 from .saved_reports import find_report, read_report
@@ -104,7 +104,7 @@ def write_comparison(args: Arguments, result: SuiteResult) -> Path:
     folder = Path(args.output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for file, draw_it in result.pictures.items():
+        for file, draw_it in result.pictures.items() if can_draw() else ():
             draw_it(folder / file)
         (folder / "compare.md").write_text(as_page(result), encoding="utf-8")
         record = {"compared": args.compare, "tables": result.tables}

@@ -4,8 +4,10 @@ import io
 import math
 import sys
 import time
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
 
@@ -29,6 +31,14 @@ STYLES = [
 def show_progress() -> bool:
     """Whether to draw bars: only on a terminal, since they make a log file unreadable."""
     return sys.stderr.isatty()
+
+
+def can_draw() -> bool:
+    """Whether there is matplotlib for pictures; says so if not."""
+    if find_spec("matplotlib") is None:
+        warnings.warn("No pictures: matplotlib is not installed (pip install 'hope_hf[plot]').", stacklevel=2)
+        return False
+    return True
 
 
 def progress(items: Iterable | None, name: str, total: int | None = None) -> tqdm:

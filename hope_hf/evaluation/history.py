@@ -8,7 +8,7 @@ from hope_hf.cli.tables import RESULTS_FILE
 from .arguments import Arguments
 from .checkpoints import FOLDER, Checkpoint
 from .compare import different_flags
-from .display import small_curves
+from .display import can_draw, small_curves
 from .numbers import Number, numbers
 from .saved_reports import read_report
 
@@ -37,31 +37,34 @@ def report_folder(args: Arguments, checkpoint: Checkpoint) -> Path:
 def draw_history(output_dir: str) -> list[Path]:
     """Draw `over_tokens_<suite>.png` of all reports in the folder and write their numbers; returns the pictures.
 
-    The horizontal axis are steps where a checkpoint's tokens are not known.
+    The horizontal axis are steps where a checkpoint's tokens are not known. Raises ValueError if they cannot be
+    written.
     """
     folder = Path(output_dir)
-    records = [
-        read_report(path, "--output_dir")
-        for path in folder.glob(f"checkpoint-*/{RESULTS_FILE}")
-        if FOLDER.fullmatch(path.parent.name)
-    ]
-    records.sort(key=lambda record: record["model"]["step"])
-    unit = "step" if any(record["model"]["tokens"] is None for record in records) else "tokens"
+    reports = []
+    for path in folder.glob(f"checkpoint-*/{RESULTS_FILE}"):
+        if found := FOLDER.fullmatch(path.parent.name):
+            reports.append((int(found[1]), read_report(path, "--output_dir")))
+    reports.sort(key=lambda report: report[0])
+    places = [{"step": step, "tokens": record["model"].get("tokens")} for step, record in reports]
+    unit = "step" if any(place["tokens"] is None for place in places) else "tokens"
+    # suite -> panel -> curve -> points
     suites: dict[str, dict[str, dict[str, list[tuple[int, Number]]]]] = {}
     rows = []
-    for record in records:
+    for place, (_, record) in zip(places, reports, strict=True):
         for key, number in numbers(record["results"]).items():
             panels = suites.setdefault(key.suite, {})
             curve = panels.setdefault(f"{key.name}\n{key.table}", {}).setdefault(key.row, [])
-            curve.append((record["model"][unit], number))
-            rows.append(
-                {name: record["model"][name] for name in ("step", "tokens")} | key._asdict() | number._asdict()
-            )
+            curve.append((place[unit], number))
+            rows.append(place | key._asdict() | number._asdict())
     pictures = []
-    for suite, panels in suites.items():
-        pictures.append(folder / f"over_tokens_{suite}.png")
-        small_curves(pictures[-1], panels, unit)
-    temporary = folder / f"{FILE}.tmp"
-    temporary.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(folder / FILE)
+    try:
+        for suite, panels in suites.items() if can_draw() else ():
+            pictures.append(folder / f"over_tokens_{suite}.png")
+            small_curves(pictures[-1], panels, unit)
+        temporary = folder / f"{FILE}.tmp"
+        temporary.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(folder / FILE)
+    except OSError as error:
+        raise ValueError(f"--output_dir {folder} cannot be written: {error.strerror}.") from None
     return pictures

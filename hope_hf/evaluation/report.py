@@ -1,10 +1,8 @@
 """Prints the suites' results; writes results.json, results.md and pictures when all have ended."""
 
 import json
-import warnings
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from pathlib import Path
 
 from hope_hf.cli.folders import check_output
@@ -13,6 +11,7 @@ from hope_hf.cli.tables import RESULTS_FILE, SCHEMA_VERSION, markdown_table
 
 from .arguments import Arguments
 from .checkpoints import as_checkpoint
+from .display import can_draw
 from .result import SuiteResult
 from .subject import Subject
 
@@ -62,8 +61,7 @@ def as_json(record: dict) -> str:
 def write_report(output_dir: str, record: dict, results: dict[str, SuiteResult]) -> Path:
     """Write the folder's files, results.json last; returns its path. Raises ValueError if they cannot be written."""
     folder = Path(output_dir)
-    if find_spec("matplotlib") is None:
-        warnings.warn("No pictures: matplotlib is not installed (pip install 'hope_hf[plot]').", stacklevel=2)
+    if any(result.pictures for result in results.values()) and not can_draw():
         results = {name: replace(result, pictures={}) for name, result in results.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)

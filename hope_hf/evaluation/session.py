@@ -54,6 +54,8 @@ def _set_up(args: Arguments):
 
 def _each(args: Arguments, checkpoints: list[Checkpoint], trackers: Trackers) -> int:
     """Evaluate those without a report in `--output_dir`, and draw all that are there."""
+    if set(names(args.suite)) <= WITHOUT_SUBJECT:
+        raise ValueError(f"--suite {args.suite} trains its own models: leave --checkpoints out.")
     if not args.output_dir:
         raise ValueError("Several checkpoints need a folder for their reports: name it with --output_dir.")
     check_output(args.output_dir, "--output_dir")

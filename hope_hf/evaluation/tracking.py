@@ -83,12 +83,13 @@ class _TensorBoard:
         self._writer = SummaryWriter(os.path.join(folder, "tensorboard"))
 
     def log(self, found: dict[Key, Number], pictures: list[Path], checkpoint: Checkpoint):
-        from matplotlib.image import imread
-
         at = checkpoint.tokens or checkpoint.step or 0
         for key, number in found.items():
             self._writer.add_scalar(str(key), number.value, at)
         for path in pictures:
+            # Pictures exist only where there is matplotlib.
+            from matplotlib.image import imread
+
             self._writer.add_image(path.stem, imread(path)[..., :3], at, dataformats="HWC")
 
     def close(self):

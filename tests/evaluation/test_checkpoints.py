@@ -59,6 +59,13 @@ def test_all_are_evaluated_once_and_drawn_over_tokens(run, tmp_path, capsys):
     assert (output / "over_tokens_passkey.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_without_matplotlib_the_numbers_are_written(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.warns(UserWarning, match="matplotlib is not installed"):
+        assert evaluate(run, "--checkpoints", "every:5", "--output_dir", tmp_path / "eval") == 0
+    assert sorted(path.name for path in (tmp_path / "eval").iterdir()) == ["checkpoint-10", "over_tokens.json"]
+
+
 def test_a_pattern_names_checkpoints_too(run, tmp_path):
     assert evaluate(run / "checkpoint-[24]", "--output_dir", tmp_path / "eval") == 0
     assert sorted(path.name for path in (tmp_path / "eval").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
@@ -106,6 +113,8 @@ def test_checkpoints_and_trackers_need_their_folders(run, capsys):
     assert "name it with --output_dir" in capsys.readouterr().err
     assert evaluate(run / "checkpoint-2", "--report_to", "wandb") == 2
     assert "--report_to needs a folder" in capsys.readouterr().err
+    assert evaluate(run, "--checkpoints", "all", "--suite", "synthetic", "--output_dir", "x") == 2
+    assert "--suite synthetic trains its own models: leave --checkpoints out" in capsys.readouterr().err
     assert main(["--checkpoints", "all", "--output_dir", "x"]) == 2
     assert "--checkpoints needs a run" in capsys.readouterr().err
 
