@@ -14,6 +14,14 @@ from hope_hf.evaluation.subject import load_subject
 WORDS = "the memory of a model reads and writes while it learns what was said before in this long text".split()
 
 
+@pytest.fixture(autouse=True)
+def _process_settings():
+    """`--cpu_threads` of a program that runs in the test's process is for this test alone."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def texts() -> list[str]:
     """Documents of 30 to 400 words."""

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from hope_hf.evaluation import main, tracking
 from hope_hf.evaluation.archive import archive
@@ -16,13 +15,6 @@ from hope_hf.evaluation.checkpoints import as_checkpoint, find_checkpoints, pars
 from hope_hf.evaluation.numbers import Key, Number, numbers
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def _process_settings():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -15,13 +15,6 @@ from hope_hf.evaluation.parsing import parse_depths, parse_lengths
 from hope_hf.evaluation.subject import held_out_documents
 
 
-@pytest.fixture(autouse=True)
-def _process_settings():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 def evaluate(folder, text_file, *flags) -> int:
     flags = ["--validation_file", text_file, "--cpu_threads", "1", "--device", "cpu", *map(str, flags)]
     return main((["--model_name_or_path", folder] if folder else []) + flags)

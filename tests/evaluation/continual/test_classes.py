@@ -21,13 +21,6 @@ from hope_hf.evaluation.continual.matrix import Matrix, average, backward_transf
 from hope_hf.evaluation.subject import Subject
 
 
-@pytest.fixture(autouse=True)
-def _process_settings():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def groups() -> ClassGroups:
     """Two groups of two classes: the label is said in the sentence."""

@@ -14,13 +14,6 @@ from hope_hf.evaluation.continual.suite import Measured, by_checkpoint, forgetti
 from hope_hf.evaluation.perplexity import perplexity
 
 
-@pytest.fixture(autouse=True)
-def _process_settings():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def run(folders, tmp_path):
     """A run with two different checkpoints."""
