@@ -26,7 +26,7 @@ ROOMS = {
     "hope_hf/model": {"torch", "transformers", "huggingface_hub", "safetensors", "hope_hf.model"},
     "hope_hf/optim": {"torch", "hope_hf.optim"},
     "hope_hf/data": {
-        "torch", "datasets", "transformers", "tokenizers", "numpy", "huggingface_hub", "pyarrow", "tqdm", "yaml",
+        "torch", "datasets", "transformers", "tokenizers", "numpy", "huggingface_hub", "pyarrow", "tqdm",
         "hope_hf.cli", "hope_hf.data",
     },
     "hope_hf/cli": {"torch", "transformers", "datasets", "huggingface_hub", "safetensors", "yaml", "hope_hf.cli"},

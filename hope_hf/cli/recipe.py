@@ -18,12 +18,7 @@ def split_recipe(
 
 def read_recipe(path: str | Path, flags: Collection[str], left_out: Collection[str] = ()) -> list[str]:
     """A YAML file of flags as command-line words; ValueError that names the file where it cannot be read."""
-    try:
-        recipe = load_yaml(Path(path).read_text(encoding="utf-8"))
-    # RecursionError: thousands of nested brackets. ValueError: not UTF-8, or a date that does not exist.
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
-        raise ValueError(f"The recipe {path} cannot be read: {reason}.") from None
+    recipe = read_yaml(path, f"The recipe {path}")
     if not isinstance(recipe, dict):
         raise ValueError(f"The recipe {path} must hold lines of the form 'flag: value'.")
     words = []
@@ -33,6 +28,16 @@ def read_recipe(path: str | Path, flags: Collection[str], left_out: Collection[s
         if value is not None and key not in left_out:
             words += [f"--{key}", _word(path, key, value)]
     return words
+
+
+def read_yaml(path: str | Path, named: str) -> object:
+    """The value of a YAML file as `load_yaml` has it; ValueError that begins with `named` where it cannot be read."""
+    try:
+        return load_yaml(Path(path).read_text(encoding="utf-8"))
+    # RecursionError: thousands of nested brackets. ValueError: not UTF-8, or a date that does not exist.
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+        raise ValueError(f"{named} cannot be read: {reason}.") from None
 
 
 def load_yaml(text: str) -> object:

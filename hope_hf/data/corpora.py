@@ -4,13 +4,12 @@ from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
-from datasets import Dataset, load_dataset
-from datasets.exceptions import DatasetGenerationError
+from datasets import Dataset
 
 from .files import column_kinds, find_files, load_files, text_column
 from .filters import keep
 from .mixture import Corpus
-from .sources import builtin_corpus, split_training
+from .sources import builtin_corpus, load_data_set, split_training
 
 BUILTIN = "builtin"
 _READ_TOGETHER = 1_000
@@ -58,22 +57,28 @@ def passing(corpus: Corpus, flag: str = "corpus") -> tuple[Dataset, Counter]:
     return documents.select(kept), dropped
 
 
+def require_as_many(corpus: Corpus, limit: str, count: int) -> None:
+    """Raise ValueError where the corpus has fewer training documents or tokens than `limit`, the key, asks for."""
+    asked = getattr(corpus, limit)
+    if asked is not None and count < asked:
+        kind = limit.removeprefix("max_")
+        raise ValueError(f"corpus {corpus.name} has {count} training {kind}, fewer than {limit} {asked}: lower it.")
+
+
 def _load(corpus: Corpus, source: str) -> Dataset:
     if corpus.files:
         return load_files(find_files(corpus.files, f"{source}: files"), f"{source}: files", column=corpus.text_column)
     if corpus.dataset_name == BUILTIN:
         return builtin_corpus()
-    try:
-        dataset = load_dataset(
-            corpus.dataset_name, corpus.dataset_config_name, data_dir=corpus.data_dir, split=corpus.split
-        )
-    except (OSError, ValueError, DatasetGenerationError) as error:
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
-        raise ValueError(
-            f"{source}: {corpus.dataset_name} (split {corpus.split}) could not be loaded, check its name and the "
-            f"connection: {reason}"
-        ) from error
-    return text_column(dataset, column_kinds(dataset), f"{source}: {corpus.dataset_name}", corpus.text_column)
+    name = f"{source}: {corpus.dataset_name}"
+    dataset = load_data_set(
+        f"{name} (split {corpus.split})",
+        corpus.dataset_name,
+        corpus.dataset_config_name,
+        data_dir=corpus.data_dir,
+        split=corpus.split,
+    )
+    return text_column(dataset, column_kinds(dataset), name, corpus.text_column)
 
 
 def _texts(documents: Dataset):
@@ -85,11 +90,7 @@ def _drawn(corpus: Corpus, count: int, seed: int):
     """Indices of the documents to read of `count`: all in order where there is no limit."""
     if corpus.max_documents is None and corpus.max_tokens is None:
         return range(count)
-    if corpus.max_documents is not None and corpus.max_documents > count:
-        raise ValueError(
-            f"corpus {corpus.name} has {count} training documents, fewer than max_documents {corpus.max_documents}: "
-            "lower it."
-        )
+    require_as_many(corpus, "max_documents", count)
     # By name, too: two corpora of one size must not be drawn alike.
     drawn = np.random.default_rng([seed, *corpus.name.encode()]).permutation(count)
     return drawn[: corpus.max_documents]

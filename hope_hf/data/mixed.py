@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from hope_hf.cli.process import warn_once
 
 from .config import DataConfig
-from .corpora import BUILTIN, Documents, open_corpus
+from .corpora import BUILTIN, Documents, open_corpus, require_as_many
 from .loader import BlockLoader
 from .mixture import Corpus, read_mixture
 from .opened import Opened
@@ -130,7 +130,8 @@ def _tokenizer(config: DataConfig, documents: dict[str, Documents]) -> PreTraine
             f"--dataset_mixture {config.dataset_mixture} needs a --tokenizer_name: a folder or Hub name, or one made "
             "with python -m hope_hf.data.tokenizer."
         )
-    joined = concatenate_datasets([part.train for part in documents.values()]) if documents else None
+    # Read only where the tokenizer is made from them.
+    joined = None if config.tokenizer_name else concatenate_datasets([part.train for part in documents.values()])
     return choose_tokenizer(config, joined)
 
 
@@ -138,18 +139,10 @@ def _tokenized(documents: Documents, tokenizer: PreTrainedTokenizerBase, workers
     corpus = documents.corpus
     train = tokenize(documents.train, tokenizer, workers)
     if corpus.max_tokens is not None:
-        train = train.head(_documents_for(corpus, train))
+        require_as_many(corpus, "max_tokens", len(train))
+        # The document that makes the limit is read whole.
+        train = train.head(int((train.starts < corpus.max_tokens).sum()))
     return Part(corpus.name, train, tokenize(documents.validation, tokenizer, workers), corpus.weight)
-
-
-def _documents_for(corpus: Corpus, stream: TokenStream) -> int:
-    """How many of its first documents have `max_tokens` tokens together."""
-    if len(stream) < corpus.max_tokens:
-        raise ValueError(
-            f"corpus {corpus.name} has {len(stream)} training tokens, fewer than max_tokens {corpus.max_tokens}: "
-            "lower it."
-        )
-    return int((stream.starts < corpus.max_tokens).sum())
 
 
 def _sharded(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Part:

@@ -14,12 +14,9 @@ corpora:
 """
 
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-
-import yaml
 
 from hope_hf.cli.parser import nearest
-from hope_hf.cli.recipe import load_yaml
+from hope_hf.cli.recipe import read_yaml
 
 from .filters import LANGUAGES, Filters
 
@@ -73,11 +70,7 @@ def read_mixture(path: str, flag: str = "The mixture") -> list[Corpus]:
     Raises ValueError that names the file with `flag`, the corpus and the mend.
     """
     source = f"{flag} {path}"
-    try:
-        document = load_yaml(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
-        raise ValueError(f"{source} cannot be read: {reason}.") from None
+    document = read_yaml(path, source)
     corpora = document.get("corpora") if isinstance(document, dict) and len(document) == 1 else None
     if not isinstance(corpora, dict) or not corpora:
         raise ValueError(f"{source} must hold the one key 'corpora', with a name and settings for each.")

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hope_hf.cli.provenance import provenance
 
-from .corpora import Documents
+from .corpora import Documents, require_as_many
 from .encode_batches import encoded, encoding_pool
 from .encoding import make_encoder
 from .shard_writer import Encoded, Progress, write_shards
@@ -71,7 +71,7 @@ class Preparation:
         """Raise ValueError where the disk has less room than the shards will need."""
         encode, needed = make_encoder(self.tokenizer), 0
         for part in self.documents:
-            texts = list(drawn(part.train, _SAMPLE))
+            texts = list(drawn(part.train, self.bytes[part.corpus.name, "train"], _SAMPLE))
             tokens, sampled = sum(map(len, encode(texts))), sum(len(text.encode()) for text in texts)
             most = sum(self.bytes[part.corpus.name, side] for side in _PARTS) * tokens / sampled
             needed += min(most, part.corpus.max_tokens or most)
@@ -116,11 +116,8 @@ class Preparation:
         limit = corpus.max_tokens if side == "train" else None
         write_shards(self.folder, part, batches, progress, shard_tokens, limit)
         speed.leave(self.bytes[corpus.name, side] - sum(written.text_bytes for written in progress.of(part)))
-        tokens = sum(written.tokens for written in progress.of(part))
-        if limit is not None and tokens < limit:
-            raise ValueError(
-                f"corpus {corpus.name} has {tokens} training tokens, fewer than max_tokens {limit}: lower it."
-            )
+        if limit is not None:
+            require_as_many(corpus, "max_tokens", sum(written.tokens for written in progress.of(part)))
 
     def _forget_broken(self, part: str, progress: Progress) -> None:
         """Write again from the first shard on that is not as it was noted."""

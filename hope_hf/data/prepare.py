@@ -41,6 +41,10 @@ class Arguments:
     num_proc: int = flag(1, "Processes that tokenize; one uses all cores where the tokenizer does.", **THREADS)
 
 
+# Flags that change what is written.
+_SETTINGS = ("seed", "validation_split_percentage", "max_eval_samples", "shard_tokens")
+
+
 def make_parser() -> Parser:
     """All flags."""
     return Parser(
@@ -85,9 +89,7 @@ def _prepare(mixture: str, args: Arguments) -> None:
             open_corpus(corpus, args.validation_split_percentage, args.max_eval_samples, args.seed)
             for corpus in corpora
         ]
-        settings = {
-            name: getattr(args, name) for name in ("seed", "validation_split_percentage", "max_eval_samples")
-        } | {"shard_tokens": args.shard_tokens}
+        settings = {name: getattr(args, name) for name in _SETTINGS}
         preparation = Preparation(folder, documents, tokenizer, settings)
         preparation.check_folder()
         preparation.check_room()

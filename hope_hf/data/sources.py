@@ -58,6 +58,15 @@ def builtin_corpus() -> Dataset:
     return Dataset.from_dict({"text": texts, "name": names})
 
 
+def load_data_set(source: str, *name, **options):
+    """`datasets.load_dataset`; ValueError that names `source` where it cannot be loaded."""
+    try:
+        return load_dataset(*name, **options)
+    except (OSError, ValueError, DatasetGenerationError) as error:
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        raise ValueError(f"{source} could not be loaded, check its name and the connection: {reason}") from error
+
+
 def _builtin(config: DataConfig) -> tuple[Dataset, str]:
     if config.streaming:
         warnings.warn("--streaming is ignored: the built-in corpus is read as a whole.", stacklevel=2)
@@ -67,11 +76,7 @@ def _builtin(config: DataConfig) -> tuple[Dataset, str]:
 def _from_hub(config: DataConfig):
     name = config.dataset_name
     source = f"--dataset_name {name}" + (f" ({config.dataset_config_name})" if config.dataset_config_name else "")
-    try:
-        splits = load_dataset(name, config.dataset_config_name, streaming=config.streaming)
-    except (OSError, ValueError, DatasetGenerationError) as error:
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
-        raise ValueError(f"{source} could not be loaded, check its name and the connection: {reason}") from error
+    splits = load_data_set(source, name, config.dataset_config_name, streaming=config.streaming)
     if "train" not in splits:
         raise ValueError(f"{source} has no split 'train' among {', '.join(splits)}: name its files with --train_file.")
     columns = column_kinds(splits["train"])

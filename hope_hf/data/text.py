@@ -41,7 +41,7 @@ def open_text(config: DataConfig) -> Opened:
     )
 
 
-def choose_tokenizer(config: DataConfig, documents: Dataset | IterableDataset) -> PreTrainedTokenizerBase:
+def choose_tokenizer(config: DataConfig, documents: Dataset | IterableDataset | None) -> PreTrainedTokenizerBase:
     """The tokenizer of `--tokenizer_name`, or one trained on the documents; it fits the model's vocabulary."""
     if config.tokenizer_name:
         tokenizer = load_tokenizer(config.tokenizer_name, config.trust_remote_code)

@@ -10,7 +10,7 @@ _BYTES = 1_000_000
 
 def report_on(tokenizer: PreTrainedTokenizerBase, texts: list[Text]) -> dict:
     """JSON-able: bytes per token, unknown tokens and exact round trips, of 1 MB of each corpus; special tokens."""
-    corpora = {text.name: _measure(tokenizer, [*drawn(text.documents, _BYTES)]) for text in texts}
+    corpora = {text.name: _measure(tokenizer, [*drawn(text.documents, text.size, _BYTES)]) for text in texts}
     total_bytes = sum(corpus["bytes"] for corpus in corpora.values())
     total_tokens = sum(corpus["tokens"] for corpus in corpora.values())
     return {

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pyarrow.compute as pc
@@ -19,18 +20,26 @@ class Text:
     weight: float | None = None
     """None: by size."""
 
+    @cached_property
+    def size(self) -> int:
+        """In bytes."""
+        return text_bytes(self.documents)
+
 
 def sample(texts: list[Text], max_bytes: int) -> Iterator[str]:
     """Documents of all corpora with `max_bytes` together, of each in proportion to its weight, or all it has."""
-    weights = [text_bytes(text.documents) if text.weight is None else text.weight for text in texts]
+    weights = [text.size if text.weight is None else text.weight for text in texts]
     for text, weight in zip(texts, weights, strict=True):
-        yield from drawn(text.documents, round(max_bytes * weight / (sum(weights) or 1)))
+        yield from drawn(text.documents, text.size, round(max_bytes * weight / (sum(weights) or 1)))
 
 
-def drawn(documents: Dataset, max_bytes: int) -> Iterator[str]:
-    """Documents with `max_bytes` together, in an order that is drawn, the same in every call; the last one is cut."""
+def drawn(documents: Dataset, size: int, max_bytes: int) -> Iterator[str]:
+    """Documents with `max_bytes` together, in an order that is drawn, the same in every call; the last one is cut.
+
+    size: bytes of all documents.
+    """
     order = range(len(documents))
-    if text_bytes(documents) > max_bytes:
+    if size > max_bytes:
         order = np.random.default_rng(_SEED).permutation(len(documents))
     for index in order:
         text = documents[int(index)]["text"] or ""
