@@ -15,6 +15,8 @@ import datasets
 import transformers
 from tqdm.auto import tqdm
 
+from hope_hf.cli.tables import Row
+
 from .numbers import Number
 
 LOG_SECONDS = 20.0
@@ -129,6 +131,14 @@ def heat_maps(
         figure.colorbar(image, ax=axes)
     figure.suptitle(title)
     figure.savefig(path, dpi=100)
+
+
+def by_depth(rows: list[Row]) -> tuple[list[list[Row]], tuple[list[str], list[str]]]:
+    """Rows of every depth and length as lines of a heat map, and the names of its lines and columns."""
+    lengths, depths = (sorted({row[name] for row in rows}) for name in ("length", "depth"))
+    cells = {(row["depth"], row["length"]): row for row in rows}
+    lines = [[cells[depth, length] for length in lengths] for depth in depths]
+    return lines, ([f"{depth:g}" for depth in depths], [f"{length:,}" for length in lengths])
 
 
 def small_curves(path: Path, panels: dict[str, dict[str, list[tuple[int, Number]]]], x_label: str):

@@ -1,6 +1,5 @@
 """Passkey recall: a number is hidden in filler text and asked for at the end."""
 
-import math
 import random
 from functools import partial
 from pathlib import Path
@@ -8,9 +7,9 @@ from pathlib import Path
 import torch
 
 from .arguments import Arguments
-from .display import Panel, heat_maps, progress
+from .display import Panel, by_depth, heat_maps, progress
 from .parsing import parse_depths, parse_lengths
-from .result import Row, SuiteResult, mean_and_stderr
+from .result import Row, SuiteResult, means
 from .streams import carried_scores, frozen_memories
 from .subject import Subject, require_finite
 
@@ -80,33 +79,18 @@ def _measure(args: Arguments, subject: Subject, samples: list) -> Row:
             generated += _generate(subject, texts[:, :size], [key for _, _, key in batch])
     require_finite(torch.tensor(losses), "passkey: the model's losses")
     columns = {"exact": exact, "generated": generated, "loss": losses} | ({"frozen": frozen} if frozen else {})
-    row = {"n": len(samples)}
-    for name, values in columns.items():
-        row[name], row[f"{name}_stderr"] = mean_and_stderr(values)
-    return row
+    return means(columns)
 
 
 def _generate(subject: Subject, prompts: torch.Tensor, keys: list[str]) -> list[float]:
-    prompts = prompts.to(subject.model.device)
-    # a digit is at least one token, and a space may be one; the answer's own tokens always fit
-    new_tokens = min(DIGITS + 1, (subject.longest_input or math.inf) - prompts.shape[1])
-    tokens = subject.model.generate(
-        prompts,
-        attention_mask=torch.ones_like(prompts),
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        pad_token_id=subject.padding,
-    )
-    said = subject.tokenizer.batch_decode(tokens[:, prompts.shape[1] :], skip_special_tokens=True)
+    # a digit is at least one token, and a space may be one
+    said = subject.continued(prompts, DIGITS + 1)
     return [float(text.strip().startswith(key)) for text, key in zip(said, keys, strict=True)]
 
 
 def draw(rows: list[Row], name: str, path: Path):
     """Heat map of one column over length and depth."""
-    lengths = sorted({row["length"] for row in rows})
-    depths = sorted({row["depth"] for row in rows})
-    cells = {(row["depth"], row["length"]): row[name] for row in rows}
-    values = [[cells[depth, length] for length in lengths] for depth in depths]
+    cells, names = by_depth(rows)
     title = {"exact": "pass key, teacher-forced", "generated": "pass key, generated"}[name]
-    names = [f"{depth:g}" for depth in depths], [f"{length:,}" for length in lengths]
-    heat_maps(path, [Panel(title, values)], *names, ("length, tokens", "depth of the key (0: first)"))
+    panel = Panel(title, [[row[name] for row in line] for line in cells])
+    heat_maps(path, [panel], *names, ("length, tokens", "depth of the key (0: first)"))

@@ -27,6 +27,14 @@ class SuiteResult:
     text: str = ""
 
 
+def means(columns: dict[str, Sequence[float]]) -> Row:
+    """A row of the columns' means and standard errors; all have a value per sample."""
+    row: Row = {"n": len(next(iter(columns.values())))}
+    for name, values in columns.items():
+        row[name], row[f"{name}_stderr"] = mean_and_stderr(values)
+    return row
+
+
 def mean_and_stderr(values: Sequence[float]) -> tuple[float, float | None]:
     """Mean and its standard error (n - 1 in the variance); None for the error of a single value."""
     n = len(values)

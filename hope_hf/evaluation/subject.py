@@ -1,5 +1,6 @@
 """What is evaluated: a model with its tokenizer, and the text it is evaluated on."""
 
+import math
 import warnings
 from dataclasses import dataclass
 
@@ -43,6 +44,18 @@ class Subject:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
         return self.tokenizer(text, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+
+    def continued(self, prompts: torch.Tensor, new_tokens: int) -> list[str]:
+        """Greedy continuations of prompts [B, T], of `new_tokens` tokens or as many as the model has positions for."""
+        prompts = prompts.to(self.model.device)
+        tokens = self.model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=min(new_tokens, (self.longest_input or math.inf) - prompts.shape[1]),
+            do_sample=False,
+            pad_token_id=self.padding,
+        )
+        return self.tokenizer.batch_decode(tokens[:, prompts.shape[1] :], skip_special_tokens=True)
 
     @property
     def padding(self) -> int:

@@ -1,10 +1,8 @@
 """Scores of a model on samples: by generation, and teacher-forced."""
 
-import math
-
 import torch
 
-from ..result import Row, mean_and_stderr
+from ..result import Row, means
 from ..streams import carried_scores, frozen_memories
 from ..subject import Subject, require_finite
 from .samples import Sample
@@ -35,10 +33,7 @@ def measure(subject: Subject, samples: list[Sample], batch_size: int, new_tokens
             columns["frozen_exact"] += exact
             columns["frozen"] += losses
     require_finite(torch.tensor(columns["loss"]), "needle: the model's losses")
-    row = {"n": len(samples)}
-    for name, values in columns.items():
-        row[name], row[f"{name}_stderr"] = mean_and_stderr(values)
-    return row
+    return means(columns)
 
 
 def teacher_forced(subject: Subject, samples: list[Sample]) -> tuple[list[float], list[float]]:
@@ -61,15 +56,7 @@ def teacher_forced(subject: Subject, samples: list[Sample]) -> tuple[list[float]
 
 def generated(subject: Subject, samples: list[Sample], new_tokens: int) -> list[float]:
     """Per sample: the share of its values in a greedy continuation."""
-    prompts = torch.tensor([sample.prompt for sample in samples], device=subject.model.device)
-    tokens = subject.model.generate(
-        prompts,
-        attention_mask=torch.ones_like(prompts),
-        max_new_tokens=min(new_tokens, (subject.longest_input or math.inf) - prompts.shape[1]),
-        do_sample=False,
-        pad_token_id=subject.padding,
-    )
-    said = subject.tokenizer.batch_decode(tokens[:, prompts.shape[1] :], skip_special_tokens=True)
+    said = subject.continued(torch.tensor([sample.prompt for sample in samples]), new_tokens)
     return [share_found(text, sample.values) for text, sample in zip(said, samples, strict=True)]
 
 

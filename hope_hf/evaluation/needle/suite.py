@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from ..arguments import Arguments
-from ..display import Panel, heat_maps, progress
+from ..display import Panel, by_depth, heat_maps, progress
 from ..parsing import parse_depths, parse_lengths
 from ..result import Row, SuiteResult
 from ..subject import Subject
@@ -74,12 +74,10 @@ def describe(task: NeedleTask, samples: list, vocab_size: int) -> Row:
 
 def draw(name: str, rows: list[Row], path: Path):
     """Heat maps over length and depth: generated, teacher-forced, and the gain over frozen memories."""
-    lengths = sorted({row["length"] for row in rows})
-    depths = sorted({row["depth"] for row in rows})
-    cells = {(row["depth"], row["length"]): row for row in rows}
+    cells, names = by_depth(rows)
 
     def grid(value) -> list[list[float]]:
-        return [[value(cells[depth, length]) for length in lengths] for depth in depths]
+        return [[value(row) for row in line] for line in cells]
 
     panels = [
         Panel("generated, share of the values", grid(lambda row: row["generated"])),
@@ -89,11 +87,4 @@ def draw(name: str, rows: list[Row], path: Path):
         gains = grid(lambda row: row["frozen"] - row["loss"])
         largest = max(0.01, *(abs(gain) for row in gains for gain in row))
         panels.append(Panel("loss saved by the memories, nats per token", gains, (-largest, largest), "RdBu"))
-    heat_maps(
-        path,
-        panels,
-        [f"{depth:g}" for depth in depths],
-        [f"{length:,}" for length in lengths],
-        ("length, tokens", "depth of the needle (0: first)"),
-        name,
-    )
+    heat_maps(path, panels, *names, ("length, tokens", "depth of the needle (0: first)"), name)
