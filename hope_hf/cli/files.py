@@ -26,6 +26,13 @@ def copy_rights(file: Path, to: Path) -> None:
         shutil.copymode(file, to)
 
 
+def replace_text(file: Path, text: str) -> None:
+    """Write a file of text in UTF-8, so that whoever reads it finds the old text or the new one, and never a part."""
+    unfinished = file.with_name(f"{file.name}.tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(file)
+
+
 def copy_rights_of_folder(file: Path) -> None:
     """Give a file what its folder's permissions are for files."""
     with suppress(OSError):

@@ -11,6 +11,7 @@ from datasets import Dataset
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from hope_hf.cli.files import replace_text
 from hope_hf.cli.provenance import provenance
 
 from .corpora import Documents, require_as_many
@@ -193,6 +194,4 @@ def _difference(there: dict, here: dict, name: str = "") -> str:
 
 
 def _write_json(path: Path, document: dict) -> None:
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    scratch.replace(path)
+    replace_text(path, json.dumps(document, indent=2) + "\n")

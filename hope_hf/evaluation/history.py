@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from hope_hf.cli.files import replace_text
 from hope_hf.cli.tables import RESULTS_FILE
 
 from .arguments import Arguments
@@ -62,9 +63,7 @@ def draw_history(output_dir: str) -> list[Path]:
         for suite, panels in suites.items() if can_draw() else ():
             pictures.append(folder / f"over_tokens_{suite}.png")
             small_curves(pictures[-1], panels, unit)
-        temporary = folder / f"{FILE}.tmp"
-        temporary.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(folder / FILE)
+        replace_text(folder / FILE, json.dumps(rows, indent=1) + "\n")
     except OSError as error:
         raise ValueError(f"--output_dir {folder} cannot be written: {error.strerror}.") from None
     return pictures

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from hope_hf.cli.files import replace_text
 from hope_hf.cli.folders import check_output
 from hope_hf.cli.provenance import provenance
 from hope_hf.cli.tables import RESULTS_FILE, SCHEMA_VERSION, markdown_table
@@ -73,9 +74,7 @@ def write_report(output_dir: str, record: dict, results: dict[str, SuiteResult])
                 lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
                 (folder / f"{file}.jsonl").write_text("".join(lines), encoding="utf-8")
         (folder / "results.md").write_text(_page(record, results), encoding="utf-8")
-        temporary = folder / f"{RESULTS_FILE}.tmp"
-        temporary.write_text(as_json(record), encoding="utf-8")
-        temporary.replace(folder / RESULTS_FILE)
+        replace_text(folder / RESULTS_FILE, as_json(record))
     except OSError as error:
         raise ValueError(f"--output_dir {folder} cannot be written: {error.strerror}.") from None
     return folder / RESULTS_FILE

@@ -7,6 +7,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from hope_hf.cli.files import replace_text
 from hope_hf.cli.folder_lock import FolderLock
 from hope_hf.cli.provenance import provenance
 
@@ -89,9 +90,7 @@ class RunFolder:
     def _write(self, record: dict):
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            temporary = self.path / f"{RUN_FILE}.tmp"
-            temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-            temporary.replace(self.path / RUN_FILE)
+            replace_text(self.path / RUN_FILE, json.dumps(record, indent=2) + "\n")
         except OSError as error:
             raise ValueError(f"--output_dir {self.path} cannot be written: {error.strerror}.") from None
 

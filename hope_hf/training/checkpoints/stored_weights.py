@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..engines.base import dtype_name
 from .seal import weight_files
 from .weight_parts import WeightParts, part_files
 
@@ -103,4 +104,4 @@ def check_fits(model: PreTrainedModel, stored: StoredWeights, folder: Path) -> N
 
 
 def _describe(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from hope_hf.optim import own_part
 
+from .base import dtype_name
+
 GIB = 2**30
 
 
@@ -49,7 +51,7 @@ def rank_lines(accelerator: Accelerator, model: nn.Module) -> list[str]:
     parts = [local_part(parameter) for parameter in model.parameters()]
     by_dtype = Counter()
     for part in parts:
-        by_dtype[str(part.dtype).removeprefix("torch.")] += part.numel()
+        by_dtype[dtype_name(part.dtype)] += part.numel()
     held = ", ".join(f"{count:,} {dtype}" for dtype, count in sorted(by_dtype.items()))
     place = str(accelerator.device)
     if accelerator.device.type == "cuda":

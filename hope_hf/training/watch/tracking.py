@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from tqdm.auto import tqdm
 
+from hope_hf.cli.files import replace_text
 from hope_hf.cli.mistakes import one_line
 from hope_hf.cli.parser import nearest
 
@@ -150,6 +151,4 @@ def _drop_rows_after(path: Path, step: int):
     if not path.exists():
         return
     rows = [row for row in read_metrics(path.parent) if row["step"] <= step]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    temporary.replace(path)
+    replace_text(path, "".join(json.dumps(row) + "\n" for row in rows))
