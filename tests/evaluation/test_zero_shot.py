@@ -153,11 +153,7 @@ def nine(piqa, texts) -> Path:
 
 
 def evaluate(folder, *flags) -> int:
-    threads = torch.get_num_threads()
-    try:
-        return main([*map(str, ["--model_name_or_path", folder, "--device", "cpu", "--cpu_threads", 1, *flags])])
-    finally:
-        torch.set_num_threads(threads)
+    return main([*map(str, ["--model_name_or_path", folder, "--device", "cpu", "--cpu_threads", 1, *flags])])
 
 
 def table(result) -> list[dict]:
@@ -289,21 +285,6 @@ def test_longer_sequences_are_cut(folders, tasks, subject, arguments):
     assert short[0]["value"] != whole[0]["value"]
     with pytest.raises(ValueError, match="--max_length 1,000 is more than the model's 512 positions"):
         zero_shot(args(max_length=1000), subject("llama"))
-
-
-def test_offline_nothing_is_asked_of_the_hub(monkeypatch):
-    import datasets
-    import transformers
-    from huggingface_hub import constants
-
-    from hope_hf.evaluation.offline import leave_the_hub
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    assert not transformers.utils.hub.is_offline_mode()
-    leave_the_hub()
-    assert transformers.utils.hub.is_offline_mode() and datasets.config.HF_HUB_OFFLINE
 
 
 def test_flags_of_lm_eval_are_ignored_with_a_word_elsewhere(folders, text_file):
