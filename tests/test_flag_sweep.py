@@ -23,8 +23,8 @@ from hope_hf.data import tokenizer as tokenizer_program
 from hope_hf.data import train_tokenizer
 from hope_hf.evaluation import sample, suites
 from hope_hf.evaluation.arguments import GROUPS as EVALUATION_FLAGS
+from hope_hf.evaluation.held_out import held_out_documents
 from hope_hf.evaluation.result import SuiteResult
-from hope_hf.evaluation.subject import held_out_documents
 from hope_hf.export import folder as export_folder
 from hope_hf.export import run as export_program
 from hope_hf.plan import main as plan_main

@@ -52,6 +52,8 @@ class TextArguments:
     dataset_name: str | None = flag(None, "Hub name or folder of a data set; 'synthetic' gives seeded random tokens.")
     dataset_config_name: str | None = flag(None, "Configuration of that data set.")
     train_file: str | None = flag(None, "Training text: .txt, .json, .jsonl or .parquet; a glob pattern is allowed.")
+    dataset_mixture: str | None = flag(None, "Several corpora in shares: a YAML file, see docs/data.md.")
+    train_shards: str | None = flag(None, "Folder of token shards that python -m hope_hf.data.prepare wrote.")
     validation_file: str | None = flag(None, "Validation text, of the same kinds.")
     validation_split_percentage: float = flag(
         5.0, "Percentage of the training documents held out if there is no validation set.", above=0, below=100

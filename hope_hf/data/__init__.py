@@ -19,6 +19,7 @@ from .corpus import corpus_documents
 from .files import find_files, load_files
 from .mixture import Corpus, read_mixture
 from .sources import open_sources
+from .validation_texts import validation_texts
 from .vocabulary import (
     DEFAULT_VOCAB_SIZE,
     LARGEST_VOCABULARY,
@@ -49,4 +50,5 @@ __all__ = [
     "read_mixture",
     "save_tokenizer",
     "train_tokenizer",
+    "validation_texts",
 ]

@@ -10,10 +10,11 @@ from hope_hf import HopeCache
 
 from .arguments import Arguments
 from .display import progress
+from .held_out import held_out_documents
 from .parsing import parse_lengths
 from .result import Row, SuiteResult
 from .streams import PIECE, memory_mixers, memory_states
-from .subject import Subject, held_out_documents
+from .subject import Subject
 
 GATE_TOKENS = 2048
 DEFAULT_STRESS_LENGTHS = "1k,16k"
@@ -25,8 +26,7 @@ def memory(args: Arguments, subject: Subject) -> SuiteResult:
     Horizon: 1 / (1 - alpha), the tokens after which a write has decayed to 1/e. A model that forgets within two tokens
     has no useful memory.
     """
-    texts, _ = held_out_documents(args)
-    texts = texts[: args.limit]
+    texts = held_out_documents(args).head(args.limit).texts
     longest = sorted((subject.encode(text)[:GATE_TOKENS] for text in texts), key=len)[-args.samples_per_length :]
     gates = gate_rows(subject, [torch.tensor([[subject.start, *ids]]) for ids in longest])
     lengths = parse_lengths(args.lengths or DEFAULT_STRESS_LENGTHS)

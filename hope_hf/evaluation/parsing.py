@@ -104,8 +104,11 @@ def _check(args: Arguments, suites):
             f"--{flag} shapes models that the synthetic suite trains and --model_name_or_path loads one: "
             "run them one after the other."
         )
-    if args.validation_file and args.dataset_name:
-        raise ValueError("--dataset_name and --validation_file both name the text: give one of them.")
+    for name in ("dataset_name", "dataset_mixture", "train_shards"):
+        if args.validation_file and getattr(args, name):
+            raise ValueError(f"--{name} and --validation_file both name the text: give one of them.")
+    if args.streaming and (args.dataset_mixture or args.train_shards):
+        raise ValueError("--streaming is for --dataset_name and --train_file: leave it out.")
 
 
 def _warn_of_ignored(args: Arguments, named: set[str]):
@@ -124,3 +127,5 @@ def _warn_of_ignored(args: Arguments, named: set[str]):
             warn_once(f"--{name} is ignored: it says how run_clm.py reads its training text.")
     if "validation_split_percentage" in named and args.validation_file:
         warn_once("--validation_split_percentage is ignored: --validation_file is given.")
+    if "validation_split_percentage" in named and args.train_shards:
+        warn_once("--validation_split_percentage is ignored: --train_shards holds its validation text.")

@@ -3,6 +3,7 @@
 import math
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,11 +13,12 @@ from hope_hf.data import bytes_per_id
 
 from .arguments import Arguments
 from .display import curves, progress
+from .held_out import HeldOut, held_out_documents
 from .losses import bits_per_byte, document_scores, mean_of_blocks
 from .parsing import parse_lengths
 from .result import Row, SuiteResult
-from .streams import PIECE, carried_scores, frozen_memories, memory_states, window_scores
-from .subject import Subject, held_out_documents, require_finite
+from .streams import PIECE, Scores, carried_scores, frozen_memories, memory_states, window_scores
+from .subject import Subject, require_finite
 
 RESET_EVERY = 256
 DEFAULT_LENGTHS = [256, 512, 1024, 2048, 4096, 8192]
@@ -40,10 +42,12 @@ def perplexity(args: Arguments, subject: Subject) -> SuiteResult:
     longer than the model's positions has no `loss`). Losses in nats per token; `x_minus_loss` is the gain of the
     carried state over the control x.
     """
-    texts, source = held_out_documents(args)
-    texts = texts[: args.limit]
-    documents = [torch.tensor([subject.start, *subject.encode(text)]) for text in texts]
-    tables = {f"Text: {source}": [whole_text(args, subject, texts, documents)]}
+    held = held_out_documents(args).head(args.limit)
+    documents = [torch.tensor([subject.start, *subject.encode(text)]) for text in held.texts]
+    whole, *parts = by_corpus(args, subject, held, documents)
+    tables = {f"Text: {held.source}": [whole]}
+    if parts:
+        tables["By corpus"] = parts
     positions = by_position(args, subject, documents)
     # Two tables that fit a terminal.
     gains = [name for name in positions[0] if "_minus_loss" in name or name.startswith("state_")]
@@ -54,27 +58,48 @@ def perplexity(args: Arguments, subject: Subject) -> SuiteResult:
     return SuiteResult(tables, {"loss_by_position.png": partial(draw, positions)})
 
 
-def whole_text(args: Arguments, subject: Subject, texts: list[str], documents: list[Tensor]) -> Row:
-    """One row: every document read by itself, from its beginning."""
-    documents = sorted(documents, key=len)
+class Part(NamedTuple):
+    """A document that was read."""
+
+    corpus: str
+    tokens: Tensor
+    scores: Scores
+    num_bytes: int
+
+
+def by_corpus(args: Arguments, subject: Subject, held: HeldOut, documents: list[Tensor]) -> list[Row]:
+    """A row of all documents, each read by itself from its beginning, and a row of every corpus if there are several.
+
+    Every token counts alike.
+    """
     found = document_scores(args, subject, documents, "perplexity: documents")
+    require_finite(torch.cat([scores.losses for scores in found]), "perplexity: the model's losses on the text")
+    tokens = [document[1:] for document in documents]
+    sizes = [len(text.encode("utf-8")) for text in held.texts]
+    parts = sorted(map(Part, held.corpora, tokens, found, sizes), key=lambda part: len(part.tokens))
+    names = list(dict.fromkeys(held.corpora))
+    rows = [_row(parts)]
+    if len(names) > 1:
+        rows += [{"corpus": name, **_row([part for part in parts if part.corpus == name])} for name in names]
+    return rows
+
+
+def _row(parts: list[Part]) -> Row:
     accuracy, hits = next_token_accuracy(), []
-    for scores, document in zip(found, documents, strict=True):
-        accuracy.add_batch(predictions=scores.guesses.tolist(), references=document[1:].tolist())
-        hits.append(scores.guesses == document[1:])
-    losses = torch.cat([scores.losses for scores in found])
-    require_finite(losses, "perplexity: the model's losses on the text")
+    for part in parts:
+        accuracy.add_batch(predictions=part.scores.guesses.tolist(), references=part.tokens.tolist())
+        hits.append(part.scores.guesses == part.tokens)
+    losses = torch.cat([part.scores.losses for part in parts])
     loss, stderr = mean_of_blocks(losses)
-    num_bytes = sum(len(text.encode("utf-8")) for text in texts)
     perplexity = math.exp(min(loss, 700.0))
     return {
-        "documents": len(documents),
+        "documents": len(parts),
         "n": len(losses),
         "loss": loss,
         "loss_stderr": stderr,
         "perplexity": perplexity,
         "perplexity_stderr": stderr and perplexity * stderr,
-        **bits_per_byte(loss, stderr, len(losses) / num_bytes),
+        **bits_per_byte(loss, stderr, len(losses) / sum(part.num_bytes for part in parts)),
         **accuracy.compute(),
         "accuracy_stderr": mean_of_blocks(torch.cat(hits))[1],
     }

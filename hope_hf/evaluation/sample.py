@@ -5,8 +5,9 @@ from pathlib import Path
 import torch
 
 from .arguments import Arguments
+from .held_out import held_out_documents
 from .result import SuiteResult
-from .subject import Subject, held_out_documents, require_finite
+from .subject import Subject, require_finite
 
 NUM_PROMPTS = 3
 PROMPT_TOKENS = 32
@@ -53,8 +54,8 @@ def sample(args: Arguments, subject: Subject) -> SuiteResult:
 
 def _prompts(args: Arguments, subject: Subject) -> list[list[int]]:
     if args.prompts is None:
-        texts, _ = held_out_documents(args)
-        return [subject.encode(text)[:PROMPT_TOKENS] for text in texts[:NUM_PROMPTS]]
+        texts = held_out_documents(args).texts[:NUM_PROMPTS]
+        return [subject.encode(text)[:PROMPT_TOKENS] for text in texts]
     try:
         lines = Path(args.prompts).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,14 +1,13 @@
-"""What is evaluated: a model with its tokenizer, and the text it is evaluated on."""
+"""What is evaluated: a model with its tokenizer."""
 
 import math
-import warnings
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hope_hf.cli.models import build_model, is_hope, load_config
-from hope_hf.data import DataConfig, check_vocabulary, find_files, load_files, load_tokenizer, open_sources
+from hope_hf.data import check_vocabulary, load_tokenizer
 
 from .arguments import Arguments
 
@@ -93,37 +92,6 @@ def load_subject(args: Arguments) -> Subject:
     check_vocabulary(tokenizer, config.vocab_size)
     model = build_model(args, config, getattr(torch, args.dtype))
     return Subject(model.to(device).eval(), tokenizer)
-
-
-def held_out_documents(args: Arguments) -> tuple[list[str], str]:
-    """The documents that the model was not trained on, and where they come from.
-
-    All of `--validation_file`, or the documents that `run_clm.py` holds out with the same data flags (the first ones
-    of a stream). Raises ValueError if there is no text.
-    """
-    if args.validation_file:
-        if args.streaming:
-            warnings.warn("--streaming is ignored: --validation_file is read as a whole.", stacklevel=2)
-        documents = load_files(find_files(args.validation_file, "--validation_file"), "--validation_file")
-        source = args.validation_file
-    elif args.dataset_name == "synthetic":
-        raise ValueError("--dataset_name synthetic is not text: name one with --validation_file.")
-    else:
-        config = DataConfig(
-            dataset_name=args.dataset_name,
-            dataset_config_name=args.dataset_config_name,
-            train_file=args.train_file,
-            validation_split_percentage=args.validation_split_percentage,
-            max_eval_samples=args.max_eval_samples,
-            streaming=args.streaming,
-        )
-        sources = open_sources(config)
-        documents, source = sources.validation, f"{sources.description}, held-out documents"
-    texts = [row["text"] for row in documents if row["text"] and not row["text"].isspace()]
-    texts = texts[: args.max_eval_samples]
-    if not texts:
-        raise ValueError(f"{source} holds no text to evaluate on: give another --validation_file.")
-    return texts, source
 
 
 def require_finite(values: torch.Tensor, what: str) -> None:

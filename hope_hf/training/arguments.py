@@ -15,8 +15,6 @@ from hope_hf.cli.recomputing import recomputing_flag
 class DataArguments(TextArguments):
     """Which text is read, and how it is cut. Without a data set or file: the built-in corpus."""
 
-    dataset_mixture: str | None = flag(None, "Several corpora in shares: a YAML file, see docs/data.md.")
-    train_shards: str | None = flag(None, "Folder of token shards that python -m hope_hf.data.prepare wrote.")
     block_size: int | None = flag(
         None, "Tokens per row (default: the model's longest input, at most 1,024).", least=2, most=LONGEST
     )

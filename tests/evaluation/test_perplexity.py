@@ -1,5 +1,6 @@
 """The perplexity suite against explicit sums."""
 
+import json
 import math
 
 import pytest
@@ -34,6 +35,26 @@ def test_the_whole_text(subject, arguments, texts):
     assert whole["bits_per_byte"] == pytest.approx(math.fsum(losses) / math.log(2) / num_bytes, rel=1e-5)
     assert whole["accuracy"] == pytest.approx(hits / len(losses), abs=2 / len(losses))
     assert whole["loss_stderr"] > 0
+
+
+def test_every_corpus_of_a_mixture_has_a_row(subject, arguments, texts, tmp_path):
+    for name, part in (("short", texts[:3]), ("long", texts[3:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
+    corpora = "".join(f"  {name}: {{files: {tmp_path}/{name}.jsonl}}\n" for name in ("short", "long"))
+    (tmp_path / "mix.yaml").write_text(f"corpora:\n{corpora}")
+    mixed = {"dataset_mixture": str(tmp_path / "mix.yaml"), "validation_split_percentage": 50.0}
+    tables = perplexity(arguments(validation_file=None, **mixed), subject()).tables
+    (whole,) = tables[f"Text: {tmp_path / 'mix.yaml'}, held-out documents"]
+    rows = tables["By corpus"]
+    assert [row["corpus"] for row in rows] == ["short", "long"]
+    for count in ("documents", "n"):
+        assert whole[count] == sum(row[count] for row in rows)
+    assert whole["loss"] == pytest.approx(sum(row["loss"] * row["n"] for row in rows) / whole["n"], rel=1e-6)
+    for row in rows:
+        corpus = {"dataset_mixture": None, "train_file": str(tmp_path / f"{row['corpus']}.jsonl")}
+        ((alone,), *_) = perplexity(arguments(validation_file=None, **mixed | corpus), subject()).tables.values()
+        for name in ("documents", "n", "loss", "perplexity", "bits_per_byte", "accuracy"):
+            assert row[name] == pytest.approx(alone[name], rel=1e-6), name
 
 
 def test_by_position_and_its_controls(subject, arguments, texts):

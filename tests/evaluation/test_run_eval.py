@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from hope_hf.data import DataConfig
 from hope_hf.data.sources import open_sources
 from hope_hf.evaluation import main
 from hope_hf.evaluation.arguments import Arguments
+from hope_hf.evaluation.held_out import held_out_documents
 from hope_hf.evaluation.parsing import parse_depths, parse_lengths
-from hope_hf.evaluation.subject import held_out_documents
 
 
 def evaluate(folder, text_file, *flags) -> int:
@@ -89,9 +90,8 @@ def test_flags_of_the_training_text_are_ignored_with_a_word(folders, text_file):
 def test_the_share_that_was_held_out_is_honoured(tmp_path):
     file = tmp_path / "text.jsonl"
     file.write_text("".join(json.dumps({"text": f"document {index}"}) + "\n" for index in range(60)))
-    few, many = (
-        held_out_documents(Arguments(train_file=str(file), validation_split_percentage=share))[0] for share in (5, 50)
-    )
+    of_share = partial(Arguments, train_file=str(file))
+    few, many = (held_out_documents(of_share(validation_split_percentage=share)).texts for share in (5, 50))
     assert set(few) < set(many)
 
 
@@ -106,10 +106,11 @@ def test_a_stream_holds_out_what_it_does_in_training(tmp_path, limit):
     file = tmp_path / "text.jsonl"
     file.write_text("".join(json.dumps({"text": f"document {index}"}) + "\n" for index in range(60)))
     data = {"train_file": str(file), "streaming": True, "validation_split_percentage": 20.0, "max_eval_samples": limit}
-    texts, source = held_out_documents(Arguments(**data))
-    assert texts == open_sources(DataConfig(**data)).validation["text"][:] and len(texts) > 1
-    assert texts[0] in held_out_documents(Arguments(**data | {"streaming": False, "max_eval_samples": None}))[0]
-    assert str(file) in source
+    held = held_out_documents(Arguments(**data))
+    whole = held_out_documents(Arguments(**data | {"streaming": False, "max_eval_samples": None}))
+    assert held.texts == open_sources(DataConfig(**data)).validation["text"][:] and len(held.texts) > 1
+    assert held.texts[0] in whole.texts
+    assert str(file) in held.source
 
 
 def test_a_validation_file_is_no_stream(text_file):
@@ -188,6 +189,8 @@ def test_a_report_is_never_overwritten(folders, text_file, tmp_path, capsys):
         (["--device", "meta"], "--device meta cannot be used: this machine has cpu"),
         (["--lenghts", "1k"], "There is no flag --lenghts; did you mean --lengths?"),
         (["--config_overrides", "hidden_size=64"], "--config_overrides shapes models that the synthetic suite trains"),
+        (["--train_shards", "x"], "--train_shards and --validation_file both name the text"),
+        (["--dataset_mixture", "x.yaml"], "--dataset_mixture and --validation_file both name the text"),
     ],
 )
 def test_one_sentence_for_wrong_flags(folders, text_file, flags, sentence, capsys):

@@ -6,7 +6,8 @@ from bisect import bisect_left
 from itertools import accumulate, pairwise
 
 from ..arguments import Arguments
-from ..subject import Subject, held_out_documents
+from ..held_out import held_out_documents
+from ..subject import Subject
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 # A text without sentences, such as code, is cut at words into pieces of at most so many characters.
@@ -53,14 +54,14 @@ def noise(subject: Subject, longest: int) -> Haystack:
 
 def text(args: Arguments, subject: Subject, longest: int) -> Haystack:
     """The held-out documents, or `--validation_file`, one after another with their white space as single spaces."""
-    documents, source = held_out_documents(args)
+    held = held_out_documents(args)
     found, characters = [], 0
-    for sentence in _sentences(documents):
+    for sentence in _sentences(held.texts):
         found.append(sentence)
         characters += len(sentence)
         if characters > CHARACTERS * longest:
             break
-    return Haystack([subject.encode(f" {sentence}") for sentence in found], source)
+    return Haystack([subject.encode(f" {sentence}") for sentence in found], held.source)
 
 
 def _sentences(documents: list[str]):
