@@ -69,7 +69,9 @@ class SuiteArguments:
     )
     num_seeds: int = flag(1, "synthetic: models trained per task, with seeds --seed, --seed + 1, ...", **COUNT)
     segments: str | None = flag(
-        None, "continual: a YAML file with a corpus for each segment of text, in the keys of --dataset_mixture."
+        None,
+        "continual: a YAML file with a corpus for each segment, in the keys of --dataset_mixture (default: what the "
+        "run's --dataset_mixture or --train_shards hold out).",
     )
     prompts: str | None = flag(None, "sample: a text file with one prompt a line (default: the text's beginnings).")
     max_new_tokens: int | None = flag(

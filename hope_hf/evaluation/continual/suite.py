@@ -14,7 +14,7 @@ from ..losses import bits_per_byte, document_scores, mean_of_blocks
 from ..numbers import Number
 from ..result import Row, SuiteResult
 from ..subject import load_subject, require_finite
-from .segments import Segment, open_segment, read_segments
+from .segments import Segment, segment_opener
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,13 @@ class Measured:
 
 
 def continual(args: Arguments, subject=None) -> SuiteResult:
-    """Loss and bits per byte of the segments of `--segments` by each checkpoint of a run.
+    """Loss and bits per byte of every segment by each checkpoint of a run.
 
     forgetting: a segment's loss less the lowest by an earlier checkpoint. backward_transfer: how much the loss fell
     from the checkpoint that ended the segment to the last one, if a stream read the segments in their order for equal
     numbers of steps. The suite loads the checkpoints itself. Raises ValueError for fewer than two of them.
     """
-    if args.segments is None:
-        raise ValueError("--suite continual needs --segments: name a file with a corpus for each segment.")
-    corpora = read_segments(args.segments)
+    open_segments = segment_opener(args)
     checkpoints = find_checkpoints(args)
     if len(checkpoints) < 2:
         raise ValueError(
@@ -49,7 +47,7 @@ def continual(args: Arguments, subject=None) -> SuiteResult:
             "'runs/x/checkpoint-*'."
         )
     first = load_subject(replace(args, model_name_or_path=checkpoints[0].path))
-    segments = [open_segment(args.segments, corpus, first) for corpus in corpora]
+    segments = open_segments(first)
     losses = [_losses(args, checkpoint, segments) for checkpoint in checkpoints]
     measured = [
         Measured(segment.name, torch.stack([row[index] for row in losses]), segment.num_bytes)

@@ -61,6 +61,28 @@ def test_every_segment_by_every_checkpoint(run, segments, subject, arguments, tm
         assert rows[5][name] == pytest.approx(whole[0][name], rel=1e-6)
 
 
+def test_the_corpora_of_a_run_are_segments(run, segments, texts, tmp_path, capsys):
+    """What a mixture holds out of each corpus, as `perplexity` reads it; a single corpus is refused."""
+    for name, part in (("one", texts[:2]), ("two", texts[2:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
+    mixture = tmp_path / "mix.yaml"
+    corpora = {name: {"files": f"{tmp_path}/{name}.jsonl"} for name in ("one", "two")}
+    mixture.write_text(yaml.safe_dump({"corpora": corpora}))
+    data = ["--dataset_mixture", mixture, "--validation_split_percentage", 50, "--device", "cpu", "--cpu_threads", 1]
+    flags = ["--suite", "continual", "--model_name_or_path", run, *data]
+    assert main([*map(str, flags), "--output_dir", str(tmp_path / "eval")]) == 0
+    *_, rows = json.loads((tmp_path / "eval/results.json").read_text())["results"]["continual"]["tables"].values()
+    flags = ["--suite", "perplexity", "--model_name_or_path", run.replace("*", "2"), *data]
+    assert main([*map(str, flags), "--output_dir", str(tmp_path / "whole")]) == 0
+    whole = json.loads((tmp_path / "whole/results.json").read_text())["results"]["perplexity"]["tables"]["By corpus"]
+    for row, alone in zip(rows[2:], whole, strict=True):
+        assert row["segment"] == alone["corpus"] and row["n"] == alone["n"]
+        assert row["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+    mixture.write_text(yaml.safe_dump({"corpora": {"one": corpora["one"]}}))
+    assert main(["--suite", "continual", "--model_name_or_path", run, *map(str, data)]) == 1
+    assert "mix.yaml, held-out documents has one segment: forgetting needs two or more" in capsys.readouterr().err
+
+
 def test_forgetting_is_against_the_best_earlier_checkpoint_and_transfer_since_the_segments_end():
     losses = torch.tensor([3.0, 1.0, 2.0, 1.5])[:, None].expand(4, 600) + torch.linspace(-0.5, 0.5, 600)
     other = torch.tensor([4.0, 3.0, 2.0, 1.0])[:, None].expand(4, 600)
