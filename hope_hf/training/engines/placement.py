@@ -3,7 +3,6 @@
 import socket
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from hope_hf.optim import own_part
 
 from .base import dtype_name
+from .host import free_host_memory
 
 GIB = 2**30
 
@@ -35,15 +35,10 @@ def device_name(device: torch.device) -> str:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Free bytes on this process's device; None if the system does not report them."""
+    """Free bytes on this process's device, on the CPU of its container; None if the system does not report them."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    kib = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    return None if kib is None else int(kib) * 1024
+    return free_host_memory()
 
 
 def rank_lines(accelerator: Accelerator, model: nn.Module) -> list[str]:

@@ -121,7 +121,7 @@ def check_host(facts: Facts) -> Result:
     need = max(built, trained + saved)
     return _fits(
         need, free, f"the work of {facts.local_processes} process(es) on this machine",
-        "start fewer processes a machine, or take one with more memory",
+        "start fewer processes a machine, take one with more memory or raise the limit of its container",
     )  # fmt: skip
 
 
