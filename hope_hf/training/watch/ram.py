@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+from hope_hf.cli.process import memory_is_full
+
 from ..engines.base import Engine
 from ..engines.placement import GIB, free_memory, size_in_bytes
 from .telemetry import peak_memory_gib
@@ -38,7 +40,7 @@ class RamReport:
         return self
 
     def __exit__(self, kind, error, traceback):
-        if isinstance(error, torch.OutOfMemoryError):
+        if error is not None and memory_is_full(error):
             if self._device.type == "cuda":
                 summary = torch.cuda.memory_summary(self._device)
                 (self._folder / f"ram_summary_rank{self._rank}.txt").write_text(summary, encoding="utf-8")

@@ -41,10 +41,15 @@ def test_rows_at_the_start_after_the_first_step_and_every_so_often(tmp_path):
     assert len(trained(4, 0, tmp_path)) == len(rows) + 2
 
 
-def test_running_out_of_memory_leaves_a_row_and_is_not_swallowed(tmp_path):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), MemoryError(), None], ids=["gpu", "python", "cpu"])
+def test_running_out_of_memory_leaves_a_row_and_is_not_swallowed(tmp_path, error):
     model = nn.Linear(2, 2)
-    with pytest.raises(torch.OutOfMemoryError), report(tmp_path, 0, model, torch.optim.SGD(model.parameters())):
-        raise torch.OutOfMemoryError("full")
+    memory = report(tmp_path, 0, model, torch.optim.SGD(model.parameters()))
+    with pytest.raises((RuntimeError, MemoryError)), memory:
+        if error is not None:
+            raise error
+        # More than an address space has.
+        torch.empty(2**58)
     with pytest.raises(RuntimeError), report(tmp_path, 0, model, torch.optim.SGD(model.parameters())):
         raise RuntimeError("something else")
     rows = [json.loads(line) for line in (tmp_path / "ram_rank0.jsonl").read_text().splitlines()]
