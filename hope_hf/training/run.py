@@ -1,6 +1,7 @@
 """The command line's entry: errors of the user become one sentence and an exit status."""
 
 import errno
+import os
 
 from hope_hf.cli.process import complain, die_with_launcher, memory_is_full, warn_in_sentences
 
@@ -33,7 +34,8 @@ def main(argv: list[str]) -> int:
         if memory_is_full(error):
             return complain(
                 "The memory does not hold the run: lower --per_device_train_batch_size, --block_size or the model's "
-                "size, or give --gradient_checkpointing; ram_rank<N>.jsonl in --output_dir shows what filled it "
+                "size, or give --gradient_checkpointing; "
+                f"ram_rank{os.environ.get('RANK', '0')}.jsonl in --output_dir shows what filled it "
                 f"({str(error).splitlines()[0]}).",
                 2,
                 everywhere=True,

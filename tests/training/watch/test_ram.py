@@ -68,7 +68,7 @@ def test_a_run_that_runs_out_of_memory_in_a_step_says_what_filled_it(run, tmp_pa
     monkeypatch.setattr(trainer, "summed_loss", full)
     # In the second batch of a step, with the gradients of the first.
     status, _ = run("a", "--ram_report_steps", 2, "--gradient_accumulation_steps", 2)
-    assert status == 2 and "ram_rank<N>.jsonl in --output_dir shows what filled it (full)" in capsys.readouterr().err
+    assert status == 2 and "ram_rank0.jsonl in --output_dir shows what filled it (full)" in capsys.readouterr().err
     rows = [json.loads(line) for line in (tmp_path / "a" / "ram_rank0.jsonl").open()]
     events = [("start", 0), ("last batch", 1), ("step", 1), ("last batch", 2), ("out of memory", None)]
     assert [(row["event"], row["step"]) for row in rows] == events
