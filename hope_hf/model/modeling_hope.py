@@ -130,6 +130,11 @@ class HopePreTrainedModel(PreTrainedModel):
             if isinstance(module, ContinuumMemory):
                 module.compile(*args, **kwargs)
 
+    def add_model_tags(self, tags: list[str] | str) -> None:
+        # To a list of this model's own: transformers would append to the one of the class.
+        self.model_tags = [*self.model_tags]
+        super().add_model_tags(tags)
+
     def save_pretrained(self, save_directory, is_main_process: bool = True, **kwargs):
         """As in transformers; the configuration names the code of every Auto class, not only of the one saved."""
         own = {auto: f"modeling_hope.{model_class.__name__}" for auto, model_class in AUTO_CLASSES.items()}

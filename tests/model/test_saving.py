@@ -240,3 +240,10 @@ def test_an_export_works_where_the_package_is_not_installed(tiny_model, tmp_path
                 for cache in ("None", "static", "continued"):
                     assert torch.equal(results[f"{folder}.{cache}.generated"], tensor)
     assert files(tmp_path / "memory-again") == files(tmp_path / "memory")
+
+
+def test_a_tag_of_one_model_is_not_in_the_cards_of_others(tiny_model):
+    before = tiny_model()
+    before.add_model_tags("sft")
+    assert before.model_tags == ["hope", "nested-learning", "sft"]
+    assert tiny_model().model_tags == HopeForCausalLM.model_tags == ["hope", "nested-learning"]
