@@ -22,8 +22,16 @@ _READ_TOGETHER = 8
 _encode: Encode
 
 
+class EncodingPool(ProcessPoolExecutor):
+    """Processes that encode with the tokenizer saved in a folder."""
+
+    def __init__(self, tokenizer_folder: str, count: int):
+        super().__init__(count, get_context("spawn"), _begin, (tokenizer_folder,))
+        self.count = count
+
+
 def encoded(
-    documents: Dataset, tokenizer: PreTrainedTokenizerBase, kind: np.dtype, pool: ProcessPoolExecutor | None
+    documents: Dataset, tokenizer: PreTrainedTokenizerBase, kind: np.dtype, pool: EncodingPool | None
 ) -> Iterator[Encoded]:
     """The tokens of all documents in their order, about 1 MB of text at a time."""
     batches = _batches(documents)
@@ -35,15 +43,10 @@ def encoded(
     for texts in batches:
         waiting.append(pool.submit(_work, texts, kind))
         # Enough to keep all busy; documents are not read further ahead than that.
-        if len(waiting) > 2 * pool._max_workers:
+        if len(waiting) > 2 * pool.count:
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()
-
-
-def encoding_pool(tokenizer_folder: str, count: int) -> ProcessPoolExecutor:
-    """Processes that encode with the tokenizer saved in a folder."""
-    return ProcessPoolExecutor(count, get_context("spawn"), _begin, (tokenizer_folder,))
 
 
 def _batches(documents: Dataset) -> Iterator[list[str]]:

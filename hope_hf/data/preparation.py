@@ -15,7 +15,7 @@ from hope_hf.cli.files import replace_text
 from hope_hf.cli.provenance import provenance
 
 from .corpora import Documents, require_as_many
-from .encode_batches import encoded, encoding_pool
+from .encode_batches import EncodingPool, encoded
 from .encoding import make_encoder
 from .shard_writer import Encoded, Progress, write_shards
 from .shards import FORMAT, KINDS, MANIFEST, TOKENIZER, file_hash, read_manifest
@@ -94,7 +94,7 @@ class Preparation:
         progress = Progress(self.folder)
         for corpus, side in self.bytes:
             self._forget_broken(f"{corpus}/{side}", progress)
-        pool = encoding_pool(str(self.folder / TOKENIZER), num_proc) if num_proc > 1 else nullcontext()
+        pool = EncodingPool(str(self.folder / TOKENIZER), num_proc) if num_proc > 1 else nullcontext()
         total, done = sum(self.bytes.values()), progress.text_bytes
         bar = tqdm(total=total, initial=done, unit="B", unit_scale=True, disable=not show_bar)
         with pool as workers, bar:
