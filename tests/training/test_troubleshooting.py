@@ -63,10 +63,19 @@ def test_a_hang_leaves_stacks_and_the_rank_that_did_not_come(tmp_path, corpus):
     flags = ["--watchdog_seconds", "2", "--ddp_timeout", "6"]
     ended = trained("hang_at_step_3", tmp_path / "run", corpus, *flags)
     assert ended.returncode == 1
-    assert "error: another process of this run is gone" in ended.stderr
+    assert "error: another process of this run did not come within --ddp_timeout" in ended.stderr
+    # Both ended the same step, so that the heartbeats do not tell who did not come: the stacks do.
+    assert [beats(tmp_path / "run", rank)[-1]["step"] for rank in (0, 1)] == [2, 2]
     first, second = ((tmp_path / "run" / f"stacks_rank{rank}.txt").read_text() for rank in (0, 1))
     assert 'trouble_worker.py", line' in second and "in model_inputs" in second
     assert "in model_inputs" not in first
+
+
+def test_data_prepared_for_longer_than_the_others_wait(tmp_path, corpus):
+    ended = trained("slow_preparation", tmp_path / "run", corpus, "--ddp_timeout", "2")
+    assert ended.returncode == 1
+    assert "error: another process of this run did not come within --ddp_timeout (Timed out waiting" in ended.stderr
+    assert "or raise --ddp_timeout" in ended.stderr
 
 
 def test_every_row_names_its_files_flags_and_tests():

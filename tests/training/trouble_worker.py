@@ -44,6 +44,17 @@ class Slow:
             yield batch
 
 
+def slow_preparation():
+    """Prepares its data for longer than the others wait."""
+    build = setup.build_data
+
+    def build_data(*arguments, **keywords):
+        time.sleep(30)
+        return build(*arguments, **keywords)
+
+    setup.build_data = build_data
+
+
 def hang_at_step_3():
     """Never comes to its third forward pass."""
     inputs, calls = trainer.model_inputs, []

@@ -96,8 +96,13 @@ def lost_process(error: BaseException | None) -> str | None:
 
 
 def gone(reason: str) -> str:
-    """The message for the user if another process is gone."""
+    """The message for the user if another process is gone, or does not come."""
+    if re.search("timed? ?out", reason, re.IGNORECASE):
+        what = "did not come within --ddp_timeout"
+        mend = "see what it does (its last line, stacks_rank<N>.txt in --output_dir), or raise --ddp_timeout"
+    else:
+        what, mend = "is gone", "see what it said last or why it was killed"
     return (
-        f"another process of this run is gone ({reason}): see what it said last or why it was killed, then repeat the "
-        "command to continue; checkpoints that are complete are intact."
+        f"another process of this run {what} ({reason}): {mend}, then repeat the command to continue; checkpoints that "
+        "are complete are intact."
     )
