@@ -59,6 +59,17 @@ def test_nan_slow_data_and_the_loss_of_one_rank_are_in_its_heartbeat(tmp_path, c
         assert mean is None if other["loss"] is None else mean == pytest.approx((own["loss"] + other["loss"]) / 2)
 
 
+def test_batches_read_ahead_and_the_profile_of_a_slow_processor(tmp_path, corpus):
+    flags = ["--dataloader_num_workers", "2", "--profile_steps", "4-5"]
+    ended = trained("slow_data,slow_processor", tmp_path / "run", corpus, *flags)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    # The batch after the first is read while the step computes.
+    assert statistics.median(beat["data_seconds"] for beat in beats(tmp_path / "run", 1)) < trouble_worker.SLOW_SECONDS
+    waits, slow = (read_times(tmp_path / "run" / "profile-4-5" / f"trace_rank{rank}.json.gz") for rank in (0, 1))
+    assert slow.compute > 1000 * trouble_worker.SLOW_SECONDS > waits.compute
+    assert waits.communication > slow.communication
+
+
 def test_a_hang_leaves_stacks_and_the_rank_that_did_not_come(tmp_path, corpus):
     flags = ["--watchdog_seconds", "2", "--ddp_timeout", "6"]
     ended = trained("hang_at_step_3", tmp_path / "run", corpus, *flags)

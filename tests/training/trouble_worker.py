@@ -5,6 +5,8 @@ import os
 import sys
 import time
 
+import torch
+
 from hope_hf.training import main, setup, trainer
 
 SLOW_SECONDS = 0.4
@@ -27,21 +29,33 @@ def slow_data():
 
     def build_data(*arguments, **keywords):
         data = build(*arguments, **keywords)
-        batches = data.train
-        data.train = Slow(batches)
+        data.train.loader = Slow(data.train.loader)
         return data
 
     setup.build_data = build_data
 
 
 class Slow:
-    def __init__(self, batches):
-        self.batches = batches
+    def __init__(self, loader):
+        self.loader, self.batches_per_epoch = loader, loader.batches_per_epoch
 
     def __iter__(self):
-        for batch in self.batches:
+        for batch in self.loader:
             time.sleep(SLOW_SECONDS)
             yield batch
+
+
+def slow_processor():
+    """Computes longer than it waits for a batch."""
+    inputs = trainer.model_inputs
+
+    def model_inputs(batch):
+        end, matrix = time.perf_counter() + 2 * SLOW_SECONDS, torch.eye(256)
+        while time.perf_counter() < end:
+            matrix = matrix @ matrix
+        return inputs(batch)
+
+    trainer.model_inputs = model_inputs
 
 
 def slow_preparation():
