@@ -103,6 +103,6 @@ def gone(reason: str) -> str:
     else:
         what, mend = "is gone", "see what it said last or why it was killed"
     return (
-        f"another process of this run {what} ({reason}): {mend}, then repeat the command to continue; checkpoints that "
-        "are complete are intact."
+        f"another process of this run {what} ({reason}): {mend}, then repeat the command to continue; checkpoints "
+        "that are complete are intact."
     )
