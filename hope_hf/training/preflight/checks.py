@@ -90,7 +90,7 @@ def check_data(facts: Facts) -> Result:
             "the validation text has less than two rows, so its loss says little: raise --validation_split_percentage "
             "or name a larger --validation_file",
         )
-    return Result("ok", f"{text.description}; {epochs:.2g} passes")
+    return Result("ok", f"{text.description}; {epochs:.2g} epochs")
 
 
 def check_disk(facts: Facts) -> Result:

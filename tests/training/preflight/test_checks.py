@@ -57,7 +57,7 @@ CASES = [
     ("run", {"in_use": True}, "fail", "runs/x is in use"),
     ("trackers", {}, "ok", "none besides metrics.jsonl"),
     ("trackers", {"trackers": ["tensorboard", "aim"]}, "ok", "tensorboard, aim"),
-    ("data", {}, "ok", "books; 1.3 passes"),
+    ("data", {}, "ok", "books; 1.3 epochs"),
     ("data", {"rows": None}, "ok", "books"),
     ("data", {"rows": 63}, "warn", "a step reads 64 rows and the training text has 63"),
     ("data", {"total_steps": 63}, "warn", "read the training text 4.0 times"),
