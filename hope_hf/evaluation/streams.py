@@ -51,7 +51,7 @@ def memory_mixers(model: PreTrainedModel) -> dict[int, nn.Module]:
 
 def memory_states(cache: HopeCache) -> list[Tensor]:
     """All floating-point state of a cache's memories, batch first; counts of tokens are left out."""
-    tensors = (tensor for layer in cache.memory_layers for tensor in layer.state.named().values())
+    tensors = (tensor for layer in cache.memory_layers for tensor in layer.named_tensors().values())
     return [tensor for tensor in tensors if tensor.is_floating_point()]
 
 

@@ -4,7 +4,6 @@ Kernels (sdpa, eager, flash where installed) and the key-value cache come throug
 """
 
 import torch
-from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 
@@ -12,11 +11,11 @@ class HopeAttention(LlamaAttention):
     """Causal multi-head attention with rotary positions."""
 
     def forward(
-        self, hidden_states: torch.Tensor, past_key_values: Cache | None = None, **kwargs
+        self, hidden_states: torch.Tensor, state: None = None, *, plan=None, need_state: bool = False, **context
     ) -> tuple[torch.Tensor, None, torch.Tensor | None]:
         """[B, T, hidden_size]; no state, as the cache keeps keys and values; weights [B, H, T, T] of eager attention.
 
-        `kwargs` are those of `LlamaAttention`: mask, rotary positions, and what the kernels take.
+        `context` is what `LlamaAttention` takes: mask, rotary positions, the cache, and options of the kernels.
         """
-        output, weights = super().forward(hidden_states, past_key_values=past_key_values, **kwargs)
+        output, weights = super().forward(hidden_states, **context)
         return output, None, weights

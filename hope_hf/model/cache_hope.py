@@ -1,12 +1,14 @@
 """The cache of a HOPE model: states of memories, and keys and values of softmax attention."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     STATIC_LAYER_TYPE_MAPPING,
+    Cache,
     CacheLayerMixin,
     DynamicCache,
 )
@@ -15,15 +17,16 @@ from transformers.modeling_utils import PreTrainedModel
 from .cache_file import CACHE_FILE, Fingerprint, check_tensors, fingerprint, read_cache, write_cache
 from .chunk_layout import Past
 from .configuration_hope import HopeConfig
-from .memory_state import MemoryState
+from .continuum import CONTINUA
+from .memory_scan import ScanState
+from .memory_state import map_state, named_tensors, state_of_named
 
 
 class HopeMemoryLayer(CacheLayerMixin):
-    """State of one layer of memories, of constant size.
+    """State of one layer of memories, or of the levels of one block, of constant size.
 
-    `state` is what `SelfModifyingTitans` returned last, `None` before the first token. `cumulative_length` counts the
-    columns seen, padding included, as `generate` slices its inputs by it. `is_uniform` says that all rows have read
-    that many real tokens of one document, so that they can be cut into chunks alike.
+    `state` is what the mixer or the levels returned last, and `past` says what was read. Both are `None` before the
+    first token.
     """
 
     is_compileable = False
@@ -31,41 +34,31 @@ class HopeMemoryLayer(CacheLayerMixin):
     supports_early_init = False
     is_sliding = False
 
-    def __init__(self, **kwargs):
+    def __init__(self, state_class: type[tuple] = ScanState, **kwargs):
         super().__init__()
+        self.state_class = state_class
         self.reset()
 
     def reset(self) -> None:
         """Forget everything."""
-        self.state: MemoryState | None = None
-        self.cumulative_length = 0
-        self.is_uniform = True
+        self.state: tuple | None = None
+        self.past: Past | None = None
         self.is_initialized = False
 
-    @property
-    def past(self) -> Past | None:
-        """What was read, or `None` before the first token."""
-        if self.state is None:
-            return None
-        return Past(self.cumulative_length, self.is_uniform, self.state.seen, self.state.digest)
-
-    def update_state(self, state: MemoryState, num_new_tokens: int, is_uniform: bool) -> None:
-        """Replace the state by the one after `num_new_tokens` more columns."""
-        self.state = state
-        self.cumulative_length += num_new_tokens
-        self.is_uniform = self.is_uniform and is_uniform
-        self.device = state.conv_tail.device
+    def update_state(self, state: tuple, past: Past) -> None:
+        """Replace the state by the one after what `past` says was read."""
+        self.state, self.past = state, past
+        self.device = past.seen.device
         self.is_initialized = True
-
-    def lazy_initialization(self, key_states, value_states) -> None:
-        raise RuntimeError("a self-modifying memory keeps no keys and values")
 
     def update(self, *args, **kwargs):
         raise RuntimeError("a self-modifying memory keeps no keys and values")
 
+    lazy_initialization = update
+
     def get_seq_length(self) -> int:
-        """Columns seen, padding included."""
-        return self.cumulative_length
+        """Columns seen, padding included, as `generate` slices its inputs by it."""
+        return 0 if self.past is None else self.past.columns
 
     def get_max_length(self) -> int:
         """-1: the state does not grow."""
@@ -73,15 +66,15 @@ class HopeMemoryLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the attention mask that goes with the next `query_length` tokens."""
-        return self.cumulative_length + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def crop(self, *args) -> None:
         raise RuntimeError("a self-modifying memory cannot unread tokens: take a HopeCache.snapshot() and roll back")
 
-    def map(self, function) -> None:
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace every tensor by `function(tensor)`."""
         if self.state is not None:
-            self.state = self.state.map(function)
+            self.state, self.past = map_state(function, self.state), self.past.map(function)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Keep the rows `beam_idx`, in that order."""
@@ -95,13 +88,23 @@ class HopeMemoryLayer(CacheLayerMixin):
         """Keep the rows `indices`."""
         self.map(lambda tensor: tensor[indices])
 
-    def offload(self) -> None:
-        """Move the state to the CPU."""
-        self.map(lambda tensor: tensor.to("cpu", non_blocking=True))
-
     def prefetch(self) -> None:
-        """Move the state back to its device."""
-        self.map(lambda tensor: tensor.to(self.device, non_blocking=True))
+        """Nothing: only keys and values are ever moved to the CPU."""
+
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """All that the layer holds, by name: batch-first tensors, and `columns`, its counts as two integers."""
+        if self.past is None:
+            return {"columns": torch.tensor([0, 1])}
+        columns, is_uniform, seen, digest = self.past
+        counts = {"columns": torch.tensor([columns, int(is_uniform)]), "seen": seen, "digest": digest}
+        return named_tensors(self.state) | counts
+
+    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Hold what `named_tensors` gave."""
+        columns, is_uniform = tensors.pop("columns").tolist()
+        if tensors:
+            past = Past(columns, bool(is_uniform), tensors.pop("seen"), tensors.pop("digest"))
+            self.update_state(state_of_named(self.state_class, tensors), past)
 
 
 class HopeStaticMemoryLayer(HopeMemoryLayer):
@@ -112,24 +115,19 @@ class HopeStaticMemoryLayer(HopeMemoryLayer):
 
     is_compileable = True
 
-    def reset(self) -> None:
-        """Forget everything."""
-        super().reset()
-        # A Python value would become part of the compiled graph, and the next token compile another one.
-        self.cumulative_length = torch.tensor(0)
-        self.is_uniform = False
-
-    def update_state(self, state: MemoryState, num_new_tokens: int, is_uniform: bool) -> None:
-        """Copy the state after `num_new_tokens` more columns into the tensors that hold it."""
+    def update_state(self, state: tuple, past: Past) -> None:
+        """Copy the state after what `past` says was read into the tensors that hold it."""
         if self.state is None:
+            # A Python value would become part of the compiled graph, and the next token compile another one.
+            columns = torch.tensor(past.columns, device=past.seen.device)
+            super().update_state(state, past._replace(columns=columns, is_uniform=False))
             # Cloned: weights now and weights at the chunk's start can be one tensor.
-            super().update_state(state.map(lambda tensor: tensor.detach().clone()), 0, is_uniform)
-            self.cumulative_length = self.cumulative_length.to(self.device)
-        else:
-            held = self.state.named()
-            for name, tensor in state.named().items():
-                held[name].copy_(tensor.detach())
-        self.cumulative_length.add_(num_new_tokens)
+            self.map(lambda tensor: tensor.detach().clone())
+            return
+        self.past.columns.copy_(past.columns)
+        new = named_tensors(state) | {"seen": past.seen, "digest": past.digest}
+        for name, tensor in (named_tensors(self.state) | {"seen": self.past.seen, "digest": self.past.digest}).items():
+            tensor.copy_(new[name].detach())
 
 
 # transformers makes the layers of its caches by the names in `HopeConfig.layer_types`. Every copy of this file (each
@@ -143,12 +141,25 @@ def is_memory_layer(layer: CacheLayerMixin) -> bool:
     return any(kind.__name__ == HopeMemoryLayer.__name__ for kind in type(layer).__mro__)
 
 
+def level_layers(config: HopeConfig, kind: type[HopeMemoryLayer] = HopeMemoryLayer) -> list[HopeMemoryLayer]:
+    """Layers for the states of the blocks' levels, which follow those of the mixers; none where levels keep none."""
+    state_class = CONTINUA[config.level_variant].state_class
+    return [] if state_class is None else [kind(state_class) for _ in range(config.num_hidden_layers)]
+
+
+def past_of(cache: Cache | None) -> Past | None:
+    """What the memories of a cache have read."""
+    layers = () if cache is None else cache.layers
+    return next((layer.past for layer in layers if is_memory_layer(layer)), None)
+
+
 class HopeCache(DynamicCache):
     """Cache of a HOPE model: `past_key_values` of its `forward` and of `generate`.
 
     Layers are of the kind that `config.layer_types` names: `HopeMemoryLayer` for self-modifying memories, a growing
-    key-value layer for softmax attention. `copy.deepcopy` forks it, `snapshot` and `rollback` go back to an earlier
-    token, `save_pretrained` and `from_pretrained` keep it as a file.
+    key-value layer for softmax attention. Where levels keep a state, a `HopeMemoryLayer` for those of every block
+    follows. `copy.deepcopy` forks the cache, `snapshot` and `rollback` go back to an earlier token, `save_pretrained`
+    and `from_pretrained` keep it as a file.
 
     Example:
 
@@ -169,6 +180,7 @@ class HopeCache(DynamicCache):
 
     def __init__(self, config: HopeConfig):
         super().__init__(config=config)
+        self.layers += level_layers(config)
 
     def __deepcopy__(self, memo: dict) -> "HopeCache":
         if any(tensor.grad_fn is not None for tensor in self.state_tensors().values()):
@@ -221,8 +233,7 @@ class HopeCache(DynamicCache):
         tensors = {}
         for index, layer in enumerate(self.layers):
             if is_memory_layer(layer):
-                state = {} if layer.state is None else layer.state.named()
-                state["columns"] = torch.tensor([layer.cumulative_length, int(layer.is_uniform)])
+                state = layer.named_tensors()
             else:
                 state = {"keys": layer.keys, "values": layer.values} if layer.is_initialized else {}
             tensors |= {f"{index}.{name}": tensor for name, tensor in state.items()}
@@ -238,12 +249,10 @@ class HopeCache(DynamicCache):
             if not is_memory_layer(layer):
                 if state:
                     layer.update(state["keys"], state["values"])
-                continue
-            if "columns" not in state:
+            elif "columns" not in state:
                 raise ValueError(f"the saved memory has no layer {index}: it belongs to a model with fewer layers")
-            columns, is_uniform = state.pop("columns").tolist()
-            if state:
-                layer.update_state(MemoryState.of_named(state), columns, bool(is_uniform))
+            else:
+                layer.load(state)
         return cache
 
     def save_pretrained(self, save_directory: str | Path, model: PreTrainedModel) -> None:

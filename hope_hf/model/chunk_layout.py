@@ -8,6 +8,7 @@ at a multiple of the chunk and padding is left out.
 Axes: B sequence in batch, T token of the call, S slot (a multiple of the chunk), P piece.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,6 +30,10 @@ class Past(NamedTuple):
     seen: torch.Tensor
     # digest of the row's tokens [B] (`text_digest`)
     digest: torch.Tensor
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Past":
+        """`function(tensor)` in place of the tensors [B]."""
+        return self._replace(seen=function(self.seen), digest=function(self.digest))
 
 
 @dataclass

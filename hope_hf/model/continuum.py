@@ -5,6 +5,7 @@ optimizer (`hope_hf.optim`), which finds the levels by their attributes `level` 
 level is an ordinary MLP.
 """
 
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -35,26 +36,36 @@ class ContinuumLevel(nn.Module):
 
 
 class ContinuumMemory(nn.Module):
-    """The levels of a block, with their residual connections.
+    """The levels of a block in a chain (73): each reads the one before, `x <- x + MLP_l(norm(x))`, fast to slow.
 
-    `sequential` (73): each level reads the one before, `x <- x + MLP_l(norm(x))`, fast to slow. `independent` (74):
-    all levels read the mixer's output, `x + sum_l w_l MLP_l(norm(x))` with learned weights that start at 1.
+    Called as a mixer is: `continuum(hidden_states, state, **context)` returns its output, residual connections
+    included, and its state after the call. A kind of levels that keeps a state says of which class it is (see
+    `memory_state`); `context` then tells documents and padding.
     """
+
+    state_class: type[tuple] | None = None
 
     def __init__(self, config: HopeConfig):
         super().__init__()
         self.levels = nn.ModuleList([ContinuumLevel(config, level) for level in range(len(config.level_periods))])
-        if config.level_variant == "independent":
-            self.mix = LevelMix(len(self.levels))
-        else:
-            self.mix = None
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if self.mix is not None:
-            return hidden_states + self.mix([level(hidden_states) for level in self.levels])
+    def forward(self, hidden_states: torch.Tensor, state: None = None, **context) -> tuple[torch.Tensor, None]:
+        """[B, T, hidden_size]; no state."""
         for level in self.levels:
             hidden_states = hidden_states + level(hidden_states)
-        return hidden_states
+        return hidden_states, None
+
+
+class IndependentContinuum(ContinuumMemory):
+    """Levels side by side (74): `x + sum_l w_l MLP_l(norm(x))` with learned weights that start at 1."""
+
+    def __init__(self, config: HopeConfig):
+        super().__init__(config)
+        self.mix = LevelMix(len(self.levels))
+
+    def forward(self, hidden_states: torch.Tensor, state: None = None, **context) -> tuple[torch.Tensor, None]:
+        """[B, T, hidden_size]; no state."""
+        return hidden_states + self.mix([level(hidden_states) for level in self.levels]), None
 
 
 class LevelMix(nn.Module):
@@ -66,3 +77,7 @@ class LevelMix(nn.Module):
 
     def forward(self, outputs: list[torch.Tensor]) -> torch.Tensor:
         return sum(weight * output for weight, output in zip(self.weight, outputs, strict=True))
+
+
+# What each `HopeConfig.level_variant` makes of the levels.
+CONTINUA = {"sequential": ContinuumMemory, "independent": IndependentContinuum}

@@ -5,7 +5,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.utils import logging
 
-from .cache_hope import is_memory_layer
+from .cache_hope import past_of
 from .input_checks import check_inputs, check_mask, create_generation_masks
 from .text_digest import begins_with
 
@@ -65,10 +65,10 @@ def _is_whole_text(inputs: torch.Tensor, cache: Cache, read: int) -> bool:
         return True
     if length < read:
         return False
-    memories = [layer for layer in cache.layers if is_memory_layer(layer)]
-    if not memories:
+    past = past_of(cache)
+    if past is None:
         return length > read
-    digest = memories[0].state.digest
+    digest = past.digest
     known = bool((digest != 0).all())
     begins = begins_with(inputs, digest, read)
     if length == read:

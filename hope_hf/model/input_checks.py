@@ -4,9 +4,9 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 
-from .cache_hope import is_memory_layer
+from .cache_hope import HopeMemoryLayer, HopeStaticMemoryLayer, is_memory_layer, level_layers, past_of
 from .configuration_hope import HopeConfig
-from .memory_state import MemoryState
+from .memory_scan import ScanState
 
 
 def check_inputs(
@@ -76,16 +76,14 @@ def create_generation_masks(
 
     Of memories, the columns [B, T] that belong to `inputs_embeds` [B, T, ...]; of attention, transformers' own.
     """
-    masks = {}
+    # A slice has the strides of the mask that grows, and each would compile a graph of its own.
+    local = None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
+    masks = {"hope_memory": None if local is None else local.clone(memory_format=torch.contiguous_format)}
     if config.has_attention:
         layer = config.layer_types.index("full_attention")
         masks["full_attention"] = create_causal_mask(
             config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx=layer
         )
-    if config.has_memories:
-        # A slice has the strides of the mask that grows, and each would compile a graph of its own.
-        local = None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
-        masks["hope_memory"] = None if local is None else local.clone(memory_format=torch.contiguous_format)
     return masks
 
 
@@ -109,11 +107,15 @@ def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -
         ValueError: other layers, another number of rows, another shape or dtype of the memories.
     """
     layers = getattr(cache, "layers", None)
-    if config.has_memories and layers == [] and getattr(cache, "layer_class_to_replicate", None) is not None:
+    if layers == [] and getattr(cache, "layer_class_to_replicate", None) is not None:
         # made without a config, it would append layers for keys and values
         layers.extend(DynamicCache(config=config).layers)
         cache.layer_class_to_replicate = None
-    if layers is None or len(layers) != config.num_hidden_layers and (config.has_memories or len(layers)):
+    is_static = layers and cache.is_compileable
+    of_levels = level_layers(config, HopeStaticMemoryLayer if is_static else HopeMemoryLayer)
+    if layers and len(layers) == config.num_hidden_layers and not cache.get_seq_length():
+        layers.extend(of_levels)
+    if layers is None or len(layers) != config.num_hidden_layers + len(of_levels):
         held = "no layers" if layers is None else f"{len(layers)} layers"
         raise ValueError(
             f"past_key_values is a {type(cache).__name__} of {held}, and the model has {config.num_hidden_layers}: "
@@ -126,25 +128,25 @@ def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -
                 f"layer of type '{kind}': give a HopeCache(model.config)"
             )
         if kind == "hope_memory" and layer.state is not None:
-            _check_state(layer.state, config, hidden_states)
-
-
-def _check_state(state: MemoryState, config: HopeConfig, hidden_states: torch.Tensor) -> None:
-    tail = state.conv_tail
-    shape = (len(hidden_states), config.num_memory_heads, config.conv_kernel_size - 1, 3 * config.head_dim)
-    memories = len(config.memory_projections) + 1
-    held = state.current[0][0].numel() // (tail.shape[1] * config.head_dim**2)
-    if tuple(tail.shape[1:]) != shape[1:] or held != memories:
+            _check_memories(layer.state, config, hidden_states.dtype)
+    past = past_of(cache)
+    if past is not None and len(past.seen) != len(hidden_states):
         raise ValueError(
-            f"past_key_values holds {tail.shape[1]} heads of {held} memories of width {tail.shape[3] // 3}, and this "
-            f"model's have {shape[1]} of {memories} of width {config.head_dim}: it is the cache of another model"
-        )
-    if len(tail) != shape[0]:
-        raise ValueError(
-            f"past_key_values holds {len(tail)} sequences, and the input {shape[0]}: choose rows with "
+            f"past_key_values holds {len(past.seen)} sequences, and the input {len(hidden_states)}: choose rows with "
             "batch_select_indices or batch_repeat_interleave"
         )
-    dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+
+
+def _check_memories(state: ScanState, config: HopeConfig, dtype: torch.dtype) -> None:
+    tail, heads, width = state.conv_tail, config.num_memory_heads, config.head_dim
+    memories = len(config.memory_projections) + 1
+    held = state.current[0][0].numel() // (tail.shape[1] * width**2)
+    if tuple(tail.shape[1:]) != (heads, config.conv_kernel_size - 1, 3 * width) or held != memories:
+        raise ValueError(
+            f"past_key_values holds {tail.shape[1]} heads of {held} memories of width {tail.shape[3] // 3}, and this "
+            f"model's have {heads} of {memories} of width {width}: it is the cache of another model"
+        )
+    dtype = torch.promote_types(dtype, torch.float32)
     if tail.dtype != dtype:
         raise ValueError(
             f"past_key_values holds {tail.dtype} memories, and this model computes them in {dtype}: read the text "

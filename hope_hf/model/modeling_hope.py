@@ -24,13 +24,12 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import HopeAttention
-from .cache_hope import HopeCache, is_memory_layer
-from .chunk_layout import ChunkPlan, Past, plan_chunks
+from .cache_hope import HopeCache, past_of
+from .chunk_layout import ChunkPlan, plan_chunks
 from .configuration_hope import HopeConfig
-from .continuum import ContinuumMemory, LevelMix
+from .continuum import CONTINUA, ContinuumMemory, LevelMix
 from .generation_hope import HopeGenerationMixin
 from .input_checks import check_cache, check_inputs, check_labels, check_mask, local_padding_mask
-from .memory_state import MemoryState
 from .self_modifying import (
     HopeRMSNorm,
     InitialMemory,
@@ -48,12 +47,18 @@ _HEAD_WIDTH = 768
 MIXERS = {"hope_memory": SelfModifyingTitans, "full_attention": HopeAttention}
 
 
+def keeps_state(config: HopeConfig) -> bool:
+    """Whether a model carries anything from token to token besides keys and values."""
+    return config.has_memories or CONTINUA[config.level_variant].state_class is not None
+
+
 class HopeBlock(GradientCheckpointingLayer):
     """A mixer, then the continuum memory, each behind its normalisation and residual connection.
 
-    A mixer is called as `mixer(hidden_states, **what its kind needs)` and returns its output, its state after the
-    call, and what transformers records. Memories are functional, state in, state out: the model writes the cache, so
-    that a checkpointed block can be run again in the backward pass without a second write.
+    Both follow one protocol, `module(hidden_states, state, **context)`, and return their output and their state after
+    the call, `None` where the module keeps none; `context` is what the model tells all of them about the call. They
+    are functional, state in, state out: the model writes the cache, so that a checkpointed block can be run again in
+    the backward pass without a second write. Attention alone writes its keys and values into the cache itself.
     """
 
     def __init__(self, config: HopeConfig, layer_idx: int):
@@ -61,17 +66,22 @@ class HopeBlock(GradientCheckpointingLayer):
         self.layer_idx = layer_idx
         self.input_layernorm = HopeRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mixer = MIXERS[config.layer_types[layer_idx]](config, layer_idx)
-        self.continuum = ContinuumMemory(config)
+        self.continuum = CONTINUA[config.level_variant](config)
         for projection in (self.mixer.o_proj, *(level.down_proj for level in self.continuum.levels)):
             projection.ends_branch = True
 
-    def forward(self, hidden_states: torch.Tensor, **kwargs) -> tuple[torch.Tensor, MemoryState | None]:
-        """Hidden states [B, T, hidden_size] of the next block, and the mixer's new state.
-
-        `kwargs` are those of the mixer, see `SelfModifyingTitans.forward` and `HopeAttention.forward`.
-        """
-        mixed, state, *_ = self.mixer(self.input_layernorm(hidden_states), **kwargs)
-        return self.continuum(hidden_states + mixed), state
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        mixer_state: tuple | None = None,
+        level_state: tuple | None = None,
+        **context,
+    ) -> tuple[torch.Tensor, tuple | None, tuple | None]:
+        """Hidden states [B, T, hidden_size] of the next block, and the states of the mixer and of the levels."""
+        # attention also returns what transformers records
+        mixed, mixer_state, *_ = self.mixer(self.input_layernorm(hidden_states), mixer_state, **context)
+        output, level_state = self.continuum(hidden_states + mixed, level_state, **context)
+        return output, mixer_state, level_state
 
 
 class HopePreTrainedModel(PreTrainedModel):
@@ -123,11 +133,10 @@ class HopePreTrainedModel(PreTrainedModel):
 
     def compile(self, *args, **kwargs):
         """`nn.Module.compile` of what is the same at every call; beside memories, that is every block's continuum."""
-        # CODEPATH: 'hope_memory' layers in HOPE, 'full_attention' layers in Hope-Attention, both in hybrids.
-        if not self.config.has_memories:
+        if not keeps_state(self.config):
             return super().compile(*args, **kwargs)
         for module in self.modules():
-            if isinstance(module, ContinuumMemory):
+            if isinstance(module, ContinuumMemory) and module.state_class is None:
                 module.compile(*args, **kwargs)
 
     def add_model_tags(self, tags: list[str] | str) -> None:
@@ -216,48 +225,42 @@ class HopeModel(HopePreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
     def _is_cut_anew(self, hidden_states, input_ids, attention_mask, position_ids, cache) -> bool:
-        """Whether a compiled model of memories is given documents, or goes on with more than a token."""
-        # CODEPATH: 'hope_memory' layers in HOPE, 'full_attention' layers in Hope-Attention, both in hybrids.
-        if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or not self.config.has_memories:
+        """Whether a compiled model with a state is given documents, or goes on with more than a token."""
+        if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or not keeps_state(self.config):
             return False
-        return hidden_states.shape[1] > 1 and (position_ids is not None or _past(cache) is not None)
+        return hidden_states.shape[1] > 1 and (position_ids is not None or past_of(cache) is not None)
 
     @torch.compiler.disable(reason="documents and earlier calls cut every batch into other chunks")
     def _read_uncompiled(self, *args, **kwargs) -> torch.Tensor:
         return self._read(*args, **kwargs)
 
     def _read(self, hidden_states, input_ids, attention_mask, position_ids, cache, **kwargs) -> torch.Tensor:
-        """All blocks. States of memories are written into the cache here, outside the blocks."""
-        length = hidden_states.shape[1]
-        # CODEPATH: 'hope_memory' layers in HOPE, 'full_attention' layers in Hope-Attention, both in hybrids.
-        if self.config.has_memories and not isinstance(attention_mask, dict):
-            seen = 0 if cache is None else cache.get_seq_length()
-            check_mask(attention_mask, *hidden_states.shape[:2], seen)
-        attention = memory = None
-        # CODEPATH: 'hope_memory' layers in HOPE, 'full_attention' layers in Hope-Attention, both in hybrids.
+        """All blocks. States are written into the cache here, outside the blocks."""
+        context = {"need_state": cache is not None}
+        if keeps_state(self.config):
+            context["plan"] = plan = self._plan(hidden_states, input_ids, attention_mask, position_ids, cache)
+        # CODEPATH: 'full_attention' layers in Hope-Attention and in hybrids.
         if self.config.has_attention:
-            attention = self._attention_arguments(hidden_states, attention_mask, position_ids, cache) | kwargs
-        # CODEPATH: 'hope_memory' layers in HOPE, 'full_attention' layers in Hope-Attention, both in hybrids.
-        if self.config.has_memories:
-            mask = attention_mask["hope_memory"] if isinstance(attention_mask, dict) else attention_mask
-            memory = {"plan": self._plan(hidden_states, input_ids, mask, position_ids, cache)}
-        for block, kind in zip(self.layers, self.config.layer_types, strict=True):
-            if kind == "full_attention":
-                hidden_states, _ = block(hidden_states, past_key_values=cache, **attention)
-                continue
-            layer = None if cache is None else cache.layers[block.layer_idx]
-            hidden_states, state = block(
-                hidden_states, state=layer and layer.state, need_state=cache is not None, **memory
-            )
-            if layer is not None:
-                layer.update_state(state, length, memory["plan"].past.is_uniform)
+            context |= self._attention_arguments(hidden_states, attention_mask, position_ids, cache) | kwargs
+        for block in self.layers:
+            # of the mixer, and of levels that keep a state
+            places = () if cache is None else cache.layers[block.layer_idx :: len(self.layers)]
+            states = [getattr(place, "state", None) for place in places]
+            hidden_states, *states = block(hidden_states, *states, **context)
+            for place, state in zip(places, states, strict=False):
+                if state is not None:
+                    place.update_state(state, plan.past)
         return hidden_states
 
     def _plan(self, hidden_states, input_ids, attention_mask, position_ids, cache) -> ChunkPlan:
-        """The chunks of the memories."""
+        """Documents, padding and chunks of this call."""
         shape, device = hidden_states.shape[:2], hidden_states.device
-        mask = local_padding_mask(attention_mask, shape[1])
-        return plan_chunks(self.config, shape, device, _past(cache), mask, position_ids, input_ids, cache is not None)
+        if isinstance(attention_mask, dict):
+            attention_mask = attention_mask["hope_memory"]
+        else:
+            check_mask(attention_mask, *shape, 0 if cache is None else cache.get_seq_length())
+        mask, past = local_padding_mask(attention_mask, shape[1]), past_of(cache)
+        return plan_chunks(self.config, shape, device, past, mask, position_ids, input_ids, cache is not None)
 
     def _attention_arguments(self, hidden_states, attention_mask, position_ids, cache) -> dict:
         """Mask and rotary positions of softmax attention."""
@@ -281,14 +284,8 @@ class HopeModel(HopePreTrainedModel):
         return {
             "attention_mask": mask,
             "position_embeddings": self.rotary_emb(hidden_states, position_ids=position_ids),
+            "past_key_values": cache,
         }
-
-
-def _past(cache: Cache | None) -> Past | None:
-    """What the memories of a cache have read."""
-    if cache is None:
-        return None
-    return next(layer.past for layer in cache.layers if is_memory_layer(layer))
 
 
 class HopeForCausalLM(HopePreTrainedModel, HopeGenerationMixin):

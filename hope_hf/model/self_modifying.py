@@ -20,8 +20,8 @@ from .configuration_hope import HopeConfig
 from .delta_fused import scan_fused
 from .delta_rule import DeltaMemories
 from .diagnostics import contribution, gate_values, memory_statistics
-from .memory_scan import Memories, ScanInputs, scan, scan_plain
-from .memory_state import MemoryState
+from .memory_scan import Memories, ScanInputs, ScanState, scan, scan_plain
+from .memory_state import map_state
 from .paper_rule import PaperMemories, PaperRule
 
 # standard deviation of a memory's output layer at initialisation, times 1 / sqrt(its input width)
@@ -223,16 +223,18 @@ class SelfModifyingTitans(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
+        state: ScanState | None = None,
+        *,
         plan: ChunkPlan,
-        state: MemoryState | None = None,
         need_state: bool = False,
-    ) -> tuple[torch.Tensor, MemoryState | None]:
+        **_,
+    ) -> tuple[torch.Tensor, ScanState | None]:
         """Read a piece of text and learn from it.
 
         Args:
             hidden_states: [B, T, hidden_size].
+            state: what the call before returned, or `None` at a text's start; tensors are [B, H, ...].
             plan: which chunk each token falls in.
-            state: what the call before returned, or `None` at a text's start.
             need_state: whether to return the state after the last token.
 
         Returns:
@@ -245,7 +247,7 @@ class SelfModifyingTitans(nn.Module):
                 scan_fused if self.config.memory_rule == "delta" and not torch.compiler.is_compiling() else scan_plain,
                 inputs,
                 self.memories(batch_size, inputs.query.dtype),
-                None if state is None else state.to_scan(),
+                None if state is None else map_state(lambda tensor: tensor.flatten(0, 1), state),
                 plan.pieces,
                 self.config.recompute_chunks,
                 need_state,
@@ -254,7 +256,9 @@ class SelfModifyingTitans(nn.Module):
             normed = self.o_norm(plan.layout.to_tokens(reads))
         gate = F.silu(self.g_proj(hidden_states))
         output = self.o_proj(normed.flatten(2).to(gate.dtype) * gate)
-        return output, MemoryState.of_scan(after, heads, plan.past) if need_state else None
+        if after is not None:
+            after = map_state(lambda tensor: tensor.unflatten(0, (batch_size, heads)), after)
+        return output, after
 
     def statistics(self, hidden_states: torch.Tensor) -> dict[str, torch.Tensor]:
         """`diagnostics.memory_statistics` of this mixer."""

@@ -94,7 +94,7 @@ def saturated_weights(rate, made, length=4096):
         outputs, largest, past, state = [], [], None, None
         for part in noise.split(512, dim=1):
             plan = plan_chunks(mixer.config, part.shape[:2], part.device, past)
-            output, state = mixer(part, plan, state, need_state=True)
+            output, state = mixer(part, state, plan=plan, need_state=True)
             past = plan.past
             outputs.append(output)
             largest.append(state.current[0].abs().max().item())

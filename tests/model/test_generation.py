@@ -317,7 +317,7 @@ def test_a_static_memory_stays_where_it_is(tiny_model):
     with torch.no_grad():
         for part in text(2, 12).split(lengths, dim=1):
             model(part, past_key_values=cache)
-            places.append({name: tensor.data_ptr() for name, tensor in cache.layers[0].state.named().items()})
+            places.append({name: tensor.data_ptr() for name, tensor in cache.layers[0].named_tensors().items()})
     assert places[0] and places[0] == places[1] == places[2]
     assert len(set(places[0].values())) == len(places[0]), "two of them share their memory"
 

@@ -56,9 +56,9 @@ def test_the_result_does_not_depend_on_the_tile(monkeypatch, depth, mode, tile):
     mixer = build_mixer(memory_rule="paper", paper_rule=rule, memory_chunk_size=30)
     hidden_states = torch.randn(2, 37, 16, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     plan = plan_chunks(mixer.config, hidden_states.shape[:2], hidden_states.device)
-    output, state = mixer(hidden_states, plan, need_state=True)
+    output, state = mixer(hidden_states, plan=plan, need_state=True)
     assert state.current[0].ne(state.chunk_start[0]).any() and paper_rule.TILE > 30
     monkeypatch.setattr(paper_rule, "TILE", tile)
-    tiled_output, tiled_state = mixer(hidden_states, plan, need_state=True)
+    tiled_output, tiled_state = mixer(hidden_states, plan=plan, need_state=True)
     torch.testing.assert_close(tiled_output, output, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(tiled_state.named(), state.named(), rtol=1e-10, atol=1e-10)

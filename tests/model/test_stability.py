@@ -46,7 +46,7 @@ def long_streams():
 def read(mixer, hidden_states):
     plan = plan_chunks(mixer.config, hidden_states.shape[:2], hidden_states.device)
     with torch.no_grad():
-        return mixer(hidden_states, plan, need_state=True)
+        return mixer(hidden_states, plan=plan, need_state=True)
 
 
 # options, and what is added to the biases of learning rate and retention

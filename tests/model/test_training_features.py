@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
 from hope_hf.model import self_modifying
-from hope_hf.model.continuum import ContinuumMemory
+from hope_hf.model.continuum import CONTINUA, ContinuumMemory
 
 
 def text(*shape):
@@ -149,7 +149,7 @@ def swiglu(level, x):
 
 def build_continuum(tiny_config, variant):
     generator = torch.Generator().manual_seed(1)
-    continuum = ContinuumMemory(
+    continuum = CONTINUA[variant](
         tiny_config(level_variant=variant, level_periods=[1, 2, 4], level_intermediate_sizes=[8, 16, 24])
     ).double()
     with torch.no_grad():
@@ -163,7 +163,7 @@ def test_sequential_levels_are_a_chain_from_fast_to_slow(tiny_config):
     expected = x
     for level in range(3):
         expected = expected + swiglu(continuum.levels[level], expected)
-    torch.testing.assert_close(continuum(x), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(continuum(x)[0], expected, rtol=1e-10, atol=1e-10)
 
 
 def test_independent_levels_are_a_weighted_sum(tiny_config):
@@ -171,7 +171,7 @@ def test_independent_levels_are_a_weighted_sum(tiny_config):
     weights = continuum.mix.weight
     assert weights.shape == (3,)
     expected = x + sum(weights[level] * swiglu(continuum.levels[level], x) for level in range(3))
-    torch.testing.assert_close(continuum(x), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(continuum(x)[0], expected, rtol=1e-10, atol=1e-10)
 
 
 def test_independent_levels_start_with_equal_weights_and_learn_them(tiny_model):
