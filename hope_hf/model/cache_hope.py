@@ -88,8 +88,13 @@ class HopeMemoryLayer(CacheLayerMixin):
         """Keep the rows `indices`."""
         self.map(lambda tensor: tensor[indices])
 
+    def offload(self) -> None:
+        """Move the state to the CPU."""
+        self.map(lambda tensor: tensor.to("cpu", non_blocking=True))
+
     def prefetch(self) -> None:
-        """Nothing: only keys and values are ever moved to the CPU."""
+        """Move the state back to its device."""
+        self.map(lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """All that the layer holds, by name: batch-first tensors, and `columns`, its counts as two integers."""
@@ -192,25 +197,24 @@ class HopeCache(DynamicCache):
         fork.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return fork
 
-    def detach_(self) -> "HopeCache":
-        """Cut the gradient to the tokens read so far, in place: truncated backpropagation through time."""
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "HopeCache":
         for layer in self.layers:
             if is_memory_layer(layer):
-                layer.map(torch.Tensor.detach)
+                layer.map(function)
             elif layer.is_initialized:
-                layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
+                layer.keys, layer.values = function(layer.keys), function(layer.values)
         return self
+
+    def detach_(self) -> "HopeCache":
+        """Cut the gradient to the tokens read so far, in place: truncated backpropagation through time."""
+        return self._map(torch.Tensor.detach)
 
     def to(self, device: torch.device | str) -> "HopeCache":
         """Move every tensor to a device, in place."""
         for layer in self.layers:
-            if is_memory_layer(layer):
-                layer.map(lambda tensor: tensor.to(device))
-            elif layer.is_initialized:
-                layer.keys, layer.values = layer.keys.to(device), layer.values.to(device)
             if layer.is_initialized:
                 layer.device = torch.device(device)
-        return self
+        return self._map(lambda tensor: tensor.to(device))
 
     def snapshot(self) -> list[CacheLayerMixin]:
         """What `rollback` needs to come back to this token. Nothing is copied: new tokens make new tensors."""

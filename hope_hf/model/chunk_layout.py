@@ -37,58 +37,20 @@ class Past(NamedTuple):
 
 
 @dataclass
-class ChunkLayout:
-    """The pieces in which one call's tokens are written: parts of chunks, in order.
+class ChunkPlan:
+    """One call's tokens in their chunks. Without padding and documents the tensors are `None`: a slot is a token."""
 
-    Without padding and documents the tensors are `None`, a slot is a token, and `closes` holds Python booleans.
-    """
-
-    # (start, stop) in slots of each piece
-    pieces: list[tuple[int, int]]
-    # whether the chunk ends with the piece: the weights then become the next chunk's start, per piece bool or [B] bool
-    closes: list
-    # token that fills each slot [B, S]; padding slots hold any
-    token_of_slot: torch.Tensor | None = None
-    # slot of each token [B, T]; padding tokens hold any
-    slot_of_token: torch.Tensor | None = None
+    # parts of chunks in order, as the scan of the mixers' heads sees them
+    pieces: list[ScanPiece]
+    # after the call
+    past: Past
     # slots that hold a token [B, S]
     valid: torch.Tensor | None = None
     # tokens of the document before the slot's own [B, S]
     position: torch.Tensor | None = None
-    # rows in which a document begins with the piece, per piece [B] bool
-    resets: list | None = None
-    # slots left empty in the first piece, by the tokens of the chunk that earlier calls wrote [B]
-    offset: torch.Tensor | None = None
-    # slots of the piece up to its last token, per piece [B]; `offset` (or 0) where it has none
-    ends: list | None = None
-
-    def scan_pieces(self, heads: int, reach: int) -> list[ScanPiece]:
-        """The pieces as a scan of `heads` heads and convolutions that reach `reach` tokens back sees them."""
-        if self.valid is None:
-            return [ScanPiece(*piece, closes) for piece, closes in zip(self.pieces, self.closes, strict=True)]
-
-        def per_head(rows: torch.Tensor) -> torch.Tensor:
-            return rows.repeat_interleave(heads, dim=0)
-
-        around = torch.arange(reach, device=self.valid.device)
-        position = per_head(self.position)
-        # a tap that reaches back beyond the document's first token reads nothing
-        inside = torch.stack([position >= back for back in range(reach, 0, -1)] or [position.bool()]).unsqueeze(-1)
-        return [
-            ScanPiece(
-                start,
-                stop,
-                per_head(closes)[:, None, None],
-                ~per_head(resets)[:, None, None],
-                inside[:, :, start:stop],
-                # the piece begins with empty slots: the tail goes right before its first token
-                per_head(self.offset[:, None] + around)[..., None] if start == 0 and self.offset is not None else None,
-                per_head(ends[:, None] + around)[..., None],
-            )
-            for (start, stop), closes, resets, ends in zip(
-                self.pieces, self.closes, self.resets, self.ends, strict=True
-            )
-        ]
+    # token that fills each slot [B, S], and slot of each token [B, T]; padding holds any
+    token_of_slot: torch.Tensor | None = None
+    slot_of_token: torch.Tensor | None = None
 
     def to_slots(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, ...] -> [B, S, ...]."""
@@ -101,100 +63,6 @@ class ChunkLayout:
 
 def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x.gather(1, index.reshape(*index.shape, *(1,) * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
-
-
-def plain_layout(length: int, chunk: int, seen: int) -> ChunkLayout:
-    """Layout of `length` tokens in rows that have all read `seen` tokens of their document."""
-    pieces, start = [], 0
-    while start < length:
-        stop = min(start + chunk - (seen + start) % chunk, length)
-        pieces.append((start, stop))
-        start = stop
-    return ChunkLayout(pieces, [(seen + stop) % chunk == 0 for _, stop in pieces])
-
-
-@dataclass
-class TokenPositions:
-    """The position of each token of a call in its document."""
-
-    # real tokens [B, T]
-    valid: torch.Tensor
-    # real tokens that begin a document [B, T]
-    begins: torch.Tensor
-    # real tokens of the row's current document in earlier calls [B]
-    seen: torch.Tensor
-
-    def __post_init__(self):
-        self.rank = self.valid.long().cumsum(1) - 1
-        # rank of the first token of the token's document, -1 for the document that earlier calls began
-        self.first = torch.where(self.begins, self.rank, -1).cummax(1).values
-        self.position = torch.where(self.first >= 0, self.rank - self.first, self.rank + self.seen[:, None])
-
-    def seen_after(self) -> torch.Tensor:
-        """Real tokens of the row's then current document after the call [B]."""
-        any_valid = self.valid.any(1)
-        last = torch.where(self.valid, torch.arange(self.valid.shape[1], device=self.valid.device), -1).amax(1)
-        return torch.where(any_valid, self.position.gather(1, last.clamp(min=0)[:, None])[:, 0] + 1, self.seen)
-
-
-def ragged_layout(positions: TokenPositions, chunk: int) -> ChunkLayout:
-    """Layout of rows with padding, documents or unequal history. One host synchronisation: the number of slots.
-
-    A compiled or exported graph has none: it takes as many slots as a row of one document can need.
-    """
-    valid, begins, seen = positions.valid, positions.begins, positions.seen
-    batch_size, length = valid.shape
-    offset = seen % chunk
-    if length == 1:
-        closes = ((positions.position[:, 0] + 1) % chunk == 0) & valid[:, 0]
-        return ChunkLayout(
-            [(0, 1)], [closes], valid=valid, position=positions.position, resets=[begins[:, 0]],
-            ends=[valid[:, 0].long()],
-        )  # fmt: skip
-    # At a document's first token: the chunks its predecessor fills. Before the first document of the call the row
-    # continues one from earlier calls, whose tokens occupy `offset` slots of the first chunk.
-    previous = torch.nn.functional.pad(positions.first, (1, 0), value=-1)[:, :-1]
-    filled = torch.where(previous >= 0, positions.rank - previous, positions.rank + offset[:, None])
-    chunks_before = torch.where(begins, -(-filled // chunk), 0).cumsum(1)
-    within = torch.where(positions.first >= 0, positions.position, positions.rank + offset[:, None])
-    slot_of_token = chunks_before * chunk + within
-    if torch.compiler.is_compiling():
-        slots_needed = length + chunk - 1
-    else:
-        slots_needed = int(torch.where(valid, slot_of_token, 0).max()) + 1
-    num_slots = -(-slots_needed // chunk) * chunk
-    # padding tokens go to one slot too many, which is cut off
-    target = torch.where(valid, slot_of_token, num_slots)
-    filler = torch.zeros(batch_size, num_slots + 1, dtype=torch.long, device=valid.device)
-    token_of_slot = filler.scatter(1, target, torch.arange(length, device=valid.device).expand(batch_size, -1))
-    position = filler.scatter(1, target, positions.position)[:, :-1]
-    slot_valid = filler.bool().scatter(1, target, valid)[:, :-1]
-    starts = range(0, num_slots, chunk)
-    last = torch.arange(1, chunk + 1, device=valid.device)
-    ends = [(slot_valid[:, start : start + chunk] * last).amax(1) for start in starts]
-    ends[0] = torch.where(ends[0] == 0, offset, ends[0])
-    return ChunkLayout(
-        pieces=[(start, start + chunk) for start in starts],
-        closes=[slot_valid[:, start + chunk - 1] for start in starts],
-        token_of_slot=token_of_slot[:, :-1],
-        slot_of_token=torch.where(valid, slot_of_token, 0),
-        valid=slot_valid,
-        position=position,
-        resets=[slot_valid[:, start] & (position[:, start] == 0) for start in starts],
-        offset=offset,
-        ends=ends,
-    )
-
-
-@dataclass
-class ChunkPlan:
-    """One call's tokens in their chunks."""
-
-    layout: ChunkLayout
-    # of the layout, for the mixers' heads
-    pieces: list[ScanPiece]
-    # after the call
-    past: Past
 
 
 def plan_chunks(
@@ -219,7 +87,6 @@ def plan_chunks(
         keeps_digest: whether there is a cache to keep the digest in.
     """
     batch_size, length = shape
-    chunk = config.memory_chunk_size
     digest = torch.zeros(batch_size, dtype=torch.long, device=device)
     if keeps_digest:
         digest = extend_digest(digest + 1 if past is None else past.digest, input_ids)
@@ -233,16 +100,106 @@ def plan_chunks(
         later = begins[:, 1:] if past is None else begins
         begins = begins if any_token or bool(later.any()) else None
     columns = length if past is None else past.columns + length
-    is_uniform = (past is None or past.is_uniform) and not any_token and padding_mask is None and begins is None
-    if is_uniform:
-        layout = plain_layout(length, chunk, columns - length)
-        seen_after = torch.full((batch_size,), columns, device=device)
+    if (past is None or past.is_uniform) and not any_token and padding_mask is None and begins is None:
+        pieces = _plain_pieces(length, config.memory_chunk_size, columns - length)
+        return ChunkPlan(pieces, Past(columns, True, torch.full((batch_size,), columns, device=device), digest))
+    everything = torch.ones(shape, dtype=torch.bool, device=device)
+    valid = everything if padding_mask is None else padding_mask.bool()
+    begins = ~everything if begins is None else begins & valid
+    seen = torch.zeros(batch_size, dtype=torch.long, device=device) if past is None else past.seen
+    # real tokens of the row before the token, and before the first one of its document (-1: earlier calls began it)
+    rank = valid.long().cumsum(1) - 1
+    first = torch.where(begins, rank, -1).cummax(1).values
+    position = torch.where(first >= 0, rank - first, rank + seen[:, None])
+    last = torch.where(valid, torch.arange(length, device=device), -1).amax(1)
+    seen_after = torch.where(last >= 0, position.gather(1, last.clamp(min=0)[:, None])[:, 0] + 1, seen)
+    past = Past(columns, False, seen_after, digest)
+    if length == 1:
+        return ChunkPlan(_ragged_pieces(config, valid, position), past, valid, position)
+    offset = seen % config.memory_chunk_size
+    slots = _slots(valid, begins, rank, first, offset, config.memory_chunk_size)
+    token_of_slot, filled = _invert(slots, valid, config.memory_chunk_size)
+    position = torch.where(filled, position.gather(1, token_of_slot), 0)
+    pieces = _ragged_pieces(config, filled, position, offset)
+    return ChunkPlan(pieces, past, filled, position, token_of_slot, torch.where(valid, slots, 0))
+
+
+def _plain_pieces(length: int, chunk: int, seen: int) -> list[ScanPiece]:
+    """Pieces of `length` tokens in rows that have all read `seen` tokens of their document."""
+    pieces, start = [], 0
+    while start < length:
+        stop = min(start + chunk - (seen + start) % chunk, length)
+        pieces.append(ScanPiece(start, stop, (seen + stop) % chunk == 0))
+        start = stop
+    return pieces
+
+
+def _slots(valid, begins, rank, first, offset, chunk: int) -> torch.Tensor:
+    """Slot of each token [B, T], of rows of which earlier calls have written `offset` [B] tokens of a chunk."""
+    # At a document's first token: the chunks its predecessor fills. Before the first document of the call the row
+    # continues one from earlier calls, whose tokens occupy `offset` slots of the first chunk.
+    previous = torch.nn.functional.pad(first, (1, 0), value=-1)[:, :-1]
+    filled = torch.where(previous >= 0, rank - previous, rank + offset[:, None])
+    chunks_before = torch.where(begins, -(-filled // chunk), 0).cumsum(1)
+    return chunks_before * chunk + torch.where(first >= 0, rank - first, rank + offset[:, None])
+
+
+def _invert(slots: torch.Tensor, valid: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token that fills each slot, and slots that hold one [B, S]. One host synchronisation: the number of slots.
+
+    A compiled or exported graph has none: it takes as many slots as a row of one document can need.
+    """
+    batch_size, length = slots.shape
+    if torch.compiler.is_compiling():
+        needed = length + chunk - 1
     else:
-        everything = torch.ones(shape, dtype=torch.bool, device=device)
-        valid = everything if padding_mask is None else padding_mask.bool()
-        begins = ~everything if begins is None else begins & valid
-        seen = torch.zeros(batch_size, dtype=torch.long, device=device) if past is None else past.seen
-        positions = TokenPositions(valid, begins, seen)
-        layout, seen_after = ragged_layout(positions, chunk), positions.seen_after()
-    pieces = layout.scan_pieces(config.num_memory_heads, config.conv_kernel_size - 1)
-    return ChunkPlan(layout, pieces, Past(columns, is_uniform, seen_after, digest))
+        needed = int(torch.where(valid, slots, 0).max()) + 1
+    num_slots = -(-needed // chunk) * chunk
+    # padding tokens go to one slot too many, which is cut off
+    target = torch.where(valid, slots, num_slots)
+    filler = torch.zeros(batch_size, num_slots + 1, dtype=torch.long, device=valid.device)
+    token_of_slot = filler.scatter(1, target, torch.arange(length, device=valid.device).expand(batch_size, -1))
+    return token_of_slot[:, :-1], filler.bool().scatter(1, target, valid)[:, :-1]
+
+
+def _ragged_pieces(
+    config: HopeConfig, valid: torch.Tensor, position: torch.Tensor, offset: torch.Tensor | None = None
+) -> list[ScanPiece]:
+    """Pieces of slots that documents, padding or unequal histories leave partly empty.
+
+    Args:
+        valid, position: [B, S], as in `ChunkPlan`.
+        offset: slots left empty in the first piece, by the tokens of the chunk that earlier calls wrote [B].
+    """
+    chunk, reach = config.memory_chunk_size, config.conv_kernel_size - 1
+
+    def per_head(rows: torch.Tensor) -> torch.Tensor:
+        return rows.repeat_interleave(config.num_memory_heads, dim=0)
+
+    around = torch.arange(reach, device=valid.device)
+    counts = torch.arange(1, chunk + 1, device=valid.device)
+    # a tap that reaches back beyond the document's first token reads nothing
+    back = per_head(position)
+    inside = torch.stack([back >= steps for steps in range(reach, 0, -1)] or [back.bool()]).unsqueeze(-1)
+    pieces = []
+    for start in range(0, valid.shape[1], chunk):
+        real, positions = valid[:, start : start + chunk], position[:, start : start + chunk]
+        size = real.shape[1]
+        # slots up to the piece's last token
+        end = (real * counts[:size]).amax(1)
+        tail_in = None
+        if start == 0 and offset is not None:
+            # the piece begins with empty slots: the tail goes right before its first token
+            end = torch.where(end == 0, offset, end)
+            tail_in = per_head(offset[:, None] + around)[..., None]
+        piece = ScanPiece(
+            start,
+            start + size,
+            closes=per_head(real[:, -1] & ((positions[:, -1] + 1) % chunk == 0))[:, None, None],
+            keeps=~per_head(real[:, 0] & (positions[:, 0] == 0))[:, None, None],
+            inside=inside[:, :, start : start + size],
+            tail_in=tail_in,
+            tail_out=per_head(end[:, None] + around)[..., None],
+        )
+        pieces.append(piece)
+    return pieces

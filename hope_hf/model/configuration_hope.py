@@ -1,10 +1,12 @@
 """Configuration of HOPE, and its named sizes."""
 
 from copy import deepcopy
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
 
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 from transformers import configuration_utils
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -55,25 +57,25 @@ LAYER_TYPES = ("hope_memory", "full_attention")
 # `Trainer` reads a checkpoint's configuration as one of no particular model, which knows transformers' kinds only.
 if LAYER_TYPES[0] not in configuration_utils.ALLOWED_ATTN_LAYER_TYPES:
     configuration_utils.ALLOWED_ATTN_LAYER_TYPES += LAYER_TYPES[:1]
-# The fields of `paper_rule`: their defaults, and the values that the words among them may have.
-_PAPER_RULE = {
-    "depth": 1,
-    "erase": "output",
-    "hidden_norm": "unit",
-    "inner_rate": 0.1,
-    "error_clip": 2.0,
-    "target_norm": True,
-    "read_mode": "inclusive",
-    "decay_to": "initial",
-}
-_PAPER_CHOICES = {
-    "depth": (1, 2),
-    "erase": ("output", "both", "none"),
-    "hidden_norm": ("unit", "none"),
-    "target_norm": (True, False),
-    "read_mode": ("inclusive", "exclusive"),
-    "decay_to": ("initial", "zero"),
-}
+# The smallest value of single fields.
+_LEAST = dict.fromkeys(
+    ("vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "memory_chunk_size", "conv_kernel_size"), 1
+) | dict.fromkeys(("projection_memory_rate", "recompute_chunks"), 0)
+
+
+@strict
+@dataclass
+class PaperRule:
+    """The fields of `HopeConfig.paper_rule`, which explains them."""
+
+    depth: Literal[1, 2] = 1
+    erase: Literal["output", "both", "none"] = "output"
+    hidden_norm: Literal["unit", "none"] = "unit"
+    inner_rate: float | int = 0.1
+    error_clip: float | int | None = 2.0
+    target_norm: bool = True
+    read_mode: Literal["inclusive", "exclusive"] = "inclusive"
+    decay_to: Literal["initial", "zero"] = "initial"
 
 
 @strict
@@ -244,7 +246,7 @@ class HopeConfig(PreTrainedConfig):
         if self.retention_bias is None and self.memory_rule == "paper":
             self.retention_bias = [1.0, 8.0]
         if self.memory_rule == "paper":
-            self.paper_rule = _PAPER_RULE | (self.paper_rule or {})
+            self.paper_rule = vars(PaperRule()) | (self.paper_rule or {})
         if self.level_periods is None:
             self.level_periods = [1_000_000, 4_000_000, 16_000_000]
         if self.level_intermediate_sizes is None and self.level_periods:
@@ -340,14 +342,9 @@ class HopeConfig(PreTrainedConfig):
 
     def validate_architecture(self):
         """Part of `@strict`-powered validation: what single fields and pairs of them must satisfy."""
-        for name in (
-            "vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "memory_chunk_size", "conv_kernel_size",
-        ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}")
-        for name in ("projection_memory_rate", "recompute_chunks"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"`{name}` must not be negative, got {getattr(self, name)}")
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)}")
         needed = (["num_memory_heads"] if self.has_memories else []) + (
             ["num_attention_heads", "num_key_value_heads"] if self.has_attention else []
         )
@@ -397,19 +394,17 @@ class HopeConfig(PreTrainedConfig):
             )
 
     def _validate_paper_rule(self):
-        rule = self.paper_rule
-        for name, value in rule.items():
-            if name not in _PAPER_RULE:
-                raise ValueError(f"`paper_rule` has no field '{name}': choose of {', '.join(_PAPER_RULE)}")
-            if name in _PAPER_CHOICES and value not in _PAPER_CHOICES[name]:
-                choices = ", ".join(map(repr, _PAPER_CHOICES[name]))
-                raise ValueError(f"`{name}` of `paper_rule` is {value!r}: choose of {choices}")
-        rate, clip = rule["inner_rate"], rule["error_clip"]
-        if not isinstance(rate, (int, float)) or rate < 0:
-            raise ValueError(f"`inner_rate` of `paper_rule` must be a number of at least 0, got {rate!r}")
-        if clip is not None and not (isinstance(clip, (int, float)) and clip > 0):
-            raise ValueError(f"`error_clip` of `paper_rule` must be positive or None, got {clip!r}")
-        if self.memory_learning_rate_max > 1 and clip is None:
+        for name in self.paper_rule.keys() - vars(PaperRule()):
+            raise ValueError(f"`paper_rule` has no field '{name}': choose of {', '.join(vars(PaperRule()))}")
+        try:
+            rule = PaperRule(**self.paper_rule)
+        except StrictDataclassError as error:
+            raise ValueError(f"`paper_rule` holds a wrong value: {error.__cause__}") from None
+        if rule.inner_rate < 0:
+            raise ValueError(f"`inner_rate` of `paper_rule` must be at least 0, got {rule.inner_rate}")
+        if rule.error_clip is not None and not rule.error_clip > 0:
+            raise ValueError(f"`error_clip` of `paper_rule` must be positive or None, got {rule.error_clip}")
+        if self.memory_learning_rate_max > 1 and rule.error_clip is None:
             raise ValueError(
                 f"`memory_learning_rate_max` above 1 ({self.memory_learning_rate_max}) diverges without `error_clip` "
                 "of `paper_rule`: set it, for instance to 2"

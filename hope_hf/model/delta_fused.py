@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from .delta_rule import DeltaMemories
 from .delta_step import step_token
-from .memory_scan import NORM_EPSILON, ScanInputs, ScanPiece, ScanState
+from .memory_scan import NORM_EPSILON, ScanInputs, ScanPiece, ScanState, decay_matrix
 
 # Size of the diagonal blocks that are inverted at once.
 _BASE = 4
@@ -92,13 +92,6 @@ class _State(NamedTuple):
     conv_tail: torch.Tensor
 
 
-class _Gradients(NamedTuple):
-    """Gradients of inputs and weights, added up piece by piece."""
-
-    inputs: ScanInputs
-    weights: _Weights
-
-
 class _Shape(NamedTuple):
     """Sizes, and which columns belong to whom."""
 
@@ -153,7 +146,7 @@ def _forward_piece(
 
     total, step = inputs.log_retention[:, cut].cumsum(-1), inputs.rate[:, cut].unsqueeze(-2)
     kept, left = total.exp(), (total[:, -1:] - total).exp()
-    decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).add_(_above(size, total)).exp_()
+    decay = decay_matrix(total, total)
     weighted = decay * step
     gram, similarity = torch.bmm(keys, keys.mT), torch.bmm(queries, keys.mT)
     lower = (gram * weighted).tril_(-1)
@@ -176,11 +169,6 @@ def _forward_piece(
     reads.addcmul_(weights.value_share, values)
     everything = (current, chunk_start, padded, mixed, streams, scales, kept, left, decay)
     return reads, _Kept(*everything, gram, similarity, solved, errors)
-
-
-def _above(size: int, like: torch.Tensor) -> torch.Tensor:
-    """-inf above the diagonal, 0 elsewhere [C, C]."""
-    return like.new_full((size, size), float("-inf")).triu_(1)
 
 
 def _end_piece(inputs: ScanInputs, state: _State, piece: ScanPiece, kept: _Kept) -> _State:
@@ -207,9 +195,13 @@ def _backward_piece(
     kept: _Kept,
     grad_reads: torch.Tensor,
     after: _State,
-    into: _Gradients,
+    grad_inputs: ScanInputs,
+    grad_weights: _Weights,
 ) -> _State:
-    """Gradients of the state before a piece, from those of its reads and of the state after it (each may be None)."""
+    """Gradients of the state before a piece, from those of its reads and of the state after it (each may be None).
+
+    Those of inputs are written into `grad_inputs`, those of weights added to `grad_weights`.
+    """
     cut, width, initial = slice(piece.start, piece.stop), shape.width, weights.initial
     rows, size, _ = kept.mixed.shape
     keys, values, queries = kept.streams.split(width, dim=-1)
@@ -253,7 +245,7 @@ def _backward_piece(
     grad_queries.addcmul_(kept_column, through)
     grad_total.addcmul_((through * queries).sum(-1), kept.kept)
     grad_current[..., shape.content].add_(torch.bmm((kept_column * queries).mT, grad_reads))
-    into.weights.initial.baddbmm_(queries.mT, grad_reads)
+    grad_weights.initial.baddbmm_(queries.mT, grad_reads)
 
     # the solve
     grad_right = torch.empty_like(grad_errors)
@@ -277,7 +269,7 @@ def _backward_piece(
     through = torch.bmm(grad_right, kept.current.mT)
     grad_keys.addcmul_(kept_column, through)
     grad_total.addcmul_((through * keys).sum(-1), kept.kept)
-    into.weights.initial.baddbmm_(keys.mT, grad_right[..., shape.content])
+    grad_weights.initial.baddbmm_(keys.mT, grad_right[..., shape.content])
     grad_current.baddbmm_((kept_column * keys).mT, grad_right)
     grad_values = grad_right.view(rows, size, shape.memories, width).sum(2).neg_()
     grad_values.addcmul_(weights.value_share, grad_reads)
@@ -286,9 +278,9 @@ def _backward_piece(
     share = (grad_reads * values).sum(-1)
     if inputs.value_norm is not None:
         share.mul_(inputs.value_norm[:, cut])
-        into.inputs.value_norm[:, cut] = (grad_values * values).sum(-1)
+        grad_inputs.value_norm[:, cut] = (grad_values * values).sum(-1)
         grad_values.mul_(inputs.value_norm[:, cut, None])
-    into.weights.value_share.add_(share.sum(-1)[:, None, None])
+    grad_weights.value_share.add_(share.sum(-1)[:, None, None])
     grad_streams = torch.stack([grad_keys, grad_values, grad_queries], dim=2)
     directions = kept.streams.view(rows, size, 3, width)
     along = (grad_streams * directions).sum(-1, keepdim=True)
@@ -301,7 +293,7 @@ def _backward_piece(
     for tap in range(reach + 1):
         part = grad_mixed if tap == reach or piece.inside is None else grad_mixed * piece.inside[tap]
         grad_padded[:, tap : tap + size].addcmul_(weights.taps[tap], part)
-        into.weights.taps[tap].add_((part * kept.padded[:, tap : tap + size]).sum(1, keepdim=True))
+        grad_weights.taps[tap].add_((part * kept.padded[:, tap : tap + size]).sum(1, keepdim=True))
     if grad_tail is not None and piece.tail_out is None:
         grad_padded[:, size:].add_(grad_tail)
     elif grad_tail is not None:
@@ -321,10 +313,10 @@ def _backward_piece(
         grad_stream = grad_raw[..., stream].contiguous()
         grad_start[..., columns] += torch.bmm(given[:, cut].mT, grad_stream)
         grad_raw[..., stream] += torch.bmm(grad_stream, kept.chunk_start[..., columns].mT)
-    for grad, part in zip(into.inputs[:3], grad_raw.split(width, dim=-1), strict=True):
+    for grad, part in zip(grad_inputs[:3], grad_raw.split(width, dim=-1), strict=True):
         grad[:, cut] = part
-    into.inputs.rate[:, cut] = grad_step
-    into.inputs.log_retention[:, cut] = grad_total.flip(-1).cumsum(-1).flip(-1)
+    grad_inputs.rate[:, cut] = grad_step
+    grad_inputs.log_retention[:, cut] = grad_total.flip(-1).cumsum(-1).flip(-1)
 
     # the state before the piece
     if kept.chunk_start is kept.current and grad_start is not None:
@@ -370,11 +362,9 @@ class _Scan(torch.autograd.Function):
         saved = list(ctx.saved_tensors)
         first = len(saved) - len(ctx.pieces) * len(_Kept._fields)
         inputs, weights, _ = _group(saved[:first])
-        # every slot of the inputs' gradients is written once
-        into = _Gradients(
-            ScanInputs(*(None if part is None else torch.empty_like(part) for part in inputs)),
-            _Weights(*map(torch.zeros_like, weights)),
-        )
+        # every slot is written once
+        grad_inputs = ScanInputs(*(None if part is None else torch.empty_like(part) for part in inputs))
+        grad_weights = _Weights(*map(torch.zeros_like, weights))
         grad_reads = torch.zeros_like(inputs.query) if grad_reads is None else grad_reads
         grad_current, grad_start, grad_tail = grad_state
         # added to in place
@@ -387,8 +377,9 @@ class _Scan(torch.autograd.Function):
                 if shared:
                     kept = kept._replace(chunk_start=kept.current)
                 part = grad_reads[:, piece.start : piece.stop]
-                grad_state = _backward_piece(inputs, weights, piece, ctx.shape, kept, part, grad_state, into)
-        return None, None, None, None, None, *into.inputs, *into.weights, *grad_state
+                arguments = (inputs, weights, piece, ctx.shape, kept, part, grad_state, grad_inputs, grad_weights)
+                grad_state = _backward_piece(*arguments)
+        return None, None, None, None, None, *grad_inputs, *grad_weights, *grad_state
 
 
 def _group(tensors) -> tuple[ScanInputs, _Weights, _State]:

@@ -127,8 +127,8 @@ def decay_matrix(rows: torch.Tensor, columns: torch.Tensor, strict: bool = False
     Masked before the exponential: above the diagonal it overflows, and an overflow times zero is a NaN gradient.
     """
     size = rows.shape[-1]
-    keep = torch.ones(size, size, dtype=torch.bool, device=rows.device).tril(-1 if strict else 0)
-    return (rows[..., :, None] - columns[..., None, :]).masked_fill(~keep, float("-inf")).exp()
+    mask = rows.new_full((size, size), float("-inf")).triu_(0 if strict else 1)
+    return (rows.unsqueeze(-1) - columns.unsqueeze(-2)).add_(mask).exp_()
 
 
 def select_rows(rows: torch.Tensor | bool, chosen: tuple, other: tuple) -> tuple:

@@ -120,9 +120,9 @@ class HopePreTrainedModel(PreTrainedModel):
         if hasattr(module, "begins_as"):
             # Defined before it, and so initialised before it.
             init.copy_(module.weight, module.begins_as[0].weight)
-        elif isinstance(module, (InitialMemory, ShortConvolution, ValueShare, MemoryGates)):
+        elif isinstance(module, (InitialMemory, ShortConvolution, MemoryGates)):
             module.reset_parameters()
-        elif isinstance(module, LevelMix):
+        elif isinstance(module, (LevelMix, ValueShare)):
             init.ones_(module.weight)
         elif getattr(module, "ends_branch", False):
             # Two residual branches a layer keep the stream's scale at any depth. Asked of the projection itself:

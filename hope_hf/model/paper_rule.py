@@ -13,12 +13,12 @@ Axes: b sequences times heads, N memory of a layer (the content memory last), C 
 `i` are the output and input width of one layer of a memory. Tokens are rows.
 """
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from .configuration_hope import PaperRule
 from .memory_scan import NORM_EPSILON, decay_matrix, unit
 
 # One triangular solve covers at most this many tokens: its cost grows with the square. The result is the same.
@@ -28,20 +28,6 @@ _HIDDEN_NORM_FLOOR = 0.1
 
 # The weights of a group of memories in the order in which they act: (W,) or (W2, W1); each [b, N, o, i].
 Weights = tuple[torch.Tensor, ...]
-
-
-@dataclass(frozen=True)
-class PaperRule:
-    """The fields of `HopeConfig.paper_rule`, which explains them."""
-
-    depth: Literal[1, 2]
-    erase: Literal["output", "both", "none"]
-    hidden_norm: Literal["unit", "none"]
-    inner_rate: float
-    error_clip: float | None
-    target_norm: bool
-    read_mode: Literal["inclusive", "exclusive"]
-    decay_to: Literal["initial", "zero"]
 
 
 class PaperMemories(NamedTuple):

@@ -16,13 +16,13 @@ from torch import nn
 from transformers import initialization as init
 
 from .chunk_layout import ChunkPlan
-from .configuration_hope import HopeConfig
+from .configuration_hope import HopeConfig, PaperRule
 from .delta_fused import scan_fused
 from .delta_rule import DeltaMemories
 from .diagnostics import contribution, gate_values, memory_statistics
 from .memory_scan import Memories, ScanInputs, ScanState, scan, scan_plain
 from .memory_state import map_state
-from .paper_rule import PaperMemories, PaperRule
+from .paper_rule import PaperMemories
 
 # standard deviation of a memory's output layer at initialisation, times 1 / sqrt(its input width)
 _OUTPUT_STD = 0.05
@@ -114,15 +114,10 @@ class ValueShare(nn.Module):
 
     def __init__(self, config: HopeConfig):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.num_memory_heads))
+        self.weight = nn.Parameter(torch.ones(config.num_memory_heads))
 
     def forward(self, dtype: torch.dtype) -> torch.Tensor:
         return self.weight.to(dtype, copy=True)
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """1."""
-        init.ones_(self.weight)
 
 
 class MemoryGates(nn.Module):
@@ -199,6 +194,7 @@ class SelfModifyingTitans(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         width, inner = config.hidden_size, config.num_memory_heads * config.head_dim
+        self.paper_rule = PaperRule(**config.paper_rule) if config.memory_rule == "paper" else None
         shared = config.memory_projections if config.memory_rule == "paper" else []
         self.in_proj = nn.Linear(width, inner, bias=False) if shared else None
         self.k_proj = None if "k" in shared else nn.Linear(width, inner, bias=False)
@@ -253,41 +249,32 @@ class SelfModifyingTitans(nn.Module):
                 need_state,
             )
             reads = reads.unflatten(0, (batch_size, heads)).transpose(1, 2)
-            normed = self.o_norm(plan.layout.to_tokens(reads))
+            normed = self.o_norm(plan.to_tokens(reads))
         gate = F.silu(self.g_proj(hidden_states))
         output = self.o_proj(normed.flatten(2).to(gate.dtype) * gate)
         if after is not None:
             after = map_state(lambda tensor: tensor.unflatten(0, (batch_size, heads)), after)
         return output, after
 
-    def statistics(self, hidden_states: torch.Tensor) -> dict[str, torch.Tensor]:
-        """`diagnostics.memory_statistics` of this mixer."""
-        return memory_statistics(self, hidden_states)
-
-    def gate_values(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`diagnostics.gate_values` of this mixer."""
-        return gate_values(self, hidden_states)
-
-    def contribution(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`diagnostics.contribution` of this mixer."""
-        return contribution(self, hidden_states)
+    # asked of the mixer, which may be of another copy of the code
+    statistics, gate_values, contribution = memory_statistics, gate_values, contribution
 
     def scan_inputs(self, hidden_states: torch.Tensor, plan: ChunkPlan) -> ScanInputs:
         """What the scan reads, from `hidden_states` [B, T, hidden_size], on the slots of the plan."""
-        layout, heads = plan.layout, self.config.num_memory_heads
+        heads = self.config.num_memory_heads
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
 
         def stream(projection: nn.Linear) -> torch.Tensor:
-            x = layout.to_slots(projection(hidden_states)).to(dtype).unflatten(-1, (heads, -1))
+            x = plan.to_slots(projection(hidden_states)).to(dtype).unflatten(-1, (heads, -1))
             return x.transpose(1, 2).flatten(0, 1)
 
         def gate(values: torch.Tensor | None) -> torch.Tensor | None:
             if values is None:
                 return None
-            values = layout.to_slots(values).transpose(1, 2)
-            if layout.valid is not None:
+            values = plan.to_slots(values).transpose(1, 2)
+            if plan.valid is not None:
                 # padding neither writes nor forgets
-                values = torch.where(layout.valid[:, None], values, 0.0)
+                values = torch.where(plan.valid[:, None], values, 0.0)
             return values.flatten(0, 1)
 
         shared = None if self.in_proj is None else stream(self.in_proj)
@@ -305,7 +292,7 @@ class SelfModifyingTitans(nn.Module):
         remade = tuple(config.memory_projections)
         factors = (float(config.projection_memory_rate),) * len(remade) + (1.0,)
         if config.memory_rule == "paper":
-            return PaperMemories(taps, remade, initial, taps.new_tensor(factors), PaperRule(**config.paper_rule))
+            return PaperMemories(taps, remade, initial, taps.new_tensor(factors), self.paper_rule)
         share = per_sequence(self.value_share(dtype)[:, None, None], batch_size)
         return DeltaMemories(taps, remade, *initial, share, factors)
 

@@ -56,14 +56,14 @@ class TracingLevels(ContinuumMemory):
     state_class = Trace
 
     def forward(self, hidden_states, state=None, *, plan, **_):
-        layout, traces = plan.layout, []
+        traces = []
         total = torch.zeros_like(hidden_states[:, 0]) if state is None else state.total
-        for slot, x in enumerate(layout.to_slots(hidden_states).unbind(1)):
-            if layout.valid is None:
+        for slot, x in enumerate(plan.to_slots(hidden_states).unbind(1)):
+            if plan.valid is None:
                 total = 0.8 * total + 0.2 * x
             else:
-                real, first = layout.valid[:, slot, None], layout.position[:, slot, None] == 0
+                real, first = plan.valid[:, slot, None], plan.position[:, slot, None] == 0
                 total = torch.where(real, 0.8 * torch.where(first, 0.0, total) + 0.2 * x, total)
             traces.append(total)
-        hidden_states = hidden_states + layout.to_tokens(torch.stack(traces, dim=1))
+        hidden_states = hidden_states + plan.to_tokens(torch.stack(traces, dim=1))
         return super().forward(hidden_states)[0], Trace(total)

@@ -10,6 +10,7 @@ from transformers import StaticCache
 
 from hope_hf import HopeCache, HopeForCausalLM
 from hope_hf.model import generation_hope
+from hope_hf.model.memory_state import named_tensors
 
 MODELS = LAYERS | {"paper-2": MEMORIES["paper-2"]}
 NEW = 11
@@ -317,7 +318,8 @@ def test_a_static_memory_stays_where_it_is(tiny_model):
     with torch.no_grad():
         for part in text(2, 12).split(lengths, dim=1):
             model(part, past_key_values=cache)
-            places.append({name: tensor.data_ptr() for name, tensor in cache.layers[0].named_tensors().items()})
+            held = cache.layers[0].named_tensors() | {"columns": cache.layers[0].past.columns}
+            places.append({name: tensor.data_ptr() for name, tensor in held.items()})
     assert places[0] and places[0] == places[1] == places[2]
     assert len(set(places[0].values())) == len(places[0]), "two of them share their memory"
 
@@ -397,16 +399,16 @@ def test_a_layer_moved_away_and_back_holds_the_same_state(tiny_model):
     with torch.no_grad():
         model(text(2, 11), past_key_values=cache)
     layer = cache.layers[0]
-    before = {name: tensor.clone() for name, tensor in layer.state.named().items()}
+    before = {name: tensor.clone() for name, tensor in named_tensors(layer.state).items()}
     layer.offload()
-    assert {tensor.device.type for tensor in layer.state.named().values()} == {"cpu"}
+    assert {tensor.device.type for tensor in named_tensors(layer.state).values()} == {"cpu"}
     layer.prefetch()
-    assert {tensor.device for tensor in layer.state.named().values()} == {layer.device}
-    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state.named().items())
+    assert {tensor.device for tensor in named_tensors(layer.state).values()} == {layer.device}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in named_tensors(layer.state).items())
     # to a device where nothing is computed, to see that every tensor is moved
     layer.device = torch.device("meta")
     layer.prefetch()
-    assert {tensor.device.type for tensor in layer.state.named().values()} == {"meta"}
+    assert {tensor.device.type for tensor in named_tensors(layer.state).values()} == {"meta"}
 
 
 def test_what_a_memory_cannot_do_is_refused(tiny_model):
