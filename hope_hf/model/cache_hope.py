@@ -130,9 +130,12 @@ class HopeStaticMemoryLayer(HopeMemoryLayer):
             self.map(lambda tensor: tensor.detach().clone())
             return
         self.past.columns.copy_(past.columns)
-        new = named_tensors(state) | {"seen": past.seen, "digest": past.digest}
-        for name, tensor in (named_tensors(self.state) | {"seen": self.past.seen, "digest": self.past.digest}).items():
-            tensor.copy_(new[name].detach())
+        held, new = (
+            [*named_tensors(state).values(), past.seen, past.digest]
+            for state, past in ((self.state, self.past), (state, past))
+        )
+        for tensor, value in zip(held, new, strict=True):
+            tensor.copy_(value.detach())
 
 
 # transformers makes the layers of its caches by the names in `HopeConfig.layer_types`. Every copy of this file (each
@@ -146,9 +149,10 @@ def is_memory_layer(layer: CacheLayerMixin) -> bool:
     return any(kind.__name__ == HopeMemoryLayer.__name__ for kind in type(layer).__mro__)
 
 
-def level_layers(config: HopeConfig, kind: type[HopeMemoryLayer] = HopeMemoryLayer) -> list[HopeMemoryLayer]:
+def level_layers(config: HopeConfig, is_static: bool = False) -> list[HopeMemoryLayer]:
     """Layers for the states of the blocks' levels, which follow those of the mixers; none where levels keep none."""
     state_class = CONTINUA[config.level_variant].state_class
+    kind = HopeStaticMemoryLayer if is_static else HopeMemoryLayer
     return [] if state_class is None else [kind(state_class) for _ in range(config.num_hidden_layers)]
 
 

@@ -4,7 +4,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 
-from .cache_hope import HopeMemoryLayer, HopeStaticMemoryLayer, is_memory_layer, level_layers, past_of
+from .cache_hope import is_memory_layer, level_layers, past_of
 from .configuration_hope import HopeConfig
 from .memory_scan import ScanState
 
@@ -111,9 +111,8 @@ def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -
         # made without a config, it would append layers for keys and values
         layers.extend(DynamicCache(config=config).layers)
         cache.layer_class_to_replicate = None
-    is_static = layers and cache.is_compileable
-    of_levels = level_layers(config, HopeStaticMemoryLayer if is_static else HopeMemoryLayer)
-    if layers and len(layers) == config.num_hidden_layers and not cache.get_seq_length():
+    of_levels = level_layers(config, is_static=bool(layers) and cache.is_compileable)
+    if of_levels and layers and len(layers) == config.num_hidden_layers and not cache.get_seq_length():
         layers.extend(of_levels)
     if layers is None or len(layers) != config.num_hidden_layers + len(of_levels):
         held = "no layers" if layers is None else f"{len(layers)} layers"
