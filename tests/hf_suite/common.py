@@ -24,6 +24,7 @@ from transformers.models.auto import modeling_auto  # noqa: E402
 
 import hope_hf  # noqa: E402
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM, HopeModel  # noqa: E402
+from hope_hf.model.memory_state import named_tensors  # noqa: E402
 
 # The suite looks up a model's classes by name.
 for mapping, name in {
@@ -112,7 +113,7 @@ class HopeMemory(WithMemories, unittest.TestCase):
         assert len(past_key_values) == config.num_hidden_layers
         assert seq_length is None or past_key_values.get_seq_length() == seq_length
         for layer in past_key_values.layers:
-            assert {len(tensor) for tensor in layer.state.named().values()} == {batch_size}
+            assert {len(tensor) for tensor in named_tensors(layer.state).values()} == {batch_size}
 
     def test_left_padding_compatibility(self):
         # The suite runs this only for models with attentions, but a recurrent one must pass it too.
@@ -145,7 +146,7 @@ class HopeHybrid(WithMemories, unittest.TestCase):
 
     def _check_past_key_values_for_generate(self, batch_size, past_key_values, seq_length, config):
         memory, attention = past_key_values.layers
-        assert {len(tensor) for tensor in memory.state.named().values()} == {batch_size}
+        assert {len(tensor) for tensor in named_tensors(memory.state).values()} == {batch_size}
         shape = (batch_size, config.num_key_value_heads, seq_length, config.head_dim)
         assert attention.keys.shape == attention.values.shape == shape
 

@@ -9,6 +9,7 @@ from mixers import ATTENTION, HYBRID, MEMORIES, MIXERS
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
 from hope_hf.model import self_modifying
+from hope_hf.model.memory_state import named_tensors
 
 PRECISIONS = ["float32", "autocast", "bfloat16"]
 
@@ -83,7 +84,7 @@ def test_state_gates_and_products_are_float32(tiny_model, seen, precision, optio
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast in the backward pass"):
         out.loss.backward()
     assert set().union(*seen.values()) == {torch.float32}, seen
-    held = cache.layers[0].state.named()
+    held = named_tensors(cache.layers[0].state)
     assert {name for name, tensor in held.items() if tensor.is_floating_point()} > {"conv_tail", "current.0"}
     assert {tensor.dtype for tensor in held.values() if tensor.is_floating_point()} == {torch.float32}
 

@@ -39,7 +39,7 @@ def test_state_of_a_sequence_is_the_caches(fields, tokens, tiny_config):
     held = 0
     for layer in cache.layers:
         state = getattr(layer, "state", None)
-        tensors = [layer.keys, layer.values] if state is None else [*state.to_scan()]
+        tensors = [layer.keys, layer.values] if state is None else [*state]
         flat = [part for tensor in tensors for part in (tensor if isinstance(tensor, tuple) else (tensor,))]
         held += sum(part.nbytes for part in flat)
     assert cache_bytes(config, tokens) == held
