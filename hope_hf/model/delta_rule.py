@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from .memory_scan import decay_matrix
+from .memory_scan import ScanState, Tokens, decay_matrix
 
 
 class DeltaMemories(NamedTuple):
@@ -46,23 +46,14 @@ class DeltaMemories(NamedTuple):
         columns = slice(index * x.shape[-1], (index + 1) * x.shape[-1])
         return x + x @ chunk_start[0][..., columns]
 
-    def write_and_read(
-        self,
-        current: tuple[torch.Tensor],
-        chunk_start: tuple[torch.Tensor],
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        queries: torch.Tensor,
-        rate: torch.Tensor,
-        log_retention: torch.Tensor,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor]]:
+    def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[torch.Tensor, tuple[torch.Tensor]]:
         """Reads `q_t W_t + d v_t` [b, C, D], and the deviation after the piece, of which any size gives the same.
 
         With `T_t` the sum of log alpha up to token t, the errors `A_t = k_t (W_0 + S'_t) - v_t` solve
 
             (I + rho L) A = K W_0 + e^T K S - V,     L_ti = e^(T_t - T_i) eta_i (k_t . k_i) for i < t
         """
-        (state,) = current
+        (state,), (keys, values, queries, rate, log_retention) = state.current, tokens
         width = keys.shape[-1]
         total = log_retention.cumsum(-1)
         kept = total.exp().unsqueeze(-1)

@@ -3,7 +3,7 @@
 import torch
 
 from .delta_rule import DeltaMemories
-from .memory_scan import ScanInputs, ScanPiece, ScanState, make_streams, select_rows, unit, written_values
+from .memory_scan import ScanInputs, ScanPiece, ScanState, make_streams, restart, select_rows, unit, written_values
 
 
 @torch.no_grad()
@@ -12,9 +12,7 @@ def step_token(
 ) -> tuple[torch.Tensor, ScanState]:
     """`memory_scan.scan_piece` of a piece of one token: reads [b, 1, D], and the state after it."""
     initial, width = memories.initial, inputs.query.shape[-1]
-    if piece.keeps is not None:
-        current, start = (tuple(piece.keeps * part for part in weights) for weights in state[:2])
-        state = ScanState(current, start, state.conv_tail)
+    state = restart(memories, state, piece)
     key, value, query, tail = make_streams(inputs, memories, state, piece)
     value = written_values(inputs, value, piece)
     (current,) = state.current

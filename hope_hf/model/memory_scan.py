@@ -67,6 +67,19 @@ class ScanState(NamedTuple):
     conv_tail: torch.Tensor
 
 
+class Tokens(NamedTuple):
+    """What the tokens of a piece write and read with."""
+
+    # of norm 1 [b, C, D]
+    keys: torch.Tensor
+    values: torch.Tensor
+    # of norm 1 [b, C, D]
+    queries: torch.Tensor
+    # eta and log alpha [b, C]
+    rate: torch.Tensor
+    log_retention: torch.Tensor
+
+
 class Memories(Protocol):
     """The memories of a layer under one rule: those that remake streams in the order k, v, and the content memory."""
 
@@ -81,20 +94,8 @@ class Memories(Protocol):
     def remake(self, chunk_start: tuple[torch.Tensor, ...], index: int, x: torch.Tensor) -> torch.Tensor:
         """What memory `index` makes of its stream [b, C, D], at the weights of the chunk's start (equation 83)."""
 
-    def write_and_read(
-        self,
-        current: tuple[torch.Tensor, ...],
-        chunk_start: tuple[torch.Tensor, ...],
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        queries: torch.Tensor,
-        rate: torch.Tensor,
-        log_retention: torch.Tensor,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Reads [b, C, D] of the content memory, each after its token's own write, and the weights after the piece.
-
-        `keys` and `queries` are of norm 1. Keys, values and queries are [b, C, D], gates [b, C].
-        """
+    def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Reads [b, C, D] of the content memory, each after its token's own write, and the weights after the piece."""
 
     def unwritten(self, queries: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """The reads [b, C, D] of `write_and_read` if nothing had ever been written."""
@@ -174,22 +175,23 @@ def written_values(inputs: ScanInputs, values: torch.Tensor, piece: ScanPiece) -
     return unit(values) * inputs.value_norm[:, piece.start : piece.stop, None]
 
 
+def restart(memories: Memories, state: ScanState, piece: ScanPiece) -> ScanState:
+    """The state before a piece, with fresh weights in the rows in which a document begins."""
+    if piece.keeps is None:
+        return state
+    current, chunk_start = (select_rows(piece.keeps, weights, memories.fresh()) for weights in state[:2])
+    return state._replace(current=current, chunk_start=chunk_start)
+
+
 def scan_piece(
     inputs: ScanInputs, memories: Memories, state: ScanState, piece: ScanPiece
 ) -> tuple[torch.Tensor, ScanState]:
     """One piece: make keys and values, write them, and read at every token [b, C, D]."""
-    if piece.keeps is not None:
-        fresh = memories.fresh()
-        state = state._replace(
-            current=select_rows(piece.keeps, state.current, fresh),
-            chunk_start=select_rows(piece.keeps, state.chunk_start, fresh),
-        )
+    state = restart(memories, state, piece)
     keys, values, queries, tail = make_streams(inputs, memories, state, piece)
-    values = written_values(inputs, values, piece)
     gates = (gate[:, piece.start : piece.stop] for gate in (inputs.rate, inputs.log_retention))
-    reads, current = memories.write_and_read(
-        state.current, state.chunk_start, unit(keys), values, unit(queries), *gates
-    )
+    tokens = Tokens(unit(keys), written_values(inputs, values, piece), unit(queries), *gates)
+    reads, current = memories.write_and_read(state, tokens)
     return reads, ScanState(current, select_rows(piece.closes, current, state.chunk_start), tail)
 
 

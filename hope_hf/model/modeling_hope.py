@@ -217,18 +217,16 @@ class HopeModel(HopePreTrainedModel):
             check_cache(past_key_values, self.config, inputs_embeds)
         elif use_cache:
             past_key_values = HopeCache(self.config)
-        arguments = (inputs_embeds, input_ids, attention_mask, position_ids, past_key_values)
-        if self._is_cut_anew(*arguments):
-            hidden_states = self._read_uncompiled(*arguments, **kwargs)
-        else:
-            hidden_states = self._read(*arguments, **kwargs)
+        is_cut_anew = self._is_cut_anew(inputs_embeds.shape[1], position_ids, past_key_values)
+        read = self._read_uncompiled if is_cut_anew else self._read
+        hidden_states = read(inputs_embeds, input_ids, attention_mask, position_ids, past_key_values, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
-    def _is_cut_anew(self, hidden_states, input_ids, attention_mask, position_ids, cache) -> bool:
+    def _is_cut_anew(self, length: int, position_ids: torch.Tensor | None, cache: Cache | None) -> bool:
         """Whether a compiled model with a state is given documents, or goes on with more than a token."""
         if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or not keeps_state(self.config):
             return False
-        return hidden_states.shape[1] > 1 and (position_ids is not None or past_of(cache) is not None)
+        return length > 1 and (position_ids is not None or past_of(cache) is not None)
 
     @torch.compiler.disable(reason="documents and earlier calls cut every batch into other chunks")
     def _read_uncompiled(self, *args, **kwargs) -> torch.Tensor:

@@ -19,10 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from .configuration_hope import PaperRule
-from .memory_scan import NORM_EPSILON, decay_matrix, unit
+from .memory_scan import NORM_EPSILON, ScanState, Tokens, decay_matrix, unit
 
-# One triangular solve covers at most this many tokens: its cost grows with the square. The result is the same.
-TILE = 64
 # Below this norm of the hidden activation its normalisation is treated as a constant scale, or the error explodes.
 _HIDDEN_NORM_FLOOR = 0.1
 
@@ -62,33 +60,17 @@ class PaperMemories(NamedTuple):
         weights = tuple(weight[:, index : index + 1] for weight in self.weights(chunk_start))
         return apply_memory(weights, x.unsqueeze(1), self.rule).squeeze(1)
 
-    def write_and_read(
-        self,
-        current: Weights,
-        chunk_start: Weights,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        queries: torch.Tensor,
-        rate: torch.Tensor,
-        log_retention: torch.Tensor,
-    ) -> tuple[torch.Tensor, Weights]:
+    def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[torch.Tensor, Weights]:
         """Reads `M_t(q_t)` of the content memory [b, C, D], and the state after the piece."""
         rule = self.rule
-        base = (None,) * len(current) if rule.decay_to == "zero" else self.initial
-        writes = linearise(self.weights(chunk_start), keys.unsqueeze(1), values.unsqueeze(1), rule)
-        rates = self.rate_factors[:, None] * rate.unsqueeze(1)
-        reads = []
-        for start in range(0, keys.shape[1], TILE):
-            cut = slice(start, start + TILE)
-            gates = TileGates(rates[..., cut], log_retention[:, None, cut], rule.read_mode)
-            layers = [
-                LayerTile(*parts, write.tile(cut), gates) for *parts, write in zip(current, base, writes, strict=True)
-            ]
-            query = queries[:, None, cut]
-            hidden = query if rule.depth == 1 else activate(layers[0].read(query), rule)
-            reads.append((query + layers[-1].read(hidden)).squeeze(1))
-            current = tuple(layer.end() for layer in layers)
-        return torch.cat(reads, dim=1), current
+        keys, values, query, rate, log_retention = (part.unsqueeze(1) for part in tokens)
+        base = (None,) * rule.depth if rule.decay_to == "zero" else self.initial
+        writes = linearise(self.weights(state.chunk_start), keys, values, rule)
+        gates = PieceGates(self.rate_factors[:, None] * rate, log_retention, rule.read_mode)
+        layers = [LayerPiece(*parts, gates) for parts in zip(state.current, base, writes, strict=True)]
+        hidden = query if rule.depth == 1 else activate(layers[0].read(query), rule)
+        reads = (query + layers[-1].read(hidden)).squeeze(1)
+        return reads, tuple(layer.end() for layer in layers)
 
     def unwritten(self, queries: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """`M(q)` of the content memory, at the initial weights."""
@@ -129,10 +111,6 @@ class LayerWrite(NamedTuple):
     scale: float
     # whether the layer erases along u before it writes
     erase: bool
-
-    def tile(self, cut: slice) -> "LayerWrite":
-        """What a part of the tokens writes."""
-        return self._replace(inputs=self.inputs[:, :, cut], errors=self.errors[:, :, cut])
 
 
 def linearise(weights: Weights, keys: torch.Tensor, values: torch.Tensor, rule: PaperRule) -> list[LayerWrite]:
@@ -176,8 +154,8 @@ def clip_norm(x: torch.Tensor, limit: float | None) -> torch.Tensor:
     return x * (limit * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPSILON)).clamp(max=1.0)
 
 
-class TileGates:
-    """Products of the gates over a tile, shared by all layers of a memory.
+class PieceGates:
+    """Products of the gates over a piece, shared by all layers of a memory.
 
     `rate` is [b, N, C], `log_retention` [b, 1, C]; `read_mode`: at which weights a token reads, with its own write
     ("inclusive") or before it ("exclusive").
@@ -197,10 +175,10 @@ class TileGates:
             self.decay_read, self.keep_read = decay_matrix(total, total), total.exp().unsqueeze(-1)
 
 
-class LayerTile:
-    """One layer over one tile: solved once, then read at any token and carried to the tile's end.
+class LayerPiece:
+    """One layer over one piece: solved once, then read at any token and carried to the piece's end.
 
-    With `D` the stored weights at the tile's start, `W_init` the initial weights (0 unless retention leads there),
+    With `D` the stored weights at the piece's start, `W_init` the initial weights (0 unless retention leads there),
     `w_i` the steps, and `w_i a_i u_i^T` what token i takes from the weights:
 
         (I + L) A = keep_before U D^T + U W_init^T + Delta,           L_ti = decay_before_ti (u_t . u_i) w_i
@@ -209,7 +187,7 @@ class LayerTile:
     Without erasing `A = Delta`. Nothing is divided by the steps: they may be 0.
     """
 
-    def __init__(self, stored: torch.Tensor, initial: torch.Tensor | None, write: LayerWrite, gates: TileGates):
+    def __init__(self, stored: torch.Tensor, initial: torch.Tensor | None, write: LayerWrite, gates: PieceGates):
         self.stored, self.initial, self.gates = stored, initial, gates
         self.inputs, self.rate = write.inputs, gates.rate * write.scale
         self.corrections = write.errors
@@ -234,6 +212,6 @@ class LayerTile:
         return result - (queries @ inputs.mT * gates.decay_read * rate.unsqueeze(-2)) @ corrections
 
     def end(self) -> torch.Tensor:
-        """Stored weights after the tile's last token."""
+        """Stored weights after the last token."""
         weighted = (self.rate * self.gates.keep_after).unsqueeze(-1) * self.inputs
         return self.gates.keep_all * self.stored - self.corrections.mT @ weighted

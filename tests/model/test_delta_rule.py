@@ -12,6 +12,7 @@ from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextCon
 from hope_hf import HopeConfig, HopeForCausalLM
 from hope_hf.model.chunk_layout import plan_chunks
 from hope_hf.model.delta_rule import DeltaMemories
+from hope_hf.model.memory_scan import ScanState, Tokens
 
 WIDTH = 8
 
@@ -27,7 +28,8 @@ def write(keys, values, rate=1.0, retention=1.0, state=None, initial=None):
     state = memories.fresh() if state is None else (state - initial,)
     gates = torch.full((2, 1, len(keys)), rate, dtype=torch.float64)
     gates[1] = math.log(retention)
-    reads, after = memories.write_and_read(state, state, keys[None], values[None], keys[None], *gates)
+    tokens = Tokens(keys[None], values[None], keys[None], *gates)
+    reads, after = memories.write_and_read(ScanState(state, state, None), tokens)
     return reads[0], memories.content(after)[0][0]
 
 

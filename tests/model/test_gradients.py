@@ -4,7 +4,6 @@ import pytest
 import torch
 from mixers import MEMORIES, MIXERS, build_mixer, run_fast
 
-from hope_hf.model import paper_rule
 from hope_hf.model.chunk_layout import plan_chunks
 
 OPTIONS = MIXERS | {
@@ -49,16 +48,18 @@ def test_gradients_of_initial_states_equal_finite_differences(options):
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("mode", ["inclusive", "exclusive"])
-@pytest.mark.parametrize("tile", [1, 5, 16])
-def test_the_result_does_not_depend_on_the_tile(monkeypatch, depth, mode, tile):
-    """Of the paper's rule; the delta rule solves a whole piece at once."""
-    rule = dict(depth=depth, read_mode=mode)
-    mixer = build_mixer(memory_rule="paper", paper_rule=rule, memory_chunk_size=30)
+@pytest.mark.parametrize("size", [5, 16])
+def test_the_result_does_not_depend_on_the_calls_that_cut_a_chunk(depth, mode, size):
+    mixer = build_mixer(memory_rule="paper", paper_rule=dict(depth=depth, read_mode=mode), memory_chunk_size=30)
     hidden_states = torch.randn(2, 37, 16, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     plan = plan_chunks(mixer.config, hidden_states.shape[:2], hidden_states.device)
     output, state = mixer(hidden_states, plan=plan, need_state=True)
-    assert state.current[0].ne(state.chunk_start[0]).any() and paper_rule.TILE > 30
-    monkeypatch.setattr(paper_rule, "TILE", tile)
-    tiled_output, tiled_state = mixer(hidden_states, plan=plan, need_state=True)
-    torch.testing.assert_close(tiled_output, output, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(tiled_state, state, rtol=1e-10, atol=1e-10)
+    assert state.current[0].ne(state.chunk_start[0]).any()
+    outputs, past, cut = [], None, None
+    for part in hidden_states.split(size, dim=1):
+        plan = plan_chunks(mixer.config, part.shape[:2], part.device, past)
+        part, cut = mixer(part, cut, plan=plan, need_state=True)
+        outputs.append(part)
+        past = plan.past
+    torch.testing.assert_close(torch.cat(outputs, dim=1), output, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(cut, state, rtol=1e-10, atol=1e-10)
