@@ -58,7 +58,10 @@ class ScanInputs(NamedTuple):
 
 
 class ScanState(NamedTuple):
-    """What a layer carries from token to token. Weights have the form that their rule gives them, [b, ...] each."""
+    """What a layer carries from token to token: [b, ...] in a scan, [B, H, ...] between the calls of a mixer.
+
+    Weights have the form that their rule gives them.
+    """
 
     current: tuple[torch.Tensor, ...]
     # the weights at the start of the current chunk
