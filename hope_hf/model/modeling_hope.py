@@ -242,7 +242,7 @@ class HopeModel(HopePreTrainedModel):
             context |= self._attention_arguments(hidden_states, attention_mask, position_ids, cache) | kwargs
         for block in self.layers:
             # of the mixer, and of levels that keep a state
-            places = () if cache is None else cache.layers[block.layer_idx :: len(self.layers)]
+            places = () if cache is None else cache.layers[block.layer_idx :: self.config.num_hidden_layers]
             states = [getattr(place, "state", None) for place in places]
             hidden_states, *states = block(hidden_states, *states, **context)
             for place, state in zip(places, states, strict=False):
