@@ -27,7 +27,11 @@ def markdown_table(rows: list[Row]) -> str:
 
 def _cell(row: Row, name: str) -> str:
     value, error = row[name], row.get(f"{name}_stderr")
-    return _number(value) + (f" ± {_number(error)}" if error is not None else "")
+    if error is None:
+        return _number(value)
+    text = f"{error:{_form(value)}}"
+    # With the digits of its value, unless they are all 0.
+    return f"{_number(value)} ± {text if text.strip('0.') else _number(error)}"
 
 
 def _number(value) -> str:
@@ -35,6 +39,10 @@ def _number(value) -> str:
         return "-"
     if isinstance(value, bool) or not isinstance(value, float):
         return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:{_form(value)}}"
+
+
+def _form(value: float) -> str:
     if value and not 1e-3 <= abs(value) < 1e5:
-        return f"{value:.2e}"
-    return f"{value:.4f}" if abs(value) < 100 else f"{value:,.1f}"
+        return ".2e"
+    return ".4f" if abs(value) < 100 else ",.1f"

@@ -244,3 +244,14 @@ def test_tables_are_aligned_and_join_their_errors():
         "| a    | 1,234 | 0.5000 ± 0.2500 | 1.00e-05 |",
         "| bcd  |     1 |         1,234.5 |   0.0000 |",
     ]
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "cell"),
+    [
+        (377.3, 14.5349, "377.3 ± 14.5"), (0.0012, 8.47e-4, "0.0012 ± 0.0008"), (0.5, 1e-6, "0.5000 ± 1.00e-06"),
+        (3.99e-6, 3.14e-6, "3.99e-06 ± 3.14e-06"), (0.0, 0.0, "0.0000 ± 0.0000"),
+    ],
+)  # fmt: skip
+def test_an_error_has_the_digits_of_its_value(value, error, cell):
+    assert markdown_table([{"x": value, "x_stderr": error}]).splitlines()[-1] == f"| {cell} |"

@@ -42,6 +42,8 @@ def plot(folders: list[str | Path], target: str | Path) -> Path | None:
         axis.set(title=title, xlabel="tokens")
         axis.tick_params(labelbottom=True)
         axis.grid(alpha=0.3)
+    # Else a few percent of noise would fill the panel.
+    figure.axes[-1].set_ylim(bottom=0)
     figure.axes[0].xaxis.set_major_formatter(EngFormatter(sep=""))
     figure.axes[0].legend()
     figure.savefig(target, dpi=120)

@@ -32,6 +32,7 @@ def test_all_panels_share_one_axis_of_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda figure, *arguments, **options: figures.append(figure))
     plot.plot([folder(tmp_path / "a", 3.0)], tmp_path / "loss.png")
     axes = figures[0].axes
+    assert axes[-1].get_title() == "tokens per second" and axes[-1].get_ylim()[0] == 0
     assert {panel.get_xscale() for panel in axes} == {"linear"} and len({panel.get_xlim() for panel in axes}) == 1
 
 
