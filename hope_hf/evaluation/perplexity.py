@@ -188,7 +188,8 @@ def _carried(
     pieces = len({*range(PIECE, edges[-1], PIECE), *edges})
     total = math.ceil(len(streams) / args.rows) * pieces
     losses, held = [], []
-    with progress(None, "perplexity: by position", total) as bar:
+    what = "perplexity: by position" + (", memories frozen" if sizes is None else "")
+    with progress(None, what, total) as bar:
         for start in range(0, len(streams), args.rows):
             batch, found = streams[start : start + args.rows], {}
 

@@ -28,7 +28,7 @@ def sample(args: Arguments, subject: Subject) -> SuiteResult:
             f"--max_new_tokens {new_tokens} after prompts of up to {longest} tokens goes beyond the model's "
             f"{bound:,} positions (max_position_embeddings): lower it or shorten the --prompts."
         )
-    rows, shown = [], []
+    rows, shown = [], ["Continuations come after '>>>'."]
     for index, prompt in enumerate(prompts):
         ids = torch.tensor([[subject.start, *prompt]], device=subject.model.device)
         with torch.no_grad():
@@ -47,8 +47,8 @@ def sample(args: Arguments, subject: Subject) -> SuiteResult:
             )
             row[way] = subject.tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
         rows.append(row)
-        shown += [f"--- {index + 1}", f"{row['prompt']}>>>{row['greedy']}", f"--- {index + 1}, sampled"]
-        shown += [f"{row['prompt']}>>>{row['sampled']}"]
+        for way in ("greedy", "sampled"):
+            shown += [f"--- {index + 1}, {way}", f"{row['prompt']}>>>{row[way]}"]
     return SuiteResult(samples={"samples": rows}, text="\n".join(shown))
 
 

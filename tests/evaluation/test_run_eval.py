@@ -39,7 +39,8 @@ def test_a_whole_report(folders, text_file, tmp_path, capsys):
     assert "limited to 2 samples" in page
     for name in ("loss_by_position.png", "passkey_exact.png", "passkey_generated.png"):
         assert (output / name).exists() and name in page
-    assert "### Loss by position" in shown and "| 161-300" in shown and ">>>" in shown
+    assert "### Loss by position" in shown and "| 161-300" in shown
+    assert "Continuations come after '>>>'.\n--- 1, greedy\n" in shown and "--- 1, sampled\n" in shown
     assert sorted(path.name for path in output.iterdir()) == [
         "loss_by_position.png", "passkey_exact.png", "passkey_generated.png", "results.json", "results.md"
     ]  # fmt: skip
