@@ -137,6 +137,7 @@ def begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | None
     model = engine.prepare(run.model, run.optimizer)
     if values is not None:
         values.fill(list(engine.weight_slices()))
+        engine.filled()
     # The scheduler is not prepared: accelerate would step it once per process.
     scheduler = transformers.get_scheduler(
         args.lr_scheduler_type, run.optimizer, num_warmup_steps=plan.warmup_steps, num_training_steps=plan.total_steps

@@ -120,6 +120,9 @@ class Engine:
             self.scaling = TorchScaling(self.accelerator.scaler)
         return self.wrapped
 
+    def filled(self) -> None:
+        """The weights got other values, in the parts of `weight_slices`."""
+
     def loss_scale(self, valid_tokens: float) -> float:
         """The factor of a summed loss that makes gradients those of its mean over all processes' tokens.
 

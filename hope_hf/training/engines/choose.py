@@ -81,8 +81,8 @@ def make_engine(args: Arguments, trackers: list[str]) -> Engine:
     engine = _engine(wanted, accelerator, args)
     if args.init == "sharded" and not engine.fills_shards:
         raise ValueError(
-            f"--init sharded needs version 2 of FSDP, and {engine.name} runs: launch with "
-            "accelerate_configs/fsdp2.yaml (or fsdp_hybrid, fsdp_offload, multi_node_fsdp), or leave --init out."
+            f"--init sharded needs FSDP or ZeRO-3, and {engine.name} runs: launch with accelerate_configs/fsdp2.yaml "
+            "(or another fsdp file, or deepspeed_zero3.yaml), or leave --init out."
         )
     if args.save_sharded and not engine.shards_weights:
         warn_once(f"--save_sharded is ignored: no weights are shared out ({engine.name}).")

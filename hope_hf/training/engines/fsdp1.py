@@ -10,12 +10,14 @@ from hope_hf.optim import LevelClock
 
 from ..arguments import Arguments
 from .base import LOW_PRECISION, Engine, Slice, dtype_name
+from .meta import make_real
 
 
 class FSDP1(Engine):
     """All four strategies. A process holds any contiguous range of the flat tensor: parts of parameters, not rows."""
 
     flattens = True
+    fills_shards = True
     shards_weights = True
 
     def __init__(self, accelerator, args: Arguments):
@@ -28,6 +30,9 @@ class FSDP1(Engine):
             raise ValueError(
                 "fsdp_use_orig_params is false: set it to true, or take version 2 (accelerate_configs/fsdp2.yaml)."
             )
+        if args.init == "sharded" and plugin.sync_module_states:
+            warn_once("fsdp_sync_module_states in the launch file is ignored: --init sharded decides.")
+            plugin.sync_module_states = False
         if args.fsdp_prefetch:
             warn_once(
                 "--fsdp_prefetch is ignored: version 1 takes fsdp_forward_prefetch and fsdp_backward_prefetch in the "
@@ -64,6 +69,8 @@ class FSDP1(Engine):
     def prepare(self, model: PreTrainedModel, optimizer: LevelClock) -> nn.Module:
         # The parameters stay the same objects, whatever is wrapped around their modules.
         self._entries = list(model.state_dict(keep_vars=True).items())
+        if any(parameter.is_meta for parameter in model.parameters()):
+            self.accelerator.state.fsdp_plugin.param_init_fn = self._make_real
         super().prepare(model, optimizer)
         units = FullyShardedDataParallel.fsdp_modules(self.wrapped)
         for unit in units:
@@ -85,6 +92,13 @@ class FSDP1(Engine):
         rank = self.accelerator.process_index
         self._is_copy = (rank if self._replicas == world else between.rank() if between else 0) > 0
         return self.wrapped
+
+    def _make_real(self, module: nn.Module) -> nn.Module:
+        """Called with each module of a unit, before torch cuts the unit."""
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_meta:
+                make_real(parameter, self.accelerator.device)
+        return module
 
     def compute_dtype(self) -> str | None:
         low = LOW_PRECISION.get(self.accelerator.mixed_precision)

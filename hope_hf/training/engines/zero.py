@@ -22,6 +22,7 @@ from hope_hf.optim import LevelClock
 from ..arguments import Arguments
 from .base import LOW_PRECISION, Engine, Slice, dtype_name, split_state
 from .loss_scaling import DeepSpeedScaling
+from .meta import make_real
 
 # DeepSpeed's names of settings that the flags decide.
 FLAGS_OF_KEYS = {
@@ -63,12 +64,14 @@ class Zero(Engine):
         # loads a model alone waits forever. Here models are made whole, on the CPU.
         unset_hf_deepspeed_config()
         if os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false").lower() == "true":
-            warn_once("zero3_init_flag is ignored: every process makes the model whole, on the CPU.")
+            warn_once(f"zero3_init_flag is ignored: --init {args.init} decides.")
         config = accelerator.state.deepspeed_plugin.deepspeed_config
-        self.stage = config["zero_optimization"]["stage"]
+        self._options = config["zero_optimization"]
+        self.stage = self._options["stage"]
         if self.stage not in (2, 3):
             raise ValueError(f"DeepSpeed's zero_stage is {self.stage}: use 2 or 3, or accelerate_configs/ddp.yaml.")
         self.name = f"DeepSpeed ZeRO-{self.stage}"
+        self.fills_shards = self.stage == 3
         _check_file(args)
         # Our optimizer runs on the CPU, not one of DeepSpeed's.
         config["zero_force_ds_cpu_optimizer"] = False
@@ -91,7 +94,9 @@ class Zero(Engine):
         if self.stage == 3:
             self._gather_whole_blocks(model)
         exact = {}
-        if self._low_precision:
+        if any(parameter.is_meta for parameter in model.parameters()):
+            self._make_parts_real(model)
+        elif self._low_precision:
             exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         super().prepare(model, optimizer)
         assert self.wrapped.zero_optimization_stage() == self.stage
@@ -103,6 +108,31 @@ class Zero(Engine):
         if exact:
             self._keep_exact(exact)
         return self.wrapped
+
+    @torch.no_grad()
+    def _make_parts_real(self, model: PreTrainedModel):
+        """Cut a model on the meta device, parameter by parameter; else DeepSpeed would first move all of it."""
+        from deepspeed import zero
+
+        low = LOW_PRECISION[self.accelerator.mixed_precision] if self._low_precision else None
+        offload = self._options.get("offload_param") or {}
+        for parameter in model.parameters():
+            make_real(parameter, self.accelerator.device, low)
+            zero.Init(
+                nn.ParameterList([parameter]),
+                mem_efficient_linear=self._options.get("memory_efficient_linear", True),
+                remote_device=offload.get("device"),
+                pin_memory=offload.get("pin_memory", False),
+                dtype=parameter.dtype,
+            )
+        for module in model.modules():
+            for key, buffer in module._buffers.items():
+                module._buffers[key] = buffer if buffer is None else buffer.to(self.accelerator.device)
+
+    def filled(self) -> None:
+        # The forward pass has parts of its own, which DeepSpeed sets in every step.
+        for group in range(len(self._zero.fp32_partitioned_groups_flat)):
+            self._zero._reassign_or_swap_out_partitioned_parameters(group)
 
     @torch.no_grad()
     def _keep_exact(self, weights: dict[str, Tensor]):

@@ -7,12 +7,13 @@ module outside of blocks) are real from its first module to its last, since modu
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedModel
 
 from hope_hf.cli.process import trim_memory
+
+from ..engines.meta import like
 
 
 def draw_by_block(
@@ -63,7 +64,7 @@ class _Blocks:
         """Move the parameters that a new module has itself to the meta device."""
         for key, parameter in module._parameters.items():
             if parameter is not None and not parameter.is_meta:
-                module._parameters[key] = _like(parameter, "meta")
+                module._parameters[key] = like(parameter, "meta")
 
     def enter(self, root: PreTrainedModel, module: nn.Module) -> None:
         """Make the parameters real that the initialisation of this module may set."""
@@ -84,7 +85,7 @@ class _Blocks:
             for key, parameter in own._parameters.items():
                 if parameter is not None:
                     self._real.append((own, key, parameter, f"{names[own]}.{key}"))
-                    own._parameters[key] = _like(parameter, "cpu")
+                    own._parameters[key] = like(parameter, "cpu")
 
     def close(self, model: PreTrainedModel) -> None:
         """Hand over the last block, and check that none was changed after its turn, and all had one."""
@@ -107,13 +108,6 @@ class _Blocks:
             self._done.append((name, parameter, parameter._version))
         self._real.clear()
         trim_memory()
-
-
-def _like(parameter: nn.Parameter, device: str) -> nn.Parameter:
-    """A parameter of this shape without its values, with the marks that families put on parameters."""
-    other = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-    other.__dict__.update(parameter.__dict__)
-    return other
 
 
 def _refusal(name: str) -> str:
