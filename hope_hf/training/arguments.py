@@ -70,7 +70,7 @@ class OptimizationArguments:
     init: Literal["whole", "sharded"] = flag(
         "whole",
         "whole: every process first builds the whole model in its memory. "
-        "sharded: none does, the same values go to the shards block by block (FSDP version 2).",
+        "sharded: none does, the same values go to the shards block by block (FSDP, ZeRO-3).",
     )
     gradient_checkpointing: str = recomputing_flag()
     torch_compile: bool = flag(False, "Compile the model with torch.compile.")
