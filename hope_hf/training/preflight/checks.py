@@ -165,6 +165,8 @@ def check_memory(facts: Facts) -> Result:
     sizes = facts.sizes
     how = "estimated" if sizes.is_estimate else "planned"
     mend = "lower --per_device_train_batch_size, give --gradient_checkpointing, or see `python -m hope_hf.plan`"
+    if sizes.whole_gradients:
+        mend = f"give --sync_each_batch ({_gib(sizes.whole_gradients)} are whole gradients between batches), {mend}"
     if facts.on_gpu:
         return _fits(sizes.peak, facts.room.device, f"a step, {how},", mend)
     count = facts.local_processes

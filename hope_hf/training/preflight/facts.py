@@ -33,6 +33,7 @@ class Sizes:
         weights, optimizer: of the whole model.
         offloaded: in this machine's memory, of all its processes.
         is_shared_out: whether processes hold parts of the model.
+        whole_gradients: of one process between accumulated batches, without `--sync_each_batch`.
     """
 
     peak: int
@@ -41,6 +42,7 @@ class Sizes:
     optimizer: int
     offloaded: int
     is_shared_out: bool
+    whole_gradients: int
 
 
 @dataclass(frozen=True)

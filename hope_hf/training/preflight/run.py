@@ -102,4 +102,5 @@ def _sizes(args: Arguments, engine: Engine, training: Training) -> Sizes:
         optimizer=planned.optimizer,
         offloaded=planned.memory.host,
         is_shared_out=planned.is_shared_out,
+        whole_gradients=planned.memory.between_batches,
     )

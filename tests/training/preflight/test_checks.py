@@ -25,7 +25,10 @@ FACTS = Facts(
     in_parts=False,
     gpus=[GPU],
     room=Room(device=80 * GIB, host=100 * GIB, disk=100 * GIB),
-    sizes=Sizes(peak=40 * GIB, is_estimate=False, weights=4 * GIB, optimizer=8 * GIB, offloaded=0, is_shared_out=True),
+    sizes=Sizes(
+        peak=40 * GIB, is_estimate=False, weights=4 * GIB, optimizer=8 * GIB, offloaded=0, is_shared_out=True,
+        whole_gradients=0,
+    ),  # fmt: skip
     text=Text(rows=1000, rows_per_step=64, validation_rows=10, description="books"),
     in_use=False,
     held=0,
@@ -99,6 +102,7 @@ CASES = [
     ("memory", {"is_estimate": True}, "ok", "a step, estimated, needs"),
     ("memory", {"peak": 75 * GIB}, "warn", "almost all"),
     ("memory", {"peak": 81 * GIB}, "fail", "lower --per_device_train_batch_size"),
+    ("memory", {"peak": 81 * GIB, "whole_gradients": 9 * GIB}, "fail", "give --sync_each_batch (9.00 GiB are whole"),
     ("memory", {"device": None}, "warn", "does not say what is free"),
     ("memory", {"on_gpu": False, "peak": 20 * GIB}, "ok", "4 process(es), planned, needs 80.00 GiB of 100.00"),
     ("memory", {"on_gpu": False, "peak": 30 * GIB}, "fail", "needs 120.00 GiB"),
