@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from .strategy import GRADIENTS, Launch
 
+# DeepSpeed's stage3_max_reuse_distance: what is used again within so many parameters stays gathered.
+REUSE_DISTANCE = 1_000_000_000
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -42,7 +45,8 @@ def traffic(
 
     Full sharding gathers twice in every batch, SHARD_GRAD_OP once (FSDP version 1 keeps the weights over accumulated
     batches: once a step). Gradients are reduced once a step; DeepSpeed's stages 2 and 3 reduce after every batch, and
-    FSDP does by `sync_each_batch`. Replicas of a hybrid all-reduce their shard of the gradients.
+    FSDP does by `sync_each_batch`. Stage 2 all-reduces them (`use_multi_rank_bucket_allreduce`), and stage 3 gathers
+    once what it still has in the backward pass. Replicas of a hybrid all-reduce their shard of the gradients.
 
     Args:
         gather_bytes, reduce_bytes: per parameter.
@@ -56,9 +60,13 @@ def traffic(
         share = (launch.world_size - 1) / launch.world_size
         return Traffic(0, 2 * share * parameters * reduce_bytes * reductions)
     if not strategy.gathers:
+        passes = 2 if is_deepspeed and GRADIENTS in strategy.shared else 1
         # The updated weights are gathered once, after the step.
-        return Traffic(share * parameters * 4, share * parameters * reduce_bytes * reductions)
+        return Traffic(share * parameters * 4, passes * share * parameters * reduce_bytes * reductions)
     gathers = 2 * accumulation
+    if is_deepspeed:
+        # From a weight's forward to its backward lie all weights behind it, twice.
+        gathers -= accumulation * min(1, REUSE_DISTANCE / 2 / parameters)
     if strategy.keeps_gathered:
         gathers = 1 if strategy.engine == "fsdp1" and not sync_each_batch else accumulation
     reduce = share * parameters * reduce_bytes * reductions

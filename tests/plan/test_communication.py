@@ -41,8 +41,14 @@ def test_accumulated_batches_gather_again_and_reduce_once():
     assert traffic(P, launch("shard_grad_op"), 4, **BF16).gather == pytest.approx(4 * one)
     old = replace(launch("shard_grad_op"), strategy=replace(STRATEGIES["shard_grad_op"], engine="fsdp1"))
     assert traffic(P, old, 4, **BF16).gather == pytest.approx(one)
-    # DeepSpeed keeps no whole gradients.
-    assert traffic(P, launch("zero2"), 4, **BF16).reduce == pytest.approx(4 * one)
+    # DeepSpeed keeps no whole gradients, and stage 2 all-reduces them.
+    assert traffic(P, launch("zero2"), 4, **BF16).reduce == pytest.approx(4 * 2 * one)
+
+
+def test_zero3_gathers_again_what_is_used_far_apart():
+    for parameters, gathers in ((8e6, 1), (5e8, 1), (P, 2 - 0.5 / 7)):
+        sent = traffic(parameters, launch("zero3"), **BF16)
+        assert (sent.gather, sent.reduce) == pytest.approx((gathers * parameters * 7 / 8 * 2, parameters * 7 / 8 * 2))
 
 
 def test_a_hybrid_gathers_inside_and_reduces_between():
