@@ -34,9 +34,14 @@ def default_threads() -> int:
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
+def launched_rank() -> str:
+    """The rank that the launcher gave this process, also before an Accelerator exists."""
+    return os.environ.get("RANK", "0")
+
+
 def is_first_process() -> bool:
     """True on rank 0, also before an Accelerator exists."""
-    return os.environ.get("RANK", "0") == "0"
+    return launched_rank() == "0"
 
 
 def warn_once(sentence: str):

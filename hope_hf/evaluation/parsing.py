@@ -7,6 +7,7 @@ from hope_hf.cli.bounds import LONGEST, Bounds
 from hope_hf.cli.parser import Parser, named_flags, nearest
 from hope_hf.cli.process import warn_once
 from hope_hf.cli.recipe import split_recipe
+from hope_hf.cli.text_flags import check_streaming, warn_of_ignored_share
 
 from .arguments import AUTO, FLAGS, GROUPS, Arguments
 from .checkpoints import parse_checkpoints
@@ -107,8 +108,7 @@ def _check(args: Arguments, suites):
     for name in ("dataset_name", "dataset_mixture", "train_shards"):
         if args.validation_file and getattr(args, name):
             raise ValueError(f"--{name} and --validation_file both name the text: give one of them.")
-    if args.streaming and (args.dataset_mixture or args.train_shards):
-        raise ValueError("--streaming is for --dataset_name and --train_file: leave it out.")
+    check_streaming(args)
 
 
 def _warn_of_ignored(args: Arguments, named: set[str]):
@@ -125,7 +125,4 @@ def _warn_of_ignored(args: Arguments, named: set[str]):
     for name in TRAINING_ONLY:
         if name in named:
             warn_once(f"--{name} is ignored: it says how run_clm.py reads its training text.")
-    if "validation_split_percentage" in named and args.validation_file:
-        warn_once("--validation_split_percentage is ignored: --validation_file is given.")
-    if "validation_split_percentage" in named and args.train_shards:
-        warn_once("--validation_split_percentage is ignored: --train_shards holds its validation text.")
+    warn_of_ignored_share(args, named)

@@ -5,7 +5,6 @@ optimizer (`hope_hf.optim`), which finds the levels by their attributes `level` 
 level is an ordinary MLP.
 """
 
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -81,3 +80,8 @@ class LevelMix(nn.Module):
 
 # What each `HopeConfig.level_variant` makes of the levels.
 CONTINUA = {"sequential": ContinuumMemory, "independent": IndependentContinuum}
+
+
+def keeps_state(config: HopeConfig) -> bool:
+    """Whether a model carries anything from token to token besides keys and values."""
+    return config.has_memories or CONTINUA[config.level_variant].state_class is not None

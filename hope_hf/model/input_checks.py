@@ -6,6 +6,7 @@ from transformers.masking_utils import create_causal_mask
 
 from .cache_hope import is_memory_layer, level_layers, past_of
 from .configuration_hope import HopeConfig
+from .continuum import keeps_state
 from .memory_scan import ScanState
 
 
@@ -76,9 +77,11 @@ def create_generation_masks(
 
     Of memories, the columns [B, T] that belong to `inputs_embeds` [B, T, ...]; of attention, transformers' own.
     """
-    # A slice has the strides of the mask that grows, and each would compile a graph of its own.
-    local = None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
-    masks = {"hope_memory": None if local is None else local.clone(memory_format=torch.contiguous_format)}
+    masks = {}
+    if keeps_state(config):
+        # A slice has the strides of the mask that grows, and each would compile a graph of its own.
+        local = None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
+        masks["hope_memory"] = None if local is None else local.clone(memory_format=torch.contiguous_format)
     if config.has_attention:
         layer = config.layer_types.index("full_attention")
         masks["full_attention"] = create_causal_mask(

@@ -27,7 +27,7 @@ from .attention import HopeAttention
 from .cache_hope import HopeCache, past_of
 from .chunk_layout import ChunkPlan, plan_chunks
 from .configuration_hope import HopeConfig
-from .continuum import CONTINUA, ContinuumMemory, LevelMix
+from .continuum import CONTINUA, ContinuumMemory, LevelMix, keeps_state
 from .generation_hope import HopeGenerationMixin
 from .input_checks import check_cache, check_inputs, check_labels, check_mask, local_padding_mask
 from .self_modifying import (
@@ -45,11 +45,6 @@ _HEAD_WIDTH = 768
 
 # What each of `HopeConfig.layer_types` mixes tokens with.
 MIXERS = {"hope_memory": SelfModifyingTitans, "full_attention": HopeAttention}
-
-
-def keeps_state(config: HopeConfig) -> bool:
-    """Whether a model carries anything from token to token besides keys and values."""
-    return config.has_memories or CONTINUA[config.level_variant].state_class is not None
 
 
 class HopeBlock(GradientCheckpointingLayer):

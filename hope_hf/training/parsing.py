@@ -10,6 +10,7 @@ from hope_hf.cli.parser import Parser, named_flags
 from hope_hf.cli.process import warn_once
 from hope_hf.cli.recipe import read_recipe, split_recipe
 from hope_hf.cli.recomputing import parse_recomputed
+from hope_hf.cli.text_flags import check_streaming, warn_of_ignored_share
 from hope_hf.data import SOURCES
 
 from .arguments import FLAGS, GROUPS, Arguments
@@ -63,8 +64,6 @@ def repo_id(args: Arguments) -> str:
 def _warn_of_ignored(args: Arguments, named: set[str]):
     ignored = (
         ("num_train_epochs", args.max_train_steps is not None, "--max_train_steps is given"),
-        ("validation_split_percentage", args.validation_file is not None, "--validation_file is given"),
-        ("validation_split_percentage", args.train_shards is not None, "--train_shards holds its validation text"),
         ("preprocessing_num_workers", args.train_shards is not None, "--train_shards is tokenized"),
         ("max_train_samples", args.train_shards is not None, "--train_shards is read whole"),
         ("max_train_samples", args.dataset_mixture is not None, "the mixture has max_documents for each corpus"),
@@ -81,6 +80,7 @@ def _warn_of_ignored(args: Arguments, named: set[str]):
     for name, is_ignored, reason in ignored:
         if name in named and is_ignored:
             warn_once(f"--{name} is ignored: {reason}.")
+    warn_of_ignored_share(args, named)
 
 
 def _check(args: Arguments):
@@ -102,8 +102,7 @@ def _check(args: Arguments):
         raise ValueError(
             f"--lr_scheduler_type polynomial ends at a rate of {POLYNOMIAL_END:g}: give a higher --learning_rate."
         )
-    if args.streaming and (args.dataset_mixture or args.train_shards):
-        raise ValueError("--streaming is for --dataset_name and --train_file: leave it out.")
+    check_streaming(args)
     if args.streaming and args.max_train_steps is None:
         raise ValueError("--streaming has no known length: give --max_train_steps.")
     if args.dataset_name and args.validation_file:

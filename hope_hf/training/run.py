@@ -1,9 +1,8 @@
 """The command line's entry: errors of the user become one sentence and an exit status."""
 
 import errno
-import os
 
-from hope_hf.cli.process import complain, die_with_launcher, memory_is_full, warn_in_sentences
+from hope_hf.cli.process import complain, die_with_launcher, launched_rank, memory_is_full, warn_in_sentences
 
 from .parsing import parse
 
@@ -35,7 +34,7 @@ def main(argv: list[str]) -> int:
             return complain(
                 "The memory does not hold the run: lower --per_device_train_batch_size, --block_size or the model's "
                 "size, or give --gradient_checkpointing; "
-                f"ram_rank{os.environ.get('RANK', '0')}.jsonl in --output_dir shows what filled it "
+                f"ram_rank{launched_rank()}.jsonl in --output_dir shows what filled it "
                 f"({str(error).splitlines()[0]}).",
                 2,
                 everywhere=True,

@@ -1,6 +1,6 @@
 """Segments of a stream: texts of a mixture file cut to their limits, or what a run holds out of each corpus."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -63,19 +63,14 @@ def open_segment(path: str, corpus: Corpus, subject: Subject) -> Segment:
             f"{where} {corpus.name} has {len(rows)} documents, fewer than max_documents {corpus.max_documents}: "
             "lower it."
         )
-    left = corpus.max_tokens
-    texts = []
-    for row in rows.select(range(corpus.max_documents or len(rows))):
-        text = row["text"] if left is None else cut(subject, row["text"], left)
-        texts.append(text)
-        if left is not None and (left := left - len(subject.encode(text))) <= 0:
-            break
-    if left is not None and left > 0:
+    texts = (row["text"] for row in rows.select(range(corpus.max_documents or len(rows))))
+    segment = _segment(corpus.name, texts, subject, corpus.max_tokens)
+    read = sum(len(document) - 1 for document in segment.documents)
+    if corpus.max_tokens is not None and read < corpus.max_tokens:
         raise ValueError(
-            f"{where} {corpus.name} has {corpus.max_tokens - left:,} tokens, fewer than max_tokens "
-            f"{corpus.max_tokens:,}: lower it."
+            f"{where} {corpus.name} has {read:,} tokens, fewer than max_tokens {corpus.max_tokens:,}: lower it."
         )
-    return _segment(corpus.name, texts, subject)
+    return segment
 
 
 def cut(subject: Subject, text: str, tokens: int) -> str:
@@ -84,10 +79,18 @@ def cut(subject: Subject, text: str, tokens: int) -> str:
     return text if len(ends) <= tokens else text[: ends[tokens - 1][1]]
 
 
-def _segment(name: str, texts: list[str], subject: Subject) -> Segment:
-    read = [(ids, len(text.encode("utf-8"))) for text in texts if (ids := subject.encode(text))]
-    documents = [torch.tensor([subject.start, *ids]) for ids, _ in read]
-    return Segment(name, documents, sum(num_bytes for _, num_bytes in read))
+def _segment(name: str, texts: Iterable[str], subject: Subject, most: int | None = None) -> Segment:
+    """The texts one by one, until they have `most` tokens."""
+    documents, num_bytes, left = [], 0, most
+    for text in texts:
+        part = text if left is None else cut(subject, text, left)
+        ids = subject.encode(part)
+        if ids:
+            documents.append(torch.tensor([subject.start, *ids]))
+            num_bytes += len(part.encode("utf-8"))
+        if left is not None and (left := left - len(ids)) <= 0:
+            break
+    return Segment(name, documents, num_bytes)
 
 
 def _require_several(source: str, count: int) -> None:

@@ -10,7 +10,7 @@ from hope_hf.optim import LevelClock
 
 from ..arguments import Arguments
 from .base import LOW_PRECISION, Engine, Slice, dtype_name
-from .meta import make_real
+from .meta import is_on_meta, make_real
 
 
 class FSDP1(Engine):
@@ -69,7 +69,7 @@ class FSDP1(Engine):
     def prepare(self, model: PreTrainedModel, optimizer: LevelClock) -> nn.Module:
         # The parameters stay the same objects, whatever is wrapped around their modules.
         self._entries = list(model.state_dict(keep_vars=True).items())
-        if any(parameter.is_meta for parameter in model.parameters()):
+        if is_on_meta(model):
             self.accelerator.state.fsdp_plugin.param_init_fn = self._make_real
         super().prepare(model, optimizer)
         units = FullyShardedDataParallel.fsdp_modules(self.wrapped)

@@ -14,6 +14,7 @@ from hope_hf.optim import LevelClock, own_part
 
 from ..arguments import Arguments
 from .base import LOW_PRECISION, Engine, Slice, dtype_name
+from .meta import is_on_meta
 
 
 class FSDP2(Engine):
@@ -54,7 +55,7 @@ class FSDP2(Engine):
         assert isinstance(self.wrapped, FSDPModule)
         # Sharded in place.
         self.model = self.wrapped
-        if any(parameter.is_meta for parameter in model.parameters()):
+        if is_on_meta(model):
             self._make_shards_real()
         self._order_prefetching()
         return self.wrapped

@@ -4,6 +4,11 @@ import torch
 from torch import nn
 
 
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether any parameter of a model has no values."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
 def like(parameter: nn.Parameter, device: torch.device | str, dtype: torch.dtype | None = None) -> nn.Parameter:
     """A parameter of this shape without its values, with the marks that families put on parameters."""
     other = nn.Parameter(

@@ -22,7 +22,7 @@ from hope_hf.optim import LevelClock
 from ..arguments import Arguments
 from .base import LOW_PRECISION, Engine, Slice, dtype_name, split_state
 from .loss_scaling import DeepSpeedScaling
-from .meta import make_real
+from .meta import is_on_meta, make_real
 
 # DeepSpeed's names of settings that the flags decide.
 FLAGS_OF_KEYS = {
@@ -61,7 +61,7 @@ class Zero(Engine):
         # DeepSpeed calls deprecated functions of torch in every step; its user cannot change that.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         # While it is set, transformers shards models as it makes them: with other initial values, and a process that
-        # loads a model alone waits forever. Here models are made whole, on the CPU.
+        # loads a model alone waits forever. Here --init decides how models are made.
         unset_hf_deepspeed_config()
         if os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false").lower() == "true":
             warn_once(f"zero3_init_flag is ignored: --init {args.init} decides.")
@@ -94,7 +94,7 @@ class Zero(Engine):
         if self.stage == 3:
             self._gather_whole_blocks(model)
         exact = {}
-        if any(parameter.is_meta for parameter in model.parameters()):
+        if is_on_meta(model):
             self._make_parts_real(model)
         elif self._low_precision:
             exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

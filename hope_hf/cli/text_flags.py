@@ -1,0 +1,20 @@
+"""What the flags of the text must satisfy together, in training and in evaluation."""
+
+from .arguments import TextArguments
+from .process import warn_once
+
+
+def check_streaming(args: TextArguments) -> None:
+    """Raise ValueError where `--streaming` meets text that is not read as a stream."""
+    if args.streaming and (args.dataset_mixture or args.train_shards):
+        raise ValueError("--streaming is for --dataset_name and --train_file: leave it out.")
+
+
+def warn_of_ignored_share(args: TextArguments, named: set[str]) -> None:
+    """Warn where `--validation_split_percentage` was given and the text is not split by it."""
+    if "validation_split_percentage" not in named:
+        return
+    if args.validation_file:
+        warn_once("--validation_split_percentage is ignored: --validation_file is given.")
+    if args.train_shards:
+        warn_once("--validation_split_percentage is ignored: --train_shards holds its validation text.")
