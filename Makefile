@@ -3,6 +3,7 @@
 # make test-unit  only those that start no process      make test-processes  only those that do
 # make test-benchmarks  tests of the programs in benchmarks/
 # make test-long  the tests marked `long`       make test-gpu  the tests marked `gpu`
+# make test-kernels  kernels of GPUs on a CPU, in Triton's interpreter
 # make test-kill  kills runs 30 times per engine and prints how each continued
 # make hf-suite   transformers' own common test suite on HOPE (HF_SUITE=folder with its tests/, see CONTRIBUTING.md)
 # make peft-suite  PEFT's own tests of decoder models on HOPE (PEFT_SUITE=folder with its tests/, see CONTRIBUTING.md)
@@ -25,32 +26,37 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --constraint $(CONSTRAINTS) $(PIP_ARGS) --editable
 
-.PHONY: train test test-unit test-processes test-benchmarks test-long test-gpu test-kill hf-suite peft-suite lint clean
+.PHONY: train test test-unit test-processes test-benchmarks test-long test-gpu test-kernels test-kill hf-suite peft-suite lint clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed-plot
 	$(BIN)/accelerate launch --config_file accelerate_configs/single.yaml run_clm.py --output_dir runs/demo $(TRAIN_ARGS)
 
 # One thread per worker: two workers with a thread pool each would compete for the same cores.
-test test-unit test-processes test-benchmarks test-long test-gpu test-kill: export OMP_NUM_THREADS := 1
+test test-unit test-processes test-benchmarks test-long test-gpu test-kernels test-kill: export OMP_NUM_THREADS := 1
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(NO_HANGS) $(PYTEST_ARGS)
 
 test-unit: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(NO_HANGS) -m "not processes and not benchmarks and not long and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(NO_HANGS) -m "not processes and not benchmarks and not long and not gpu and not kernels" $(PYTEST_ARGS)
 
 test-processes: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(NO_HANGS) -m "processes and not benchmarks and not long and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(NO_HANGS) -m "processes and not benchmarks and not long and not gpu and not kernels" $(PYTEST_ARGS)
 
 test-benchmarks: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(NO_HANGS) -m "benchmarks and not long and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(NO_HANGS) -m "benchmarks and not long and not gpu and not kernels" $(PYTEST_ARGS)
 
 test-long: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m gpu
+
+test-kernels: export TRITON_INTERPRET := 1
+test-kernels: export PYTHONPATH := $(VENV)/kernels
+test-kernels: $(VENV)/.installed-test $(VENV)/kernels
+	$(BIN)/python -m pytest $(NO_HANGS) -m "kernels and not gpu" $(PYTEST_ARGS) tests/model/test_*_kernels.py
 
 test-kill: export HOPE_KILLS := 30
 test-kill: $(VENV)/.installed-test
@@ -72,6 +78,12 @@ clean:
 # have changed; an interrupted one starts again.
 $(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
 	$(INSTALL) '.[$*]'
+	@touch $@
+
+# In a folder of its own: where transformers finds flash-linear-attention, it runs its kernels, on a CPU too.
+$(VENV)/kernels: $(CONSTRAINTS) | $(BIN)/pip
+	rm -rf $@
+	$(BIN)/python -m pip install --constraint $(CONSTRAINTS) $(PIP_ARGS) --no-deps --target $@ triton fla-core
 	@touch $@
 
 $(BIN)/pip:

@@ -47,8 +47,9 @@ ROOMS = {
 }  # fmt: skip
 
 # Slow to import or not always installed: only inside functions, and only of these rooms.
-LAZY = {"matplotlib", "wandb", "evaluate", "lm_eval", "jinja2", "deepspeed"}
 LAZY_ROOMS = {"hope_hf/cli", "hope_hf/training", "hope_hf/evaluation", "hope_hf/plan"}
+LAZY = dict.fromkeys(("matplotlib", "wandb", "evaluate", "lm_eval", "jinja2", "deepspeed"), LAZY_ROOMS)
+LAZY |= dict.fromkeys(("fla", "triton"), {"hope_hf/model"})
 # Faces of rooms that are built on this one: only inside functions, so that no import goes round in a circle.
 ABOVE = {"hope_hf/training": {"hope_hf.plan"}}
 
@@ -103,7 +104,7 @@ def imports_only_what_its_room_may(file: str, tree: ast.AST):
             continue
         if module == "hope_hf" and "hope_hf" in allowed:
             yield from (f"{file}:{node.lineno} imports {n}, not public" for n in names or () if n not in PUBLIC)
-        elif module in ABOVE.get(room_of(file), ()) or (top in LAZY and room_of(file) in LAZY_ROOMS):
+        elif module in ABOVE.get(room_of(file), ()) or room_of(file) in LAZY.get(top, ()):
             continue
         else:
             yield f"{file}:{node.lineno} imports {module}"

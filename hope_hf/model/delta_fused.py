@@ -390,12 +390,15 @@ def scan_fused(
     inputs: ScanInputs, memories: DeltaMemories, state: ScanState, pieces: list[ScanPiece], need_state: bool = True
 ) -> tuple[torch.Tensor, ScanState | None]:
     """`memory_scan.scan_plain` of memories under the delta rule; `None` for the state unless it is needed."""
-    (current,), (chunk_start,), tail = state
+    (current,), chunk_start, tail = state
     weights = (memories.taps, memories.initial, memories.value_share)
     if len(pieces) == 1 and pieces[0].stop == 1 and not torch.is_grad_enabled():
         reads, state = step_token(inputs, memories, state, pieces[0])
         return reads, state if need_state else None
     # Under `no_grad` a leaf still says that it needs a gradient.
     options = (pieces, memories.remade, memories.rate_factors, need_state, torch.is_grad_enabled())
-    reads, current, chunk_start, tail = _Scan.apply(*options, *inputs, *weights, current, chunk_start, tail)
-    return reads, ScanState((current,), (chunk_start,), tail) if need_state else None
+    # where nothing reads the chunk's start, the weights of now stand for it
+    start = chunk_start[0] if memories.reads_chunk_start else current
+    reads, current, start, tail = _Scan.apply(*options, *inputs, *weights, current, start, tail)
+    chunk_start = (start,) if memories.reads_chunk_start else ()
+    return reads, ScanState((current,), chunk_start, tail) if need_state else None

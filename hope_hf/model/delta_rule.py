@@ -37,6 +37,10 @@ class DeltaMemories(NamedTuple):
     # rho of each memory; 1 of the content memory, which is the last
     rate_factors: tuple[float, ...]
 
+    @property
+    def reads_chunk_start(self) -> bool:
+        return bool(self.remade)
+
     def fresh(self) -> tuple[torch.Tensor]:
         """The deviation of having read nothing."""
         return (torch.zeros_like(self.initial).repeat(1, 1, len(self.rate_factors)),)

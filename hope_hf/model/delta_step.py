@@ -3,7 +3,7 @@
 import torch
 
 from .delta_rule import DeltaMemories
-from .memory_scan import ScanInputs, ScanPiece, ScanState, make_streams, restart, select_rows, unit, written_values
+from .memory_scan import ScanInputs, ScanPiece, ScanState, close_piece, make_streams, restart, unit, written_values
 
 
 @torch.no_grad()
@@ -29,4 +29,4 @@ def step_token(
     reads = held[:, 1:, -width:] + (query * key).sum(-1, keepdim=True) * errors[..., -width:]
     reads.addcmul_(memories.value_share, value)
     after = (torch.baddbmm(retention * current, key.mT, errors),)
-    return reads, ScanState(after, select_rows(piece.closes, after, state.chunk_start), tail)
+    return reads, close_piece(state, piece, after, tail)

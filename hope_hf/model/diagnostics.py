@@ -37,10 +37,11 @@ def memory_statistics(mixer, hidden_states: torch.Tensor) -> dict[str, torch.Ten
     """
     norms = {name: [] for name in ("surprise_before", "surprise_after", "key_norm", "value_norm", "target_norm")}
     with torch.autocast(hidden_states.device.type, enabled=False):
+        # the pieces of a text are whole chunks: before a piece stand the weights of its chunk's start
         for memories, keys, values, _, _, before, after in _read(mixer, hidden_states):
-            target = memories.target(before.chunk_start, values)
+            target = memories.target(before.current, values)
             for name, vectors in (
-                ("surprise_before", memories.recall(before.chunk_start, unit(keys)) - target),
+                ("surprise_before", memories.recall(before.current, unit(keys)) - target),
                 ("surprise_after", memories.recall(after.current, unit(keys)) - target),
                 ("key_norm", keys),
                 ("value_norm", values),

@@ -64,7 +64,7 @@ class ScanState(NamedTuple):
     """
 
     current: tuple[torch.Tensor, ...]
-    # the weights at the start of the current chunk
+    # the weights at the start of the current chunk; none where the rule does not read them
     chunk_start: tuple[torch.Tensor, ...]
     # last inputs of the convolutions on k, v and q side by side [b, K - 1, 3 D]
     conv_tail: torch.Tensor
@@ -90,6 +90,8 @@ class Memories(Protocol):
     taps: torch.Tensor
     # the streams that memories remake: "k", "v"
     remade: tuple[str, ...]
+    # whether anything is read at the weights of the chunk's start
+    reads_chunk_start: bool
 
     def fresh(self) -> tuple[torch.Tensor, ...]:
         """The weights of having read nothing."""
@@ -117,7 +119,8 @@ def fresh_state(memories: Memories) -> ScanState:
     """The state of having read nothing."""
     weights = memories.fresh()
     taps, rows, _, width = memories.taps.shape
-    return ScanState(weights, weights, weights[0].new_zeros(rows, taps - 1, width))
+    chunk_start = weights if memories.reads_chunk_start else ()
+    return ScanState(weights, chunk_start, weights[0].new_zeros(rows, taps - 1, width))
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:
@@ -182,8 +185,17 @@ def restart(memories: Memories, state: ScanState, piece: ScanPiece) -> ScanState
     """The state before a piece, with fresh weights in the rows in which a document begins."""
     if piece.keeps is None:
         return state
-    current, chunk_start = (select_rows(piece.keeps, weights, memories.fresh()) for weights in state[:2])
+    fresh = memories.fresh()
+    current, chunk_start = (select_rows(piece.keeps, weights, fresh[: len(weights)]) for weights in state[:2])
     return state._replace(current=current, chunk_start=chunk_start)
+
+
+def close_piece(
+    state: ScanState, piece: ScanPiece, current: tuple[torch.Tensor, ...], tail: torch.Tensor
+) -> ScanState:
+    """The state after a piece that has begun in `state` and left the weights `current`."""
+    kept = len(state.chunk_start)
+    return ScanState(current, select_rows(piece.closes, current[:kept], state.chunk_start), tail)
 
 
 def scan_piece(
@@ -195,7 +207,7 @@ def scan_piece(
     gates = (gate[:, piece.start : piece.stop] for gate in (inputs.rate, inputs.log_retention))
     tokens = Tokens(unit(keys), written_values(inputs, values, piece), unit(queries), *gates)
     reads, current = memories.write_and_read(state, tokens)
-    return reads, ScanState(current, select_rows(piece.closes, current, state.chunk_start), tail)
+    return reads, close_piece(state, piece, current, tail)
 
 
 def scan_plain(

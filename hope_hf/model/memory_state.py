@@ -26,9 +26,9 @@ def named_tensors(state: tuple) -> dict[str, torch.Tensor]:
 
 
 def state_of_named(kind: type[tuple], tensors: dict[str, torch.Tensor]) -> tuple:
-    """The inverse of `named_tensors`."""
-    fields = {}
+    """The inverse of `named_tensors`; a field without tensors was an empty tuple."""
+    fields = dict.fromkeys(kind._fields, ())
     for name in sorted(tensors):
         field, _, index = name.partition(".")
-        fields[field] = (*fields.get(field, ()), tensors[name]) if index else tensors[name]
+        fields[field] = (*fields[field], tensors[name]) if index else tensors[name]
     return kind(**fields)

@@ -127,7 +127,10 @@ class HopePreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, std=std * min(1.0, _HEAD_WIDTH / self.config.hidden_size) ** 0.5)
 
     def compile(self, *args, **kwargs):
-        """`nn.Module.compile` of what is the same at every call; beside memories, that is every block's continuum."""
+        """`nn.Module.compile` of what is the same at every call; beside memories, that is every block's continuum.
+
+        `torch.compile(model)` traces torch's operators; here the memories stay outside, and their kernels run.
+        """
         if not keeps_state(self.config):
             return super().compile(*args, **kwargs)
         for module in self.modules():

@@ -43,6 +43,10 @@ class PaperMemories(NamedTuple):
     rate_factors: torch.Tensor
     rule: PaperRule
 
+    @property
+    def reads_chunk_start(self) -> bool:
+        return True
+
     def fresh(self) -> Weights:
         """The state of having read nothing."""
         if self.rule.decay_to == "zero":

@@ -9,6 +9,9 @@ streams, then the content memory), D head width, K width of the convolution.
 """
 
 import math
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +20,11 @@ from transformers import initialization as init
 
 from .chunk_layout import ChunkPlan
 from .configuration_hope import HopeConfig, PaperRule
+from .delta_fla import obstacle, scan_fla
 from .delta_fused import scan_fused
 from .delta_rule import DeltaMemories
 from .diagnostics import contribution, gate_values, memory_statistics
+from .kernels import Kernel, asked_kernels, choose
 from .memory_scan import Memories, ScanInputs, ScanState, scan, scan_plain
 from .memory_state import map_state
 from .paper_rule import PaperMemories
@@ -215,6 +220,9 @@ class SelfModifyingTitans(nn.Module):
         # The gated DeltaNet divides queries by the square root of their width; here the norm's epsilon grows instead.
         eps = config.rms_norm_eps * (config.head_dim if config.memory_rule == "delta" else 1)
         self.o_norm = HopeRMSNorm(config.head_dim, eps)
+        self.kernels = asked_kernels()
+        # why no kernel of a GPU ran, and how often
+        self.kernel_fallbacks: Counter[tuple[str, str]] = Counter()
 
     def forward(
         self,
@@ -238,11 +246,15 @@ class SelfModifyingTitans(nn.Module):
         """
         inputs = self.scan_inputs(hidden_states, plan)
         batch_size, heads = len(hidden_states), self.config.num_memory_heads
+        operands = self.g_proj.weight.dtype
+        if torch.is_autocast_enabled(hidden_states.device.type):
+            operands = torch.get_autocast_dtype(hidden_states.device.type)
         with torch.autocast(hidden_states.device.type, enabled=False):
+            memories = self.memories(batch_size, inputs.query.dtype)
             reads, after = scan(
-                scan_fused if self.config.memory_rule == "delta" and not torch.compiler.is_compiling() else scan_plain,
+                self.choose_scan(inputs, memories, operands),
                 inputs,
-                self.memories(batch_size, inputs.query.dtype),
+                memories,
                 None if state is None else map_state(lambda tensor: tensor.flatten(0, 1), state),
                 plan.pieces,
                 self.config.recompute_chunks,
@@ -258,6 +270,14 @@ class SelfModifyingTitans(nn.Module):
 
     # asked of the mixer, which may be of another copy of the code
     statistics, gate_values, contribution = memory_statistics, gate_values, contribution
+
+    def choose_scan(self, inputs: ScanInputs, memories: Memories, operands: torch.dtype) -> Callable:
+        """What computes `memory_scan.scan_plain` here; kernels of a GPU round their operands to the dtype given."""
+        if torch.compiler.is_compiling():
+            return scan_plain
+        kernels = {"fla": Kernel(partial(scan_fla, dtype=operands), partial(obstacle, inputs, memories))}
+        otherwise = scan_fused if self.config.memory_rule == "delta" else scan_plain
+        return choose("memory_scan", self.kernels, kernels, otherwise, self.kernel_fallbacks, inputs.query.device)
 
     def scan_inputs(self, hidden_states: torch.Tensor, plan: ChunkPlan) -> ScanInputs:
         """What the scan reads, from `hidden_states` [B, T, hidden_size], on the slots of the plan."""

@@ -16,12 +16,14 @@ def flops_per_token(config, shapes: Shapes, sequence_length: int) -> int:
 def cache_bytes(config, tokens: int) -> int:
     """fp32 bytes that one sequence carries after `tokens` tokens: HOPE's memories and tails, keys and values.
 
-    Memories have the same size after any number of tokens: the weights now and at their chunk's start.
+    Memories have the same size after any number of tokens: the weights now, and where the rule or memories that remake
+    streams read them those of the chunk's start.
     """
     if config.model_type == "hope":
         width, heads = config.head_dim, config.num_memory_heads or 0
         layers = config.paper_rule["depth"] if config.memory_rule == "paper" else 1
-        memories = 2 * layers * (len(config.memory_projections) + 1) * width**2
+        copies = 2 if config.memory_rule == "paper" or config.memory_projections else 1
+        memories = copies * layers * (len(config.memory_projections) + 1) * width**2
         memory = heads * (memories + 3 * (config.conv_kernel_size - 1) * width)
         keys = 2 * tokens * (config.num_key_value_heads or 0) * width
         return 4 * sum(memory if kind == "hope_memory" else keys for kind in config.layer_types)

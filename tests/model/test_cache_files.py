@@ -165,7 +165,7 @@ IMPOSSIBLE = {
     "another tensor": (lambda held: held.update({"2.seen": held["1.seen"]}), "holds '2.seen'"),
     "a layer missing": (
         lambda held: [held.pop(name) for name in [*held] if name[0] == "1"],
-        "lacks the tensor '1.chunk_start.0'",
+        "lacks the tensor '1.columns'",
     ),
     "another shape": (lambda held: held.update({"0.conv_tail": held["0.conv_tail"][..., :2, :]}), "'0.conv_tail' as"),
     "another dtype": (lambda held: held.update({"0.conv_tail": held["0.conv_tail"].half()}), "torch.float16, not"),

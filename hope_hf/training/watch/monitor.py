@@ -7,6 +7,7 @@ from ..arguments import Arguments
 from ..engines.base import Engine, Update
 from ..state import Progress
 from .heartbeat import Heartbeat
+from .kernels import KernelReport
 from .profile import StepProfile
 from .ram import RamReport
 from .telemetry import (
@@ -45,6 +46,7 @@ class Monitor:
                 StepProfile(args.profile_steps, args.output_dir, self._accelerator, start_step, self._tracker.say)
             )
             self._opened = opened.pop_all()
+        self._kernels = KernelReport(engine.model)
         self._stopwatch, self._utilization = Stopwatch(), utilization_meter(self._device)
         self.say = self._tracker.say
 
@@ -127,6 +129,7 @@ class Monitor:
             **{name: _finite(float(value)) for name, value in self._rows.items()},
             **level_rows(self._engine.optimizer, plan.tokens_per_step),
             **report(),
+            **self._kernels.rows(),
         }
         if update.loss_scale is not None:
             rows |= {"train/loss_scale": update.loss_scale, "train/overflowed_steps": progress.overflowed}
@@ -139,8 +142,10 @@ class Monitor:
         self._tracker.log(progress.step, progress.tokens, row, eval_line(row))
 
     def close_tracker(self) -> None:
-        """Close the tracker: what is printed next begins on a new line."""
+        """Close the tracker, and say where kernels did not run: what is printed next begins on a new line."""
         self._tracker.close()
+        if table := self._kernels.table():
+            self._accelerator.print(f"\n{table}\n")
 
 
 class Silence:

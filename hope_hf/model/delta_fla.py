@@ -1,0 +1,124 @@
+"""The scan of the delta rule by the kernels of flash-linear-attention (arXiv 2412.06464), the extra `hope_hf[gpu]`.
+
+Where no memory remakes keys or values, the deviation S of the content memory is the state of a gated DeltaNet that
+writes what the initial weights do not know yet:
+
+    S_t = alpha_t S_{t-1} + eta_t k_t^T (v_t - k_t W_0 - k_t alpha_t S_{t-1}),     read: q_t S_t + q_t W_0 + d v_t
+
+All chunks pass through convolution and norms at once. A document within a row is a sequence of its own.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+
+import torch
+import torch.nn.functional as F
+from torch.torch_version import TorchVersion
+
+from .delta_rule import DeltaMemories
+from .kernels import VARIABLE
+from .memory_scan import ScanInputs, ScanPiece, ScanState, make_streams, unit, written_values
+
+# of what the kernels keep of a head on chip
+_WIDEST = 256
+
+
+def obstacle(inputs: ScanInputs, memories) -> str | None:
+    """Why the kernels cannot compute this scan; `None` if they can."""
+    query = inputs.query
+    if not isinstance(memories, DeltaMemories):
+        return "flash-linear-attention has no kernels for memory_rule='paper'"
+    if memories.remade:
+        return "flash-linear-attention has no kernels for memory_projections"
+    if query.dtype == torch.float64:
+        return "the model is float64"
+    if query.shape[-1] > _WIDEST:
+        return f"heads are wider than {_WIDEST}"
+    if query.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "the model is on a CPU"
+    if importlib.util.find_spec("fla") is None:
+        return "flash-linear-attention is not installed (pip install 'hope_hf[gpu]')"
+    return _defect(query.device) if torch.is_grad_enabled() else None
+
+
+def _defect(device: torch.device) -> str | None:
+    """What flash-linear-attention refuses in its backward pass: its issue 640."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    found = TorchVersion(importlib.metadata.version("triton"))
+    is_wrong = "3.4.0" <= found < "3.7.1"
+    if not is_wrong or importlib.util.find_spec("tilelang") is not None:
+        return None
+    return "Triton 3.4 to 3.7.0 compiles wrong gradients for Hopper GPUs (install triton>=3.7.1 or tilelang)"
+
+
+def scan_fla(
+    inputs: ScanInputs,
+    memories: DeltaMemories,
+    state: ScanState,
+    pieces: list[ScanPiece],
+    need_state: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, ScanState | None]:
+    """`memory_scan.scan_plain` of a content memory alone; the kernels' operands are rounded to `dtype`."""
+    piece = whole(pieces)
+    keys, values, queries, tail = make_streams(inputs, memories, state, piece)
+    keys, queries, values = unit(keys), unit(queries), written_values(inputs, values, piece)
+    operands = [part.to(dtype) for part in (queries, keys, values - keys @ memories.initial)]
+    gates = [inputs.log_retention, inputs.rate]
+    (current,), bounds = state.current, None
+    if piece.keeps is not None:
+        # the kernels take sequences of unequal lengths one after the other, as one row
+        begins = torch.stack([part.keeps.view(-1).logical_not() for part in pieces], dim=1)
+        first = begins[:, 0].clone()
+        begins[:, 0] = True
+        row, index = begins.nonzero(as_tuple=True)
+        starts = torch.tensor([part.start for part in pieces], device=row.device)
+        bounds = F.pad(row * piece.stop + starts[index], (0, 1), value=len(begins) * piece.stop)
+        # a row's first sequence goes on from its state, unless a document begins there
+        continues = (index == 0) & ~first[row]
+        current = torch.where(continues[:, None, None], current[row], 0.0)
+        operands = [part.flatten(0, 1).unsqueeze(0) for part in operands]
+        gates = [part.flatten(0, 1).unsqueeze(0) for part in gates]
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+    except ImportError as error:
+        raise ImportError(f"flash-linear-attention does not load ({error}): set {VARIABLE}=torch") from error
+    one_token = piece.stop == 1 and not torch.is_grad_enabled()
+    run = fused_recurrent_gated_delta_rule if one_token else chunk_gated_delta_rule
+    # axes [rows, tokens, heads, ...] with a head in every row
+    reads, after = run(
+        *(part.unsqueeze(2).contiguous() for part in operands),
+        **{name: part.unsqueeze(2).contiguous() for name, part in zip(("g", "beta"), gates, strict=True)},
+        scale=1.0,
+        initial_state=current.unsqueeze(1),
+        output_final_state=need_state,
+        cu_seqlens=bounds,
+    )
+    reads = reads.reshape(inputs.query.shape).to(queries.dtype) + memories.unwritten(queries, values)
+    if not need_state:
+        return reads, None
+    if bounds is not None:
+        # of each row's last sequence
+        after = after[torch.bincount(row, minlength=len(begins)).cumsum(0) - 1]
+    return reads, ScanState((after.squeeze(1),), (), tail)
+
+
+def whole(pieces: list[ScanPiece]) -> ScanPiece:
+    """The pieces of a scan as one, for what happens to all tokens alike."""
+    first, last = pieces[0], pieces[-1]
+    piece = ScanPiece(0, last.stop, closes=False)
+    if first.tail_out is None:
+        return piece
+    # slots up to the last token of each row: those of a piece that holds none end before it
+    ends = torch.stack([part.tail_out[:, :1] for part in pieces])
+    starts = ends.new_tensor([part.start for part in pieces]).view(-1, 1, 1, 1)
+    holds = (ends > 0) | (starts == 0)
+    end = torch.where(holds, starts + ends, 0).amax(0)
+    return piece._replace(
+        keeps=first.keeps,
+        inside=torch.cat([part.inside for part in pieces], dim=2),
+        tail_in=first.tail_in,
+        tail_out=end + torch.arange(last.tail_out.shape[1], device=end.device)[:, None],
+    )

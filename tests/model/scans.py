@@ -1,0 +1,78 @@
+"""Random scans of all kinds of rows, for tests that compare one way to compute them with another (float64)."""
+
+import torch
+
+from hope_hf import HopeConfig
+from hope_hf.model.chunk_layout import Past, plan_chunks
+from hope_hf.model.delta_rule import DeltaMemories
+from hope_hf.model.memory_scan import ScanInputs, ScanState, fresh_state
+
+WIDTH, TAPS, HEADS = 8, 4, 2
+
+
+def normal(*shape, scale=1.0):
+    return torch.randn(*shape, dtype=torch.float64) * scale
+
+
+def plan(chunk, rows, length, **options):
+    config = HopeConfig(
+        vocab_size=8, hidden_size=16, num_hidden_layers=1, head_dim=WIDTH, num_memory_heads=HEADS,
+        conv_kernel_size=TAPS, memory_chunk_size=chunk,
+    )  # fmt: skip
+    return plan_chunks(config, (rows, length), torch.device("cpu"), **options)
+
+
+def plain_pieces(chunk, seen=0):
+    """Rows that have all read `seen` tokens; the last chunk is not filled."""
+    past = Past(seen, True, torch.full((3,), seen), torch.zeros(3, dtype=torch.long)) if seen else None
+    return plan(chunk, 3, 2 * chunk + 5, past=past).pieces
+
+
+def ragged_pieces(chunk, last=2):
+    """Rows of unequal history, with padding on both sides and inside, and with documents of many lengths.
+
+    The last document has `last` tokens.
+    """
+    length = 2 * chunk + 7
+    mask = torch.ones(3, length, dtype=torch.long)
+    mask[0, :3], mask[1, -4:], mask[2, [0, 1, chunk, chunk + 1]] = 0, 0, 0
+    positions = torch.arange(length).repeat(3, 1) + 100
+    for row, begin in ((0, 5), (0, chunk + 2), (1, 1), (2, length - last)):
+        positions[row, begin:] = torch.arange(length - begin)
+    past = Past(9, False, torch.tensor([3, 9, 1]), torch.zeros(3, dtype=torch.long))
+    return plan(chunk, 3, length, past=past, padding_mask=mask, position_ids=positions).pieces
+
+
+def problem(pieces, made="kv", factors=None, forgetting=0.3, fresh=False):
+    """Random inputs, memories and state of a scan; all tensors are leaves that want a gradient."""
+    torch.manual_seed(0)
+    rows, slots = 3 * HEADS, pieces[-1].stop
+    factors = (0.1,) * len(made) + (1.0,) if factors is None else factors
+    streams = [normal(rows, slots, WIDTH) for _ in range(3)]
+    gates = torch.rand(3, rows, slots, dtype=torch.float64)
+    # of the four kinds of projections, two have values of the norm that their stream gives
+    value_norm = 2 * gates[2] if len(made) % 2 else None
+    inputs = ScanInputs(*streams, gates[0].clone(), -forgetting * gates[1], value_norm)
+    initial = normal(rows, WIDTH, WIDTH, scale=0.3)
+    weights = normal(TAPS, rows, 1, 3 * WIDTH, scale=0.5), tuple(made), initial, normal(rows, 1, 1), factors
+    memories = DeltaMemories(*weights)
+    leaves = [part for part in (*inputs, memories.taps, initial, memories.value_share) if part is not None]
+    if fresh:
+        state = fresh_state(memories)
+    else:
+        weights = [normal(rows, WIDTH, len(factors) * WIDTH, scale=0.3) for _ in range(2 if made else 1)]
+        state = ScanState((weights[0],), tuple(weights[1:]), normal(rows, TAPS - 1, 3 * WIDTH))
+        leaves += [*weights, state.conv_tail]
+    return inputs, memories, state, pieces, [leaf.requires_grad_() for leaf in leaves]
+
+
+def results(run, inputs, memories, state, pieces, leaves, need_state=True):
+    """What a scan returns, and the gradients of all leaves for a random weighting of it."""
+    reads, after = run(inputs, memories, state, pieces, need_state)
+    made = [reads, *after.current, *after.chunk_start, after.conv_tail] if need_state else [reads]
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(part.shape, generator=generator, dtype=torch.float64) for part in made]
+    loss = sum((part * weight).sum() for part, weight in zip(made, weights, strict=True))
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+    gradients = [torch.zeros_like(a) if b is None else b for a, b in zip(leaves, gradients, strict=True)]
+    return [part.detach() for part in made] + gradients
