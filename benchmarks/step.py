@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -97,15 +97,22 @@ class Decoder:
     """Greedy decoding of one row, a token at a call."""
 
     def __init__(self, network: torch.nn.Module, context: torch.Tensor):
-        self.network, self.token, self.cache = network, context, None
-        self()
+        self.network, self.token, self.cache, self.read = network, context, None, 0
+        # Mamba has a name of its own for it.
+        self.name = "cache_params" if network.config.model_type == "mamba2" else "past_key_values"
+        if set(getattr(network.config, "layer_types", ())) == {"linear_attention"} and self.name == "past_key_values":
+            # transformers' cache counts the tokens of softmax attention, and raises an error where there is none.
+            self.cache = DynamicCache(config=network.config)
+            self.cache.get_seq_length = lambda *_, **__: self.read
+        self.prefill_seconds = self()
 
     @torch.no_grad()
     def __call__(self) -> float:
         """CPU seconds of one more token; the first call reads the context."""
         start = time.process_time()
-        outputs = self.network(self.token, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        self.token, self.cache = outputs.logits[:, -1:].argmax(-1), outputs.past_key_values
+        outputs = self.network(self.token, **{self.name: self.cache}, use_cache=True, logits_to_keep=1)
+        self.read += self.token.shape[1]
+        self.token, self.cache = outputs.logits[:, -1:].argmax(-1), outputs[self.name]
         return time.process_time() - start
 
 
