@@ -60,7 +60,7 @@ def held_bytes(cache) -> int:
             pending.extend(part.values())
         elif isinstance(part, (list, tuple)):
             pending.extend(part)
-        elif type(part).__module__.startswith(("transformers.", "hope_hf.")):
+        elif type(part).__module__.startswith(("transformers.", "hope_hf.", "benchmarks.")):
             pending.extend(vars(part).values())
     return sum(storages.values())
 
@@ -79,7 +79,7 @@ def peak_bytes(name: str, length: int, options: argparse.Namespace) -> int:
 def print_peak(options: argparse.Namespace) -> None:
     """Print the bytes by which the process grows in a step; a short step before it has loaded what is loaded once."""
     network = build(options.peak_of, size(options)).new()
-    for length in (64, *options.lengths):
+    for length in (8, *options.lengths):
         # the largest memory so far becomes that of now
         Path("/proc/self/clear_refs").write_text("5")
         before = resident_kib("VmRSS")

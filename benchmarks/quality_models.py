@@ -133,9 +133,9 @@ class Model:
         values.pop("transformers_version", None)
         return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
-    def new(self) -> PreTrainedModel:
+    def new(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """It, with random weights."""
-        return AutoModelForCausalLM.from_config(_config(self.model_type, json.loads(self.overrides)))
+        return AutoModelForCausalLM.from_config(_config(self.model_type, json.loads(self.overrides)), dtype=dtype)
 
 
 @cache

@@ -32,7 +32,7 @@ CALLS_LENGTH = 2048
 VIEWS = frozenset(
     "view _unsafe_view expand slice select transpose permute unsqueeze squeeze t alias detach as_strided split "
     "split_with_sizes unbind diagonal unfold empty empty_like empty_strided new_empty new_empty_strided "
-    "_local_scalar_dense".split()
+    "_local_scalar_dense device promote_types".split()
 )
 
 
@@ -93,17 +93,27 @@ def steps(options: argparse.Namespace) -> None:
             print(f"| {length:,} | {' | '.join(row)} |", flush=True)
 
 
+class CountingCache(DynamicCache):
+    """For models without softmax attention, in whose layers transformers' cache counts the tokens, or raises."""
+
+    read = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.read
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.read + query_length, 0
+
+
 class Decoder:
     """Greedy decoding of one row, a token at a call."""
 
     def __init__(self, network: torch.nn.Module, context: torch.Tensor):
-        self.network, self.token, self.cache, self.read = network, context, None, 0
+        self.network, self.token, self.cache = network, context, None
         # Mamba has a name of its own for it.
         self.name = "cache_params" if network.config.model_type == "mamba2" else "past_key_values"
         if set(getattr(network.config, "layer_types", ())) == {"linear_attention"} and self.name == "past_key_values":
-            # transformers' cache counts the tokens of softmax attention, and raises an error where there is none.
-            self.cache = DynamicCache(config=network.config)
-            self.cache.get_seq_length = lambda *_, **__: self.read
+            self.cache = CountingCache(config=network.config)
         self.prefill_seconds = self()
 
     @torch.no_grad()
@@ -111,7 +121,8 @@ class Decoder:
         """CPU seconds of one more token; the first call reads the context."""
         start = time.process_time()
         outputs = self.network(self.token, **{self.name: self.cache}, use_cache=True, logits_to_keep=1)
-        self.read += self.token.shape[1]
+        if isinstance(self.cache, CountingCache):
+            self.cache.read += self.token.shape[1]
         self.token, self.cache = outputs.logits[:, -1:].argmax(-1), outputs[self.name]
         return time.process_time() - start
 
