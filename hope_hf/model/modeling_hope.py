@@ -30,6 +30,7 @@ from .configuration_hope import HopeConfig
 from .continuum import CONTINUA, ContinuumMemory, LevelMix, keeps_state
 from .generation_hope import HopeGenerationMixin
 from .input_checks import check_cache, check_inputs, check_labels, check_mask, local_padding_mask
+from .linear_cross_entropy import IGNORED, HopeHead, next_labels
 from .self_modifying import (
     HopeRMSNorm,
     InitialMemory,
@@ -309,8 +310,7 @@ class HopeForCausalLM(HopePreTrainedModel, HopeGenerationMixin):
         super().__init__(config)
         self.model = HopeModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.lm_head.is_head = True
+        self.lm_head = HopeHead(config.hidden_size, config.vocab_size)
         self.post_init()
 
     def flops_per_token(self, sequence_length: int) -> int:
@@ -336,6 +336,7 @@ class HopeForCausalLM(HopePreTrainedModel, HopeGenerationMixin):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        skip_logits: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """Logits [B, T, vocab_size] and, with labels, the mean next-token loss in nats.
@@ -343,10 +344,13 @@ class HopeForCausalLM(HopePreTrainedModel, HopeGenerationMixin):
         Args:
             labels: [B, T], the inputs themselves (they are shifted here); -100 is not scored.
             logits_to_keep: number of last positions, or their indices, for which logits are made; 0 is all.
+            skip_logits: with labels, return the loss alone, for which logits are never whole in memory.
             kwargs: `num_items_in_batch`, the number of scored tokens that divides the summed loss, among others.
 
         The other arguments are those of `HopeModel.forward`.
         """
+        if skip_logits and labels is None:
+            raise ValueError("skip_logits=True returns the loss alone: give labels, or leave skip_logits out")
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -356,12 +360,17 @@ class HopeForCausalLM(HopePreTrainedModel, HopeGenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
-        loss = None
         if labels is not None:
             check_labels(labels, self.config.vocab_size)
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        # A head that PEFT wraps, or whose vocabulary is cut over processes, makes logits only.
+        if skip_logits and type(self.lm_head) is HopeHead and self.tp_size is None:
+            loss, logits = self._loss_alone(outputs.last_hidden_state, labels, **kwargs), None
+        else:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits, loss = self.lm_head(outputs.last_hidden_state[:, kept]), None
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            logits = None if skip_logits else logits
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -369,6 +378,14 @@ class HopeForCausalLM(HopePreTrainedModel, HopeGenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def _loss_alone(self, hidden_states, labels, num_items_in_batch=None, shift_labels=None, **_) -> torch.Tensor:
+        """`loss_function` of the logits, without these."""
+        labels = (next_labels(labels) if shift_labels is None else shift_labels).to(hidden_states.device)
+        count = (labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+        if isinstance(count, torch.Tensor):
+            count = count.to(hidden_states.device)
+        return self.lm_head(hidden_states, labels) / count
 
 
 class HopeForSequenceClassification(GenericForSequenceClassification, HopePreTrainedModel):

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from hope_hf.cli.recomputing import parse_recomputed
 from hope_hf.optim import LevelClock, build_optimizer
-from hope_hf.training import recompute_activations, summed_loss
+from hope_hf.training import can_skip_logits, recompute_activations, summed_loss
 
 from .step import StepOptions
 from .strategy import Launch
@@ -174,8 +174,7 @@ class Step:
         for index, batch in enumerate(self.batches):
             last = index + 1 == len(self.batches)
             with self._accumulating(last):
-                logits = self.wrapped(input_ids=batch).logits
-                loss = summed_loss(logits, batch)
+                loss = summed_loss(self.wrapped, {"input_ids": batch}, batch, can_skip_logits(self.model))
                 (loss * 1e-3).backward()
             if not last:
                 between()

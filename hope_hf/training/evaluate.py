@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
 from .accuracy import right_tokens
-from .objective import count_valid, model_inputs, summed_loss
+from .objective import count_valid, loss_of_logits, model_inputs
 from .process import sum_over_processes
 
 
@@ -30,7 +30,7 @@ def evaluate(model, data, accelerator: Accelerator) -> dict[str, float]:
         inputs = send_to_device(model_inputs(batch), accelerator.device)
         logits = model(**inputs, use_cache=False).logits
         if counts:
-            loss_sum += float(summed_loss(logits, batch["labels"]))
+            loss_sum += float(loss_of_logits(logits, batch["labels"]))
             right += right_tokens(logits, batch["labels"])
             tokens += count_valid(batch["labels"])
     model.train(was_training)

@@ -1,7 +1,9 @@
 """The next-token loss, as a sum: the caller divides it by the number of valid tokens it averages over."""
 
+import inspect
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 IGNORED = -100
@@ -12,11 +14,26 @@ def count_valid(labels: Tensor) -> int:
     return int((labels[:, 1:] != IGNORED).sum())
 
 
-def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of -log p(label) in nats over the valid tokens, an fp32 scalar.
+def summed_loss(model: nn.Module, inputs: dict, labels: Tensor, skips_logits: bool) -> Tensor:
+    """Sum of -log p(label) in nats over the valid tokens of a forward pass, an fp32 scalar.
 
-    logits [B, T, V] of any float type; labels [B, T] not shifted.
+    Args:
+        model: as the engine has wrapped it; called with `inputs`.
+        labels: [B, T], not shifted.
+        skips_logits: whether the model itself can make the loss without whole logits, as `can_skip_logits` tells.
     """
+    if skips_logits:
+        return model(**inputs, labels=labels, num_items_in_batch=1, skip_logits=True).loss
+    return loss_of_logits(model(**inputs).logits, labels)
+
+
+def can_skip_logits(model: nn.Module) -> bool:
+    """Whether the forward of a model (not wrapped) takes `skip_logits`, as HOPE's does."""
+    return "skip_logits" in inspect.signature(type(model).forward).parameters
+
+
+def loss_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
+    """As `summed_loss`, from logits [B, T, V] of any float type."""
     predictions = logits[:, :-1].flatten(0, 1).float()
     targets = labels[:, 1:].flatten().to(logits.device)
     return F.cross_entropy(predictions, targets, ignore_index=IGNORED, reduction="sum")

@@ -27,7 +27,7 @@ from .engines.placement import rank_lines
 from .evaluate import evaluate
 from .finish import finish, finish_in_parts
 from .initial.values import checkpoint_values
-from .objective import check_token_ids, count_valid, model_inputs, summed_loss
+from .objective import can_skip_logits, check_token_ids, count_valid, model_inputs, summed_loss
 from .process import StopSignal, leave, prepare_process, sum_over_processes
 from .push import push
 from .setup import Run, build_all
@@ -242,15 +242,15 @@ def _update(
 def _add_gradients(engine: Engine, training: Training, monitor: Monitor, window: list[dict], tokens: float) -> float:
     """Forward and backward passes of one step, of `tokens` over all processes; returns this process's summed loss."""
     carry, device = training.state.carry, engine.accelerator.device
+    skips_logits = can_skip_logits(engine.model)
     loss_sum = torch.zeros((), device=device)
     for index, batch in enumerate(window):
         if 0 < index == len(window) - 1:
             monitor.last_batch_begins()
-        inputs = send_to_device(model_inputs(batch), device, non_blocking=True)
+        inputs, labels = send_to_device((model_inputs(batch), batch["labels"]), device, non_blocking=True)
         with engine.accelerator.accumulate(training.model):
             with monitor.forward():
-                logits = training.model(**inputs, **carry.inputs()).logits
-            loss = summed_loss(logits, batch["labels"])
+                loss = summed_loss(training.model, inputs | carry.inputs(), labels, skips_logits)
             engine.backward(loss * engine.loss_scale(tokens))
         carry.hand_over()
         loss_sum += loss.detach()

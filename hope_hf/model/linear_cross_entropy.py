@@ -1,0 +1,94 @@
+"""The next-token loss without the logits of a whole text: those of some tokens at a time.
+
+Logits of a text take [tokens, vocabulary] numbers, most of the memory of a small model's training step, and their
+gradients as many again. Here the forward pass makes the logits of a chunk of tokens, and at once what the backward
+pass would make of them: the gradients of hidden states and weight for a loss of 1, which the backward pass scales
+(as in Liger-Kernel, arXiv 2410.10989). The work is that of the plain loss.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+IGNORED = -100
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, has_backward):
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        # Under `no_grad` a leaf still says that it needs a gradient.
+        for_hidden, for_weight = (has_backward and needed for needed in ctx.needs_input_grad[:2])
+        grad_hidden = torch.empty_like(hidden) if for_hidden else None
+        # many chunks are added up
+        grad_weight = torch.zeros_like(weight, dtype=wide) if for_weight else None
+        loss = hidden.new_zeros((), dtype=wide)
+        # The logits of a chunk have as many numbers as the weight.
+        chunk = hidden.shape[-1]
+        for start in range(0, len(hidden), chunk):
+            part, targets = hidden[start : start + chunk], labels[start : start + chunk, None]
+            ignored = targets == IGNORED
+            targets = targets.masked_fill(ignored, 0)
+            logits = (part @ weight.mT).to(wide)
+            norm = logits.logsumexp(-1, keepdim=True)
+            loss += (norm - logits.gather(-1, targets)).masked_fill_(ignored, 0.0).sum()
+            if not (for_hidden or for_weight):
+                continue
+            # softmax minus one-hot
+            gradient = logits.sub_(norm).exp_()
+            gradient.scatter_add_(-1, targets, gradient.new_full((), -1.0).expand_as(targets))
+            gradient = gradient.masked_fill_(ignored, 0.0).to(hidden.dtype)
+            if for_hidden:
+                torch.mm(gradient, weight, out=grad_hidden[start : start + chunk])
+            if for_weight:
+                grad_weight += gradient.mT @ part
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight_dtype = weight.dtype
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, scale):
+        grad_hidden, grad_weight = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden = (grad_hidden * scale).to(grad_hidden.dtype)
+        if grad_weight is not None:
+            grad_weight = (grad_weight * scale).to(ctx.weight_dtype)
+        return grad_hidden, grad_weight, None, None
+
+
+def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """`cross_entropy(linear(hidden, weight), labels, reduction="sum")`: nats, float32 (float64 if `hidden` is).
+
+    Args:
+        hidden: [N, D].
+        weight: [V, D]; the product is made in `hidden`'s dtype, or that of autocast.
+        labels: [N] from 0 to V - 1; -100 counts nothing.
+    """
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    with torch.autocast(device, enabled=False):
+        return _Loss.apply(hidden.to(dtype), weight.to(dtype), labels, torch.is_grad_enabled())
+
+
+class HopeHead(nn.Linear):
+    """Hidden states [..., D] to logits [..., V], or with labels [...] to their summed loss.
+
+    Within `forward` in either case: sharding engines gather a module's weight around it.
+    """
+
+    is_head = True
+
+    def __init__(self, width: int, vocab_size: int):
+        super().__init__(width, vocab_size, bias=False)
+
+    def forward(self, hidden_states: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        if labels is None:
+            return super().forward(hidden_states)
+        return linear_cross_entropy(hidden_states.flatten(0, -2), self.weight, labels.flatten())
+
+
+def next_labels(labels: torch.Tensor) -> torch.Tensor:
+    """The label of every position's next token [B, T], of labels that are the tokens themselves."""
+    return F.pad(labels[..., 1:], (0, 1), value=IGNORED)
