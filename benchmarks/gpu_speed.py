@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.quality_models import HOPE, LLAMA, SIZES, Size, build, count_parameters
 from benchmarks.step import Decoder
 from hope_hf import PRESETS, HopeConfig
+from hope_hf.training import can_skip_logits, summed_loss
 from hope_hf.training.watch.telemetry import flops_per_token, peak_flops
 
 HOPE_TORCH = "hope_torch"
@@ -91,7 +92,8 @@ def row_of(name: str, size: Size, length: int, options: argparse.Namespace) -> d
     input_ids = torch.randint(size.vocab_size, (max(1, options.tokens // length), length), device=device)
 
     def step() -> None:
-        network(input_ids=input_ids, labels=input_ids).loss.backward()
+        inputs = {"input_ids": input_ids, "use_cache": False}
+        (summed_loss(network, inputs, input_ids, can_skip_logits(network)) / input_ids.numel()).backward()
         network.zero_grad()
 
     if device.type == "cuda":

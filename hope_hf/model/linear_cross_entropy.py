@@ -54,7 +54,8 @@ class _Loss(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = (grad_hidden * scale).to(grad_hidden.dtype)
         if grad_weight is not None:
-            grad_weight = (grad_weight * scale).to(ctx.weight_dtype)
+            # rounded as it is scaled, without a copy in between
+            grad_weight = torch.mul(grad_weight, scale, out=torch.empty_like(grad_weight, dtype=ctx.weight_dtype))
         return grad_hidden, grad_weight, None, None
 
 

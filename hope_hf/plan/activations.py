@@ -19,9 +19,9 @@ from .shapes import Shapes
 from .strategy import Launch
 
 Mode = Literal["fp32", "autocast", "cast"]
-# Bytes per token and entry of the vocabulary while the loss is differentiated: logits, their log-softmax, and the
-# gradients of both, all fp32.
-LOSS_BYTES = 16
+# Bytes per token and entry of the vocabulary while the loss is differentiated: log-softmax and the gradients of it and
+# of its input, all fp32.
+LOSS_BYTES = 12
 # Of transformers' GELU in plain operations: its input, half of it, the tanh, 1 + tanh and the product.
 GELU_TENSORS = 5
 
@@ -95,10 +95,20 @@ def activations(
         else:
             kept += block.whole
         in_backward = max(in_backward, kept + again)
-    loss = tokens * (LOSS_BYTES * config.vocab_size + width * (2 * wide + low))
+    loss = tokens * width * (2 * wide + low)
+    if config.model_type == "hope":
+        loss += config.vocab_size * _loss_without_logits(width, tokens, mode)
+    else:
+        loss += config.vocab_size * LOSS_BYTES * tokens
     copies = 2 * shapes.matrices if mode == "autocast" else 0
     one_block = max((block.whole for block in blocks), default=0)
     return Activations(kept, one_block, in_backward, loss, copies, layers is None)
+
+
+def _loss_without_logits(width: int, tokens: int, mode: Mode) -> int:
+    """Per entry of the vocabulary: the head's gradient, and of a chunk of tokens the logits and what is made of them."""
+    # in fp32 twice the logits, and where they are rounded the gradient as the product reads it
+    return 4 * width + min(width, tokens) * (8 if mode == "fp32" else 10)
 
 
 def _norm(width: int, mode: Mode) -> int:

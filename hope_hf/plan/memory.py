@@ -137,8 +137,8 @@ def _in_backward(shapes, launch: Launch, states: dict, kept: Activations, comput
     moment = {**states, "activations": kept.one_block, "backward": kept.one_block // 4}
     block = shapes.largest_block
     if launch.strategy.gathers:
-        # The block and the one gathered ahead of it; the block's own gradients before and while they are reduced.
+        # The block and the one gathered ahead of it; the block's own gradients, in fp32 while they are reduced.
         moment["gathered"] = 2 * block * compute
-        moment["whole gradients"] = block * (4 + compute)
+        moment["whole gradients"] = block * 4
     return moment
 
