@@ -12,6 +12,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 IGNORED = -100
+# Of the weight's gradient at a time: where it is added up or rounded, torch holds a second copy in float32.
+_ROWS = 8192
 
 
 class _Loss(torch.autograd.Function):
@@ -42,7 +44,8 @@ class _Loss(torch.autograd.Function):
             if for_hidden:
                 torch.mm(gradient, weight, out=grad_hidden[start : start + chunk])
             if for_weight:
-                grad_weight += gradient.mT @ part
+                for rows, columns in zip(grad_weight.split(_ROWS), gradient.split(_ROWS, dim=1), strict=True):
+                    rows += columns.mT @ part
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         return loss
@@ -54,8 +57,10 @@ class _Loss(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = (grad_hidden * scale).to(grad_hidden.dtype)
         if grad_weight is not None:
-            # rounded as it is scaled, without a copy in between
-            grad_weight = torch.mul(grad_weight, scale, out=torch.empty_like(grad_weight, dtype=ctx.weight_dtype))
+            scaled = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
+            for rows, target in zip(grad_weight.split(_ROWS), scaled.split(_ROWS), strict=True):
+                torch.mul(rows, scale, out=target)
+            grad_weight = scaled
         return grad_hidden, grad_weight, None, None
 
 

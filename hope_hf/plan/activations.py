@@ -106,7 +106,7 @@ def activations(
 
 
 def _loss_without_logits(width: int, tokens: int, mode: Mode) -> int:
-    """Per entry of the vocabulary: the head's gradient, and of a chunk of tokens the logits and what is made of them."""
+    """Per entry of the vocabulary: the head's gradient, and of a chunk the logits and what is made of them."""
     # in fp32 twice the logits, and where they are rounded the gradient as the product reads it
     return 4 * width + min(width, tokens) * (8 if mode == "fp32" else 10)
 

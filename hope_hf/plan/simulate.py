@@ -65,11 +65,7 @@ def can_simulate(launch: Launch) -> str | None:
 
 
 def simulate(config, launch: Launch, options: StepOptions) -> Simulation:
-    """Run the step of `hope_hf.training` once on fake tensors.
-
-    Too high by at most one tied embedding under autocast: autograd adds its two gradients up in place, but not where
-    they are fake. It shows where a batch's logits take less room than the embedding.
-    """
+    """Run the step of `hope_hf.training` once on fake tensors."""
     start = time.perf_counter()
     config = _without_attention_dropout(config)
     with ExitStack() as stack:
@@ -79,8 +75,9 @@ def simulate(config, launch: Launch, options: StepOptions) -> Simulation:
         # Before the mode: a mesh looks at its own numbers.
         mesh = make_mesh(launch)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_NothingIsWrong())
+        real = stack.enter_context(_AsIfReal())
         step = Step(config, launch, options, mesh)
+        real.embedding = step.model.get_input_embeddings().weight.shape
         step.warm_up()
         tracker = step.tracker()
         with tracker:
@@ -230,10 +227,19 @@ def _reduced(state, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     return future
 
 
-class _NothingIsWrong(TorchDispatchMode):
-    """Elements of a fake tensor that a mask chooses are none: checks of values, as that of token ids, find nothing."""
+class _AsIfReal(TorchDispatchMode):
+    """Lets fake tensors do what real ones do.
+
+    Elements that a mask chooses are none: checks of values, as that of token ids, find nothing. And the two gradients
+    of a tied embedding are added up in place, as autograd does unless they are fake.
+    """
+
+    embedding: torch.Size | None = None
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != -1:
+            if isinstance(args[1], Tensor) and args[0].shape == args[1].shape == self.embedding:
+                return torch.ops.aten.add_.Tensor(*args, **(kwargs or {}))
         if function is torch.ops.aten.index.Tensor:
             indices = [index for index in args[1] if index is not None]
             if len(indices) == 1 and isinstance(indices[0], Tensor) and indices[0].dtype is torch.bool:
