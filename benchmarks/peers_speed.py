@@ -21,6 +21,7 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -80,14 +81,21 @@ def print_peak(options: argparse.Namespace) -> None:
     """Print the bytes by which the process grows in a step; a short step before it has loaded what is loaded once."""
     network = build(options.peak_of, size(options)).new()
     for length in (8, *options.lengths):
-        # the largest memory so far becomes that of now
-        Path("/proc/self/clear_refs").write_text("5")
-        before = resident_kib("VmRSS")
-        step_seconds(network, torch.randint(options.vocab_size, (1, length)))
-    print((resident_kib("VmHWM") - before) * 1024)
+        input_ids = torch.randint(options.vocab_size, (1, length))
+        grown = peak_growth(partial(step_seconds, network, input_ids))
+    print(grown)
 
 
-def resident_kib(field: str) -> int:
+def peak_growth(function: Callable[[], object]) -> int:
+    """Bytes by which this process grows at most while the function runs (Linux)."""
+    # the largest memory so far becomes that of now
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _resident_kib("VmRSS")
+    function()
+    return (_resident_kib("VmHWM") - before) * 1024
+
+
+def _resident_kib(field: str) -> int:
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1])
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from benchmarks import gpu_speed, peers_speed
+from benchmarks import gpu_speed, loss, peers_speed
 from benchmarks.step import CountingCache
 
 pytestmark = pytest.mark.benchmarks
@@ -58,6 +58,13 @@ def test_tensors_of_a_cache_count_once():
     cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
     assert peers_speed.held_bytes(cache) == 2 * 4 * 24
     assert CountingCache().get_seq_length() == 0
+
+
+def test_the_loss_without_logits_takes_less_memory(capsys):
+    loss.main(["--tokens", "2048", "--vocab_size", "8000", "--width", "64", "--rounds", "1"])
+    rows = [line.split("|")[1:4] for line in capsys.readouterr().out.splitlines()[2:]]
+    sizes = {name.strip(): float(size.replace(",", "")) for name, size, _ in rows}
+    assert sizes["without whole logits"] < sizes["with whole logits"] / 2
 
 
 def test_a_gpus_table_on_a_cpu(tmp_path, capsys, monkeypatch):
