@@ -151,6 +151,7 @@ def report(rows: list[dict], picture: Path) -> None:
 
 def draw(medians: dict, models: list[str], picture: Path) -> None:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter
 
     figure = Figure(figsize=(11, 6.4), layout="constrained")
     panels = figure.subplots(2, 3).flat
@@ -161,6 +162,9 @@ def draw(medians: dict, models: list[str], picture: Path) -> None:
             axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=model, linewidth=width)
         axes.set_xscale("log", base=2)
         axes.set(yscale="log", title=f"{measure} ({unit})", xlabel="tokens of the text")
+        axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:g}" if tokens < 1024 else f"{tokens / 1024:g}K")
+        axes.yaxis.set_major_formatter(LogFormatter())
+        axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
         axes.grid(alpha=0.3)
     last = list(figure.axes)[-1]
     last.axis("off")
