@@ -77,7 +77,9 @@ def simulate(config, launch: Launch, options: StepOptions) -> Simulation:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         real = stack.enter_context(_AsIfReal())
         step = Step(config, launch, options, mesh)
-        real.embedding = step.model.get_input_embeddings().weight.shape
+        if not launch.strategy.gathers:
+            # FSDP holds both gradients.
+            real.embedding = step.model.get_input_embeddings().weight.shape
         step.warm_up()
         tracker = step.tracker()
         with tracker:
