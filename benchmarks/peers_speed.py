@@ -100,13 +100,14 @@ def _resident_kib(field: str) -> int:
     return int(line.split()[1])
 
 
-def measure(options: argparse.Namespace) -> list[dict]:
-    """A row for every model, length and measure: `{"model", "tokens", "measure", "values"}`."""
+def measure(options: argparse.Namespace, file: Path) -> None:
+    """Add a row for every model, length and measure to the file: `{"model", "tokens", "measure", "values"}`."""
     networks = {name: build(name, size(options)).new() for name in options.models}
-    rows = []
 
     def add(name: str, tokens: int, measure: str, values: list[float]) -> None:
-        rows.append({"model": name, "tokens": tokens, "measure": measure, "values": values})
+        row = {"model": name, "tokens": tokens, "measure": measure, "values": [round(value, 5) for value in values]}
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(row) + "\n")
 
     for length in sorted({*options.lengths, *options.contexts}):
         print(f"{length:,} tokens", file=sys.stderr, flush=True)
@@ -130,11 +131,11 @@ def measure(options: argparse.Namespace) -> list[dict]:
         if length in options.lengths:
             for name in fitting:
                 add(name, length, "peak", [peak_bytes(name, length, options) / MIB])
-    return rows
 
 
 def report(rows: list[dict], picture: Path) -> None:
     """Print the table, with HOPE's value over the model's in brackets, and draw the picture."""
+    # of what was measured again the last
     medians = {(row["model"], row["tokens"], row["measure"]): statistics.median(row["values"]) for row in rows}
     models = list(dict.fromkeys(row["model"] for row in rows))
     print(f"| measure | tokens | {' | '.join(models)} |\n{'|---' * (len(models) + 2)}|")
@@ -175,29 +176,29 @@ def draw(medians: dict, models: list[str], picture: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", required=True, help="folder of speed.json and speed.png")
+    parser.add_argument("--output_dir", required=True, help="of speed.jsonl, to which rows are added, and speed.png")
     parser.add_argument("--models", nargs="+", default=DEFAULT_MODELS, choices=MODELS)
     lengths = [2**power for power in range(9, 15)]
-    parser.add_argument("--lengths", type=int, nargs="+", default=lengths, help="tokens of a training step")
-    parser.add_argument("--contexts", type=int, nargs="+", help="tokens read before a token is generated")
+    parser.add_argument("--lengths", type=int, nargs="*", default=lengths, help="tokens of a training step")
+    parser.add_argument("--contexts", type=int, nargs="*", help="tokens read before a token is generated")
     parser.add_argument("--rounds", type=int, default=3, help="rounds after one to warm up")
     parser.add_argument("--new_tokens", type=int, default=30, help="tokens generated")
     parser.add_argument("--vocab_size", type=int, default=8192)
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--peak_of", choices=MODELS, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    options.contexts = options.contexts or [*options.lengths, 2 * max(options.lengths)]
+    if options.contexts is None:
+        options.contexts = [*options.lengths, 2 * max(options.lengths, default=0)]
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     torch.manual_seed(0)
     if options.peak_of:
         return print_peak(options)
     folder = Path(options.output_dir)
-    file = folder / "speed.json"
+    file = folder / "speed.jsonl"
     if not options.report:
         folder.mkdir(parents=True, exist_ok=True)
-        rows = measure(options)
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        measure(options, file)
     elif not file.is_file():
         parser.error(f"--report: {file} is missing: run this without --report first")
     report([json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()], folder / "speed.png")

@@ -30,7 +30,7 @@ def environment(monkeypatch):
 def test_every_model_has_every_measure(tmp_path, capsys):
     options = ["--output_dir", str(tmp_path), "--lengths", "64", "--rounds", "1", "--new_tokens", "2"]
     peers_speed.main([*options, "--vocab_size", "320", "--models", *peers_speed.DEFAULT_MODELS])
-    rows = [json.loads(line) for line in (tmp_path / "speed.json").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "speed.jsonl").read_text().splitlines()]
     found = {(row["model"], row["tokens"], row["measure"]) for row in rows}
     expected = {("step", 64), ("prefill", 64), ("token", 64), ("cache", 64), ("peak", 64)}
     expected |= {("prefill", 128), ("token", 128), ("cache", 128)}
@@ -48,7 +48,7 @@ def test_every_model_has_every_measure(tmp_path, capsys):
 def test_a_report_without_measurements(tmp_path, capsys):
     with pytest.raises(SystemExit):
         peers_speed.main(["--output_dir", str(tmp_path), "--report"])
-    assert "speed.json is missing: run this without --report first" in capsys.readouterr().err
+    assert "speed.jsonl is missing: run this without --report first" in capsys.readouterr().err
 
 
 def test_tensors_of_a_cache_count_once():
