@@ -5,8 +5,8 @@
 
 Every model has the preset's width, depth, vocabulary and parameters (`benchmarks/quality_models.py`) and the kernels
 that are installed: Llama flash attention or torch's own, Mamba-2 and the gated DeltaNet those of mamba-ssm and
-flash-linear-attention; `hope_torch` is HOPE under HOPE_KERNELS=torch. Models take turns, each alone in memory, at
-equal tokens a step. What does not run has its reason in its row.
+flash-linear-attention; `hope_triton` and `hope_torch` are HOPE under that HOPE_KERNELS. Models take turns, each alone
+in memory, at equal tokens a step. What does not run has its reason in its row.
 """
 
 import argparse
@@ -31,8 +31,9 @@ from hope_hf import PRESETS, HopeConfig
 from hope_hf.training import can_skip_logits, summed_loss
 from hope_hf.training.watch.telemetry import flops_per_token, peak_flops
 
-HOPE_TORCH = "hope_torch"
-MODELS = (HOPE, HOPE_TORCH, LLAMA, "mamba2", "gated_deltanet")
+# what HOPE_KERNELS is for a model; "auto" for all others
+KERNELS = {"hope_triton": "triton", "hope_torch": "torch"}
+MODELS = (HOPE, *KERNELS, LLAMA, "mamba2", "gated_deltanet")
 CONTEXTS = (2048, 8192)
 NEW_TOKENS = 32
 COLUMNS = (
@@ -60,9 +61,9 @@ def size_of(preset: str) -> Size:
 
 def new_network(name: str, size: Size, device: torch.device) -> torch.nn.Module:
     """A model with random weights in bfloat16 on the device, with the fastest attention that is installed."""
-    os.environ["HOPE_KERNELS"] = "torch" if name == HOPE_TORCH else "auto"
+    os.environ["HOPE_KERNELS"] = KERNELS.get(name, "auto")
     with device:
-        network = build(HOPE if name == HOPE_TORCH else name, size).new(torch.bfloat16)
+        network = build(HOPE if name in KERNELS else name, size).new(torch.bfloat16)
     if name == LLAMA and device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None:
         network.set_attn_implementation("flash_attention_2")
     return network
@@ -123,7 +124,7 @@ def measure(options: argparse.Namespace) -> list[dict]:
             found = {}
             for name in options.models:
                 # torch's operators alone take seconds a step; one length shows it
-                if name == HOPE_TORCH and length != min(options.lengths):
+                if KERNELS.get(name) == "torch" and length != min(options.lengths):
                     continue
                 try:
                     row = row_of(name, size, length, options)

@@ -50,6 +50,8 @@ ROOMS = {
 LAZY_ROOMS = {"hope_hf/cli", "hope_hf/training", "hope_hf/evaluation", "hope_hf/plan"}
 LAZY = dict.fromkeys(("matplotlib", "wandb", "evaluate", "lm_eval", "jinja2", "deepspeed"), LAZY_ROOMS)
 LAZY |= dict.fromkeys(("fla", "triton"), {"hope_hf/model"})
+# These files are Triton's kernels: it is loaded with them, and they with the first call.
+TRITON = "hope_hf/model/triton_"
 # Faces of rooms that are built on this one: only inside functions, so that no import goes round in a circle.
 ABOVE = {"hope_hf/training": {"hope_hf.plan"}}
 
@@ -129,11 +131,15 @@ def imports_the_faces_of_other_rooms(file: str, tree: ast.AST):
 
 
 def imports_heavy_packages_late(file: str, tree: ast.AST):
-    """Plots, trackers and rooms above are imported only when they are used."""
+    """Plots, trackers, rooms above and Triton's kernels are imported only when they are used."""
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     late = {id(node) for function in functions for node in ast.walk(function)}
     for node, _, module, _ in imports(file, tree):
         is_lazy = module.split(".")[0] in LAZY or module in ABOVE.get(room_of(file), ())
+        if file.startswith(TRITON):
+            is_lazy = is_lazy and module.split(".")[0] != "triton"
+        else:
+            is_lazy = is_lazy or module.replace(".", "/").startswith(TRITON)
         if is_lazy and id(node) not in late:
             yield f"{file}:{node.lineno} imports {module} outside of a function"
 
@@ -253,6 +259,9 @@ BROKEN = [
     (imports_the_faces_of_other_rooms, "hope_hf/plan/x.py", "from hope_hf.training.objective import summed_loss"),
     (imports_the_faces_of_other_rooms, "run_clm.py", "from hope_hf.training.run import main"),
     (imports_heavy_packages_late, "hope_hf/training/x.py", "import wandb"),
+    (imports_heavy_packages_late, "hope_hf/model/x.py", "import triton"),
+    (imports_heavy_packages_late, "hope_hf/model/x.py", "from .triton_tiles import product"),
+    (imports_heavy_packages_late, "hope_hf/model/triton_x.py", "import fla"),
     (imports_heavy_packages_late, "hope_hf/training/x.py", "from hope_hf.plan import plan_running"),
     (imports_only_what_its_room_may, "hope_hf/optim/x.py", "def f():\n    from hope_hf.plan import plan_running"),
     (imports_heavy_packages_late, "hope_hf/training/x.py", "class A:\n    from matplotlib import pyplot"),

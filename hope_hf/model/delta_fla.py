@@ -18,7 +18,7 @@ from torch.torch_version import TorchVersion
 
 from .delta_rule import DeltaMemories
 from .kernels import VARIABLE
-from .memory_scan import ScanInputs, ScanPiece, ScanState, make_streams, unit, written_values
+from .memory_scan import ScanInputs, ScanPiece, ScanState, make_streams, unit, whole, written_values
 
 # of what the kernels keep of a head on chip
 _WIDEST = 256
@@ -103,22 +103,3 @@ def scan_fla(
         # of each row's last sequence
         after = after[torch.bincount(row, minlength=len(begins)).cumsum(0) - 1]
     return reads, ScanState((after.squeeze(1),), (), tail)
-
-
-def whole(pieces: list[ScanPiece]) -> ScanPiece:
-    """The pieces of a scan as one, for what happens to all tokens alike."""
-    first, last = pieces[0], pieces[-1]
-    piece = ScanPiece(0, last.stop, closes=False)
-    if first.tail_out is None:
-        return piece
-    # slots up to the last token of each row: those of a piece that holds none end before it
-    ends = torch.stack([part.tail_out[:, :1] for part in pieces])
-    starts = ends.new_tensor([part.start for part in pieces]).view(-1, 1, 1, 1)
-    holds = (ends > 0) | (starts == 0)
-    end = torch.where(holds, starts + ends, 0).amax(0)
-    return piece._replace(
-        keeps=first.keeps,
-        inside=torch.cat([part.inside for part in pieces], dim=2),
-        tail_in=first.tail_in,
-        tail_out=end + torch.arange(last.tail_out.shape[1], device=end.device)[:, None],
-    )

@@ -7,6 +7,7 @@
 | `auto` (default) | on a GPU the first kernel that can, else torch's operators, and the reason is counted |
 | `torch` | torch's operators |
 | `fla` | the kernels of flash-linear-attention, or a ValueError that says why they cannot |
+| `triton` | HOPE's own kernels, likewise |
 """
 
 import os
@@ -20,7 +21,7 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 VARIABLE = "HOPE_KERNELS"
-KERNELS = ("auto", "torch", "fla")
+KERNELS = ("auto", "torch", "fla", "triton")
 
 
 class Kernel(NamedTuple):
@@ -63,6 +64,7 @@ def choose(
         reasons.append(reason)
     if asked != "auto":
         raise ValueError(f"{VARIABLE}={asked} cannot compute the {name}: {reasons[0]}. Set {VARIABLE}=auto or torch.")
-    logger.warning_once(f"HOPE computes the {name} without kernels of the GPU: {reasons[0]}.")
-    fallbacks[name, reasons[0]] += 1
+    reason = "; ".join(reasons)
+    logger.warning_once(f"HOPE computes the {name} without kernels of the GPU: {reason}.")
+    fallbacks[name, reason] += 1
     return otherwise

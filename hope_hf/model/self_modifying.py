@@ -20,9 +20,12 @@ from transformers import initialization as init
 
 from .chunk_layout import ChunkPlan
 from .configuration_hope import HopeConfig, PaperRule
-from .delta_fla import obstacle, scan_fla
+from .delta_fla import obstacle as obstacle_to_fla
+from .delta_fla import scan_fla
 from .delta_fused import scan_fused
 from .delta_rule import DeltaMemories
+from .delta_triton import obstacle as obstacle_to_triton
+from .delta_triton import scan_triton
 from .diagnostics import contribution, gate_values, memory_statistics
 from .kernels import Kernel, asked_kernels, choose
 from .memory_scan import Memories, ScanInputs, ScanState, scan, scan_plain
@@ -277,7 +280,10 @@ class SelfModifyingTitans(nn.Module):
         """What computes `memory_scan.scan_plain` here; kernels of a GPU round their operands to the dtype given."""
         if torch.compiler.is_compiling():
             return scan_plain
-        kernels = {"fla": Kernel(partial(scan_fla, dtype=operands), partial(obstacle, inputs, memories))}
+        kernels = {
+            "fla": Kernel(partial(scan_fla, dtype=operands), partial(obstacle_to_fla, inputs, memories)),
+            "triton": Kernel(partial(scan_triton, dtype=operands), partial(obstacle_to_triton, inputs, memories)),
+        }
         otherwise = scan_fused if self.config.memory_rule == "delta" else scan_plain
         return choose("memory_scan", self.kernels, kernels, otherwise, self.kernel_fallbacks, inputs.query.device)
 

@@ -5,7 +5,7 @@ import torch
 from hope_hf import HopeConfig
 from hope_hf.model.chunk_layout import Past, plan_chunks
 from hope_hf.model.delta_rule import DeltaMemories
-from hope_hf.model.memory_scan import ScanInputs, ScanState, fresh_state
+from hope_hf.model.memory_scan import ScanInputs, ScanState, fresh_state, scan_plain
 
 WIDTH, TAPS, HEADS = 8, 4, 2
 
@@ -43,27 +43,55 @@ def ragged_pieces(chunk, last=2):
     return plan(chunk, 3, length, past=past, padding_mask=mask, position_ids=positions).pieces
 
 
-def problem(pieces, made="kv", factors=None, forgetting=0.3, fresh=False):
+def problem(pieces, made="kv", factors=None, forgetting=0.3, fresh=False, width=WIDTH):
     """Random inputs, memories and state of a scan; all tensors are leaves that want a gradient."""
     torch.manual_seed(0)
     rows, slots = 3 * HEADS, pieces[-1].stop
     factors = (0.1,) * len(made) + (1.0,) if factors is None else factors
-    streams = [normal(rows, slots, WIDTH) for _ in range(3)]
+    streams = [normal(rows, slots, width) for _ in range(3)]
     gates = torch.rand(3, rows, slots, dtype=torch.float64)
     # of the four kinds of projections, two have values of the norm that their stream gives
     value_norm = 2 * gates[2] if len(made) % 2 else None
     inputs = ScanInputs(*streams, gates[0].clone(), -forgetting * gates[1], value_norm)
-    initial = normal(rows, WIDTH, WIDTH, scale=0.3)
-    weights = normal(TAPS, rows, 1, 3 * WIDTH, scale=0.5), tuple(made), initial, normal(rows, 1, 1), factors
+    initial = normal(rows, width, width, scale=0.3)
+    weights = normal(TAPS, rows, 1, 3 * width, scale=0.5), tuple(made), initial, normal(rows, 1, 1), factors
     memories = DeltaMemories(*weights)
     leaves = [part for part in (*inputs, memories.taps, initial, memories.value_share) if part is not None]
     if fresh:
         state = fresh_state(memories)
     else:
-        weights = [normal(rows, WIDTH, len(factors) * WIDTH, scale=0.3) for _ in range(2 if made else 1)]
-        state = ScanState((weights[0],), tuple(weights[1:]), normal(rows, TAPS - 1, 3 * WIDTH))
+        weights = [normal(rows, width, len(factors) * width, scale=0.3) for _ in range(2 if made else 1)]
+        state = ScanState((weights[0],), tuple(weights[1:]), normal(rows, TAPS - 1, 3 * width))
         leaves += [*weights, state.conv_tail]
     return inputs, memories, state, pieces, [leaf.requires_grad_() for leaf in leaves]
+
+
+def in_float32(inputs, memories, state, pieces, leaves, device="cpu"):
+    """The same problem in float32, with leaves of its own."""
+    narrow = {id(leaf): leaf.detach().float().to(device).requires_grad_() for leaf in leaves}
+
+    def of(part):
+        if isinstance(part, torch.Tensor):
+            return narrow.get(id(part), part.to(device, part.dtype if part.dtype != torch.float64 else torch.float32))
+        if isinstance(part, tuple):
+            parts = [of(each) for each in part]
+            return type(part)(*parts) if hasattr(part, "_fields") else tuple(parts)
+        return part
+
+    return of(inputs), of(memories), of(state), [of(piece) for piece in pieces], [narrow[id(leaf)] for leaf in leaves]
+
+
+def largest_error(run, arguments, need_state=True, device="cpu"):
+    """Of what `run` returns in float32, against the plain scan in float64: of each tensor's norm."""
+    expected = results(scan_plain, *arguments, need_state=need_state)
+    found = results(run, *in_float32(*arguments, device=device), need_state=need_state)
+    errors = [
+        # what is below is nothing beside the others, and may be zero
+        (ours.cpu() - theirs).norm() / theirs.norm().clamp(min=1e-9)
+        for ours, theirs in zip(found, expected, strict=True)
+    ]
+    # a maximum of Python's would pass a NaN by
+    return float(torch.stack(errors).amax())
 
 
 def results(run, inputs, memories, state, pieces, leaves, need_state=True):
@@ -72,6 +100,8 @@ def results(run, inputs, memories, state, pieces, leaves, need_state=True):
     made = [reads, *after.current, *after.chunk_start, after.conv_tail] if need_state else [reads]
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(part.shape, generator=generator, dtype=torch.float64) for part in made]
+    if not torch.is_grad_enabled():
+        return made
     loss = sum((part * weight).sum() for part, weight in zip(made, weights, strict=True))
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
     gradients = [torch.zeros_like(a) if b is None else b for a, b in zip(leaves, gradients, strict=True)]

@@ -1,5 +1,6 @@
 """Which code computes: what `HOPE_KERNELS` says, what stands in the way, and what is counted."""
 
+import importlib.util
 from collections import Counter
 
 import pytest
@@ -12,69 +13,76 @@ from hope_hf.model.kernels import Kernel, choose
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-def kernel():
-    return "kernel"
-
-
 def operators():
     return "operators"
 
 
-def chosen(asked, device, reason):
+def chosen(asked, device, to_fla, to_triton):
     counted = Counter()
-    run = choose("memory_scan", asked, {"fla": Kernel(kernel, lambda: reason)}, operators, counted, device)
-    return run(), counted
+    kernels = {"fla": Kernel(lambda: "fla", lambda: to_fla), "triton": Kernel(lambda: "triton", lambda: to_triton)}
+    return choose("memory_scan", asked, kernels, operators, counted, device)(), counted
 
 
-@pytest.mark.parametrize("asked, device, reason, expected", [
-    ("auto", GPU, None, "kernel"),
-    ("auto", GPU, "it is Monday", "operators"),
-    ("auto", CPU, None, "operators"),
-    ("torch", GPU, None, "operators"),
-    ("fla", CPU, None, "kernel"),
+@pytest.mark.parametrize("asked, device, to_fla, to_triton, expected", [
+    ("auto", GPU, None, None, "fla"),
+    ("auto", GPU, "it is Monday", None, "triton"),
+    ("auto", GPU, "it is Monday", "it rains", "operators"),
+    ("auto", CPU, None, None, "operators"),
+    ("torch", GPU, None, None, "operators"),
+    ("fla", CPU, None, "it rains", "fla"),
+    ("triton", CPU, None, None, "triton"),
 ])  # fmt: skip
-def test_what_runs(asked, device, reason, expected):
-    run, counted = chosen(asked, device, reason)
+def test_what_runs(asked, device, to_fla, to_triton, expected):
+    run, counted = chosen(asked, device, to_fla, to_triton)
     assert run == expected
     # torch's operators are no fallback where nothing else was to be expected
-    assert counted == ({("memory_scan", reason): 1} if reason else {})
+    is_fallback = expected == "operators" and to_fla
+    assert counted == ({("memory_scan", "it is Monday; it rains"): 1} if is_fallback else {})
 
 
 def test_a_fallback_from_kernels_that_were_asked_for_is_an_error():
     with pytest.raises(ValueError, match="HOPE_KERNELS=fla cannot compute the memory_scan: it is Monday. Set HOPE_K"):
-        chosen("fla", GPU, "it is Monday")
+        chosen("fla", GPU, "it is Monday", None)
 
 
 def test_an_unknown_value(monkeypatch, tiny_config):
     monkeypatch.setenv("HOPE_KERNELS", "cuda")
-    with pytest.raises(ValueError, match="HOPE_KERNELS=cuda is unknown: set it to auto, torch or fla."):
+    with pytest.raises(ValueError, match="HOPE_KERNELS=cuda is unknown: set it to auto, torch, fla or triton."):
         HopeForCausalLM(tiny_config())
 
 
 OBSTACLES = {
-    "no GPU": ({}, torch.float32, "the model is on a CPU"),
-    "float64": ({}, torch.float64, "the model is float64"),
-    "the paper's rule": ({"memory_rule": "paper"}, torch.float32, "no kernels for memory_rule='paper'"),
-    "memories that remake": ({"memory_projections": ["k"]}, torch.float32, "no kernels for memory_projections"),
-    "wide heads": ({"head_dim": 272, "num_attention_heads": 1}, torch.float32, "wider than 256"),
+    "fla, no GPU": ("fla", {}, torch.float32, "the model is on a CPU"),
+    "fla, float64": ("fla", {}, torch.float64, "the model is float64"),
+    "fla, the paper's rule": ("fla", {"memory_rule": "paper"}, torch.float32, "no kernels for memory_rule='paper'"),
+    "fla, memories that remake": ("fla", {"memory_projections": ["k"]}, torch.float32, "for memory_projections"),
+    "fla, wide heads": ("fla", {"head_dim": 272, "num_attention_heads": 1}, torch.float32, "wider than 256"),
+    "triton, no GPU": ("triton", {"head_dim": 16}, torch.float32, "the model is on a CPU"),
+    "triton, float64": ("triton", {}, torch.float64, "the model is float64"),
+    "triton, the paper's rule": ("triton", {"memory_rule": "paper"}, torch.float32, "know memory_rule='paper'"),
+    "triton, heads": ("triton", {"head_dim": 48}, torch.float32, "are 16, 32, 64 or 128 wide, not 48"),
 }
 
 
-@pytest.mark.parametrize("options, dtype, reason", OBSTACLES.values(), ids=OBSTACLES)
-def test_what_stands_in_the_way_of_a_model(monkeypatch, tiny_model, options, dtype, reason):
-    monkeypatch.setenv("HOPE_KERNELS", "fla")
+@pytest.mark.parametrize("asked, options, dtype, reason", OBSTACLES.values(), ids=OBSTACLES)
+def test_what_stands_in_the_way_of_a_model(monkeypatch, tiny_model, asked, options, dtype, reason):
+    monkeypatch.setenv("HOPE_KERNELS", asked)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     model = tiny_model(dtype, **options)
-    with pytest.raises(ValueError, match=f"HOPE_KERNELS=fla cannot compute the memory_scan: .*{reason}"):
+    with pytest.raises(ValueError, match=f"HOPE_KERNELS={asked} cannot compute the memory_scan: .*{reason}"):
         model(torch.tensor([[1, 2, 3]]))
 
 
-def test_a_missing_library(monkeypatch, tiny_model):
-    monkeypatch.setenv("HOPE_KERNELS", "fla")
+@pytest.mark.parametrize("asked, reason", [
+    ("fla", r"flash-linear-attention is not installed \(pip install 'hope_hf\[gpu\]'\)"),
+    ("triton", r"Triton is not installed \(pip install triton\)"),
+])  # fmt: skip
+def test_a_missing_library(monkeypatch, tiny_model, asked, reason):
+    monkeypatch.setenv("HOPE_KERNELS", asked)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(delta_fla.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"flash-linear-attention is not installed \(pip install 'hope_hf\[gpu\]'\)"):
-        tiny_model()(torch.tensor([[1, 2, 3]]))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=reason):
+        tiny_model(head_dim=16)(torch.tensor([[1, 2, 3]]))
 
 
 @pytest.mark.parametrize("capability, triton, tilelang, refused", [

@@ -1,0 +1,81 @@
+"""Models under each kernel of `HOPE_KERNELS` against torch's operators: training, pieces, generation.
+
+On a GPU as they are, else in Triton's interpreter.
+"""
+
+import pytest
+import torch
+from interpreter import import_interpreted
+
+pytestmark = [
+    pytest.mark.kernels,
+    # of the imports of torch's compiler
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Triton is not supported:UserWarning"),
+]
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+KERNELS = {
+    "fla": ("fla", []),
+    "triton": ("triton", []),
+    "triton, memories of k and v": ("triton", ["k", "v"]),
+    "triton, memory of v": ("triton", ["v"]),
+}
+
+
+@pytest.fixture(params=KERNELS.values(), ids=KERNELS)
+def models(request, monkeypatch, tiny_model):
+    """The same model twice: with the kernels, and with torch's operators."""
+    kernels, projections = request.param
+    if DEVICE == "cpu" and kernels == "fla":
+        import_interpreted("fla.ops.gated_delta_rule")
+    built = []
+    for asked in (kernels, "torch"):
+        monkeypatch.setenv("HOPE_KERNELS", asked)
+        # memories that remake streams, as strong as the content memory
+        options = {"memory_projections": projections, "projection_memory_rate": 1.0} if projections else {}
+        built.append(tiny_model(**options).to(DEVICE))
+    return built
+
+
+def assert_close(ours, theirs):
+    assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+DOCUMENTS = torch.cat([torch.arange(5), torch.arange(9), torch.arange(7)])[None].to(DEVICE)
+PADDING = torch.tensor([[0] * 4 + [1] * 17, [1] * 21], device=DEVICE)
+
+
+TEXTS = {"plain": {}, "documents": {"position_ids": DOCUMENTS}, "padding": {"attention_mask": PADDING}}
+
+
+@pytest.mark.parametrize("options", TEXTS.values(), ids=TEXTS)
+def test_a_model_trains_alike(models, options):
+    rows = 2 if "attention_mask" in options else 1
+    input_ids = torch.randint(64, (rows, 21), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    losses = []
+    for model in models:
+        loss = model(input_ids, labels=input_ids, **options).loss
+        loss.backward()
+        losses.append(loss)
+    assert_close(*losses)
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        assert_close(ours.grad, theirs.grad)
+
+
+def test_a_model_reads_in_pieces_and_generates_alike(models):
+    input_ids = torch.randint(64, (2, 13), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    with torch.no_grad():
+        whole = models[1](input_ids).logits
+        cache, parts = None, []
+        for part in input_ids.split([6, 1, 6], dim=1):
+            out = models[0](part, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            parts.append(out.logits)
+    assert_close(torch.cat(parts, dim=1), whole)
+    mask = torch.ones(2, 13, dtype=torch.long, device=DEVICE)
+    mask[0, :3] = 0
+    made = [m.generate(input_ids, attention_mask=mask, max_new_tokens=8, do_sample=False) for m in models]
+    assert torch.equal(*made)

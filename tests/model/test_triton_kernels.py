@@ -1,0 +1,95 @@
+"""The scan by our own Triton kernels against the plain scan in float64: reads, states, all gradients.
+
+On a GPU as they are, else in Triton's interpreter.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from scans import TAPS, largest_error, plain_pieces, problem, ragged_pieces
+
+from hope_hf.model.delta_fused import scan_fused
+from hope_hf.model.delta_triton import scan_triton
+
+pytestmark = [
+    pytest.mark.kernels,
+    # of the imports of torch's compiler
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+]
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# which streams memories remake
+MADE = ["", "k", "v", "kv"]
+
+problem = partial(problem, width=16)
+
+
+def assert_triton_equals_plain(arguments, need_state=True, dtype=torch.float32, bound=1e-5):
+    assert largest_error(partial(scan_triton, dtype=dtype), arguments, need_state, DEVICE) <= bound
+
+
+@pytest.mark.parametrize("need_state", [True, False])
+@pytest.mark.parametrize("chunk, seen", [(16, 0), (64, 3)])
+@pytest.mark.parametrize("made", MADE)
+def test_rows_that_are_cut_alike(made, chunk, seen, need_state):
+    assert_triton_equals_plain(problem(plain_pieces(chunk, seen), made=made, fresh=not seen), need_state)
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_chunks_of_several_tiles(made):
+    """One is open at the start and one at the end; the size is no power of two."""
+    assert_triton_equals_plain(problem(plain_pieces(72, seen=30), made=made))
+
+
+@pytest.mark.parametrize("chunk", [8, 40])
+@pytest.mark.parametrize("made", MADE)
+def test_rows_with_padding_documents_and_unequal_history(made, chunk):
+    # The convolution's tail of a document shorter than it begins with tokens of which nothing is read.
+    pieces = ragged_pieces(chunk, last=TAPS - 1)
+    assert pieces[0].tail_in is not None and not all(piece.keeps.all() for piece in pieces[1:])
+    assert_triton_equals_plain(problem(pieces, made=made))
+
+
+def test_memories_of_several_rates():
+    assert_triton_equals_plain(problem(plain_pieces(16, seen=3), factors=(0.3, 0.7, 1.0)))
+
+
+@pytest.mark.parametrize("chunk", [128, 16])
+def test_no_gradients(chunk):
+    arguments = problem(ragged_pieces(chunk, last=TAPS - 1))
+    with torch.no_grad():
+        assert_triton_equals_plain(arguments)
+
+
+@pytest.mark.parametrize("made", ["", "kv"])
+def test_equal_keys_at_the_largest_rate(made):
+    """A memory then turns over at every token: what powers of the matrix of the solve lose, is all there is."""
+    inputs, memories, state, pieces, leaves = problem(plain_pieces(64), made=made, factors=(1.0,) * (len(made) + 1))
+    with torch.no_grad():
+        inputs.key[:] = inputs.key[:, :1]
+        inputs.rate[:] = 1.99
+        inputs.log_retention[:] = 0.0
+        memories.taps[:-1] = 0.0
+    arguments = inputs, memories, state, pieces, leaves
+    # float32 is not exact here: no worse than what runs on CPUs
+    assert_triton_equals_plain(arguments, bound=largest_error(scan_fused, arguments))
+
+
+@pytest.mark.parametrize("made", ["", "kv"])
+def test_strong_forgetting(made):
+    """Sums of log alpha overflow what an exponential can hold above the diagonal."""
+    arguments = problem(plain_pieces(64), made=made)
+    with torch.no_grad():
+        arguments[0].log_retention[:] = -60.0
+    assert_triton_equals_plain(arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has no products of bfloat16")
+@pytest.mark.parametrize("width", [16, 32, 64, 128])
+@pytest.mark.parametrize("made", MADE)
+@pytest.mark.parametrize("cut", [plain_pieces, ragged_pieces])
+def test_operands_of_bfloat16(cut, made, width):
+    arguments = problem(cut(64), made=made, width=width)
+    assert_triton_equals_plain(arguments, need_state=False, dtype=torch.bfloat16, bound=3e-2)
