@@ -1,0 +1,198 @@
+"""The sparse mixer: native sparse attention (arXiv 2502.11089) with rotary positions.
+
+Every query reads compressed keys of the whole text, a few blocks that matter most, and a sliding window
+(`sparse_branches`); a gate of every head and token mixes the three. Keys lie in slots (`chunk_layout`): documents begin
+at a block, padding is left out.
+
+Axes: B row, T token of the call, S slot of the call, R slot of the text, H head of keys, G query heads that share it,
+D head width.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from .chunk_layout import SlotPlan
+from .configuration_hope import HopeConfig
+from .sparse_branches import SparseKeys, SparseSizes, read_sparse
+from .sparse_fused import read_sparse_fused
+
+BRANCHES = ("compressed", "selected", "window")
+
+
+class SparseState(NamedTuple):
+    """What a layer keeps of a text. Slots are whole blocks; those without a token hold zeros."""
+
+    # after rotation [B, H, R, D]
+    slot_keys: torch.Tensor
+    slot_values: torch.Tensor
+    # [B, H, R / stride, D]
+    compressed_keys: torch.Tensor
+    compressed_values: torch.Tensor
+    # slot at which the row's current document begins [B]
+    first: torch.Tensor
+
+
+class BlockCompression(nn.Module):
+    """Learned weights [H, stride, D] with which the tokens of a stride are added up to one, from the mean."""
+
+    _no_weight_decay = {"weight"}
+
+    def __init__(self, config: HopeConfig):
+        super().__init__()
+        self.weight = nn.Parameter(
+            torch.empty(config.num_key_value_heads, config.sparse_compress_stride, config.head_dim)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, H, R, D] -> [B, H, R / stride, D]."""
+        return (x.unflatten(2, (-1, self.weight.shape[1])) * self.weight.to(x.dtype).unsqueeze(1)).sum(3)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        init.constant_(self.weight, 1 / self.weight.shape[1])
+
+
+class HopeSparseAttention(nn.Module):
+    """Causal attention whose cost per token grows with `top_k * block + window + T / stride`."""
+
+    def __init__(self, config: HopeConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        width, heads, shared = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = nn.Linear(width, heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, shared * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, shared * config.head_dim, bias=False)
+        self.branch_proj = nn.Linear(width, len(BRANCHES) * heads, bias=False)
+        self.o_proj = nn.Linear(heads * config.head_dim, width, bias=False)
+        self.k_compress = BlockCompression(config)
+        self.v_compress = BlockCompression(config)
+        self.sizes = SparseSizes(
+            config.sparse_block_size, config.sparse_compress_stride, config.sparse_top_k, config.sparse_window
+        )
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        state: SparseState | None = None,
+        *,
+        blocks: SlotPlan,
+        block_positions: tuple[torch.Tensor, torch.Tensor],
+        need_state: bool = False,
+        **_,
+    ) -> tuple[torch.Tensor, SparseState | None]:
+        """Read a piece of text.
+
+        Args:
+            hidden_states: [B, T, hidden_size].
+            state: what the call before returned, or `None` at a text's start.
+            blocks: where the call's tokens lie, documents at multiples of a block.
+            block_positions: cosines and sines of every slot's position in its document [B or 1, S, D].
+            need_state: whether to return the state after the last token.
+
+        Returns:
+            The mixer's output [B, T, hidden_size], and the new state.
+        """
+        query, key, value = self._rotated(hidden_states, blocks, block_positions)
+        held, after, base, first = self._remember(key, value, state, blocks, need_state)
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        with torch.autocast(query.device.type, enabled=False):
+            query = (query.to(dtype) * self.config.head_dim**-0.5).unflatten(1, (key.shape[1], -1))
+            held = SparseKeys(*(part.to(dtype) for part in held))
+            read = read_sparse_fused if isinstance(base, int) and query.shape[3] > 1 else read_sparse
+            if read is read_sparse:
+                base = torch.as_tensor(base, device=query.device).view(-1, 1)
+                at = base + torch.arange(query.shape[3], device=query.device)
+                at = at.expand(len(query), -1)
+                first = torch.zeros_like(at) if first is None else first
+                reads, _ = read_sparse(query, held, at, first, self.sizes)
+            else:
+                reads, _ = read_sparse_fused(query, held, base, first, self.sizes)
+        reads = blocks.to_tokens(reads.flatten(2, 3).permute(1, 3, 2, 4, 0)).to(hidden_states.dtype)
+        # [B, T, heads, D, 3] by [B, T, heads, 3]
+        output = (reads @ self.branch_gates(hidden_states).unsqueeze(-1)).squeeze(-1)
+        return self.o_proj(output.flatten(2)), after
+
+    def branch_gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Shares of the three branches in the output of every token and head [B, T, heads, 3]; they add up to 1."""
+        return self.branch_proj(hidden_states).unflatten(-1, (-1, len(BRANCHES))).softmax(-1)
+
+    def _rotated(self, hidden_states, blocks: SlotPlan, block_positions) -> tuple[torch.Tensor, ...]:
+        """Queries [B, H G, S, D], keys and values [B, H, S, D] in the slots of the call."""
+        query, key, value = (
+            blocks.to_slots(projection(hidden_states)).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return *apply_rotary_pos_emb(query, key, *block_positions), value
+
+    def _remember(self, key, value, state: SparseState | None, blocks: SlotPlan, need_state: bool):
+        """Keys and values of the text so far, the state, slot of the call's first, and documents' first slots [B, S].
+
+        The slot is an `int` where it is that of all rows, else [B].
+        """
+        block, length = self.sizes.block, key.shape[2]
+        rows = torch.arange(len(key), device=key.device)
+        begin = rows.new_zeros(len(key)) if state is None else state.first
+        if blocks.valid is None:
+            # all rows have read as many tokens of one document
+            base, first, end = blocks.before, None, blocks.before + length
+        else:
+            if length == 1:
+                # a document begins at a block
+                begins = blocks.position[:, 0] == 0
+                base = begin + blocks.before
+                base = torch.where(begins & blocks.valid[:, 0], -(-base // block) * block, base)
+            else:
+                base = begin + blocks.before - blocks.offset
+            at = base[:, None] + torch.arange(length, device=key.device)
+            first = at - blocks.position
+            last = torch.where(blocks.valid, at, -1).amax(1)
+            begin = torch.where(last >= 0, last + 1 - blocks.past.seen, begin)
+            end = int(at.max()) + 1
+            base = 0 if state is None else base
+        room = -(-end // block) * block
+        old = (None,) * 4 if state is None else state[:4]
+        parts = []
+        for new, before in zip((key, value), old[:2], strict=True):
+            parts.append(_placed(new, before, base, room, blocks))
+        for slots, compress, before in zip(parts[:2], (self.k_compress, self.v_compress), old[2:], strict=True):
+            parts.append(_compressed(slots, compress, before, base, length, self.sizes.stride))
+        held = SparseKeys(*parts)
+        return held, SparseState(*held, begin) if need_state else None, base, first
+
+
+def _placed(new, before, base: int | torch.Tensor, room: int, blocks: SlotPlan) -> torch.Tensor:
+    """Slots [B, H, room, D] of the text with those of a call [B, H, S, D], of which the first is `base`."""
+    if blocks.valid is not None:
+        new = new * blocks.valid[:, None, :, None]
+    if before is None:
+        return F.pad(new, (0, 0, 0, room - new.shape[2]))
+    if isinstance(base, int):
+        return F.pad(torch.cat([before[:, :, :base], new], dim=2), (0, 0, 0, room - base - new.shape[2]))
+    before = F.pad(before, (0, 0, 0, max(0, room - before.shape[2])))
+    at = base[:, None] + torch.arange(new.shape[2], device=new.device)
+    index = at[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3])
+    is_new = blocks.valid[:, None, :, None]
+    return before.scatter(2, index, torch.where(is_new, new, before.gather(2, index)))
+
+
+def _compressed(slots, compress, before, base: int | torch.Tensor, length: int, stride: int) -> torch.Tensor:
+    """Compressed slots [B, H, R / stride, D] of the text, anew for the strides of a call."""
+    if before is None:
+        return compress(slots)
+    if isinstance(base, int):
+        start = base // stride
+        return torch.cat([before[:, :, :start], compress(slots[:, :, start * stride :])], dim=2)
+    start = base // stride
+    number = -(-length // stride)
+    tokens = start[:, None] * stride + torch.arange(number * stride, device=slots.device)
+    shape = (-1, slots.shape[1], -1, slots.shape[3])
+    new = compress(slots.gather(2, tokens[:, None, :, None].expand(shape)))
+    before = F.pad(before, (0, 0, 0, slots.shape[2] // stride - before.shape[2]))
+    index = start[:, None] + torch.arange(number, device=slots.device)
+    return before.scatter(2, index[:, None, :, None].expand(shape), new)
