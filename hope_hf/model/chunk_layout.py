@@ -130,7 +130,8 @@ def plan_slots(
     everything = torch.ones(shape, dtype=torch.bool, device=device)
     valid = everything if padding_mask is None else padding_mask.bool()
     begins = ~everything if begins is None else begins & valid
-    seen = torch.zeros(batch_size, dtype=torch.long, device=device) if past is None else past.seen
+    # a copy: layers of fixed length overwrite their counts while the call goes on
+    seen = torch.zeros(batch_size, dtype=torch.long, device=device) if past is None else past.seen.clone()
     # real tokens of the row before the token, and before the first one of its document (-1: earlier calls began it)
     rank = valid.long().cumsum(1) - 1
     first = torch.where(begins, rank, -1).cummax(1).values

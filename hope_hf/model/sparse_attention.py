@@ -1,8 +1,8 @@
 """The sparse mixer: native sparse attention (arXiv 2502.11089) with rotary positions.
 
 Every query reads compressed keys of the whole text, a few blocks that matter most, and a sliding window
-(`sparse_branches`); a gate of every head and token mixes the three. Keys lie in slots (`chunk_layout`): documents begin
-at a block, padding is left out.
+(`sparse_branches`); a gate of every head and token mixes the three. Keys lie in slots (`chunk_layout`): documents
+begin at a block, padding is left out.
 
 Axes: B row, T token of the call, S slot of the call, R slot of the text, H head of keys, G query heads that share it,
 D head width.
@@ -30,7 +30,7 @@ class SparseState(NamedTuple):
     # after rotation [B, H, R, D]
     slot_keys: torch.Tensor
     slot_values: torch.Tensor
-    # [B, H, R / stride, D]
+    # those of a block side by side [B, H, R / block, block / stride, D]
     compressed_keys: torch.Tensor
     compressed_values: torch.Tensor
     # slot at which the row's current document begins [B]
@@ -104,15 +104,13 @@ class HopeSparseAttention(nn.Module):
         with torch.autocast(query.device.type, enabled=False):
             query = (query.to(dtype) * self.config.head_dim**-0.5).unflatten(1, (key.shape[1], -1))
             held = SparseKeys(*(part.to(dtype) for part in held))
-            read = read_sparse_fused if isinstance(base, int) and query.shape[3] > 1 else read_sparse
-            if read is read_sparse:
-                base = torch.as_tensor(base, device=query.device).view(-1, 1)
-                at = base + torch.arange(query.shape[3], device=query.device)
-                at = at.expand(len(query), -1)
-                first = torch.zeros_like(at) if first is None else first
-                reads, _ = read_sparse(query, held, at, first, self.sizes)
-            else:
+            # the tracer meets no loop over what was selected
+            if isinstance(base, int) and query.shape[3] > 1 and not torch.compiler.is_compiling():
                 reads, _ = read_sparse_fused(query, held, base, first, self.sizes)
+            else:
+                at = torch.arange(query.shape[3], device=query.device)
+                at = (at + base if isinstance(base, int) else at + base[:, None]).expand(len(query), -1)
+                reads, _ = read_sparse(query, held, at, torch.zeros_like(at) if first is None else first, self.sizes)
         reads = blocks.to_tokens(reads.flatten(2, 3).permute(1, 3, 2, 4, 0)).to(hidden_states.dtype)
         # [B, T, heads, D, 3] by [B, T, heads, 3]
         output = (reads @ self.branch_gates(hidden_states).unsqueeze(-1)).squeeze(-1)
@@ -153,17 +151,29 @@ class HopeSparseAttention(nn.Module):
             first = at - blocks.position
             last = torch.where(blocks.valid, at, -1).amax(1)
             begin = torch.where(last >= 0, last + 1 - blocks.past.seen, begin)
-            end = int(at.max()) + 1
-            base = 0 if state is None else base
+            if state is None:
+                base, end = 0, length
+            elif torch.compiler.is_compiling():
+                # a cache of fixed length has room
+                end = state.slot_keys.shape[2]
+            else:
+                end = int(at.max()) + 1
         room = -(-end // block) * block
-        old = (None,) * 4 if state is None else state[:4]
-        parts = []
-        for new, before in zip((key, value), old[:2], strict=True):
-            parts.append(_placed(new, before, base, room, blocks))
-        for slots, compress, before in zip(parts[:2], (self.k_compress, self.v_compress), old[2:], strict=True):
-            parts.append(_compressed(slots, compress, before, base, length, self.sizes.stride))
-        held = SparseKeys(*parts)
-        return held, SparseState(*held, begin) if need_state else None, base, first
+        if state is None:
+            old = (None,) * 4
+        else:
+            room = max(room, state.slot_keys.shape[2])
+            old = *state[:2], *(part.flatten(2, 3) for part in state[2:4])
+        placed = [_placed(new, before, base, room, blocks) for new, before in zip((key, value), old[:2], strict=True)]
+        compressed = [
+            _compressed(slots, compress, before, base, length, self.sizes.stride)
+            for slots, compress, before in zip(placed, (self.k_compress, self.v_compress), old[2:], strict=True)
+        ]
+        after = None
+        if need_state:
+            by_block = (part.unflatten(2, (-1, block // self.sizes.stride)) for part in compressed)
+            after = SparseState(*placed, *by_block, begin)
+        return SparseKeys(*placed, *compressed), after, base, first
 
 
 def _placed(new, before, base: int | torch.Tensor, room: int, blocks: SlotPlan) -> torch.Tensor:

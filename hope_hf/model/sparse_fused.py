@@ -1,8 +1,8 @@
 """The branches of `sparse_branches` for a whole text: tiles of queries and blocks of keys, gradients by hand.
 
 Nothing of the size of the text's square is built. Compressed and window branch take tiles of neighbouring queries. The
-selected branch goes block of keys by block of keys and gathers the queries that have selected it, which are far smaller
-than what each of them reads; a query's blocks are added up under a running maximum, as in flash attention
+selected branch goes block of keys by block of keys and gathers the queries that have selected it, which are far
+smaller than what each of them reads; a query's blocks are added up under a running maximum, as in flash attention
 (arXiv 2307.08691). All are ordinary products of matrices.
 
 Axes: B row, H head of keys, G query heads that share it, S query, R slot of keys, D head width, n queries of a tile, m
@@ -73,9 +73,9 @@ class _Tiled(torch.autograd.Function):
         return product.masked_fill_(~mask[:, None, None], float("-inf"))
 
     @staticmethod
-    def gradients(ctx, grad, ranges) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def gradients(saved, grad, ranges) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of queries, keys and values."""
-        queries, keys, values, reads, sums, *_ = ctx.saved_tensors
+        queries, keys, values, reads, sums = saved
         grad_queries, grad_keys, grad_values = (torch.zeros_like(part) for part in (queries, keys, values))
         delta = (grad * reads).sum(-1, keepdim=True)
         for cut, near, mask in ranges:
@@ -131,9 +131,9 @@ class _Window(_Tiled):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        queries, first = ctx.saved_tensors[0], ctx.saved_tensors[5]
-        ranges = _window_ranges(queries, ctx.base, first, ctx.window)
-        return *_Tiled.gradients(ctx, grad.contiguous(), ranges), None, None, None
+        *saved, first = ctx.saved_tensors
+        ranges = _window_ranges(saved[0], ctx.base, first, ctx.window)
+        return *_Tiled.gradients(saved, grad.contiguous(), ranges), None, None, None
 
 
 class _Compressed(_Tiled):
@@ -161,9 +161,9 @@ class _Compressed(_Tiled):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, _):
-        queries, first = ctx.saved_tensors[0], ctx.saved_tensors[5]
-        ranges = _compressed_ranges(queries, ctx.base, first, ctx.sizes)
-        return *_Tiled.gradients(ctx, grad.contiguous(), ranges), None, None, None
+        *saved, first = ctx.saved_tensors
+        ranges = _compressed_ranges(saved[0], ctx.base, first, ctx.sizes)
+        return *_Tiled.gradients(saved, grad.contiguous(), ranges), None, None, None
 
 
 def _selecting(chosen: torch.Tensor, own: torch.Tensor, blocks: int) -> tuple[torch.Tensor, list[int]]:
@@ -189,7 +189,7 @@ class _Selected(torch.autograd.Function):
         rows = queries.transpose(2, 3).contiguous()
         batch, heads, length, group, width = rows.shape
         blocks, own = (base + length) // block, torch.arange(base, base + length, device=rows.device) // block
-        # every query's own block is behind none and full of what it must not see: the start of the sums
+        # The sums begin with every query's own block, the only one of which it must not see all.
         scores = _own_scores(rows, keys, base, block)
         top = scores.amax(-1, keepdim=True)
         scores.sub_(top).exp_()
@@ -258,7 +258,7 @@ class _Selected(torch.autograd.Function):
 
 
 def _own_scores(rows: torch.Tensor, keys: torch.Tensor, base: int, block: int) -> torch.Tensor:
-    """Scores [B, H, Y, block * G, block] of queries [B, H, S, G, D] with the keys of their own block, up to their own."""
+    """Scores [B, H, Y, block * G, block] of queries [B, H, S, G, D] with keys of their block, up to their own."""
     length, group = rows.shape[2:4]
     key = keys[:, :, base : base + length].unflatten(2, (-1, block))
     scores = rows.reshape(*rows.shape[:2], -1, block * group, rows.shape[-1]) @ key.mT
