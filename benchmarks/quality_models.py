@@ -16,6 +16,7 @@ parameters match:
 | hope | HOPE with the memories of its config's defaults, chunks of 64 | nothing: divided by hand |
 | hope_frozen | the same, `memory_learning_rate_max=0` | nothing |
 | hope_attention | HOPE's levels on softmax attention | width of its three levels |
+| hope_sparse | the same on sparse attention: a quarter of a block of 512 selected | width of its three levels |
 | llama | transformers' Llama | width of its MLP |
 | llama_conv | the same with width-4 convolutions on q, k and v (`benchmarks/peers.py`) | width of its MLP |
 | mamba2 | Mamba-2, expansion 2, one group, about twice as many blocks | state size |
@@ -112,9 +113,11 @@ SECONDS_PER_STEP = {
     "medium": {"hope": 4.35, "hope_frozen": 4.41, "hope_attention": 2.43, "llama": 2.12, "llama_conv": 2.31}
     | {"mamba2": 4.70, "gated_deltanet": 3.54, "kimi_linear": 5.0},
 }
+# 8 blocks of 16 tokens, 64 compressed keys and a window of 64 in blocks of 512
+SPARSE = {"sparse_block_size": 16, "sparse_compress_stride": 8, "sparse_top_k": 8, "sparse_window": 64}
 HOPE, FROZEN, LLAMA, LLAMA_CONV = "hope", "hope_frozen", "llama", "llama_conv"
 RECURRENT_PEERS = ("mamba2", "gated_deltanet", "kimi_linear")
-MODELS = (HOPE, FROZEN, "hope_attention", LLAMA, LLAMA_CONV, *RECURRENT_PEERS)
+MODELS = (HOPE, FROZEN, "hope_attention", "hope_sparse", LLAMA, LLAMA_CONV, *RECURRENT_PEERS)
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,9 @@ class Model:
         """A hash of the finished config, defaults included: models with different hashes differ."""
         values = _config(self.model_type, json.loads(self.overrides)).to_dict()
         values.pop("transformers_version", None)
+        if "sparse_attention" not in values.get("layer_types", ()):
+            # no part of the model, and younger than most results
+            values = {name: value for name, value in values.items() if not name.startswith("sparse_")}
         return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
     def new(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -193,6 +199,7 @@ def _model(name: str, size: Size, fitted: int) -> Model:
         "hope": ("hope", hope),
         "hope_frozen": ("hope", hope | {"memory_learning_rate_max": 0.0}),
         "hope_attention": ("hope", levels | {"layer_types": ["full_attention"] * layers}),
+        "hope_sparse": ("hope", levels | {"layer_types": ["sparse_attention"] * layers} | SPARSE),
         "llama": ("llama", llama),
         "llama_conv": ("llama_conv", llama),
         "mamba2": (
