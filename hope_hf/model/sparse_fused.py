@@ -167,17 +167,20 @@ class _Compressed(_Tiled):
 
 
 def _selecting(chosen: torch.Tensor, own: torch.Tensor, blocks: int) -> tuple[torch.Tensor, list[int]]:
-    """Queries that have selected a block which is not their own, ordered by row, head and block, and how many each.
+    """Queries that have selected a block, ordered by row, head and block, and how many each block has.
+
+    What is no block, or the query's own, counts as block `blocks`.
 
     Args:
         chosen: [B, H, S, X], -1 for none.
         own: block of each query [S].
     """
-    batch, heads, length, _ = chosen.shape
-    marked = chosen.new_zeros(batch, heads, length, blocks + 1, dtype=torch.bool)
-    marked.scatter_(3, torch.where((chosen < 0) | (chosen == own[:, None]), blocks, chosen), True)
-    marked = marked[..., :blocks].transpose(2, 3).reshape(-1, length)
-    return marked.nonzero()[:, 1], marked.sum(1).tolist()
+    batch, heads, _, number = chosen.shape
+    others = torch.where((chosen < 0) | (chosen == own[:, None]), blocks, chosen).view(batch * heads, -1)
+    ordered, place = others.sort(dim=1, stable=True)
+    ordered += torch.arange(batch * heads, device=chosen.device)[:, None] * (blocks + 1)
+    counts = ordered.view(-1).bincount(minlength=batch * heads * (blocks + 1))
+    return (place // number).view(-1), counts.tolist()
 
 
 class _Selected(torch.autograd.Function):
@@ -268,8 +271,8 @@ def _own_scores(rows: torch.Tensor, keys: torch.Tensor, base: int, block: int) -
 
 
 def _visits(queries_of: torch.Tensor, counts: list[int], blocks: int, block: int):
-    """Row and head, slots of a block, and the queries that read it."""
+    """Row and head, slots of a block, and the queries that have selected it (`_selecting`)."""
     for visit, index in enumerate(queries_of.split(counts)):
-        if len(index):
-            head, place = divmod(visit, blocks)
+        head, place = divmod(visit, blocks + 1)
+        if len(index) and place < blocks:
             yield head, slice(place * block, (place + 1) * block), index
