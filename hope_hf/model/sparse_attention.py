@@ -25,7 +25,7 @@ BRANCHES = ("compressed", "selected", "window")
 
 
 class SparseState(NamedTuple):
-    """What a layer keeps of a text. Slots are whole blocks; those without a token hold zeros."""
+    """What a layer keeps of a text. Slots are whole blocks; what lies behind the last token is never read."""
 
     # after rotation [B, H, R, D]
     slot_keys: torch.Tensor
@@ -99,7 +99,7 @@ class HopeSparseAttention(nn.Module):
             The mixer's output [B, T, hidden_size], and the new state.
         """
         query, key, value = self._rotated(hidden_states, blocks, block_positions)
-        held, after, base, first = self._remember(key, value, state, blocks, need_state)
+        held, after, base, first = self._remember(key, value, state, blocks, hidden_states.shape[1], need_state)
         dtype = torch.promote_types(query.dtype, torch.float32)
         with torch.autocast(query.device.type, enabled=False):
             query = (query.to(dtype) * self.config.head_dim**-0.5).unflatten(1, (key.shape[1], -1))
@@ -128,7 +128,7 @@ class HopeSparseAttention(nn.Module):
         )
         return *apply_rotary_pos_emb(query, key, *block_positions), value
 
-    def _remember(self, key, value, state: SparseState | None, blocks: SlotPlan, need_state: bool):
+    def _remember(self, key, value, state: SparseState | None, blocks: SlotPlan, tokens: int, need_state: bool):
         """Keys and values of the text so far, the state, slot of the call's first, and documents' first slots [B, S].
 
         The slot is an `int` where it is that of all rows, else [B].
@@ -159,50 +159,73 @@ class HopeSparseAttention(nn.Module):
             else:
                 end = int(at.max()) + 1
         room = -(-end // block) * block
-        if state is None:
-            old = (None,) * 4
-        else:
+        old, overwrites = (None,) * 4, False
+        if state is not None:
+            overwrites = _is_first(state, blocks.past.columns - tokens)
             room = max(room, state.slot_keys.shape[2])
             old = *state[:2], *(part.flatten(2, 3) for part in state[2:4])
-        placed = [_placed(new, before, base, room, blocks) for new, before in zip((key, value), old[:2], strict=True)]
+        placed = [
+            _placed(new, before, base, room, blocks, overwrites)
+            for new, before in zip((key, value), old[:2], strict=True)
+        ]
         compressed = [
-            _compressed(slots, compress, before, base, length, self.sizes.stride)
+            _compressed(slots, compress, before, base, length, overwrites)
             for slots, compress, before in zip(placed, (self.k_compress, self.v_compress), old[2:], strict=True)
         ]
         after = None
         if need_state:
             by_block = (part.unflatten(2, (-1, block // self.sizes.stride)) for part in compressed)
             after = SparseState(*placed, *by_block, begin)
+            after.slot_keys.written_columns = blocks.past.columns
         return SparseKeys(*placed, *compressed), after, base, first
 
 
-def _placed(new, before, base: int | torch.Tensor, room: int, blocks: SlotPlan) -> torch.Tensor:
+def _is_first(state: SparseState, columns: int | torch.Tensor) -> bool:
+    """Whether a call that goes on after `columns` columns may write into the tensors of the state.
+
+    Only who comes first may: another text that goes on from the same token, after a rollback, finds that more columns
+    were written than it has read, and takes copies.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(columns, int):
+        return False
+    return getattr(state.slot_keys, "written_columns", None) == columns
+
+
+def _room(before: torch.Tensor, size: int, overwrites: bool) -> torch.Tensor:
+    """`before` with `size` slots; itself where it may be overwritten and is as large."""
+    more = size - before.shape[2]
+    return F.pad(before, (0, 0, 0, more)) if more else before if overwrites else before.clone()
+
+
+def _placed(new, before, base: int | torch.Tensor, room: int, blocks: SlotPlan, overwrites: bool) -> torch.Tensor:
     """Slots [B, H, room, D] of the text with those of a call [B, H, S, D], of which the first is `base`."""
+    length = new.shape[2]
     if blocks.valid is not None:
         new = new * blocks.valid[:, None, :, None]
     if before is None:
-        return F.pad(new, (0, 0, 0, room - new.shape[2]))
+        return F.pad(new, (0, 0, 0, room - length))
+    placed = _room(before, room, overwrites)
     if isinstance(base, int):
-        return F.pad(torch.cat([before[:, :, :base], new], dim=2), (0, 0, 0, room - base - new.shape[2]))
-    before = F.pad(before, (0, 0, 0, max(0, room - before.shape[2])))
-    at = base[:, None] + torch.arange(new.shape[2], device=new.device)
+        placed[:, :, base : base + length] = new
+        return placed
+    at = base[:, None] + torch.arange(length, device=new.device)
     index = at[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3])
-    is_new = blocks.valid[:, None, :, None]
-    return before.scatter(2, index, torch.where(is_new, new, before.gather(2, index)))
+    return placed.scatter_(2, index, torch.where(blocks.valid[:, None, :, None], new, placed.gather(2, index)))
 
 
-def _compressed(slots, compress, before, base: int | torch.Tensor, length: int, stride: int) -> torch.Tensor:
+def _compressed(slots, compress, before, base: int | torch.Tensor, length: int, overwrites: bool) -> torch.Tensor:
     """Compressed slots [B, H, R / stride, D] of the text, anew for the strides of a call."""
     if before is None:
         return compress(slots)
+    stride = compress.weight.shape[1]
+    placed = _room(before, slots.shape[2] // stride, overwrites)
     if isinstance(base, int):
-        start = base // stride
-        return torch.cat([before[:, :, :start], compress(slots[:, :, start * stride :])], dim=2)
-    start = base // stride
-    number = -(-length // stride)
+        cut = slice(base // stride, -(-(base + length) // stride))
+        placed[:, :, cut] = compress(slots[:, :, cut.start * stride : cut.stop * stride])
+        return placed
+    start, number = base // stride, -(-length // stride)
     tokens = start[:, None] * stride + torch.arange(number * stride, device=slots.device)
     shape = (-1, slots.shape[1], -1, slots.shape[3])
     new = compress(slots.gather(2, tokens[:, None, :, None].expand(shape)))
-    before = F.pad(before, (0, 0, 0, slots.shape[2] // stride - before.shape[2]))
     index = start[:, None] + torch.arange(number, device=slots.device)
-    return before.scatter(2, index[:, None, :, None].expand(shape), new)
+    return placed.scatter_(2, index[:, None, :, None].expand(shape), new)

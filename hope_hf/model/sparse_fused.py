@@ -9,7 +9,8 @@ Axes: B row, H head of keys, G query heads that share it, S query, R slot of key
 keys of a tile.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,11 +45,40 @@ def read_sparse_fused(
     return torch.stack([read[:, :, :, inside] for read in (compressed, selected, window)]), chosen[:, :, inside]
 
 
-def _attention(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax over the last axis, in place, and the logarithm of its sum; rows of -inf alone give 0."""
-    top = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
-    total = scores.sub_(top).exp_().sum(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).tiny)
-    return scores.div_(total), top.add_(total.log())
+class _Tile(NamedTuple):
+    """Neighbouring queries and the range of keys that they read."""
+
+    queries: slice
+    keys: slice
+    # what is added to scores: 0, or -inf for keys that a query does not see [1 or B, 1, 1, n, columns]
+    hidden: list[tuple[slice, torch.Tensor]]
+    # 0 for queries that see none of the keys [1 or B, 1, 1, n, 1], where there may be any
+    sees: torch.Tensor | None = None
+
+
+def _tile(cut: slice, keys: slice, columns: list[slice], visible: Callable, like: torch.Tensor, dark: bool) -> _Tile:
+    """A tile of which all keys but those in `columns` are seen by all queries; `visible` tells of [..., n, m]."""
+    hidden, sees = [], None
+    for part in columns:
+        seen = visible(part)[:, None, None]
+        if dark:
+            sees = seen.any(-1, keepdim=True)
+            seen, sees = seen | ~sees, sees.to(like.dtype)
+        mask = torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, float("-inf"))
+        hidden.append((slice(part.start - keys.start, part.stop - keys.start), mask))
+    return _Tile(cut, keys, hidden, sees)
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, tile: _Tile) -> torch.Tensor:
+    """Softmax attention [B, H, G n, m] of queries [B, H, G, n, D]; 0 for those that see nothing."""
+    scores = query.flatten(2, 3) @ key.mT
+    by_head = scores.unflatten(2, query.shape[2:4])
+    for columns, mask in tile.hidden:
+        by_head[..., columns] += mask
+    attention = scores.softmax(-1)
+    if tile.sees is not None:
+        attention.unflatten(2, query.shape[2:4]).mul_(tile.sees)
+    return attention
 
 
 def _score_gradient(attention, grad, values, delta) -> torch.Tensor:
@@ -56,84 +86,80 @@ def _score_gradient(attention, grad, values, delta) -> torch.Tensor:
     return (grad @ values.mT).sub_(delta).mul_(attention)
 
 
-def _tiles(queries: torch.Tensor, base: int) -> Iterator[tuple[slice, int, int]]:
-    """Queries of a tile, and the slots of its first and behind its last."""
+def _queries_of_tiles(queries: torch.Tensor, base: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Queries of every tile, and their slots [n, 1]."""
     for start in range(0, queries.shape[3], _TILE):
         stop = min(start + _TILE, queries.shape[3])
-        yield slice(start, stop), base + start, base + stop
+        yield slice(start, stop), torch.arange(base + start, base + stop, device=queries.device)[:, None]
+
+
+def _window_tiles(queries, base: int, first, window: int) -> Iterator[_Tile]:
+    for cut, at in _queries_of_tiles(queries, base):
+        start, stop = base + cut.start, base + cut.stop
+        low = max(0, start - window + 1)
+
+        def visible(part: slice, at=at, cut=cut) -> torch.Tensor:
+            near = torch.arange(part.start, part.stop, device=at.device)
+            seen = ((near <= at) & (near > at - window))[None]
+            return seen if first is None else seen & (near >= first[:, cut, None])
+
+        columns = [slice(low, stop)]
+        if first is None and low and stop - window < start:
+            # between lie those that all queries of the tile see
+            columns = [slice(low, stop - window), slice(start, stop)]
+        yield _tile(cut, slice(low, stop), columns, visible, queries, dark=False)
+
+
+def _compressed_tiles(queries, base: int, first, stride: int) -> Iterator[_Tile]:
+    for cut, at in _queries_of_tiles(queries, base):
+        high = (base + cut.stop) // stride
+
+        def visible(part: slice, at=at, cut=cut) -> torch.Tensor:
+            begin = torch.arange(part.start, part.stop, device=at.device) * stride
+            seen = (begin + stride <= at + 1)[None]
+            return seen if first is None else seen & (begin >= first[:, cut, None])
+
+        seen_by_all = 0 if first is not None else (base + cut.start + 1) // stride
+        columns = slice(seen_by_all, high)
+        yield _tile(cut, slice(0, high), [columns], visible, queries, dark=not seen_by_all)
 
 
 class _Tiled(torch.autograd.Function):
     """A branch of which every query reads within one range of keys: reads [B, H, G, S, D]."""
 
-    @classmethod
-    def scores(cls, queries, keys, mask) -> torch.Tensor:
-        """Scores [B, H, G, n, m]; -inf where `mask` [B or 1, n, m] is false."""
-        product = (queries.flatten(2, 3) @ keys.mT).unflatten(2, queries.shape[2:4])
-        return product.masked_fill_(~mask[:, None, None], float("-inf"))
-
     @staticmethod
-    def gradients(saved, grad, ranges) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of queries, keys and values."""
-        queries, keys, values, reads, sums = saved
+    def gradients(ctx, grad, tiles: Callable) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of queries, keys and values; `tiles` of the queries and of where documents begin."""
+        queries, keys, values, reads, first = ctx.saved_tensors
         grad_queries, grad_keys, grad_values = (torch.zeros_like(part) for part in (queries, keys, values))
         delta = (grad * reads).sum(-1, keepdim=True)
-        for cut, near, mask in ranges:
-            if near.start == near.stop:
-                continue
-            query, key, value, part = queries[:, :, :, cut], keys[:, :, near], values[:, :, near], grad[:, :, :, cut]
-            attention = _Tiled.scores(query, key, mask).sub_(sums[:, :, :, cut]).exp_().flatten(2, 3)
-            rows = part.flatten(2, 3)
-            grad_values[:, :, near] += attention.mT @ rows
-            grad_scores = _score_gradient(attention, rows, value, delta[:, :, :, cut].flatten(2, 3))
-            grad_keys[:, :, near] += grad_scores.mT @ query.flatten(2, 3)
-            grad_queries[:, :, :, cut] = (grad_scores @ key).unflatten(2, query.shape[2:4])
+        for tile in tiles(queries, first):
+            query, part = queries[:, :, :, tile.queries], grad[:, :, :, tile.queries].flatten(2, 3)
+            key, value = keys[:, :, tile.keys], values[:, :, tile.keys]
+            attention = _attention(query, key, tile)
+            grad_values[:, :, tile.keys] += attention.mT @ part
+            grad_scores = _score_gradient(attention, part, value, delta[:, :, :, tile.queries].flatten(2, 3))
+            grad_keys[:, :, tile.keys] += grad_scores.mT @ query.flatten(2, 3)
+            grad_queries[:, :, :, tile.queries] = (grad_scores @ key).unflatten(2, query.shape[2:4])
         return grad_queries, grad_keys, grad_values
-
-
-def _window_ranges(queries, base: int, first, window: int):
-    """Of each tile of queries: the keys it reads, and which of them each query sees [B or 1, n, m]."""
-    for cut, start, stop in _tiles(queries, base):
-        low = max(0, start - window + 1)
-        at = torch.arange(start, stop, device=queries.device)[:, None]
-        near = torch.arange(low, stop, device=queries.device)
-        mask = ((near <= at) & (near > at - window))[None]
-        if first is not None:
-            mask = mask & (near >= first[:, cut, None])
-        yield cut, slice(low, stop), mask
-
-
-def _compressed_ranges(queries, base: int, first, sizes: SparseSizes, whole: bool = False):
-    """As `_window_ranges`, of compressed keys; if `whole`, to the end of the tile's last block."""
-    per_block = sizes.block // sizes.stride
-    for cut, start, stop in _tiles(queries, base):
-        high = -(-stop // sizes.block) * per_block if whole else stop // sizes.stride
-        at = torch.arange(start, stop, device=queries.device)[:, None]
-        begin = torch.arange(high, device=queries.device) * sizes.stride
-        mask = (begin + sizes.stride <= at + 1)[None]
-        if first is not None:
-            mask = mask & (begin >= first[:, cut, None])
-        yield cut, slice(0, high), mask
 
 
 class _Window(_Tiled):
     @staticmethod
     def forward(ctx, queries, keys, values, base, first, window):
-        reads, sums = torch.empty_like(queries), queries.new_empty(*queries.shape[:4], 1)
-        for cut, near, mask in _window_ranges(queries, base, first, window):
-            attention, total = _attention(_Tiled.scores(queries[:, :, :, cut], keys[:, :, near], mask))
-            sums[:, :, :, cut] = total
-            reads[:, :, :, cut] = (attention.flatten(2, 3) @ values[:, :, near]).unflatten(2, total.shape[2:4])
-        ctx.base, ctx.window = base, window
-        ctx.save_for_backward(queries, keys, values, reads, sums, first)
+        reads = torch.empty_like(queries)
+        for tile in _window_tiles(queries, base, first, window):
+            query = queries[:, :, :, tile.queries]
+            read = _attention(query, keys[:, :, tile.keys], tile) @ values[:, :, tile.keys]
+            reads[:, :, :, tile.queries] = read.unflatten(2, query.shape[2:4])
+        ctx.tiles = lambda queries, first: _window_tiles(queries, base, first, window)
+        ctx.save_for_backward(queries, keys, values, reads, first)
         return reads
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        *saved, first = ctx.saved_tensors
-        ranges = _window_ranges(saved[0], ctx.base, first, ctx.window)
-        return *_Tiled.gradients(saved, grad.contiguous(), ranges), None, None, None
+        return *_Tiled.gradients(ctx, grad, ctx.tiles), None, None, None
 
 
 class _Compressed(_Tiled):
@@ -141,29 +167,30 @@ class _Compressed(_Tiled):
 
     @staticmethod
     def forward(ctx, queries, keys, values, base, first, sizes):
-        reads, sums = torch.empty_like(queries), queries.new_empty(*queries.shape[:4], 1)
+        reads = torch.empty_like(queries)
         batch, heads, _, length, _ = queries.shape
         blocks = (base + length) // sizes.block
         chosen = torch.full((batch, heads, length, min(sizes.top_k, blocks)), -1, device=queries.device)
-        for cut, near, mask in _compressed_ranges(queries, base, first, sizes, whole=True):
-            attention, total = _attention(_Tiled.scores(queries[:, :, :, cut], keys[:, :, near], mask))
-            sums[:, :, :, cut] = total
-            reads[:, :, :, cut] = (attention.flatten(2, 3) @ values[:, :, near]).unflatten(2, total.shape[2:4])
+        for tile in _compressed_tiles(queries, base, first, sizes.stride):
+            query, cut = queries[:, :, :, tile.queries], tile.queries
+            attention = _attention(query, keys[:, :, tile.keys], tile)
+            reads[:, :, :, cut] = (attention @ values[:, :, tile.keys]).unflatten(2, query.shape[2:4])
             at = torch.arange(base + cut.start, base + cut.stop, device=queries.device)[None]
             begin = torch.zeros_like(at) if first is None else first[:, cut]
-            best = select_blocks(attention.sum(2), at, begin, sizes)
+            # to the end of the tile's last block
+            summed = attention.unflatten(2, query.shape[2:4]).sum(2)
+            more = -(-(base + cut.stop) // sizes.block) * (sizes.block // sizes.stride) - summed.shape[-1]
+            best = select_blocks(F.pad(summed, (0, more)), at, begin, sizes)
             chosen[:, :, cut, : best.shape[-1]] = best
-        ctx.base, ctx.sizes = base, sizes
-        ctx.save_for_backward(queries, keys, values, reads, sums, first)
+        ctx.tiles = lambda queries, first: _compressed_tiles(queries, base, first, sizes.stride)
+        ctx.save_for_backward(queries, keys, values, reads, first)
         ctx.mark_non_differentiable(chosen)
         return reads, chosen
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, _):
-        *saved, first = ctx.saved_tensors
-        ranges = _compressed_ranges(saved[0], ctx.base, first, ctx.sizes)
-        return *_Tiled.gradients(saved, grad.contiguous(), ranges), None, None, None
+        return *_Tiled.gradients(ctx, grad, ctx.tiles), None, None, None
 
 
 def _selecting(chosen: torch.Tensor, own: torch.Tensor, blocks: int) -> tuple[torch.Tensor, list[int]]:
