@@ -8,6 +8,7 @@ Axes: B row, T token of the call, S slot of the call, R slot of the text, H head
 D head width.
 """
 
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -18,10 +19,13 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from .chunk_layout import SlotPlan
 from .configuration_hope import HopeConfig
+from .kernels import Kernel, asked_kernels, choose
 from .sparse_branches import SparseKeys, SparseSizes, read_sparse
 from .sparse_fused import read_sparse_fused
+from .sparse_statistics import SparseStatistics
 
 BRANCHES = ("compressed", "selected", "window")
+_KERNELS = {name: Kernel(read_sparse, lambda: "it has no kernels of a GPU yet") for name in ("fla", "triton")}
 
 
 class SparseState(NamedTuple):
@@ -75,6 +79,11 @@ class HopeSparseAttention(nn.Module):
         self.sizes = SparseSizes(
             config.sparse_block_size, config.sparse_compress_stride, config.sparse_top_k, config.sparse_window
         )
+        self.kernels = asked_kernels()
+        # why no kernel of a GPU ran, and how often
+        self.kernel_fallbacks: Counter[tuple[str, str]] = Counter()
+        # filled by every call while there is one
+        self.sparse_statistics: SparseStatistics | None = None
 
     def forward(
         self,
@@ -104,21 +113,37 @@ class HopeSparseAttention(nn.Module):
         with torch.autocast(query.device.type, enabled=False):
             query = (query.to(dtype) * self.config.head_dim**-0.5).unflatten(1, (key.shape[1], -1))
             held = SparseKeys(*(part.to(dtype) for part in held))
+            at = torch.arange(query.shape[3], device=query.device)
+            at = (at + base if isinstance(base, int) else at + base[:, None]).expand(len(query), -1)
             # the tracer meets no loop over what was selected
             if isinstance(base, int) and query.shape[3] > 1 and not torch.compiler.is_compiling():
-                reads, _ = read_sparse_fused(query, held, base, first, self.sizes)
+                name, counted = "sparse_attention", self.kernel_fallbacks
+                run = choose(name, self.kernels, _KERNELS, read_sparse_fused, counted, at.device)
+                reads, chosen = run(query, held, base, first, self.sizes)
             else:
-                at = torch.arange(query.shape[3], device=query.device)
-                at = (at + base if isinstance(base, int) else at + base[:, None]).expand(len(query), -1)
-                reads, _ = read_sparse(query, held, at, torch.zeros_like(at) if first is None else first, self.sizes)
+                first = torch.zeros_like(at) if first is None else first
+                reads, chosen = read_sparse(query, held, at, first, self.sizes)
+        gates = self.branch_gates(hidden_states)
+        if self.sparse_statistics is not None:
+            own = at // self.sizes.block
+            self.sparse_statistics.add(blocks.to_slots(gates), chosen, own, blocks.valid, self.sizes.top_k)
         reads = blocks.to_tokens(reads.flatten(2, 3).permute(1, 3, 2, 4, 0)).to(hidden_states.dtype)
         # [B, T, heads, D, 3] by [B, T, heads, 3]
-        output = (reads @ self.branch_gates(hidden_states).unsqueeze(-1)).squeeze(-1)
+        output = (reads @ gates.unsqueeze(-1)).squeeze(-1)
         return self.o_proj(output.flatten(2)), after
 
     def branch_gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Shares of the three branches in the output of every token and head [B, T, heads, 3]; they add up to 1."""
         return self.branch_proj(hidden_states).unflatten(-1, (-1, len(BRANCHES))).softmax(-1)
+
+    def begin_statistics(self) -> None:
+        """Sum up what is read from now on."""
+        self.sparse_statistics = SparseStatistics()
+
+    def end_statistics(self) -> list[dict]:
+        """The sums of every call since `begin_statistics`, which ends with this."""
+        found, self.sparse_statistics = self.sparse_statistics, None
+        return found.read()
 
     def _rotated(self, hidden_states, blocks: SlotPlan, block_positions) -> tuple[torch.Tensor, ...]:
         """Queries [B, H G, S, D], keys and values [B, H, S, D] in the slots of the call."""
