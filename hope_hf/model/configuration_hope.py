@@ -46,6 +46,24 @@ PRESETS = {
     ),
 }
 
+
+def _hybrid(preset: str, level_intermediate_size: int) -> dict:
+    """The preset with sparse attention in every fourth layer, four query heads a key head, and wider levels."""
+    sizes = PRESETS[preset]
+    kinds = ["hope_memory", "hope_memory", "hope_memory", "sparse_attention"]
+    return sizes | dict(
+        layer_types=kinds * (sizes["num_hidden_layers"] // len(kinds)),
+        num_key_value_heads=sizes["hidden_size"] // 256,
+        level_intermediate_sizes=[level_intermediate_size] * 3,
+    )
+
+
+# as many parameters as the presets that they are named after
+PRESETS |= {
+    f"{name}-hybrid": _hybrid(name, size)
+    for name, size in (("tiny", 392), ("pilot", 912), ("mid", 2336), ("target", 1416))
+}
+
 # How the names of fields begin that transformers has not, those of older versions included.
 _OWN_PREFIXES = (
     "adaptive_", "gate_mode", "inner_layer", "level_", "memory_", "mixer", "num_memory_heads", "paper_rule",
@@ -327,7 +345,7 @@ class HopeConfig(PreTrainedConfig):
 
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "HopeConfig":
-        """The configuration of a named size (`tiny`, `pilot`, `mid`, `target`), with fields overridden by name."""
+        """The configuration of a named size (`tiny`, `pilot`, `mid`, `target`; `-hybrid`), with fields overridden."""
         if name not in PRESETS:
             raise ValueError(f"unknown preset '{name}': choose one of {', '.join(PRESETS)}")
         for field in overrides:
