@@ -17,6 +17,8 @@ parameters match:
 | hope_frozen | the same, `memory_learning_rate_max=0` | nothing |
 | hope_attention | HOPE's levels on softmax attention | width of its three levels |
 | hope_sparse | the same on sparse attention: a quarter of a block of 512 selected | width of its three levels |
+| hope_hybrid | HOPE with sparse attention in the last of four (or of all) layers | width of its three levels |
+| hope_hybrid_frozen | the same, `memory_learning_rate_max=0` | width of its three levels |
 | llama | transformers' Llama | width of its MLP |
 | llama_conv | the same with width-4 convolutions on q, k and v (`benchmarks/peers.py`) | width of its MLP |
 | mamba2 | Mamba-2, expansion 2, one group, about twice as many blocks | state size |
@@ -117,7 +119,8 @@ SECONDS_PER_STEP = {
 SPARSE = {"sparse_block_size": 16, "sparse_compress_stride": 8, "sparse_top_k": 8, "sparse_window": 64}
 HOPE, FROZEN, LLAMA, LLAMA_CONV = "hope", "hope_frozen", "llama", "llama_conv"
 RECURRENT_PEERS = ("mamba2", "gated_deltanet", "kimi_linear")
-MODELS = (HOPE, FROZEN, "hope_attention", "hope_sparse", LLAMA, LLAMA_CONV, *RECURRENT_PEERS)
+WITH_ATTENTION = ("hope_attention", "hope_sparse", "hope_hybrid", "hope_hybrid_frozen")
+MODELS = (HOPE, FROZEN, *WITH_ATTENTION, LLAMA, LLAMA_CONV, *RECURRENT_PEERS)
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,8 @@ def _model(name: str, size: Size, fitted: int) -> Model:
         "head_dim": HEAD_DIM,
         "intermediate_size": fitted,
     }
+    every = min(4, layers)
+    hybrid = {"layer_types": (["hope_memory"] * (every - 1) + ["sparse_attention"]) * (layers // every)} | SPARSE
     if name in VARIANTS:
         hope |= VARIANTS[name]
         if "level_periods" in VARIANTS[name]:
@@ -200,6 +205,8 @@ def _model(name: str, size: Size, fitted: int) -> Model:
         "hope_frozen": ("hope", hope | {"memory_learning_rate_max": 0.0}),
         "hope_attention": ("hope", levels | {"layer_types": ["full_attention"] * layers}),
         "hope_sparse": ("hope", levels | {"layer_types": ["sparse_attention"] * layers} | SPARSE),
+        "hope_hybrid": ("hope", hope | hybrid),
+        "hope_hybrid_frozen": ("hope", hope | hybrid | {"memory_learning_rate_max": 0.0}),
         "llama": ("llama", llama),
         "llama_conv": ("llama_conv", llama),
         "mamba2": (
