@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from .chunk_layout import SlotPlan
 from .configuration_hope import HopeConfig
 from .kernels import Kernel, asked_kernels, choose
-from .sparse_branches import SparseKeys, SparseSizes, read_sparse
+from .sparse_branches import Reads, SparseKeys, SparseSizes, read_sparse
 from .sparse_fused import read_sparse_fused
 from .sparse_statistics import SparseStatistics
 
@@ -111,7 +111,8 @@ class HopeSparseAttention(nn.Module):
         held, after, base, first = self._remember(key, value, state, blocks, hidden_states.shape[1], need_state)
         dtype = torch.promote_types(query.dtype, torch.float32)
         with torch.autocast(query.device.type, enabled=False):
-            query = (query.to(dtype) * self.config.head_dim**-0.5).unflatten(1, (key.shape[1], -1))
+            # in place: what comes out of a rotation is kept for nothing else
+            query = query.to(dtype).mul_(self.config.head_dim**-0.5).unflatten(1, (key.shape[1], -1))
             held = SparseKeys(*(part.to(dtype) for part in held))
             at = torch.arange(query.shape[3], device=query.device)
             at = (at + base if isinstance(base, int) else at + base[:, None]).expand(len(query), -1)
@@ -123,14 +124,13 @@ class HopeSparseAttention(nn.Module):
             else:
                 first = torch.zeros_like(at) if first is None else first
                 reads, chosen = read_sparse(query, held, at, first, self.sizes)
-        gates = self.branch_gates(hidden_states)
+        gates = blocks.to_slots(self.branch_gates(hidden_states))
         if self.sparse_statistics is not None:
             own = at // self.sizes.block
-            self.sparse_statistics.add(blocks.to_slots(gates), chosen, own, blocks.valid, self.sizes.top_k)
-        reads = blocks.to_tokens(reads.flatten(2, 3).permute(1, 3, 2, 4, 0)).to(hidden_states.dtype)
-        # [B, T, heads, D, 3] by [B, T, heads, 3]
-        output = (reads @ gates.unsqueeze(-1)).squeeze(-1)
-        return self.o_proj(output.flatten(2)), after
+            self.sparse_statistics.add(gates, chosen, own, blocks.valid, self.sizes.top_k)
+        shares = gates.to(dtype).transpose(1, 2).unflatten(1, query.shape[1:3]).unsqueeze(-1)
+        output = sum_of_shares(reads, shares).flatten(1, 2).transpose(1, 2).flatten(2)
+        return self.o_proj(blocks.to_tokens(output).to(hidden_states.dtype)), after
 
     def branch_gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Shares of the three branches in the output of every token and head [B, T, heads, 3]; they add up to 1."""
@@ -203,6 +203,14 @@ class HopeSparseAttention(nn.Module):
             after = SparseState(*placed, *by_block, begin)
             after.slot_keys.written_columns = blocks.past.columns
         return SparseKeys(*placed, *compressed), after, base, first
+
+
+def sum_of_shares(reads: Reads, shares: torch.Tensor) -> torch.Tensor:
+    """The branches' reads [B, H, G, S, D] by their shares [B, H, G, S, 3, 1]; nothing is kept but these."""
+    output = reads[0] * shares[..., 0, :]
+    for branch in (1, 2):
+        output = torch.addcmul(output, reads[branch], shares[..., branch, :])
+    return output
 
 
 def _is_first(state: SparseState, columns: int | torch.Tensor) -> bool:

@@ -18,6 +18,9 @@ from typing import NamedTuple
 
 import torch
 
+# reads [B, H, G, N, D] of the three branches: compressed, selected, window
+Reads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 class SparseSizes(NamedTuple):
     """What is read, in slots and blocks: the fields `sparse_*` of `HopeConfig`."""
@@ -93,15 +96,12 @@ def read_slots(queries, held: SparseKeys, slots: torch.Tensor, mask: torch.Tenso
 
 def read_sparse(
     queries: torch.Tensor, held: SparseKeys, at: torch.Tensor, first: torch.Tensor, sizes: SparseSizes
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reads of the three branches, compressed, selected and window, and the blocks that were selected.
+) -> tuple[Reads, torch.Tensor]:
+    """Reads of the three branches, and the blocks that were selected [B, H, N, X].
 
     Args:
         queries: scaled [B, H, G, N, D].
         at, first: slot of each query, and of its document's first token [B, N].
-
-    Returns:
-        [3, B, H, G, N, D] and [B, H, N, X].
     """
     device, heads = at.device, held.keys.shape[1]
     reads, blocks = [], []
@@ -116,6 +116,6 @@ def read_sparse(
         near = slot[..., None] + torch.arange(1 - sizes.window, 1, device=device)
         mask = (near >= begin[..., None])[:, None].expand(-1, heads, -1, -1)
         window = read_slots(query, held, near.clamp(min=0)[:, None].expand(-1, heads, -1, -1), mask)
-        reads.append(torch.stack([compressed, selected, window]))
+        reads.append((compressed, selected, window))
         blocks.append(chosen)
-    return torch.cat(reads, dim=4), torch.cat(blocks, dim=2)
+    return tuple(torch.cat(parts, dim=3) for parts in zip(*reads, strict=True)), torch.cat(blocks, dim=2)

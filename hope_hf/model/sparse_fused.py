@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from .sparse_branches import SparseKeys, SparseSizes, select_blocks
+from .sparse_branches import Reads, SparseKeys, SparseSizes, select_blocks
 
 # queries of a tile
 _TILE = 128
@@ -24,7 +24,7 @@ _TILE = 128
 
 def read_sparse_fused(
     queries: torch.Tensor, held: SparseKeys, base: int, first: torch.Tensor | None, sizes: SparseSizes
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Reads, torch.Tensor]:
     """`sparse_branches.read_sparse` of queries in neighbouring slots.
 
     Args:
@@ -34,15 +34,16 @@ def read_sparse_fused(
     """
     # whole blocks of queries
     length, front = queries.shape[3], base % sizes.block
-    back = -(front + length) % sizes.block
-    queries, base = F.pad(queries, (0, 0, front, back)), base - front
+    back, base = -(front + length) % sizes.block, base - front
+    if front or back:
+        queries = F.pad(queries, (0, 0, front, back))
     if first is not None:
         first = F.pad(first, (front, back), value=base)
     compressed, chosen = _Compressed.apply(queries, held.compressed_keys, held.compressed_values, base, first, sizes)
     selected = _Selected.apply(queries, held.keys, held.values, chosen, base, sizes.block)
     window = _Window.apply(queries, held.keys, held.values, base, first, sizes.window)
     inside = slice(front, front + length)
-    return torch.stack([read[:, :, :, inside] for read in (compressed, selected, window)]), chosen[:, :, inside]
+    return tuple(read[:, :, :, inside] for read in (compressed, selected, window)), chosen[:, :, inside]
 
 
 class _Tile(NamedTuple):
@@ -132,7 +133,7 @@ class _Tiled(torch.autograd.Function):
         """Of queries, keys and values; `tiles` of the queries and of where documents begin."""
         queries, keys, values, reads, first = ctx.saved_tensors
         grad_queries, grad_keys, grad_values = (torch.zeros_like(part) for part in (queries, keys, values))
-        delta = (grad * reads).sum(-1, keepdim=True)
+        delta = torch.linalg.vecdot(grad, reads).unsqueeze(-1)
         for tile in tiles(queries, first):
             query, part = queries[:, :, :, tile.queries], grad[:, :, :, tile.queries].flatten(2, 3)
             key, value = keys[:, :, tile.keys], values[:, :, tile.keys]
@@ -215,8 +216,8 @@ class _Selected(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, queries, keys, values, chosen, base, block):
-        # a query's heads lie side by side: one row is gathered for all
-        rows = queries.transpose(2, 3).contiguous()
+        # a query's heads are gathered together
+        rows = queries.transpose(2, 3)
         batch, heads, length, group, width = rows.shape
         blocks, own = (base + length) // block, torch.arange(base, base + length, device=rows.device) // block
         # The sums begin with every query's own block, the only one of which it must not see all.
@@ -230,61 +231,65 @@ class _Selected(torch.autograd.Function):
             part.unflatten(3, (block, group)).view(batch * heads, length, group, -1) for part in (reads, top, total)
         )
         queries_of, counts = _selecting(chosen, own, blocks)
-        rows = rows.view(batch * heads, length, group, width)
-        keys_of, values_of = keys.flatten(0, 1), values.flatten(0, 1)
+        rows_of, keys_of, values_of = (_by_head(part) for part in (rows, keys, values))
         for head, near, index in _visits(queries_of, counts, blocks, block):
-            query = rows[head].index_select(0, index).view(-1, width)
-            scores = query @ keys_of[head, near].mT
+            query = rows_of[head].index_select(0, index).view(-1, width)
+            scores = query @ keys_of[head][near].mT
             before = top[head].index_select(0, index).view(-1, 1)
             after = torch.maximum(before, scores.amax(-1, keepdim=True))
             scores.sub_(after).exp_()
             left = before.sub_(after).exp_()
-            read = reads[head].index_select(0, index).view(-1, width).mul_(left).addmm_(scores, values_of[head, near])
+            read = reads[head].index_select(0, index).view(-1, width).mul_(left).addmm_(scores, values_of[head][near])
             count = total[head].index_select(0, index).view(-1, 1).mul_(left).add_(scores.sum(-1, keepdim=True))
             for whole, part in ((reads, read), (top, after), (total, count)):
                 whole[head].index_copy_(0, index, part.view(len(index), group, -1))
         reads.div_(total)
         ctx.sums = top.add_(total.log_())
         ctx.base, ctx.block, ctx.counts = base, block, counts
-        ctx.save_for_backward(rows, keys, values, reads, queries_of)
+        ctx.save_for_backward(queries, keys, values, reads, queries_of)
         return reads.view(batch, heads, length, group, width).transpose(2, 3)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        rows, keys, values, reads, queries_of = ctx.saved_tensors
+        queries, keys, values, reads, queries_of = ctx.saved_tensors
         sums, base, block = ctx.sums, ctx.base, ctx.block
-        batch, heads = keys.shape[:2]
-        _, length, group, width = rows.shape
-        grad = grad.transpose(2, 3).contiguous().view(rows.shape)
-        delta = (grad * reads).sum(-1, keepdim=True)
+        rows = queries.transpose(2, 3)
+        batch, heads, length, group, width = rows.shape
+        grad = grad.transpose(2, 3)
+        delta = torch.linalg.vecdot(grad, reads.view(rows.shape)).view(batch * heads, length, group, 1)
         grad_keys, grad_values = torch.zeros_like(keys), torch.zeros_like(values)
         near = slice(base, base + length)
 
         # of every query's own block [B, H, Y, block * G, ...]
         def by_block(part: torch.Tensor) -> torch.Tensor:
-            return part.view(batch, heads, -1, block * group, part.shape[-1])
+            return part.reshape(batch, heads, -1, block * group, part.shape[-1])
 
         value = values[:, :, near].unflatten(2, (-1, block))
-        attention = _own_scores(rows.view(batch, heads, length, group, width), keys, base, block)
+        attention = _own_scores(rows, keys, base, block)
         attention.sub_(by_block(sums)).exp_()
         grad_values[:, :, near] = (attention.mT @ by_block(grad)).flatten(2, 3)
         grad_scores = _score_gradient(attention, by_block(grad), value, by_block(delta))
         grad_keys[:, :, near] = (grad_scores.mT @ by_block(rows)).flatten(2, 3)
         grad_rows = (grad_scores @ keys[:, :, near].unflatten(2, (-1, block))).view(rows.shape)
-        keys_of, values_of = keys.flatten(0, 1), values.flatten(0, 1)
-        grad_keys_of, grad_values_of = grad_keys.flatten(0, 1), grad_values.flatten(0, 1)
+        del attention, grad_scores
+        rows_of, grad_of, grad_rows_of = (_by_head(part) for part in (rows, grad, grad_rows))
+        keys_of, values_of, grad_keys_of, grad_values_of = map(_by_head, (keys, values, grad_keys, grad_values))
         for head, near, index in _visits(queries_of, ctx.counts, (base + length) // block, block):
-            query, part = (of[head].index_select(0, index).view(-1, width) for of in (rows, grad))
+            query, part = (of[head].index_select(0, index).view(-1, width) for of in (rows_of, grad_of))
             total, along = (of[head].index_select(0, index).view(-1, 1) for of in (sums, delta))
-            key, value = keys_of[head, near], values_of[head, near]
+            key, value = keys_of[head][near], values_of[head][near]
             attention = (query @ key.mT).sub_(total).exp_()
-            grad_values_of[head, near].addmm_(attention.mT, part)
+            grad_values_of[head][near].addmm_(attention.mT, part)
             grad_scores = _score_gradient(attention, part, value, along)
-            grad_keys_of[head, near].addmm_(grad_scores.mT, query)
-            grad_rows[head].index_add_(0, index, (grad_scores @ key).view(len(index), group, width))
-        grad_queries = grad_rows.view(batch, heads, length, group, width).transpose(2, 3)
-        return grad_queries, grad_keys, grad_values, None, None, None
+            grad_keys_of[head][near].addmm_(grad_scores.mT, query)
+            grad_rows_of[head].index_add_(0, index, (grad_scores @ key).view(len(index), group, width))
+        return grad_rows.transpose(2, 3), grad_keys, grad_values, None, None, None
+
+
+def _by_head(part: torch.Tensor) -> list[torch.Tensor]:
+    """Views of [B, H, ...], row after row, wherever they lie."""
+    return [head for row in part for head in row]
 
 
 def _own_scores(rows: torch.Tensor, keys: torch.Tensor, base: int, block: int) -> torch.Tensor:

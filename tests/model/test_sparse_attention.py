@@ -105,7 +105,7 @@ def test_tiles_equal_single_queries(monkeypatch, tile, base, documents):
         sparse_fused.read_sparse_fused(leaves[0], SparseKeys(*leaves[1:]), base, first if documents else None, sizes),
     )
     assert torch.equal(chosen.sort(-1).values, also.sort(-1).values)
-    assert_equal_with_gradients(one, other, leaves)
+    assert_equal_with_gradients(torch.stack(one), torch.stack(other), leaves)
 
 
 def test_all_blocks_and_a_gate_on_them_is_full_attention():
