@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from .chunk_layout import SlotPlan
 from .configuration_hope import HopeConfig
 from .kernels import Kernel, asked_kernels, choose
-from .sparse_branches import Reads, SparseKeys, SparseSizes, read_sparse
+from .sparse_branches import SparseKeys, SparseSizes, read_sparse
 from .sparse_fused import read_sparse_fused
 from .sparse_statistics import SparseStatistics
 
@@ -111,6 +111,9 @@ class HopeSparseAttention(nn.Module):
         held, after, base, first = self._remember(key, value, state, blocks, hidden_states.shape[1], need_state)
         dtype = torch.promote_types(query.dtype, torch.float32)
         with torch.autocast(query.device.type, enabled=False):
+            gates = blocks.to_slots(self.branch_gates(hidden_states))
+            # [B, H, G, S, 3]
+            shares = gates.to(dtype).transpose(1, 2).unflatten(1, (key.shape[1], -1))
             # in place: what comes out of a rotation is kept for nothing else
             query = query.to(dtype).mul_(self.config.head_dim**-0.5).unflatten(1, (key.shape[1], -1))
             held = SparseKeys(*(part.to(dtype) for part in held))
@@ -120,16 +123,14 @@ class HopeSparseAttention(nn.Module):
             if isinstance(base, int) and query.shape[3] > 1 and not torch.compiler.is_compiling():
                 name, counted = "sparse_attention", self.kernel_fallbacks
                 run = choose(name, self.kernels, _KERNELS, read_sparse_fused, counted, at.device)
-                reads, chosen = run(query, held, base, first, self.sizes)
+                reads, chosen = run(query, shares, held, base, first, self.sizes)
             else:
                 first = torch.zeros_like(at) if first is None else first
-                reads, chosen = read_sparse(query, held, at, first, self.sizes)
-        gates = blocks.to_slots(self.branch_gates(hidden_states))
+                reads, chosen = read_sparse(query, shares, held, at, first, self.sizes)
         if self.sparse_statistics is not None:
             own = at // self.sizes.block
             self.sparse_statistics.add(gates, chosen, own, blocks.valid, self.sizes.top_k)
-        shares = gates.to(dtype).transpose(1, 2).unflatten(1, query.shape[1:3]).unsqueeze(-1)
-        output = sum_of_shares(reads, shares).flatten(1, 2).transpose(1, 2).flatten(2)
+        output = reads.flatten(1, 2).transpose(1, 2).flatten(2)
         return self.o_proj(blocks.to_tokens(output).to(hidden_states.dtype)), after
 
     def branch_gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -205,14 +206,6 @@ class HopeSparseAttention(nn.Module):
         return SparseKeys(*placed, *compressed), after, base, first
 
 
-def sum_of_shares(reads: Reads, shares: torch.Tensor) -> torch.Tensor:
-    """The branches' reads [B, H, G, S, D] by their shares [B, H, G, S, 3, 1]; nothing is kept but these."""
-    output = reads[0] * shares[..., 0, :]
-    for branch in (1, 2):
-        output = torch.addcmul(output, reads[branch], shares[..., branch, :])
-    return output
-
-
 def _is_first(state: SparseState, columns: int | torch.Tensor) -> bool:
     """Whether a call that goes on after `columns` columns may write into the tensors of the state.
 
@@ -236,7 +229,7 @@ def _placed(new, before, base: int | torch.Tensor, room: int, blocks: SlotPlan, 
     if blocks.valid is not None:
         new = new * blocks.valid[:, None, :, None]
     if before is None:
-        return F.pad(new, (0, 0, 0, room - length))
+        return F.pad(new, (0, 0, 0, room - length)) if room > length else new
     placed = _room(before, room, overwrites)
     if isinstance(base, int):
         placed[:, :, base : base + length] = new

@@ -18,9 +18,6 @@ from typing import NamedTuple
 
 import torch
 
-# reads [B, H, G, N, D] of the three branches: compressed, selected, window
-Reads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
 
 class SparseSizes(NamedTuple):
     """What is read, in slots and blocks: the fields `sparse_*` of `HopeConfig`."""
@@ -95,12 +92,18 @@ def read_slots(queries, held: SparseKeys, slots: torch.Tensor, mask: torch.Tenso
 
 
 def read_sparse(
-    queries: torch.Tensor, held: SparseKeys, at: torch.Tensor, first: torch.Tensor, sizes: SparseSizes
-) -> tuple[Reads, torch.Tensor]:
-    """Reads of the three branches, and the blocks that were selected [B, H, N, X].
+    queries: torch.Tensor,
+    shares: torch.Tensor,
+    held: SparseKeys,
+    at: torch.Tensor,
+    first: torch.Tensor,
+    sizes: SparseSizes,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reads of the three branches in their shares [B, H, G, N, D], and the blocks that were selected [B, H, N, X].
 
     Args:
         queries: scaled [B, H, G, N, D].
+        shares: of compressed, selected and window branch [B, H, G, N, 3].
         at, first: slot of each query, and of its document's first token [B, N].
     """
     device, heads = at.device, held.keys.shape[1]
@@ -116,6 +119,7 @@ def read_sparse(
         near = slot[..., None] + torch.arange(1 - sizes.window, 1, device=device)
         mask = (near >= begin[..., None])[:, None].expand(-1, heads, -1, -1)
         window = read_slots(query, held, near.clamp(min=0)[:, None].expand(-1, heads, -1, -1), mask)
-        reads.append((compressed, selected, window))
+        branches = torch.stack([compressed, selected, window], dim=-1)
+        reads.append((branches @ shares[:, :, :, cut].unsqueeze(-1)).squeeze(-1))
         blocks.append(chosen)
-    return tuple(torch.cat(parts, dim=3) for parts in zip(*reads, strict=True)), torch.cat(blocks, dim=2)
+    return torch.cat(reads, dim=3), torch.cat(blocks, dim=2)

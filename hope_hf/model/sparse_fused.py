@@ -16,19 +16,25 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from .sparse_branches import Reads, SparseKeys, SparseSizes, select_blocks
+from .sparse_branches import SparseKeys, SparseSizes, select_blocks
 
-# queries of a tile
-_TILE = 128
+# queries of a tile, and those that are gathered at once: a document's first block is read by all
+_TILE, _GATHERED = 128, 1024
 
 
 def read_sparse_fused(
-    queries: torch.Tensor, held: SparseKeys, base: int, first: torch.Tensor | None, sizes: SparseSizes
-) -> tuple[Reads, torch.Tensor]:
+    queries: torch.Tensor,
+    shares: torch.Tensor,
+    held: SparseKeys,
+    base: int,
+    first: torch.Tensor | None,
+    sizes: SparseSizes,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`sparse_branches.read_sparse` of queries in neighbouring slots.
 
     Args:
         queries: scaled [B, H, G, S, D].
+        shares: of compressed, selected and window branch [B, H, G, S, 3].
         base: slot of the first query, in all rows.
         first: slot of the first token of each query's document [B, S]; `None` where all begin at slot 0.
     """
@@ -36,14 +42,18 @@ def read_sparse_fused(
     length, front = queries.shape[3], base % sizes.block
     back, base = -(front + length) % sizes.block, base - front
     if front or back:
-        queries = F.pad(queries, (0, 0, front, back))
+        queries, shares = (F.pad(part, (0, 0, front, back)) for part in (queries, shares))
     if first is not None:
         first = F.pad(first, (front, back), value=base)
-    compressed, chosen = _Compressed.apply(queries, held.compressed_keys, held.compressed_values, base, first, sizes)
-    selected = _Selected.apply(queries, held.keys, held.values, chosen, base, sizes.block)
-    window = _Window.apply(queries, held.keys, held.values, base, first, sizes.window)
+    compressed, selected, window = shares.split(1, dim=-1)
+    # One after the other, so that the backward pass holds the gradient of one branch at a time.
+    reads, chosen = _Compressed.apply(
+        queries, held.compressed_keys, held.compressed_values, compressed, base, first, sizes
+    )
+    reads = reads + _Selected.apply(queries, held.keys, held.values, selected, chosen, base, sizes.block)
+    reads = reads + _Window.apply(queries, held.keys, held.values, window, base, first, sizes.window)
     inside = slice(front, front + length)
-    return tuple(read[:, :, :, inside] for read in (compressed, selected, window)), chosen[:, :, inside]
+    return reads[:, :, :, inside], chosen[:, :, inside]
 
 
 class _Tile(NamedTuple):
@@ -80,11 +90,6 @@ def _attention(query: torch.Tensor, key: torch.Tensor, tile: _Tile) -> torch.Ten
     if tile.sees is not None:
         attention.unflatten(2, query.shape[2:4]).mul_(tile.sees)
     return attention
-
-
-def _score_gradient(attention, grad, values, delta) -> torch.Tensor:
-    """Of the scores behind `attention @ values`; `delta` is the sum of each read times its gradient."""
-    return (grad @ values.mT).sub_(delta).mul_(attention)
 
 
 def _queries_of_tiles(queries: torch.Tensor, base: int) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -126,35 +131,39 @@ def _compressed_tiles(queries, base: int, first, stride: int) -> Iterator[_Tile]
 
 
 class _Tiled(torch.autograd.Function):
-    """A branch of which every query reads within one range of keys: reads [B, H, G, S, D]."""
+    """A branch of which every query reads within one range of keys: its reads in their share [B, H, G, S, D]."""
 
     @staticmethod
-    def gradients(ctx, grad, tiles: Callable) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of queries, keys and values; `tiles` of the queries and of where documents begin."""
-        queries, keys, values, reads, first = ctx.saved_tensors
-        grad_queries, grad_keys, grad_values = (torch.zeros_like(part) for part in (queries, keys, values))
-        delta = torch.linalg.vecdot(grad, reads).unsqueeze(-1)
+    def gradients(ctx, grad, tiles: Callable) -> tuple[torch.Tensor, ...]:
+        """Of queries, keys, values and shares; `tiles` of the queries and of where documents begin."""
+        queries, keys, values, shares, first = ctx.saved_tensors
+        grad_queries, grad_keys, grad_values, grad_shares = map(torch.zeros_like, (queries, keys, values, shares))
         for tile in tiles(queries, first):
-            query, part = queries[:, :, :, tile.queries], grad[:, :, :, tile.queries].flatten(2, 3)
-            key, value = keys[:, :, tile.keys], values[:, :, tile.keys]
+            query, share, part = (of[:, :, :, tile.queries] for of in (queries, shares, grad))
+            key, value, rows = keys[:, :, tile.keys], values[:, :, tile.keys], part.flatten(2, 3)
             attention = _attention(query, key, tile)
-            grad_values[:, :, tile.keys] += attention.mT @ part
-            grad_scores = _score_gradient(attention, part, value, delta[:, :, :, tile.queries].flatten(2, 3))
-            grad_keys[:, :, tile.keys] += grad_scores.mT @ query.flatten(2, 3)
-            grad_queries[:, :, :, tile.queries] = (grad_scores @ key).unflatten(2, query.shape[2:4])
-        return grad_queries, grad_keys, grad_values
+            through = rows @ value.mT
+            # the read times its gradient, which is the share's gradient, too
+            along = torch.linalg.vecdot(attention, through).unsqueeze(-1)
+            grad_shares[:, :, :, tile.queries] = along.unflatten(2, query.shape[2:4])
+            attention.mul_(share.flatten(2, 3))
+            grad_values[:, :, tile.keys] += attention.mT @ rows
+            through.sub_(along).mul_(attention)
+            grad_keys[:, :, tile.keys] += through.mT @ query.flatten(2, 3)
+            grad_queries[:, :, :, tile.queries] = (through @ key).unflatten(2, query.shape[2:4])
+        return grad_queries, grad_keys, grad_values, grad_shares
 
 
 class _Window(_Tiled):
     @staticmethod
-    def forward(ctx, queries, keys, values, base, first, window):
+    def forward(ctx, queries, keys, values, shares, base, first, window):
         reads = torch.empty_like(queries)
         for tile in _window_tiles(queries, base, first, window):
-            query = queries[:, :, :, tile.queries]
+            query, cut = queries[:, :, :, tile.queries], tile.queries
             read = _attention(query, keys[:, :, tile.keys], tile) @ values[:, :, tile.keys]
-            reads[:, :, :, tile.queries] = read.unflatten(2, query.shape[2:4])
+            reads[:, :, :, cut] = read.unflatten(2, query.shape[2:4]).mul_(shares[:, :, :, cut])
         ctx.tiles = lambda queries, first: _window_tiles(queries, base, first, window)
-        ctx.save_for_backward(queries, keys, values, reads, first)
+        ctx.save_for_backward(queries, keys, values, shares, first)
         return reads
 
     @staticmethod
@@ -167,7 +176,7 @@ class _Compressed(_Tiled):
     """Also the blocks that the attention selects [B, H, S, X]."""
 
     @staticmethod
-    def forward(ctx, queries, keys, values, base, first, sizes):
+    def forward(ctx, queries, keys, values, shares, base, first, sizes):
         reads = torch.empty_like(queries)
         batch, heads, _, length, _ = queries.shape
         blocks = (base + length) // sizes.block
@@ -175,7 +184,8 @@ class _Compressed(_Tiled):
         for tile in _compressed_tiles(queries, base, first, sizes.stride):
             query, cut = queries[:, :, :, tile.queries], tile.queries
             attention = _attention(query, keys[:, :, tile.keys], tile)
-            reads[:, :, :, cut] = (attention @ values[:, :, tile.keys]).unflatten(2, query.shape[2:4])
+            read = (attention @ values[:, :, tile.keys]).unflatten(2, query.shape[2:4])
+            reads[:, :, :, cut] = read.mul_(shares[:, :, :, cut])
             at = torch.arange(base + cut.start, base + cut.stop, device=queries.device)[None]
             begin = torch.zeros_like(at) if first is None else first[:, cut]
             # to the end of the tile's last block
@@ -184,7 +194,7 @@ class _Compressed(_Tiled):
             best = select_blocks(F.pad(summed, (0, more)), at, begin, sizes)
             chosen[:, :, cut, : best.shape[-1]] = best
         ctx.tiles = lambda queries, first: _compressed_tiles(queries, base, first, sizes.stride)
-        ctx.save_for_backward(queries, keys, values, reads, first)
+        ctx.save_for_backward(queries, keys, values, shares, first)
         ctx.mark_non_differentiable(chosen)
         return reads, chosen
 
@@ -194,117 +204,107 @@ class _Compressed(_Tiled):
         return *_Tiled.gradients(ctx, grad, ctx.tiles), None, None, None
 
 
-def _selecting(chosen: torch.Tensor, own: torch.Tensor, blocks: int) -> tuple[torch.Tensor, list[int]]:
-    """Queries that have selected a block, ordered by row, head and block, and how many each block has.
+class _Visit(NamedTuple):
+    """A block of keys and queries of one row and head that have selected it."""
 
-    What is no block, or the query's own, counts as block `blocks`.
+    head: int
+    keys: slice
+    queries: torch.Tensor
+    # scores of these first queries and all keys that must not count, as the query comes before the key [n, m]
+    hidden: torch.Tensor | None
 
-    Args:
-        chosen: [B, H, S, X], -1 for none.
-        own: block of each query [S].
-    """
-    batch, heads, _, number = chosen.shape
-    others = torch.where((chosen < 0) | (chosen == own[:, None]), blocks, chosen).view(batch * heads, -1)
-    ordered, place = others.sort(dim=1, stable=True)
+
+def _visits(chosen: torch.Tensor, base: int, block: int) -> list[_Visit]:
+    """All that is to be read, block after block, for queries `chosen` [B, H, S, X] (-1 for none)."""
+    batch, heads, length, number = chosen.shape
+    blocks = (base + length) // block
+    # what is no block counts as one more
+    ordered, place = torch.where(chosen < 0, blocks, chosen).view(batch * heads, -1).sort(dim=1, stable=True)
     ordered += torch.arange(batch * heads, device=chosen.device)[:, None] * (blocks + 1)
-    counts = ordered.view(-1).bincount(minlength=batch * heads * (blocks + 1))
-    return (place // number).view(-1), counts.tolist()
+    counts = ordered.view(-1).bincount(minlength=batch * heads * (blocks + 1)).tolist()
+    inside = torch.arange(block, device=chosen.device)
+    hidden = inside[:, None] < inside
+    visits = []
+    for visit, queries in enumerate((place // number).view(-1).split(counts)):
+        head, y = divmod(visit, blocks + 1)
+        if y == blocks:
+            continue
+        for index, part in enumerate(queries.split(max(_GATHERED, block)) if len(queries) else ()):
+            # Every query has selected its own block, and those of the block come first.
+            is_own = not index and y * block >= base
+            visits.append(_Visit(head, slice(y * block, (y + 1) * block), part, hidden if is_own else None))
+    return visits
 
 
 class _Selected(torch.autograd.Function):
-    """Reads [B, H, G, S, D] of the blocks `chosen`; queries and keys are whole blocks."""
+    """Reads of the blocks `chosen` in their share [B, H, G, S, D]; queries and keys are whole blocks."""
 
     @staticmethod
-    def forward(ctx, queries, keys, values, chosen, base, block):
-        # a query's heads are gathered together
+    def scores(rows: list[torch.Tensor], keys: list[torch.Tensor], visit: _Visit) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [n G, D], a query's heads side by side, and their scores [n G, m]."""
+        query = rows[visit.head].index_select(0, visit.queries)
+        scores = query.flatten(0, 1) @ keys[visit.head][visit.keys].mT
+        if visit.hidden is not None:
+            own = scores.unflatten(0, query.shape[:2])[: len(visit.hidden)]
+            own.masked_fill_(visit.hidden[:, None], float("-inf"))
+        return query.flatten(0, 1), scores
+
+    @staticmethod
+    def forward(ctx, queries, keys, values, shares, chosen, base, block):
         rows = queries.transpose(2, 3)
-        batch, heads, length, group, width = rows.shape
-        blocks, own = (base + length) // block, torch.arange(base, base + length, device=rows.device) // block
-        # The sums begin with every query's own block, the only one of which it must not see all.
-        scores = _own_scores(rows, keys, base, block)
-        top = scores.amax(-1, keepdim=True)
-        scores.sub_(top).exp_()
-        near = slice(base, base + length)
-        reads = scores @ values[:, :, near].unflatten(2, (-1, block))
-        total = scores.sum(-1, keepdim=True)
-        reads, top, total = (
-            part.unflatten(3, (block, group)).view(batch * heads, length, group, -1) for part in (reads, top, total)
+        reads = torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device)
+        # the largest score so far, and the sum of exponentials beside it
+        top, total = (rows.new_full((*rows.shape[:-1], 1), value) for value in (float("-inf"), 0.0))
+        visits = _visits(chosen, base, block)
+        rows_of, keys_of, values_of, reads_of, top_of, total_of = map(
+            _by_head, (rows, keys, values, reads, top, total)
         )
-        queries_of, counts = _selecting(chosen, own, blocks)
-        rows_of, keys_of, values_of = (_by_head(part) for part in (rows, keys, values))
-        for head, near, index in _visits(queries_of, counts, blocks, block):
-            query = rows_of[head].index_select(0, index).view(-1, width)
-            scores = query @ keys_of[head][near].mT
-            before = top[head].index_select(0, index).view(-1, 1)
-            after = torch.maximum(before, scores.amax(-1, keepdim=True))
+        for visit in visits:
+            _, scores = _Selected.scores(rows_of, keys_of, visit)
+            read, before, count = (
+                of[visit.head].index_select(0, visit.queries) for of in (reads_of, top_of, total_of)
+            )
+            shape = before.shape[:2]
+            after = torch.maximum(before.flatten(0, 1), scores.amax(-1, keepdim=True))
             scores.sub_(after).exp_()
+            after = after.view(before.shape)
             left = before.sub_(after).exp_()
-            read = reads[head].index_select(0, index).view(-1, width).mul_(left).addmm_(scores, values_of[head][near])
-            count = total[head].index_select(0, index).view(-1, 1).mul_(left).add_(scores.sum(-1, keepdim=True))
-            for whole, part in ((reads, read), (top, after), (total, count)):
-                whole[head].index_copy_(0, index, part.view(len(index), group, -1))
+            read.mul_(left).flatten(0, 1).addmm_(scores, values_of[visit.head][visit.keys])
+            count.mul_(left).add_(scores.sum(-1).view(*shape, 1))
+            for of, part in ((reads_of, read), (top_of, after), (total_of, count)):
+                of[visit.head].index_copy_(0, visit.queries, part)
         reads.div_(total)
-        ctx.sums = top.add_(total.log_())
-        ctx.base, ctx.block, ctx.counts = base, block, counts
-        ctx.save_for_backward(queries, keys, values, reads, queries_of)
-        return reads.view(batch, heads, length, group, width).transpose(2, 3)
+        ctx.visits, ctx.sums = visits, top.add_(total.log_())
+        ctx.save_for_backward(queries, keys, values, shares, reads)
+        return reads.transpose(2, 3) * shares
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        queries, keys, values, reads, queries_of = ctx.saved_tensors
-        sums, base, block = ctx.sums, ctx.base, ctx.block
-        rows = queries.transpose(2, 3)
-        batch, heads, length, group, width = rows.shape
-        grad = grad.transpose(2, 3)
-        delta = torch.linalg.vecdot(grad, reads.view(rows.shape)).view(batch * heads, length, group, 1)
+        queries, keys, values, shares, reads = ctx.saved_tensors
+        rows, grad, shares = (part.transpose(2, 3) for part in (queries, grad, shares))
+        # the read times its gradient, which is the share's gradient, too
+        along = torch.linalg.vecdot(grad, reads).unsqueeze(-1)
+        # of each query and head, what is gathered together
+        facts = torch.cat([ctx.sums, along, shares], dim=-1)
         grad_keys, grad_values = torch.zeros_like(keys), torch.zeros_like(values)
-        near = slice(base, base + length)
-
-        # of every query's own block [B, H, Y, block * G, ...]
-        def by_block(part: torch.Tensor) -> torch.Tensor:
-            return part.reshape(batch, heads, -1, block * group, part.shape[-1])
-
-        value = values[:, :, near].unflatten(2, (-1, block))
-        attention = _own_scores(rows, keys, base, block)
-        attention.sub_(by_block(sums)).exp_()
-        grad_values[:, :, near] = (attention.mT @ by_block(grad)).flatten(2, 3)
-        grad_scores = _score_gradient(attention, by_block(grad), value, by_block(delta))
-        grad_keys[:, :, near] = (grad_scores.mT @ by_block(rows)).flatten(2, 3)
-        grad_rows = (grad_scores @ keys[:, :, near].unflatten(2, (-1, block))).view(rows.shape)
-        del attention, grad_scores
-        rows_of, grad_of, grad_rows_of = (_by_head(part) for part in (rows, grad, grad_rows))
+        grad_rows = torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device)
+        rows_of, grad_of, facts_of, grad_rows_of = map(_by_head, (rows, grad, facts, grad_rows))
         keys_of, values_of, grad_keys_of, grad_values_of = map(_by_head, (keys, values, grad_keys, grad_values))
-        for head, near, index in _visits(queries_of, ctx.counts, (base + length) // block, block):
-            query, part = (of[head].index_select(0, index).view(-1, width) for of in (rows_of, grad_of))
-            total, along = (of[head].index_select(0, index).view(-1, 1) for of in (sums, delta))
-            key, value = keys_of[head][near], values_of[head][near]
-            attention = (query @ key.mT).sub_(total).exp_()
+        for visit in ctx.visits:
+            head, near = visit.head, visit.keys
+            query, attention = _Selected.scores(rows_of, keys_of, visit)
+            part, known = (of[head].index_select(0, visit.queries).flatten(0, 1) for of in (grad_of, facts_of))
+            total, read, share = known.split(1, dim=-1)
+            attention.sub_(total).exp_().mul_(share)
             grad_values_of[head][near].addmm_(attention.mT, part)
-            grad_scores = _score_gradient(attention, part, value, along)
+            grad_scores = (part @ values_of[head][near].mT).sub_(read).mul_(attention)
             grad_keys_of[head][near].addmm_(grad_scores.mT, query)
-            grad_rows_of[head].index_add_(0, index, (grad_scores @ key).view(len(index), group, width))
-        return grad_rows.transpose(2, 3), grad_keys, grad_values, None, None, None
+            through = (grad_scores @ keys_of[head][near]).view(len(visit.queries), -1, rows.shape[-1])
+            grad_rows_of[head].index_add_(0, visit.queries, through)
+        return grad_rows.transpose(2, 3), grad_keys, grad_values, along.transpose(2, 3), None, None, None
 
 
 def _by_head(part: torch.Tensor) -> list[torch.Tensor]:
     """Views of [B, H, ...], row after row, wherever they lie."""
     return [head for row in part for head in row]
-
-
-def _own_scores(rows: torch.Tensor, keys: torch.Tensor, base: int, block: int) -> torch.Tensor:
-    """Scores [B, H, Y, block * G, block] of queries [B, H, S, G, D] with keys of their block, up to their own."""
-    length, group = rows.shape[2:4]
-    key = keys[:, :, base : base + length].unflatten(2, (-1, block))
-    scores = rows.reshape(*rows.shape[:2], -1, block * group, rows.shape[-1]) @ key.mT
-    inside = torch.arange(block, device=rows.device)
-    hidden = (inside[:, None] < inside).repeat_interleave(group, dim=0)
-    return scores.masked_fill_(hidden, float("-inf"))
-
-
-def _visits(queries_of: torch.Tensor, counts: list[int], blocks: int, block: int):
-    """Row and head, slots of a block, and the queries that have selected it (`_selecting`)."""
-    for visit, index in enumerate(queries_of.split(counts)):
-        head, place = divmod(visit, blocks + 1)
-        if len(index) and place < blocks:
-            yield head, slice(place * block, (place + 1) * block), index

@@ -91,9 +91,10 @@ def test_the_text_chooses_among_blocks():
 def test_tiles_equal_single_queries(monkeypatch, tile, base, documents):
     """The two paths of the model, over keys of earlier calls and documents in a row."""
     monkeypatch.setattr(sparse_fused, "_TILE", tile)
+    monkeypatch.setattr(sparse_fused, "_GATHERED", tile)
     sizes, length = SparseSizes(8, 4, 3, 16), 61
     room = -(-(base + length) // 8) * 8
-    shapes = [(2, 2, 3, length, 8), *[(2, 2, room, 8)] * 2, *[(2, 2, room // 4, 8)] * 2]
+    shapes = [(2, 2, 3, length, 8), (2, 2, 3, length, 3), *[(2, 2, room, 8)] * 2, *[(2, 2, room // 4, 8)] * 2]
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
     at = torch.arange(base, base + length).expand(2, -1)
@@ -101,11 +102,13 @@ def test_tiles_equal_single_queries(monkeypatch, tile, base, documents):
     if documents:
         first[0, 16:], first[0, 24:], first[1, 8:] = base + 16, base + 24, base + 8
     (one, chosen), (other, also) = (
-        read_sparse(leaves[0], SparseKeys(*leaves[1:]), at, first, sizes),
-        sparse_fused.read_sparse_fused(leaves[0], SparseKeys(*leaves[1:]), base, first if documents else None, sizes),
+        read_sparse(*leaves[:2], SparseKeys(*leaves[2:]), at, first, sizes),
+        sparse_fused.read_sparse_fused(
+            *leaves[:2], SparseKeys(*leaves[2:]), base, first if documents else None, sizes
+        ),
     )
     assert torch.equal(chosen.sort(-1).values, also.sort(-1).values)
-    assert_equal_with_gradients(torch.stack(one), torch.stack(other), leaves)
+    assert_equal_with_gradients(one, other, leaves)
 
 
 def test_all_blocks_and_a_gate_on_them_is_full_attention():
