@@ -111,9 +111,11 @@ SIZES = {
 # CPU seconds on one thread, as this file prints them (torch 2.13); for estimates only.
 SECONDS_PER_STEP = {
     "small": {"hope": 0.75, "hope_frozen": 0.73, "hope_attention": 0.38, "llama": 0.34, "llama_conv": 0.38}
-    | {"mamba2": 0.86, "gated_deltanet": 0.71, "kimi_linear": 1.2},
+    | {"mamba2": 0.86, "gated_deltanet": 0.71, "kimi_linear": 1.2}
+    | {"hope_sparse": 0.58, "hope_hybrid": 0.58, "hope_hybrid_frozen": 0.56},
     "medium": {"hope": 4.35, "hope_frozen": 4.41, "hope_attention": 2.43, "llama": 2.12, "llama_conv": 2.31}
-    | {"mamba2": 4.70, "gated_deltanet": 3.54, "kimi_linear": 5.0},
+    | {"mamba2": 4.70, "gated_deltanet": 3.54, "kimi_linear": 5.0}
+    | {"hope_sparse": 2.97, "hope_hybrid": 2.88, "hope_hybrid_frozen": 3.03},
 }
 # 8 blocks of 16 tokens, 64 compressed keys and a window of 64 in blocks of 512
 SPARSE = {"sparse_block_size": 16, "sparse_compress_stride": 8, "sparse_top_k": 8, "sparse_window": 64}

@@ -77,8 +77,12 @@ def test_a_gpus_table_on_a_cpu(tmp_path, capsys, monkeypatch):
     assert {(row["model"], row["tokens"]) for row in rows} == {
         (name, length) for name in gpu_speed.MODELS for length in (32, 64) if (name, length) != ("hope_torch", 64)
     }
-    assert all(row["tokens/s"] > 0 and row["over llama"] > 0 for row in rows)
-    assert all(("token ms" in row) == (row["tokens"] == 64) for row in rows)
+    for row in rows:
+        if row["model"] == "hope_triton":
+            assert "the model is on a CPU" in row["note"] and "tokens/s" not in row
+            continue
+        assert row["tokens/s"] > 0 and row["over llama"] > 0
+        assert ("token ms" in row) == (row["tokens"] == 64)
     assert capsys.readouterr().out.count("\n| tiny |") == len(rows)
 
 

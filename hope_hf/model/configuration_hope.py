@@ -384,6 +384,7 @@ class HopeConfig(PreTrainedConfig):
             maps = ["q_proj", "o_proj"] + (["g_proj"] if self.has_memories else [])
             maps += ["in_proj"] if self.has_memories and shared else []
             maps += [f"{name}_proj" for name in "kv" if name not in shared or has_attention]
+            maps += ["branch_proj"] if self.has_sparse_attention else []
             mixer = dict.fromkeys(maps, "colwise_gather_output")
         else:
             mixer = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
