@@ -185,7 +185,7 @@ class HopeConfig(PreTrainedConfig):
             0 keeps all activations.
         sparse_block_size (`int`, *optional*, defaults to 64):
             Tokens of a block that sparse attention selects.
-        sparse_compress_stride (`int`, *optional*, defaults to 16):
+        sparse_compress_stride (`int`, *optional*, defaults to 32):
             Tokens that one compressed key stands for; divides `sparse_block_size`.
         sparse_top_k (`int`, *optional*, defaults to 16):
             Blocks that a query reads: a document's first, its own and the one before it, then those to which its
@@ -253,7 +253,7 @@ class HopeConfig(PreTrainedConfig):
     recompute_chunks: int = 32
 
     sparse_block_size: int = 64
-    sparse_compress_stride: int = 16
+    sparse_compress_stride: int = 32
     sparse_top_k: int = 16
     sparse_window: int = 512
 
