@@ -16,6 +16,9 @@ parameters match:
 | hope | HOPE with the memories of its config's defaults, chunks of 64 | nothing: divided by hand |
 | hope_frozen | the same, `memory_learning_rate_max=0` | nothing |
 | hope_attention | HOPE's levels on softmax attention | width of its three levels |
+| hope_sparse | the same on sparse attention: a quarter of a block of 512 selected | width of its three levels |
+| hope_hybrid | HOPE with sparse attention in the last of four (or of all) layers | width of its three levels |
+| hope_hybrid_frozen | the same, `memory_learning_rate_max=0` | width of its three levels |
 | llama | transformers' Llama | width of its MLP |
 | llama_conv | the same with width-4 convolutions on q, k and v (`benchmarks/peers.py`) | width of its MLP |
 | mamba2 | Mamba-2, expansion 2, one group, about twice as many blocks | state size |
@@ -108,13 +111,18 @@ SIZES = {
 # CPU seconds on one thread, as this file prints them (torch 2.13); for estimates only.
 SECONDS_PER_STEP = {
     "small": {"hope": 0.75, "hope_frozen": 0.73, "hope_attention": 0.38, "llama": 0.34, "llama_conv": 0.38}
-    | {"mamba2": 0.86, "gated_deltanet": 0.71, "kimi_linear": 1.2},
+    | {"mamba2": 0.86, "gated_deltanet": 0.71, "kimi_linear": 1.2}
+    | {"hope_sparse": 0.58, "hope_hybrid": 0.58, "hope_hybrid_frozen": 0.56},
     "medium": {"hope": 4.35, "hope_frozen": 4.41, "hope_attention": 2.43, "llama": 2.12, "llama_conv": 2.31}
-    | {"mamba2": 4.70, "gated_deltanet": 3.54, "kimi_linear": 5.0},
+    | {"mamba2": 4.70, "gated_deltanet": 3.54, "kimi_linear": 5.0}
+    | {"hope_sparse": 2.97, "hope_hybrid": 2.88, "hope_hybrid_frozen": 3.03},
 }
+# 8 blocks of 16 tokens, 64 compressed keys and a window of 64 in blocks of 512
+SPARSE = {"sparse_block_size": 16, "sparse_compress_stride": 8, "sparse_top_k": 8, "sparse_window": 64}
 HOPE, FROZEN, LLAMA, LLAMA_CONV = "hope", "hope_frozen", "llama", "llama_conv"
 RECURRENT_PEERS = ("mamba2", "gated_deltanet", "kimi_linear")
-MODELS = (HOPE, FROZEN, "hope_attention", LLAMA, LLAMA_CONV, *RECURRENT_PEERS)
+WITH_ATTENTION = ("hope_attention", "hope_sparse", "hope_hybrid", "hope_hybrid_frozen")
+MODELS = (HOPE, FROZEN, *WITH_ATTENTION, LLAMA, LLAMA_CONV, *RECURRENT_PEERS)
 
 
 @dataclass(frozen=True)
@@ -131,6 +139,9 @@ class Model:
         """A hash of the finished config, defaults included: models with different hashes differ."""
         values = _config(self.model_type, json.loads(self.overrides)).to_dict()
         values.pop("transformers_version", None)
+        if "sparse_attention" not in values.get("layer_types", ()):
+            # no part of the model, and younger than most results
+            values = {name: value for name, value in values.items() if not name.startswith("sparse_")}
         return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
     def new(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -183,6 +194,8 @@ def _model(name: str, size: Size, fitted: int) -> Model:
         "head_dim": HEAD_DIM,
         "intermediate_size": fitted,
     }
+    every = min(4, layers)
+    hybrid = {"layer_types": (["hope_memory"] * (every - 1) + ["sparse_attention"]) * (layers // every)} | SPARSE
     if name in VARIANTS:
         hope |= VARIANTS[name]
         if "level_periods" in VARIANTS[name]:
@@ -193,6 +206,9 @@ def _model(name: str, size: Size, fitted: int) -> Model:
         "hope": ("hope", hope),
         "hope_frozen": ("hope", hope | {"memory_learning_rate_max": 0.0}),
         "hope_attention": ("hope", levels | {"layer_types": ["full_attention"] * layers}),
+        "hope_sparse": ("hope", levels | {"layer_types": ["sparse_attention"] * layers} | SPARSE),
+        "hope_hybrid": ("hope", hope | hybrid),
+        "hope_hybrid_frozen": ("hope", hope | hybrid | {"memory_learning_rate_max": 0.0}),
         "llama": ("llama", llama),
         "llama_conv": ("llama_conv", llama),
         "mamba2": (

@@ -28,7 +28,10 @@ class Subject:
     def longest_input(self) -> int | None:
         """Positions of a model with attention; None where nothing bounds the length."""
         config = self.model.config
-        has_attention = config.has_attention if is_hope(config) else not getattr(self.model, "_is_stateful", False)
+        if is_hope(config):
+            has_attention = config.has_attention or config.has_sparse_attention
+        else:
+            has_attention = not getattr(self.model, "_is_stateful", False)
         return getattr(config, "max_position_embeddings", None) if has_attention else None
 
     def require_positions(self, length: int) -> None:

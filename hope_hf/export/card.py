@@ -91,15 +91,17 @@ def _metadata(model, name, license, training, evaluation) -> ModelCardData:
 
 def _introduction(model) -> str:
     config = model.config
-    mixer = "softmax attention (Hope-Attention)"
+    kinds = {"full_attention": "softmax attention", "sparse_attention": "native sparse attention"}
+    numbers = [(kind, config.layer_types.count(name)) for name, kind in kinds.items() if name in config.layer_types]
     if config.has_memories:
         mixer = (
             "made of self-modifying memories: small networks of every sequence's own that are rewritten while it is\n"
             f"read, and make keys and values with new weights every {config.memory_chunk_size} tokens"
         )
-        if config.has_attention:
-            number = config.layer_types.count("full_attention")
-            mixer += f" (and softmax attention in {number} of the {config.num_hidden_layers} layers)"
+        for kind, number in numbers:
+            mixer += f" (and {kind} in {number} of the {config.num_hidden_layers} layers)"
+    else:
+        mixer = " and ".join(kind for kind, _ in numbers) + " (Hope-Attention)"
     periods = ", ".join(f"{period:,}" for period in config.level_periods)
     dtype = str(model.dtype).removeprefix("torch.")
     return f"""\

@@ -89,7 +89,7 @@ def _first_problem(tensors: dict[str, torch.Tensor], one_token: dict[str, torch.
         return f"lacks the tensor '{name}'" if name in one_token else f"holds '{name}', which the model does not have"
     # the first layer of each kind tells how many sequences and tokens all must hold
     first = {name.partition(".")[2]: name for name in sorted(one_token, reverse=True)}
-    for name in (first.get("keys"), first.get("seen")):
+    for name in (first.get("keys"), first.get("slot_keys"), first.get("seen")):
         if name is not None and (tensors[name].ndim != one_token[name].ndim or 0 in tensors[name].shape):
             return f"holds '{name}' as {list(tensors[name].shape)}"
     for name, tensor in tensors.items():
@@ -98,6 +98,9 @@ def _first_problem(tensors: dict[str, torch.Tensor], one_token: dict[str, torch.
             shape[0] = len(tensors[first.get("seen") or first["keys"]])
         if kind in ("keys", "values"):
             shape[2] = tensors[first["keys"]].shape[2]
+        if kind in ("slot_keys", "slot_values", "compressed_keys", "compressed_values"):
+            # whole blocks, as many in all layers
+            shape[2] *= tensors[first["slot_keys"]].shape[2] // one_token[first["slot_keys"]].shape[2]
         if list(tensor.shape) != shape or tensor.dtype != one_token[name].dtype:
             return f"holds '{name}' as {list(tensor.shape)} {tensor.dtype}, not {shape} {one_token[name].dtype}"
         if not _is_finite(tensor):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     STATIC_LAYER_TYPE_MAPPING,
@@ -20,6 +21,7 @@ from .configuration_hope import HopeConfig
 from .continuum import CONTINUA
 from .memory_scan import ScanState
 from .memory_state import map_state, named_tensors, state_of_named
+from .sparse_attention import SparseState
 
 
 class HopeMemoryLayer(CacheLayerMixin):
@@ -112,6 +114,13 @@ class HopeMemoryLayer(CacheLayerMixin):
             self.update_state(state_of_named(self.state_class, tensors), past)
 
 
+class HopeSparseLayer(HopeMemoryLayer):
+    """Keys, values and compressed keys of one layer of sparse attention; they grow with the text."""
+
+    def __init__(self, state_class: type[tuple] = SparseState, **kwargs):
+        super().__init__(state_class, **kwargs)
+
+
 class HopeStaticMemoryLayer(HopeMemoryLayer):
     """A memory of transformers' `StaticCache`, for compiled generation: written in place, counted in a tensor.
 
@@ -138,14 +147,36 @@ class HopeStaticMemoryLayer(HopeMemoryLayer):
             tensor.copy_(value.detach())
 
 
+class HopeStaticSparseLayer(HopeStaticMemoryLayer):
+    """Sparse attention in transformers' `StaticCache`: room for `max_cache_len` tokens from the first call on."""
+
+    def __init__(self, max_cache_len: int = 0, state_class: type[tuple] = SparseState, **kwargs):
+        super().__init__(state_class, **kwargs)
+        self.max_cache_len = max_cache_len
+
+    def update_state(self, state: SparseState, past: Past) -> None:
+        """As of memories; the first state is given room."""
+        if self.state is None:
+            held = state.compressed_keys.shape[2]
+            block = state.slot_keys.shape[2] // held
+            # one block more, for a call that begins within one
+            more = max(0, -(-self.max_cache_len // block) + 1 - held)
+            slots = (F.pad(part, (0, 0, 0, more * block)) for part in state[:2])
+            compressed = (F.pad(part, (0, 0, 0, 0, 0, more)) for part in state[2:4])
+            state = SparseState(*slots, *compressed, state.first)
+        super().update_state(state, past)
+
+
 # transformers makes the layers of its caches by the names in `HopeConfig.layer_types`. Every copy of this file (each
 # model loaded with `trust_remote_code` brings one) comes here, and the first serves the models of all.
 DYNAMIC_LAYER_TYPE_MAPPING.setdefault("hope_memory", HopeMemoryLayer)
+DYNAMIC_LAYER_TYPE_MAPPING.setdefault("sparse_attention", HopeSparseLayer)
 STATIC_LAYER_TYPE_MAPPING.setdefault("hope_memory", HopeStaticMemoryLayer)
+STATIC_LAYER_TYPE_MAPPING.setdefault("sparse_attention", HopeStaticSparseLayer)
 
 
 def is_memory_layer(layer: CacheLayerMixin) -> bool:
-    """Whether a layer of a cache is a `HopeMemoryLayer`: of this file, or of another copy of it."""
+    """Whether a layer of a cache is a `HopeMemoryLayer`, or sparse: of this file, or of another copy of it."""
     return any(kind.__name__ == HopeMemoryLayer.__name__ for kind in type(layer).__mro__)
 
 
@@ -165,10 +196,10 @@ def past_of(cache: Cache | None) -> Past | None:
 class HopeCache(DynamicCache):
     """Cache of a HOPE model: `past_key_values` of its `forward` and of `generate`.
 
-    Layers are of the kind that `config.layer_types` names: `HopeMemoryLayer` for self-modifying memories, a growing
-    key-value layer for softmax attention. Where levels keep a state, a `HopeMemoryLayer` for those of every block
-    follows. `copy.deepcopy` forks the cache, `snapshot` and `rollback` go back to an earlier token, `save_pretrained`
-    and `from_pretrained` keep it as a file.
+    Layers are of the kind that `config.layer_types` names: `HopeMemoryLayer` for self-modifying memories,
+    `HopeSparseLayer` for sparse attention, a growing key-value layer for softmax attention. Where levels keep a state,
+    a `HopeMemoryLayer` for those of every block follows. `copy.deepcopy` forks the cache, `snapshot` and `rollback` go
+    back to an earlier token, `save_pretrained` and `from_pretrained` keep it as a file.
 
     Example:
 

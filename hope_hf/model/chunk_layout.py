@@ -37,17 +37,22 @@ class Past(NamedTuple):
 
 
 @dataclass
-class ChunkPlan:
-    """One call's tokens in their chunks. Without padding and documents the tensors are `None`: a slot is a token."""
+class SlotPlan:
+    """One call's tokens in slots, in which every document begins at a multiple of the chunk and padding is left out.
 
-    # parts of chunks in order, as the scan of the mixers' heads sees them
-    pieces: list[ScanPiece]
+    Without padding and documents the tensors are `None`: a slot is a token.
+    """
+
     # after the call
     past: Past
+    # real tokens of the row's document before the call: of every row, or [B]
+    before: int | torch.Tensor
     # slots that hold a token [B, S]
     valid: torch.Tensor | None = None
     # tokens of the document before the slot's own [B, S]
     position: torch.Tensor | None = None
+    # slots left empty at the call's start, by the tokens of the chunk that earlier calls wrote [B]
+    offset: torch.Tensor | None = None
     # token that fills each slot [B, S], and slot of each token [B, T]; padding holds any
     token_of_slot: torch.Tensor | None = None
     slot_of_token: torch.Tensor | None = None
@@ -61,12 +66,30 @@ class ChunkPlan:
         return x if self.slot_of_token is None else _gather(x, self.slot_of_token)
 
 
+@dataclass(kw_only=True)
+class ChunkPlan(SlotPlan):
+    """One call's tokens in the chunks of memories."""
+
+    # parts of chunks in order, as the scan of the mixers' heads sees them
+    pieces: list[ScanPiece]
+
+
 def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x.gather(1, index.reshape(*index.shape, *(1,) * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
 
 
-def plan_chunks(
-    config: HopeConfig,
+def plan_chunks(config: HopeConfig, shape: tuple[int, int], device: torch.device, *args, **kwargs) -> ChunkPlan:
+    """Lay out the tokens of one call for memories; arguments as of `plan_slots`."""
+    slots = plan_slots(config.memory_chunk_size, shape, device, *args, **kwargs)
+    if slots.valid is None:
+        pieces = _plain_pieces(shape[1], config.memory_chunk_size, slots.before)
+    else:
+        pieces = _ragged_pieces(config, slots.valid, slots.position, slots.offset)
+    return ChunkPlan(**vars(slots), pieces=pieces)
+
+
+def plan_slots(
+    chunk: int,
     shape: tuple[int, int],
     device: torch.device,
     past: Past | None = None,
@@ -74,10 +97,11 @@ def plan_chunks(
     position_ids: torch.Tensor | None = None,
     input_ids: torch.Tensor | None = None,
     keeps_digest: bool = False,
-) -> ChunkPlan:
+) -> SlotPlan:
     """Lay out the tokens of one call.
 
     Args:
+        chunk: slots of which documents begin at a multiple.
         shape: (B, T) of the call.
         past: what earlier calls have read, or `None` at a text's start.
         padding_mask: [B, T], 0 for padding, or `None` where there is none.
@@ -101,12 +125,13 @@ def plan_chunks(
         begins = begins if any_token or bool(later.any()) else None
     columns = length if past is None else past.columns + length
     if (past is None or past.is_uniform) and not any_token and padding_mask is None and begins is None:
-        pieces = _plain_pieces(length, config.memory_chunk_size, columns - length)
-        return ChunkPlan(pieces, Past(columns, True, torch.full((batch_size,), columns, device=device), digest))
+        past = Past(columns, True, torch.full((batch_size,), columns, device=device), digest)
+        return SlotPlan(past, columns - length)
     everything = torch.ones(shape, dtype=torch.bool, device=device)
     valid = everything if padding_mask is None else padding_mask.bool()
     begins = ~everything if begins is None else begins & valid
-    seen = torch.zeros(batch_size, dtype=torch.long, device=device) if past is None else past.seen
+    # a copy: layers of fixed length overwrite their counts while the call goes on
+    seen = torch.zeros(batch_size, dtype=torch.long, device=device) if past is None else past.seen.clone()
     # real tokens of the row before the token, and before the first one of its document (-1: earlier calls began it)
     rank = valid.long().cumsum(1) - 1
     first = torch.where(begins, rank, -1).cummax(1).values
@@ -115,13 +140,12 @@ def plan_chunks(
     seen_after = torch.where(last >= 0, position.gather(1, last.clamp(min=0)[:, None])[:, 0] + 1, seen)
     past = Past(columns, False, seen_after, digest)
     if length == 1:
-        return ChunkPlan(_ragged_pieces(config, valid, position), past, valid, position)
-    offset = seen % config.memory_chunk_size
-    slots = _slots(valid, begins, rank, first, offset, config.memory_chunk_size)
-    token_of_slot, filled = _invert(slots, valid, config.memory_chunk_size)
+        return SlotPlan(past, seen, valid, position)
+    offset = seen % chunk
+    slots = _slots(valid, begins, rank, first, offset, chunk)
+    token_of_slot, filled = _invert(slots, valid, chunk)
     position = torch.where(filled, position.gather(1, token_of_slot), 0)
-    pieces = _ragged_pieces(config, filled, position, offset)
-    return ChunkPlan(pieces, past, filled, position, token_of_slot, torch.where(valid, slots, 0))
+    return SlotPlan(past, seen, filled, position, offset, token_of_slot, torch.where(valid, slots, 0))
 
 
 def _plain_pieces(length: int, chunk: int, seen: int) -> list[ScanPiece]:

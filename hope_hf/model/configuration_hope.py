@@ -46,20 +46,50 @@ PRESETS = {
     ),
 }
 
+
+def _hybrid(preset: str, level_intermediate_size: int) -> dict:
+    """The preset with sparse attention in every fourth layer, four query heads a key head, and wider levels."""
+    sizes = PRESETS[preset]
+    kinds = ["hope_memory", "hope_memory", "hope_memory", "sparse_attention"]
+    return sizes | dict(
+        layer_types=kinds * (sizes["num_hidden_layers"] // len(kinds)),
+        num_key_value_heads=sizes["hidden_size"] // 256,
+        level_intermediate_sizes=[level_intermediate_size] * 3,
+    )
+
+
+# as many parameters as the presets that they are named after
+PRESETS |= {
+    f"{name}-hybrid": _hybrid(name, size)
+    for name, size in (("tiny", 392), ("pilot", 912), ("mid", 2336), ("target", 1416))
+}
+
 # How the names of fields begin that transformers has not, those of older versions included.
 _OWN_PREFIXES = (
     "adaptive_", "gate_mode", "inner_layer", "level_", "memory_", "mixer", "num_memory_heads", "paper_rule",
-    "projection_", "retention_bias",
+    "projection_", "retention_bias", "sparse_",
 )  # fmt: skip
 # Of what is stored under a key a write of rate eta leaves 1 - eta: at 2 it would grow with the text.
 _LARGEST_RATE = 1.99
-LAYER_TYPES = ("hope_memory", "full_attention")
+LAYER_TYPES = ("hope_memory", "sparse_attention", "full_attention")
 # `Trainer` reads a checkpoint's configuration as one of no particular model, which knows transformers' kinds only.
 if LAYER_TYPES[0] not in configuration_utils.ALLOWED_ATTN_LAYER_TYPES:
-    configuration_utils.ALLOWED_ATTN_LAYER_TYPES += LAYER_TYPES[:1]
+    configuration_utils.ALLOWED_ATTN_LAYER_TYPES += LAYER_TYPES[:2]
 # The smallest value of single fields.
 _LEAST = dict.fromkeys(
-    ("vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "memory_chunk_size", "conv_kernel_size"), 1
+    (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "head_dim",
+        "memory_chunk_size",
+        "conv_kernel_size",
+        "sparse_block_size",
+        "sparse_compress_stride",
+        "sparse_top_k",
+        "sparse_window",
+    ),
+    1,
 ) | dict.fromkeys(("projection_memory_rate", "recompute_chunks"), 0)
 
 
@@ -101,8 +131,9 @@ class HopeConfig(PreTrainedConfig):
         num_key_value_heads (`int`, *optional*):
             Key and value heads of attention layers; as many as heads unless given.
         layer_types (`list[str]`, *optional*):
-            What each layer mixes tokens with: `"hope_memory"` (self-modifying memories) or `"full_attention"` (softmax
-            attention, Hope-Attention). Memories everywhere unless given.
+            What each layer mixes tokens with: `"hope_memory"` (self-modifying memories), `"full_attention"` (softmax
+            attention, Hope-Attention) or `"sparse_attention"` (native sparse attention, arXiv 2502.11089). Memories
+            everywhere unless given.
         num_memory_heads (`int`, *optional*):
             Heads of memory layers; `2 * hidden_size / head_dim` unless given, as in other recurrent models (measured
             better at equal parameters, see `docs/log.md`).
@@ -152,6 +183,15 @@ class HopeConfig(PreTrainedConfig):
         recompute_chunks (`int`, *optional*, defaults to 32):
             Chunks whose activations are recomputed together in the backward pass (the last such group keeps its own);
             0 keeps all activations.
+        sparse_block_size (`int`, *optional*, defaults to 64):
+            Tokens of a block that sparse attention selects.
+        sparse_compress_stride (`int`, *optional*, defaults to 32):
+            Tokens that one compressed key stands for; divides `sparse_block_size`.
+        sparse_top_k (`int`, *optional*, defaults to 16):
+            Blocks that a query reads: a document's first, its own and the one before it, then those to which its
+            group of heads attends most among compressed keys.
+        sparse_window (`int`, *optional*, defaults to 512):
+            Last tokens that a query reads, its own included; a multiple of `sparse_block_size`.
         level_periods (`list[int]`, *optional*, defaults to `[1000000, 4000000, 16000000]`):
             Continuum memory: tokens per update of each MLP level, fast to slow.
         level_intermediate_sizes (`list[int]`, *optional*):
@@ -212,6 +252,11 @@ class HopeConfig(PreTrainedConfig):
     conv_kernel_size: int = 4
     recompute_chunks: int = 32
 
+    sparse_block_size: int = 64
+    sparse_compress_stride: int = 32
+    sparse_top_k: int = 16
+    sparse_window: int = 512
+
     level_periods: list[int] | None = None
     level_intermediate_sizes: list[int] | None = None
     level_variant: Literal["sequential", "independent"] = "sequential"
@@ -264,27 +309,43 @@ class HopeConfig(PreTrainedConfig):
 
     @property
     def has_attention(self) -> bool:
-        """Whether any layer has softmax attention."""
+        """Whether any layer has softmax attention to all tokens."""
         return "full_attention" in self.layer_types
+
+    @property
+    def has_sparse_attention(self) -> bool:
+        """Whether any layer has sparse attention."""
+        return "sparse_attention" in self.layer_types
 
     def mixing_flops_per_token(self, sequence_length: int) -> int:
         """Forward FLOPs of the mixers' own products per token of a text of `sequence_length` tokens.
 
-        Attention: 2 T per channel. Memories, per head of width D and layer of a memory: 4 D^2 for each memory (under
-        the paper's rule 8 D^2, as all have learned initial weights and take their errors at other weights), 2 D^2 more
-        where it remakes a stream, 6 D^2 (4 D^2) for the initial weights and the reads of the content memory, and 6 C D
-        for the products of a chunk's C tokens with each other. Triangular solves are not counted.
+        Attention: 2 T per channel; sparse attention: 4 for every key that its branches read. Memories, per head of
+        width D and layer of a memory: 4 D^2 for each memory (under the paper's rule 8 D^2, as all have learned initial
+        weights and take their errors at other weights), 2 D^2 more where it remakes a stream, 6 D^2 (4 D^2) for the
+        initial weights and the reads of the content memory, and 6 C D for the products of a chunk's C tokens with each
+        other. Triangular solves are not counted.
         """
         attention = 2 * sequence_length * (self.num_attention_heads or 0) * self.head_dim
         width, made, rule = self.head_dim, len(self.memory_projections), self.paper_rule
         squares = 8 * (made + 1) + 2 * made + 4 if rule else 4 * (made + 1) + 2 * made + 6
         layers = (self.num_memory_heads or 0) * (rule["depth"] if rule else 1)
         memory = layers * (squares * width**2 + 6 * self.memory_chunk_size * width)
-        return sum(memory if kind == "hope_memory" else attention for kind in self.layer_types)
+
+        def seen(most: int) -> float:
+            """Mean over tokens of the last `most` tokens that they see."""
+            most = min(most, sequence_length)
+            return most - most**2 / (2 * sequence_length)
+
+        keys = seen(self.sparse_window) + seen(self.sparse_top_k * self.sparse_block_size)
+        keys += sequence_length / (2 * self.sparse_compress_stride)
+        sparse = round(4 * keys * (self.num_attention_heads or 0) * self.head_dim)
+        of_kind = {"hope_memory": memory, "sparse_attention": sparse, "full_attention": attention}
+        return sum(of_kind[kind] for kind in self.layer_types)
 
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "HopeConfig":
-        """The configuration of a named size (`tiny`, `pilot`, `mid`, `target`), with fields overridden by name."""
+        """The configuration of a named size (`tiny`, `pilot`, `mid`, `target`; `-hybrid`), with fields overridden."""
         if name not in PRESETS:
             raise ValueError(f"unknown preset '{name}': choose one of {', '.join(PRESETS)}")
         for field in overrides:
@@ -313,14 +374,17 @@ class HopeConfig(PreTrainedConfig):
     def _tensor_parallel_plan(self) -> dict[str, str]:
         """Which linear maps tensor parallelism cuts, for transformers' `DistributedConfig(tp_size=...)`.
 
-        Levels, and attention where all layers have it, keep their halves to themselves between two maps. Memories run
-        whole on every rank: only the weights of the mixer's maps are shared out, and their outputs are gathered. The
-        plan cannot tell layers apart, so that attention beside memories runs whole, too.
+        Levels, and attention where all layers have it, keep their halves to themselves between two maps. Memories and
+        sparse attention run whole on every rank: only the weights of the mixer's maps are shared out, and their
+        outputs are gathered. The plan cannot tell layers apart, so that attention beside these runs whole, too.
         """
-        if self.has_memories:
+        if self.has_memories or self.has_sparse_attention:
+            has_attention = self.has_attention or self.has_sparse_attention
             shared = self.memory_projections if self.memory_rule == "paper" else []
-            maps = ["q_proj", "g_proj", "o_proj"] + (["in_proj"] if shared else [])
-            maps += [f"{name}_proj" for name in "kv" if name not in shared or self.has_attention]
+            maps = ["q_proj", "o_proj"] + (["g_proj"] if self.has_memories else [])
+            maps += ["in_proj"] if self.has_memories and shared else []
+            maps += [f"{name}_proj" for name in "kv" if name not in shared or has_attention]
+            maps += ["branch_proj"] if self.has_sparse_attention else []
             mixer = dict.fromkeys(maps, "colwise_gather_output")
         else:
             mixer = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
@@ -346,7 +410,7 @@ class HopeConfig(PreTrainedConfig):
             if getattr(self, name) < least:
                 raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)}")
         needed = (["num_memory_heads"] if self.has_memories else []) + (
-            ["num_attention_heads", "num_key_value_heads"] if self.has_attention else []
+            ["num_attention_heads", "num_key_value_heads"] if self.has_attention or self.has_sparse_attention else []
         )
         for name in needed:
             heads = getattr(self, name)
@@ -357,12 +421,13 @@ class HopeConfig(PreTrainedConfig):
                 )
             if heads < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {heads}")
-        if self.has_attention and self.num_attention_heads % self.num_key_value_heads:
+        if needed[-1:] == ["num_key_value_heads"] and self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
                 f"({self.num_key_value_heads})"
             )
         self._validate_memory()
+        self._validate_sparse()
         self._validate_levels()
 
     def _validate_memory(self):
@@ -392,6 +457,15 @@ class HopeConfig(PreTrainedConfig):
                 f"`paper_rule` is given and `memory_rule` is '{self.memory_rule}': leave it out, or set "
                 "`memory_rule` to 'paper'"
             )
+
+    def _validate_sparse(self):
+        block = self.sparse_block_size
+        if block % self.sparse_compress_stride:
+            raise ValueError(
+                f"`sparse_compress_stride` ({self.sparse_compress_stride}) must divide `sparse_block_size` ({block})"
+            )
+        if self.sparse_window % block:
+            raise ValueError(f"`sparse_block_size` ({block}) must divide `sparse_window` ({self.sparse_window})")
 
     def _validate_paper_rule(self):
         for name in self.paper_rule.keys() - vars(PaperRule()):

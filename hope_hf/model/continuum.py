@@ -83,5 +83,10 @@ CONTINUA = {"sequential": ContinuumMemory, "independent": IndependentContinuum}
 
 
 def keeps_state(config: HopeConfig) -> bool:
-    """Whether a model carries anything from token to token besides keys and values."""
+    """Whether a model carries anything from token to token besides softmax attention's keys and values."""
+    return config.has_sparse_attention or has_chunks(config)
+
+
+def has_chunks(config: HopeConfig) -> bool:
+    """Whether a mixer or the levels read the text in chunks."""
     return config.has_memories or CONTINUA[config.level_variant].state_class is not None

@@ -1,13 +1,14 @@
 """What a call of the model is given: tokens, masks, labels, caches, and a sentence for what does not fit."""
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.masking_utils import create_causal_mask
 
 from .cache_hope import is_memory_layer, level_layers, past_of
 from .configuration_hope import HopeConfig
 from .continuum import keeps_state
 from .memory_scan import ScanState
+from .sparse_attention import SparseState
 
 
 def check_inputs(
@@ -124,18 +125,43 @@ def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -
             "give a HopeCache(model.config)"
         )
     for layer, kind in zip(layers, config.layer_types, strict=False):
-        if is_memory_layer(layer) != (kind == "hope_memory"):
+        if not _is_of_kind(layer, kind):
             raise ValueError(
                 f"past_key_values is a {type(cache).__name__} with a {type(layer).__name__} where this model has a "
                 f"layer of type '{kind}': give a HopeCache(model.config)"
             )
         if kind == "hope_memory" and layer.state is not None:
             _check_memories(layer.state, config, hidden_states.dtype)
+        if kind == "sparse_attention" and layer.state is not None:
+            _check_sparse(layer.state, config)
     past = past_of(cache)
     if past is not None and len(past.seen) != len(hidden_states):
         raise ValueError(
             f"past_key_values holds {len(past.seen)} sequences, and the input {len(hidden_states)}: choose rows with "
             "batch_select_indices or batch_repeat_interleave"
+        )
+
+
+# of the states of a layer, whichever copy of the code made it
+_STATES = {"hope_memory": ScanState.__name__, "sparse_attention": SparseState.__name__}
+
+
+def _is_of_kind(layer: CacheLayerMixin, kind: str) -> bool:
+    if not is_memory_layer(layer):
+        return kind not in _STATES
+    return layer.state_class.__name__ == _STATES.get(kind)
+
+
+def _check_sparse(state: SparseState, config: HopeConfig) -> None:
+    (_, heads, slots, width), (blocks, strides) = state.slot_keys.shape, state.compressed_keys.shape[2:4]
+    held = (heads, width, slots // blocks, slots // (blocks * strides))
+    ours = (config.num_key_value_heads, config.head_dim, config.sparse_block_size, config.sparse_compress_stride)
+    if held != ours:
+        raise ValueError(
+            "past_key_values holds sparse attention with {} heads of width {}, blocks of {} and strides of {}, and "
+            "this model's has {} of width {}, blocks of {} and strides of {}: it is the cache of another model".format(
+                *held, *ours
+            )
         )
 
 

@@ -25,9 +25,9 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import HopeAttention
 from .cache_hope import HopeCache, past_of
-from .chunk_layout import ChunkPlan, plan_chunks
+from .chunk_layout import Past, plan_chunks, plan_slots
 from .configuration_hope import HopeConfig
-from .continuum import CONTINUA, ContinuumMemory, LevelMix, keeps_state
+from .continuum import CONTINUA, ContinuumMemory, LevelMix, has_chunks, keeps_state
 from .generation_hope import HopeGenerationMixin
 from .input_checks import check_cache, check_inputs, check_labels, check_mask, local_padding_mask
 from .linear_cross_entropy import IGNORED, HopeHead, next_labels
@@ -39,13 +39,18 @@ from .self_modifying import (
     ShortConvolution,
     ValueShare,
 )
+from .sparse_attention import BlockCompression, HopeSparseAttention
 
 # Above this width the logits of a fresh model grow beyond the loss of a uniform guess: the head starts smaller.
 _HEAD_WIDTH = 768
 
 
 # What each of `HopeConfig.layer_types` mixes tokens with.
-MIXERS = {"hope_memory": SelfModifyingTitans, "full_attention": HopeAttention}
+MIXERS = {
+    "hope_memory": SelfModifyingTitans,
+    "sparse_attention": HopeSparseAttention,
+    "full_attention": HopeAttention,
+}
 
 
 class HopeBlock(GradientCheckpointingLayer):
@@ -110,13 +115,14 @@ class HopePreTrainedModel(PreTrainedModel):
         | convolutions | uniform, +-1/sqrt(kernel) |
         | delta rule: projection and convolution of queries | those of keys |
         | gates | see `MemoryGates` |
+        | compression of sparse attention | the mean |
         """
         super()._init_weights(module)
         std = self.config.initializer_range
         if hasattr(module, "begins_as"):
             # Defined before it, and so initialised before it.
             init.copy_(module.weight, module.begins_as[0].weight)
-        elif isinstance(module, (InitialMemory, ShortConvolution, MemoryGates)):
+        elif isinstance(module, (InitialMemory, ShortConvolution, MemoryGates, BlockCompression)):
             module.reset_parameters()
         elif isinstance(module, (LevelMix, ValueShare)):
             init.ones_(module.weight)
@@ -184,7 +190,8 @@ class HopeModel(HopePreTrainedModel):
         self.layers = nn.ModuleList([HopeBlock(config, layer_idx) for layer_idx in range(config.num_hidden_layers)])
         self.norm = HopeRMSNorm(config.hidden_size, config.rms_norm_eps)
         # CODEPATH: 'hope_memory' layers in HOPE, 'full_attention' layers in Hope-Attention, both in hybrids.
-        self.rotary_emb = LlamaRotaryEmbedding(config) if config.has_attention else None
+        has_positions = config.has_attention or config.has_sparse_attention
+        self.rotary_emb = LlamaRotaryEmbedding(config) if has_positions else None
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -233,9 +240,10 @@ class HopeModel(HopePreTrainedModel):
 
     def _read(self, hidden_states, input_ids, attention_mask, position_ids, cache, **kwargs) -> torch.Tensor:
         """All blocks. States are written into the cache here, outside the blocks."""
-        context = {"need_state": cache is not None}
+        context, past = {"need_state": cache is not None}, None
         if keeps_state(self.config):
-            context["plan"] = plan = self._plan(hidden_states, input_ids, attention_mask, position_ids, cache)
+            plans, past = self._plans(hidden_states, input_ids, attention_mask, position_ids, cache)
+            context |= plans
         # CODEPATH: 'full_attention' layers in Hope-Attention and in hybrids.
         if self.config.has_attention:
             context |= self._attention_arguments(hidden_states, attention_mask, position_ids, cache) | kwargs
@@ -246,18 +254,29 @@ class HopeModel(HopePreTrainedModel):
             hidden_states, *states = block(hidden_states, *states, **context)
             for place, state in zip(places, states, strict=False):
                 if state is not None:
-                    place.update_state(state, plan.past)
+                    place.update_state(state, past)
         return hidden_states
 
-    def _plan(self, hidden_states, input_ids, attention_mask, position_ids, cache) -> ChunkPlan:
-        """Documents, padding and chunks of this call."""
+    def _plans(self, hidden_states, input_ids, attention_mask, position_ids, cache) -> tuple[dict, Past]:
+        """Documents, padding, chunks and blocks of this call, and what was read after it."""
         shape, device = hidden_states.shape[:2], hidden_states.device
         if isinstance(attention_mask, dict):
             attention_mask = attention_mask["hope_memory"]
         else:
             check_mask(attention_mask, *shape, 0 if cache is None else cache.get_seq_length())
         mask, past = local_padding_mask(attention_mask, shape[1]), past_of(cache)
-        return plan_chunks(self.config, shape, device, past, mask, position_ids, input_ids, cache is not None)
+        call = shape, device, past, mask, position_ids, input_ids, cache is not None
+        plans = {}
+        if has_chunks(self.config):
+            plans["plan"] = plan_chunks(self.config, *call)
+        # CODEPATH: 'sparse_attention' layers alone and in hybrids.
+        if self.config.has_sparse_attention:
+            plans["blocks"] = blocks = plan_slots(self.config.sparse_block_size, *call)
+            positions = blocks.position
+            if positions is None:
+                positions = torch.arange(blocks.before, blocks.before + shape[1], device=device)[None]
+            plans["block_positions"] = self.rotary_emb(hidden_states, position_ids=positions)
+        return plans, next(iter(plans.values())).past
 
     def _attention_arguments(self, hidden_states, attention_mask, position_ids, cache) -> dict:
         """Mask and rotary positions of softmax attention."""

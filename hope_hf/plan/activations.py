@@ -164,6 +164,9 @@ def _hope(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
     heads, groups = (config.num_attention_heads or 0), (config.num_key_value_heads or 0)
     attention = _casts(width, mode, 3) + low * (2 * heads + 2 * groups) * config.head_dim + 4 * heads
     blocks = {"full_attention": _block(config, mode, tokens, levels, attention)}
+    # Queries twice, in float32; every branch's reads twice and the logarithms of its sums.
+    sparse = _casts(width, mode, 4) + (low * 2 * (heads + groups) + 4 * (8 * heads + 2 * groups)) * config.head_dim
+    blocks["sparse_attention"] = _block(config, mode, tokens, levels, sparse + 4 * 3 * heads)
     if config.has_memories:
         inner = config.num_memory_heads * config.head_dim
         # Streams, reads and their norm are fp32; gate and output are as the linear maps.

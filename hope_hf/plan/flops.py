@@ -1,5 +1,7 @@
 """Matrix FLOPs of forward and backward per token, from a config and its shapes alone; the trainer counts the same."""
 
+import math
+
 from .shapes import EMBEDDING, Shapes
 
 
@@ -26,7 +28,12 @@ def cache_bytes(config, tokens: int) -> int:
         memories = copies * layers * (len(config.memory_projections) + 1) * width**2
         memory = heads * (memories + 3 * (config.conv_kernel_size - 1) * width)
         keys = 2 * tokens * (config.num_key_value_heads or 0) * width
-        return 4 * sum(memory if kind == "hope_memory" else keys for kind in config.layer_types)
+        # whole blocks, their compressed keys, and an int64
+        slots = math.ceil(tokens / config.sparse_block_size) * config.sparse_block_size
+        compressed = slots // config.sparse_compress_stride
+        sparse = 2 * (slots + compressed) * (config.num_key_value_heads or 0) * width + 2
+        of_kind = {"hope_memory": memory, "sparse_attention": sparse, "full_attention": keys}
+        return 4 * sum(of_kind[kind] for kind in config.layer_types)
     layers = config.num_hidden_layers
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -95,8 +95,7 @@ def _hope(config) -> Iterator[Weight]:
     for index, kind in enumerate(config.layer_types):
         prefix = f"model.layers.{index}"
         yield Weight(f"{prefix}.input_layernorm.weight", (width,), index)
-        mixer = _hope_memories(config) if kind == "hope_memory" else _hope_attention(config)
-        for name, shape in mixer:
+        for name, shape in _MIXERS[kind](config):
             yield Weight(f"{prefix}.mixer.{name}", shape, index)
         for level, hidden in enumerate(config.level_intermediate_sizes):
             own = f"{prefix}.continuum.levels.{level}"
@@ -144,6 +143,20 @@ def _hope_attention(config) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "o_proj.weight", (config.hidden_size, heads)
     if config.attention_bias:
         yield "o_proj.bias", (config.hidden_size,)
+
+
+def _hope_sparse(config) -> Iterator[tuple[str, tuple[int, ...]]]:
+    width, head = config.hidden_size, config.head_dim
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    for name, size in (("q", heads), ("k", groups), ("v", groups)):
+        yield f"{name}_proj.weight", (size * head, width)
+    yield "branch_proj.weight", (3 * heads, width)
+    yield "o_proj.weight", (width, heads * head)
+    for name in "kv":
+        yield f"{name}_compress.weight", (groups, config.sparse_compress_stride, head)
+
+
+_MIXERS = {"hope_memory": _hope_memories, "sparse_attention": _hope_sparse, "full_attention": _hope_attention}
 
 
 def _llama(config) -> Iterator[Weight]:

@@ -18,9 +18,18 @@ MEMORIES = {
 }
 HYBRID = dict(layer_types=["hope_memory", "full_attention"], memory_projections=["k", "v"])
 ATTENTION = dict(layer_types=["full_attention", "full_attention"])
-# Both kinds of layers, by themselves and together.
-LAYERS = {"memory": dict(memory_projections=["k", "v"]), "hybrid": HYBRID, "attention": ATTENTION}
-MIXERS = MEMORIES | {"hybrid": HYBRID, "attention": ATTENTION}
+SIZES = dict(sparse_block_size=8, sparse_compress_stride=4, sparse_top_k=4, sparse_window=8)
+SPARSE = dict(layer_types=["sparse_attention", "sparse_attention"]) | SIZES
+SPARSE_HYBRID = dict(layer_types=["hope_memory", "sparse_attention"]) | SIZES
+# All kinds of layers, by themselves and together.
+LAYERS = {
+    "memory": dict(memory_projections=["k", "v"]),
+    "hybrid": HYBRID,
+    "attention": ATTENTION,
+    "sparse": SPARSE,
+    "sparse-hybrid": SPARSE_HYBRID,
+}
+MIXERS = MEMORIES | {name: LAYERS[name] for name in ("hybrid", "attention", "sparse", "sparse-hybrid")}
 
 
 def build_mixer(seed=0, **options):

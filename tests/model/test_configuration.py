@@ -21,7 +21,10 @@ def build_on_meta(config):
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_the_parameters_of_its_name(name):
     model = build_on_meta(HopeConfig.from_preset(name))
-    assert model.num_parameters() == pytest.approx(SIZES[name], rel=0.03)
+    assert model.num_parameters() == pytest.approx(SIZES[name.removesuffix("-hybrid")], rel=0.03)
+    # every fourth layer
+    kinds = model.config.layer_types
+    assert kinds.count("sparse_attention") * 4 == (len(kinds) if name.endswith("-hybrid") else 0)
 
 
 def test_tiny_is_counted_at_the_vocabulary_of_the_demo():

@@ -43,7 +43,7 @@ else:
 assert not any(name.startswith("transformers_modules.") for name in sys.modules)
 
 expected, results, models = load_file("expected.safetensors"), {}, {}
-for kind in ("memory", "hybrid", "attention"):
+for kind in ("memory", "hybrid", "attention", "sparse", "sparse-hybrid"):
     for again in ("", "-again"):
         # the second time from the copy that the code itself has written
         folder = kind + again

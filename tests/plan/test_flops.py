@@ -28,9 +28,10 @@ def test_flops_are_the_trainers(name):
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"memory_rule": "paper"}, {"memory_projections": ["k", "v"]}, {"layer_types": ["full_attention"] * 2}],
+    [{}, {"memory_rule": "paper"}, {"memory_projections": ["k", "v"]}, {"layer_types": ["full_attention"] * 2}]
+    + [{"layer_types": ["sparse_attention"] * 2}],
 )
-@pytest.mark.parametrize("tokens", [5, 64])
+@pytest.mark.parametrize("tokens", [5, 64, 70])
 def test_state_of_a_sequence_is_the_caches(fields, tokens, tiny_config):
     config = tiny_config(**fields)
     cache = HopeCache(config)

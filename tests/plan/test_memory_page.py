@@ -24,7 +24,8 @@ LLAMA_70B = dict(
     hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8
 )
 MODELS = {
-    **{name: HopeConfig.from_preset(name) for name in PRESETS},
+    # hybrids have the parameters of those without attention
+    **{name: HopeConfig.from_preset(name) for name in PRESETS if not name.endswith("-hybrid")},
     "GPT-2 124M": GPT2Config(),
     "Llama-7B": LlamaConfig(),
     "Llama-70B": LlamaConfig(**LLAMA_70B),

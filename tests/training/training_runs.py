@@ -30,6 +30,9 @@ HOPE = [
     "memory_chunk_size=8",
 ]  # fmt: skip
 HOPE_ATTENTION = [HOPE[0], HOPE[1] + ",layer_types=[full_attention,full_attention]"]
+# All blocks that are read are forced: a rounding error selects no other.
+SPARSE = "sparse_block_size=8,sparse_compress_stride=4,sparse_top_k=3,sparse_window=8"
+HOPE_SPARSE = [HOPE[0], HOPE[1] + f",layer_types=[hope_memory,sparse_attention],{SPARSE}"]
 HOPE_HYBRID = [HOPE[0], HOPE[1] + ",layer_types=[hope_memory,full_attention]"]
 
 

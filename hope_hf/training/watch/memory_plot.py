@@ -1,4 +1,4 @@
-"""`memory.png`: what the rows `memory/<layer>/...` and `level/<level>/...` of one run say, over tokens."""
+"""`memory.png`: what the rows `memory/<layer>/...`, `sparse/<layer>/...` and `level/<level>/...` of one run say."""
 
 from pathlib import Path
 
@@ -12,33 +12,45 @@ LAYER_PANELS = (
     ("state: change over the identity", ("state_norm_ratio",)),
     ("gradient into the initial states", ("initial_state_grad_norm",)),
 )
+# Drawn where a layer has sparse attention.
+SPARSE_PANELS = (
+    ("sparse attention: entropy of gates (-), collapsed (--)", ("gate_entropy_mean", "gate_collapse_fraction")),
+    ("tokens back to a block: median (-), 95 % (--)", ("selected_distance_median", "selected_distance_p95")),
+)
+SHARES = ("share_compressed", "share_selected", "share_window")
 STYLES = ("-", "--")
 # Shown on a logarithmic axis: they span decades.
 LOGARITHMIC = {"initial_state_grad_norm"}
 
 
 def draw_memory(folder: str | Path, target: str | Path) -> Path:
-    """Draw the run's memories and levels into `target`.
+    """Draw the run's memories, sparse attention and levels, over tokens, into `target`.
 
-    Raises ValueError where its rows hold neither, ImportError without matplotlib.
+    Raises ValueError where its rows hold none of them, ImportError without matplotlib.
     """
     from matplotlib.cm import viridis
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
     rows = read_metrics(folder)
-    layers, levels = _indices(rows, "memory"), _indices(rows, "level")
-    if not layers and not levels:
+    layers, sparse, levels = (_indices(rows, kind) for kind in ("memory", "sparse", "level"))
+    if not layers and not sparse and not levels:
         raise ValueError(f"{folder} has no rows of memories or levels: name a run of a HOPE.")
-    figure = Figure(figsize=(13, 7), layout="constrained")
-    axes = list(figure.subplots(2, 3, sharex=True).flat)
-    for axis, (title, keys) in zip(axes, LAYER_PANELS, strict=False):
-        for index, layer in enumerate(layers):
-            color = viridis(index / max(1, len(layers) - 1) * 0.9)
+    panels = [("memory", layers, *panel) for panel in LAYER_PANELS]
+    panels += [("sparse", sparse, *panel) for panel in SPARSE_PANELS] if sparse else []
+    figure = Figure(figsize=(13, 10.5 if sparse else 7), layout="constrained")
+    axes = list(figure.subplots(3 if sparse else 2, 3, sharex=True).flat)
+    for axis, (kind, numbers, title, keys) in zip(axes, panels, strict=False):
+        for index, layer in enumerate(numbers):
+            color = viridis(index / max(1, len(numbers) - 1) * 0.9)
             for key, style in zip(keys, STYLES, strict=False):
                 label = f"layer {layer}" if style == "-" else None
-                axis.plot(*_points(rows, f"memory/{layer}/{key}"), style, color=color, label=label)
+                axis.plot(*_points(rows, f"{kind}/{layer}/{key}"), style, color=color, label=label)
         axis.set(title=title, yscale="log" if LOGARITHMIC & {*keys} else "linear")
+    if sparse:
+        for share in SHARES:
+            axes[-2].plot(*_points(rows, f"sparse/all/{share}"), label=share.removeprefix("share_"))
+        axes[-2].set(title="sparse attention: shares of the branches", ylim=(0, 1))
     for level in levels:
         # Narrower and narrower: levels of one period lie on one line.
         width = 1.5 * (len(levels) - level)
@@ -49,7 +61,7 @@ def draw_memory(folder: str | Path, target: str | Path) -> Path:
         axis.tick_params(labelbottom=True)
         axis.grid(alpha=0.3)
     axes[0].xaxis.set_major_formatter(EngFormatter(sep=""))
-    for axis in (axes[0], axes[-1]):
+    for axis in (axes[0], *axes[len(LAYER_PANELS) :]):
         if axis.has_data():
             axis.legend(fontsize="small", ncols=2)
     figure.savefig(target, dpi=120)
@@ -57,7 +69,8 @@ def draw_memory(folder: str | Path, target: str | Path) -> Path:
 
 
 def _indices(rows: list[dict], kind: str) -> list[int]:
-    return sorted({int(key.split("/")[1]) for row in rows for key in row if key.startswith(f"{kind}/")})
+    names = {key.split("/")[1] for row in rows for key in row if key.startswith(f"{kind}/")}
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def _points(rows: list[dict], key: str) -> tuple[list, list]:

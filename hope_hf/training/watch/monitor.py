@@ -1,7 +1,7 @@
 """Measures and reports a run: the trainer calls the monitor at each event of a step."""
 
 import math
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 from ..arguments import Arguments
 from ..engines.base import Engine, Update
@@ -10,6 +10,7 @@ from .heartbeat import Heartbeat
 from .kernels import KernelReport
 from .profile import StepProfile
 from .ram import RamReport
+from .sparse import SparseReport
 from .telemetry import (
     Stopwatch,
     initial_state_gradients,
@@ -47,6 +48,7 @@ class Monitor:
             )
             self._opened = opened.pop_all()
         self._kernels = KernelReport(engine.model)
+        self._sparse = SparseReport(engine.model)
         self._stopwatch, self._utilization = Stopwatch(), utilization_meter(self._device)
         self.say = self._tracker.say
 
@@ -68,9 +70,12 @@ class Monitor:
         """Around waiting for data."""
         return self._stopwatch.loading()
 
-    def forward(self) -> AbstractContextManager:
-        """Around a forward pass; in steps that are logged the first one reports on the memories."""
-        return memory_statistics(self._engine.model, self._rows, enabled=self._logs and not self._rows)
+    @contextmanager
+    def forward(self):
+        """Around a forward pass; of a logged step the first one reports on memories, all on sparse attention."""
+        is_first = self._logs and not self._rows
+        with memory_statistics(self._engine.model, self._rows, enabled=is_first), self._sparse.forward(self._logs):
+            yield
 
     def last_batch_begins(self) -> None:
         """The gradients of all accumulated batches but one are there."""
@@ -130,12 +135,15 @@ class Monitor:
             **level_rows(self._engine.optimizer, plan.tokens_per_step),
             **report(),
             **self._kernels.rows(),
+            **self._sparse.rows(),
         }
         if update.loss_scale is not None:
             rows |= {"train/loss_scale": update.loss_scale, "train/overflowed_steps": progress.overflowed}
         if self._peak:
             rows["train/mfu_percent"] = 100 * speed["train/tokens_per_second"] * self._flops / processes / self._peak
         self._tracker.log(progress.step, progress.tokens, rows, train_line(rows))
+        for sentence in self._sparse.warnings():
+            self.say(sentence)
 
     def evaluated(self, progress: Progress, row: dict) -> None:
         """Write the row of an evaluation."""

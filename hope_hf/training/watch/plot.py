@@ -54,7 +54,8 @@ def make_parser() -> Parser:
     """All flags."""
     parser = Parser((), prog="python -m hope_hf.training.watch.plot", description=__doc__, allow_abbrev=False)
     parser.add_argument("dir", metavar="DIR", nargs="+", action=Checked, help="the --output_dir of a run")
-    parser.add_argument("--memory", action="store_true", help="draw memories and levels of one run into memory.png")
+    drawn = "draw memories, sparse attention and levels of one run into memory.png"
+    parser.add_argument("--memory", action="store_true", help=drawn)
     return parser
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from engine_runs import NEEDS_DEEPSPEED, ROWS, SMALL, run_plan, same
 from safetensors import safe_open
-from training_runs import GPT2, HOPE, HOPE_ATTENTION, LLAMA, curve
+from training_runs import GPT2, HOPE, HOPE_ATTENTION, HOPE_SPARSE, LLAMA, curve
 
 
 def deepspeed_has_fp16() -> bool:
@@ -31,17 +31,20 @@ pytestmark = [
 ]
 FP16 = ["fp16", "fp16 continued"]
 NEEDS_FP16 = pytest.mark.skipif(not deepspeed_has_fp16(), reason="this CPU has no fp16 arithmetic for ZeRO")
-OF_FSDP2 = ["hope", "hope-attention", "llama", "reduced", "gpt2", "muon", "poisoned", *FP16, "continued", "moved"]
+OF_FSDP2 = [
+    "hope", "hope-attention", "hope-sparse", "llama", "reduced", "gpt2", "muon", "poisoned", *FP16, "continued",
+    "moved",
+]  # fmt: skip
 # Processes, and what is run on them.
 ENGINES = {
-    "ddp": (2, ["hope", "muon", "poisoned", "fp16", "moved"]),
+    "ddp": (2, ["hope", "hope-sparse", "muon", "poisoned", "fp16", "moved"]),
     "fsdp2": (2, OF_FSDP2),
     "fsdp1": (2, ["hope", "llama", "reduced", "gpt2", "poisoned", "fp16", "moved"]),
     "fsdp_hybrid": (4, ["hope", "llama", "moved"]),
     "fsdp_offload": (2, ["llama", "poisoned"]),
     "multi_node_fsdp": (2, ["llama"]),
     "deepspeed_zero2": (2, ["hope", "llama", "poisoned", *FP16, "continued", "moved"]),
-    "deepspeed_zero3": (2, ["hope", "llama", "gpt2", "poisoned", *FP16, "continued", "moved"]),
+    "deepspeed_zero3": (2, ["hope", "hope-sparse", "llama", "gpt2", "poisoned", *FP16, "continued", "moved"]),
     "deepspeed_zero3_offload": (2, ["llama", "poisoned"]),
 }
 
@@ -62,6 +65,7 @@ def marks(engine: str, run: str) -> list:
 RUNS = {
     "hope": (HOPE, 11, 1),
     "hope-attention": (HOPE_ATTENTION, 6, 1),
+    "hope-sparse": (HOPE_SPARSE, 6, 2),
     "llama": (LLAMA, 6, 4),
     "gpt2": (GPT2, 6, 1),
     "muon": ([*HOPE, "--optimizer", "muon"], 6, 1),
@@ -142,7 +146,7 @@ def went_on(folder: Path, saved: int = SAVED_STEP) -> None:
     assert beats[-len(expected) :] == expected
 
 
-@pytest.mark.parametrize(("engine", "name"), each("hope", "hope-attention", "llama", "gpt2", "muon"))
+@pytest.mark.parametrize(("engine", "name"), each("hope", "hope-attention", "hope-sparse", "llama", "gpt2", "muon"))
 def test_engine_gives_the_curve_of_one_process(rows, engine, name):
     single = rows("single")[name]
     assert len(curve(single)) == RUNS[name][1]
@@ -156,6 +160,18 @@ def test_telemetry_of_memories_is_that_of_one_process(rows, engine, name):
     assert any(name.endswith("initial_state_grad_norm") for name in names)
     for name in names:
         assert curve(own, name) == pytest.approx(curve(single, name), rel=1e-3), name
+
+
+@pytest.mark.parametrize(("engine", "name"), each("hope-sparse"))
+def test_telemetry_of_sparse_attention_counts_every_token_of_all_processes(rows, engine, name):
+    single, own = rows("single")[name], rows(engine)[name]
+    names = [name for name in single[0] if name.startswith("sparse/")]
+    # the second layer, and all together
+    assert len(names) == 26 and {name.split("/")[1] for name in names} == {"1", "all"}
+    # two heads of keys a token
+    assert set(curve(single, "sparse/1/rows")) == {ROWS * 32}
+    for name in names:
+        assert curve(own, name) == pytest.approx(curve(single, name), rel=1e-4), name
 
 
 @pytest.mark.parametrize(("engine", "name"), each("continued"))

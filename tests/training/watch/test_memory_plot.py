@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from hope_hf.training.watch import plot
-from hope_hf.training.watch.memory_plot import LAYER_PANELS
+from hope_hf.training.watch.memory_plot import LAYER_PANELS, SHARES, SPARSE_PANELS
 
 
 @pytest.fixture
@@ -36,6 +36,22 @@ def test_memory_png_shows_every_key_of_every_layer_and_level(run, monkeypatch, c
     assert [len(panel) for panel in lines] == [2, 2, 4, 2, 2, 3]
     assert list(lines[0][1]) == [1.1, 2.1, 3.1] and list(lines[4][0]) == [1, 3]
     assert list(lines[5][1]) == [0, 1, 1]
+
+
+def test_memory_png_shows_sparse_attention_where_there_is_some(run, monkeypatch):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    for row in rows:
+        keys = [key for _, keys in SPARSE_PANELS for key in keys]
+        row |= {f"sparse/{layer}/{key}": row["step"] for layer in (1, "all") for key in (*keys, *SHARES)}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *arguments, **options: figures.append(figure))
+    assert plot.main([str(run), "--memory"]) == 0
+    panels = [axis for axis in figures[0].axes if axis.has_data()]
+    # one layer has it; its share of the three branches is drawn over all layers
+    assert [len(axis.lines) for axis in panels] == [2, 2, 4, 2, 2, 2, 2, 3, 3]
+    assert panels[-2].get_title() == "sparse attention: shares of the branches"
+    assert list(panels[5].lines[0].get_ydata()) == [1, 2, 3]
 
 
 def test_memory_png_is_written(run):

@@ -1,0 +1,257 @@
+"""The sparse mixer: native sparse attention (arXiv 2502.11089) with rotary positions.
+
+Every query reads compressed keys of the whole text, a few blocks that matter most, and a sliding window
+(`sparse_branches`); a gate of every head and token mixes the three. Keys lie in slots (`chunk_layout`): documents
+begin at a block, padding is left out.
+
+Axes: B row, T token of the call, S slot of the call, R slot of the text, H head of keys, G query heads that share it,
+D head width.
+"""
+
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from .chunk_layout import SlotPlan
+from .configuration_hope import HopeConfig
+from .kernels import Kernel, asked_kernels, choose
+from .sparse_branches import SparseKeys, SparseSizes, read_sparse
+from .sparse_fused import read_sparse_fused
+from .sparse_statistics import SparseStatistics
+
+BRANCHES = ("compressed", "selected", "window")
+_KERNELS = {name: Kernel(read_sparse, lambda: "it has no kernels of a GPU yet") for name in ("fla", "triton")}
+
+
+class SparseState(NamedTuple):
+    """What a layer keeps of a text. Slots are whole blocks; what lies behind the last token is never read."""
+
+    # after rotation [B, H, R, D]
+    slot_keys: torch.Tensor
+    slot_values: torch.Tensor
+    # those of a block side by side [B, H, R / block, block / stride, D]
+    compressed_keys: torch.Tensor
+    compressed_values: torch.Tensor
+    # slot at which the row's current document begins [B]
+    first: torch.Tensor
+
+
+class BlockCompression(nn.Module):
+    """Learned weights [H, stride, D] with which the tokens of a stride are added up to one, from the mean."""
+
+    _no_weight_decay = {"weight"}
+
+    def __init__(self, config: HopeConfig):
+        super().__init__()
+        self.weight = nn.Parameter(
+            torch.empty(config.num_key_value_heads, config.sparse_compress_stride, config.head_dim)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, H, R, D] -> [B, H, R / stride, D]."""
+        return (x.unflatten(2, (-1, self.weight.shape[1])) * self.weight.to(x.dtype).unsqueeze(1)).sum(3)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        init.constant_(self.weight, 1 / self.weight.shape[1])
+
+
+class HopeSparseAttention(nn.Module):
+    """Causal attention whose cost per token grows with `top_k * block + window + T / stride`."""
+
+    def __init__(self, config: HopeConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        width, heads, shared = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = nn.Linear(width, heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, shared * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, shared * config.head_dim, bias=False)
+        self.branch_proj = nn.Linear(width, len(BRANCHES) * heads, bias=False)
+        self.o_proj = nn.Linear(heads * config.head_dim, width, bias=False)
+        self.k_compress = BlockCompression(config)
+        self.v_compress = BlockCompression(config)
+        self.sizes = SparseSizes(
+            config.sparse_block_size, config.sparse_compress_stride, config.sparse_top_k, config.sparse_window
+        )
+        self.kernels = asked_kernels()
+        # why no kernel of a GPU ran, and how often
+        self.kernel_fallbacks: Counter[tuple[str, str]] = Counter()
+        # filled by every call while there is one
+        self.sparse_statistics: SparseStatistics | None = None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        state: SparseState | None = None,
+        *,
+        blocks: SlotPlan,
+        block_positions: tuple[torch.Tensor, torch.Tensor],
+        need_state: bool = False,
+        **_,
+    ) -> tuple[torch.Tensor, SparseState | None]:
+        """Read a piece of text.
+
+        Args:
+            hidden_states: [B, T, hidden_size].
+            state: what the call before returned, or `None` at a text's start.
+            blocks: where the call's tokens lie, documents at multiples of a block.
+            block_positions: cosines and sines of every slot's position in its document [B or 1, S, D].
+            need_state: whether to return the state after the last token.
+
+        Returns:
+            The mixer's output [B, T, hidden_size], and the new state.
+        """
+        query, key, value = self._rotated(hidden_states, blocks, block_positions)
+        held, after, base, first = self._remember(key, value, state, blocks, hidden_states.shape[1], need_state)
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        with torch.autocast(query.device.type, enabled=False):
+            gates = blocks.to_slots(self.branch_gates(hidden_states))
+            # [B, H, G, S, 3]
+            shares = gates.to(dtype).transpose(1, 2).unflatten(1, (key.shape[1], -1))
+            # in place: what comes out of a rotation is kept for nothing else
+            query = query.to(dtype).mul_(self.config.head_dim**-0.5).unflatten(1, (key.shape[1], -1))
+            held = SparseKeys(*(part.to(dtype) for part in held))
+            at = torch.arange(query.shape[3], device=query.device)
+            at = (at + base if isinstance(base, int) else at + base[:, None]).expand(len(query), -1)
+            # the tracer meets no loop over what was selected
+            if isinstance(base, int) and query.shape[3] > 1 and not torch.compiler.is_compiling():
+                name, counted = "sparse_attention", self.kernel_fallbacks
+                run = choose(name, self.kernels, _KERNELS, read_sparse_fused, counted, at.device)
+                reads, chosen = run(query, shares, held, base, first, self.sizes)
+            else:
+                first = torch.zeros_like(at) if first is None else first
+                reads, chosen = read_sparse(query, shares, held, at, first, self.sizes)
+        if self.sparse_statistics is not None:
+            own = at // self.sizes.block
+            self.sparse_statistics.add(gates, chosen, own, blocks.valid, self.sizes.top_k)
+        output = reads.flatten(1, 2).transpose(1, 2).flatten(2)
+        return self.o_proj(blocks.to_tokens(output).to(hidden_states.dtype)), after
+
+    def branch_gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Shares of the three branches in the output of every token and head [B, T, heads, 3]; they add up to 1."""
+        return self.branch_proj(hidden_states).unflatten(-1, (-1, len(BRANCHES))).softmax(-1)
+
+    def begin_statistics(self) -> None:
+        """Sum up what is read from now on."""
+        self.sparse_statistics = SparseStatistics()
+
+    def end_statistics(self) -> list[dict]:
+        """The sums of every call since `begin_statistics`, which ends with this."""
+        found, self.sparse_statistics = self.sparse_statistics, None
+        return found.read()
+
+    def _rotated(self, hidden_states, blocks: SlotPlan, block_positions) -> tuple[torch.Tensor, ...]:
+        """Queries [B, H G, S, D], keys and values [B, H, S, D] in the slots of the call."""
+        query, key, value = (
+            blocks.to_slots(projection(hidden_states)).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return *apply_rotary_pos_emb(query, key, *block_positions), value
+
+    def _remember(self, key, value, state: SparseState | None, blocks: SlotPlan, tokens: int, need_state: bool):
+        """Keys and values of the text so far, the state, slot of the call's first, and documents' first slots [B, S].
+
+        The slot is an `int` where it is that of all rows, else [B].
+        """
+        block, length = self.sizes.block, key.shape[2]
+        rows = torch.arange(len(key), device=key.device)
+        begin = rows.new_zeros(len(key)) if state is None else state.first
+        if blocks.valid is None:
+            # all rows have read as many tokens of one document
+            base, first, end = blocks.before, None, blocks.before + length
+        else:
+            if length == 1:
+                # a document begins at a block
+                begins = blocks.position[:, 0] == 0
+                base = begin + blocks.before
+                base = torch.where(begins & blocks.valid[:, 0], -(-base // block) * block, base)
+            else:
+                base = begin + blocks.before - blocks.offset
+            at = base[:, None] + torch.arange(length, device=key.device)
+            first = at - blocks.position
+            last = torch.where(blocks.valid, at, -1).amax(1)
+            begin = torch.where(last >= 0, last + 1 - blocks.past.seen, begin)
+            if state is None:
+                base, end = 0, length
+            elif torch.compiler.is_compiling():
+                # a cache of fixed length has room
+                end = state.slot_keys.shape[2]
+            else:
+                end = int(at.max()) + 1
+        room = -(-end // block) * block
+        old, overwrites = (None,) * 4, False
+        if state is not None:
+            overwrites = _is_first(state, blocks.past.columns - tokens)
+            room = max(room, state.slot_keys.shape[2])
+            old = *state[:2], *(part.flatten(2, 3) for part in state[2:4])
+        placed = [
+            _placed(new, before, base, room, blocks, overwrites)
+            for new, before in zip((key, value), old[:2], strict=True)
+        ]
+        compressed = [
+            _compressed(slots, compress, before, base, length, overwrites)
+            for slots, compress, before in zip(placed, (self.k_compress, self.v_compress), old[2:], strict=True)
+        ]
+        after = None
+        if need_state:
+            by_block = (part.unflatten(2, (-1, block // self.sizes.stride)) for part in compressed)
+            after = SparseState(*placed, *by_block, begin)
+            after.slot_keys.written_columns = blocks.past.columns
+        return SparseKeys(*placed, *compressed), after, base, first
+
+
+def _is_first(state: SparseState, columns: int | torch.Tensor) -> bool:
+    """Whether a call that goes on after `columns` columns may write into the tensors of the state.
+
+    Only who comes first may: another text that goes on from the same token, after a rollback, finds that more columns
+    were written than it has read, and takes copies.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(columns, int):
+        return False
+    return getattr(state.slot_keys, "written_columns", None) == columns
+
+
+def _room(before: torch.Tensor, size: int, overwrites: bool) -> torch.Tensor:
+    """`before` with `size` slots; itself where it may be overwritten and is as large."""
+    more = size - before.shape[2]
+    return F.pad(before, (0, 0, 0, more)) if more else before if overwrites else before.clone()
+
+
+def _placed(new, before, base: int | torch.Tensor, room: int, blocks: SlotPlan, overwrites: bool) -> torch.Tensor:
+    """Slots [B, H, room, D] of the text with those of a call [B, H, S, D], of which the first is `base`."""
+    length = new.shape[2]
+    if blocks.valid is not None:
+        new = new * blocks.valid[:, None, :, None]
+    if before is None:
+        return F.pad(new, (0, 0, 0, room - length)) if room > length else new
+    placed = _room(before, room, overwrites)
+    if isinstance(base, int):
+        placed[:, :, base : base + length] = new
+        return placed
+    at = base[:, None] + torch.arange(length, device=new.device)
+    index = at[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3])
+    return placed.scatter_(2, index, torch.where(blocks.valid[:, None, :, None], new, placed.gather(2, index)))
+
+
+def _compressed(slots, compress, before, base: int | torch.Tensor, length: int, overwrites: bool) -> torch.Tensor:
+    """Compressed slots [B, H, R / stride, D] of the text, anew for the strides of a call."""
+    if before is None:
+        return compress(slots)
+    stride = compress.weight.shape[1]
+    placed = _room(before, slots.shape[2] // stride, overwrites)
+    if isinstance(base, int):
+        cut = slice(base // stride, -(-(base + length) // stride))
+        placed[:, :, cut] = compress(slots[:, :, cut.start * stride : cut.stop * stride])
+        return placed
+    start, number = base // stride, -(-length // stride)
+    tokens = start[:, None] * stride + torch.arange(number * stride, device=slots.device)
+    shape = (-1, slots.shape[1], -1, slots.shape[3])
+    new = compress(slots.gather(2, tokens[:, None, :, None].expand(shape)))
+    index = start[:, None] + torch.arange(number, device=slots.device)
+    return placed.scatter_(2, index[:, None, :, None].expand(shape), new)

@@ -1,0 +1,125 @@
+"""The three branches of native sparse attention (arXiv 2502.11089), each query by itself: plain operations.
+
+A query at slot t of a document that begins at slot f reads
+
+    compressed   the compressed keys of all strides of the document that end at or before t
+    selected     the keys at or before t of the blocks that matter most: the document's first, the query's own, the one
+                 before it, and those with the largest sums of compressed attention, over the heads of a group
+    window       the last keys, its own included
+
+by softmax attention in each. This is the readable path, which gathers what every query reads; generation and pieces of
+a text go through it. `sparse_fused` computes the same for a whole text.
+
+Axes: B row, H head of keys, G query heads that share it, N query, R slot of keys, D head width, Z compressed key
+(R / stride), Y block (R / block), X selected block.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+class SparseSizes(NamedTuple):
+    """What is read, in slots and blocks: the fields `sparse_*` of `HopeConfig`."""
+
+    block: int
+    stride: int
+    top_k: int
+    window: int
+
+
+class SparseKeys(NamedTuple):
+    """What queries read."""
+
+    # [B, H, R, D]
+    keys: torch.Tensor
+    values: torch.Tensor
+    # [B, H, Z, D]
+    compressed_keys: torch.Tensor
+    compressed_values: torch.Tensor
+
+
+# Queries that are read at once: what each gathers is as large as what it reads.
+_AT_ONCE = 16
+
+
+def masked_softmax(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Softmax over the last axis where `mask` is true; 0 everywhere in rows where it is nowhere."""
+    lowest = torch.finfo(scores.dtype).min
+    return scores.masked_fill(~mask, lowest).softmax(-1).masked_fill(~mask, 0.0)
+
+
+def block_scores(attention: torch.Tensor, at: torch.Tensor, first: torch.Tensor, sizes: SparseSizes) -> torch.Tensor:
+    """What selection goes by [B, H, N, Y]: -inf for blocks that a query does not see, above all others where forced.
+
+    Args:
+        attention: compressed attention of each query, summed over a group's heads [B, H, N, Z].
+        at, first: slot of the query, and of its document's first token [B or 1, N].
+    """
+    scores = attention.unflatten(-1, (-1, sizes.block // sizes.stride)).sum(-1)
+    block = torch.arange(scores.shape[-1], device=scores.device)
+    own, begin = (slot[:, None, :, None] // sizes.block for slot in (at, first))
+    for rank, forced in enumerate((own - 1, begin, own), start=1):
+        # attention sums to the number of heads at most
+        scores = torch.where(block == forced, float(rank) * scores.new_tensor(1e6), scores)
+    return scores.masked_fill((block < begin) | (block > own), float("-inf"))
+
+
+def select_blocks(attention, at, first, sizes: SparseSizes) -> torch.Tensor:
+    """The blocks that queries read [B, H, N, X]; -1 where there are fewer. Arguments as of `block_scores`."""
+    scores = block_scores(attention, at, first, sizes)
+    best = scores.topk(min(sizes.top_k, scores.shape[-1]), dim=-1)
+    return best.indices.masked_fill(best.values == float("-inf"), -1)
+
+
+def read_compressed(queries, held: SparseKeys, at, first, stride: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reads [B, H, G, N, D], and the attention they come from, summed over a group's heads [B, H, N, Z]."""
+    begin = torch.arange(held.compressed_keys.shape[2], device=at.device) * stride
+    mask = (begin >= first[..., None]) & (begin + stride <= at[..., None] + 1)
+    scores = queries @ held.compressed_keys.unsqueeze(2).mT
+    attention = masked_softmax(scores, mask[:, None, None])
+    return attention @ held.compressed_values.unsqueeze(2), attention.detach().sum(2)
+
+
+def read_slots(queries, held: SparseKeys, slots: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Reads [B, H, G, N, D] of the slots [B, H, N, M] given, where `mask` is true."""
+    width = queries.shape[-1]
+    index = slots.flatten(2).unsqueeze(-1).expand(-1, -1, -1, width)
+    keys, values = (part.gather(2, index).unflatten(2, slots.shape[2:]) for part in (held.keys, held.values))
+    # [B, H, N, G, D]: each query has keys of its own
+    scores = queries.transpose(2, 3) @ keys.mT
+    return (masked_softmax(scores, mask.unsqueeze(3)) @ values).transpose(2, 3)
+
+
+def read_sparse(
+    queries: torch.Tensor,
+    shares: torch.Tensor,
+    held: SparseKeys,
+    at: torch.Tensor,
+    first: torch.Tensor,
+    sizes: SparseSizes,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reads of the three branches in their shares [B, H, G, N, D], and the blocks that were selected [B, H, N, X].
+
+    Args:
+        queries: scaled [B, H, G, N, D].
+        shares: of compressed, selected and window branch [B, H, G, N, 3].
+        at, first: slot of each query, and of its document's first token [B, N].
+    """
+    device, heads = at.device, held.keys.shape[1]
+    reads, blocks = [], []
+    for start in range(0, queries.shape[3], _AT_ONCE):
+        cut = slice(start, start + _AT_ONCE)
+        query, slot, begin = queries[:, :, :, cut], at[:, cut], first[:, cut]
+        compressed, attention = read_compressed(query, held, slot, begin, sizes.stride)
+        chosen = select_blocks(attention, slot, begin, sizes)
+        inside = chosen[..., None] * sizes.block + torch.arange(sizes.block, device=device)
+        mask = (chosen[..., None] >= 0) & (inside <= slot[:, None, :, None, None])
+        selected = read_slots(query, held, inside.clamp(min=0).flatten(3), mask.flatten(3))
+        near = slot[..., None] + torch.arange(1 - sizes.window, 1, device=device)
+        mask = (near >= begin[..., None])[:, None].expand(-1, heads, -1, -1)
+        window = read_slots(query, held, near.clamp(min=0)[:, None].expand(-1, heads, -1, -1), mask)
+        branches = torch.stack([compressed, selected, window], dim=-1)
+        reads.append((branches @ shares[:, :, :, cut].unsqueeze(-1)).squeeze(-1))
+        blocks.append(chosen)
+    return torch.cat(reads, dim=3), torch.cat(blocks, dim=2)

@@ -1,0 +1,310 @@
+"""The branches of `sparse_branches` for a whole text: tiles of queries and blocks of keys, gradients by hand.
+
+Nothing of the size of the text's square is built. Compressed and window branch take tiles of neighbouring queries. The
+selected branch goes block of keys by block of keys and gathers the queries that have selected it, which are far
+smaller than what each of them reads; a query's blocks are added up under a running maximum, as in flash attention
+(arXiv 2307.08691). All are ordinary products of matrices.
+
+Axes: B row, H head of keys, G query heads that share it, S query, R slot of keys, D head width, n queries of a tile, m
+keys of a tile.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from .sparse_branches import SparseKeys, SparseSizes, select_blocks
+
+# queries of a tile, and those that are gathered at once: a document's first block is read by all
+_TILE, _GATHERED = 128, 1024
+
+
+def read_sparse_fused(
+    queries: torch.Tensor,
+    shares: torch.Tensor,
+    held: SparseKeys,
+    base: int,
+    first: torch.Tensor | None,
+    sizes: SparseSizes,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sparse_branches.read_sparse` of queries in neighbouring slots.
+
+    Args:
+        queries: scaled [B, H, G, S, D].
+        shares: of compressed, selected and window branch [B, H, G, S, 3].
+        base: slot of the first query, in all rows.
+        first: slot of the first token of each query's document [B, S]; `None` where all begin at slot 0.
+    """
+    # whole blocks of queries
+    length, front = queries.shape[3], base % sizes.block
+    back, base = -(front + length) % sizes.block, base - front
+    if front or back:
+        queries, shares = (F.pad(part, (0, 0, front, back)) for part in (queries, shares))
+    if first is not None:
+        first = F.pad(first, (front, back), value=base)
+    compressed, selected, window = shares.split(1, dim=-1)
+    # One after the other, so that the backward pass holds the gradient of one branch at a time.
+    reads, chosen = _Compressed.apply(
+        queries, held.compressed_keys, held.compressed_values, compressed, base, first, sizes
+    )
+    reads = reads + _Selected.apply(queries, held.keys, held.values, selected, chosen, base, sizes.block)
+    reads = reads + _Window.apply(queries, held.keys, held.values, window, base, first, sizes.window)
+    inside = slice(front, front + length)
+    return reads[:, :, :, inside], chosen[:, :, inside]
+
+
+class _Tile(NamedTuple):
+    """Neighbouring queries and the range of keys that they read."""
+
+    queries: slice
+    keys: slice
+    # what is added to scores: 0, or -inf for keys that a query does not see [1 or B, 1, 1, n, columns]
+    hidden: list[tuple[slice, torch.Tensor]]
+    # 0 for queries that see none of the keys [1 or B, 1, 1, n, 1], where there may be any
+    sees: torch.Tensor | None = None
+
+
+def _tile(cut: slice, keys: slice, columns: list[slice], visible: Callable, like: torch.Tensor, dark: bool) -> _Tile:
+    """A tile of which all keys but those in `columns` are seen by all queries; `visible` tells of [..., n, m]."""
+    hidden, sees = [], None
+    for part in columns:
+        seen = visible(part)[:, None, None]
+        if dark:
+            sees = seen.any(-1, keepdim=True)
+            seen, sees = seen | ~sees, sees.to(like.dtype)
+        mask = torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, float("-inf"))
+        hidden.append((slice(part.start - keys.start, part.stop - keys.start), mask))
+    return _Tile(cut, keys, hidden, sees)
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, tile: _Tile) -> torch.Tensor:
+    """Softmax attention [B, H, G n, m] of queries [B, H, G, n, D]; 0 for those that see nothing."""
+    scores = query.flatten(2, 3) @ key.mT
+    by_head = scores.unflatten(2, query.shape[2:4])
+    for columns, mask in tile.hidden:
+        by_head[..., columns] += mask
+    attention = scores.softmax(-1)
+    if tile.sees is not None:
+        attention.unflatten(2, query.shape[2:4]).mul_(tile.sees)
+    return attention
+
+
+def _queries_of_tiles(queries: torch.Tensor, base: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Queries of every tile, and their slots [n, 1]."""
+    for start in range(0, queries.shape[3], _TILE):
+        stop = min(start + _TILE, queries.shape[3])
+        yield slice(start, stop), torch.arange(base + start, base + stop, device=queries.device)[:, None]
+
+
+def _window_tiles(queries, base: int, first, window: int) -> Iterator[_Tile]:
+    for cut, at in _queries_of_tiles(queries, base):
+        start, stop = base + cut.start, base + cut.stop
+        low = max(0, start - window + 1)
+
+        def visible(part: slice, at=at, cut=cut) -> torch.Tensor:
+            near = torch.arange(part.start, part.stop, device=at.device)
+            seen = ((near <= at) & (near > at - window))[None]
+            return seen if first is None else seen & (near >= first[:, cut, None])
+
+        columns = [slice(low, stop)]
+        if first is None and low and stop - window < start:
+            # between lie those that all queries of the tile see
+            columns = [slice(low, stop - window), slice(start, stop)]
+        yield _tile(cut, slice(low, stop), columns, visible, queries, dark=False)
+
+
+def _compressed_tiles(queries, base: int, first, stride: int) -> Iterator[_Tile]:
+    for cut, at in _queries_of_tiles(queries, base):
+        high = (base + cut.stop) // stride
+
+        def visible(part: slice, at=at, cut=cut) -> torch.Tensor:
+            begin = torch.arange(part.start, part.stop, device=at.device) * stride
+            seen = (begin + stride <= at + 1)[None]
+            return seen if first is None else seen & (begin >= first[:, cut, None])
+
+        seen_by_all = 0 if first is not None else (base + cut.start + 1) // stride
+        columns = slice(seen_by_all, high)
+        yield _tile(cut, slice(0, high), [columns], visible, queries, dark=not seen_by_all)
+
+
+class _Tiled(torch.autograd.Function):
+    """A branch of which every query reads within one range of keys: its reads in their share [B, H, G, S, D]."""
+
+    @staticmethod
+    def gradients(ctx, grad, tiles: Callable) -> tuple[torch.Tensor, ...]:
+        """Of queries, keys, values and shares; `tiles` of the queries and of where documents begin."""
+        queries, keys, values, shares, first = ctx.saved_tensors
+        grad_queries, grad_keys, grad_values, grad_shares = map(torch.zeros_like, (queries, keys, values, shares))
+        for tile in tiles(queries, first):
+            query, share, part = (of[:, :, :, tile.queries] for of in (queries, shares, grad))
+            key, value, rows = keys[:, :, tile.keys], values[:, :, tile.keys], part.flatten(2, 3)
+            attention = _attention(query, key, tile)
+            through = rows @ value.mT
+            # the read times its gradient, which is the share's gradient, too
+            along = torch.linalg.vecdot(attention, through).unsqueeze(-1)
+            grad_shares[:, :, :, tile.queries] = along.unflatten(2, query.shape[2:4])
+            attention.mul_(share.flatten(2, 3))
+            grad_values[:, :, tile.keys] += attention.mT @ rows
+            through.sub_(along).mul_(attention)
+            grad_keys[:, :, tile.keys] += through.mT @ query.flatten(2, 3)
+            grad_queries[:, :, :, tile.queries] = (through @ key).unflatten(2, query.shape[2:4])
+        return grad_queries, grad_keys, grad_values, grad_shares
+
+
+class _Window(_Tiled):
+    @staticmethod
+    def forward(ctx, queries, keys, values, shares, base, first, window):
+        reads = torch.empty_like(queries)
+        for tile in _window_tiles(queries, base, first, window):
+            query, cut = queries[:, :, :, tile.queries], tile.queries
+            read = _attention(query, keys[:, :, tile.keys], tile) @ values[:, :, tile.keys]
+            reads[:, :, :, cut] = read.unflatten(2, query.shape[2:4]).mul_(shares[:, :, :, cut])
+        ctx.tiles = lambda queries, first: _window_tiles(queries, base, first, window)
+        ctx.save_for_backward(queries, keys, values, shares, first)
+        return reads
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return *_Tiled.gradients(ctx, grad, ctx.tiles), None, None, None
+
+
+class _Compressed(_Tiled):
+    """Also the blocks that the attention selects [B, H, S, X]."""
+
+    @staticmethod
+    def forward(ctx, queries, keys, values, shares, base, first, sizes):
+        reads = torch.empty_like(queries)
+        batch, heads, _, length, _ = queries.shape
+        blocks = (base + length) // sizes.block
+        chosen = torch.full((batch, heads, length, min(sizes.top_k, blocks)), -1, device=queries.device)
+        for tile in _compressed_tiles(queries, base, first, sizes.stride):
+            query, cut = queries[:, :, :, tile.queries], tile.queries
+            attention = _attention(query, keys[:, :, tile.keys], tile)
+            read = (attention @ values[:, :, tile.keys]).unflatten(2, query.shape[2:4])
+            reads[:, :, :, cut] = read.mul_(shares[:, :, :, cut])
+            at = torch.arange(base + cut.start, base + cut.stop, device=queries.device)[None]
+            begin = torch.zeros_like(at) if first is None else first[:, cut]
+            # to the end of the tile's last block
+            summed = attention.unflatten(2, query.shape[2:4]).sum(2)
+            more = -(-(base + cut.stop) // sizes.block) * (sizes.block // sizes.stride) - summed.shape[-1]
+            best = select_blocks(F.pad(summed, (0, more)), at, begin, sizes)
+            chosen[:, :, cut, : best.shape[-1]] = best
+        ctx.tiles = lambda queries, first: _compressed_tiles(queries, base, first, sizes.stride)
+        ctx.save_for_backward(queries, keys, values, shares, first)
+        ctx.mark_non_differentiable(chosen)
+        return reads, chosen
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, _):
+        return *_Tiled.gradients(ctx, grad, ctx.tiles), None, None, None
+
+
+class _Visit(NamedTuple):
+    """A block of keys and queries of one row and head that have selected it."""
+
+    head: int
+    keys: slice
+    queries: torch.Tensor
+    # scores of these first queries and all keys that must not count, as the query comes before the key [n, m]
+    hidden: torch.Tensor | None
+
+
+def _visits(chosen: torch.Tensor, base: int, block: int) -> list[_Visit]:
+    """All that is to be read, block after block, for queries `chosen` [B, H, S, X] (-1 for none)."""
+    batch, heads, length, number = chosen.shape
+    blocks = (base + length) // block
+    # what is no block counts as one more
+    ordered, place = torch.where(chosen < 0, blocks, chosen).view(batch * heads, -1).sort(dim=1, stable=True)
+    ordered += torch.arange(batch * heads, device=chosen.device)[:, None] * (blocks + 1)
+    counts = ordered.view(-1).bincount(minlength=batch * heads * (blocks + 1)).tolist()
+    inside = torch.arange(block, device=chosen.device)
+    hidden = inside[:, None] < inside
+    visits = []
+    for visit, queries in enumerate((place // number).view(-1).split(counts)):
+        head, y = divmod(visit, blocks + 1)
+        if y == blocks:
+            continue
+        for index, part in enumerate(queries.split(max(_GATHERED, block)) if len(queries) else ()):
+            # Every query has selected its own block, and those of the block come first.
+            is_own = not index and y * block >= base
+            visits.append(_Visit(head, slice(y * block, (y + 1) * block), part, hidden if is_own else None))
+    return visits
+
+
+class _Selected(torch.autograd.Function):
+    """Reads of the blocks `chosen` in their share [B, H, G, S, D]; queries and keys are whole blocks."""
+
+    @staticmethod
+    def scores(rows: list[torch.Tensor], keys: list[torch.Tensor], visit: _Visit) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [n G, D], a query's heads side by side, and their scores [n G, m]."""
+        query = rows[visit.head].index_select(0, visit.queries)
+        scores = query.flatten(0, 1) @ keys[visit.head][visit.keys].mT
+        if visit.hidden is not None:
+            own = scores.unflatten(0, query.shape[:2])[: len(visit.hidden)]
+            own.masked_fill_(visit.hidden[:, None], float("-inf"))
+        return query.flatten(0, 1), scores
+
+    @staticmethod
+    def forward(ctx, queries, keys, values, shares, chosen, base, block):
+        rows = queries.transpose(2, 3)
+        reads = torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device)
+        # the largest score so far, and the sum of exponentials beside it
+        top, total = (rows.new_full((*rows.shape[:-1], 1), value) for value in (float("-inf"), 0.0))
+        visits = _visits(chosen, base, block)
+        rows_of, keys_of, values_of, reads_of, top_of, total_of = map(
+            _by_head, (rows, keys, values, reads, top, total)
+        )
+        for visit in visits:
+            _, scores = _Selected.scores(rows_of, keys_of, visit)
+            read, before, count = (
+                of[visit.head].index_select(0, visit.queries) for of in (reads_of, top_of, total_of)
+            )
+            shape = before.shape[:2]
+            after = torch.maximum(before.flatten(0, 1), scores.amax(-1, keepdim=True))
+            scores.sub_(after).exp_()
+            after = after.view(before.shape)
+            left = before.sub_(after).exp_()
+            read.mul_(left).flatten(0, 1).addmm_(scores, values_of[visit.head][visit.keys])
+            count.mul_(left).add_(scores.sum(-1).view(*shape, 1))
+            for of, part in ((reads_of, read), (top_of, after), (total_of, count)):
+                of[visit.head].index_copy_(0, visit.queries, part)
+        reads.div_(total)
+        ctx.visits, ctx.sums = visits, top.add_(total.log_())
+        ctx.save_for_backward(queries, keys, values, shares, reads)
+        return reads.transpose(2, 3) * shares
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        queries, keys, values, shares, reads = ctx.saved_tensors
+        rows, grad, shares = (part.transpose(2, 3) for part in (queries, grad, shares))
+        # the read times its gradient, which is the share's gradient, too
+        along = torch.linalg.vecdot(grad, reads).unsqueeze(-1)
+        # of each query and head, what is gathered together
+        facts = torch.cat([ctx.sums, along, shares], dim=-1)
+        grad_keys, grad_values = torch.zeros_like(keys), torch.zeros_like(values)
+        grad_rows = torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device)
+        rows_of, grad_of, facts_of, grad_rows_of = map(_by_head, (rows, grad, facts, grad_rows))
+        keys_of, values_of, grad_keys_of, grad_values_of = map(_by_head, (keys, values, grad_keys, grad_values))
+        for visit in ctx.visits:
+            head, near = visit.head, visit.keys
+            query, attention = _Selected.scores(rows_of, keys_of, visit)
+            part, known = (of[head].index_select(0, visit.queries).flatten(0, 1) for of in (grad_of, facts_of))
+            total, read, share = known.split(1, dim=-1)
+            attention.sub_(total).exp_().mul_(share)
+            grad_values_of[head][near].addmm_(attention.mT, part)
+            grad_scores = (part @ values_of[head][near].mT).sub_(read).mul_(attention)
+            grad_keys_of[head][near].addmm_(grad_scores.mT, query)
+            through = (grad_scores @ keys_of[head][near]).view(len(visit.queries), -1, rows.shape[-1])
+            grad_rows_of[head].index_add_(0, visit.queries, through)
+        return grad_rows.transpose(2, 3), grad_keys, grad_values, along.transpose(2, 3), None, None, None
+
+
+def _by_head(part: torch.Tensor) -> list[torch.Tensor]:
+    """Views of [B, H, ...], row after row, wherever they lie."""
+    return [head for row in part for head in row]

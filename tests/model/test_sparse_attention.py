@@ -1,0 +1,217 @@
+"""Sparse attention against the paper's equations query by query, in float64: outputs and gradients."""
+
+import re
+
+import pytest
+import torch
+from dense_sparse import dense_sparse
+from huggingface_hub.errors import StrictDataclassError
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
+from hope_hf.model import sparse_fused
+from hope_hf.model.attention import HopeAttention
+from hope_hf.model.chunk_layout import plan_slots
+from hope_hf.model.sparse_attention import HopeSparseAttention
+from hope_hf.model.sparse_branches import SparseKeys, SparseSizes, read_sparse, select_blocks
+
+WIDTH = 32
+FEW = dict(sparse_block_size=8, sparse_compress_stride=4, sparse_top_k=4, sparse_window=16)
+SIZES = {
+    "few blocks": FEW,
+    "strides as large as blocks": FEW | {"sparse_compress_stride": 8},
+    "one block": FEW | {"sparse_top_k": 1},
+    "two blocks": FEW | {"sparse_top_k": 2, "sparse_window": 8},
+    "all blocks": FEW | {"sparse_top_k": 100},
+    "strides of one token": dict(sparse_block_size=4, sparse_compress_stride=1, sparse_top_k=3, sparse_window=4),
+}
+
+
+def config_of(**options):
+    options = {"num_attention_heads": 4, "num_key_value_heads": 2} | options
+    return HopeConfig(
+        vocab_size=16, hidden_size=WIDTH, num_hidden_layers=1, head_dim=8, layer_types=["sparse_attention"], **options
+    )
+
+
+def random_mixer(**options):
+    torch.manual_seed(0)
+    mixer = HopeSparseAttention(config_of(**options), 0).double()
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            # large enough that attention is far from a mean
+            parameter.copy_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5 * 1.5)
+    return mixer
+
+
+def texts(*shape, seed=1):
+    return torch.randn(*shape, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def angles_of(mixer, hidden_states):
+    return LlamaRotaryEmbedding(mixer.config)(hidden_states, torch.arange(hidden_states.shape[-2])[None])
+
+
+def run(mixer, hidden_states):
+    """Of rows that each begin a document."""
+    plan = plan_slots(mixer.sizes.block, hidden_states.shape[:2], hidden_states.device)
+    return mixer(hidden_states, blocks=plan, block_positions=angles_of(mixer, hidden_states))[0]
+
+
+def assert_equal_with_gradients(ours, theirs, leaves):
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+    weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    found, expected = (torch.autograd.grad((out * weights).sum(), leaves, allow_unused=True) for out in (ours, theirs))
+    for leaf, *both in zip(leaves, found, expected, strict=True):
+        one, other = (torch.zeros_like(leaf) if grad is None else grad for grad in both)
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("options", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("length", [1, 3, 45])
+def test_a_whole_text(options, length):
+    mixer, hidden_states = random_mixer(**options), texts(2, length).requires_grad_()
+    angles = angles_of(mixer, hidden_states)
+    expected = torch.stack([dense_sparse(mixer, row, angles)[0] for row in hidden_states])
+    assert_equal_with_gradients(run(mixer, hidden_states), expected, [hidden_states, *mixer.parameters()])
+
+
+def test_the_text_chooses_among_blocks():
+    """What the comparison above is worth: queries read blocks that are neither first nor last, and not all."""
+    mixer = random_mixer(**FEW)
+    _, read = dense_sparse(mixer, texts(45), angles_of(mixer, texts(45)))
+    own = [t // 8 for t in range(45) for _ in range(2)]
+    between = [blocks - {0, last, last - 1} for blocks, last in zip(read, own, strict=True)]
+    assert all(len(b) <= 1 for b in between) and len(set().union(*between)) >= 3
+    assert any(len(blocks) < last + 1 for blocks, last in zip(read, own, strict=True))
+
+
+@pytest.mark.parametrize("tile", [8, 24, 128])
+@pytest.mark.parametrize("base, documents", [(0, False), (5, False), (24, False), (0, True), (24, True)])
+def test_tiles_equal_single_queries(monkeypatch, tile, base, documents):
+    """The two paths of the model, over keys of earlier calls and documents in a row."""
+    monkeypatch.setattr(sparse_fused, "_TILE", tile)
+    monkeypatch.setattr(sparse_fused, "_GATHERED", tile)
+    sizes, length = SparseSizes(8, 4, 3, 16), 61
+    room = -(-(base + length) // 8) * 8
+    shapes = [(2, 2, 3, length, 8), (2, 2, 3, length, 3), *[(2, 2, room, 8)] * 2, *[(2, 2, room // 4, 8)] * 2]
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+    at = torch.arange(base, base + length).expand(2, -1)
+    first = torch.zeros_like(at)
+    if documents:
+        first[0, 16:], first[0, 24:], first[1, 8:] = base + 16, base + 24, base + 8
+    (one, chosen), (other, also) = (
+        read_sparse(*leaves[:2], SparseKeys(*leaves[2:]), at, first, sizes),
+        sparse_fused.read_sparse_fused(
+            *leaves[:2], SparseKeys(*leaves[2:]), base, first if documents else None, sizes
+        ),
+    )
+    assert torch.equal(chosen.sort(-1).values, also.sort(-1).values)
+    assert_equal_with_gradients(one, other, leaves)
+
+
+def test_all_blocks_and_a_gate_on_them_is_full_attention():
+    mixer = random_mixer(**FEW | {"sparse_top_k": 100})
+    hidden_states = texts(2, 45)
+    gates = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64).expand(2, 45, 4, 3)
+    mixer.branch_gates = lambda _: gates
+    full = HopeAttention(mixer.config, 0).double()
+    full.load_state_dict({name: mixer.state_dict()[name] for name in full.state_dict()})
+    # the eager kernel rounds to float32
+    full.config._attn_implementation = "sdpa"
+    mask = torch.full((45, 45), float("-inf"), dtype=torch.float64).triu(1)
+    context = {"position_embeddings": angles_of(mixer, hidden_states), "past_key_values": None}
+    expected = full(hidden_states, attention_mask=mask, **context)[0]
+    torch.testing.assert_close(run(mixer, hidden_states), expected, rtol=0, atol=1e-9)
+    # the control: with few blocks it is not
+    few = random_mixer(**FEW | {"sparse_top_k": 2})
+    few.branch_gates = mixer.branch_gates
+    assert (run(few, hidden_states) - expected).abs().max() > 1e-2
+
+
+def test_forced_blocks_come_first():
+    """Own, first and previous, in that order where there is no room for all; then by attention."""
+    attention = torch.zeros(1, 1, 1, 12, dtype=torch.float64)
+    attention[..., 4:6], attention[..., 6:8] = 1.0, 2.0
+    at, first = torch.tensor([[5 * 8 + 3]]), torch.tensor([[0]])
+    for top_k, expected in ((1, [5]), (2, [0, 5]), (3, [0, 4, 5]), (4, [0, 3, 4, 5]), (5, [0, 2, 3, 4, 5])):
+        chosen = select_blocks(attention, at, first, SparseSizes(8, 4, top_k, 8))
+        assert sorted(chosen.flatten().tolist()) == expected
+    # a document that begins at the third block sees none before
+    chosen = select_blocks(attention, at, torch.tensor([[24]]), SparseSizes(8, 4, 5, 8))
+    assert sorted(chosen.flatten().tolist()) == [-1, -1, 3, 4, 5]
+
+
+def test_nothing_of_the_size_of_the_square_is_built():
+    """The largest tensor of a step grows in proportion to the text."""
+
+    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **kwargs or {})
+            parts = out if isinstance(out, (tuple, list)) else [out]
+            self.size = max([self.size, *(part.numel() for part in parts if isinstance(part, torch.Tensor))])
+            return out
+
+    largest = []
+    for length in (512, 2048):
+        mixer = random_mixer(**FEW)
+        hidden_states = texts(1, length).requires_grad_()
+        with Largest() as mode:
+            run(mixer, hidden_states).sum().backward()
+        largest.append(mode.size)
+    assert largest[1] <= 4.5 * largest[0] and largest[1] < 2048**2 / 4
+
+
+@torch.no_grad()
+def test_texts_that_part_at_a_snapshot_do_not_overwrite_each_other():
+    """A call writes into the tensors of the one before; two texts that go on from the same token must not."""
+    model = HopeForCausalLM(config_of(**FEW)).double()
+    generator = torch.Generator().manual_seed(0)
+    start, one, other, end = (torch.randint(16, (2, n), generator=generator) for n in (10, 3, 2, 4))
+    cache = HopeCache(model.config)
+    model(start, past_key_values=cache)
+    fork = cache.snapshot()
+    model(one, past_key_values=cache)
+    tensors = [cache.layers[0].state.slot_keys]
+    after_one = cache.snapshot()
+    model(other, past_key_values=cache.rollback(fork))
+    tensors.append(cache.layers[0].state.slot_keys)
+    for middle, snapshot in ((other, cache.snapshot()), (one, after_one)):
+        ours = model(end, past_key_values=cache.rollback(snapshot)).logits
+        whole = model(torch.cat([start, middle, end], dim=1)).logits
+        torch.testing.assert_close(ours, whole[:, -4:], rtol=0, atol=1e-12)
+    # the first went on in place, the second in a copy
+    assert fork[0].state.slot_keys is tensors[0] and fork[0].state.slot_keys is not tensors[1]
+
+
+ERRORS = {
+    "block and window": ({"sparse_window": 100}, r"`sparse_block_size` \(64\) must divide `sparse_window` \(100\)"),
+    "stride": ({"sparse_compress_stride": 24}, r"`sparse_compress_stride` \(24\) must divide `sparse_block_size`"),
+    "top k": ({"sparse_top_k": 0}, "`sparse_top_k` must be at least 1, got 0"),
+    "block": ({"sparse_block_size": 0}, "`sparse_block_size` must be at least 1, got 0"),
+    "heads": ({"num_key_value_heads": 3}, r"`num_attention_heads` \(4\) must be a multiple of"),
+    "kind": ({"layer_types": ["sparse"]}, "`layer_types` holds 'sparse': choose of hope_memory, sparse_attention"),
+}
+
+
+@pytest.mark.parametrize("options, sentence", ERRORS.values(), ids=ERRORS)
+def test_bad_configurations(options, sentence):
+    base = dict(vocab_size=16, hidden_size=WIDTH, num_hidden_layers=1, head_dim=8)
+    with pytest.raises(StrictDataclassError) as caught:
+        HopeConfig(**base | {"layer_types": ["sparse_attention"]} | options)
+    assert re.search(sentence, str(caught.value.__cause__))
+
+
+def test_a_cache_of_another_layout():
+    others = {}, {"sparse_compress_stride": 8}, {"sparse_window": 8}
+    models = [HopeForCausalLM(config_of(**FEW | options)) for options in others]
+    ids = torch.tensor([[1, 2, 3]])
+    cache = HopeCache(models[0].config)
+    models[0](ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="blocks of 8 and strides of 4, and this model's has .* strides of 8"):
+        models[1](ids, past_key_values=cache)
+    # what is read of the cache is the model's
+    models[2](ids, past_key_values=cache)

@@ -1,0 +1,116 @@
+"""What a run says of its layers of sparse attention."""
+
+import torch
+from training_runs import HOPE_SPARSE
+
+from hope_hf.training.watch import sparse
+from hope_hf.training.watch.sparse import SparseReport, summary
+
+SIZES = dict(sparse_block_size=8, sparse_compress_stride=4, sparse_top_k=3, sparse_window=8)
+
+
+def sparse_model(tiny_model):
+    return tiny_model(layer_types=["sparse_attention", "sparse_attention"], **SIZES)
+
+
+def ids(rows, length=40):
+    return torch.randint(62, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def test_a_batch_read_in_parts_gives_the_same_rows(tiny_model):
+    model, found = sparse_model(tiny_model), []
+    for parts in ([ids(4)], ids(4).split([1, 3])):
+        report = SparseReport(model)
+        for part in parts:
+            with report.forward(True):
+                model(part)
+        found.append(report.rows())
+    assert found[0].keys() == found[1].keys() and len(found[0]) == 3 * 13
+    for name, value in found[0].items():
+        assert abs(value - found[1][name]) <= 1e-6 * max(1, abs(value)), name
+
+
+def test_what_is_counted(tiny_model):
+    model = sparse_model(tiny_model)
+    mixer, seen = model.model.layers[0].mixer, []
+    mixer.branch_gates = lambda x, gates=mixer.branch_gates: seen.append(gates(x)) or seen[-1]
+    report = SparseReport(model)
+    padding = torch.ones(2, 40, dtype=torch.long)
+    padding[0, :7] = 0
+    with report.forward(True):
+        model(ids(2), attention_mask=padding)
+    rows, gates = report.rows(), seen[0][padding.bool()]
+    tokens, heads = 73, mixer.config.num_key_value_heads
+    assert rows["sparse/0/rows"] == tokens * heads
+    entropy = torch.distributions.Categorical(gates).entropy()
+    for name, value in (
+        ("gate_entropy_mean", entropy.mean()), ("gate_entropy_min", entropy.min()), ("gate_max", gates.max()),
+        ("share_window", gates[..., 2].mean()), ("gate_collapse_fraction", 0.0),
+    ):  # fmt: skip
+        assert abs(rows[f"sparse/0/{name}"] - float(value)) < 1e-6, name
+    # a token of block y reads min(y + 1, 3) blocks
+    blocks = [min(t // 8 + 1, 3) for length in (33, 40) for t in range(length)]
+    assert rows["sparse/0/k_max"] == 3 and abs(rows["sparse/0/k_mean"] - sum(blocks) / tokens) < 1e-9
+    assert abs(rows["sparse/0/k_at_max_percent"] - 100 * blocks.count(3) / tokens) < 1e-9
+    # own block, the one before and the first: distances in blocks of 8
+    away = sorted(8 * d for length in (33, 40) for t in range(length) for d in {0, min(1, t // 8), t // 8})
+    assert rows["sparse/0/selected_distance_median"] == away[(len(away) + 1) // 2 - 1]
+    assert rows["sparse/0/selected_distance_p95"] == away[-(-len(away) * 95 // 100) - 1]
+    assert rows["sparse/all/rows"] == 2 * tokens * heads
+
+
+def test_what_is_computed_again_in_the_backward_pass_counts_once(tiny_model):
+    model = sparse_model(tiny_model).train()
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+    report = SparseReport(model)
+    with report.forward(True):
+        loss = model(ids(2), labels=ids(2)).loss
+    loss.backward()
+    assert report.rows()["sparse/0/rows"] == 80 * model.config.num_key_value_heads
+
+
+def test_a_collapsed_gate_is_said_once(tiny_model, monkeypatch):
+    monkeypatch.setattr(sparse, "STEPS", 3)
+    model = sparse_model(tiny_model)
+    mixer = model.model.layers[1].mixer
+    report, said = SparseReport(model), []
+    for step in range(8):
+        # open in the second step: what was counted before begins again
+        gates = torch.tensor([0.98, 0.01, 0.01] if step != 1 else [0.4, 0.3, 0.3])
+        mixer.branch_gates = lambda x, gates=gates: gates.expand(*x.shape[:2], mixer.config.num_attention_heads, 3)
+        with report.forward(True):
+            model(ids(1))
+        report.rows()
+        said.append(report.warnings())
+    assert [bool(sentences) for sentences in said] == [False] * 4 + [True] + [False] * 3
+    assert said[4] == [
+        "sparse attention of layer 1 reads one branch: in the last 3 logged steps most of its gates were above 0.95 "
+        "(sparse/1/gate_collapse_fraction)"
+    ]
+
+
+def test_a_run_writes_the_rows_of_its_logged_steps(run):
+    status, rows = run("a", "--logging_steps", "4", model=HOPE_SPARSE)
+    assert status == 0
+    trained = [row for row in rows if "train/loss" in row]
+    assert len(trained) > 1 and all(sum(name.startswith("sparse/") for name in row) == 26 for row in trained)
+
+
+def test_a_model_without_such_layers_says_nothing(tiny_model):
+    report = SparseReport(tiny_model())
+    with report.forward(True):
+        pass
+    assert report.rows() == {} and report.warnings() == []
+
+
+def test_parts_of_several_lengths_add_up():
+    part = {
+        "gates": 2, "entropy": 1.0, "shares": [1.0, 0.5, 0.5], "collapsed": 1, "rows": 2, "k": 3, "k_at_max": 1,
+        "distances": [2, 1], "entropy_min": 0.4, "gate_max": 0.6, "k_max": 2,
+    }  # fmt: skip
+    longer = part | {"distances": [0, 0, 0, 6], "entropy_min": 0.1, "gate_max": 0.9, "k_max": 5}
+    rows = summary([part, longer], block=16)
+    assert rows["selected_distance_median"] == 48 and rows["selected_distance_p95"] == 48
+    assert (rows["gate_entropy_min"], rows["gate_max"], rows["k_max"], rows["rows"]) == (0.1, 0.9, 5, 4)
+    assert rows["gate_entropy_mean"] == 0.5 and rows["share_compressed"] == 0.5
