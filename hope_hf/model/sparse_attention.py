@@ -214,6 +214,9 @@ def _is_first(state: SparseState, columns: int | torch.Tensor) -> bool:
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(columns, int):
         return False
+    # torch refuses to overwrite, outside of its inference mode, what was made there
+    if state.slot_keys.is_inference() and not torch.is_inference_mode_enabled():
+        return False
     return getattr(state.slot_keys, "written_columns", None) == columns
 
 
