@@ -200,6 +200,20 @@ def test_a_text_goes_on_in_another_mode(modes):
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=1e-12)
 
 
+def test_a_backward_pass_within_autocast_is_that_without():
+    gradients = []
+    for within in (False, True):
+        mixer = random_mixer(**FEW).float()
+        hidden_states = texts(2, 45).float().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = run(mixer, hidden_states).float().sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=within):
+            loss.backward()
+        gradients.append([parameter.grad for parameter in mixer.parameters()])
+    # linear maps are in bfloat16 either way
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
 ERRORS = {
     "block and window": ({"sparse_window": 100}, r"`sparse_block_size` \(64\) must divide `sparse_window` \(100\)"),
     "stride": ({"sparse_compress_stride": 24}, r"`sparse_compress_stride` \(24\) must divide `sparse_block_size`"),
