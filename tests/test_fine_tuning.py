@@ -19,6 +19,7 @@ LAYERS = {
     "memory": ["hope_memory", "hope_memory"],
     "hybrid": ["hope_memory", "full_attention"],
     "attention": ["full_attention", "full_attention"],
+    "sparse": ["hope_memory", "sparse_attention"],
 }
 each_kind_of_layer = pytest.mark.parametrize("layer_types", LAYERS.values(), ids=LAYERS)
 STEPS = 8

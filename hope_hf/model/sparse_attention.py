@@ -108,10 +108,10 @@ class HopeSparseAttention(nn.Module):
             The mixer's output [B, T, hidden_size], and the new state.
         """
         query, key, value = self._rotated(hidden_states, blocks, block_positions)
+        gates = blocks.to_slots(self.branch_gates(hidden_states))
         held, after, base, first = self._remember(key, value, state, blocks, hidden_states.shape[1], need_state)
         dtype = torch.promote_types(query.dtype, torch.float32)
         with torch.autocast(query.device.type, enabled=False):
-            gates = blocks.to_slots(self.branch_gates(hidden_states))
             # [B, H, G, S, 3]
             shares = gates.to(dtype).transpose(1, 2).unflatten(1, (key.shape[1], -1))
             # in place: what comes out of a rotation is kept for nothing else
@@ -214,6 +214,9 @@ def _is_first(state: SparseState, columns: int | torch.Tensor) -> bool:
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(columns, int):
         return False
+    # torch refuses to overwrite, outside of its inference mode, what was made there
+    if state.slot_keys.is_inference() and not torch.is_inference_mode_enabled():
+        return False
     return getattr(state.slot_keys, "written_columns", None) == columns
 
 
@@ -230,7 +233,7 @@ def _placed(new, before, base: int | torch.Tensor, room: int, blocks: SlotPlan, 
         new = new * blocks.valid[:, None, :, None]
     if before is None:
         return F.pad(new, (0, 0, 0, room - length)) if room > length else new
-    placed = _room(before, room, overwrites)
+    placed, new = _room(before, room, overwrites), new.to(before.dtype)
     if isinstance(base, int):
         placed[:, :, base : base + length] = new
         return placed

@@ -10,6 +10,7 @@ keys of a tile.
 """
 
 from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import NamedTuple
 
 import torch
@@ -92,6 +93,17 @@ def _attention(query: torch.Tensor, key: torch.Tensor, tile: _Tile) -> torch.Ten
     return attention
 
 
+def _without_autocast(backward: Callable) -> Callable:
+    """A backward pass may be started within autocast, which would round its products."""
+
+    @wraps(backward)
+    def run(ctx, grad, *others):
+        with torch.autocast(grad.device.type, enabled=False):
+            return backward(ctx, grad, *others)
+
+    return run
+
+
 def _queries_of_tiles(queries: torch.Tensor, base: int) -> Iterator[tuple[slice, torch.Tensor]]:
     """Queries of every tile, and their slots [n, 1]."""
     for start in range(0, queries.shape[3], _TILE):
@@ -168,6 +180,7 @@ class _Window(_Tiled):
 
     @staticmethod
     @once_differentiable
+    @_without_autocast
     def backward(ctx, grad):
         return *_Tiled.gradients(ctx, grad, ctx.tiles), None, None, None
 
@@ -200,6 +213,7 @@ class _Compressed(_Tiled):
 
     @staticmethod
     @once_differentiable
+    @_without_autocast
     def backward(ctx, grad, _):
         return *_Tiled.gradients(ctx, grad, ctx.tiles), None, None, None
 
@@ -280,6 +294,7 @@ class _Selected(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @_without_autocast
     def backward(ctx, grad):
         queries, keys, values, shares, reads = ctx.saved_tensors
         rows, grad, shares = (part.transpose(2, 3) for part in (queries, grad, shares))

@@ -187,6 +187,33 @@ def test_texts_that_part_at_a_snapshot_do_not_overwrite_each_other():
     assert fork[0].state.slot_keys is tensors[0] and fork[0].state.slot_keys is not tensors[1]
 
 
+@pytest.mark.parametrize("modes", [(torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)])
+def test_a_text_goes_on_in_another_mode(modes):
+    model = HopeForCausalLM(config_of(**FEW)).double()
+    ids = torch.randint(16, (2, 15), generator=torch.Generator().manual_seed(0))
+    cache = HopeCache(model.config)
+    with modes[0]():
+        model(ids[:, :10], past_key_values=cache)
+    with modes[1]():
+        parts = [model(part, past_key_values=cache).logits for part in ids[:, 10:].split(1, dim=1)]
+        whole = model(ids).logits[:, 10:]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=1e-12)
+
+
+def test_a_backward_pass_within_autocast_is_that_without():
+    gradients = []
+    for within in (False, True):
+        mixer = random_mixer(**FEW).float()
+        hidden_states = texts(2, 45).float().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = run(mixer, hidden_states).float().sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=within):
+            loss.backward()
+        gradients.append([parameter.grad for parameter in mixer.parameters()])
+    # linear maps are in bfloat16 either way
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
 ERRORS = {
     "block and window": ({"sparse_window": 100}, r"`sparse_block_size` \(64\) must divide `sparse_window` \(100\)"),
     "stride": ({"sparse_compress_stride": 24}, r"`sparse_compress_stride` \(24\) must divide `sparse_block_size`"),

@@ -14,7 +14,7 @@ LAYER_PANELS = (
 )
 # Drawn where a layer has sparse attention.
 SPARSE_PANELS = (
-    ("sparse attention: entropy of gates (-), collapsed (--)", ("gate_entropy_mean", "gate_collapse_fraction")),
+    ("sparse gates: entropy (-), collapsed (--)", ("gate_entropy_mean", "gate_collapse_fraction")),
     ("tokens back to a block: median (-), 95 % (--)", ("selected_distance_median", "selected_distance_p95")),
 )
 SHARES = ("share_compressed", "share_selected", "share_window")
