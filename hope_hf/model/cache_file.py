@@ -158,6 +158,8 @@ def fingerprint(model: PreTrainedModel) -> Fingerprint:
     the versions that autograd counts and a sum over all bytes tell (5 ms and 30 ms).
     """
     config = {key: value for key, value in model.config.to_dict().items() if key not in _IRRELEVANT}
+    if not model.config.has_sparse_attention:
+        config = {key: value for key, value in config.items() if not key.startswith("sparse_")}
     config = json.dumps(config, sort_keys=True, default=str)
     trunk = model.base_model
     weights = sorted(_plain_weights(trunk))

@@ -370,3 +370,12 @@ def test_labels_and_inputs_out_of_place_are_refused(tiny_model):
     for inputs in ({}, {"input_ids": ids, "inputs_embeds": embeddings}):
         with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
             model(**inputs)
+
+
+def test_fields_of_sparse_attention_count_where_there_is_some(tiny_model):
+    """A cache of memories is the same model's after fields for other layers have come to the configuration."""
+    for layers, is_same in ((["hope_memory"] * 2, True), (["hope_memory", "sparse_attention"], False)):
+        model = tiny_model(layer_types=layers)
+        before = cache_file.fingerprint(model)
+        model.config.sparse_window = 1024
+        assert (cache_file.fingerprint(model) == before) is is_same
