@@ -135,8 +135,11 @@ FULL_DISK = """
 
     def save_on_one_full_disk(writer, step, **arguments):
         # The limit on a file's size stands for a full disk: the same calls fail in the same places.
-        if step > 2 and os.environ["RANK"] == "1":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        if step > 2:
+            # What is still being written of step 2 must not meet the limit.
+            writer.finish()
+            if os.environ["RANK"] == "1":
+                resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
         return save(writer, step, **arguments)
 
     CheckpointWriter.save = save_on_one_full_disk
