@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import benchmarks.peers  # noqa: F401  registers its models
 from benchmarks.quality import finish
+from benchmarks.quality_models import fields_of_model
 from benchmarks.quality_results import append, read_lines
 from hope_hf.cli.process import set_up_cpu
 from hope_hf.cli.provenance import provenance
@@ -94,11 +95,7 @@ class Job:
     @property
     def settings(self) -> str:
         """A hash of the model's config and of how it is trained: rows with different hashes are never compared."""
-        config = small_model(self.arguments, 16, 0).config.to_dict()
-        config.pop("transformers_version")
-        if "sparse_attention" not in config.get("layer_types", ()):
-            # no part of the model, and younger than most results
-            config = {name: value for name, value in config.items() if not name.startswith("sparse_")}
+        config = fields_of_model(small_model(self.arguments, 16, 0).config)
         words = json.dumps([config, TASKS[self.task]], sort_keys=True, default=str)
         return hashlib.sha256(words.encode()).hexdigest()[:12]
 

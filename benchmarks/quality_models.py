@@ -137,11 +137,7 @@ class Model:
     @property
     def identity(self) -> str:
         """A hash of the finished config, defaults included: models with different hashes differ."""
-        values = _config(self.model_type, json.loads(self.overrides)).to_dict()
-        values.pop("transformers_version", None)
-        if "sparse_attention" not in values.get("layer_types", ()):
-            # no part of the model, and younger than most results
-            values = {name: value for name, value in values.items() if not name.startswith("sparse_")}
+        values = fields_of_model(_config(self.model_type, json.loads(self.overrides)))
         return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
     def new(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -248,6 +244,16 @@ def count_parameters(model_type: str, overrides: dict) -> int:
     """Parameters of a new model, tied ones once; allocates no memory."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(_config(model_type, overrides)).num_parameters()
+
+
+def fields_of_model(config) -> dict:
+    """The fields of a config that say what its model is, by which results are told apart."""
+    values = config.to_dict()
+    values.pop("transformers_version", None)
+    if "sparse_attention" in (values.get("layer_types") or ()):
+        return values
+    # no part of the model, and younger than most results
+    return {name: value for name, value in values.items() if not name.startswith("sparse_")}
 
 
 def _config(model_type: str, overrides: dict):

@@ -46,8 +46,7 @@ def step_seconds(model: HopeModel, hidden_states: torch.Tensor) -> float:
     mixer, length = model.layers[0].mixer, hidden_states.shape[1]
     positions = torch.arange(length)[None]
     if model.config.has_sparse_attention:
-        plans, _ = model._plans(hidden_states, None, None, None, None)
-        context = plans
+        context, _ = model._plans(hidden_states, None, None, None, None)
     else:
         angles = model.rotary_emb(hidden_states, position_ids=positions)
         context = {"attention_mask": None, "position_embeddings": angles, "past_key_values": None}
