@@ -6,7 +6,8 @@
 
 Models of width 64 and two layers (Mamba-2: four), trained on fresh samples as `run_eval.py --suite synthetic` trains
 them: the same steps, batches and samples for every model, about as many parameters (one number of each is fitted; the
-rest of HOPE is its config's default). `hope_frozen` is the control: only convolutions and levels. Learning rates are
+rest of HOPE is its config's default). `hope_frozen` is the control: only convolutions and levels.
+`hope_hybrid` has sparse attention in its second layer, which selects 8 blocks of 16 tokens. Learning rates are
 tried in order, the later ones if the earlier ones left mistakes. Finished trainings are appended to the results file
 and not repeated.
 """
@@ -27,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import benchmarks.peers  # noqa: F401  registers its models
 from benchmarks.quality import finish
-from benchmarks.quality_models import fields_of_model
+from benchmarks.quality_models import SPARSE, fields_of_model
 from benchmarks.quality_results import append, read_lines
 from hope_hf.cli.process import set_up_cpu
 from hope_hf.cli.provenance import provenance
@@ -41,6 +42,10 @@ HOPE = UNTIED | {"level_intermediate_sizes": [32, 32, 32]}
 MODELS = {
     "hope": ("hope", HOPE),
     "hope_frozen": ("hope", HOPE | {"memory_learning_rate_max": 0.0}),
+    "hope_hybrid": (
+        "hope",
+        HOPE | SPARSE | {"layer_types": ["hope_memory", "sparse_attention"], "level_intermediate_sizes": [56, 56, 56]},
+    ),
     "llama": ("llama", UNTIED | {"intermediate_size": 256}),
     "llama_conv": ("llama_conv", UNTIED | {"intermediate_size": 252}),
     "mamba2": (

@@ -36,7 +36,7 @@ from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from hope_hf.model.self_modifying import ShortConvolution
+from hope_hf.model.short_convolution import ShortConvolution
 
 # Its tensors of decays grow with the chunk times the width: chunks of 16 give the same values and gradients as those
 # of 64 (to 3e-6) in a quarter of the time.
@@ -50,8 +50,6 @@ class LlamaConvConfig(LlamaConfig):
     """A `LlamaConfig` and the width of the convolutions; as many key and value heads as heads."""
 
     model_type = "llama_conv"
-    # as HOPE's convolutions call them
-    attribute_map = {"num_memory_heads": "num_attention_heads"}
 
     conv_kernel_size: int = 4
     # The last inputs of the convolutions are not cached: every new token reads the whole text again.
@@ -67,9 +65,9 @@ class LlamaConvAttention(LlamaAttention):
 
     def __init__(self, config: LlamaConvConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.q_conv1d = ShortConvolution(config)
-        self.k_conv1d = ShortConvolution(config)
-        self.v_conv1d = ShortConvolution(config)
+        self.q_conv1d = ShortConvolution(config, config.num_attention_heads)
+        self.k_conv1d = ShortConvolution(config, config.num_attention_heads)
+        self.v_conv1d = ShortConvolution(config, config.num_attention_heads)
 
     def forward(
         self,

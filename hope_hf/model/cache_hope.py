@@ -163,7 +163,7 @@ class HopeStaticSparseLayer(HopeStaticMemoryLayer):
             more = max(0, -(-self.max_cache_len // block) + 1 - held)
             slots = (F.pad(part, (0, 0, 0, more * block)) for part in state[:2])
             compressed = (F.pad(part, (0, 0, 0, 0, 0, more)) for part in state[2:4])
-            state = SparseState(*slots, *compressed, state.first)
+            state = SparseState(*slots, *compressed, *state[4:])
         super().update_state(state, past)
 
 

@@ -200,30 +200,50 @@ def _ragged_pieces(
     def per_head(rows: torch.Tensor) -> torch.Tensor:
         return rows.repeat_interleave(config.num_memory_heads, dim=0)
 
-    around = torch.arange(reach, device=valid.device)
-    counts = torch.arange(1, chunk + 1, device=valid.device)
-    # a tap that reaches back beyond the document's first token reads nothing
-    back = per_head(position)
-    inside = torch.stack([back >= steps for steps in range(reach, 0, -1)] or [back.bool()]).unsqueeze(-1)
+    inside = _taps_inside(per_head(position), reach)
     pieces = []
     for start in range(0, valid.shape[1], chunk):
         real, positions = valid[:, start : start + chunk], position[:, start : start + chunk]
         size = real.shape[1]
-        # slots up to the piece's last token
-        end = (real * counts[:size]).amax(1)
-        tail_in = None
-        if start == 0 and offset is not None:
-            # the piece begins with empty slots: the tail goes right before its first token
-            end = torch.where(end == 0, offset, end)
-            tail_in = per_head(offset[:, None] + around)[..., None]
+        tail_in, tail_out = _tail_rows(real, None if start else offset, reach)
         piece = ScanPiece(
             start,
             start + size,
             closes=per_head(real[:, -1] & ((positions[:, -1] + 1) % chunk == 0))[:, None, None],
             keeps=~per_head(real[:, 0] & (positions[:, 0] == 0))[:, None, None],
             inside=inside[:, :, start : start + size],
-            tail_in=tail_in,
-            tail_out=per_head(end[:, None] + around)[..., None],
+            tail_in=None if tail_in is None else per_head(tail_in),
+            tail_out=per_head(tail_out),
         )
         pieces.append(piece)
     return pieces
+
+
+def convolution_piece(slots: SlotPlan, length: int, reach: int) -> ScanPiece:
+    """All `length` slots of a call as one piece of rows, for `memory_scan.convolve` with `reach` + 1 taps."""
+    piece = ScanPiece(0, length, closes=False)
+    if slots.valid is None:
+        return piece
+    tail_in, tail_out = _tail_rows(slots.valid, slots.offset, reach)
+    return piece._replace(inside=_taps_inside(slots.position, reach), tail_in=tail_in, tail_out=tail_out)
+
+
+def _taps_inside(position: torch.Tensor, reach: int) -> torch.Tensor:
+    """`ScanPiece.inside` [reach, b, S, 1] of slots at `position` [b, S] of their document."""
+    # a tap that reaches back beyond the document's first token reads nothing
+    return torch.stack([position >= steps for steps in range(reach, 0, -1)] or [position.bool()]).unsqueeze(-1)
+
+
+def _tail_rows(
+    valid: torch.Tensor, offset: torch.Tensor | None, reach: int
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """`ScanPiece.tail_in` and `tail_out` [B, reach, 1] of slots `valid` [B, S] that begin with `offset` empty ones."""
+    around = torch.arange(reach, device=valid.device)
+    # slots up to the last token
+    end = (valid * torch.arange(1, valid.shape[1] + 1, device=valid.device)).amax(1)
+    tail_in = None
+    if offset is not None:
+        # the call begins with empty slots: the tail goes right before its first token
+        end = torch.where(end == 0, offset, end)
+        tail_in = (offset[:, None] + around)[..., None]
+    return tail_in, (end[:, None] + around)[..., None]

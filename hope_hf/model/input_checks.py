@@ -154,14 +154,16 @@ def _is_of_kind(layer: CacheLayerMixin, kind: str) -> bool:
 
 def _check_sparse(state: SparseState, config: HopeConfig) -> None:
     (_, heads, slots, width), (blocks, strides) = state.slot_keys.shape, state.compressed_keys.shape[2:4]
-    held = (heads, width, slots // blocks, slots // (blocks * strides))
-    ours = (config.num_key_value_heads, config.head_dim, config.sparse_block_size, config.sparse_compress_stride)
+    held = (heads, width, slots // blocks, slots // (blocks * strides), state.conv_tail.shape[1] + 1)
+    ours = (
+        config.num_key_value_heads, config.head_dim, config.sparse_block_size, config.sparse_compress_stride,
+        config.conv_kernel_size,
+    )  # fmt: skip
     if held != ours:
+        layout = "{} heads of width {}, blocks of {}, strides of {} and convolutions of {} tokens"
         raise ValueError(
-            "past_key_values holds sparse attention with {} heads of width {}, blocks of {} and strides of {}, and "
-            "this model's has {} of width {}, blocks of {} and strides of {}: it is the cache of another model".format(
-                *held, *ours
-            )
+            f"past_key_values holds sparse attention with {layout.format(*held)}, and this model's has "
+            f"{layout.format(*ours)}: it is the cache of another model"
         )
 
 

@@ -36,9 +36,9 @@ from .self_modifying import (
     InitialMemory,
     MemoryGates,
     SelfModifyingTitans,
-    ShortConvolution,
     ValueShare,
 )
+from .short_convolution import ShortConvolution
 from .sparse_attention import BlockCompression, HopeSparseAttention
 
 # Above this width the logits of a fresh model grow beyond the loss of a uniform guess: the head starts smaller.

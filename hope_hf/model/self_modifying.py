@@ -31,6 +31,7 @@ from .kernels import Kernel, asked_kernels, choose
 from .memory_scan import Memories, ScanInputs, ScanState, scan, scan_plain
 from .memory_state import map_state
 from .paper_rule import PaperMemories
+from .short_convolution import ShortConvolution
 
 # standard deviation of a memory's output layer at initialisation, times 1 / sqrt(its input width)
 _OUTPUT_STD = 0.05
@@ -94,27 +95,6 @@ class InitialMemory(nn.Module):
                 init.zeros_(layer)
             else:
                 init.normal_(layer, std=_OUTPUT_STD / layer.shape[-1] ** 0.5)
-
-
-class ShortConvolution(nn.Module):
-    """Weights [H * D, 1, K] of a causal depthwise convolution over tokens, without bias.
-
-    `forward` returns them as taps [K, H, D]: the scan applies those of keys, values and queries together.
-    """
-
-    def __init__(self, config: HopeConfig):
-        super().__init__()
-        self.heads = config.num_memory_heads
-        self.weight = nn.Parameter(torch.empty(self.heads * config.head_dim, 1, config.conv_kernel_size))
-
-    def forward(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.weight.to(dtype, copy=True).view(self.heads, -1, self.weight.shape[-1]).permute(2, 0, 1)
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Uniform between -1/sqrt(K) and 1/sqrt(K)."""
-        bound = self.weight.shape[-1] ** -0.5
-        init.uniform_(self.weight, -bound, bound)
 
 
 class ValueShare(nn.Module):
@@ -212,9 +192,9 @@ class SelfModifyingTitans(nn.Module):
         self.q_proj = nn.Linear(width, inner, bias=False)
         self.g_proj = nn.Linear(width, inner, bias=False)
         self.o_proj = nn.Linear(inner, width, bias=False)
-        self.k_conv1d = ShortConvolution(config)
-        self.v_conv1d = ShortConvolution(config)
-        self.q_conv1d = ShortConvolution(config)
+        self.k_conv1d = ShortConvolution(config, config.num_memory_heads)
+        self.v_conv1d = ShortConvolution(config, config.num_memory_heads)
+        self.q_conv1d = ShortConvolution(config, config.num_memory_heads)
         if config.memory_rule == "delta":
             # A token then reads first of all what was written under tokens like it (docs/log.md). Tuples: an attribute
             # that is a module would be registered twice.

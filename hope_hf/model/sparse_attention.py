@@ -1,8 +1,9 @@
 """The sparse mixer: native sparse attention (arXiv 2502.11089) with rotary positions.
 
 Every query reads compressed keys of the whole text, a few blocks that matter most, and a sliding window
-(`sparse_branches`); a gate of every head and token mixes the three. Keys lie in slots (`chunk_layout`): documents
-begin at a block, padding is left out.
+(`sparse_branches`); a gate of every head and token mixes the three. Queries, keys and values pass a short convolution
+first, as those of memories do and the paper's do not: short trainings need it (docs/log.md). Keys lie in slots
+(`chunk_layout`): documents begin at a block, padding is left out.
 
 Axes: B row, T token of the call, S slot of the call, R slot of the text, H head of keys, G query heads that share it,
 D head width.
@@ -17,9 +18,11 @@ from torch import nn
 from transformers import initialization as init
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from .chunk_layout import SlotPlan
+from .chunk_layout import SlotPlan, convolution_piece
 from .configuration_hope import HopeConfig
 from .kernels import Kernel, asked_kernels, choose
+from .memory_scan import convolve
+from .short_convolution import ShortConvolution
 from .sparse_branches import SparseKeys, SparseSizes, read_sparse
 from .sparse_fused import read_sparse_fused
 from .sparse_statistics import SparseStatistics
@@ -39,6 +42,8 @@ class SparseState(NamedTuple):
     compressed_values: torch.Tensor
     # slot at which the row's current document begins [B]
     first: torch.Tensor
+    # last inputs of the convolutions on q, k and v side by side [B, K - 1, (H G + 2 H) D]
+    conv_tail: torch.Tensor
 
 
 class BlockCompression(nn.Module):
@@ -74,6 +79,9 @@ class HopeSparseAttention(nn.Module):
         self.v_proj = nn.Linear(width, shared * config.head_dim, bias=False)
         self.branch_proj = nn.Linear(width, len(BRANCHES) * heads, bias=False)
         self.o_proj = nn.Linear(heads * config.head_dim, width, bias=False)
+        self.q_conv1d = ShortConvolution(config, heads)
+        self.k_conv1d = ShortConvolution(config, shared)
+        self.v_conv1d = ShortConvolution(config, shared)
         self.k_compress = BlockCompression(config)
         self.v_compress = BlockCompression(config)
         self.sizes = SparseSizes(
@@ -107,9 +115,10 @@ class HopeSparseAttention(nn.Module):
         Returns:
             The mixer's output [B, T, hidden_size], and the new state.
         """
-        query, key, value = self._rotated(hidden_states, blocks, block_positions)
+        (query, key, value), tail = self._streams(hidden_states, state, blocks)
+        query, key = apply_rotary_pos_emb(query, key, *block_positions)
         gates = blocks.to_slots(self.branch_gates(hidden_states))
-        held, after, base, first = self._remember(key, value, state, blocks, hidden_states.shape[1], need_state)
+        held, after, base, first = self._remember(key, value, tail, state, blocks, hidden_states.shape[1], need_state)
         dtype = torch.promote_types(query.dtype, torch.float32)
         with torch.autocast(query.device.type, enabled=False):
             # [B, H, G, S, 3]
@@ -146,15 +155,25 @@ class HopeSparseAttention(nn.Module):
         found, self.sparse_statistics = self.sparse_statistics, None
         return found.read()
 
-    def _rotated(self, hidden_states, blocks: SlotPlan, block_positions) -> tuple[torch.Tensor, ...]:
-        """Queries [B, H G, S, D], keys and values [B, H, S, D] in the slots of the call."""
-        query, key, value = (
-            blocks.to_slots(projection(hidden_states)).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        return *apply_rotary_pos_emb(query, key, *block_positions), value
+    def _streams(
+        self, hidden_states: torch.Tensor, state: SparseState | None, blocks: SlotPlan
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Queries [B, H G, S, D], keys and values [B, H, S, D] in slots, and the tail of the convolutions."""
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        raw = blocks.to_slots(torch.cat([projection(hidden_states) for projection in projections], dim=-1))
+        convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        taps = torch.cat([convolution(raw.dtype).flatten(1) for convolution in convolutions], dim=-1)
+        reach = len(taps) - 1
+        tail = raw.new_zeros(len(raw), reach, raw.shape[2]) if state is None else state.conv_tail
+        piece = convolution_piece(blocks, raw.shape[1], reach)
+        mixed, tail = convolve(raw, tail, taps[:, None, None], piece)
+        sizes = [convolution.weight.shape[0] for convolution in convolutions]
+        streams = mixed.split(sizes, dim=-1)
+        return [stream.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2) for stream in streams], tail
 
-    def _remember(self, key, value, state: SparseState | None, blocks: SlotPlan, tokens: int, need_state: bool):
+    def _remember(
+        self, key, value, tail, state: SparseState | None, blocks: SlotPlan, tokens: int, need_state: bool
+    ) -> tuple[SparseKeys, SparseState | None, int | torch.Tensor, torch.Tensor | None]:
         """Keys and values of the text so far, the state, slot of the call's first, and documents' first slots [B, S].
 
         The slot is an `int` where it is that of all rows, else [B].
@@ -201,7 +220,9 @@ class HopeSparseAttention(nn.Module):
         after = None
         if need_state:
             by_block = (part.unflatten(2, (-1, block // self.sizes.stride)) for part in compressed)
-            after = SparseState(*placed, *by_block, begin)
+            # copies of what is a part of all streams
+            placed = [part.contiguous() for part in placed]
+            after = SparseState(*placed, *by_block, begin, tail.clone())
             after.slot_keys.written_columns = blocks.past.columns
         return SparseKeys(*placed, *compressed), after, base, first
 

@@ -28,10 +28,11 @@ def cache_bytes(config, tokens: int) -> int:
         memories = copies * layers * (len(config.memory_projections) + 1) * width**2
         memory = heads * (memories + 3 * (config.conv_kernel_size - 1) * width)
         keys = 2 * tokens * (config.num_key_value_heads or 0) * width
-        # whole blocks, their compressed keys, and an int64
+        # whole blocks, their compressed keys, the convolutions' tail, and an int64
         slots = math.ceil(tokens / config.sparse_block_size) * config.sparse_block_size
-        compressed = slots // config.sparse_compress_stride
-        sparse = 2 * (slots + compressed) * (config.num_key_value_heads or 0) * width + 2
+        compressed, groups = slots // config.sparse_compress_stride, config.num_key_value_heads or 0
+        tail = (config.conv_kernel_size - 1) * ((config.num_attention_heads or 0) + 2 * groups) * width
+        sparse = 2 * (slots + compressed) * groups * width + tail + 2
         of_kind = {"hope_memory": memory, "sparse_attention": sparse, "full_attention": keys}
         return 4 * sum(of_kind[kind] for kind in config.layer_types)
     layers = config.num_hidden_layers

@@ -1,4 +1,7 @@
-"""Sparse attention as the paper writes it (arXiv 2502.11089, equations 5 to 12), query by query, over one document."""
+"""Sparse attention as the paper writes it (arXiv 2502.11089, equations 5 to 12), query by query, over one document.
+
+Short convolutions, which the paper has not, come first.
+"""
 
 import torch
 
@@ -18,6 +21,15 @@ def rotated(x, angles):
     return x * cos + torch.cat([-high, low], dim=-1) * sin
 
 
+def convolved(x, weight):
+    """Each channel of a text [T, C] with its own taps [C, 1, K], the last of which is the token's own."""
+    width = weight.shape[-1]
+    rows = [
+        sum(weight[:, 0, width - 1 - back] * x[t - back] for back in range(min(width, t + 1))) for t in range(len(x))
+    ]
+    return torch.stack(rows)
+
+
 def chosen_blocks(importance: list[float], sizes) -> list[int]:
     """Blocks of the query whose own block is the last: itself, the first, the one before, then the most important."""
     own = len(importance) - 1
@@ -29,8 +41,11 @@ def dense_sparse(mixer, hidden_states, angles):
     """The output [T, hidden_size] of a `HopeSparseAttention` for one document [T, hidden_size], and blocks read."""
     config, sizes = mixer.config, mixer.sizes
     width, stride, block = config.head_dim, sizes.stride, sizes.block
-    maps = (mixer.q_proj, mixer.k_proj, mixer.v_proj)
-    query, key, value = (projection(hidden_states).unflatten(-1, (-1, width)) for projection in maps)
+    maps = ((mixer.q_proj, mixer.q_conv1d), (mixer.k_proj, mixer.k_conv1d), (mixer.v_proj, mixer.v_conv1d))
+    query, key, value = (
+        convolved(projection(hidden_states), convolution.weight).unflatten(-1, (-1, width))
+        for projection, convolution in maps
+    )
     query, key = rotated(query, angles), rotated(key, angles)
     gates = mixer.branch_proj(hidden_states).unflatten(-1, (-1, 3)).softmax(-1)
     heads, shared = query.shape[1], key.shape[1]

@@ -112,7 +112,10 @@ def test_tiles_equal_single_queries(monkeypatch, tile, base, documents):
 
 
 def test_all_blocks_and_a_gate_on_them_is_full_attention():
-    mixer = random_mixer(**FEW | {"sparse_top_k": 100})
+    mixer = random_mixer(**FEW | {"sparse_top_k": 100, "conv_kernel_size": 1})
+    with torch.no_grad():
+        for convolution in (mixer.q_conv1d, mixer.k_conv1d, mixer.v_conv1d):
+            convolution.weight.fill_(1.0)
     hidden_states = texts(2, 45)
     gates = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64).expand(2, 45, 4, 3)
     mixer.branch_gates = lambda _: gates
@@ -125,7 +128,8 @@ def test_all_blocks_and_a_gate_on_them_is_full_attention():
     expected = full(hidden_states, attention_mask=mask, **context)[0]
     torch.testing.assert_close(run(mixer, hidden_states), expected, rtol=0, atol=1e-9)
     # the control: with few blocks it is not
-    few = random_mixer(**FEW | {"sparse_top_k": 2})
+    few = random_mixer(**FEW | {"sparse_top_k": 2, "conv_kernel_size": 1})
+    few.load_state_dict(mixer.state_dict())
     few.branch_gates = mixer.branch_gates
     assert (run(few, hidden_states) - expected).abs().max() > 1e-2
 
@@ -233,12 +237,14 @@ def test_bad_configurations(options, sentence):
 
 
 def test_a_cache_of_another_layout():
-    others = {}, {"sparse_compress_stride": 8}, {"sparse_window": 8}
+    others = {}, {"sparse_compress_stride": 8}, {"sparse_window": 8}, {"conv_kernel_size": 2}
     models = [HopeForCausalLM(config_of(**FEW | options)) for options in others]
     ids = torch.tensor([[1, 2, 3]])
     cache = HopeCache(models[0].config)
     models[0](ids, past_key_values=cache)
-    with pytest.raises(ValueError, match="blocks of 8 and strides of 4, and this model's has .* strides of 8"):
+    with pytest.raises(ValueError, match="blocks of 8, strides of 4 .*, and this model's has .* strides of 8 "):
         models[1](ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="convolutions of 4 tokens, and .* convolutions of 2 tokens"):
+        models[3](ids, past_key_values=cache)
     # what is read of the cache is the model's
     models[2](ids, past_key_values=cache)

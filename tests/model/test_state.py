@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mixers import ATTENTION, HYBRID, MEMORIES, TracingLevels
+from mixers import ATTENTION, HYBRID, MEMORIES, SPARSE, SPARSE_HYBRID, TracingLevels
 from transformers import DynamicCache, StaticCache
 
 from hope_hf import HopeCache
@@ -14,12 +14,15 @@ MEMORIES = {
     "one-made": dict(memory_projections=["v"], memory_chunk_size=5),
     "levels": dict(level_variant="independent"),
 }
+ALSO_SPARSE = {"sparse": SPARSE, "sparse-hybrid": SPARSE_HYBRID}
+# what can be told of documents and padding without positions
+TOLD = MEMORIES | ALSO_SPARSE
 LEVELS = {
     "memory": MEMORIES["levels"],
     "hybrid": HYBRID | MEMORIES["levels"],
     "attention": ATTENTION | MEMORIES["levels"],
 }
-MIXERS = MEMORIES | {
+MIXERS = TOLD | {
     "hybrid": HYBRID,
     "attention-first": dict(layer_types=["full_attention", "hope_memory"]),
     "attention": ATTENTION,
@@ -98,7 +101,7 @@ def test_padding_writes_nothing(tiny_model, options, side):
         torch.testing.assert_close(later[row], alone[length:], **EXACT)
 
 
-@pytest.mark.parametrize("options", MEMORIES.values(), ids=MEMORIES.keys())
+@pytest.mark.parametrize("options", TOLD.values(), ids=TOLD.keys())
 def test_padding_inside_a_text_and_alone_in_a_call_writes_nothing(tiny_model, options):
     """Without positions, by which attention would have to be told."""
     model = tiny_model(torch.float64, **options)
@@ -133,7 +136,7 @@ def test_packed_documents_equal_separate_rows(tiny_model, options):
             start += length
 
 
-@pytest.mark.parametrize("options", MEMORIES.values(), ids=MEMORIES.keys())
+@pytest.mark.parametrize("options", TOLD.values(), ids=TOLD.keys())
 def test_a_document_can_begin_in_a_later_call(tiny_model, options):
     """Softmax attention goes on seeing what its cache holds."""
     model = tiny_model(torch.float64, **options)
