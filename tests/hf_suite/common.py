@@ -1,4 +1,4 @@
-"""transformers' common test suite on HOPE, Hope-Attention and a hybrid of both; collected by `make hf-suite` only.
+"""transformers' common test suite on HOPE, Hope-Attention and hybrids; collected by `make hf-suite` only.
 
 The suite is part of transformers' sources and not of its package: HF_SUITE names a folder with its `tests/` for the
 installed release (see CONTRIBUTING.md), which comes first in PYTHONPATH.
@@ -51,10 +51,11 @@ class Tester(CausalLMModelTester):
     token_classification_class = hope_hf.HopeForTokenClassification
     question_answering_class = hope_hf.HopeForQuestionAnswering
     layer_types = ("hope_memory", "hope_memory")
+    more = {}
 
     def __init__(self, parent, **changes):
         sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
-        sizes |= {"num_memory_heads": 4, "layer_types": list(self.layer_types)}
+        sizes |= {"num_memory_heads": 4, "layer_types": list(self.layer_types)} | self.more
         super().__init__(parent, **{**sizes, **changes})
 
     @property
@@ -162,3 +163,26 @@ class HopeHybrid(WithMemories, unittest.TestCase):
 
         with patch.object(tester, "prepare_config_and_inputs_for_common", prepare_and_count):
             super().test_attention_outputs()
+
+
+class SparseHybridTester(Tester):
+    """Small models with memories and sparse attention, in blocks smaller than the texts."""
+
+    layer_types = ("hope_memory", "sparse_attention")
+    more = {"sparse_block_size": 4, "sparse_compress_stride": 2, "sparse_top_k": 2, "sparse_window": 4}
+
+
+class HopeSparseHybrid(WithMemories, unittest.TestCase):
+    """Memories, then sparse attention, which returns no attentions."""
+
+    model_tester_class = SparseHybridTester
+    has_attentions = False
+
+    def _check_past_key_values_for_generate(self, batch_size, past_key_values, seq_length, config):
+        memory, sparse = past_key_values.layers
+        rows = {len(tensor) for layer in (memory, sparse) for tensor in named_tensors(layer.state).values()}
+        assert rows == {batch_size} and (seq_length is None or past_key_values.get_seq_length() == seq_length)
+        keys, values = sparse.state.slot_keys, sparse.state.slot_values
+        # whole blocks, without padding
+        assert keys.shape == values.shape and not keys.shape[2] % config.sparse_block_size
+        assert (keys.shape[1], keys.shape[3]) == (config.num_key_value_heads, config.head_dim)

@@ -24,6 +24,7 @@ from tests.hf_suite.exceptions import EXCEPTIONS  # noqa: E402
 PEERS = {
     "HopeMemory": ("tests/models/mamba2/test_modeling_mamba2.py", "Mamba2ModelTest"),
     "HopeAttention": ("tests/models/qwen3_next/test_modeling_qwen3_next.py", "Qwen3NextModelTest"),
+    "HopeSparseHybrid": ("tests/models/mamba2/test_modeling_mamba2.py", "Mamba2ModelTest"),
     "HopeHybrid": ("tests/models/qwen3_next/test_modeling_qwen3_next.py", "Qwen3NextModelTest"),
 }
 
