@@ -108,6 +108,7 @@ class HopePreTrainedModel(PreTrainedModel):
         | parameters | initial value |
         |---|---|
         | linear maps, embedding | normal, `initializer_range` |
+        | sparse attention: queries, keys, values | normal, `1 / sqrt(hidden_size)`: unit values, whatever the width |
         | o_proj, down_proj | normal, `initializer_range / sqrt(2 * num_hidden_layers)` |
         | embedding and head wider than 768 | times `sqrt(768 / hidden_size)` |
         | norms, level mix, value shares | 1 |
@@ -130,6 +131,9 @@ class HopePreTrainedModel(PreTrainedModel):
             # Two residual branches a layer keep the stream's scale at any depth. Asked of the projection itself:
             # transformers initialises no module of registered classes that has no parameters of its own, as a block.
             init.normal_(module.weight, std=std / (2 * self.config.num_hidden_layers) ** 0.5)
+        elif getattr(module, "keeps_scale", False):
+            # Memories bring keys and values to norm 1, attention takes them as they are.
+            init.normal_(module.weight, std=module.in_features**-0.5)
         elif isinstance(module, nn.Embedding) or getattr(module, "is_head", False):
             init.normal_(module.weight, std=std * min(1.0, _HEAD_WIDTH / self.config.hidden_size) ** 0.5)
 

@@ -79,6 +79,8 @@ class HopeSparseAttention(nn.Module):
         self.v_proj = nn.Linear(width, shared * config.head_dim, bias=False)
         self.branch_proj = nn.Linear(width, len(BRANCHES) * heads, bias=False)
         self.o_proj = nn.Linear(heads * config.head_dim, width, bias=False)
+        for projection in (self.q_proj, self.k_proj, self.v_proj):
+            projection.keeps_scale = True
         self.q_conv1d = ShortConvolution(config, heads)
         self.k_conv1d = ShortConvolution(config, shared)
         self.v_conv1d = ShortConvolution(config, shared)
@@ -122,7 +124,7 @@ class HopeSparseAttention(nn.Module):
         dtype = torch.promote_types(query.dtype, torch.float32)
         with torch.autocast(query.device.type, enabled=False):
             # [B, H, G, S, 3]
-            shares = gates.to(dtype).transpose(1, 2).unflatten(1, (key.shape[1], -1))
+            weights = gates.to(dtype).transpose(1, 2).unflatten(1, (key.shape[1], -1))
             # in place: what comes out of a rotation is kept for nothing else
             query = query.to(dtype).mul_(self.config.head_dim**-0.5).unflatten(1, (key.shape[1], -1))
             held = SparseKeys(*(part.to(dtype) for part in held))
@@ -132,10 +134,10 @@ class HopeSparseAttention(nn.Module):
             if isinstance(base, int) and query.shape[3] > 1 and not torch.compiler.is_compiling():
                 name, counted = "sparse_attention", self.kernel_fallbacks
                 run = choose(name, self.kernels, _KERNELS, read_sparse_fused, counted, at.device)
-                reads, chosen = run(query, shares, held, base, first, self.sizes)
+                reads, chosen = run(query, weights, held, base, first, self.sizes)
             else:
                 first = torch.zeros_like(at) if first is None else first
-                reads, chosen = read_sparse(query, shares, held, at, first, self.sizes)
+                reads, chosen = read_sparse(query, weights, held, at, first, self.sizes)
         if self.sparse_statistics is not None:
             own = at // self.sizes.block
             self.sparse_statistics.add(gates, chosen, own, blocks.valid, self.sizes.top_k)
@@ -143,8 +145,9 @@ class HopeSparseAttention(nn.Module):
         return self.o_proj(blocks.to_tokens(output).to(hidden_states.dtype)), after
 
     def branch_gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Shares of the three branches in the output of every token and head [B, T, heads, 3]; they add up to 1."""
-        return self.branch_proj(hidden_states).unflatten(-1, (-1, len(BRANCHES))).softmax(-1)
+        """Weights between 0 and 1 of the three branches in the output of every token and head [B, T, heads, 3]."""
+        # Each by itself, as in the paper: with a softmax over them recall begins far later (docs/log.md).
+        return self.branch_proj(hidden_states).unflatten(-1, (-1, len(BRANCHES))).sigmoid()
 
     def begin_statistics(self) -> None:
         """Sum up what is read from now on."""

@@ -93,17 +93,17 @@ def read_slots(queries, held: SparseKeys, slots: torch.Tensor, mask: torch.Tenso
 
 def read_sparse(
     queries: torch.Tensor,
-    shares: torch.Tensor,
+    gates: torch.Tensor,
     held: SparseKeys,
     at: torch.Tensor,
     first: torch.Tensor,
     sizes: SparseSizes,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reads of the three branches in their shares [B, H, G, N, D], and the blocks that were selected [B, H, N, X].
+    """The branches' reads times their gates, summed [B, H, G, N, D], and the blocks that were selected [B, H, N, X].
 
     Args:
         queries: scaled [B, H, G, N, D].
-        shares: of compressed, selected and window branch [B, H, G, N, 3].
+        gates: of compressed, selected and window branch [B, H, G, N, 3].
         at, first: slot of each query, and of its document's first token [B, N].
     """
     device, heads = at.device, held.keys.shape[1]
@@ -120,6 +120,6 @@ def read_sparse(
         mask = (near >= begin[..., None])[:, None].expand(-1, heads, -1, -1)
         window = read_slots(query, held, near.clamp(min=0)[:, None].expand(-1, heads, -1, -1), mask)
         branches = torch.stack([compressed, selected, window], dim=-1)
-        reads.append((branches @ shares[:, :, :, cut].unsqueeze(-1)).squeeze(-1))
+        reads.append((branches @ gates[:, :, :, cut].unsqueeze(-1)).squeeze(-1))
         blocks.append(chosen)
     return torch.cat(reads, dim=3), torch.cat(blocks, dim=2)

@@ -25,7 +25,7 @@ _TILE, _GATHERED = 128, 1024
 
 def read_sparse_fused(
     queries: torch.Tensor,
-    shares: torch.Tensor,
+    gates: torch.Tensor,
     held: SparseKeys,
     base: int,
     first: torch.Tensor | None,
@@ -35,7 +35,7 @@ def read_sparse_fused(
 
     Args:
         queries: scaled [B, H, G, S, D].
-        shares: of compressed, selected and window branch [B, H, G, S, 3].
+        gates: of compressed, selected and window branch [B, H, G, S, 3].
         base: slot of the first query, in all rows.
         first: slot of the first token of each query's document [B, S]; `None` where all begin at slot 0.
     """
@@ -43,10 +43,10 @@ def read_sparse_fused(
     length, front = queries.shape[3], base % sizes.block
     back, base = -(front + length) % sizes.block, base - front
     if front or back:
-        queries, shares = (F.pad(part, (0, 0, front, back)) for part in (queries, shares))
+        queries, gates = (F.pad(part, (0, 0, front, back)) for part in (queries, gates))
     if first is not None:
         first = F.pad(first, (front, back), value=base)
-    compressed, selected, window = shares.split(1, dim=-1)
+    compressed, selected, window = gates.split(1, dim=-1)
     # One after the other, so that the backward pass holds the gradient of one branch at a time.
     reads, chosen = _Compressed.apply(
         queries, held.compressed_keys, held.compressed_values, compressed, base, first, sizes
@@ -143,39 +143,39 @@ def _compressed_tiles(queries, base: int, first, stride: int) -> Iterator[_Tile]
 
 
 class _Tiled(torch.autograd.Function):
-    """A branch of which every query reads within one range of keys: its reads in their share [B, H, G, S, D]."""
+    """A branch of which every query reads within one range of keys: its reads times their gate [B, H, G, S, D]."""
 
     @staticmethod
     def gradients(ctx, grad, tiles: Callable) -> tuple[torch.Tensor, ...]:
-        """Of queries, keys, values and shares; `tiles` of the queries and of where documents begin."""
-        queries, keys, values, shares, first = ctx.saved_tensors
-        grad_queries, grad_keys, grad_values, grad_shares = map(torch.zeros_like, (queries, keys, values, shares))
+        """Of queries, keys, values and gates; `tiles` of the queries and of where documents begin."""
+        queries, keys, values, gates, first = ctx.saved_tensors
+        grad_queries, grad_keys, grad_values, grad_gates = map(torch.zeros_like, (queries, keys, values, gates))
         for tile in tiles(queries, first):
-            query, share, part = (of[:, :, :, tile.queries] for of in (queries, shares, grad))
+            query, gate, part = (of[:, :, :, tile.queries] for of in (queries, gates, grad))
             key, value, rows = keys[:, :, tile.keys], values[:, :, tile.keys], part.flatten(2, 3)
             attention = _attention(query, key, tile)
             through = rows @ value.mT
-            # the read times its gradient, which is the share's gradient, too
+            # the read times its gradient, which is the gate's gradient, too
             along = torch.linalg.vecdot(attention, through).unsqueeze(-1)
-            grad_shares[:, :, :, tile.queries] = along.unflatten(2, query.shape[2:4])
-            attention.mul_(share.flatten(2, 3))
+            grad_gates[:, :, :, tile.queries] = along.unflatten(2, query.shape[2:4])
+            attention.mul_(gate.flatten(2, 3))
             grad_values[:, :, tile.keys] += attention.mT @ rows
             through.sub_(along).mul_(attention)
             grad_keys[:, :, tile.keys] += through.mT @ query.flatten(2, 3)
             grad_queries[:, :, :, tile.queries] = (through @ key).unflatten(2, query.shape[2:4])
-        return grad_queries, grad_keys, grad_values, grad_shares
+        return grad_queries, grad_keys, grad_values, grad_gates
 
 
 class _Window(_Tiled):
     @staticmethod
-    def forward(ctx, queries, keys, values, shares, base, first, window):
+    def forward(ctx, queries, keys, values, gates, base, first, window):
         reads = torch.empty_like(queries)
         for tile in _window_tiles(queries, base, first, window):
             query, cut = queries[:, :, :, tile.queries], tile.queries
             read = _attention(query, keys[:, :, tile.keys], tile) @ values[:, :, tile.keys]
-            reads[:, :, :, cut] = read.unflatten(2, query.shape[2:4]).mul_(shares[:, :, :, cut])
+            reads[:, :, :, cut] = read.unflatten(2, query.shape[2:4]).mul_(gates[:, :, :, cut])
         ctx.tiles = lambda queries, first: _window_tiles(queries, base, first, window)
-        ctx.save_for_backward(queries, keys, values, shares, first)
+        ctx.save_for_backward(queries, keys, values, gates, first)
         return reads
 
     @staticmethod
@@ -189,7 +189,7 @@ class _Compressed(_Tiled):
     """Also the blocks that the attention selects [B, H, S, X]."""
 
     @staticmethod
-    def forward(ctx, queries, keys, values, shares, base, first, sizes):
+    def forward(ctx, queries, keys, values, gates, base, first, sizes):
         reads = torch.empty_like(queries)
         batch, heads, _, length, _ = queries.shape
         blocks = (base + length) // sizes.block
@@ -198,7 +198,7 @@ class _Compressed(_Tiled):
             query, cut = queries[:, :, :, tile.queries], tile.queries
             attention = _attention(query, keys[:, :, tile.keys], tile)
             read = (attention @ values[:, :, tile.keys]).unflatten(2, query.shape[2:4])
-            reads[:, :, :, cut] = read.mul_(shares[:, :, :, cut])
+            reads[:, :, :, cut] = read.mul_(gates[:, :, :, cut])
             at = torch.arange(base + cut.start, base + cut.stop, device=queries.device)[None]
             begin = torch.zeros_like(at) if first is None else first[:, cut]
             # to the end of the tile's last block
@@ -207,7 +207,7 @@ class _Compressed(_Tiled):
             best = select_blocks(F.pad(summed, (0, more)), at, begin, sizes)
             chosen[:, :, cut, : best.shape[-1]] = best
         ctx.tiles = lambda queries, first: _compressed_tiles(queries, base, first, sizes.stride)
-        ctx.save_for_backward(queries, keys, values, shares, first)
+        ctx.save_for_backward(queries, keys, values, gates, first)
         ctx.mark_non_differentiable(chosen)
         return reads, chosen
 
@@ -251,7 +251,7 @@ def _visits(chosen: torch.Tensor, base: int, block: int) -> list[_Visit]:
 
 
 class _Selected(torch.autograd.Function):
-    """Reads of the blocks `chosen` in their share [B, H, G, S, D]; queries and keys are whole blocks."""
+    """Reads of the blocks `chosen` times their gate [B, H, G, S, D]; queries and keys are whole blocks."""
 
     @staticmethod
     def scores(rows: list[torch.Tensor], keys: list[torch.Tensor], visit: _Visit) -> tuple[torch.Tensor, torch.Tensor]:
@@ -264,7 +264,7 @@ class _Selected(torch.autograd.Function):
         return query.flatten(0, 1), scores
 
     @staticmethod
-    def forward(ctx, queries, keys, values, shares, chosen, base, block):
+    def forward(ctx, queries, keys, values, gates, chosen, base, block):
         rows = queries.transpose(2, 3)
         reads = torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device)
         # the largest score so far, and the sum of exponentials beside it
@@ -289,19 +289,19 @@ class _Selected(torch.autograd.Function):
                 of[visit.head].index_copy_(0, visit.queries, part)
         reads.div_(total)
         ctx.visits, ctx.sums = visits, top.add_(total.log_())
-        ctx.save_for_backward(queries, keys, values, shares, reads)
-        return reads.transpose(2, 3) * shares
+        ctx.save_for_backward(queries, keys, values, gates, reads)
+        return reads.transpose(2, 3) * gates
 
     @staticmethod
     @once_differentiable
     @_without_autocast
     def backward(ctx, grad):
-        queries, keys, values, shares, reads = ctx.saved_tensors
-        rows, grad, shares = (part.transpose(2, 3) for part in (queries, grad, shares))
-        # the read times its gradient, which is the share's gradient, too
+        queries, keys, values, gates, reads = ctx.saved_tensors
+        rows, grad, gates = (part.transpose(2, 3) for part in (queries, grad, gates))
+        # the read times its gradient, which is the gate's gradient, too
         along = torch.linalg.vecdot(grad, reads).unsqueeze(-1)
         # of each query and head, what is gathered together
-        facts = torch.cat([ctx.sums, along, shares], dim=-1)
+        facts = torch.cat([ctx.sums, along, gates], dim=-1)
         grad_keys, grad_values = torch.zeros_like(keys), torch.zeros_like(values)
         grad_rows = torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device)
         rows_of, grad_of, facts_of, grad_rows_of = map(_by_head, (rows, grad, facts, grad_rows))
@@ -310,8 +310,8 @@ class _Selected(torch.autograd.Function):
             head, near = visit.head, visit.keys
             query, attention = _Selected.scores(rows_of, keys_of, visit)
             part, known = (of[head].index_select(0, visit.queries).flatten(0, 1) for of in (grad_of, facts_of))
-            total, read, share = known.split(1, dim=-1)
-            attention.sub_(total).exp_().mul_(share)
+            total, read, gate = known.split(1, dim=-1)
+            attention.sub_(total).exp_().mul_(gate)
             grad_values_of[head][near].addmm_(attention.mT, part)
             grad_scores = (part @ values_of[head][near].mT).sub_(read).mul_(attention)
             grad_keys_of[head][near].addmm_(grad_scores.mT, query)

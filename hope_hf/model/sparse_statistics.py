@@ -2,7 +2,7 @@
 
 import torch
 
-# a gate above it has chosen one branch
+# a share above it has chosen one branch
 COLLAPSED = 0.95
 
 
@@ -19,22 +19,23 @@ class SparseStatistics:
         """Add one call.
 
         Args:
-            gates: shares of the branches [B, S, heads, 3].
+            gates: weights of the branches [B, S, heads, 3]; over their sum they are shares.
             chosen: blocks that were selected [B, H, S, X], -1 for none.
             own: block of each query [B, S].
             valid: slots that hold a token [B, S], or `None` where all do.
             top_k: the most blocks that a query can select.
         """
         valid = torch.ones_like(own, dtype=torch.bool) if valid is None else valid
-        gates = gates[valid].double()
-        entropy = -(gates * gates.clamp(min=torch.finfo(gates.dtype).tiny).log()).sum(-1)
-        largest = gates.amax(-1)
+        gates = gates[valid].double().clamp(min=torch.finfo(torch.float32).tiny)
+        shares = gates / gates.sum(-1, keepdim=True)
+        entropy = -(shares * shares.log()).sum(-1)
+        largest = shares.amax(-1)
         blocks = chosen.transpose(1, 2)[valid]
         is_read = blocks >= 0
         number = is_read.sum(-1)
         away = (own[valid][:, None, None] - blocks)[is_read]
         self._parts.append({
-            "gates": torch.tensor(entropy.numel()), "entropy": entropy.sum(), "shares": gates.sum((0, 1)),
+            "gates": torch.tensor(entropy.numel()), "entropy": entropy.sum(), "shares": shares.sum((0, 1)),
             "collapsed": (largest > COLLAPSED).sum(), "rows": torch.tensor(number.numel()), "k": number.sum(),
             "k_at_max": (number == top_k).sum(), "distances": torch.bincount(away),
             "entropy_min": entropy.amin() if entropy.numel() else entropy.new_tensor(torch.inf),

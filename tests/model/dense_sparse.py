@@ -47,7 +47,7 @@ def dense_sparse(mixer, hidden_states, angles):
         for projection, convolution in maps
     )
     query, key = rotated(query, angles), rotated(key, angles)
-    gates = mixer.branch_proj(hidden_states).unflatten(-1, (-1, 3)).softmax(-1)
+    gates = mixer.branch_proj(hidden_states).unflatten(-1, (-1, 3)).sigmoid()
     heads, shared = query.shape[1], key.shape[1]
     group = heads // shared
     outputs, read = [], []

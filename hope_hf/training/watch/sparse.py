@@ -54,8 +54,8 @@ class SparseReport:
     def warnings(self) -> list[str]:
         """Sentences about layers whose gates have collapsed, each once."""
         return [
-            f"sparse attention of layer {layer} reads one branch: in the last {STEPS} logged steps most of its gates "
-            f"were above 0.95 (sparse/{layer}/gate_collapse_fraction)"
+            f"sparse attention of layer {layer} reads one branch: in the last {STEPS} logged steps the largest of "
+            f"most gates had more than 0.95 of their sum (sparse/{layer}/gate_collapse_fraction)"
             for layer, steps in self._collapsed.items()
             if steps == STEPS
         ]

@@ -42,10 +42,11 @@ def test_what_is_counted(tiny_model):
     rows, gates = report.rows(), seen[0][padding.bool()]
     tokens, heads = 73, mixer.config.num_key_value_heads
     assert rows["sparse/0/rows"] == tokens * heads
-    entropy = torch.distributions.Categorical(gates).entropy()
+    shares = gates / gates.sum(-1, keepdim=True)
+    entropy = torch.distributions.Categorical(shares).entropy()
     for name, value in (
-        ("gate_entropy_mean", entropy.mean()), ("gate_entropy_min", entropy.min()), ("gate_max", gates.max()),
-        ("share_window", gates[..., 2].mean()), ("gate_collapse_fraction", 0.0),
+        ("gate_entropy_mean", entropy.mean()), ("gate_entropy_min", entropy.min()), ("gate_max", shares.max()),
+        ("share_window", shares[..., 2].mean()), ("gate_collapse_fraction", 0.0),
     ):  # fmt: skip
         assert abs(rows[f"sparse/0/{name}"] - float(value)) < 1e-6, name
     # a token of block y reads min(y + 1, 3) blocks
@@ -85,8 +86,8 @@ def test_a_collapsed_gate_is_said_once(tiny_model, monkeypatch):
         said.append(report.warnings())
     assert [bool(sentences) for sentences in said] == [False] * 4 + [True] + [False] * 3
     assert said[4] == [
-        "sparse attention of layer 1 reads one branch: in the last 3 logged steps most of its gates were above 0.95 "
-        "(sparse/1/gate_collapse_fraction)"
+        "sparse attention of layer 1 reads one branch: in the last 3 logged steps the largest of most gates had "
+        "more than 0.95 of their sum (sparse/1/gate_collapse_fraction)"
     ]
 
 
