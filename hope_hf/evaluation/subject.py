@@ -28,11 +28,8 @@ class Subject:
     def longest_input(self) -> int | None:
         """Positions of a model with attention; None where nothing bounds the length."""
         config = self.model.config
-        if is_hope(config):
-            has_attention = config.has_attention or config.has_sparse_attention
-        else:
-            has_attention = not getattr(self.model, "_is_stateful", False)
-        return getattr(config, "max_position_embeddings", None) if has_attention else None
+        is_bounded = config.has_positions if is_hope(config) else not getattr(self.model, "_is_stateful", False)
+        return getattr(config, "max_position_embeddings", None) if is_bounded else None
 
     def require_positions(self, length: int) -> None:
         """Raise ValueError if the model has fewer positions than the longest of `--lengths`."""

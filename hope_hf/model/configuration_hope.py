@@ -317,6 +317,11 @@ class HopeConfig(PreTrainedConfig):
         """Whether any layer has sparse attention."""
         return "sparse_attention" in self.layer_types
 
+    @property
+    def has_positions(self) -> bool:
+        """Whether any layer has attention, of either kind: it alone knows rotary positions."""
+        return self.has_attention or self.has_sparse_attention
+
     def mixing_flops_per_token(self, sequence_length: int) -> int:
         """Forward FLOPs of the mixers' own products per token of a text of `sequence_length` tokens.
 
@@ -379,11 +384,10 @@ class HopeConfig(PreTrainedConfig):
         outputs are gathered. The plan cannot tell layers apart, so that attention beside these runs whole, too.
         """
         if self.has_memories or self.has_sparse_attention:
-            has_attention = self.has_attention or self.has_sparse_attention
             shared = self.memory_projections if self.memory_rule == "paper" else []
             maps = ["q_proj", "o_proj"] + (["g_proj"] if self.has_memories else [])
             maps += ["in_proj"] if self.has_memories and shared else []
-            maps += [f"{name}_proj" for name in "kv" if name not in shared or has_attention]
+            maps += [f"{name}_proj" for name in "kv" if name not in shared or self.has_positions]
             maps += ["branch_proj"] if self.has_sparse_attention else []
             mixer = dict.fromkeys(maps, "colwise_gather_output")
         else:
@@ -410,7 +414,7 @@ class HopeConfig(PreTrainedConfig):
             if getattr(self, name) < least:
                 raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)}")
         needed = (["num_memory_heads"] if self.has_memories else []) + (
-            ["num_attention_heads", "num_key_value_heads"] if self.has_attention or self.has_sparse_attention else []
+            ["num_attention_heads", "num_key_value_heads"] if self.has_positions else []
         )
         for name in needed:
             heads = getattr(self, name)

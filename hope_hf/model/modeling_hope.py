@@ -194,8 +194,7 @@ class HopeModel(HopePreTrainedModel):
         self.layers = nn.ModuleList([HopeBlock(config, layer_idx) for layer_idx in range(config.num_hidden_layers)])
         self.norm = HopeRMSNorm(config.hidden_size, config.rms_norm_eps)
         # CODEPATH: 'hope_memory' layers in HOPE, 'full_attention' layers in Hope-Attention, both in hybrids.
-        has_positions = config.has_attention or config.has_sparse_attention
-        self.rotary_emb = LlamaRotaryEmbedding(config) if has_positions else None
+        self.rotary_emb = LlamaRotaryEmbedding(config) if config.has_positions else None
         self.gradient_checkpointing = False
         self.post_init()
 

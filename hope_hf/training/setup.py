@@ -167,7 +167,7 @@ def _check_carry(args: Arguments, config):
         raise ValueError(
             f"--document_boundary carry passes memories on, and the {kind} has none: use --document_boundary reset."
         )
-    if config.has_attention or config.has_sparse_attention:
+    if config.has_positions:
         raise ValueError(
             "--document_boundary carry would keep the keys and values of all tokens for the layers with attention: "
             "use --document_boundary reset."
