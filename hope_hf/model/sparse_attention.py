@@ -10,6 +10,8 @@ D head width.
 """
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,11 +26,11 @@ from .kernels import Kernel, asked_kernels, choose
 from .memory_scan import convolve
 from .short_convolution import ShortConvolution
 from .sparse_branches import SparseKeys, SparseSizes, read_sparse
+from .sparse_fla import obstacle, read_sparse_fla
 from .sparse_fused import read_sparse_fused
 from .sparse_statistics import SparseStatistics
 
 BRANCHES = ("compressed", "selected", "window")
-_KERNELS = {name: Kernel(read_sparse, lambda: "it has no kernels of a GPU yet") for name in ("fla", "triton")}
 
 
 class SparseState(NamedTuple):
@@ -121,7 +123,7 @@ class HopeSparseAttention(nn.Module):
         query, key = apply_rotary_pos_emb(query, key, *block_positions)
         gates = blocks.to_slots(self.branch_gates(hidden_states))
         held, after, base, first = self._remember(key, value, tail, state, blocks, hidden_states.shape[1], need_state)
-        dtype = torch.promote_types(query.dtype, torch.float32)
+        dtype, operands = torch.promote_types(query.dtype, torch.float32), query.dtype
         with torch.autocast(query.device.type, enabled=False):
             # [B, H, G, S, 3]
             weights = gates.to(dtype).transpose(1, 2).unflatten(1, (key.shape[1], -1))
@@ -132,9 +134,7 @@ class HopeSparseAttention(nn.Module):
             at = (at + base if isinstance(base, int) else at + base[:, None]).expand(len(query), -1)
             # the tracer meets no loop over what was selected
             if isinstance(base, int) and query.shape[3] > 1 and not torch.compiler.is_compiling():
-                name, counted = "sparse_attention", self.kernel_fallbacks
-                run = choose(name, self.kernels, _KERNELS, read_sparse_fused, counted, at.device)
-                reads, chosen = run(query, weights, held, base, first, self.sizes)
+                reads, chosen = self.choose_reads(query, base, operands)(query, weights, held, base, first, self.sizes)
             else:
                 first = torch.zeros_like(at) if first is None else first
                 reads, chosen = read_sparse(query, weights, held, at, first, self.sizes)
@@ -143,6 +143,15 @@ class HopeSparseAttention(nn.Module):
             self.sparse_statistics.add(gates, chosen, own, blocks.valid, self.sizes.top_k)
         output = reads.flatten(1, 2).transpose(1, 2).flatten(2)
         return self.o_proj(blocks.to_tokens(output).to(hidden_states.dtype)), after
+
+    def choose_reads(self, query: torch.Tensor, base: int, operands: torch.dtype) -> Callable:
+        """What reads for the queries of a text; kernels of a GPU round their operands to the dtype given."""
+        kernels = {
+            "fla": Kernel(partial(read_sparse_fla, dtype=operands), partial(obstacle, query, base, self.sizes)),
+            "triton": Kernel(read_sparse_fused, lambda: "HOPE has none of its own"),
+        }
+        name, counted = "sparse_attention", self.kernel_fallbacks
+        return choose(name, self.kernels, kernels, read_sparse_fused, counted, query.device)
 
     def branch_gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Weights between 0 and 1 of the three branches in the output of every token and head [B, T, heads, 3]."""

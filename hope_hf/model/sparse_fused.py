@@ -30,6 +30,7 @@ def read_sparse_fused(
     base: int,
     first: torch.Tensor | None,
     sizes: SparseSizes,
+    read_selected: Callable | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`sparse_branches.read_sparse` of queries in neighbouring slots.
 
@@ -38,6 +39,7 @@ def read_sparse_fused(
         gates: of compressed, selected and window branch [B, H, G, S, 3].
         base: slot of the first query, in all rows.
         first: slot of the first token of each query's document [B, S]; `None` where all begin at slot 0.
+        read_selected: what computes the selected branch; this file's unless given.
     """
     # whole blocks of queries
     length, front = queries.shape[3], base % sizes.block
@@ -51,7 +53,8 @@ def read_sparse_fused(
     reads, chosen = _Compressed.apply(
         queries, held.compressed_keys, held.compressed_values, compressed, base, first, sizes
     )
-    reads = reads + _Selected.apply(queries, held.keys, held.values, selected, chosen, base, sizes.block)
+    read_selected = read_selected or _Selected.apply
+    reads = reads + read_selected(queries, held.keys, held.values, selected, chosen, base, sizes.block)
     reads = reads + _Window.apply(queries, held.keys, held.values, window, base, first, sizes.window)
     inside = slice(front, front + length)
     return reads[:, :, :, inside], chosen[:, :, inside]

@@ -9,6 +9,8 @@ import torch
 from hope_hf import HopeConfig, HopeForCausalLM
 from hope_hf.model import delta_fla
 from hope_hf.model.kernels import Kernel, choose
+from hope_hf.model.sparse_branches import SparseSizes
+from hope_hf.model.sparse_fla import obstacle
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -71,6 +73,31 @@ def test_what_stands_in_the_way_of_a_model(monkeypatch, tiny_model, asked, optio
     model = tiny_model(dtype, **options)
     with pytest.raises(ValueError, match=f"HOPE_KERNELS={asked} cannot compute the memory_scan: .*{reason}"):
         model(torch.tensor([[1, 2, 3]]))
+
+
+SPARSE_OBSTACLES = {
+    "fla, no GPU": ("fla", {"sparse_block_size": 16}, torch.float32, "the model is on a CPU"),
+    "fla, float64": ("fla", {}, torch.float64, "the model is float64"),
+    "fla, blocks": ("fla", {"sparse_block_size": 24}, torch.float32, r"for sparse_block_size=24 \(16, 32, 64"),
+    "triton": ("triton", {}, torch.float32, "HOPE has none of its own"),
+}
+
+
+@pytest.mark.parametrize("asked, options, dtype, reason", SPARSE_OBSTACLES.values(), ids=SPARSE_OBSTACLES)
+def test_what_stands_in_the_way_of_sparse_attention(monkeypatch, tiny_model, asked, options, dtype, reason):
+    monkeypatch.setenv("HOPE_KERNELS", asked)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    layers = {"layer_types": ["sparse_attention"] * 2, "sparse_compress_stride": 8, "sparse_window": 48}
+    model = tiny_model(dtype, **{"sparse_block_size": 16} | layers | options)
+    with pytest.raises(ValueError, match=f"HOPE_KERNELS={asked} cannot compute the sparse_attention: .*{reason}"):
+        model(torch.tensor([[1, 2, 3]]))
+
+
+def test_gradients_of_the_keys_of_earlier_calls_are_torchs():
+    sizes, queries = SparseSizes(16, 8, 4, 16), torch.zeros(1, 1, 1, 4, 16)
+    assert "no gradients of the keys of earlier calls" in obstacle(queries, 16, sizes)
+    with torch.no_grad():
+        assert "earlier calls" not in (obstacle(queries, 16, sizes) or "")
 
 
 @pytest.mark.parametrize("asked, reason", [

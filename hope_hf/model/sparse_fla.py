@@ -1,0 +1,83 @@
+"""The selected branch of sparse attention by flash-linear-attention's kernels, the extra `hope_hf[gpu]`.
+
+`parallel_nsa` has a program for every query, which reads the blocks that it is told to. Which ones, our own compressed
+keys say (theirs are means of blocks); compressed and window branch are `sparse_fused`'s.
+
+Axes as there.
+"""
+
+import importlib.util
+import os
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from .kernels import VARIABLE
+from .sparse_branches import SparseKeys, SparseSizes
+from .sparse_fused import read_sparse_fused
+
+# of what the kernels keep of a head on chip
+_WIDEST = 256
+# rows and columns of the smallest product of matrices
+_LEAST = 16
+
+
+def obstacle(queries: torch.Tensor, base: int, sizes: SparseSizes) -> str | None:
+    """Why the kernels cannot read what queries [B, H, G, S, D] select; `None` if they can."""
+    if queries.dtype == torch.float64:
+        return "the model is float64"
+    if queries.shape[-1] > _WIDEST:
+        return f"heads are wider than {_WIDEST}"
+    if sizes.block < _LEAST or sizes.block != _power_of_two(sizes.block):
+        return f"flash-linear-attention has no kernels for sparse_block_size={sizes.block} (16, 32, 64, ...)"
+    if base and torch.is_grad_enabled():
+        return "flash-linear-attention has no gradients of the keys of earlier calls"
+    if queries.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "the model is on a CPU"
+    if importlib.util.find_spec("fla") is None:
+        return "flash-linear-attention is not installed (pip install 'hope_hf[gpu]')"
+    return None
+
+
+def read_sparse_fla(
+    queries: torch.Tensor,
+    gates: torch.Tensor,
+    held: SparseKeys,
+    base: int,
+    first: torch.Tensor | None,
+    sizes: SparseSizes,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sparse_fused.read_sparse_fused`; the kernels' operands are rounded to `dtype`."""
+    return read_sparse_fused(queries, gates, held, base, first, sizes, partial(_read_selected, dtype=dtype))
+
+
+def _read_selected(queries, keys, values, gates, chosen, base: int, block: int, dtype: torch.dtype) -> torch.Tensor:
+    """Reads of the blocks `chosen` times their gate [B, H, G, S, D]; queries and keys are whole blocks."""
+    try:
+        from fla.ops.nsa.parallel import parallel_nsa
+    except ImportError as error:
+        raise ImportError(f"flash-linear-attention does not load ({error}): set {VARIABLE}=torch") from error
+    heads, group, length = queries.shape[1:4]
+    # a group is the rows of a product: queries of zeros fill it up
+    rows = F.pad(queries, (0, 0, 0, 0, 0, _power_of_two(max(group, _LEAST)) - group))
+    # what the keys end with are the queries' own
+    keys, values = (part[:, :, : base + length].transpose(1, 2).to(dtype) for part in (keys, values))
+    chosen = F.pad(chosen, (0, _power_of_two(chosen.shape[-1]) - chosen.shape[-1]), value=-1)
+    reads = parallel_nsa(
+        rows.permute(0, 3, 1, 2, 4).flatten(2, 3).to(dtype),
+        keys,
+        values,
+        block_indices=chosen.transpose(1, 2),
+        block_counts=chosen.shape[-1],
+        block_size=block,
+        scale=1.0,
+    )
+    reads = reads.unflatten(2, (heads, -1))[:, :, :, :group].permute(0, 2, 3, 1, 4)
+    return reads.to(queries.dtype) * gates
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest one that is not smaller."""
+    return 1 << (number - 1).bit_length()
