@@ -2,6 +2,7 @@
 
     python benchmarks/sparse.py --output_dir runs/sparse               the mixers alone, forward and backward
     python benchmarks/sparse.py --output_dir runs/sparse --decode      a generated token of the preset tiny-hybrid
+    python benchmarks/sparse.py --output_dir runs/sparse --flex        its selected blocks beside flex_attention
     python benchmarks/sparse.py --output_dir runs/sparse --report      the tables of what was measured, and the picture
 
 Both mixers have width 256, four heads of 64 that share one key head, and one text; they take turns. A peak is what
@@ -15,15 +16,18 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.peers_speed import peak_growth
 from benchmarks.step import Decoder
 from hope_hf import HopeConfig, HopeForCausalLM, HopeModel
+from hope_hf.model.sparse_fused import read_selected
 
 SPARSE, SDPA = "sparse_attention", "full_attention"
 LENGTHS = (1024, 2048, 4096, 8192, 16_384, 32_768)
@@ -53,6 +57,42 @@ def step_seconds(model: HopeModel, hidden_states: torch.Tensor) -> float:
     start = time.process_time()
     mixer(hidden_states, **context)[0].sum().backward()
     return time.process_time() - start
+
+
+def print_flex(lengths: list[int], rounds: int) -> None:
+    """CPU seconds of reading selected blocks, forward alone (flex_attention has no gradients on a CPU)."""
+    config = layer(SPARSE).config
+    block, top_k, width = config.sparse_block_size, config.sparse_top_k, config.head_dim
+    flex = torch.compile(flex_attention)
+    print("| tokens | flex_attention, s | ours, s | largest difference |\n|---|---|---|---|")
+    for length in lengths:
+        query, key, value = (torch.randn(1, heads, length, width) for heads in (WIDTH // width, 1, 1))
+        own, blocks = torch.arange(length) // block, length // block
+        scores = torch.rand(1, 1, length, blocks).masked_fill(torch.arange(blocks) > own[:, None], float("-inf"))
+        scores.scatter_(-1, own[None, None, :, None], 1.0)
+        best = scores.topk(min(top_k, blocks))
+        is_read = torch.zeros(1, length, blocks, dtype=torch.bool)
+        is_read.scatter_(-1, best.indices[0], best.values[0] > float("-inf"))
+
+        def seen(b, h, q, k, is_read=is_read):
+            return is_read[0, q, k // block] & (k <= q)
+
+        mask = create_block_mask(seen, 1, len(query[0]), length, length, device="cpu", BLOCK_SIZE=block)
+        chosen = best.indices.masked_fill(best.values == float("-inf"), -1)
+        gates = torch.ones(1, 1, len(query[0]), length, 1)
+        runs = {
+            "flex": partial(flex, query, key, value, block_mask=mask, enable_gqa=True),
+            "ours": partial(read_selected, query.unsqueeze(1) / width**0.5, key, value, gates, chosen, 0, block),
+        }
+        reads = {name: run() for name, run in runs.items()}
+        seconds = defaultdict(list)
+        for _ in range(rounds):
+            for name, run in runs.items():
+                start = time.process_time()
+                run()
+                seconds[name].append(time.process_time() - start)
+        apart = (reads["flex"] - reads["ours"].flatten(1, 2)).abs().max()
+        print(f"| {length:,} | {min(seconds['flex']):.3g} | {min(seconds['ours']):.3g} | {apart:.1g} |", flush=True)
 
 
 def peak_bytes(kind: str, length: int) -> int:
@@ -139,12 +179,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--decode", action="store_true", help="measure a generated token instead")
     parser.add_argument("--contexts", type=int, nargs="*", default=list(CONTEXTS), help="tokens read before it")
     parser.add_argument("--tokens", type=int, default=64, help="generated tokens, of which the median counts")
+    parser.add_argument("--flex", action="store_true", help="measure the selected blocks alone instead, and print")
     parser.add_argument("--report", action="store_true", help="only print and draw what was measured")
     parser.add_argument("--peak_of", choices=(SPARSE, SDPA), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     if options.peak_of:
         return print_peak(options.peak_of, *options.lengths)
+    if options.flex:
+        return print_flex(options.lengths, options.rounds)
     folder = Path(options.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "sparse.jsonl"

@@ -54,7 +54,7 @@ def read_sparse_fla(
 
 
 def _read_selected(queries, keys, values, gates, chosen, base: int, block: int, dtype: torch.dtype) -> torch.Tensor:
-    """Reads of the blocks `chosen` times their gate [B, H, G, S, D]; queries and keys are whole blocks."""
+    """`sparse_fused.read_selected`."""
     try:
         from fla.ops.nsa.parallel import parallel_nsa
     except ImportError as error:

@@ -30,7 +30,7 @@ def read_sparse_fused(
     base: int,
     first: torch.Tensor | None,
     sizes: SparseSizes,
-    read_selected: Callable | None = None,
+    selected_by: Callable | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`sparse_branches.read_sparse` of queries in neighbouring slots.
 
@@ -39,7 +39,7 @@ def read_sparse_fused(
         gates: of compressed, selected and window branch [B, H, G, S, 3].
         base: slot of the first query, in all rows.
         first: slot of the first token of each query's document [B, S]; `None` where all begin at slot 0.
-        read_selected: what computes the selected branch; this file's unless given.
+        selected_by: what computes the selected branch; `read_selected` unless given.
     """
     # whole blocks of queries
     length, front = queries.shape[3], base % sizes.block
@@ -53,8 +53,8 @@ def read_sparse_fused(
     reads, chosen = _Compressed.apply(
         queries, held.compressed_keys, held.compressed_values, compressed, base, first, sizes
     )
-    read_selected = read_selected or _Selected.apply
-    reads = reads + read_selected(queries, held.keys, held.values, selected, chosen, base, sizes.block)
+    selected_by = selected_by or read_selected
+    reads = reads + selected_by(queries, held.keys, held.values, selected, chosen, base, sizes.block)
     reads = reads + _Window.apply(queries, held.keys, held.values, window, base, first, sizes.window)
     inside = slice(front, front + length)
     return reads[:, :, :, inside], chosen[:, :, inside]
@@ -321,6 +321,22 @@ class _Selected(torch.autograd.Function):
             through = (grad_scores @ keys_of[head][near]).view(len(visit.queries), -1, rows.shape[-1])
             grad_rows_of[head].index_add_(0, visit.queries, through)
         return grad_rows.transpose(2, 3), grad_keys, grad_values, along.transpose(2, 3), None, None, None
+
+
+def read_selected(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    gates: torch.Tensor,
+    chosen: torch.Tensor,
+    base: int,
+    block: int,
+) -> torch.Tensor:
+    """Reads of the blocks `chosen` [B, H, S, X] (-1 for none) times their gate [B, H, G, S, D].
+
+    Queries and keys are whole blocks; the first query's slot is `base`. Each query has chosen its own block.
+    """
+    return _Selected.apply(queries, keys, values, gates, chosen, base, block)
 
 
 def _by_head(part: torch.Tensor) -> list[torch.Tensor]:
