@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .configuration_hope import HopeConfig
-from .self_modifying import HopeRMSNorm
+from .norm import HopeRMSNorm
 
 
 class ContinuumLevel(nn.Module):

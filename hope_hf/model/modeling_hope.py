@@ -31,13 +31,8 @@ from .continuum import CONTINUA, ContinuumMemory, LevelMix, has_chunks, keeps_st
 from .generation_hope import HopeGenerationMixin
 from .input_checks import check_cache, check_inputs, check_labels, check_mask, local_padding_mask
 from .linear_cross_entropy import IGNORED, HopeHead, next_labels
-from .self_modifying import (
-    HopeRMSNorm,
-    InitialMemory,
-    MemoryGates,
-    SelfModifyingTitans,
-    ValueShare,
-)
+from .norm import HopeRMSNorm
+from .self_modifying import InitialMemory, MemoryGates, SelfModifyingTitans, ValueShare
 from .short_convolution import ShortConvolution
 from .sparse_attention import BlockCompression, HopeSparseAttention
 
@@ -132,7 +127,7 @@ class HopePreTrainedModel(PreTrainedModel):
             # transformers initialises no module of registered classes that has no parameters of its own, as a block.
             init.normal_(module.weight, std=std / (2 * self.config.num_hidden_layers) ** 0.5)
         elif getattr(module, "keeps_scale", False):
-            # Memories bring keys and values to norm 1, attention takes them as they are.
+            # Memories bring values to norm 1, attention takes them as they are.
             init.normal_(module.weight, std=module.in_features**-0.5)
         elif isinstance(module, nn.Embedding) or getattr(module, "is_head", False):
             init.normal_(module.weight, std=std * min(1.0, _HEAD_WIDTH / self.config.hidden_size) ** 0.5)

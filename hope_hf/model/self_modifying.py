@@ -30,6 +30,7 @@ from .diagnostics import contribution, gate_values, memory_statistics
 from .kernels import Kernel, asked_kernels, choose
 from .memory_scan import Memories, ScanInputs, ScanState, scan, scan_plain
 from .memory_state import map_state
+from .norm import HopeRMSNorm
 from .paper_rule import PaperMemories
 from .short_convolution import ShortConvolution
 
@@ -39,21 +40,6 @@ _INNER_GAIN = 2.0
 # between which softplus(dt_bias) and exp(A_log) are drawn
 _TIME_STEPS = (0.001, 0.1)
 _DECAY_RATES = (0.01, 16.0)
-
-
-class HopeRMSNorm(nn.Module):
-    """Root-mean-square normalisation over the last axis, in the input's dtype but computed in float32.
-
-    One kernel on a GPU, where weight and input have one dtype.
-    """
-
-    def __init__(self, width: int, eps: float = 1e-6):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.variance_epsilon = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.variance_epsilon)
 
 
 class InitialMemory(nn.Module):

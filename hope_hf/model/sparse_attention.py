@@ -2,8 +2,8 @@
 
 Every query reads compressed keys of the whole text, a few blocks that matter most, and a sliding window
 (`sparse_branches`); a gate of every head and token mixes the three. Queries, keys and values pass a short convolution
-first, as those of memories do and the paper's do not: short trainings need it (docs/log.md). Keys lie in slots
-(`chunk_layout`): documents begin at a block, padding is left out.
+first, and queries and keys a normalisation, as those of memories do and the paper's do not: short trainings need both
+(docs/log.md). Keys lie in slots (`chunk_layout`): documents begin at a block, padding is left out.
 
 Axes: B row, T token of the call, S slot of the call, R slot of the text, H head of keys, G query heads that share it,
 D head width.
@@ -24,6 +24,7 @@ from .chunk_layout import SlotPlan, convolution_piece
 from .configuration_hope import HopeConfig
 from .kernels import Kernel, asked_kernels, choose
 from .memory_scan import convolve
+from .norm import HopeRMSNorm
 from .short_convolution import ShortConvolution
 from .sparse_branches import SparseKeys, SparseSizes, read_sparse
 from .sparse_fla import obstacle, read_sparse_fla
@@ -86,6 +87,8 @@ class HopeSparseAttention(nn.Module):
         self.q_conv1d = ShortConvolution(config, heads)
         self.k_conv1d = ShortConvolution(config, shared)
         self.v_conv1d = ShortConvolution(config, shared)
+        self.q_norm = HopeRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = HopeRMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_compress = BlockCompression(config)
         self.v_compress = BlockCompression(config)
         self.sizes = SparseSizes(
@@ -119,8 +122,7 @@ class HopeSparseAttention(nn.Module):
         Returns:
             The mixer's output [B, T, hidden_size], and the new state.
         """
-        (query, key, value), tail = self._streams(hidden_states, state, blocks)
-        query, key = apply_rotary_pos_emb(query, key, *block_positions)
+        query, key, value, tail = self.streams(hidden_states, state, blocks, block_positions)
         gates = blocks.to_slots(self.branch_gates(hidden_states))
         held, after, base, first = self._remember(key, value, tail, state, blocks, hidden_states.shape[1], need_state)
         dtype, operands = torch.promote_types(query.dtype, torch.float32), query.dtype
@@ -167,10 +169,8 @@ class HopeSparseAttention(nn.Module):
         found, self.sparse_statistics = self.sparse_statistics, None
         return found.read()
 
-    def _streams(
-        self, hidden_states: torch.Tensor, state: SparseState | None, blocks: SlotPlan
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Queries [B, H G, S, D], keys and values [B, H, S, D] in slots, and the tail of the convolutions."""
+    def streams(self, hidden_states, state: SparseState | None, blocks: SlotPlan, block_positions) -> tuple:
+        """Rotated queries [B, H G, S, D] and keys, values [B, H, S, D], in slots; and the tail of the convolutions."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         raw = blocks.to_slots(torch.cat([projection(hidden_states) for projection in projections], dim=-1))
         convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
@@ -180,8 +180,10 @@ class HopeSparseAttention(nn.Module):
         piece = convolution_piece(blocks, raw.shape[1], reach)
         mixed, tail = convolve(raw, tail, taps[:, None, None], piece)
         sizes = [convolution.weight.shape[0] for convolution in convolutions]
-        streams = mixed.split(sizes, dim=-1)
-        return [stream.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2) for stream in streams], tail
+        query, key, value = (
+            stream.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2) for stream in mixed.split(sizes, dim=-1)
+        )
+        return *apply_rotary_pos_emb(self.q_norm(query), self.k_norm(key), *block_positions), value, tail
 
     def _remember(
         self, key, value, tail, state: SparseState | None, blocks: SlotPlan, tokens: int, need_state: bool

@@ -154,6 +154,8 @@ def _hope_sparse(config) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "o_proj.weight", (width, heads * head)
     for name, size in (("q", heads), ("k", groups), ("v", groups)):
         yield f"{name}_conv1d.weight", (size * head, 1, config.conv_kernel_size)
+    for name in "qk":
+        yield f"{name}_norm.weight", (head,)
     for name in "kv":
         yield f"{name}_compress.weight", (groups, config.sparse_compress_stride, head)
 

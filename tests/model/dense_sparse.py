@@ -1,6 +1,6 @@
 """Sparse attention as the paper writes it (arXiv 2502.11089, equations 5 to 12), query by query, over one document.
 
-Short convolutions, which the paper has not, come first.
+Short convolutions and the normalisation of queries and keys, which the paper has not, come first.
 """
 
 import torch
@@ -30,6 +30,10 @@ def convolved(x, weight):
     return torch.stack(rows)
 
 
+def normed(x, norm):
+    return norm.weight * x / (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
+
+
 def chosen_blocks(importance: list[float], sizes) -> list[int]:
     """Blocks of the query whose own block is the last: itself, the first, the one before, then the most important."""
     own = len(importance) - 1
@@ -46,7 +50,7 @@ def dense_sparse(mixer, hidden_states, angles):
         convolved(projection(hidden_states), convolution.weight).unflatten(-1, (-1, width))
         for projection, convolution in maps
     )
-    query, key = rotated(query, angles), rotated(key, angles)
+    query, key = rotated(normed(query, mixer.q_norm), angles), rotated(normed(key, mixer.k_norm), angles)
     gates = mixer.branch_proj(hidden_states).unflatten(-1, (-1, 3)).sigmoid()
     heads, shared = query.shape[1], key.shape[1]
     group = heads // shared

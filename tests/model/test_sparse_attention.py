@@ -10,7 +10,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
 from hope_hf.model import sparse_fused
-from hope_hf.model.attention import HopeAttention
 from hope_hf.model.chunk_layout import plan_slots
 from hope_hf.model.sparse_attention import HopeSparseAttention
 from hope_hf.model.sparse_branches import SparseKeys, SparseSizes, read_sparse, select_blocks
@@ -112,24 +111,17 @@ def test_tiles_equal_single_queries(monkeypatch, tile, base, documents):
 
 
 def test_all_blocks_and_a_gate_on_them_is_full_attention():
-    mixer = random_mixer(**FEW | {"sparse_top_k": 100, "conv_kernel_size": 1})
-    with torch.no_grad():
-        for convolution in (mixer.q_conv1d, mixer.k_conv1d, mixer.v_conv1d):
-            convolution.weight.fill_(1.0)
+    mixer = random_mixer(**FEW | {"sparse_top_k": 100})
     hidden_states = texts(2, 45)
     gates = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64).expand(2, 45, 4, 3)
     mixer.branch_gates = lambda _: gates
-    full = HopeAttention(mixer.config, 0).double()
-    full.load_state_dict({name: mixer.state_dict()[name] for name in full.state_dict()})
-    # the eager kernel rounds to float32
-    full.config._attn_implementation = "sdpa"
-    mask = torch.full((45, 45), float("-inf"), dtype=torch.float64).triu(1)
-    context = {"position_embeddings": angles_of(mixer, hidden_states), "past_key_values": None}
-    expected = full(hidden_states, attention_mask=mask, **context)[0]
+    plan = plan_slots(mixer.sizes.block, (2, 45), hidden_states.device)
+    query, key, value, _ = mixer.streams(hidden_states, None, plan, angles_of(mixer, hidden_states))
+    reads = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    expected = mixer.o_proj(reads.transpose(1, 2).flatten(2))
     torch.testing.assert_close(run(mixer, hidden_states), expected, rtol=0, atol=1e-9)
     # the control: with few blocks it is not
-    few = random_mixer(**FEW | {"sparse_top_k": 2, "conv_kernel_size": 1})
-    few.load_state_dict(mixer.state_dict())
+    few = random_mixer(**FEW | {"sparse_top_k": 2})
     few.branch_gates = mixer.branch_gates
     assert (run(few, hidden_states) - expected).abs().max() > 1e-2
 
