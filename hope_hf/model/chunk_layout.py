@@ -84,7 +84,10 @@ def plan_chunks(config: HopeConfig, shape: tuple[int, int], device: torch.device
     if slots.valid is None:
         pieces = _plain_pieces(shape[1], config.memory_chunk_size, slots.before)
     else:
-        pieces = _ragged_pieces(config, slots.valid, slots.position, slots.offset)
+        reach = config.conv_kernel_size - 1
+        pieces = _ragged_pieces(
+            config.memory_chunk_size, reach, config.num_memory_heads, slots.valid, slots.position, slots.offset
+        )
     return ChunkPlan(**vars(slots), pieces=pieces)
 
 
@@ -187,18 +190,25 @@ def _invert(slots: torch.Tensor, valid: torch.Tensor, chunk: int) -> tuple[torch
 
 
 def _ragged_pieces(
-    config: HopeConfig, valid: torch.Tensor, position: torch.Tensor, offset: torch.Tensor | None = None
+    chunk: int,
+    reach: int,
+    heads: int,
+    valid: torch.Tensor,
+    position: torch.Tensor,
+    offset: torch.Tensor | None = None,
 ) -> list[ScanPiece]:
     """Pieces of slots that documents, padding or unequal histories leave partly empty.
 
     Args:
+        chunk: slots of a piece.
+        reach: taps of the convolutions before a token's own.
+        heads: how often a row is scanned.
         valid, position: [B, S], as in `ChunkPlan`.
         offset: slots left empty in the first piece, by the tokens of the chunk that earlier calls wrote [B].
     """
-    chunk, reach = config.memory_chunk_size, config.conv_kernel_size - 1
 
     def per_head(rows: torch.Tensor) -> torch.Tensor:
-        return rows.repeat_interleave(config.num_memory_heads, dim=0)
+        return rows.repeat_interleave(heads, dim=0)
 
     inside = _taps_inside(per_head(position), reach)
     pieces = []
@@ -219,13 +229,11 @@ def _ragged_pieces(
     return pieces
 
 
-def convolution_piece(slots: SlotPlan, length: int, reach: int) -> ScanPiece:
-    """All `length` slots of a call as one piece of rows, for `memory_scan.convolve` with `reach` + 1 taps."""
-    piece = ScanPiece(0, length, closes=False)
+def convolution_pieces(slots: SlotPlan, length: int, reach: int, size: int) -> list[ScanPiece]:
+    """All `length` slots of a call in pieces of rows, for `memory_scan.convolve` with `reach` + 1 taps."""
     if slots.valid is None:
-        return piece
-    tail_in, tail_out = _tail_rows(slots.valid, slots.offset, reach)
-    return piece._replace(inside=_taps_inside(slots.position, reach), tail_in=tail_in, tail_out=tail_out)
+        return _plain_pieces(length, size, 0)
+    return _ragged_pieces(size, reach, 1, slots.valid, slots.position, slots.offset)
 
 
 def _taps_inside(position: torch.Tensor, reach: int) -> torch.Tensor:

@@ -17,13 +17,14 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from .chunk_layout import SlotPlan, convolution_piece
+from .chunk_layout import SlotPlan, convolution_pieces
 from .configuration_hope import HopeConfig
 from .kernels import Kernel, asked_kernels, choose
-from .memory_scan import convolve
+from .memory_scan import ScanPiece, convolve
 from .norm import HopeRMSNorm
 from .short_convolution import ShortConvolution
 from .sparse_branches import SparseKeys, SparseSizes, read_sparse
@@ -31,6 +32,8 @@ from .sparse_fla import obstacle, read_sparse_fla
 from .sparse_fused import read_sparse_fused
 from .sparse_statistics import SparseStatistics
 
+# tokens of which queries, keys and values are made at once
+_TILE = 2048
 BRANCHES = ("compressed", "selected", "window")
 
 
@@ -173,17 +176,34 @@ class HopeSparseAttention(nn.Module):
         """Rotated queries [B, H G, S, D] and keys, values [B, H, S, D], in slots; and the tail of the convolutions."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         raw = blocks.to_slots(torch.cat([projection(hidden_states) for projection in projections], dim=-1))
+        reach = self.config.conv_kernel_size - 1
+        tail = raw.new_zeros(len(raw), reach, raw.shape[2]) if state is None else state.conv_tail
+        pieces = convolution_pieces(blocks, raw.shape[1], reach, _TILE)
+        mix = self._mixed
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # cheap to compute again, and many tensors as large as the streams
+            mix = partial(checkpoint, mix, use_reentrant=False, preserve_rng_state=False)
+        parts = []
+        sizes = [piece.stop - piece.start for piece in pieces]
+        angles = (part.split(sizes, dim=1) for part in block_positions)
+        for piece, part, *place in zip(pieces, raw.split(sizes, dim=1), *angles, strict=True):
+            *streams, tail = mix(part, tail, piece, place)
+            parts.append(streams)
+        if len(parts) > 1:
+            return *(torch.cat(stream, dim=2) for stream in zip(*parts, strict=True)), tail
+        return *parts[0], tail
+
+    def _mixed(self, raw: torch.Tensor, tail: torch.Tensor, piece: ScanPiece, angles: list[torch.Tensor]) -> tuple:
+        """`streams` of what linear maps gave for a piece [B, S, (H G + 2 H) D]: convolved, normalised, rotated."""
         convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         taps = torch.cat([convolution(raw.dtype).flatten(1) for convolution in convolutions], dim=-1)
-        reach = len(taps) - 1
-        tail = raw.new_zeros(len(raw), reach, raw.shape[2]) if state is None else state.conv_tail
-        piece = convolution_piece(blocks, raw.shape[1], reach)
         mixed, tail = convolve(raw, tail, taps[:, None, None], piece)
-        sizes = [convolution.weight.shape[0] for convolution in convolutions]
+        sizes = [len(convolution.weight) for convolution in convolutions]
         query, key, value = (
             stream.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2) for stream in mixed.split(sizes, dim=-1)
         )
-        return *apply_rotary_pos_emb(self.q_norm(query), self.k_norm(key), *block_positions), value, tail
+        # copies: values and tail are parts of all streams
+        return *apply_rotary_pos_emb(self.q_norm(query), self.k_norm(key), *angles), value.contiguous(), tail.clone()
 
     def _remember(
         self, key, value, tail, state: SparseState | None, blocks: SlotPlan, tokens: int, need_state: bool
@@ -234,9 +254,7 @@ class HopeSparseAttention(nn.Module):
         after = None
         if need_state:
             by_block = (part.unflatten(2, (-1, block // self.sizes.stride)) for part in compressed)
-            # copies of what is a part of all streams
-            placed = [part.contiguous() for part in placed]
-            after = SparseState(*placed, *by_block, begin, tail.clone())
+            after = SparseState(*placed, *by_block, begin, tail)
             after.slot_keys.written_columns = blocks.past.columns
         return SparseKeys(*placed, *compressed), after, base, first
 
