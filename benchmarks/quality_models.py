@@ -61,6 +61,8 @@ class Size:
     vocab_size: int
     memory_heads: int
     """Of HOPE's mixer; with the levels' width they divide a block's parameters."""
+    hybrid_memory_heads: int
+    """The same beside sparse attention, which has fewer parameters: the levels stay about as wide."""
     level_intermediate_size: int
     """Of HOPE's three levels."""
     parameters: int
@@ -87,6 +89,7 @@ SIZES = {
         num_hidden_layers=2,
         vocab_size=1024,
         memory_heads=5,
+        hybrid_memory_heads=8,
         level_intermediate_size=13,
         parameters=623_000,
         mamba_layers=4,
@@ -99,6 +102,7 @@ SIZES = {
         num_hidden_layers=4,
         vocab_size=4096,
         memory_heads=11,
+        hybrid_memory_heads=13,
         level_intermediate_size=30,
         parameters=5_170_000,
         mamba_layers=9,
@@ -192,6 +196,7 @@ def _model(name: str, size: Size, fitted: int) -> Model:
     }
     every = min(4, layers)
     hybrid = {"layer_types": (["hope_memory"] * (every - 1) + ["sparse_attention"]) * (layers // every)} | SPARSE
+    hybrid["num_memory_heads"] = size.hybrid_memory_heads
     if name in VARIANTS:
         hope |= VARIANTS[name]
         if "level_periods" in VARIANTS[name]:
