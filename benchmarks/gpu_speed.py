@@ -49,7 +49,6 @@ def size_of(preset: str) -> Size:
         SIZES["medium"],
         **shared,
         memory_heads=config.num_memory_heads,
-        hybrid_memory_heads=config.num_memory_heads,
         level_intermediate_size=config.level_intermediate_sizes[0],
         parameters=count_parameters("hope", shared | {
             "level_intermediate_sizes": config.level_intermediate_sizes,

@@ -61,8 +61,6 @@ class Size:
     vocab_size: int
     memory_heads: int
     """Of HOPE's mixer; with the levels' width they divide a block's parameters."""
-    hybrid_memory_heads: int
-    """The same beside sparse attention, which has fewer parameters: the levels stay about as wide."""
     level_intermediate_size: int
     """Of HOPE's three levels."""
     parameters: int
@@ -77,6 +75,8 @@ class Size:
     """Of norms, biases and taps, chosen like the others; None: that of matrices."""
     block_size: int = 512
     per_device_train_batch_size: int = 8
+    hybrid_memory_heads: int | None = None
+    """Beside sparse attention, which has fewer parameters than memories: more, so that levels stay about as wide."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -89,20 +89,19 @@ SIZES = {
         num_hidden_layers=2,
         vocab_size=1024,
         memory_heads=5,
-        hybrid_memory_heads=8,
         level_intermediate_size=13,
         parameters=623_000,
         mamba_layers=4,
         max_train_steps=360,
         learning_rates=(4e-3, 8e-3, 1.6e-2),
         more_seeds=(2, 3),
+        hybrid_memory_heads=8,
     ),
     "medium": Size(
         hidden_size=256,
         num_hidden_layers=4,
         vocab_size=4096,
         memory_heads=11,
-        hybrid_memory_heads=13,
         level_intermediate_size=30,
         parameters=5_170_000,
         mamba_layers=9,
@@ -110,6 +109,7 @@ SIZES = {
         max_train_steps=200,
         learning_rates=(1e-3, 2e-3, 4e-3),
         vector_learning_rates=(3.2e-2, 6.4e-2, 1.28e-1),
+        hybrid_memory_heads=13,
     ),
 }
 # CPU seconds on one thread, as this file prints them (torch 2.13); for estimates only.
@@ -196,7 +196,7 @@ def _model(name: str, size: Size, fitted: int) -> Model:
     }
     every = min(4, layers)
     hybrid = {"layer_types": (["hope_memory"] * (every - 1) + ["sparse_attention"]) * (layers // every)} | SPARSE
-    hybrid["num_memory_heads"] = size.hybrid_memory_heads
+    hybrid["num_memory_heads"] = size.hybrid_memory_heads or size.memory_heads
     if name in VARIANTS:
         hope |= VARIANTS[name]
         if "level_periods" in VARIANTS[name]:

@@ -47,7 +47,6 @@ def default_size(vocab_size: int, layers: int = LAYERS) -> Size:
         hidden_size=WIDTH,
         num_hidden_layers=layers,
         memory_heads=config.num_memory_heads,
-        hybrid_memory_heads=config.num_memory_heads,
         level_intermediate_size=config.level_intermediate_sizes[0],
         parameters=count_parameters("hope", fields),
         mamba_layers=2 * layers,
