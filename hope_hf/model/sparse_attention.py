@@ -33,7 +33,7 @@ from .sparse_fused import read_sparse_fused
 from .sparse_statistics import SparseStatistics
 
 # tokens of which queries, keys and values are made at once
-_TILE = 2048
+_TILE = 512
 BRANCHES = ("compressed", "selected", "window")
 
 

@@ -53,7 +53,9 @@ def read_sparse_fla(
     return read_sparse_fused(queries, gates, held, base, first, sizes, partial(_read_selected, dtype=dtype))
 
 
-def _read_selected(queries, keys, values, gates, chosen, base: int, block: int, dtype: torch.dtype) -> torch.Tensor:
+def _read_selected(
+    queries, keys, values, gates, chosen, base: int, block: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
     """`sparse_fused.read_selected`."""
     try:
         from fla.ops.nsa.parallel import parallel_nsa
@@ -63,19 +65,18 @@ def _read_selected(queries, keys, values, gates, chosen, base: int, block: int, 
     # a group is the rows of a product: queries of zeros fill it up
     rows = F.pad(queries, (0, 0, 0, 0, 0, _power_of_two(max(group, _LEAST)) - group))
     # what the keys end with are the queries' own
-    keys, values = (part[:, :, : base + length].transpose(1, 2).to(dtype) for part in (keys, values))
+    known = (part[:, :, : base + length].transpose(1, 2).to(dtype) for part in (keys, values))
     chosen = F.pad(chosen, (0, _power_of_two(chosen.shape[-1]) - chosen.shape[-1]), value=-1)
     reads = parallel_nsa(
         rows.permute(0, 3, 1, 2, 4).flatten(2, 3).to(dtype),
-        keys,
-        values,
+        *known,
         block_indices=chosen.transpose(1, 2),
         block_counts=chosen.shape[-1],
         block_size=block,
         scale=1.0,
     )
     reads = reads.unflatten(2, (heads, -1))[:, :, :, :group].permute(0, 2, 3, 1, 4)
-    return reads.to(queries.dtype) * gates
+    return reads.to(queries.dtype) * gates, queries, keys, values
 
 
 def _power_of_two(number: int) -> int:

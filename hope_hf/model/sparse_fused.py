@@ -49,13 +49,16 @@ def read_sparse_fused(
     if first is not None:
         first = F.pad(first, (front, back), value=base)
     compressed, selected, window = gates.split(1, dim=-1)
-    # One after the other, so that the backward pass holds the gradient of one branch at a time.
-    reads, chosen = _Compressed.apply(
+    # One after the other: each branch hands on what it reads, so that the backward pass of one adds its gradients to
+    # those of the next.
+    reads, chosen, queries = _Compressed.apply(
         queries, held.compressed_keys, held.compressed_values, compressed, base, first, sizes
     )
-    selected_by = selected_by or read_selected
-    reads = reads + selected_by(queries, held.keys, held.values, selected, chosen, base, sizes.block)
-    reads = reads + _Window.apply(queries, held.keys, held.values, window, base, first, sizes.window)
+    more, *streams = (selected_by or read_selected)(
+        queries, held.keys, held.values, selected, chosen, base, sizes.block
+    )
+    reads.add_(more)
+    reads.add_(_Window.apply(*streams, window, base, first, sizes.window))
     inside = slice(front, front + length)
     return reads[:, :, :, inside], chosen[:, :, inside]
 
@@ -149,10 +152,14 @@ class _Tiled(torch.autograd.Function):
     """A branch of which every query reads within one range of keys: its reads times their gate [B, H, G, S, D]."""
 
     @staticmethod
-    def gradients(ctx, grad, tiles: Callable) -> tuple[torch.Tensor, ...]:
-        """Of queries, keys, values and gates; `tiles` of the queries and of where documents begin."""
+    def gradients(ctx, grad, tiles: Callable, grad_queries: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """Of queries, keys, values and gates; `tiles` of the queries and of where documents begin.
+
+        `grad_queries`, of the branches behind, is added to in place.
+        """
         queries, keys, values, gates, first = ctx.saved_tensors
-        grad_queries, grad_keys, grad_values, grad_gates = map(torch.zeros_like, (queries, keys, values, gates))
+        grad_keys, grad_values, grad_gates = map(torch.zeros_like, (keys, values, gates))
+        grad_queries = torch.zeros_like(queries) if grad_queries is None else grad_queries
         for tile in tiles(queries, first):
             query, gate, part = (of[:, :, :, tile.queries] for of in (queries, gates, grad))
             key, value, rows = keys[:, :, tile.keys], values[:, :, tile.keys], part.flatten(2, 3)
@@ -165,7 +172,7 @@ class _Tiled(torch.autograd.Function):
             grad_values[:, :, tile.keys] += attention.mT @ rows
             through.sub_(along).mul_(attention)
             grad_keys[:, :, tile.keys] += through.mT @ query.flatten(2, 3)
-            grad_queries[:, :, :, tile.queries] = (through @ key).unflatten(2, query.shape[2:4])
+            grad_queries[:, :, :, tile.queries] += (through @ key).unflatten(2, query.shape[2:4])
         return grad_queries, grad_keys, grad_values, grad_gates
 
 
@@ -189,7 +196,7 @@ class _Window(_Tiled):
 
 
 class _Compressed(_Tiled):
-    """Also the blocks that the attention selects [B, H, S, X]."""
+    """Also the blocks that the attention selects [B, H, S, X], and the queries, for the next branch."""
 
     @staticmethod
     def forward(ctx, queries, keys, values, gates, base, first, sizes):
@@ -212,13 +219,13 @@ class _Compressed(_Tiled):
         ctx.tiles = lambda queries, first: _compressed_tiles(queries, base, first, sizes.stride)
         ctx.save_for_backward(queries, keys, values, gates, first)
         ctx.mark_non_differentiable(chosen)
-        return reads, chosen
+        return reads, chosen, queries
 
     @staticmethod
     @once_differentiable
     @_without_autocast
-    def backward(ctx, grad, _):
-        return *_Tiled.gradients(ctx, grad, ctx.tiles), None, None, None
+    def backward(ctx, grad, _, grad_queries):
+        return *_Tiled.gradients(ctx, grad, ctx.tiles, grad_queries), None, None, None
 
 
 class _Visit(NamedTuple):
@@ -254,7 +261,7 @@ def _visits(chosen: torch.Tensor, base: int, block: int) -> list[_Visit]:
 
 
 class _Selected(torch.autograd.Function):
-    """Reads of the blocks `chosen` times their gate [B, H, G, S, D]; queries and keys are whole blocks."""
+    """Reads of the blocks `chosen` times their gate [B, H, G, S, D]; queries, keys and values, for the next branch."""
 
     @staticmethod
     def scores(rows: list[torch.Tensor], keys: list[torch.Tensor], visit: _Visit) -> tuple[torch.Tensor, torch.Tensor]:
@@ -293,20 +300,20 @@ class _Selected(torch.autograd.Function):
         reads.div_(total)
         ctx.visits, ctx.sums = visits, top.add_(total.log_())
         ctx.save_for_backward(queries, keys, values, gates, reads)
-        return reads.transpose(2, 3) * gates
+        return reads.transpose(2, 3) * gates, queries, keys, values
 
     @staticmethod
     @once_differentiable
     @_without_autocast
-    def backward(ctx, grad):
+    def backward(ctx, grad, grad_queries, grad_keys, grad_values):
         queries, keys, values, gates, reads = ctx.saved_tensors
         rows, grad, gates = (part.transpose(2, 3) for part in (queries, grad, gates))
         # the read times its gradient, which is the gate's gradient, too
         along = torch.linalg.vecdot(grad, reads).unsqueeze(-1)
         # of each query and head, what is gathered together
         facts = torch.cat([ctx.sums, along, gates], dim=-1)
-        grad_keys, grad_values = torch.zeros_like(keys), torch.zeros_like(values)
-        grad_rows = torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device)
+        # those of the branch behind are added to in place
+        grad_rows = grad_queries.transpose(2, 3)
         rows_of, grad_of, facts_of, grad_rows_of = map(_by_head, (rows, grad, facts, grad_rows))
         keys_of, values_of, grad_keys_of, grad_values_of = map(_by_head, (keys, values, grad_keys, grad_values))
         for visit in ctx.visits:
@@ -320,7 +327,7 @@ class _Selected(torch.autograd.Function):
             grad_keys_of[head][near].addmm_(grad_scores.mT, query)
             through = (grad_scores @ keys_of[head][near]).view(len(visit.queries), -1, rows.shape[-1])
             grad_rows_of[head].index_add_(0, visit.queries, through)
-        return grad_rows.transpose(2, 3), grad_keys, grad_values, along.transpose(2, 3), None, None, None
+        return grad_queries, grad_keys, grad_values, along.transpose(2, 3), None, None, None
 
 
 def read_selected(
@@ -331,10 +338,11 @@ def read_selected(
     chosen: torch.Tensor,
     base: int,
     block: int,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, ...]:
     """Reads of the blocks `chosen` [B, H, S, X] (-1 for none) times their gate [B, H, G, S, D].
 
-    Queries and keys are whole blocks; the first query's slot is `base`. Each query has chosen its own block.
+    Also queries, keys and values, through which the gradients of the next branch come. Queries and keys are whole
+    blocks; the first query's slot is `base`. Each query has chosen its own block.
     """
     return _Selected.apply(queries, keys, values, gates, chosen, base, block)
 
