@@ -164,9 +164,7 @@ def _hope(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
     heads, groups = (config.num_attention_heads or 0), (config.num_key_value_heads or 0)
     attention = _casts(width, mode, 3) + low * (2 * heads + 2 * groups) * config.head_dim + 4 * heads
     blocks = {"full_attention": _block(config, mode, tokens, levels, attention)}
-    # Queries twice, in float32; every branch's reads twice and the logarithms of its sums.
-    sparse = _casts(width, mode, 4) + (low * 2 * (heads + groups) + 4 * (8 * heads + 2 * groups)) * config.head_dim
-    blocks["sparse_attention"] = _block(config, mode, tokens, levels, sparse + 4 * 3 * heads)
+    blocks["sparse_attention"] = _block(config, mode, tokens, levels, _casts(width, mode, 4) + _sparse(config, mode))
     if config.has_memories:
         inner = config.num_memory_heads * config.head_dim
         # Streams, reads and their norm are fp32; gate and output are as the linear maps.
@@ -174,6 +172,18 @@ def _hope(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
         scan = batch_size * _scan(config, block_size)
         blocks["hope_memory"] = _block(config, mode, tokens, levels, _casts(width, mode, 5) + around, scan)
     return [blocks[kind] for kind in config.layer_types]
+
+
+def _sparse(config, mode: Mode) -> int:
+    """Bytes a token that sparse attention keeps beside its input."""
+    heads, groups = (config.num_attention_heads or 0), (config.num_key_value_heads or 0)
+    low = 4 if mode == "fp32" else 2
+    # what linear maps gave, and the output; in float32 queries, keys, values, what selected blocks gave, and gates
+    streams = low * (2 * heads + 2 * groups) + 4 * (2 * heads + 2 * groups)
+    compressed = 4 * 2 * groups * config.head_dim // config.sparse_compress_stride
+    # int64, which queries read a block
+    selected = 8 * config.sparse_top_k * groups
+    return streams * config.head_dim + compressed + 4 * 3 * heads + selected
 
 
 def _scan(config, block_size: int) -> int:

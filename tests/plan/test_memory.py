@@ -7,8 +7,9 @@ import torch
 from models import small_config
 from transformers import LlamaConfig, Qwen2Config
 
+from hope_hf import HopeConfig, HopeModel
 from hope_hf.cli.recomputing import Recomputed
-from hope_hf.plan.activations import activations
+from hope_hf.plan.activations import _sparse, activations
 from hope_hf.plan.memory import memory
 from hope_hf.plan.shapes import shapes_of
 from hope_hf.plan.simulate import simulate
@@ -144,3 +145,31 @@ def test_fp16_under_deepspeed_has_copies_of_two_bytes():
         for precision in ("no", "fp16")
     )
     assert wide == 2 * low
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_what_sparse_attention_keeps(groups):
+    """Storages saved for the backward pass, and the queries of every block."""
+    sizes = dict(sparse_block_size=16, sparse_compress_stride=8, sparse_top_k=8, sparse_window=64)
+    config = HopeConfig(
+        vocab_size=8, hidden_size=256, num_hidden_layers=1, num_key_value_heads=groups,
+        level_intermediate_sizes=[8] * 3, layer_types=["sparse_attention"], **sizes,
+    )  # fmt: skip
+    model, tokens = HopeModel(config), 1024
+    hidden_states = torch.randn(1, tokens, 256, requires_grad=True)
+    # of the mixer's input the normalisation before it keeps account
+    known = {part.untyped_storage().data_ptr() for part in (hidden_states, *model.parameters())}
+    saved = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    plans, _ = model._plans(hidden_states, None, None, None, None)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model.layers[0].mixer(hidden_states, **plans)[0]
+    assert output.requires_grad
+    found = sum(storage.nbytes() for storage in saved.values()) / tokens + 8 * config.sparse_top_k * groups
+    assert found == pytest.approx(_sparse(config, "fp32"), rel=0.03)
