@@ -39,6 +39,12 @@ def asked_kernels() -> str:
     return asked
 
 
+def operand_dtype(weight: torch.Tensor) -> torch.dtype:
+    """To what kernels of a GPU round their operands: autocast's dtype, or without it that of a layer's weights."""
+    kind = weight.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+
+
 def choose(
     name: str, asked: str, kernels: dict[str, Kernel], otherwise: Callable, fallbacks: Counter, device: torch.device
 ) -> Callable:

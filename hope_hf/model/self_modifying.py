@@ -27,7 +27,7 @@ from .delta_rule import DeltaMemories
 from .delta_triton import obstacle as obstacle_to_triton
 from .delta_triton import scan_triton
 from .diagnostics import contribution, gate_values, memory_statistics
-from .kernels import Kernel, asked_kernels, choose
+from .kernels import Kernel, asked_kernels, choose, operand_dtype
 from .memory_scan import Memories, ScanInputs, ScanState, scan, scan_plain
 from .memory_state import map_state
 from .norm import HopeRMSNorm
@@ -217,9 +217,7 @@ class SelfModifyingTitans(nn.Module):
         """
         inputs = self.scan_inputs(hidden_states, plan)
         batch_size, heads = len(hidden_states), self.config.num_memory_heads
-        operands = self.g_proj.weight.dtype
-        if torch.is_autocast_enabled(hidden_states.device.type):
-            operands = torch.get_autocast_dtype(hidden_states.device.type)
+        operands = operand_dtype(self.g_proj.weight)
         with torch.autocast(hidden_states.device.type, enabled=False):
             memories = self.memories(batch_size, inputs.query.dtype)
             reads, after = scan(

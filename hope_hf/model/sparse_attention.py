@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from .chunk_layout import SlotPlan, convolution_pieces
 from .configuration_hope import HopeConfig
-from .kernels import Kernel, asked_kernels, choose
+from .kernels import Kernel, asked_kernels, choose, operand_dtype
 from .memory_scan import ScanPiece, convolve
 from .norm import HopeRMSNorm
 from .short_convolution import ShortConvolution
@@ -128,7 +128,7 @@ class HopeSparseAttention(nn.Module):
         query, key, value, tail = self.streams(hidden_states, state, blocks, block_positions)
         gates = blocks.to_slots(self.branch_gates(hidden_states))
         held, after, base, first = self._remember(key, value, tail, state, blocks, hidden_states.shape[1], need_state)
-        dtype, operands = torch.promote_types(query.dtype, torch.float32), query.dtype
+        dtype, operands = torch.promote_types(query.dtype, torch.float32), operand_dtype(self.q_proj.weight)
         with torch.autocast(query.device.type, enabled=False):
             # [B, H, G, S, 3]
             weights = gates.to(dtype).transpose(1, 2).unflatten(1, (key.shape[1], -1))
@@ -181,7 +181,7 @@ class HopeSparseAttention(nn.Module):
         pieces = convolution_pieces(blocks, raw.shape[1], reach, _TILE)
         mix = self._mixed
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # cheap to compute again, and many tensors as large as the streams
+            # cheap to compute again, and otherwise many tensors as large as the streams
             mix = partial(checkpoint, mix, use_reentrant=False, preserve_rng_state=False)
         parts = []
         sizes = [piece.stop - piece.start for piece in pieces]
