@@ -35,6 +35,7 @@ from .norm import HopeRMSNorm
 from .self_modifying import InitialMemory, MemoryGates, SelfModifyingTitans, ValueShare
 from .short_convolution import ShortConvolution
 from .sparse_attention import BlockCompression, HopeSparseAttention
+from .sparse_streams import HeadNorm
 
 # Above this width the logits of a fresh model grow beyond the loss of a uniform guess: the head starts smaller.
 _HEAD_WIDTH = 768
@@ -120,7 +121,7 @@ class HopePreTrainedModel(PreTrainedModel):
             init.copy_(module.weight, module.begins_as[0].weight)
         elif isinstance(module, (InitialMemory, ShortConvolution, MemoryGates, BlockCompression)):
             module.reset_parameters()
-        elif isinstance(module, (LevelMix, ValueShare)):
+        elif isinstance(module, (LevelMix, ValueShare, HeadNorm)):
             init.ones_(module.weight)
         elif getattr(module, "ends_branch", False):
             # Two residual branches a layer keep the stream's scale at any depth. Asked of the projection itself:

@@ -17,23 +17,18 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from .chunk_layout import SlotPlan, convolution_pieces
 from .configuration_hope import HopeConfig
 from .kernels import Kernel, asked_kernels, choose, operand_dtype
-from .memory_scan import ScanPiece, convolve
-from .norm import HopeRMSNorm
 from .short_convolution import ShortConvolution
 from .sparse_branches import SparseKeys, SparseSizes, read_sparse
 from .sparse_fla import obstacle, read_sparse_fla
 from .sparse_fused import read_sparse_fused
 from .sparse_statistics import SparseStatistics
+from .sparse_streams import TILE, HeadNorm, StreamSizes, StreamWeights, make_streams, make_streams_tiled
 
-# tokens of which queries, keys and values are made at once
-_TILE = 512
 BRANCHES = ("compressed", "selected", "window")
 
 
@@ -90,8 +85,8 @@ class HopeSparseAttention(nn.Module):
         self.q_conv1d = ShortConvolution(config, heads)
         self.k_conv1d = ShortConvolution(config, shared)
         self.v_conv1d = ShortConvolution(config, shared)
-        self.q_norm = HopeRMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = HopeRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.q_norm = HeadNorm(config.head_dim)
+        self.k_norm = HeadNorm(config.head_dim)
         self.k_compress = BlockCompression(config)
         self.v_compress = BlockCompression(config)
         self.sizes = SparseSizes(
@@ -174,36 +169,21 @@ class HopeSparseAttention(nn.Module):
 
     def streams(self, hidden_states, state: SparseState | None, blocks: SlotPlan, block_positions) -> tuple:
         """Rotated queries [B, H G, S, D] and keys, values [B, H, S, D], in slots; and the tail of the convolutions."""
+        config = self.config
         projections = (self.q_proj, self.k_proj, self.v_proj)
         raw = blocks.to_slots(torch.cat([projection(hidden_states) for projection in projections], dim=-1))
-        reach = self.config.conv_kernel_size - 1
-        tail = raw.new_zeros(len(raw), reach, raw.shape[2]) if state is None else state.conv_tail
-        pieces = convolution_pieces(blocks, raw.shape[1], reach, _TILE)
-        mix = self._mixed
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # cheap to compute again, and otherwise many tensors as large as the streams
-            mix = partial(checkpoint, mix, use_reentrant=False, preserve_rng_state=False)
-        parts = []
-        sizes = [piece.stop - piece.start for piece in pieces]
-        angles = (part.split(sizes, dim=1) for part in block_positions)
-        for piece, part, *place in zip(pieces, raw.split(sizes, dim=1), *angles, strict=True):
-            *streams, tail = mix(part, tail, piece, place)
-            parts.append(streams)
-        if len(parts) > 1:
-            return *(torch.cat(stream, dim=2) for stream in zip(*parts, strict=True)), tail
-        return *parts[0], tail
-
-    def _mixed(self, raw: torch.Tensor, tail: torch.Tensor, piece: ScanPiece, angles: list[torch.Tensor]) -> tuple:
-        """`streams` of what linear maps gave for a piece [B, S, (H G + 2 H) D]: convolved, normalised, rotated."""
+        reach = config.conv_kernel_size - 1
+        tail = raw.new_zeros(len(raw), reach, raw.shape[2]) if state is None else state.conv_tail.to(raw.dtype)
         convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         taps = torch.cat([convolution(raw.dtype).flatten(1) for convolution in convolutions], dim=-1)
-        mixed, tail = convolve(raw, tail, taps[:, None, None], piece)
-        sizes = [len(convolution.weight) for convolution in convolutions]
-        query, key, value = (
-            stream.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2) for stream in mixed.split(sizes, dim=-1)
-        )
-        # copies: values and tail are parts of all streams
-        return *apply_rotary_pos_emb(self.q_norm(query), self.k_norm(key), *angles), value.contiguous(), tail.clone()
+        weights = StreamWeights(taps[:, None, None], self.q_norm(raw.dtype), self.k_norm(raw.dtype))
+        sizes = StreamSizes(config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps)
+        with torch.autocast(raw.device.type, enabled=False):
+            if torch.compiler.is_compiling() or raw.shape[1] == 1:
+                (piece,) = convolution_pieces(blocks, raw.shape[1], reach, raw.shape[1])
+                return make_streams(raw, tail, weights, block_positions, piece, sizes)
+            pieces = convolution_pieces(blocks, raw.shape[1], reach, TILE)
+            return make_streams_tiled(raw, tail, weights, block_positions, pieces, sizes)
 
     def _remember(
         self, key, value, tail, state: SparseState | None, blocks: SlotPlan, tokens: int, need_state: bool

@@ -99,7 +99,7 @@ def _attention(query: torch.Tensor, key: torch.Tensor, tile: _Tile) -> torch.Ten
     return attention
 
 
-def _without_autocast(backward: Callable) -> Callable:
+def without_autocast(backward: Callable) -> Callable:
     """A backward pass may be started within autocast, which would round its products."""
 
     @wraps(backward)
@@ -190,7 +190,7 @@ class _Window(_Tiled):
 
     @staticmethod
     @once_differentiable
-    @_without_autocast
+    @without_autocast
     def backward(ctx, grad):
         return *_Tiled.gradients(ctx, grad, ctx.tiles), None, None, None
 
@@ -223,7 +223,7 @@ class _Compressed(_Tiled):
 
     @staticmethod
     @once_differentiable
-    @_without_autocast
+    @without_autocast
     def backward(ctx, grad, _, grad_queries):
         return *_Tiled.gradients(ctx, grad, ctx.tiles, grad_queries), None, None, None
 
@@ -304,12 +304,14 @@ class _Selected(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @_without_autocast
+    @without_autocast
     def backward(ctx, grad, grad_queries, grad_keys, grad_values):
         queries, keys, values, gates, reads = ctx.saved_tensors
         rows, grad, gates = (part.transpose(2, 3) for part in (queries, grad, gates))
         # the read times its gradient, which is the gate's gradient, too
-        along = torch.linalg.vecdot(grad, reads).unsqueeze(-1)
+        along = grad.new_empty(*grad.shape[:-1], 1)
+        for whole, *both in zip(*(part.split(_TILE, dim=2) for part in (along, grad, reads)), strict=True):
+            whole[..., 0] = torch.linalg.vecdot(*both)
         # of each query and head, what is gathered together
         facts = torch.cat([ctx.sums, along, gates], dim=-1)
         # those of the branch behind are added to in place

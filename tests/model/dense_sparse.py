@@ -30,8 +30,8 @@ def convolved(x, weight):
     return torch.stack(rows)
 
 
-def normed(x, norm):
-    return norm.weight * x / (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
+def normed(x, weight, epsilon):
+    return weight * x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt()
 
 
 def chosen_blocks(importance: list[float], sizes) -> list[int]:
@@ -50,7 +50,10 @@ def dense_sparse(mixer, hidden_states, angles):
         convolved(projection(hidden_states), convolution.weight).unflatten(-1, (-1, width))
         for projection, convolution in maps
     )
-    query, key = rotated(normed(query, mixer.q_norm), angles), rotated(normed(key, mixer.k_norm), angles)
+    query, key = (
+        rotated(normed(x, norm.weight, config.rms_norm_eps), angles)
+        for x, norm in ((query, mixer.q_norm), (key, mixer.k_norm))
+    )
     gates = mixer.branch_proj(hidden_states).unflatten(-1, (-1, 3)).sigmoid()
     heads, shared = query.shape[1], key.shape[1]
     group = heads // shared
