@@ -104,7 +104,7 @@ class HopePreTrainedModel(PreTrainedModel):
         | parameters | initial value |
         |---|---|
         | linear maps, embedding | normal, `initializer_range` |
-        | sparse attention: queries, keys, values | normal, `1 / sqrt(hidden_size)`: unit values, whatever the width |
+        | queries, keys, values of sparse attention beside memories | normal, `1 / sqrt(hidden_size)` |
         | o_proj, down_proj | normal, `initializer_range / sqrt(2 * num_hidden_layers)` |
         | embedding and head wider than 768 | times `sqrt(768 / hidden_size)` |
         | norms, level mix, value shares | 1 |

@@ -81,7 +81,8 @@ class HopeSparseAttention(nn.Module):
         self.branch_proj = nn.Linear(width, len(BRANCHES) * heads, bias=False)
         self.o_proj = nn.Linear(heads * config.head_dim, width, bias=False)
         for projection in (self.q_proj, self.k_proj, self.v_proj):
-            projection.keeps_scale = True
+            # Beside memories recall begins far earlier; alone text is learned later (docs/log.md).
+            projection.keeps_scale = config.has_memories
         self.q_conv1d = ShortConvolution(config, heads)
         self.k_conv1d = ShortConvolution(config, shared)
         self.v_conv1d = ShortConvolution(config, shared)
