@@ -39,9 +39,10 @@ def asked_kernels() -> str:
     return asked
 
 
-def operand_dtype(weight: torch.Tensor) -> torch.dtype:
+def operand_dtype(hidden_states: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
     """To what kernels of a GPU round their operands: autocast's dtype, or without it that of a layer's weights."""
-    kind = weight.device.type
+    # weights that are loaded when they are needed lie on no device
+    kind = hidden_states.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 

@@ -217,7 +217,7 @@ class SelfModifyingTitans(nn.Module):
         """
         inputs = self.scan_inputs(hidden_states, plan)
         batch_size, heads = len(hidden_states), self.config.num_memory_heads
-        operands = operand_dtype(self.g_proj.weight)
+        operands = operand_dtype(hidden_states, self.g_proj.weight)
         with torch.autocast(hidden_states.device.type, enabled=False):
             memories = self.memories(batch_size, inputs.query.dtype)
             reads, after = scan(

@@ -124,7 +124,8 @@ class HopeSparseAttention(nn.Module):
         query, key, value, tail = self.streams(hidden_states, state, blocks, block_positions)
         gates = blocks.to_slots(self.branch_gates(hidden_states))
         held, after, base, first = self._remember(key, value, tail, state, blocks, hidden_states.shape[1], need_state)
-        dtype, operands = torch.promote_types(query.dtype, torch.float32), operand_dtype(self.q_proj.weight)
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        operands = operand_dtype(hidden_states, self.q_proj.weight)
         with torch.autocast(query.device.type, enabled=False):
             # [B, H, G, S, 3]
             weights = gates.to(dtype).transpose(1, 2).unflatten(1, (key.shape[1], -1))

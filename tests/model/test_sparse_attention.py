@@ -6,16 +6,13 @@ import pytest
 import torch
 from dense_sparse import dense_sparse
 from huggingface_hub.errors import StrictDataclassError
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from sparse_mixers import FEW, WIDTH, angles_of, config_of, random_mixer, run, texts
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
 from hope_hf.model import sparse_fused
 from hope_hf.model.chunk_layout import plan_slots
-from hope_hf.model.sparse_attention import HopeSparseAttention
 from hope_hf.model.sparse_branches import SparseKeys, SparseSizes, read_sparse, select_blocks
 
-WIDTH = 32
-FEW = dict(sparse_block_size=8, sparse_compress_stride=4, sparse_top_k=4, sparse_window=16)
 SIZES = {
     "few blocks": FEW,
     "strides as large as blocks": FEW | {"sparse_compress_stride": 8},
@@ -24,37 +21,6 @@ SIZES = {
     "all blocks": FEW | {"sparse_top_k": 100},
     "strides of one token": dict(sparse_block_size=4, sparse_compress_stride=1, sparse_top_k=3, sparse_window=4),
 }
-
-
-def config_of(**options):
-    options = {"num_attention_heads": 4, "num_key_value_heads": 2} | options
-    return HopeConfig(
-        vocab_size=16, hidden_size=WIDTH, num_hidden_layers=1, head_dim=8, layer_types=["sparse_attention"], **options
-    )
-
-
-def random_mixer(**options):
-    torch.manual_seed(0)
-    mixer = HopeSparseAttention(config_of(**options), 0).double()
-    with torch.no_grad():
-        for parameter in mixer.parameters():
-            # large enough that attention is far from a mean
-            parameter.copy_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5 * 1.5)
-    return mixer
-
-
-def texts(*shape, seed=1):
-    return torch.randn(*shape, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def angles_of(mixer, hidden_states):
-    return LlamaRotaryEmbedding(mixer.config)(hidden_states, torch.arange(hidden_states.shape[-2])[None])
-
-
-def run(mixer, hidden_states):
-    """Of rows that each begin a document."""
-    plan = plan_slots(mixer.sizes.block, hidden_states.shape[:2], hidden_states.device)
-    return mixer(hidden_states, blocks=plan, block_positions=angles_of(mixer, hidden_states))[0]
 
 
 def assert_equal_with_gradients(ours, theirs, leaves):

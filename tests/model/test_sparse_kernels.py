@@ -6,7 +6,7 @@ On a GPU as they are, else in Triton's interpreter.
 import pytest
 import torch
 from interpreter import import_interpreted
-from test_sparse_attention import FEW, random_mixer, run, texts
+from sparse_mixers import FEW, random_mixer, run, texts
 
 from hope_hf.model import sparse_fla
 from hope_hf.model.sparse_branches import SparseKeys, SparseSizes
