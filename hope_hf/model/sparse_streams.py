@@ -112,10 +112,12 @@ class _Streams(torch.autograd.Function):
     @once_differentiable
     @without_autocast
     def backward(ctx, grad, *others):
-        raw, *weights, cos, sin = ctx.saved_tensors[:6]
+        # read once: a block that is recomputed gives them once
+        raw, taps, query_norm, key_norm, cos, sin, *tails = ctx.saved_tensors
+        weights = (taps, query_norm, key_norm)
         *grads, grad_tail = grad, *others
         grad_raw, grad_weights = torch.empty_like(raw), [torch.zeros_like(weight) for weight in weights]
-        for piece, tail in zip(reversed(ctx.pieces), reversed(ctx.saved_tensors[6:]), strict=True):
+        for piece, tail in zip(reversed(ctx.pieces), reversed(tails), strict=True):
             cut = slice(piece.start, piece.stop)
             leaves = [part.detach().requires_grad_() for part in (raw[:, cut], tail, *weights)]
             with torch.enable_grad():
