@@ -157,8 +157,10 @@ def test_what_sparse_attention_keeps(groups):
     )  # fmt: skip
     model, tokens = HopeModel(config), 1024
     hidden_states = torch.randn(1, tokens, 256, requires_grad=True)
-    # of the mixer's input the normalisation before it keeps account
-    known = {part.untyped_storage().data_ptr() for part in (hidden_states, *model.parameters())}
+    plans, _ = model._plans(hidden_states, None, None, None, None)
+    # of the mixer's input the normalisation before it keeps account; angles are those of all layers
+    others = (hidden_states, *plans["block_positions"], *model.parameters())
+    known = {part.untyped_storage().data_ptr() for part in others}
     saved = {}
 
     def keep(tensor):
@@ -167,7 +169,6 @@ def test_what_sparse_attention_keeps(groups):
             saved[storage.data_ptr()] = storage
         return tensor
 
-    plans, _ = model._plans(hidden_states, None, None, None, None)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = model.layers[0].mixer(hidden_states, **plans)[0]
     assert output.requires_grad
