@@ -9,7 +9,7 @@ from huggingface_hub.errors import StrictDataclassError
 from sparse_mixers import FEW, WIDTH, angles_of, config_of, random_mixer, run, texts
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
-from hope_hf.model import sparse_fused
+from hope_hf.model import sparse_attention, sparse_fused
 from hope_hf.model.chunk_layout import plan_slots
 from hope_hf.model.sparse_branches import SparseKeys, SparseSizes, read_sparse, select_blocks
 
@@ -33,8 +33,10 @@ def assert_equal_with_gradients(ours, theirs, leaves):
 
 
 @pytest.mark.parametrize("options", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("length", [1, 3, 45])
-def test_a_whole_text(options, length):
+@pytest.mark.parametrize("length, tile", [(1, 512), (3, 512), (45, 512), (45, 16)])
+def test_a_whole_text(monkeypatch, options, length, tile):
+    """Also where queries, keys and values are made in several tiles."""
+    monkeypatch.setattr(sparse_attention, "TILE", tile)
     mixer, hidden_states = random_mixer(**options), texts(2, length).requires_grad_()
     angles = angles_of(mixer, hidden_states)
     expected = torch.stack([dense_sparse(mixer, row, angles)[0] for row in hidden_states])
