@@ -24,7 +24,7 @@ from .configuration_hope import HopeConfig
 from .kernels import Kernel, asked_kernels, choose, operand_dtype
 from .short_convolution import ShortConvolution
 from .sparse_branches import SparseKeys, SparseSizes, read_sparse
-from .sparse_fla import obstacle, read_sparse_fla
+from .sparse_fla import obstacle, read_selected_fla
 from .sparse_fused import read_sparse_fused
 from .sparse_statistics import SparseStatistics
 from .sparse_streams import TILE, HeadNorm, StreamSizes, StreamWeights, make_streams, make_streams_tiled
@@ -148,8 +148,9 @@ class HopeSparseAttention(nn.Module):
 
     def choose_reads(self, query: torch.Tensor, base: int, operands: torch.dtype) -> Callable:
         """What reads for the queries of a text; kernels of a GPU round their operands to the dtype given."""
+        by_fla = partial(read_sparse_fused, selected_by=partial(read_selected_fla, dtype=operands))
         kernels = {
-            "fla": Kernel(partial(read_sparse_fla, dtype=operands), partial(obstacle, query, base, self.sizes)),
+            "fla": Kernel(by_fla, partial(obstacle, query, base, self.sizes)),
             "triton": Kernel(read_sparse_fused, lambda: "HOPE has none of its own"),
         }
         name, counted = "sparse_attention", self.kernel_fallbacks

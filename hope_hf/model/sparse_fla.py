@@ -8,14 +8,12 @@ Axes as there.
 
 import importlib.util
 import os
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from .kernels import VARIABLE
-from .sparse_branches import SparseKeys, SparseSizes
-from .sparse_fused import read_sparse_fused
+from .sparse_branches import SparseSizes
 
 # of what the kernels keep of a head on chip
 _WIDEST = 256
@@ -40,23 +38,10 @@ def obstacle(queries: torch.Tensor, base: int, sizes: SparseSizes) -> str | None
     return None
 
 
-def read_sparse_fla(
-    queries: torch.Tensor,
-    gates: torch.Tensor,
-    held: SparseKeys,
-    base: int,
-    first: torch.Tensor | None,
-    sizes: SparseSizes,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sparse_fused.read_sparse_fused`; the kernels' operands are rounded to `dtype`."""
-    return read_sparse_fused(queries, gates, held, base, first, sizes, partial(_read_selected, dtype=dtype))
-
-
-def _read_selected(
+def read_selected_fla(
     queries, keys, values, gates, chosen, base: int, block: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, ...]:
-    """`sparse_fused.read_selected`."""
+    """`sparse_fused.read_selected`; the kernels' operands are rounded to `dtype`."""
     try:
         from fla.ops.nsa.parallel import parallel_nsa
     except ImportError as error:

@@ -3,14 +3,16 @@
 On a GPU as they are, else in Triton's interpreter.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from interpreter import import_interpreted
 from sparse_mixers import FEW, random_mixer, run, texts
 
-from hope_hf.model import sparse_fla
+from hope_hf.model import sparse_attention
 from hope_hf.model.sparse_branches import SparseKeys, SparseSizes
-from hope_hf.model.sparse_fla import read_sparse_fla
+from hope_hf.model.sparse_fla import read_selected_fla
 from hope_hf.model.sparse_fused import read_sparse_fused
 
 pytestmark = [
@@ -60,7 +62,8 @@ def outputs(read, leaves, rest, dtype, device):
 
 def assert_close(leaves, rest):
     expected, chosen = outputs(read_sparse_fused, leaves, rest, torch.float64, "cpu")
-    found, also = outputs(read_sparse_fla, leaves, rest, torch.float32, DEVICE)
+    read = partial(read_sparse_fused, selected_by=partial(read_selected_fla, dtype=torch.float32))
+    found, also = outputs(read, leaves, rest, torch.float32, DEVICE)
     assert torch.equal(chosen, also)
     for one, other in zip(found, expected, strict=True):
         assert (one - other).norm() <= 1e-5 * other.norm()
@@ -82,8 +85,13 @@ def test_a_mixer_takes_them(monkeypatch):
     monkeypatch.setenv("HOPE_KERNELS", "fla")
     options = FEW | {"sparse_block_size": 16, "sparse_window": 32}
     mixer, hidden_states = random_mixer(**options).float().to(DEVICE), texts(2, 45).float().to(DEVICE)
-    read, asked = sparse_fla._read_selected, []
-    monkeypatch.setattr(sparse_fla, "_read_selected", lambda *a, dtype: asked.append(dtype) or read(*a, dtype=dtype))
+    asked = []
+
+    def read(*args, dtype):
+        asked.append(dtype)
+        return read_selected_fla(*args, dtype=dtype)
+
+    monkeypatch.setattr(sparse_attention, "read_selected_fla", read)
     found = run(mixer, hidden_states)
     assert asked == [torch.float32]
     mixer.kernels = "torch"
