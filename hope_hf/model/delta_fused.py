@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from .convolution_steps import convolution_gradients, convolve_padded, tail_after
 from .delta_rule import DeltaMemories
 from .delta_step import step_token
 from .memory_scan import NORM_EPSILON, ScanInputs, ScanPiece, ScanState, decay_matrix
@@ -132,10 +133,7 @@ def _forward_piece(
         raw[..., stream] += torch.bmm(raw[..., stream], chunk_start[..., columns])
     if piece.tail_in is not None:
         padded.scatter_(1, piece.tail_in.expand_as(tail), tail)
-    mixed = taps[reach] * raw
-    for tap in range(reach):
-        term = padded[:, tap : tap + size]
-        mixed.addcmul_(taps[tap], term if piece.inside is None else term * piece.inside[tap])
+    mixed = convolve_padded(padded, taps, piece)
     streams = F.silu(mixed).view(rows, size, 3, width)
     scales = torch.linalg.vector_norm(streams, dim=-1, keepdim=True).square_().add_(NORM_EPSILON).rsqrt_()
     if inputs.value_norm is None:
@@ -173,7 +171,7 @@ def _forward_piece(
 
 def _end_piece(inputs: ScanInputs, state: _State, piece: ScanPiece, kept: _Kept) -> _State:
     """The state after a piece."""
-    size, width = kept.mixed.shape[1], inputs.query.shape[-1]
+    width = inputs.query.shape[-1]
     scale = (inputs.rate[:, piece.start : piece.stop] * kept.left).unsqueeze(-1)
     written = scale * kept.streams[..., :width]
     after = torch.baddbmm(kept.kept[:, -1:, None] * kept.current, written.mT, kept.errors, alpha=-1)
@@ -182,9 +180,7 @@ def _end_piece(inputs: ScanInputs, state: _State, piece: ScanPiece, kept: _Kept)
         chunk_start = after if piece.closes else kept.chunk_start
     else:
         chunk_start = torch.where(piece.closes, after, kept.chunk_start)
-    if piece.tail_out is None:
-        return _State(after, chunk_start, kept.padded[:, size:])
-    return _State(after, chunk_start, kept.padded.gather(1, piece.tail_out.expand_as(state.conv_tail)))
+    return _State(after, chunk_start, tail_after(kept.padded, state.conv_tail, piece))
 
 
 def _backward_piece(
@@ -288,23 +284,9 @@ def _backward_piece(
         along[:, :, 1] = 0.0
     grad_streams.addcmul_(directions, along, value=-1).mul_(kept.scales)
     grad_mixed = torch.ops.aten.silu_backward(grad_streams.view(rows, size, 3 * width), kept.mixed)
-    reach = weights.taps.shape[0] - 1
-    grad_padded = torch.zeros_like(kept.padded)
-    for tap in range(reach + 1):
-        part = grad_mixed if tap == reach or piece.inside is None else grad_mixed * piece.inside[tap]
-        grad_padded[:, tap : tap + size].addcmul_(weights.taps[tap], part)
-        grad_weights.taps[tap].add_((part * kept.padded[:, tap : tap + size]).sum(1, keepdim=True))
-    if grad_tail is not None and piece.tail_out is None:
-        grad_padded[:, size:].add_(grad_tail)
-    elif grad_tail is not None:
-        grad_padded.scatter_add_(1, piece.tail_out.expand_as(grad_tail), grad_tail)
-    grad_tail = grad_padded[:, :reach]
-    if piece.tail_in is not None:
-        moved_in = piece.tail_in.expand_as(grad_tail)
-        grad_moved = grad_padded.gather(1, moved_in)
-        grad_padded.scatter_(1, moved_in, 0.0)
-        grad_tail = grad_tail + grad_moved
-    grad_raw = grad_padded[:, reach:]
+    grad_raw, grad_tail = convolution_gradients(
+        grad_mixed, grad_tail, kept.padded, weights.taps, grad_weights.taps, piece
+    )
     # memories that remake streams are read at the chunk's start
     if shape.remade and grad_start is None:
         grad_start = torch.zeros_like(kept.chunk_start)

@@ -130,7 +130,7 @@ class HopeSparseAttention(nn.Module):
             # [B, H, G, S, 3]
             weights = gates.to(dtype).transpose(1, 2).unflatten(1, (key.shape[1], -1))
             # in place: what comes out of a rotation is kept for nothing else
-            query = query.to(dtype).mul_(self.config.head_dim**-0.5).unflatten(1, (key.shape[1], -1))
+            query = query.to(dtype).mul_(self.config.head_dim**-0.5)
             held = SparseKeys(*(part.to(dtype) for part in held))
             at = torch.arange(query.shape[3], device=query.device)
             at = (at + base if isinstance(base, int) else at + base[:, None]).expand(len(query), -1)
@@ -171,7 +171,7 @@ class HopeSparseAttention(nn.Module):
         return found.read()
 
     def streams(self, hidden_states, state: SparseState | None, blocks: SlotPlan, block_positions) -> tuple:
-        """Rotated queries [B, H G, S, D] and keys, values [B, H, S, D], in slots; and the tail of the convolutions."""
+        """Rotated queries [B, H, G, S, D] and keys, values [B, H, S, D], in slots; the tail of the convolutions."""
         config = self.config
         projections = (self.q_proj, self.k_proj, self.v_proj)
         raw = blocks.to_slots(torch.cat([projection(hidden_states) for projection in projections], dim=-1))

@@ -46,21 +46,21 @@ def read_selected_fla(
         from fla.ops.nsa.parallel import parallel_nsa
     except ImportError as error:
         raise ImportError(f"flash-linear-attention does not load ({error}): set {VARIABLE}=torch") from error
-    heads, group, length = queries.shape[1:4]
+    heads, length, group = queries.shape[1:4]
     # a group is the rows of a product: queries of zeros fill it up
-    rows = F.pad(queries, (0, 0, 0, 0, 0, _power_of_two(max(group, _LEAST)) - group))
+    rows = F.pad(queries, (0, 0, 0, _power_of_two(max(group, _LEAST)) - group))
     # what the keys end with are the queries' own
     known = (part[:, :, : base + length].transpose(1, 2).to(dtype) for part in (keys, values))
     chosen = F.pad(chosen, (0, _power_of_two(chosen.shape[-1]) - chosen.shape[-1]), value=-1)
     reads = parallel_nsa(
-        rows.permute(0, 3, 1, 2, 4).flatten(2, 3).to(dtype),
+        rows.transpose(1, 2).flatten(2, 3).to(dtype),
         *known,
         block_indices=chosen.transpose(1, 2),
         block_counts=chosen.shape[-1],
         block_size=block,
         scale=1.0,
     )
-    reads = reads.unflatten(2, (heads, -1))[:, :, :, :group].permute(0, 2, 3, 1, 4)
+    reads = reads.unflatten(2, (heads, -1))[:, :, :, :group].transpose(1, 2)
     return reads.to(queries.dtype) * gates, queries, keys, values
 
 

@@ -3,12 +3,14 @@
 Nothing of the size of the text's square is built. Compressed and window branch take tiles of neighbouring queries. The
 selected branch goes block of keys by block of keys and gathers the queries that have selected it, which are far
 smaller than what each of them reads; a query's blocks are added up under a running maximum, as in flash attention
-(arXiv 2307.08691). All are ordinary products of matrices.
+(arXiv 2307.08691). All are ordinary products of matrices. A query's heads lie side by side: what is gathered of it is
+one piece of memory.
 
-Axes: B row, H head of keys, G query heads that share it, S query, R slot of keys, D head width, n queries of a tile, m
+Axes: B row, H head of keys, S query, G query heads that share it, R slot of keys, D head width, n queries of a tile, m
 keys of a tile.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import NamedTuple
@@ -21,6 +23,7 @@ from .sparse_branches import SparseKeys, SparseSizes, select_blocks
 
 # queries of a tile, and those that are gathered at once: a document's first block is read by all
 _TILE, _GATHERED = 128, 1024
+_LOG2_E = math.log2(math.e)
 
 
 def read_sparse_fused(
@@ -41,11 +44,12 @@ def read_sparse_fused(
         first: slot of the first token of each query's document [B, S]; `None` where all begin at slot 0.
         selected_by: what computes the selected branch; `read_selected` unless given.
     """
+    queries, gates = queries.transpose(2, 3).contiguous(), gates.transpose(2, 3)
     # whole blocks of queries
-    length, front = queries.shape[3], base % sizes.block
+    length, front = queries.shape[2], base % sizes.block
     back, base = -(front + length) % sizes.block, base - front
     if front or back:
-        queries, gates = (F.pad(part, (0, 0, front, back)) for part in (queries, gates))
+        queries, gates = (F.pad(part, (0, 0, 0, 0, front, back)) for part in (queries, gates))
     if first is not None:
         first = F.pad(first, (front, back), value=base)
     compressed, selected, window = gates.split(1, dim=-1)
@@ -60,7 +64,7 @@ def read_sparse_fused(
     reads.add_(more)
     reads.add_(_Window.apply(*streams, window, base, first, sizes.window))
     inside = slice(front, front + length)
-    return reads[:, :, :, inside], chosen[:, :, inside]
+    return reads[:, :, inside].transpose(2, 3), chosen[:, :, inside]
 
 
 class _Tile(NamedTuple):
@@ -68,9 +72,9 @@ class _Tile(NamedTuple):
 
     queries: slice
     keys: slice
-    # what is added to scores: 0, or -inf for keys that a query does not see [1 or B, 1, 1, n, columns]
+    # what is added to scores: 0, or -inf for keys that a query does not see [1 or B, 1, n, 1, columns]
     hidden: list[tuple[slice, torch.Tensor]]
-    # 0 for queries that see none of the keys [1 or B, 1, 1, n, 1], where there may be any
+    # 0 for queries that see none of the keys [1 or B, 1, n, 1, 1], where there may be any
     sees: torch.Tensor | None = None
 
 
@@ -78,7 +82,7 @@ def _tile(cut: slice, keys: slice, columns: list[slice], visible: Callable, like
     """A tile of which all keys but those in `columns` are seen by all queries; `visible` tells of [..., n, m]."""
     hidden, sees = [], None
     for part in columns:
-        seen = visible(part)[:, None, None]
+        seen = visible(part)[:, None, :, None]
         if dark:
             sees = seen.any(-1, keepdim=True)
             seen, sees = seen | ~sees, sees.to(like.dtype)
@@ -88,7 +92,7 @@ def _tile(cut: slice, keys: slice, columns: list[slice], visible: Callable, like
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, tile: _Tile) -> torch.Tensor:
-    """Softmax attention [B, H, G n, m] of queries [B, H, G, n, D]; 0 for those that see nothing."""
+    """Softmax attention [B, H, n G, m] of queries [B, H, n, G, D]; 0 for those that see nothing."""
     scores = query.flatten(2, 3) @ key.mT
     by_head = scores.unflatten(2, query.shape[2:4])
     for columns, mask in tile.hidden:
@@ -112,8 +116,8 @@ def without_autocast(backward: Callable) -> Callable:
 
 def _queries_of_tiles(queries: torch.Tensor, base: int) -> Iterator[tuple[slice, torch.Tensor]]:
     """Queries of every tile, and their slots [n, 1]."""
-    for start in range(0, queries.shape[3], _TILE):
-        stop = min(start + _TILE, queries.shape[3])
+    for start in range(0, queries.shape[2], _TILE):
+        stop = min(start + _TILE, queries.shape[2])
         yield slice(start, stop), torch.arange(base + start, base + stop, device=queries.device)[:, None]
 
 
@@ -149,7 +153,7 @@ def _compressed_tiles(queries, base: int, first, stride: int) -> Iterator[_Tile]
 
 
 class _Tiled(torch.autograd.Function):
-    """A branch of which every query reads within one range of keys: its reads times their gate [B, H, G, S, D]."""
+    """A branch of which every query reads within one range of keys: its reads times their gate [B, H, S, G, D]."""
 
     @staticmethod
     def gradients(ctx, grad, tiles: Callable, grad_queries: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
@@ -161,18 +165,18 @@ class _Tiled(torch.autograd.Function):
         grad_keys, grad_values, grad_gates = map(torch.zeros_like, (keys, values, gates))
         grad_queries = torch.zeros_like(queries) if grad_queries is None else grad_queries
         for tile in tiles(queries, first):
-            query, gate, part = (of[:, :, :, tile.queries] for of in (queries, gates, grad))
+            query, gate, part = (of[:, :, tile.queries] for of in (queries, gates, grad))
             key, value, rows = keys[:, :, tile.keys], values[:, :, tile.keys], part.flatten(2, 3)
             attention = _attention(query, key, tile)
             through = rows @ value.mT
             # the read times its gradient, which is the gate's gradient, too
             along = torch.linalg.vecdot(attention, through).unsqueeze(-1)
-            grad_gates[:, :, :, tile.queries] = along.unflatten(2, query.shape[2:4])
+            grad_gates[:, :, tile.queries] = along.unflatten(2, query.shape[2:4])
             attention.mul_(gate.flatten(2, 3))
             grad_values[:, :, tile.keys] += attention.mT @ rows
             through.sub_(along).mul_(attention)
             grad_keys[:, :, tile.keys] += through.mT @ query.flatten(2, 3)
-            grad_queries[:, :, :, tile.queries] += (through @ key).unflatten(2, query.shape[2:4])
+            grad_queries[:, :, tile.queries] += (through @ key).unflatten(2, query.shape[2:4])
         return grad_queries, grad_keys, grad_values, grad_gates
 
 
@@ -181,9 +185,9 @@ class _Window(_Tiled):
     def forward(ctx, queries, keys, values, gates, base, first, window):
         reads = torch.empty_like(queries)
         for tile in _window_tiles(queries, base, first, window):
-            query, cut = queries[:, :, :, tile.queries], tile.queries
+            query, cut = queries[:, :, tile.queries], tile.queries
             read = _attention(query, keys[:, :, tile.keys], tile) @ values[:, :, tile.keys]
-            reads[:, :, :, cut] = read.unflatten(2, query.shape[2:4]).mul_(gates[:, :, :, cut])
+            reads[:, :, cut] = read.unflatten(2, query.shape[2:4]).mul_(gates[:, :, cut])
         ctx.tiles = lambda queries, first: _window_tiles(queries, base, first, window)
         ctx.save_for_backward(queries, keys, values, gates, first)
         return reads
@@ -201,18 +205,18 @@ class _Compressed(_Tiled):
     @staticmethod
     def forward(ctx, queries, keys, values, gates, base, first, sizes):
         reads = torch.empty_like(queries)
-        batch, heads, _, length, _ = queries.shape
+        batch, heads, length, _, _ = queries.shape
         blocks = (base + length) // sizes.block
         chosen = torch.full((batch, heads, length, min(sizes.top_k, blocks)), -1, device=queries.device)
         for tile in _compressed_tiles(queries, base, first, sizes.stride):
-            query, cut = queries[:, :, :, tile.queries], tile.queries
+            query, cut = queries[:, :, tile.queries], tile.queries
             attention = _attention(query, keys[:, :, tile.keys], tile)
             read = (attention @ values[:, :, tile.keys]).unflatten(2, query.shape[2:4])
-            reads[:, :, :, cut] = read.mul_(gates[:, :, :, cut])
+            reads[:, :, cut] = read.mul_(gates[:, :, cut])
             at = torch.arange(base + cut.start, base + cut.stop, device=queries.device)[None]
             begin = torch.zeros_like(at) if first is None else first[:, cut]
             # to the end of the tile's last block
-            summed = attention.unflatten(2, query.shape[2:4]).sum(2)
+            summed = attention.unflatten(2, query.shape[2:4]).sum(3)
             more = -(-(base + cut.stop) // sizes.block) * (sizes.block // sizes.stride) - summed.shape[-1]
             best = select_blocks(F.pad(summed, (0, more)), at, begin, sizes)
             chosen[:, :, cut, : best.shape[-1]] = best
@@ -261,75 +265,75 @@ def _visits(chosen: torch.Tensor, base: int, block: int) -> list[_Visit]:
 
 
 class _Selected(torch.autograd.Function):
-    """Reads of the blocks `chosen` times their gate [B, H, G, S, D]; queries, keys and values, for the next branch."""
+    """Reads of the blocks `chosen` times their gate [B, H, S, G, D]; queries, keys and values, for the next branch.
+
+    Exponentials are powers of two, which torch computes three times as fast.
+    """
 
     @staticmethod
     def scores(rows: list[torch.Tensor], keys: list[torch.Tensor], visit: _Visit) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries [n G, D], a query's heads side by side, and their scores [n G, m]."""
-        query = rows[visit.head].index_select(0, visit.queries)
-        scores = query.flatten(0, 1) @ keys[visit.head][visit.keys].mT
+        """Queries [n G, D], a query's heads side by side, and their scores [n G, m] in base two."""
+        key = keys[visit.head][visit.keys]
+        query = rows[visit.head].index_select(0, visit.queries).view(-1, key.shape[1])
+        scores = torch.addmm(query.new_zeros(()), query, key.mT, beta=0, alpha=_LOG2_E)
         if visit.hidden is not None:
-            own = scores.unflatten(0, query.shape[:2])[: len(visit.hidden)]
+            own = scores.view(len(visit.queries), -1, key.shape[0])[: len(visit.hidden)]
             own.masked_fill_(visit.hidden[:, None], float("-inf"))
-        return query.flatten(0, 1), scores
+        return query, scores
 
     @staticmethod
     def forward(ctx, queries, keys, values, gates, chosen, base, block):
-        rows = queries.transpose(2, 3)
-        reads = torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device)
-        # the largest score so far, and the sum of exponentials beside it
-        top, total = (rows.new_full((*rows.shape[:-1], 1), value) for value in (float("-inf"), 0.0))
+        reads = torch.zeros_like(queries)
+        # the largest score so far [..., 0], and the sum of powers beside it
+        sums = queries.new_zeros(*queries.shape[:-1], 2)
+        sums[..., 0] = float("-inf")
         visits = _visits(chosen, base, block)
-        rows_of, keys_of, values_of, reads_of, top_of, total_of = map(
-            _by_head, (rows, keys, values, reads, top, total)
-        )
+        rows_of, reads_of, sums_of = map(_rows_by_head, (queries, reads, sums))
+        keys_of, values_of = _by_head(keys), _by_head(values)
         for visit in visits:
-            _, scores = _Selected.scores(rows_of, keys_of, visit)
-            read, before, count = (
-                of[visit.head].index_select(0, visit.queries) for of in (reads_of, top_of, total_of)
-            )
-            shape = before.shape[:2]
-            after = torch.maximum(before.flatten(0, 1), scores.amax(-1, keepdim=True))
-            scores.sub_(after).exp_()
-            after = after.view(before.shape)
-            left = before.sub_(after).exp_()
-            read.mul_(left).flatten(0, 1).addmm_(scores, values_of[visit.head][visit.keys])
-            count.mul_(left).add_(scores.sum(-1).view(*shape, 1))
-            for of, part in ((reads_of, read), (top_of, after), (total_of, count)):
-                of[visit.head].index_copy_(0, visit.queries, part)
+            query, scores = _Selected.scores(rows_of, keys_of, visit)
+            read, part = (of[visit.head].index_select(0, visit.queries) for of in (reads_of, sums_of))
+            before, count = part.view(-1, 2).split(1, dim=-1)
+            after = torch.maximum(before, scores.amax(-1, keepdim=True))
+            scores.sub_(after).exp2_()
+            left = (before - after).exp2_()
+            read.view(query.shape).mul_(left).addmm_(scores, values_of[visit.head][visit.keys])
+            count.mul_(left).add_(scores.sum(-1, keepdim=True))
+            before.copy_(after)
+            for of, new in ((reads_of, read), (sums_of, part)):
+                of[visit.head].index_copy_(0, visit.queries, new)
+        top, total = sums.split(1, dim=-1)
         reads.div_(total)
-        ctx.visits, ctx.sums = visits, top.add_(total.log_())
+        ctx.visits, ctx.sums = visits, top + total.log2()
         ctx.save_for_backward(queries, keys, values, gates, reads)
-        return reads.transpose(2, 3) * gates, queries, keys, values
+        return reads * gates, queries, keys, values
 
     @staticmethod
     @once_differentiable
     @without_autocast
     def backward(ctx, grad, grad_queries, grad_keys, grad_values):
         queries, keys, values, gates, reads = ctx.saved_tensors
-        rows, grad, gates = (part.transpose(2, 3) for part in (queries, grad, gates))
         # the read times its gradient, which is the gate's gradient, too
-        along = grad.new_empty(*grad.shape[:-1], 1)
+        along = torch.empty_like(gates)
         for whole, *both in zip(*(part.split(_TILE, dim=2) for part in (along, grad, reads)), strict=True):
             whole[..., 0] = torch.linalg.vecdot(*both)
         # of each query and head, what is gathered together
         facts = torch.cat([ctx.sums, along, gates], dim=-1)
         # those of the branch behind are added to in place
-        grad_rows = grad_queries.transpose(2, 3)
-        rows_of, grad_of, facts_of, grad_rows_of = map(_by_head, (rows, grad, facts, grad_rows))
+        rows_of, grad_of, facts_of, grad_rows_of = map(_rows_by_head, (queries, grad, facts, grad_queries))
         keys_of, values_of, grad_keys_of, grad_values_of = map(_by_head, (keys, values, grad_keys, grad_values))
         for visit in ctx.visits:
             head, near = visit.head, visit.keys
             query, attention = _Selected.scores(rows_of, keys_of, visit)
-            part, known = (of[head].index_select(0, visit.queries).flatten(0, 1) for of in (grad_of, facts_of))
-            total, read, gate = known.split(1, dim=-1)
-            attention.sub_(total).exp_().mul_(gate)
+            part, known = (of[head].index_select(0, visit.queries) for of in (grad_of, facts_of))
+            part, (total, read, gate) = part.view(query.shape), known.view(-1, 3).split(1, dim=-1)
+            attention.sub_(total).exp2_().mul_(gate)
             grad_values_of[head][near].addmm_(attention.mT, part)
             grad_scores = (part @ values_of[head][near].mT).sub_(read).mul_(attention)
             grad_keys_of[head][near].addmm_(grad_scores.mT, query)
-            through = (grad_scores @ keys_of[head][near]).view(len(visit.queries), -1, rows.shape[-1])
+            through = (grad_scores @ keys_of[head][near]).view(len(visit.queries), -1)
             grad_rows_of[head].index_add_(0, visit.queries, through)
-        return grad_queries, grad_keys, grad_values, along.transpose(2, 3), None, None, None
+        return grad_queries, grad_keys, grad_values, along, None, None, None
 
 
 def read_selected(
@@ -341,7 +345,7 @@ def read_selected(
     base: int,
     block: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Reads of the blocks `chosen` [B, H, S, X] (-1 for none) times their gate [B, H, G, S, D].
+    """Reads of the blocks `chosen` [B, H, S, X] (-1 for none) times their gate [B, H, S, G, D].
 
     Also queries, keys and values, through which the gradients of the next branch come. Queries and keys are whole
     blocks; the first query's slot is `base`. Each query has chosen its own block.
@@ -352,3 +356,8 @@ def read_selected(
 def _by_head(part: torch.Tensor) -> list[torch.Tensor]:
     """Views of [B, H, ...], row after row, wherever they lie."""
     return [head for row in part for head in row]
+
+
+def _rows_by_head(part: torch.Tensor) -> list[torch.Tensor]:
+    """Views [S, G D] of contiguous [B, H, S, G, D], as torch gathers them fastest."""
+    return _by_head(part.view(*part.shape[:3], -1))

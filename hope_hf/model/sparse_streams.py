@@ -3,8 +3,8 @@
 Nothing of it is kept for the backward pass, which computes it again: it is cheap, and each step of it is as large as
 the streams. Both passes take tiles of tokens, which stay in a CPU's cache, and write into tensors of the whole text.
 
-Axes: B row, S slot, C channel (queries, keys and values side by side), K width of the convolutions, H head, D width of
-a head.
+Axes: B row, S slot, C channel (queries, keys and values side by side), K width of the convolutions, H head of keys, G
+query heads that share it, D width of a head.
 """
 
 from typing import NamedTuple
@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, rotate_half
 
+from .convolution_steps import convolution_gradients, convolve_padded, pad_streams, tail_after
 from .memory_scan import ScanPiece, convolve
 from .sparse_fused import without_autocast
 
@@ -62,7 +63,7 @@ def make_streams(
     piece: ScanPiece,
     sizes: StreamSizes,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries [B, H, S, D], keys and values of a piece, and the tail for the next: plain operations.
+    """Queries [B, H, G, S, D], keys, values [B, H, S, D] of a piece, and the tail for the next: plain operations.
 
     Args:
         raw: what linear maps gave [B, S, C].
@@ -70,6 +71,11 @@ def make_streams(
         angles: cosines and sines of the slots' positions [B or 1, S, D].
     """
     mixed, tail = convolve(raw, tail, weights.taps, piece)
+    return *_heads(mixed, weights, angles, sizes), tail
+
+
+def _heads(mixed: torch.Tensor, weights: StreamWeights, angles, sizes: StreamSizes) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values of what the convolutions gave [B, S, C]."""
     width = weights.query_norm.shape[-1]
     heads = mixed.unflatten(-1, (-1, width)).transpose(1, 2)
     query, key, value = heads.split([sizes.heads, sizes.key_heads, sizes.key_heads], dim=1)
@@ -77,13 +83,14 @@ def make_streams(
         F.rms_norm(part, (width,), weight, sizes.epsilon)
         for part, weight in ((query, weights.query_norm), (key, weights.key_norm))
     )
-    return *apply_rotary_pos_emb(query, key, *angles), value, tail
+    query, key = apply_rotary_pos_emb(query, key, *angles)
+    return query.unflatten(1, (sizes.key_heads, -1)), key, value
 
 
 def make_streams_tiled(
     raw, tail, weights: StreamWeights, angles, pieces: list[ScanPiece], sizes: StreamSizes
 ) -> tuple:
-    """`make_streams` of all pieces of a call; the tail is that of the last."""
+    """`make_streams` of all pieces of a call; the tail is that of the last. A query's heads lie side by side."""
     return _Streams.apply(raw, tail, *weights, *angles, pieces, sizes)
 
 
@@ -92,18 +99,21 @@ class _Streams(torch.autograd.Function):
     def forward(ctx, raw, tail, taps, query_norm, key_norm, cos, sin, pieces, sizes):
         weights, (rows, length, _) = StreamWeights(taps, query_norm, key_norm), raw.shape
         dtype = torch.promote_types(raw.dtype, cos.dtype)
-        query, key, value = (
-            raw.new_empty(rows, heads, length, query_norm.shape[-1], dtype=kind)
-            for heads, kind in ((sizes.heads, dtype), (sizes.key_heads, dtype), (sizes.key_heads, raw.dtype))
-        )
+        width = query_norm.shape[-1]
+        # the heads of a query side by side
+        shape = (rows, sizes.key_heads, sizes.heads // sizes.key_heads, length, width)
+        query = torch.empty_permuted(shape, (0, 1, 3, 2, 4), dtype=dtype, device=raw.device)
+        key, value = (raw.new_empty(rows, sizes.key_heads, length, width, dtype=kind) for kind in (dtype, raw.dtype))
         tails = []
         for piece in pieces:
             cut = slice(piece.start, piece.stop)
             # a copy: it is a part of what the convolutions read
             tails.append(tail.clone())
-            *parts, tail = make_streams(raw[:, cut], tail, weights, (cos[:, cut], sin[:, cut]), piece, sizes)
+            padded = pad_streams(raw[:, cut], tail, piece)
+            parts = _heads(convolve_padded(padded, taps, piece), weights, (cos[:, cut], sin[:, cut]), sizes)
             for whole, part in zip((query, key, value), parts, strict=True):
-                whole[:, :, cut] = part
+                whole[..., cut, :] = part
+            tail = tail_after(padded, tail, piece)
         ctx.save_for_backward(raw, *weights, cos, sin, *tails)
         ctx.pieces, ctx.sizes = pieces, sizes
         return query, key, value, tail.clone()
@@ -111,21 +121,52 @@ class _Streams(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     @without_autocast
-    def backward(ctx, grad, *others):
+    def backward(ctx, grad_query, grad_key, grad_value, grad_tail):
         # read once: a block that is recomputed gives them once
         raw, taps, query_norm, key_norm, cos, sin, *tails = ctx.saved_tensors
         weights = (taps, query_norm, key_norm)
-        *grads, grad_tail = grad, *others
-        grad_raw, grad_weights = torch.empty_like(raw), [torch.zeros_like(weight) for weight in weights]
+        # tiles of half precision are made exact
+        exact = torch.promote_types(raw.dtype, torch.float32)
+        taps, *norms = (weight.to(exact) for weight in weights)
+        grad_raw = torch.empty_like(raw)
+        grad_taps, *grad_norms = (torch.zeros_like(weight) for weight in (taps, *norms))
+        heads = [ctx.sizes.heads, ctx.sizes.key_heads, ctx.sizes.key_heads]
         for piece, tail in zip(reversed(ctx.pieces), reversed(tails), strict=True):
             cut = slice(piece.start, piece.stop)
-            leaves = [part.detach().requires_grad_() for part in (raw[:, cut], tail, *weights)]
-            with torch.enable_grad():
-                made = make_streams(
-                    *leaves[:2], StreamWeights(*leaves[2:]), (cos[:, cut], sin[:, cut]), piece, ctx.sizes
-                )
-            wanted = [*(grad[:, :, cut] for grad in grads), grad_tail]
-            grad_raw[:, cut], grad_tail, *more = torch.autograd.grad(made, leaves, wanted)
-            for total, part in zip(grad_weights, more, strict=True):
-                total.add_(part)
-        return grad_raw, grad_tail, *grad_weights, None, None, None, None
+            padded = pad_streams(raw[:, cut], tail, piece).to(exact)
+            mixed = convolve_padded(padded, taps, piece).unflatten(-1, (-1, norms[0].shape[-1]))
+            given = (grad_query[..., cut, :].flatten(1, 2), grad_key[:, :, cut], grad_value[:, :, cut])
+            grad_mixed = torch.cat([part.transpose(1, 2).to(exact) for part in given], dim=2)
+            angles = [part[:, cut, None].to(exact) for part in (cos, sin)]
+            # not of values, which are taken as they are
+            for parts in zip(grad_mixed.split(heads, 2), mixed.split(heads, 2), norms, grad_norms, strict=False):
+                _to_before_norm(*parts, angles, ctx.sizes.epsilon)
+            grad_raw[:, cut], grad_tail = convolution_gradients(
+                grad_mixed.flatten(2), grad_tail.to(exact), padded, taps, grad_taps, piece
+            )
+        grads = (grad.to(weight.dtype) for grad, weight in zip((grad_taps, *grad_norms), weights, strict=True))
+        return grad_raw, grad_tail.to(raw.dtype), *grads, None, None, None, None
+
+
+def _to_before_norm(
+    grad: torch.Tensor,
+    given: torch.Tensor,
+    weight: torch.Tensor,
+    grad_weight: torch.Tensor,
+    angles: list[torch.Tensor],
+    epsilon: float,
+) -> None:
+    """Turn the gradient of what was made of the heads `given` [B, n, H, D] into theirs, in place.
+
+    They are normalised, multiplied by `weight`, of which `grad_weight` is added to, and rotated by `angles`.
+    """
+    cos, sin = angles
+    turned = rotate_half(grad * sin)
+    grad.mul_(cos).sub_(turned)
+    width = given.shape[-1]
+    inverse = torch.linalg.vecdot(given, given).div_(width).add_(epsilon).rsqrt_().unsqueeze(-1)
+    direction = given.mul_(inverse)
+    grad_weight.add_((grad * direction).sum_to_size(weight.shape))
+    grad.mul_(weight)
+    along = torch.linalg.vecdot(grad, direction).div_(width).unsqueeze(-1)
+    grad.addcmul_(direction, along, value=-1).mul_(inverse)
