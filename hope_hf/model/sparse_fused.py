@@ -122,6 +122,8 @@ def _queries_of_tiles(queries: torch.Tensor, base: int) -> Iterator[tuple[slice,
 
 
 def _window_tiles(queries, base: int, first, window: int) -> Iterator[_Tile]:
+    # Inside a text all tiles hide the same.
+    last, hidden = None, None
     for cut, at in _queries_of_tiles(queries, base):
         start, stop = base + cut.start, base + cut.stop
         low = max(0, start - window + 1)
@@ -135,7 +137,13 @@ def _window_tiles(queries, base: int, first, window: int) -> Iterator[_Tile]:
         if first is None and low and stop - window < start:
             # between lie those that all queries of the tile see
             columns = [slice(low, stop - window), slice(start, stop)]
-        yield _tile(cut, slice(low, stop), columns, visible, queries, dark=False)
+            if last == stop - start:
+                yield _Tile(cut, slice(low, stop), hidden)
+                continue
+        tile = _tile(cut, slice(low, stop), columns, visible, queries, dark=False)
+        if len(columns) == 2:
+            last, hidden = stop - start, tile.hidden
+        yield tile
 
 
 def _compressed_tiles(queries, base: int, first, stride: int) -> Iterator[_Tile]:

@@ -71,11 +71,6 @@ def make_streams(
         angles: cosines and sines of the slots' positions [B or 1, S, D].
     """
     mixed, tail = convolve(raw, tail, weights.taps, piece)
-    return *_heads(mixed, weights, angles, sizes), tail
-
-
-def _heads(mixed: torch.Tensor, weights: StreamWeights, angles, sizes: StreamSizes) -> tuple[torch.Tensor, ...]:
-    """Queries, keys and values of what the convolutions gave [B, S, C]."""
     width = weights.query_norm.shape[-1]
     heads = mixed.unflatten(-1, (-1, width)).transpose(1, 2)
     query, key, value = heads.split([sizes.heads, sizes.key_heads, sizes.key_heads], dim=1)
@@ -84,36 +79,40 @@ def _heads(mixed: torch.Tensor, weights: StreamWeights, angles, sizes: StreamSiz
         for part, weight in ((query, weights.query_norm), (key, weights.key_norm))
     )
     query, key = apply_rotary_pos_emb(query, key, *angles)
-    return query.unflatten(1, (sizes.key_heads, -1)), key, value
+    return query.unflatten(1, (sizes.key_heads, -1)), key, value, tail
 
 
 def make_streams_tiled(
     raw, tail, weights: StreamWeights, angles, pieces: list[ScanPiece], sizes: StreamSizes
 ) -> tuple:
-    """`make_streams` of all pieces of a call; the tail is that of the last. A query's heads lie side by side."""
+    """`make_streams` of all pieces of a call, in place and with gradients by hand; the tail is that of the last."""
     return _Streams.apply(raw, tail, *weights, *angles, pieces, sizes)
 
 
 class _Streams(torch.autograd.Function):
     @staticmethod
     def forward(ctx, raw, tail, taps, query_norm, key_norm, cos, sin, pieces, sizes):
-        weights, (rows, length, _) = StreamWeights(taps, query_norm, key_norm), raw.shape
+        (rows, length, _), width = raw.shape, query_norm.shape[-1]
         dtype = torch.promote_types(raw.dtype, cos.dtype)
-        width = query_norm.shape[-1]
         # the heads of a query side by side
         shape = (rows, sizes.key_heads, sizes.heads // sizes.key_heads, length, width)
         query = torch.empty_permuted(shape, (0, 1, 3, 2, 4), dtype=dtype, device=raw.device)
         key, value = (raw.new_empty(rows, sizes.key_heads, length, width, dtype=kind) for kind in (dtype, raw.dtype))
-        tails = []
+        weights, tails = (taps, query_norm, key_norm), []
+        exact, *norms = _exact(weights)
         for piece in pieces:
-            cut = slice(piece.start, piece.stop)
             # a copy: it is a part of what the convolutions read
             tails.append(tail.clone())
-            padded = pad_streams(raw[:, cut], tail, piece)
-            parts = _heads(convolve_padded(padded, taps, piece), weights, (cos[:, cut], sin[:, cut]), sizes)
-            for whole, part in zip((query, key, value), parts, strict=True):
-                whole[..., cut, :] = part
-            tail = tail_after(padded, tail, piece)
+            padded, mixed, angles = _mixed(raw, tail, exact, width, (cos, sin), piece)
+            tail = tail_after(padded, tail, piece).to(raw.dtype)
+            parts = mixed.split([sizes.heads, sizes.key_heads, sizes.key_heads], 2)
+            for part, norm in zip(parts[:2], norms, strict=True):
+                part.mul_(_inverse(part, sizes.epsilon)).mul_(norm)
+                turned = rotate_half(part).mul_(angles[1])
+                part.mul_(angles[0]).add_(turned)
+            cut, by_head = slice(piece.start, piece.stop), [part.transpose(1, 2) for part in parts]
+            query[..., cut, :] = by_head[0].unflatten(1, (sizes.key_heads, -1))
+            key[:, :, cut], value[:, :, cut] = by_head[1:]
         ctx.save_for_backward(raw, *weights, cos, sin, *tails)
         ctx.pieces, ctx.sizes = pieces, sizes
         return query, key, value, tail.clone()
@@ -124,49 +123,47 @@ class _Streams(torch.autograd.Function):
     def backward(ctx, grad_query, grad_key, grad_value, grad_tail):
         # read once: a block that is recomputed gives them once
         raw, taps, query_norm, key_norm, cos, sin, *tails = ctx.saved_tensors
-        weights = (taps, query_norm, key_norm)
-        # tiles of half precision are made exact
-        exact = torch.promote_types(raw.dtype, torch.float32)
-        taps, *norms = (weight.to(exact) for weight in weights)
+        weights, width, sizes = (taps, query_norm, key_norm), query_norm.shape[-1], ctx.sizes
+        taps, *norms = _exact(weights)
         grad_raw = torch.empty_like(raw)
-        grad_taps, *grad_norms = (torch.zeros_like(weight) for weight in (taps, *norms))
-        heads = [ctx.sizes.heads, ctx.sizes.key_heads, ctx.sizes.key_heads]
+        grad_taps, *grad_norms = totals = [torch.zeros_like(weight) for weight in (taps, *norms)]
+        heads = [sizes.heads, sizes.key_heads, sizes.key_heads]
         for piece, tail in zip(reversed(ctx.pieces), reversed(tails), strict=True):
             cut = slice(piece.start, piece.stop)
-            padded = pad_streams(raw[:, cut], tail, piece).to(exact)
-            mixed = convolve_padded(padded, taps, piece).unflatten(-1, (-1, norms[0].shape[-1]))
+            padded, mixed, (cosine, sine) = _mixed(raw, tail, taps, width, (cos, sin), piece)
             given = (grad_query[..., cut, :].flatten(1, 2), grad_key[:, :, cut], grad_value[:, :, cut])
-            grad_mixed = torch.cat([part.transpose(1, 2).to(exact) for part in given], dim=2)
-            angles = [part[:, cut, None].to(exact) for part in (cos, sin)]
-            # not of values, which are taken as they are
-            for parts in zip(grad_mixed.split(heads, 2), mixed.split(heads, 2), norms, grad_norms, strict=False):
-                _to_before_norm(*parts, angles, ctx.sizes.epsilon)
+            grad_mixed = torch.cat([part.transpose(1, 2).to(taps.dtype) for part in given], dim=2)
+            # not of values, which are neither normalised nor rotated
+            parts = zip(grad_mixed.split(heads, 2), mixed.split(heads, 2), norms, grad_norms, strict=False)
+            for grad, part, norm, total in parts:
+                turned = rotate_half(grad * sine)
+                grad.mul_(cosine).sub_(turned)
+                inverse = _inverse(part, sizes.epsilon)
+                direction = part.mul_(inverse)
+                total.add_((grad * direction).sum_to_size(norm.shape))
+                grad.mul_(norm)
+                along = torch.linalg.vecdot(grad, direction).div_(width).unsqueeze(-1)
+                grad.addcmul_(direction, along, value=-1).mul_(inverse)
             grad_raw[:, cut], grad_tail = convolution_gradients(
-                grad_mixed.flatten(2), grad_tail.to(exact), padded, taps, grad_taps, piece
+                grad_mixed.flatten(2), grad_tail.to(taps.dtype), padded, taps, grad_taps, piece
             )
-        grads = (grad.to(weight.dtype) for grad, weight in zip((grad_taps, *grad_norms), weights, strict=True))
+        grads = (total.to(weight.dtype) for total, weight in zip(totals, weights, strict=True))
         return grad_raw, grad_tail.to(raw.dtype), *grads, None, None, None, None
 
 
-def _to_before_norm(
-    grad: torch.Tensor,
-    given: torch.Tensor,
-    weight: torch.Tensor,
-    grad_weight: torch.Tensor,
-    angles: list[torch.Tensor],
-    epsilon: float,
-) -> None:
-    """Turn the gradient of what was made of the heads `given` [B, n, H, D] into theirs, in place.
+def _exact(weights: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """Tiles are made in float32 (float64 where the model is), whatever the streams are kept in."""
+    return [weight.to(torch.promote_types(weight.dtype, torch.float32)) for weight in weights]
 
-    They are normalised, multiplied by `weight`, of which `grad_weight` is added to, and rotated by `angles`.
-    """
-    cos, sin = angles
-    turned = rotate_half(grad * sin)
-    grad.mul_(cos).sub_(turned)
-    width = given.shape[-1]
-    inverse = torch.linalg.vecdot(given, given).div_(width).add_(epsilon).rsqrt_().unsqueeze(-1)
-    direction = given.mul_(inverse)
-    grad_weight.add_((grad * direction).sum_to_size(weight.shape))
-    grad.mul_(weight)
-    along = torch.linalg.vecdot(grad, direction).div_(width).unsqueeze(-1)
-    grad.addcmul_(direction, along, value=-1).mul_(inverse)
+
+def _mixed(raw, tail, taps, width: int, angles, piece: ScanPiece) -> tuple:
+    """Of a tile: the padded streams, heads after the convolutions [B, n, heads, D], and angles [B or 1, n, 1, D]."""
+    cut = slice(piece.start, piece.stop)
+    padded = pad_streams(raw[:, cut], tail, piece).to(taps.dtype)
+    mixed = convolve_padded(padded, taps, piece).unflatten(-1, (-1, width))
+    return padded, mixed, [part[:, cut, None].to(taps.dtype) for part in angles]
+
+
+def _inverse(heads: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """One over the root mean square of heads [..., D]: [..., 1]."""
+    return torch.linalg.vecdot(heads, heads).div_(heads.shape[-1]).add_(epsilon).rsqrt_().unsqueeze(-1)
