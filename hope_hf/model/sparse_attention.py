@@ -129,9 +129,7 @@ class HopeSparseAttention(nn.Module):
         with torch.autocast(query.device.type, enabled=False):
             # [B, H, G, S, 3]
             weights = gates.to(dtype).transpose(1, 2).unflatten(1, (key.shape[1], -1))
-            # in place: what comes out of a rotation is kept for nothing else
-            query = query.to(dtype).mul_(self.config.head_dim**-0.5)
-            held = SparseKeys(*(part.to(dtype) for part in held))
+            query, held = query.to(dtype), SparseKeys(*(part.to(dtype) for part in held))
             at = torch.arange(query.shape[3], device=query.device)
             at = (at + base if isinstance(base, int) else at + base[:, None]).expand(len(query), -1)
             # the tracer meets no loop over what was selected
@@ -171,7 +169,7 @@ class HopeSparseAttention(nn.Module):
         return found.read()
 
     def streams(self, hidden_states, state: SparseState | None, blocks: SlotPlan, block_positions) -> tuple:
-        """Rotated queries [B, H, G, S, D] and keys, values [B, H, S, D], in slots; the tail of the convolutions."""
+        """Rotated, scaled queries [B, H, G, S, D], keys, values [B, H, S, D], in slots; the tail of convolutions."""
         config = self.config
         projections = (self.q_proj, self.k_proj, self.v_proj)
         raw = blocks.to_slots(torch.cat([projection(hidden_states) for projection in projections], dim=-1))
@@ -179,7 +177,9 @@ class HopeSparseAttention(nn.Module):
         tail = raw.new_zeros(len(raw), reach, raw.shape[2]) if state is None else state.conv_tail.to(raw.dtype)
         convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         taps = torch.cat([convolution(raw.dtype).flatten(1) for convolution in convolutions], dim=-1)
-        weights = StreamWeights(taps[:, None, None], self.q_norm(raw.dtype), self.k_norm(raw.dtype))
+        # the scale of attention is taken into the norm
+        query_norm = self.q_norm(raw.dtype) * config.head_dim**-0.5
+        weights = StreamWeights(taps[:, None, None], query_norm, self.k_norm(raw.dtype))
         sizes = StreamSizes(config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps)
         with torch.autocast(raw.device.type, enabled=False):
             if torch.compiler.is_compiling() or raw.shape[1] == 1:

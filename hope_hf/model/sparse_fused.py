@@ -58,10 +58,12 @@ def read_sparse_fused(
     reads, chosen, queries = _Compressed.apply(
         queries, held.compressed_keys, held.compressed_values, compressed, base, first, sizes
     )
-    more, *streams = (selected_by or read_selected)(
+    read, *streams = (selected_by or read_selected)(
         queries, held.keys, held.values, selected, chosen, base, sizes.block
     )
-    reads.add_(more)
+    reads.add_(read)
+    # as large as the text
+    del read
     reads.add_(_Window.apply(*streams, window, base, first, sizes.window))
     inside = slice(front, front + length)
     return reads[:, :, inside].transpose(2, 3), chosen[:, :, inside]

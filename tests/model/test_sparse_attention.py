@@ -86,7 +86,7 @@ def test_all_blocks_and_a_gate_on_them_is_full_attention():
     plan = plan_slots(mixer.sizes.block, (2, 45), hidden_states.device)
     query, key, value, _ = mixer.streams(hidden_states, None, plan, angles_of(mixer, hidden_states))
     reads = torch.nn.functional.scaled_dot_product_attention(
-        query.flatten(1, 2), key, value, is_causal=True, enable_gqa=True
+        query.flatten(1, 2), key, value, is_causal=True, scale=1.0, enable_gqa=True
     )
     expected = mixer.o_proj(reads.transpose(1, 2).flatten(2))
     torch.testing.assert_close(run(mixer, hidden_states), expected, rtol=0, atol=1e-9)
