@@ -97,6 +97,19 @@ SIZES = {
         more_seeds=(2, 3),
         hybrid_memory_heads=8,
     ),
+    # four layers of `small`: three of memories and one of sparse attention
+    "deep": Size(
+        hidden_size=128,
+        num_hidden_layers=4,
+        vocab_size=1024,
+        memory_heads=5,
+        level_intermediate_size=13,
+        parameters=1_115_000,
+        mamba_layers=8,
+        max_train_steps=360,
+        learning_rates=(4e-3, 8e-3, 1.6e-2),
+        hybrid_memory_heads=6,
+    ),
     "medium": Size(
         hidden_size=256,
         num_hidden_layers=4,
@@ -117,6 +130,9 @@ SECONDS_PER_STEP = {
     "small": {"hope": 0.75, "hope_frozen": 0.73, "hope_attention": 0.38, "llama": 0.34, "llama_conv": 0.38}
     | {"mamba2": 0.86, "gated_deltanet": 0.71, "kimi_linear": 1.2}
     | {"hope_sparse": 0.58, "hope_hybrid": 0.58, "hope_hybrid_frozen": 0.56},
+    "deep": {"hope": 1.10, "hope_frozen": 1.15, "hope_attention": 0.76, "llama": 0.65, "llama_conv": 0.70}
+    | {"mamba2": 1.66, "gated_deltanet": 1.24, "kimi_linear": 2.6}
+    | {"hope_sparse": 1.23, "hope_hybrid": 1.15, "hope_hybrid_frozen": 1.13},
     "medium": {"hope": 4.35, "hope_frozen": 4.41, "hope_attention": 2.43, "llama": 2.12, "llama_conv": 2.31}
     | {"mamba2": 4.70, "gated_deltanet": 3.54, "kimi_linear": 5.0}
     | {"hope_sparse": 2.97, "hope_hybrid": 2.88, "hope_hybrid_frozen": 3.03},

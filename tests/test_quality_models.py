@@ -33,7 +33,7 @@ def micro_llama(config_class, **options):
 @pytest.mark.parametrize("size", SIZES)
 def test_all_models_have_the_parameters_of_hope(size):
     counts = {name: build(name, SIZES[size]).parameters for name in MODELS}
-    low, high = {"small": (0.6e6, 1e6), "medium": (5e6, 10e6)}[size]
+    low, high = {"small": (0.6e6, 1e6), "deep": (1e6, 1.2e6), "medium": (5e6, 10e6)}[size]
     assert low <= counts[HOPE] <= high and counts[FROZEN] == counts[HOPE]
     for name, count in counts.items():
         assert count == pytest.approx(counts[HOPE], rel=0.02), name
