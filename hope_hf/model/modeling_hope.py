@@ -31,11 +31,10 @@ from .continuum import CONTINUA, ContinuumMemory, LevelMix, has_chunks, keeps_st
 from .generation_hope import HopeGenerationMixin
 from .input_checks import check_cache, check_inputs, check_labels, check_mask, local_padding_mask
 from .linear_cross_entropy import IGNORED, HopeHead, next_labels
-from .norm import HopeRMSNorm
-from .self_modifying import InitialMemory, MemoryGates, SelfModifyingTitans, ValueShare
+from .norm import HopeRMSNorm, LearnedFactors
+from .self_modifying import InitialMemory, MemoryGates, SelfModifyingTitans
 from .short_convolution import ShortConvolution
 from .sparse_attention import BlockCompression, HopeSparseAttention
-from .sparse_streams import HeadNorm
 
 # Above this width the logits of a fresh model grow beyond the loss of a uniform guess: the head starts smaller.
 _HEAD_WIDTH = 768
@@ -121,7 +120,7 @@ class HopePreTrainedModel(PreTrainedModel):
             init.copy_(module.weight, module.begins_as[0].weight)
         elif isinstance(module, (InitialMemory, ShortConvolution, MemoryGates, BlockCompression)):
             module.reset_parameters()
-        elif isinstance(module, (LevelMix, ValueShare, HeadNorm)):
+        elif isinstance(module, (LevelMix, LearnedFactors)):
             init.ones_(module.weight)
         elif getattr(module, "ends_branch", False):
             # Two residual branches a layer keep the stream's scale at any depth. Asked of the projection itself:

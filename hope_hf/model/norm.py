@@ -1,4 +1,4 @@
-"""The normalisation of blocks, reads, queries and keys."""
+"""The normalisation of blocks and reads, and learned factors."""
 
 import torch
 import torch.nn.functional as F
@@ -18,3 +18,17 @@ class HopeRMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.variance_epsilon)
+
+
+class LearnedFactors(nn.Module):
+    """Factors [number], learned from 1.
+
+    `forward` returns them: who multiplies may compute again after a sharding engine has freed the module's parameters.
+    """
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(number))
+
+    def forward(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.weight.to(dtype, copy=True)

@@ -30,7 +30,7 @@ from .diagnostics import contribution, gate_values, memory_statistics
 from .kernels import Kernel, asked_kernels, choose, operand_dtype
 from .memory_scan import Memories, ScanInputs, ScanState, scan, scan_plain
 from .memory_state import map_state
-from .norm import HopeRMSNorm
+from .norm import HopeRMSNorm, LearnedFactors
 from .paper_rule import PaperMemories
 from .short_convolution import ShortConvolution
 
@@ -81,19 +81,6 @@ class InitialMemory(nn.Module):
                 init.zeros_(layer)
             else:
                 init.normal_(layer, std=_OUTPUT_STD / layer.shape[-1] ** 0.5)
-
-
-class ValueShare(nn.Module):
-    """Share d [H] of a token's own value in its read, learned from 1: `D` of Mamba-2. Of the delta rule."""
-
-    _no_weight_decay = {"weight"}
-
-    def __init__(self, config: HopeConfig):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(config.num_memory_heads))
-
-    def forward(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.weight.to(dtype, copy=True)
 
 
 class MemoryGates(nn.Module):
@@ -186,7 +173,8 @@ class SelfModifyingTitans(nn.Module):
             # that is a module would be registered twice.
             self.q_proj.begins_as, self.q_conv1d.begins_as = (self.k_proj,), (self.k_conv1d,)
         self.initial_memory = InitialMemory(config)
-        self.value_share = ValueShare(config) if config.memory_rule == "delta" else None
+        # share [H] of a token's own value in its read: `D` of Mamba-2
+        self.value_share = LearnedFactors(config.num_memory_heads) if config.memory_rule == "delta" else None
         self.gates = MemoryGates(config)
         # The gated DeltaNet divides queries by the square root of their width; here the norm's epsilon grows instead.
         eps = config.rms_norm_eps * (config.head_dim if config.memory_rule == "delta" else 1)

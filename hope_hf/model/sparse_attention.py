@@ -22,12 +22,13 @@ from transformers import initialization as init
 from .chunk_layout import SlotPlan, convolution_pieces
 from .configuration_hope import HopeConfig
 from .kernels import Kernel, asked_kernels, choose, operand_dtype
+from .norm import LearnedFactors
 from .short_convolution import ShortConvolution
 from .sparse_branches import SparseKeys, SparseSizes, read_sparse
 from .sparse_fla import obstacle, read_selected_fla
 from .sparse_fused import read_sparse_fused
 from .sparse_statistics import SparseStatistics
-from .sparse_streams import TILE, HeadNorm, StreamSizes, StreamWeights, make_streams, make_streams_tiled
+from .sparse_streams import TILE, StreamSizes, StreamWeights, make_streams, make_streams_tiled
 
 BRANCHES = ("compressed", "selected", "window")
 
@@ -86,8 +87,9 @@ class HopeSparseAttention(nn.Module):
         self.q_conv1d = ShortConvolution(config, heads)
         self.k_conv1d = ShortConvolution(config, shared)
         self.v_conv1d = ShortConvolution(config, shared)
-        self.q_norm = HeadNorm(config.head_dim)
-        self.k_norm = HeadNorm(config.head_dim)
+        # of what is normalised, shared by all heads
+        self.q_norm = LearnedFactors(config.head_dim)
+        self.k_norm = LearnedFactors(config.head_dim)
         self.k_compress = BlockCompression(config)
         self.v_compress = BlockCompression(config)
         self.sizes = SparseSizes(

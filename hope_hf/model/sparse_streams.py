@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, rotate_half
 
@@ -21,20 +20,6 @@ from .sparse_fused import without_autocast
 
 # slots of a tile
 TILE = 512
-
-
-class HeadNorm(nn.Module):
-    """Weight [D] of the root-mean-square normalisation of queries or keys, shared by all heads.
-
-    `forward` returns it: who normalises computes again, after a sharding engine has freed the module's parameters.
-    """
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.weight.to(dtype, copy=True)
 
 
 class StreamWeights(NamedTuple):
