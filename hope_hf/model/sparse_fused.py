@@ -44,6 +44,7 @@ def read_sparse_fused(
         first: slot of the first token of each query's document [B, S]; `None` where all begin at slot 0.
         selected_by: what computes the selected branch; `read_selected` unless given.
     """
+    # a query's heads side by side, as the mixer makes them
     queries, gates = queries.transpose(2, 3).contiguous(), gates.transpose(2, 3)
     # whole blocks of queries
     length, front = queries.shape[2], base % sizes.block
