@@ -35,7 +35,7 @@ import hashlib
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -97,19 +97,6 @@ SIZES = {
         more_seeds=(2, 3),
         hybrid_memory_heads=8,
     ),
-    # four layers of `small`: three of memories and one of sparse attention
-    "deep": Size(
-        hidden_size=128,
-        num_hidden_layers=4,
-        vocab_size=1024,
-        memory_heads=5,
-        level_intermediate_size=13,
-        parameters=1_115_000,
-        mamba_layers=8,
-        max_train_steps=360,
-        learning_rates=(4e-3, 8e-3, 1.6e-2),
-        hybrid_memory_heads=6,
-    ),
     "medium": Size(
         hidden_size=256,
         num_hidden_layers=4,
@@ -125,6 +112,15 @@ SIZES = {
         hybrid_memory_heads=13,
     ),
 }
+# three layers of memories and one of sparse attention in hybrids
+SIZES["deep"] = replace(
+    SIZES["small"],
+    num_hidden_layers=4,
+    parameters=1_115_000,
+    mamba_layers=8,
+    more_seeds=(),
+    hybrid_memory_heads=6,
+)
 # CPU seconds on one thread, as this file prints them (torch 2.13); for estimates only.
 SECONDS_PER_STEP = {
     "small": {"hope": 0.75, "hope_frozen": 0.73, "hope_attention": 0.38, "llama": 0.34, "llama_conv": 0.38}

@@ -8,19 +8,6 @@ import torch
 from .memory_scan import ScanPiece
 
 
-def pad_streams(raw: torch.Tensor, tail: torch.Tensor, piece: ScanPiece) -> torch.Tensor:
-    """The streams of a piece [b, C, X] with the tail of earlier calls [b, K - 1, X] in front, where it belongs."""
-    padded = torch.cat([tail, raw], dim=1)
-    return padded if piece.tail_in is None else padded.scatter_(1, piece.tail_in.expand_as(tail), tail)
-
-
-def tail_after(padded: torch.Tensor, tail: torch.Tensor, piece: ScanPiece) -> torch.Tensor:
-    """What the next piece needs of padded streams, of the shape of `tail`."""
-    if piece.tail_out is None:
-        return padded[:, padded.shape[1] - tail.shape[1] :]
-    return padded.gather(1, piece.tail_out.expand_as(tail))
-
-
 def convolve_padded(padded: torch.Tensor, taps: torch.Tensor, piece: ScanPiece) -> torch.Tensor:
     """What `memory_scan.convolve` makes [b, C, X] of padded streams."""
     reach = taps.shape[0] - 1

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from .convolution_steps import convolution_gradients, convolve_padded, tail_after
+from .convolution_steps import convolution_gradients, convolve_padded
 from .delta_rule import DeltaMemories
 from .delta_step import step_token
-from .memory_scan import NORM_EPSILON, ScanInputs, ScanPiece, ScanState, decay_matrix
+from .memory_scan import NORM_EPSILON, ScanInputs, ScanPiece, ScanState, decay_matrix, tail_after
 
 # Size of the diagonal blocks that are inverted at once.
 _BASE = 4

@@ -164,21 +164,30 @@ def select_rows(rows: torch.Tensor | bool, chosen: tuple, other: tuple) -> tuple
     return tuple(torch.where(rows.view(-1, *(1,) * (a.ndim - 1)), a, b) for a, b in zip(chosen, other, strict=True))
 
 
+def pad_streams(raw: torch.Tensor, tail: torch.Tensor, piece: ScanPiece) -> torch.Tensor:
+    """The streams of a piece [b, C, X] with the tail of earlier calls [b, K - 1, X] in front, where it belongs."""
+    padded = torch.cat([tail, raw], dim=1)
+    return padded if piece.tail_in is None else padded.scatter(1, piece.tail_in.expand_as(tail), tail)
+
+
+def tail_after(padded: torch.Tensor, tail: torch.Tensor, piece: ScanPiece) -> torch.Tensor:
+    """What the next piece needs of padded streams, of the shape of `tail`."""
+    if piece.tail_out is None:
+        return padded[:, padded.shape[1] - tail.shape[1] :]
+    return padded.gather(1, piece.tail_out.expand_as(tail))
+
+
 def convolve(
     raw: torch.Tensor, tail: torch.Tensor, taps: torch.Tensor, piece: ScanPiece
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal depthwise convolution within each document [b, C, 3 D], and the inputs that the next piece needs."""
     reach, length = tail.shape[1], raw.shape[1]
-    padded = torch.cat([tail, raw], dim=1)
-    if piece.tail_in is not None:
-        padded = padded.scatter(1, piece.tail_in.expand_as(tail), tail)
+    padded = pad_streams(raw, tail, piece)
     mixed = taps[reach] * padded[:, reach:]
     for tap in range(reach):
         term = padded[:, tap : tap + length]
         mixed = mixed + taps[tap] * (term if piece.inside is None else term * piece.inside[tap])
-    if piece.tail_out is None:
-        return mixed, padded[:, length:]
-    return mixed, padded.gather(1, piece.tail_out.expand_as(tail))
+    return mixed, tail_after(padded, tail, piece)
 
 
 def make_streams(

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, rotate_half
 
-from .convolution_steps import convolution_gradients, convolve_padded, pad_streams, tail_after
-from .memory_scan import ScanPiece, convolve
+from .convolution_steps import convolution_gradients, convolve_padded
+from .memory_scan import ScanPiece, convolve, pad_streams, tail_after
 from .sparse_fused import without_autocast
 
 # slots of a tile
@@ -39,6 +39,11 @@ class StreamSizes(NamedTuple):
     key_heads: int
     epsilon: float
 
+    @property
+    def split(self) -> list[int]:
+        """Heads of queries, keys and values, side by side."""
+        return [self.heads, self.key_heads, self.key_heads]
+
 
 def make_streams(
     raw: torch.Tensor,
@@ -58,7 +63,7 @@ def make_streams(
     mixed, tail = convolve(raw, tail, weights.taps, piece)
     width = weights.query_norm.shape[-1]
     heads = mixed.unflatten(-1, (-1, width)).transpose(1, 2)
-    query, key, value = heads.split([sizes.heads, sizes.key_heads, sizes.key_heads], dim=1)
+    query, key, value = heads.split(sizes.split, dim=1)
     query, key = (
         F.rms_norm(part, (width,), weight, sizes.epsilon)
         for part, weight in ((query, weights.query_norm), (key, weights.key_norm))
@@ -90,7 +95,7 @@ class _Streams(torch.autograd.Function):
             tails.append(tail.clone())
             padded, mixed, angles = _mixed(raw, tail, exact, width, (cos, sin), piece)
             tail = tail_after(padded, tail, piece).to(raw.dtype)
-            parts = mixed.split([sizes.heads, sizes.key_heads, sizes.key_heads], 2)
+            parts = mixed.split(sizes.split, 2)
             for part, norm in zip(parts[:2], norms, strict=True):
                 part.mul_(_inverse(part, sizes.epsilon)).mul_(norm)
                 turned = rotate_half(part).mul_(angles[1])
@@ -112,14 +117,13 @@ class _Streams(torch.autograd.Function):
         taps, *norms = _exact(weights)
         grad_raw = torch.empty_like(raw)
         grad_taps, *grad_norms = totals = [torch.zeros_like(weight) for weight in (taps, *norms)]
-        heads = [sizes.heads, sizes.key_heads, sizes.key_heads]
         for piece, tail in zip(reversed(ctx.pieces), reversed(tails), strict=True):
             cut = slice(piece.start, piece.stop)
             padded, mixed, (cosine, sine) = _mixed(raw, tail, taps, width, (cos, sin), piece)
             given = (grad_query[..., cut, :].flatten(1, 2), grad_key[:, :, cut], grad_value[:, :, cut])
             grad_mixed = torch.cat([part.transpose(1, 2).to(taps.dtype) for part in given], dim=2)
             # not of values, which are neither normalised nor rotated
-            parts = zip(grad_mixed.split(heads, 2), mixed.split(heads, 2), norms, grad_norms, strict=False)
+            parts = zip(grad_mixed.split(sizes.split, 2), mixed.split(sizes.split, 2), norms, grad_norms, strict=False)
             for grad, part, norm, total in parts:
                 turned = rotate_half(grad * sine)
                 grad.mul_(cosine).sub_(turned)
