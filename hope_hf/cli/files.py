@@ -1,6 +1,8 @@
-"""Checks of file names read from other files, and permissions of files that libraries write."""
+"""Small files: read and replaced whole; names read from other files; permissions of files that libraries write."""
 
+import os
 import shutil
+import stat
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
@@ -14,6 +16,30 @@ def is_inside(name: object) -> bool:
         return False
     path = PurePosixPath(name)
     return name == path.as_posix() != "." and not path.is_absolute() and ".." not in path.parts
+
+
+SMALL = 64 << 20
+"""Bytes of the largest recipe, manifest, report or other file that is read whole."""
+
+
+def read_small(path: str | Path, most: int = SMALL) -> str:
+    """The text of a small file in UTF-8, such as a recipe, a manifest or a report.
+
+    It is opened without waiting for a writer, since a named pipe in its place would block for ever.
+
+    Raises:
+        OSError: it is missing or cannot be read.
+        ValueError: it is no regular file, has more than `most` bytes, or is not UTF-8. The message is the reason
+            alone: the caller names the file and the fix.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("it is no regular file")
+        # One byte more than allowed: the file may grow meanwhile.
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"it has more than {most:,} bytes")
+    return content.decode("utf-8")
 
 
 def copy_rights(file: Path, to: Path) -> None:

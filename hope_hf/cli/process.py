@@ -1,6 +1,7 @@
 """Process setup of every program: threads, and warnings and errors as sentences."""
 
 import ctypes
+import io
 import os
 import re
 import signal
@@ -53,6 +54,16 @@ def warn_once(sentence: str):
 def warn_in_sentences():
     """Show the package's own warnings to the user as one line each, without the place in the code."""
     warnings.formatwarning = _as_sentence
+
+
+def print_anything():
+    """Let standard output and error take any text: a character that their encoding lacks is written as its escape.
+
+    What a model generates is not known before, and a stream in cp1252 or ASCII would end the program with an error.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def die_with_launcher():
