@@ -1,4 +1,4 @@
-"""Tokenize a mixture of corpora once, into shards that a training maps into memory.
+"""Tokenize a mixture of corpora once, into shards that a training reads piece by piece.
 
     python -m hope_hf.data.prepare mix.yaml --tokenizer_name my_tokenizer --output_dir shards
     accelerate launch --config_file accelerate_configs/fsdp2.yaml run_clm.py --train_shards shards ...

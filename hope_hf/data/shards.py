@@ -1,4 +1,4 @@
-"""Prepared shards: tokens in files that are mapped into memory, and the manifest that says what they are.
+"""Prepared shards: files of tokens that are read piece by piece, and the manifest that says what they are.
 
     shards/
       manifest.json         corpora, sizes, hashes, and what they were made with
@@ -49,7 +49,7 @@ class Shard:
 
 
 class ShardedStream:
-    """The tokens of shards one after another; only what is read is loaded.
+    """The tokens of shards one after another; only what is read is loaded, and no file is kept open.
 
     length: tokens of the stream, if it ends before the last shard does.
     """
@@ -58,7 +58,6 @@ class ShardedStream:
         self._shards, self._kind, self._eos = list(shards), kind, eos
         self._ends = list(accumulate(shard.tokens for shard in shards))
         self._length = sum(shard.tokens for shard in shards) if length is None else length
-        self._mapped: dict[int, np.ndarray] = {}
 
     @staticmethod
     def join(streams: Sequence["ShardedStream"]) -> "ShardedStream":
@@ -83,13 +82,17 @@ class ShardedStream:
         return self
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Tokens start..stop-1 as int64, fewer at the end of the stream."""
+        """Tokens start..stop-1 as int64, fewer at the end of the stream.
+
+        Raises ValueError that names the shard where it has become unreadable or shorter.
+        """
         stop = min(stop, self._length)
         parts = []
         index = bisect.bisect_right(self._ends, start)
         while start < stop:
-            begin = self._ends[index] - self._shards[index].tokens
-            part = self._map(index)[start - begin : stop - begin]
+            shard = self._shards[index]
+            begin = self._ends[index] - shard.tokens
+            part = self._read_shard(shard, start - begin, min(stop - begin, shard.tokens))
             parts.append(torch.from_numpy(part.astype(np.int64)))
             start += len(part)
             index += 1
@@ -105,11 +108,16 @@ class ShardedStream:
         parts = repr(([shard.sha256 for shard in self._shards], self._length))
         return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
 
-    def _map(self, index: int) -> np.ndarray:
-        if index not in self._mapped:
-            shard = self._shards[index]
-            self._mapped[index] = np.memmap(shard.path, dtype=self._kind, mode="r", shape=(shard.tokens,))
-        return self._mapped[index]
+    def _read_shard(self, shard: Shard, start: int, stop: int) -> np.ndarray:
+        # Read, not mapped: a map keeps a descriptor for each of a thousand shards, and a file that was cut meanwhile
+        # would kill the process.
+        try:
+            part = np.fromfile(shard.path, self._kind, stop - start, offset=start * self._kind.itemsize)
+        except OSError as error:
+            raise ValueError(f"The shard {shard.path} cannot be read any more: {error.strerror}.") from error
+        if len(part) < stop - start:
+            raise ValueError(f"The shard {shard.path} was cut while it was in use: {_AGAIN}.")
+        return part
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Mixtures and shards as data of a run: shares, ranks, resuming, and what is refused."""
 
 import json
+import os
 import re
 import shutil
 import time
@@ -11,7 +12,7 @@ import torch
 from four_corpora import sentence
 
 from hope_hf.data import DataConfig, build_data, save_tokenizer, train_tokenizer
-from hope_hf.data.shards import MANIFEST
+from hope_hf.data.shards import MANIFEST, open_folder
 
 T = 16
 
@@ -218,6 +219,24 @@ def test_a_shard_that_is_cut_or_missing_is_named(copy):
     path.unlink()
     with pytest.raises(ValueError, match=r"train-00001.bin is missing: repeat the python -m"):
         build_data(DataConfig(train_shards=str(copy), block_size=T))
+
+
+def test_no_shard_stays_open(shards):
+    stream = open_folder(str(shards), "--train_shards").corpora[0].train
+    before = len(os.listdir("/dev/fd"))
+    assert len(stream.read(0, len(stream))) == len(stream)
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def test_a_shard_that_is_cut_or_lost_in_use_is_named(copy):
+    stream = open_folder(str(copy), "--train_shards").corpora[0].train
+    path = copy / "notes" / "train-00001.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(ValueError, match="The shard .*train-00001.bin was cut while it was in use: repeat the python"):
+        stream.read(0, len(stream))
+    path.unlink()
+    with pytest.raises(ValueError, match="The shard .*train-00001.bin cannot be read any more: No such file"):
+        stream.read(0, len(stream))
 
 
 @pytest.mark.parametrize(
