@@ -191,6 +191,22 @@ def pickles_nothing(file: str, tree: ast.AST):
             yield f"{file}:{node.lineno} lets a file run code"
 
 
+# Methods that change their object, besides torch's, whose names end with `_`.
+CHANGE = set("add append clear discard extend insert pop popitem remove setdefault sort update write".split())
+
+
+def works_without_asserts(file: str, tree: ast.AST):
+    """`python -O` leaves asserts out, and all that they do."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assert):
+            continue
+        for part in ast.walk(node):
+            name = part.func.attr if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) else ""
+            is_next = isinstance(part, ast.Call) and ast.unparse(part.func) == "next"
+            if isinstance(part, ast.NamedExpr) or is_next or name in CHANGE or name.endswith("_"):
+                yield f"{file}:{node.lineno} does something inside an assert: {ast.unparse(part)}"
+
+
 def names_no_machine(file: str, tree: ast.AST):
     """Paths belong to the user's flags."""
     for node in ast.walk(tree):
@@ -214,6 +230,7 @@ RULES = [
     imports_flat_siblings_in_the_model,
     imports_by_name,
     pickles_nothing,
+    works_without_asserts,
     names_no_machine,
 ]
 
@@ -281,6 +298,11 @@ BROKEN = [
     (pickles_nothing, "hope_hf/training/x.py", "import torch\ntorch.save({}, path)"),
     (pickles_nothing, "hope_hf/training/x.py", "import numpy as np\nnp.load(path, allow_pickle=True)"),
     (pickles_nothing, "hope_hf/data/x.py", "load_dataset(name, trust_remote_code=True)"),
+    (works_without_asserts, "hope_hf/data/x.py", "assert found.pop() == 1"),
+    (works_without_asserts, "hope_hf/optim/x.py", "assert periods.setdefault(level, period) == period"),
+    (works_without_asserts, "hope_hf/data/x.py", "assert (first := rows[0]) == 1"),
+    (works_without_asserts, "hope_hf/data/x.py", "assert next(rows) == 1"),
+    (works_without_asserts, "hope_hf/optim/x.py", "assert gradient.zero_().any()"),
     (names_no_machine, "hope_hf/data/x.py", "PATH = '/home/me/books'"),
     (names_no_machine, "hope_hf/data/x.py", '"""Reads /tmp/books."""'),
     (imports_no_test, "tests/data/x.py", "from test_loader import batches"),

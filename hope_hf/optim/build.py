@@ -96,7 +96,8 @@ def _levels(model: nn.Module) -> tuple[dict[int, int], dict[nn.Parameter, int]]:
     level_of: dict[nn.Parameter, int] = {}
     for module in model.modules():
         if hasattr(module, "level") and hasattr(module, "period"):
-            assert periods.setdefault(module.level, module.period) == module.period, "a level has one period"
+            period = periods.setdefault(module.level, module.period)
+            assert period == module.period, "a level has one period"
             level_of.update(dict.fromkeys(module.parameters(), module.level))
     return periods, level_of
 
