@@ -1,16 +1,39 @@
 """The command-line parser of all programs: transformers' parser, with one sentence for each mistake."""
 
 import difflib
+import sys
 from collections.abc import Collection
 
 from transformers import HfArgumentParser
 
 
 class Parser(HfArgumentParser):
-    """HfArgumentParser that raises a one-sentence ValueError instead of printing the usage and exiting."""
+    """HfArgumentParser with one spelling of each flag, which raises ValueError instead of printing the usage.
+
+    A word such as `--output-dir` is read as `--output_dir`, and messages and `--help` name the latter alone.
+    """
+
+    def __init__(self, *given, **options):
+        super().__init__(*given, **options)
+        # HfArgumentParser adds each flag with dashes as well.
+        for action in self._actions:
+            action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
+
+    def parse_known_args(self, args=None, namespace=None):
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([self._spelled(word) for word in words], namespace)
 
     def error(self, message):
         raise ValueError(f"{message[0].upper()}{message[1:]}; {self.prog} --help lists the flags.")
+
+    def _spelled(self, word: str) -> str:
+        flag = f"--{flag_of(word)}"
+        return flag + word[len(flag) :] if flag in self._option_string_actions else word
+
+
+def flag_of(word: str) -> str:
+    """`some_flag` for the words `--some_flag`, `--some-flag` and `--some_flag=value`; empty for others."""
+    return word[2:].partition("=")[0].replace("-", "_") if word.startswith("--") else ""
 
 
 def nearest(name: str, known, most: int = 1) -> str:
@@ -28,5 +51,5 @@ def named_flags(parser: Parser, words: list[str], flags: Collection[str]) -> set
             known = [f"--{name}" for name in flags]
             raise ValueError(f"There is no flag {flag}{nearest(flag.replace('-', '_').replace('__', '--', 1), known)}")
         raise ValueError(f"The word {word!r} follows no flag: write --flag {word}, or a YAML file as first word.")
-    named = [word.split("=")[0][2:].replace("-", "_") for word in words if word.startswith("--")]
+    named = [flag_of(word) for word in words if word.startswith("--")]
     return {name.removeprefix("no_") if name not in flags else name for name in named}

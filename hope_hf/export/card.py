@@ -7,6 +7,8 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
 from .evaluation_facts import EvaluationFacts, language_modeling_result
+from .markdown import as_code_block, as_text
+from .public import printable
 from .training_facts import TrainingFacts
 
 PROMPT = "Once upon a time"
@@ -45,9 +47,9 @@ def model_card(
         "Citation": CITATION,
     }
     page = "\n\n".join(f"## {title}\n\n{text}" if title else text for title, text in sections.items() if text)
-    name = repo_id.split("/")[-1]
+    name = printable(repo_id.split("/")[-1])
     metadata = _metadata(model, name, license, training, evaluation)
-    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n# {name}\n\n{page}\n")
+    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n# {as_text(name)}\n\n{page}\n")
 
 
 def usage(repo_id: str) -> str:
@@ -80,7 +82,7 @@ def _metadata(model, name, license, training, evaluation) -> ModelCardData:
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=list(model.model_tags),
-        license=license,
+        license=printable(license),
         datasets=[training.dataset] if training and training.dataset else None,
         base_model=training.base_model if training else None,
         # A model-index is told by its name and its results; one without the other is refused.
@@ -119,13 +121,11 @@ memory system).
 
 def _training(training: TrainingFacts) -> str:
     length = f", {training.tokens:,} tokens in {training.steps:,} steps" if training.tokens else ""
-    versions = ", ".join(f"{name} {version}" for name, version in training.versions.items())
+    versions = as_text(", ".join(f"{name} {version}" for name, version in training.versions.items()))
     return f"""\
-Text: {training.text}{length}, on {training.num_processes} process(es) with {versions}.
+Text: {as_text(training.text)}{length}, on {training.num_processes} process(es) with {versions}.
 
-```
-{training.command}
-```"""
+{as_code_block(training.command)}"""
 
 
 def _evaluation(training: TrainingFacts | None, evaluation: EvaluationFacts | None) -> str:
@@ -136,7 +136,7 @@ def _evaluation(training: TrainingFacts | None, evaluation: EvaluationFacts | No
         )
         parts.append(f"At the end of training, on text held out of it: {figures} (the loss in nats per token).")
     if evaluation:
-        limited = f", **limited to {evaluation.limit} samples**" if evaluation.limit else ""
-        parts.append(f"Measured on {evaluation.date}{limited} with:\n\n```\n{evaluation.command}\n```")
-        parts += [f"### {suite}\n\n{tables}" for suite, tables in evaluation.tables.items()]
+        limited = f", **limited to {as_text(evaluation.limit)} samples**" if evaluation.limit else ""
+        parts.append(f"Measured on {as_text(evaluation.date)}{limited} with:\n\n{as_code_block(evaluation.command)}")
+        parts += [f"### {as_text(suite)}\n\n{tables}" for suite, tables in evaluation.tables.items()]
     return "\n\n".join(parts)

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from hope_hf.cli.tables import SCHEMA_VERSION, markdown_table
 
 from .json_file import read_object
+from .markdown import as_text
 from .public import public_command, without_folders
 
 # These suites train their own small models: not results of this model.
@@ -19,7 +20,7 @@ MOST_ROWS = 40
 
 @dataclass(frozen=True)
 class EvaluationFacts:
-    """Safe to publish: no folders of this machine."""
+    """Safe to publish: no folders of this machine. Texts but `tables` are still to be written as text."""
 
     tables: dict[str, str]
     """Suite -> its tables in Markdown, each under its title."""
@@ -63,9 +64,16 @@ def _tables(tables: dict, flags: dict) -> str:
     parts = []
     for title, rows in tables.items():
         left_out = f"\n\n(and {len(rows) - MOST_ROWS:,} rows more)" if len(rows) > MOST_ROWS else ""
-        shown = without_folders(markdown_table(rows[:MOST_ROWS]), flags)
-        parts.append(f"**{without_folders(title, flags)}**\n\n{shown}{left_out}")
+        cells = [{_cell(name, flags): _cell(value, flags) for name, value in row.items()} for row in rows[:MOST_ROWS]]
+        shown = markdown_table(cells)
+        parts.append(f"**{_cell(title, flags)}**\n\n{shown}{left_out}")
     return "\n\n".join(parts)
+
+
+def _cell(value: object, flags: dict) -> object:
+    """A text of the report as Markdown; numbers as they are."""
+    is_number = value is None or isinstance(value, int | float)
+    return value if is_number else as_text(without_folders(str(value), flags))
 
 
 def _metrics(suites: dict, flags: dict) -> list[EvalResult]:

@@ -1,43 +1,75 @@
-"""Makes commands and tables safe to publish: file names, but no folders of this machine."""
+"""Makes commands, names and tables safe to publish: what is not known to be public is left out."""
 
+import re
 import shlex
-from collections.abc import Iterable
 from pathlib import PureWindowsPath
 
 from hope_hf.cli.hub import is_hub_name
+from hope_hf.cli.parser import flag_of
 
-# Flags whose value may be a name on the Hub; all other values with a separator are paths.
-HUB_FLAGS = {"model_name_or_path", "config_name", "tokenizer_name", "dataset_name", "hub_model_id"}
-NO_PATHS = {"config_overrides"}
-# Shell lines, which may hold anything.
-PRIVATE = {"checkpoint_hook"}
+# Flags whose value may be a name on the Hub.
+HUB_NAMES = {"model_name_or_path", "config_name", "tokenizer_name", "dataset_name", "hub_model_id"}
+FILES = {
+    "train_file", "validation_file", "dataset_mixture", "train_shards", "level_optimizers", "resume_from_checkpoint",
+    "output_dir", "data_dir", "tasks", "segments", "prompts", "compare",
+}  # fmt: skip
+WORDS = {
+    "model_type", "config_overrides", "attn_implementation", "dataset_config_name", "document_boundary",
+    "lr_scheduler_type", "optimizer", "init", "gradient_checkpointing", "fsdp_reduce_dtype", "profile_steps", "suite",
+    "lengths", "depths", "batch_size", "dtype", "device", "checkpoints",
+}  # fmt: skip
+SHOWN = HUB_NAMES | FILES | WORDS
+"""Flags with a text that is published. Of all others only switches and numbers are: a shell line, the name of a
+project or a flag that nobody has thought of may hold a password."""
+# An absolute path up to its last separator. Its folders may have blanks.
+FOLDERS = re.compile(r"(?<![\w./\\])(?:(?:~|[A-Za-z]:)[/\\](?:.*[/\\])?|[/\\](?=\S).*[/\\])")
+
+
+def printable(value: object) -> str:
+    """`value` as one line."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in str(value)).split())
 
 
 def public_value(flag: str, value: str) -> str:
-    """The value of a flag; of a path only the last part, and nothing of a shell line."""
-    if flag in PRIVATE:
-        return "..." if value else value
-    if flag in NO_PATHS or (flag in HUB_FLAGS and is_hub_name(value)):
-        return value
+    """The value of a flag in `SHOWN` on one line; of a path only the last part."""
+    value = printable(value)
+    if flag in WORDS or (flag in HUB_NAMES and is_hub_name(value)):
+        return FOLDERS.sub("", value)
     # It splits at both kinds of separators.
     return PureWindowsPath(value).name if "/" in value or "\\" in value else value
 
 
-def public_command(words: Iterable[str]) -> str:
-    """A command line, program first, as typed in the folder of its files."""
-    shown, flag = [], ""
+def public_command(words: list[str]) -> str:
+    """A command line, program first, as typed in the folder of its files; flags that may be private are left out."""
+    shown, flag = [], None
     for word in words:
         if word.startswith("--"):
-            flag, equals, value = word[2:].partition("=")
-            shown.append(f"--{flag}{equals}{public_value(flag, value)}")
-        else:
-            shown.append(public_value(flag, word))
+            flag = flag_of(word)
+            _, equals, value = word.partition("=")
+            if flag in SHOWN:
+                shown.append(f"--{flag}{equals}{public_value(flag, value)}")
+            elif flag.isidentifier() and (not equals or _is_plain(value)):
+                shown.append(f"--{flag}{equals}{value}")
+        elif flag in SHOWN or flag is None:
+            # Before all flags come the program and a recipe.
+            shown.append(public_value(flag or "output_dir", word))
+        elif _is_plain(word):
+            shown.append(word)
+        elif shown[-1] == f"--{flag}":
+            shown.pop()
     return shlex.join(["python", *shown])
 
 
 def without_folders(text: str, flags: dict) -> str:
-    """`text` with every path among the values of `flags` cut to its last part."""
-    values = [(flag, value) for flag, value in flags.items() if isinstance(value, str) and value]
+    """`text` on one line, with every absolute path and every path among the values of `flags` cut to its last part."""
+    values = [(flag, printable(value)) for flag, value in flags.items() if isinstance(value, str)]
+    text = printable(text)
     for flag, value in sorted(values, key=lambda pair: -len(pair[1])):
-        text = text.replace(value, public_value(flag, value))
-    return text
+        if value:
+            text = text.replace(value, public_value(flag, value))
+    return FOLDERS.sub("", text)
+
+
+def _is_plain(value: str) -> bool:
+    """Whether it is a number or a switch."""
+    return re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?|true|false", value, re.IGNORECASE | re.ASCII) is not None

@@ -15,7 +15,7 @@ LOSSES = ("eval_loss", "eval_perplexity", "eval_bits_per_byte")
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """Safe to publish: no folders of this machine."""
+    """Safe to publish: no folders of this machine. Texts are still to be written as text."""
 
     text: str
     """The training text, described for people."""
@@ -49,10 +49,10 @@ def read_training(folder: Path) -> TrainingFacts | None:
             "dataset": dataset if dataset and dataset != "synthetic" and is_hub_name(dataset) else None,
             "base_model": base_model if base_model and is_hub_name(base_model) else None,
             "command": public_command(record["command"]),
-            "num_processes": record["num_processes"],
+            "num_processes": int(record["num_processes"]),
             "versions": {name: version for name, version in record["versions"].items() if version},
         }
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError, ValueError):
         raise ValueError(f"{folder / 'run.json'} is not one that run_clm.py wrote: {MEND}.") from None
     return TrainingFacts(**facts, **_length(folder / "metrics.jsonl"), losses=_losses(folder / "all_results.json"))
 
@@ -62,7 +62,8 @@ def _text(flags: dict) -> str:
         return "seeded random tokens"
     if flags["dataset_name"]:
         name = public_value("dataset_name", flags["dataset_name"])
-        return f"the data set {name}" + (f" ({flags['dataset_config_name']})" if flags["dataset_config_name"] else "")
+        config = flags["dataset_config_name"]
+        return f"the data set {name}" + (f" ({public_value('dataset_config_name', config)})" if config else "")
     if flags["train_file"]:
         return public_value("train_file", flags["train_file"])
     # A run of an earlier version does not have these flags.

@@ -1,5 +1,6 @@
 """Flags of transformers' `run_clm.py` and `run_clm_no_trainer.py`, and old ones, renamed or without effect."""
 
+from hope_hf.cli.parser import flag_of
 from hope_hf.cli.process import warn_once
 
 NO_EFFECT = {
@@ -57,7 +58,7 @@ def drop_foreign(words: list[str]) -> list[str]:
     kept, dropping = [], False
     for word in words:
         if word.startswith("--"):
-            name = word.split("=")[0][2:].replace("-", "_")
+            name = flag_of(word)
             if name in INSTEAD:
                 raise ValueError(f"There is no flag --{name}: {INSTEAD[name]}.")
             dropping = name in NO_EFFECT
