@@ -88,7 +88,9 @@ def plan_chunks(config: HopeConfig, shape: tuple[int, int], device: torch.device
         pieces = _ragged_pieces(
             config.memory_chunk_size, reach, config.num_memory_heads, slots.valid, slots.position, slots.offset
         )
-    return ChunkPlan(**vars(slots), pieces=pieces)
+    # Field by field: the tracer of torch 2.11 breaks its graph at `**vars(slots)`.
+    layout = slots.past, slots.before, slots.valid, slots.position, slots.offset
+    return ChunkPlan(*layout, slots.token_of_slot, slots.slot_of_token, pieces=pieces)
 
 
 def plan_slots(

@@ -1,6 +1,9 @@
 """What `generate` does on top of transformers: a text may go on from a cache with its new tokens alone."""
 
+import copy
+
 import torch
+import transformers
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.utils import logging
@@ -10,6 +13,8 @@ from .input_checks import check_inputs, check_mask, create_generation_masks
 from .text_digest import begins_with
 
 logger = logging.get_logger(__name__)
+# Before 5.21, a prefill in chunks takes a cache that has read tokens for an empty one.
+_CHUNKS_FOLLOW_A_CACHE = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 21)
 
 
 class HopeGenerationMixin(GenerationMixin):
@@ -38,6 +43,25 @@ class HopeGenerationMixin(GenerationMixin):
     def _prepare_attention_mask_for_generation(self, inputs_tensor, generation_config, model_kwargs):
         mask = super()._prepare_attention_mask_for_generation(inputs_tensor, generation_config, model_kwargs)
         return _with_columns_read(mask, inputs_tensor, model_kwargs.get("past_key_values"))
+
+    def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
+        size, cache = generation_config.prefill_chunk_size, model_kwargs.get("past_key_values")
+        read = 0 if size is None or cache is None or _CHUNKS_FOLLOW_A_CACHE else int(cache.get_seq_length())
+        if not read:
+            return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        by_column = {name: model_kwargs.get(name) for name in ("attention_mask", "position_ids")}
+        mask = by_column["attention_mask"]
+        if mask is not None and mask.shape == input_ids.shape:
+            # the whole text
+            input_ids = input_ids[:, read:]
+        at_once = copy.copy(generation_config)
+        at_once.prefill_chunk_size = None
+        later = input_ids.shape[1]
+        for chunk in input_ids.split(size, dim=1):
+            later -= chunk.shape[1]
+            cut = {name: x if x is None else x[:, : x.shape[1] - later] for name, x in by_column.items()}
+            outputs = super()._prefill(chunk, at_once, model_kwargs | cut, *args, **kwargs)
+        return outputs
 
 
 def _with_columns_read(mask: torch.Tensor, inputs: torch.Tensor, cache: Cache | None) -> torch.Tensor:

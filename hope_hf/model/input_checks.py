@@ -115,8 +115,10 @@ def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -
         # made without a config, it would append layers for keys and values
         layers.extend(DynamicCache(config=config).layers)
         cache.layer_class_to_replicate = None
-    of_levels = level_layers(config, is_static=bool(layers) and cache.is_compileable)
-    if of_levels and layers and len(layers) == config.num_hidden_layers and not cache.get_seq_length():
+    # compared, as the tracer of torch 2.11 breaks its graph at `bool(layers)`
+    has_layers = layers is not None and len(layers) > 0
+    of_levels = level_layers(config, is_static=has_layers and cache.is_compileable)
+    if of_levels and has_layers and len(layers) == config.num_hidden_layers and not cache.get_seq_length():
         layers.extend(of_levels)
     if layers is None or len(layers) != config.num_hidden_layers + len(of_levels):
         held = "no layers" if layers is None else f"{len(layers)} layers"

@@ -173,6 +173,25 @@ def test_new_tokens_alone_continue_a_cache(model, masked, kind):
     assert not torch.equal(result, greedy(model, new))
 
 
+@pytest.fixture(params=["this transformers", "before 5.21"])
+def chunked_by(request, monkeypatch):
+    """Who cuts a prefill after a cache into chunks: transformers, or what stands in for it in older versions."""
+    if request.param == "before 5.21":
+        monkeypatch.setattr(generation_hope, "_CHUNKS_FOLLOW_A_CACHE", False)
+
+
+@pytest.mark.usefixtures("chunked_by")
+def test_a_prefill_in_chunks_follows_a_cache(either):
+    # padding, as newer versions leave a mask of ones out
+    ids, mask = pad_left([text(17), text(16)])
+    expected = generate(either, ids, attention_mask=mask)
+    for given in (ids, ids[:, 9:]):
+        cache = read(either, ids[:, :9], attention_mask=mask[:, :9])
+        result = generate(either, given, attention_mask=mask, past_key_values=cache, prefill_chunk_size=3)
+        assert torch.equal(result[:, -NEW:], expected[:, -NEW:])
+        assert cache.get_seq_length() == 17 + NEW - 1
+
+
 @pytest.mark.parametrize("size", [None, 3])
 def test_one_memory_answers_several_questions(model, size):
     """Of unequal lengths, with padding that a mask tells, or the padding token."""
