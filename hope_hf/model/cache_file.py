@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers.integrations.accelerate import load_offloaded_parameter
 from transformers.modeling_utils import PreTrainedModel
 
 CACHE_FILE = "hope_cache.safetensors"
@@ -185,6 +186,9 @@ def _plain_weights(trunk: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         if hasattr(weight, "full_tensor"):
             # cut over processes, all of which come here
             yield name, weight.full_tensor()
+        elif weight.is_meta:
+            # `device_map` keeps it outside of the module: in the CPU's memory, or on disk
+            yield name, load_offloaded_parameter(trunk, name)
         elif is_traceable_wrapper_subclass(weight):
             pending += [(f"{name}.{part}", getattr(weight, part)) for part in weight.__tensor_flatten__()[0]]
         else:

@@ -312,7 +312,7 @@ class HopeCache(DynamicCache):
     @classmethod
     @torch.no_grad()
     def from_pretrained(cls, directory: str | Path, model: PreTrainedModel) -> "HopeCache":
-        """The cache that `save_pretrained` wrote, on the model's device.
+        """The cache that `save_pretrained` wrote, every layer on the device where the model computes it.
 
         Raises:
             ValueError: there is none, its format is another version's, it is damaged, or another model wrote it.
@@ -325,9 +325,13 @@ class HopeCache(DynamicCache):
             )
         # One token is read to see the names, shapes and dtypes of all that this model keeps.
         sample = cls(model.config)
-        model.base_model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=sample)
-        check_tensors(folder, tensors, sample.state_tensors())
-        return cls.from_state_tensors(model.config, tensors).to(model.device)
+        # Weights that `device_map` keeps elsewhere are on the meta device, and hooks move their inputs.
+        device = "cpu" if model.device.type == "meta" else model.device
+        model.base_model(torch.zeros(1, 1, dtype=torch.long, device=device), past_key_values=sample)
+        one_token = sample.state_tensors()
+        check_tensors(folder, tensors, one_token)
+        placed = {name: tensor.to(one_token[name].device) for name, tensor in tensors.items()}
+        return cls.from_state_tensors(model.config, placed)
 
 
 __all__ = ["HopeCache", "HopeMemoryLayer", "HopeStaticMemoryLayer"]

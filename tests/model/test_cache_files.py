@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
-from hope_hf import HopeCache
+from hope_hf import HopeCache, HopeForCausalLM
 from hope_hf.model import cache_file
 
 MODELS = LAYERS | {
@@ -63,6 +63,22 @@ def test_a_memory_kept_as_a_file_goes_on_in_another_process(tiny_model, tmp_path
     logits = load_file(tmp_path / "logits.safetensors")["logits"]
     torch.testing.assert_close(logits, answers(model, cache, ids), rtol=0, atol=1e-6)
     assert (logits - model(ids).logits).abs().max() > 1e-2, "the memory makes no difference"
+
+
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_a_model_whose_weights_lie_on_disk_keeps_and_reads_the_same_file(tiny_model, tmp_path, options):
+    model = tiny_model(tie_word_embeddings=True, **options)
+    model.save_pretrained(tmp_path)
+    offloaded = HopeForCausalLM.from_pretrained(tmp_path, device_map={"": "disk"}, offload_folder=tmp_path / "offload")
+    assert {weight.device.type for weight in offloaded.parameters()} == {"meta"}
+    cache, ids = read(model, random_ids(2, 21)), random_ids(2, 7, seed=2)
+    expected = answers(model, cache, ids)
+    read(offloaded, random_ids(2, 21)).save_pretrained(tmp_path / "disk", offloaded)
+    cache.save_pretrained(tmp_path / "memory", model)
+    for folder in ("disk", "memory"):
+        for reader in (model, offloaded):
+            loaded = HopeCache.from_pretrained(tmp_path / folder, reader)
+            torch.testing.assert_close(answers(reader, loaded, ids), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
