@@ -20,12 +20,19 @@ def load_source(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
     config = load_config(str(folder), "model_name_or_path", ModelArguments())
     if not is_hope(config):
         raise ValueError(f"{folder} holds a {config.model_type} and no HOPE: upload it with its own push_to_hub.")
-    return load_model(str(folder), config, str(folder), dtype="auto"), _load_tokenizer(folder)
+    model, tokenizer = load_model(str(folder), config, str(folder), dtype="auto"), _load_tokenizer(folder)
+    # The check and every user of the export run the code that these name; a model names its own when it is saved.
+    model.config.auto_map = None
+    tokenizer.init_kwargs.pop("auto_map", None)
+    return model, tokenizer
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     # The tokenizers library raises a bare Exception for a file that it cannot read.
     except Exception as error:
-        raise ValueError(f"{folder} holds no tokenizer that loads, save one in it: {one_line(error)}") from error
+        reason = one_line(error)
+        if "trust_remote_code" in reason:
+            reason = "its own needs code that tokenizer_config.json names, which an export does not run."
+        raise ValueError(f"{folder} holds no tokenizer that loads, save one in it: {reason}") from error

@@ -220,6 +220,28 @@ def test_the_weights_are_for_all_who_may_read_the_rest(exported):
     assert len({path.stat().st_mode for path in exported.iterdir() if path.is_file()}) == 1
 
 
+def test_code_that_the_run_s_files_name_is_not_published(source, monkeypatch, tmp_path):
+    """The check would run it."""
+    monkeypatch.setattr(folder, "check_export", lambda *arguments: "")
+    for name, key, reference in (
+        ("tokenizer_config.json", "AutoTokenizer", [None, f"{source}--planted.Tokenizer"]),
+        ("config.json", "AutoConfig", f"{source}--planted.Config"),
+        ("config.json", "AutoModelForCausalLM", f"{source}--planted.Model"),
+    ):
+        content = json.loads((source / name).read_text())
+        content["auto_map"] = {**content.get("auto_map", {}), key: reference}
+        (source / name).write_text(json.dumps(content))
+    assert main([str(source), "--to", str(tmp_path / "out")]) == 0
+    assert not [path for path in (tmp_path / "out").iterdir() if "planted" in path.read_text(errors="replace")]
+
+
+def test_a_tokenizer_that_needs_code_of_its_own(source, refused):
+    file = source / "tokenizer_config.json"
+    own = {"auto_map": {"AutoTokenizer": ["planted.Tokenizer", None]}, "tokenizer_class": "PlantedTokenizer"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    assert "needs code that tokenizer_config.json names, which an export does not run" in refused(source)
+
+
 def test_no_tokenizer(source, refused):
     for file in source.glob("tokenizer*"):
         file.unlink()
