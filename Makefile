@@ -29,8 +29,10 @@ INSTALL := $(BIN)/python -m pip install --constraint $(CONSTRAINTS) $(PIP_ARGS) 
 .PHONY: train test test-unit test-processes test-benchmarks test-long test-gpu test-kernels test-kill hf-suite peft-suite lint clean
 .DELETE_ON_ERROR:
 
+# One process uses one GPU.
+train: export CUDA_VISIBLE_DEVICES ?= 0
 train: $(VENV)/.installed-plot
-	$(BIN)/accelerate launch --config_file accelerate_configs/single.yaml run_clm.py --output_dir runs/demo $(TRAIN_ARGS)
+	$(BIN)/python run_clm.py --output_dir runs/demo $(TRAIN_ARGS)
 
 # One thread per worker: two workers with a thread pool each would compete for the same cores.
 test test-unit test-processes test-benchmarks test-long test-gpu test-kernels test-kill: export OMP_NUM_THREADS := 1

@@ -1,5 +1,9 @@
 """HOPE (Nested Learning) as a Hugging Face model: importing this package registers it with the Auto classes."""
 
+# First of all: the others take seconds.
+from .interrupt import while_importing as while_importing
+
+# isort: split
 import transformers
 
 from .model.cache_hope import HopeCache

@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[1]
 # What the files of a room (folder) may import besides the standard library; "hope_hf" means its public names.
 ROOMS = {
     "run_clm.py": {"hope_hf.training"},
-    "hope_hf/__init__.py": {"transformers", "hope_hf.model"},
+    "hope_hf/__init__.py": {"transformers", "hope_hf.interrupt", "hope_hf.model"},
+    "hope_hf/interrupt.py": set(),
     "hope_hf/reference.py": {"torch"},
     # exported to the Hub unchanged: transformers installs huggingface_hub and safetensors, nothing else is there
     "hope_hf/model": {"torch", "transformers", "huggingface_hub", "safetensors", "hope_hf.model"},
@@ -29,7 +30,10 @@ ROOMS = {
         "torch", "datasets", "transformers", "tokenizers", "numpy", "huggingface_hub", "pyarrow", "tqdm",
         "hope_hf.cli", "hope_hf.data",
     },
-    "hope_hf/cli": {"torch", "transformers", "datasets", "huggingface_hub", "safetensors", "yaml", "hope_hf.cli"},
+    "hope_hf/cli": {
+        "torch", "transformers", "datasets", "huggingface_hub", "safetensors", "yaml",
+        "hope_hf.cli", "hope_hf.interrupt",
+    },
     "run_eval.py": {"hope_hf.evaluation"},
     "hope_hf/evaluation": {
         "torch", "transformers", "datasets", "tqdm", "yaml", "hope_hf", "hope_hf.cli", "hope_hf.data",
@@ -42,7 +46,8 @@ ROOMS = {
     },
     "hope_hf/training": {
         "accelerate", "torch", "transformers", "datasets", "huggingface_hub", "numpy", "safetensors", "yaml", "tqdm",
-        "hope_hf", "hope_hf.cli", "hope_hf.optim", "hope_hf.data", "hope_hf.export", "hope_hf.training",
+        "hope_hf", "hope_hf.cli", "hope_hf.interrupt", "hope_hf.optim", "hope_hf.data", "hope_hf.export",
+        "hope_hf.training",
     },
 }  # fmt: skip
 

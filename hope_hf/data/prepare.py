@@ -17,7 +17,8 @@ from hope_hf.cli.arguments import COUNT, SEED, THREADS, flag
 from hope_hf.cli.folder_lock import FolderLock
 from hope_hf.cli.folders import check_output
 from hope_hf.cli.parser import Parser
-from hope_hf.cli.process import complain, warn_in_sentences
+from hope_hf.cli.process import complain
+from hope_hf.cli.program import program
 
 from .corpora import open_corpus
 from .mixture import read_mixture
@@ -56,9 +57,9 @@ def make_parser() -> Parser:
     )
 
 
+@program
 def main(argv: list[str]) -> int:
     """Returns 0, 2 after a mistake of the user, or 130 after Ctrl-C."""
-    warn_in_sentences()
     # The bar of the shards is the only one.
     disable_progress_bars()
     try:

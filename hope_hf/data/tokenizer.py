@@ -11,7 +11,8 @@ from pathlib import Path
 from hope_hf.cli.arguments import COUNT, flag
 from hope_hf.cli.folders import check_output
 from hope_hf.cli.parser import Parser
-from hope_hf.cli.process import complain, warn_in_sentences, warn_once
+from hope_hf.cli.process import complain, warn_once
+from hope_hf.cli.program import program
 
 from .corpora import passing
 from .files import find_files, load_files
@@ -47,9 +48,9 @@ def make_parser() -> Parser:
     )
 
 
+@program
 def main(argv: list[str]) -> int:
     """Returns 0, or 2 after a mistake of the user."""
-    warn_in_sentences()
     try:
         args = make_parser().parse_args(argv)
         check_output(args.output_dir, "--output_dir")

@@ -1,16 +1,17 @@
 """Entry of the command line, with one sentence for each mistake."""
 
-from hope_hf.cli.process import complain, warn_in_sentences
+from hope_hf.cli.process import complain
+from hope_hf.cli.program import program
 
 from .parsing import parse
 
 
+@program
 def main(argv: list[str]) -> int:
     """Parse `argv`, run the suites, report. Returns 0, 1 if a suite could not run, 2 after a mistake in the flags.
 
     A ValueError is one sentence for the user; any other exception is a bug or machine failure and keeps its traceback.
     """
-    warn_in_sentences()
     try:
         # Not at the top: they import models and data sets.
         from .session import begin

@@ -11,7 +11,8 @@ from hope_hf.cli.bounds import Checked
 from hope_hf.cli.folders import check_output
 from hope_hf.cli.hub import check_repo_id
 from hope_hf.cli.parser import Parser
-from hope_hf.cli.process import complain, warn_in_sentences
+from hope_hf.cli.process import complain
+from hope_hf.cli.program import program
 
 from .errors import ExportFailed
 from .folder import DEFAULT_LICENSE, export_folder
@@ -36,9 +37,9 @@ def make_parser() -> Parser:
     return parser
 
 
+@program
 def main(argv: list[str]) -> int:
     """Export, and upload if asked. Returns 0, or 1 where check or upload failed, or 2 after a mistake of the user."""
-    warn_in_sentences()
     try:
         options = make_parser().parse_args(argv)
         if options.push_to_hub is not None:

@@ -2,17 +2,18 @@
 
 import json
 
-from hope_hf.cli.process import complain, warn_in_sentences
+from hope_hf.cli.process import complain
+from hope_hf.cli.program import program
 
 from .parsing import Question, parse
 
 
+@program
 def main(argv: list[str]) -> int:
     """Print the plan. Returns 0, or 2 after a mistake of the user, a batch that fits nowhere included.
 
     A ValueError is one sentence for the user; any other exception is a bug and keeps its traceback.
     """
-    warn_in_sentences()
     try:
         _answer(parse(argv))
     except ValueError as error:

@@ -10,9 +10,12 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from hope_hf.cli.process import set_up_cpu
+from hope_hf.cli.process import is_first_process, set_up_cpu
+from hope_hf.interrupt import quit_now
 
 from .arguments import Arguments
+
+QUIT = "stopped by Ctrl-C; the same command goes on from the last checkpoint."
 
 
 def prepare_process(args: Arguments, accelerator: Accelerator):
@@ -50,17 +53,24 @@ def leave(accelerator: Accelerator, status: int = 0):
 
 
 class StopSignal:
-    """Remembers SIGTERM or the first Ctrl-C, so that the loop can stop at a step boundary; a context manager.
+    """Remembers a signal that ends the run, so that the loop can stop at a step boundary; a context manager.
+
+    These are SIGTERM, SIGUSR1 and SIGHUP (of schedulers and closed terminals; unless it is ignored, as under nohup),
+    and the first Ctrl-C. It is answered at once with the sentence `then`; a second one ends the process.
 
     After an error in the loop the process ignores SIGTERM, so that it can print the error: if one process is lost, the
     launcher sends SIGTERM to all others at once.
     """
 
-    def __init__(self):
+    def __init__(self, then: str = "Stopping after this step"):
         self.received = False
+        self._interrupted = False
+        self._then = then
 
     def __enter__(self):
-        self._previous = {s: signal.signal(s, self._receive) for s in (signal.SIGTERM, signal.SIGINT)}
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        numbers += [s for s in (signal.SIGHUP, signal.SIGUSR1) if signal.getsignal(s) is not signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._receive) for number in numbers}
         return self
 
     def __exit__(self, error, *_):
@@ -72,4 +82,9 @@ class StopSignal:
     def _receive(self, number, frame):
         self.received = True
         if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if self._interrupted:
+                quit_now(QUIT)
+            self._interrupted = True
+            if is_first_process():
+                # A handler of signals may not print: it may have interrupted a print.
+                os.write(2, f"\n{self._then}; press Ctrl-C again to quit now.\n".encode())

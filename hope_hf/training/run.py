@@ -2,31 +2,38 @@
 
 import errno
 
-from hope_hf.cli.process import complain, die_with_launcher, launched_rank, memory_is_full, warn_in_sentences
+from hope_hf.cli.process import complain, die_with_launcher, launched_rank, memory_is_full
+from hope_hf.cli.program import program
+from hope_hf.interrupt import STATUS
 
 from .parsing import parse
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
+@program
 def main(argv: list[str]) -> int:
     """Parse `argv` and train. Returns 0, or 2 after a mistake of the user, or 1 where training diverged, a check of
-    `--dry_run` failed or another process is gone.
+    `--dry_run` failed or another process is gone, or 130 after Ctrl-C outside of the steps or twice.
 
     A ValueError is one sentence for the user; any other exception is a bug or machine failure and keeps its traceback.
     """
     die_with_launcher()
-    warn_in_sentences()
     try:
         args = parse(argv)
         # Not at the top: --help and misspelled flags answer before models and data sets are imported.
         from .engines.guard import OneSidedError, gone, lost_process
         from .preflight import dry_run
+        from .process import QUIT
         from .trainer import TrainingDiverged, train
     except ValueError as error:
         return complain(error, 2)
     try:
         return dry_run(args) if args.dry_run else train(args)
+    except KeyboardInterrupt:
+        if args.dry_run:
+            raise
+        return complain(QUIT, STATUS)
     except TrainingDiverged as error:
         return complain(error, 1)
     except (RuntimeError, MemoryError) as error:

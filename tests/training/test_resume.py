@@ -7,7 +7,7 @@ import pytest
 from training_runs import HOPE, LLAMA, curve, forget_the_end
 
 from hope_hf.training import trainer
-from hope_hf.training.process import StopSignal
+from hope_hf.training.process import QUIT, StopSignal
 
 SAVES = ["--checkpointing_steps", "2", "--eval_steps", "3", "--max_train_steps", "5"]
 
@@ -40,7 +40,7 @@ def test_logging_interval_survives_the_break(run, tmp_path):
     assert curve(continued) == curve(whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_signal_saves_at_the_step_boundary_and_the_same_command_continues(run, tmp_path, monkeypatch, capsys, number):
     _, whole = run("whole")
     steps = []
@@ -96,3 +96,30 @@ def test_after_an_error_in_the_loop_sigterm_waits_until_it_is_told(fails):
         assert signal.getsignal(signal.SIGINT) == before[signal.SIGINT]
     finally:
         signal.signal(signal.SIGTERM, before[signal.SIGTERM])
+
+
+def test_ctrl_c_is_answered_at_once_and_a_second_one_ends_the_process(monkeypatch, capfd):
+    ends = []
+    monkeypatch.setattr("os._exit", ends.append)
+    with StopSignal() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.received and ends == []
+        assert capfd.readouterr().err == "\nStopping after this step; press Ctrl-C again to quit now.\n"
+        signal.raise_signal(signal.SIGTERM)
+        assert ends == []
+        signal.raise_signal(signal.SIGINT)
+    assert ends == [130]
+    assert "error: stopped by Ctrl-C; the same command goes on" in capfd.readouterr().err
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopSignal() as stop:
+        signal.raise_signal(signal.SIGHUP)
+    assert signal.signal(signal.SIGHUP, before) is signal.SIG_IGN and not stop.received
+
+
+def test_ctrl_c_before_the_steps_is_one_sentence(run, monkeypatch, capsys):
+    monkeypatch.setattr(trainer, "build_all", lambda *_: signal.raise_signal(signal.SIGINT))
+    assert run("a")[0] == 130
+    assert capsys.readouterr().err.endswith(f"error: {QUIT}\n")

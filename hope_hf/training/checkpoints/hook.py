@@ -13,6 +13,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,7 +95,7 @@ class CheckpointHook:
         if self._deadline is not None:
             until = f", {max(0.0, self._deadline - time.monotonic()):.0f} s at most"
         self._say(f"Waiting for --checkpoint_hook of {self._names()}{until}.")
-        with StopSignal() as stop:
+        with StopSignal("Ending the hook") as stop:
             while self._open and not stop.received:
                 if self._deadline is not None and time.monotonic() > self._deadline:
                     break
@@ -110,9 +111,15 @@ class CheckpointHook:
     def _terminate(self) -> None:
         process = self._process
         if process is not None and process.poll() is None:
-            # The shell and what it has started.
-            os.killpg(process.pid, signal.SIGTERM)
-        self._thread.join(LEAVING)
+            # The shell and what it has started. No such process: all of them have ended.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+                until = time.monotonic() + LEAVING / 2
+                while time.monotonic() < until:
+                    os.killpg(process.pid, 0)
+                    time.sleep(0.05)
+                os.killpg(process.pid, signal.SIGKILL)
+        self._thread.join(LEAVING / 2)
 
     def _serve(self) -> None:
         while not self._ended:

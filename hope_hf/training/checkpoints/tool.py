@@ -11,7 +11,8 @@ from safetensors import SafetensorError
 from hope_hf.cli.bounds import Checked
 from hope_hf.cli.folders import check_output
 from hope_hf.cli.parser import Parser
-from hope_hf.cli.process import complain, warn_in_sentences
+from hope_hf.cli.process import complain
+from hope_hf.cli.program import program
 from hope_hf.cli.tables import markdown_table
 
 from .manifest import latest_checkpoint, verify
@@ -39,9 +40,9 @@ def make_parser() -> Parser:
     return parser
 
 
+@program
 def main(argv: list[str]) -> int:
     """Returns 0, or 2 after a mistake of the user or for a checkpoint that is not complete."""
-    warn_in_sentences()
     try:
         options = make_parser().parse_args(argv)
         if options.command == "consolidate":

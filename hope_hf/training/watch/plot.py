@@ -7,7 +7,8 @@ from pathlib import Path
 
 from hope_hf.cli.bounds import Checked
 from hope_hf.cli.parser import Parser
-from hope_hf.cli.process import complain, warn_in_sentences
+from hope_hf.cli.process import complain
+from hope_hf.cli.program import program
 
 from .memory_plot import draw_memory
 from .tracking import METRICS_FILE, read_metrics
@@ -59,12 +60,12 @@ def make_parser() -> Parser:
     return parser
 
 
+@program
 def main(argv: list[str]) -> int:
     """Draw each folder's own loss.png, or for several folders one comparison in the working directory.
 
     Returns 0, or 2 after a mistake of the user.
     """
-    warn_in_sentences()
     try:
         args = make_parser().parse_args(argv)
         folders = args.dir

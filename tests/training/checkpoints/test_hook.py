@@ -116,8 +116,9 @@ def test_a_backlog_is_told_once(tmp_path):
     hook.wait()
 
 
-def test_a_signal_ends_the_waiting_and_the_hook(tmp_path):
-    hook, said = make(f"sleep 60 & echo $! > {tmp_path}/pid; wait", tmp_path)
+@pytest.mark.parametrize("trap", ["", "trap '' TERM; "])
+def test_a_signal_ends_the_waiting_and_the_hook(tmp_path, trap):
+    hook, said = make(f"{trap}sleep 60 & echo $! > {tmp_path}/pid; wait", tmp_path)
     for step in (1, 2):
         hook.start(checkpoint(tmp_path, step), step)
     until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
