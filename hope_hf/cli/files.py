@@ -1,10 +1,13 @@
 """Small files: read and replaced whole; names read from other files; permissions of files that libraries write."""
 
 import os
+import re
+import secrets
 import shutil
 import stat
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
+from typing import IO
 
 
 def is_inside(name: object) -> bool:
@@ -52,11 +55,39 @@ def copy_rights(file: Path, to: Path) -> None:
         shutil.copymode(file, to)
 
 
+def unfinished(file: Path) -> Path:
+    """A name beside a file for what will replace it, drawn at random: open it with mode x.
+
+    So it is never a file or a link that another program put there.
+    """
+    return file.with_name(f"{file.name}.tmp-{secrets.token_hex(8)}")
+
+
+def is_unfinished(name: str, of: str) -> bool:
+    """Whether a file's name is one that `unfinished` gave for files whose names match the regular expression `of`."""
+    return re.fullmatch(rf"(?:{of})\.tmp-[0-9a-f]{{16}}", name) is not None
+
+
 def replace_text(file: Path, text: str) -> None:
-    """Write a file of text in UTF-8, so that whoever reads it finds the old text or the new one, and never a part."""
-    unfinished = file.with_name(f"{file.name}.tmp")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(file)
+    """Write a file of text in UTF-8, so that whoever reads it finds the old text or the new one, and never a part.
+
+    This holds after a power failure, too. A link in its place is replaced, not followed.
+    """
+    scratch = unfinished(file)
+    try:
+        with scratch.open("x", encoding="utf-8") as opened:
+            opened.write(text)
+            flush_to_disk(opened)
+        scratch.replace(file)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+def flush_to_disk(file: IO) -> None:
+    """Return when what was written to an open file is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def copy_rights_of_folder(file: Path) -> None:

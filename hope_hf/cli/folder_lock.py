@@ -64,7 +64,7 @@ class FolderLock:
             self._folder.mkdir(parents=True, exist_ok=True)
             try:
                 # Started programs do not inherit it; forked processes close it (below).
-                descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o666)
+                descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             except FileNotFoundError:
                 # Another process released and deleted the folder.
                 continue

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from itertools import chain
 from multiprocessing import get_context
 
@@ -33,20 +34,29 @@ class EncodingPool(ProcessPoolExecutor):
 def encoded(
     documents: Dataset, tokenizer: PreTrainedTokenizerBase, kind: np.dtype, pool: EncodingPool | None
 ) -> Iterator[Encoded]:
-    """The tokens of all documents in their order, about 1 MB of text at a time."""
+    """The tokens of all documents in their order, about 1 MB of text at a time.
+
+    Raises ValueError where a process of the pool was killed.
+    """
     batches = _batches(documents)
     if pool is None:
         encode = make_encoder(tokenizer)
         yield from (_pack(encode, texts, kind) for texts in batches)
         return
     waiting: deque = deque()
-    for texts in batches:
-        waiting.append(pool.submit(_work, texts, kind))
-        # Enough to keep all busy; documents are not read further ahead than that.
-        if len(waiting) > 2 * pool.count:
+    try:
+        for texts in batches:
+            waiting.append(pool.submit(_work, texts, kind))
+            # Enough to keep all busy; documents are not read further ahead than that.
+            if len(waiting) > 2 * pool.count:
+                yield waiting.popleft().result()
+        while waiting:
             yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise ValueError(
+            f"One of the {pool.count} processes of --num_proc was killed, as where memory is full: lower --num_proc, "
+            "the same command goes on where it was."
+        ) from None
 
 
 def _batches(documents: Dataset) -> Iterator[list[str]]:

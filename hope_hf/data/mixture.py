@@ -13,8 +13,10 @@ corpora:
     weight: 0.3
 """
 
+import re
 from dataclasses import asdict, dataclass, fields
 
+from hope_hf.cli.bounds import LARGEST
 from hope_hf.cli.parser import nearest
 from hope_hf.cli.recipe import read_yaml
 
@@ -75,19 +77,35 @@ def read_mixture(path: str, flag: str = "The mixture") -> list[Corpus]:
     if not isinstance(corpora, dict) or not corpora:
         raise ValueError(f"{source} must hold the one key 'corpora', with a name and settings for each.")
     mixture = [_corpus(source, name, settings) for name, settings in corpora.items()]
-    weights = [corpus.weight for corpus in mixture]
-    if None in weights and any(weight is not None for weight in weights):
-        names = [corpus.name for corpus in mixture if corpus.weight is None]
-        raise ValueError(f"{source} gives no weight to {', '.join(names)}: give one to all corpora, or none.")
-    if None not in weights and not any(weights):
-        raise ValueError(f"{source} gives every corpus the weight 0: raise one of them.")
+    try:
+        check_weights({corpus.name: corpus.weight for corpus in mixture}, source)
+    except ValueError as error:
+        raise ValueError(f"{error}: give one above 0 to all corpora, or none.") from None
     return [corpus for corpus in mixture if corpus.weight != 0]
 
 
+def is_corpus_name(name: object) -> bool:
+    """Whether a corpus may have this name; shards lie in folders of these names."""
+    return isinstance(name, str) and re.fullmatch("[A-Za-z0-9_-]*[A-Za-z0-9][A-Za-z0-9_-]*", name) is not None
+
+
+def is_weight(value: object) -> bool:
+    """Whether it is 0 or a number whose sums and quotients with other weights are finite."""
+    return type(value) in (int, float) and (value == 0 or 1e-9 <= value <= LARGEST)
+
+
+def check_weights(weights: dict[str, float | None], source: str) -> None:
+    """Raise ValueError where some corpora have a weight and some none, or where all weights are 0."""
+    without = [name for name, weight in weights.items() if weight is None]
+    if without and len(without) < len(weights):
+        raise ValueError(f"{source} gives no weight to {', '.join(without)}")
+    if not without and not any(weights.values()):
+        raise ValueError(f"{source} gives every corpus the weight 0")
+
+
 def _corpus(source: str, name: object, settings: object) -> Corpus:
-    where = f"{source}, corpus {name},"
-    # Shards lie in folders of these names.
-    if not isinstance(name, str) or not name.isascii() or not name.replace("_", "").replace("-", "").isalnum():
+    where = f"{source}, corpus {name if is_corpus_name(name) else repr(name)},"
+    if not is_corpus_name(name):
         raise ValueError(f"{where} needs a name of letters, digits, - and _.")
     if not isinstance(settings, dict):
         raise ValueError(f"{where} must hold lines of the form 'key: value'.")
@@ -113,7 +131,7 @@ def _corpus(source: str, name: object, settings: object) -> Corpus:
 _WORDS_OF_KINDS = {
     str | None: "a text",
     str: "a text",
-    float | None: "a number of at least 0",
+    float | None: "0 or a number from 1e-9 to 1e9",
     int | None: "a whole number of at least 1",
     bool: "true or false",
 }
@@ -127,5 +145,5 @@ def _fits(value: object, kind: object) -> bool:
     if kind == int | None:
         return isinstance(value, int) and value >= 1
     if kind == float | None:
-        return isinstance(value, int | float) and 0 <= value < float("inf")
+        return is_weight(value)
     return isinstance(value, str) and value != ""

@@ -40,16 +40,25 @@ class Block:
 
 
 def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase, num_workers: int | None = None) -> "TokenStream":
-    """All documents as one stream of tokens."""
+    """All documents as one stream of tokens. Raises ValueError where one of the processes is killed."""
     encode = make_encoder(tokenizer)
-    tokens = documents.map(
-        lambda rows: {"input_ids": encode(rows["text"])},
-        batched=True,
-        num_proc=num_workers,
-        remove_columns=documents.column_names,
-        features=Features({"input_ids": ListFeature(Value("int32"))}),
-        desc="Tokenizing",
-    )
+    try:
+        tokens = documents.map(
+            lambda rows: {"input_ids": encode(rows["text"])},
+            batched=True,
+            num_proc=num_workers,
+            remove_columns=documents.column_names,
+            features=Features({"input_ids": ListFeature(Value("int32"))}),
+            desc="Tokenizing",
+        )
+    except RuntimeError as error:
+        # datasets has no type for it.
+        if "abruptly died" not in str(error):
+            raise
+        raise ValueError(
+            f"One of the {num_workers} processes of --preprocessing_num_workers was killed, as where memory is full: "
+            "lower it."
+        ) from None
     return TokenStream(tokens)
 
 

@@ -1,6 +1,8 @@
 """From a mixture to a folder of shards: what is read, room for it, the shards, and the manifest."""
 
 import json
+import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -11,22 +13,33 @@ from datasets import Dataset
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from hope_hf.cli.files import replace_text
+from hope_hf.cli.files import is_unfinished, replace_text
+from hope_hf.cli.folder_lock import LOCK_FILE
 from hope_hf.cli.provenance import provenance
 
 from .corpora import Documents, require_as_many
 from .encode_batches import EncodingPool, encoded
 from .encoding import make_encoder
-from .shard_writer import Encoded, Progress, write_shards
-from .shards import FORMAT, KINDS, MANIFEST, TOKENIZER, file_hash, read_manifest
+from .shard_manifest import FORMAT, KINDS, MANIFEST, PARTS, TOKENIZER, read_manifest, read_object
+from .shard_writer import PROGRESS, Encoded, Progress, Written, write_shards
+from .shards import file_hash
 from .tokenizer_sample import drawn, text_bytes
-from .vocabulary import save_tokenizer, tokenizer_hash
+from .vocabulary import highest_id, save_tokenizer, tokenizer_hash
 
 PLAN = "plan.json"
 _SEQUENCES = (1024, 2048, 4096, 8192)
 # Bytes of each corpus that are encoded to foresee its tokens.
 _SAMPLE = 200_000
-_PARTS = ("train", "validation")
+
+
+def require_own(folder: Path) -> None:
+    """Raise ValueError where a folder holds files and no shards, such as that of a run."""
+    if os.path.lexists(folder / MANIFEST) or os.path.lexists(folder / PLAN):
+        return
+    for path in sorted(folder.iterdir()):
+        # What a process leaves that is killed before its plan is in its place.
+        if path.name != LOCK_FILE and not is_unfinished(path.name, re.escape(PLAN)):
+            raise ValueError(f"--output_dir {folder} holds {path.name!r}, which is not of shards: name an empty one.")
 
 
 class Preparation:
@@ -37,9 +50,9 @@ class Preparation:
 
     def __init__(self, folder: Path, documents: list[Documents], tokenizer: PreTrainedTokenizerBase, settings: dict):
         self.folder, self.documents, self.tokenizer = folder, documents, tokenizer
-        self.dtype = "uint16" if len(tokenizer) <= 1 << 16 else "uint32"
+        self.dtype = "uint16" if highest_id(tokenizer) < 1 << 16 else "uint32"
         self.bytes = {
-            (part.corpus.name, side): text_bytes(getattr(part, side)) for part in documents for side in _PARTS
+            (part.corpus.name, side): text_bytes(getattr(part, side)) for part in documents for side in PARTS
         }
         self.plan = {
             "format": FORMAT,
@@ -49,24 +62,30 @@ class Preparation:
                 part.corpus.name: {
                     **part.corpus.facts(),
                     "documents": len(part.train) + len(part.validation),
-                    "text_bytes": sum(self.bytes[part.corpus.name, side] for side in _PARTS),
+                    "text_bytes": sum(self.bytes[part.corpus.name, side] for side in PARTS),
                 }
                 for part in documents
             },
         }
 
     def check_folder(self) -> None:
-        """Raise ValueError where the folder holds other shards than these."""
-        there = self.plan
-        if (self.folder / MANIFEST).is_file():
+        """Raise ValueError where the folder holds other shards than these, or links in their place."""
+        if os.path.lexists(self.folder / MANIFEST):
             there = read_manifest(self.folder, "--output_dir")["plan"]
-        elif (self.folder / PLAN).is_file():
-            there = json.loads((self.folder / PLAN).read_text(encoding="utf-8"))
+        elif os.path.lexists(self.folder / PLAN):
+            there = read_object(self.folder / PLAN, "--output_dir", "delete it with all that is beside it")
+        else:
+            there = self.plan
         if there != self.plan:
             raise ValueError(
                 f"--output_dir {self.folder} holds other shards ({_difference(there, self.plan)}): name another "
                 "folder or remove that one."
             )
+        for name in (TOKENIZER, *self.plan["corpora"]):
+            path = self.folder / name
+            if path.is_symlink() or (path.exists() and not path.is_dir()):
+                raise ValueError(f"--output_dir {path} is a link or a file, not a folder of shards: remove it.")
+        self.progress = Progress(self.folder, [f"{corpus}/{side}" for corpus, side in self.bytes])
 
     def check_room(self) -> None:
         """Raise ValueError where the disk has less room than the shards will need."""
@@ -74,10 +93,9 @@ class Preparation:
         for part in self.documents:
             texts = list(drawn(part.train, self.bytes[part.corpus.name, "train"], _SAMPLE))
             tokens, sampled = sum(map(len, encode(texts))), sum(len(text.encode()) for text in texts)
-            most = sum(self.bytes[part.corpus.name, side] for side in _PARTS) * tokens / sampled
+            most = sum(self.bytes[part.corpus.name, side] for side in PARTS) * tokens / sampled
             needed += min(most, part.corpus.max_tokens or most)
-        written = sum(file.stat().st_size for file in self.folder.glob("*/*.bin"))
-        needed = int(needed * KINDS[self.dtype].itemsize) - written
+        needed = int((needed - self.progress.tokens) * KINDS[self.dtype].itemsize)
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             raise ValueError(
@@ -87,20 +105,20 @@ class Preparation:
 
     def write(self, num_proc: int, shard_tokens: int, show_bar: bool) -> None:
         """Write what is missing or broken, then the manifest."""
-        save_tokenizer(self.tokenizer, self.folder / TOKENIZER)
         _write_json(self.folder / PLAN, self.plan)
-        for scratch in self.folder.glob("*/*.tmp"):
-            scratch.unlink()
-        progress = Progress(self.folder)
+        save_tokenizer(self.tokenizer, self.folder / TOKENIZER)
+        self._clean_up()
+        progress = self.progress
         for corpus, side in self.bytes:
             self._forget_broken(f"{corpus}/{side}", progress)
+        progress.rewrite()
         pool = EncodingPool(str(self.folder / TOKENIZER), num_proc) if num_proc > 1 else nullcontext()
         total, done = sum(self.bytes.values()), progress.text_bytes
         bar = tqdm(total=total, initial=done, unit="B", unit_scale=True, disable=not show_bar)
         with pool as workers, bar:
             speed = _Speed(bar)
             for documents in self.documents:
-                for side in _PARTS:
+                for side in PARTS:
                     self._write_part(documents, side, progress, workers, shard_tokens, speed)
         _write_json(self.folder / MANIFEST, self._manifest(progress))
         (self.folder / PLAN).unlink()
@@ -109,22 +127,39 @@ class Preparation:
         corpus = documents.corpus
         part = f"{corpus.name}/{side}"
         done = progress.of(part)
-        if done and done[-1].last:
-            return
         read: Dataset = getattr(documents, side)
-        rest = read.select(range(sum(written.documents for written in done), len(read)))
-        batches = speed.watch(encoded(rest, self.tokenizer, KINDS[self.dtype], pool))
         limit = corpus.max_tokens if side == "train" else None
-        write_shards(self.folder, part, batches, progress, shard_tokens, limit)
-        speed.leave(self.bytes[corpus.name, side] - sum(written.text_bytes for written in progress.of(part)))
+        if not done or not done[-1].last:
+            rest = read.select(range(min(_documents(done), len(read)), len(read)))
+            batches = speed.watch(encoded(rest, self.tokenizer, KINDS[self.dtype], pool))
+            write_shards(self.folder, part, batches, progress, shard_tokens, limit)
+            done = progress.of(part)
+            speed.leave(self.bytes[corpus.name, side] - sum(written.text_bytes for written in done))
+        count = _documents(done)
+        if count > len(read) or (limit is None and count < len(read)):
+            raise ValueError(
+                f"--output_dir {self.folder / PROGRESS} counts {count} documents of {part} instead of {len(read)}: "
+                "delete it, and the same command writes all shards again."
+            )
         if limit is not None:
-            require_as_many(corpus, "max_tokens", sum(written.tokens for written in progress.of(part)))
+            require_as_many(corpus, "max_tokens", sum(written.tokens for written in done))
+
+    def _clean_up(self) -> None:
+        """Remove what killed processes left unfinished, by its name."""
+        shard = "(?:{})-[0-9]{{5,}}.bin".format("|".join(PARTS))
+        own = {self.folder: "|".join(map(re.escape, (MANIFEST, PLAN, PROGRESS)))}
+        own |= {self.folder / corpus: shard for corpus in self.plan["corpora"]}
+        for folder, names in own.items():
+            for path in folder.iterdir() if folder.is_dir() else ():
+                if is_unfinished(path.name, names) and not path.is_dir():
+                    path.unlink()
 
     def _forget_broken(self, part: str, progress: Progress) -> None:
         """Write again from the first shard on that is not as it was noted."""
         for index, written in enumerate(progress.of(part)):
-            path = self.folder / written.file
-            if not path.is_file() or file_hash(path) != written.sha256:
+            path, size = self.folder / written.file, written.tokens * KINDS[self.dtype].itemsize
+            whole = path.is_file() and not path.is_symlink() and path.stat().st_size == size
+            if not whole or file_hash(path) != written.sha256:
                 progress.forget(part, index)
                 return
 
@@ -134,7 +169,7 @@ class Preparation:
             name = documents.corpus.name
             sides[name] = {
                 "weight": documents.corpus.weight,
-                **{side: _side(progress.of(f"{name}/{side}")) for side in _PARTS},
+                **{side: _side(progress.of(f"{name}/{side}")) for side in PARTS},
                 "dropped": dict(documents.dropped),
             }
         facts = provenance()
@@ -170,10 +205,14 @@ class _Speed:
             self._bar.update(sum(batch.text_bytes))
 
 
-def _side(shards: list) -> dict:
+def _documents(shards: list[Written]) -> int:
+    return sum(shard.documents for shard in shards)
+
+
+def _side(shards: list[Written]) -> dict:
     tokens = sum(shard.tokens for shard in shards)
     return {
-        "documents": sum(shard.documents for shard in shards),
+        "documents": _documents(shards),
         "tokens": tokens,
         "text_bytes": sum(shard.text_bytes for shard in shards),
         "sequences": {str(length): tokens // length for length in _SEQUENCES},
@@ -182,15 +221,21 @@ def _side(shards: list) -> dict:
 
 
 def _difference(there: dict, here: dict, name: str = "") -> str:
-    """Where two plans differ first, in words."""
+    """Where two plans differ first, in words; `there` is read from a file, and may hold anything."""
     for key in dict.fromkeys([*here, *there]):
         left, right = here.get(key), there.get(key)
         if left == right:
             continue
         if isinstance(left, dict) and isinstance(right, dict):
             return _difference(right, left, f"{name}{key}: ")
-        return f"{name}{key} is {json.dumps(right)}, now {json.dumps(left)}"
+        shown = key if key.isprintable() else json.dumps(key)
+        return f"{name}{shown} is {_short(right)}, now {_short(left)}"
     raise AssertionError("equal plans")
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _write_json(path: Path, document: dict) -> None:

@@ -22,8 +22,8 @@ from hope_hf.cli.program import program
 
 from .corpora import open_corpus
 from .mixture import read_mixture
-from .preparation import Preparation
-from .shards import MANIFEST
+from .preparation import Preparation, require_own
+from .shard_manifest import MANIFEST
 from .vocabulary import load_tokenizer
 
 
@@ -59,7 +59,7 @@ def make_parser() -> Parser:
 
 @program
 def main(argv: list[str]) -> int:
-    """Returns 0, 2 after a mistake of the user, or 130 after Ctrl-C."""
+    """Returns 0, 1 where memory is full, 2 after a mistake of the user, or 130 after Ctrl-C."""
     # The bar of the shards is the only one.
     disable_progress_bars()
     try:
@@ -71,6 +71,8 @@ def main(argv: list[str]) -> int:
         _prepare(mixture, args)
     except ValueError as error:
         return complain(error, 2)
+    except MemoryError:
+        return complain("Memory is full: free some, or lower --num_proc; the same command goes on where it was.", 1)
     except KeyboardInterrupt:
         return complain("stopped; the same command goes on where it was.", 130)
     return 0
@@ -86,6 +88,7 @@ def _prepare(mixture: str, args: Arguments) -> None:
     lock = FolderLock(folder)
     lock.acquire()
     try:
+        require_own(folder)
         documents = [
             open_corpus(corpus, args.validation_split_percentage, args.max_eval_samples, args.seed)
             for corpus in corpora

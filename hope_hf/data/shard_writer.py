@@ -7,11 +7,15 @@ behind the last one that is noted, with the same bytes as if nothing had happene
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+
+from hope_hf.cli.files import flush_to_disk, read_small, replace_text, unfinished
+
+from .shard_manifest import COUNT, FILE, FLAG, HASH, Kind, check_fields, shard_name
 
 PROGRESS = "progress.jsonl"
 
@@ -31,21 +35,45 @@ class Written:
     """Whether its part has no more shards."""
 
 
-class Progress:
-    """The shards of a folder that are finished."""
+_FIELDS = {
+    "part": Kind("a text", lambda value: isinstance(value, str)),
+    "file": FILE,
+    **dict.fromkeys(("documents", "tokens", "text_bytes"), COUNT),
+    "sha256": HASH,
+    "last": FLAG,
+}
 
-    def __init__(self, folder: Path):
+
+class Progress:
+    """The shards of a folder that are finished.
+
+    parts: those that it may have. Raises ValueError that names the file where it is not as prepare wrote it.
+    """
+
+    def __init__(self, folder: Path, parts: Collection[str]):
         self._file = folder / PROGRESS
         self._written: list[Written] = []
-        if self._file.exists():
+        if not os.path.lexists(self._file):
+            return
+        try:
             # The last line is not whole if the process was killed while it wrote it.
-            lines = self._file.read_text(encoding="utf-8").split("\n")[:-1]
-            self._written = [Written(**json.loads(line)) for line in lines]
-            self._rewrite()
+            for number, line in enumerate(read_small(self._file).split("\n")[:-1], start=1):
+                self._read(number, line, parts)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(
+                f"--output_dir {self._file} is not as prepare wrote it, {reason}: delete it, and the same command "
+                "writes all shards again."
+            ) from None
 
     def of(self, part: str) -> list[Written]:
         """The finished shards of a part, in order."""
         return [written for written in self._written if written.part == part]
+
+    @property
+    def tokens(self) -> int:
+        """Of all finished shards."""
+        return sum(written.tokens for written in self._written)
 
     @property
     def text_bytes(self) -> int:
@@ -55,22 +83,41 @@ class Progress:
     def note(self, written: Written) -> None:
         """Note a shard whose file is in its place."""
         self._written.append(written)
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(written)) + "\n")
-            _flush(file)
+        with open(self._file, "a", encoding="utf-8", opener=_not_through_a_link) as file:
+            file.write(_line(written))
+            flush_to_disk(file)
 
     def forget(self, part: str, first: int) -> None:
-        """Forget the shards of a part from number `first` on."""
+        """Forget the shards of a part from number `first` on; `rewrite` puts it on the disk."""
         kept = {written.file for written in self.of(part)[:first]}
         self._written = [written for written in self._written if written.part != part or written.file in kept]
-        self._rewrite()
 
-    def _rewrite(self) -> None:
-        scratch = self._file.with_suffix(".tmp")
-        with scratch.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(asdict(written)) + "\n" for written in self._written)
-            _flush(file)
-        scratch.replace(self._file)
+    def rewrite(self) -> None:
+        """Write the file anew, without what was forgotten and without a line that is not whole."""
+        replace_text(self._file, "".join(map(_line, self._written)))
+
+    def _read(self, number: int, line: str, parts: Collection[str]) -> None:
+        try:
+            fields = json.loads(line)
+            check_fields(fields, _FIELDS)
+            written = Written(**fields)
+        # RecursionError: thousands of nested brackets. TypeError: other fields than these.
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"line {number} is no shard: {error}") from None
+        before = self.of(written.part)
+        if written.part not in parts or written.file != shard_name(written.part, len(before)):
+            raise ValueError(f"line {number} comes twice or out of its order")
+        if before and before[-1].last:
+            raise ValueError(f"line {number} follows the last shard of its part")
+        self._written.append(written)
+
+
+def _line(written: Written) -> str:
+    return json.dumps(asdict(written)) + "\n"
+
+
+def _not_through_a_link(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_NOFOLLOW, 0o666)
 
 
 @dataclass(frozen=True)
@@ -114,10 +161,10 @@ def write_shards(
 
 class _OpenShard:
     def __init__(self, folder: Path, part: str, index: int):
-        self.part, self.name = part, f"{part}-{index:05}.bin"
+        self.part, self.name = part, shard_name(part, index)
         self._path = folder / self.name
-        self._scratch = self._path.with_suffix(".tmp")
-        self._file = self._scratch.open("wb")
+        self._scratch = unfinished(self._path)
+        self._file = self._scratch.open("xb")
         self._hash = hashlib.sha256()
         self.documents = self.tokens = self.text_bytes = 0
 
@@ -130,7 +177,7 @@ class _OpenShard:
         self.text_bytes += sum(batch.text_bytes)
 
     def finish(self, last: bool) -> Written:
-        _flush(self._file)
+        flush_to_disk(self._file)
         self._file.close()
         self._scratch.replace(self._path)
         return Written(
@@ -143,8 +190,3 @@ def _up_to(batch: Encoded, tokens: int) -> Encoded:
     begins = np.cumsum([0, *batch.lengths[:-1]])
     count = int((begins < tokens).sum())
     return Encoded(batch.tokens[: sum(batch.lengths[:count])], batch.lengths[:count], batch.text_bytes[:count])
-
-
-def _flush(file) -> None:
-    file.flush()
-    os.fsync(file.fileno())

@@ -11,8 +11,8 @@ A document begins at each EOS token; it may end in the next shard. `hope_hf.data
 
 import bisect
 import hashlib
-import json
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -23,16 +23,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hope_hf.cli.files import is_inside
-
 from .config import DataConfig
 from .packing import Block
-from .vocabulary import check_vocabulary, load_tokenizer, tokenizer_hash
+from .shard_manifest import KINDS, MANIFEST, PARTS, TOKENIZER, read_manifest
+from .vocabulary import check_vocabulary, highest_id, load_tokenizer, tokenizer_hash
 
-MANIFEST = "manifest.json"
-TOKENIZER = "tokenizer"
-FORMAT = 1
-KINDS = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 # Read and hashed at the beginning of a run: seconds. Larger folders are checked by size, and by `prepare`.
 _HASHED_AT_ONCE = 1 << 30
 _READ_TOGETHER = 1 << 22
@@ -56,17 +51,21 @@ class ShardedStream:
 
     def __init__(self, shards: Sequence[Shard], kind: np.dtype, eos: int, length: int | None = None):
         self._shards, self._kind, self._eos = list(shards), kind, eos
+        self._highest = int(np.iinfo(kind).max)
         self._ends = list(accumulate(shard.tokens for shard in shards))
         self._length = sum(shard.tokens for shard in shards) if length is None else length
 
     @staticmethod
     def join(streams: Sequence["ShardedStream"]) -> "ShardedStream":
         """Whole streams of one folder, one after another."""
-        first = streams[0]
-        return ShardedStream([shard for stream in streams for shard in stream._shards], first._kind, first._eos)
+        return streams[0]._with([shard for stream in streams for shard in stream._shards], None)
 
     def __len__(self) -> int:
         return self._length
+
+    def refuse_above(self, highest: int) -> None:
+        """From now on a higher id, which the vocabulary lacks, is an error where it is read."""
+        self._highest = highest
 
     def head(self, documents: int | None) -> "ShardedStream":
         """The first documents; all for None."""
@@ -76,15 +75,14 @@ class ShardedStream:
         for start in range(0, self._length, _READ_TOGETHER):
             begins = (self.read(start, start + _READ_TOGETHER) == self._eos).nonzero().flatten()
             if begun + len(begins) > documents:
-                length = start + int(begins[documents - begun])
-                return ShardedStream(self._shards, self._kind, self._eos, length)
+                return self._with(self._shards, start + int(begins[documents - begun]))
             begun += len(begins)
         return self
 
     def read(self, start: int, stop: int) -> Tensor:
         """Tokens start..stop-1 as int64, fewer at the end of the stream.
 
-        Raises ValueError that names the shard where it has become unreadable or shorter.
+        Raises ValueError that names the shard where it has become unreadable or shorter, or has a wrong id.
         """
         stop = min(stop, self._length)
         parts = []
@@ -117,7 +115,18 @@ class ShardedStream:
             raise ValueError(f"The shard {shard.path} cannot be read any more: {error.strerror}.") from error
         if len(part) < stop - start:
             raise ValueError(f"The shard {shard.path} was cut while it was in use: {_AGAIN}.")
+        # About a microsecond for a block, where a pass over all shards would take minutes.
+        if len(part) and part.max() > self._highest:
+            raise ValueError(
+                f"The shard {shard.path} holds the id {part.max()}, and the tokenizer's ids end at {self._highest}: "
+                "prepare the shards again."
+            )
         return part
+
+    def _with(self, shards: list[Shard], length: int | None) -> "ShardedStream":
+        stream = ShardedStream(shards, self._kind, self._eos, length)
+        stream.refuse_above(self._highest)
+        return stream
 
 
 @dataclass(frozen=True)
@@ -149,12 +158,22 @@ class ShardFolder:
         return tokenizer
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raise ValueError where the shards were made with another tokenizer."""
+        """Raise ValueError where the shards were made with another tokenizer; from now on its ids alone are read."""
         if tokenizer_hash(tokenizer) != self.manifest["tokenizer"]["sha256"]:
             raise ValueError(
                 f"{self.flag} {self.path} was made with another tokenizer than {tokenizer.name_or_path}: pass "
                 f"--tokenizer_name {self.path / TOKENIZER}, or prepare the shards again."
             )
+        eos = self.manifest["eos_token_id"]
+        if eos != tokenizer.eos_token_id:
+            raise ValueError(
+                f"{self.flag} {self.path / MANIFEST} has eos_token_id {eos}, and the tokenizer "
+                f"{tokenizer.eos_token_id}: prepare the shards again."
+            )
+        highest = highest_id(tokenizer)
+        for corpus in self.corpora:
+            corpus.train.refuse_above(highest)
+            corpus.validation.refuse_above(highest)
 
 
 def open_folder(path: str, flag: str) -> ShardFolder:
@@ -165,37 +184,18 @@ def open_folder(path: str, flag: str) -> ShardFolder:
     corpora = [
         ShardedCorpus(
             name,
-            *(ShardedStream(_shards(folder, corpus[part]), kind, eos) for part in ("train", "validation")),
+            *(ShardedStream(_shards(folder, corpus[part]), kind, eos) for part in PARTS),
             corpus["weight"],
         )
         for name, corpus in manifest["corpora"].items()
     ]
     shards = [shard for part in _parts(manifest) for shard in _shards(folder, part)]
     for shard in shards:
-        _check_size(shard, kind, flag)
+        _check_size(shard, kind, folder, flag)
     if sum(shard.tokens for shard in shards) * kind.itemsize <= _HASHED_AT_ONCE:
         for shard in shards:
             _check_hash(shard, flag)
     return ShardFolder(folder, flag, manifest, corpora)
-
-
-def read_manifest(folder: Path, flag: str) -> dict:
-    """The manifest of a folder of shards. Raises ValueError that names the flag where there is none to be read."""
-    # Unlike Path.is_dir it answers for a name that is too long, too.
-    if not os.path.isdir(folder):
-        raise ValueError(f"{flag} {folder} is no folder: name one that python -m hope_hf.data.prepare wrote.")
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise ValueError(f"{flag} {folder} has no {MANIFEST}: finish it with python -m hope_hf.data.prepare.")
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        whole = manifest["format"] == FORMAT and manifest["dtype"] in KINDS and manifest["tokenizer"]["sha256"]
-        files = [shard["file"] for part in _parts(manifest) for shard in part["shards"]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{flag} {path} cannot be read, prepare the shards again: {error!r}.") from None
-    if not whole or not all(map(is_inside, files)):
-        raise ValueError(f"{flag} {path} is not of this version: prepare the shards again.")
-    return manifest
 
 
 def file_hash(path: Path) -> str:
@@ -209,18 +209,23 @@ def _check_hash(shard: Shard, flag: str) -> None:
         raise ValueError(f"{flag}: {shard.path} has changed since it was written (SHA-256): {_AGAIN}.")
 
 
-def _check_size(shard: Shard, kind: np.dtype, flag: str) -> None:
-    if not shard.path.is_file():
-        raise ValueError(f"{flag}: {shard.path} is missing: {_AGAIN}.")
-    size, expected = shard.path.stat().st_size, shard.tokens * kind.itemsize
+def _check_size(shard: Shard, kind: np.dtype, folder: Path, flag: str) -> None:
+    try:
+        status = shard.path.stat()
+    except OSError as error:
+        reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        raise ValueError(f"{flag}: {shard.path} {reason}: {_AGAIN}.") from None
+    inside = Path(os.path.realpath(shard.path)).is_relative_to(os.path.realpath(folder))
+    if not inside or not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{flag}: {shard.path} is no file of the folder's own, but a link, pipe or folder: {_AGAIN}.")
+    size, expected = status.st_size, shard.tokens * kind.itemsize
     if size != expected:
         raise ValueError(f"{flag}: {shard.path} has {size} bytes instead of {expected}: {_AGAIN}.")
 
 
 def _parts(manifest: dict) -> Iterator[dict]:
     for corpus in manifest["corpora"].values():
-        yield corpus["train"]
-        yield corpus["validation"]
+        yield from (corpus[part] for part in PARTS)
 
 
 def _shards(folder: Path, part: dict) -> list[Shard]:

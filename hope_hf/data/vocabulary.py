@@ -106,13 +106,18 @@ def _write(tokenizer: PreTrainedTokenizerBase, folder: Path):
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int):
     """Raise ValueError where the tokenizer's ids go beyond the model's `vocab_size` embeddings."""
-    highest = max(tokenizer.get_vocab().values())
+    highest = highest_id(tokenizer)
     if highest >= vocab_size:
         name = tokenizer.name_or_path or "the tokenizer made from the text"
         raise ValueError(
             f"--tokenizer_name: {name} has ids up to {highest}, but the model's vocab_size is {vocab_size}: use the "
             "model's own tokenizer or raise vocab_size with --config_overrides."
         )
+
+
+def highest_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The highest id, which may be above the number of entries."""
+    return max(tokenizer.get_vocab().values())
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -12,7 +12,8 @@ import torch
 from four_corpora import sentence
 
 from hope_hf.data import DataConfig, build_data, save_tokenizer, train_tokenizer
-from hope_hf.data.shards import MANIFEST, open_folder
+from hope_hf.data.shard_manifest import MANIFEST
+from hope_hf.data.shards import file_hash, open_folder
 
 T = 16
 
@@ -211,6 +212,10 @@ def test_a_changed_shard_is_named(copy):
         build_data(DataConfig(train_shards=str(copy), block_size=T))
 
 
+def first_shard(manifest):
+    return manifest["corpora"]["rows"]["train"]["shards"][0]
+
+
 def test_a_shard_that_is_cut_or_missing_is_named(copy):
     path = copy / "rows" / "train-00001.bin"
     path.write_bytes(path.read_bytes()[:-2])
@@ -242,17 +247,68 @@ def test_a_shard_that_is_cut_or_lost_in_use_is_named(copy):
 @pytest.mark.parametrize(
     "change, sentence",
     [
-        (lambda manifest: manifest.update(format=0), "is not of this version: prepare the shards again"),
-        (lambda manifest: manifest.pop("corpora"), "cannot be read, prepare the shards again: KeyError"),
-        (lambda manifest: manifest["corpora"]["rows"]["train"]["shards"][0].update(file="../x"), "is not of this"),
+        (lambda found: found.update(format=0), "is not of this version"),
+        (lambda found: found.pop("corpora"), "corpora is missing"),
+        (lambda found: found.update(corpora=[]), r"corpora is \[\], not an object"),
+        (lambda found: found.update(corpora={}), "corpora is empty"),
+        (lambda found: found.update(dtype=["uint16"]), r"dtype is \['uint16'\], not uint16 or uint32"),
+        (lambda found: found.update(tokenizer="x"), "tokenizer is 'x', not an object"),
+        (lambda found: found["tokenizer"].update(sha256=1), "tokenizer.sha256 is 1, not a SHA-256"),
+        (lambda found: found.update(eos_token_id=True), "eos_token_id is True, not a whole number"),
+        (lambda found: found.update(eos_token_id=10**12), "eos_token_id is 10+, more than uint16 holds"),
+        (lambda found: found.update(eos_token_id=5), "has eos_token_id 5, and the tokenizer 0"),
+        (lambda found: found["corpora"].update({"../x": {}}), "corpora has the name '../x'"),
+        (lambda found: found["corpora"].update({"\x1b[31m": {}}), r"corpora has the name '\\x1b\[31m'"),
+        (lambda found: found["corpora"]["rows"].update(weight=None), "it gives no weight to rows"),
+        (lambda found: found["corpora"]["rows"].update(weight=1e308), r"rows.weight is 1e\+308, not null or a weight"),
+        (lambda found: found["corpora"]["rows"].update(train=3), "corpora.rows.train is 3, not an object"),
+        (lambda found: first_shard(found).update(file="../x"), r"train.shards\[0\].file is '../x', not the name of a"),
+        (lambda found: first_shard(found).update(tokens=-1), r"shards\[0\].tokens is -1, not a whole number from 0"),
+        (lambda found: first_shard(found).update(tokens="9"), r"shards\[0\].tokens is '9', not a whole number from 0"),
     ],
 )
 def test_a_broken_manifest_is_named(copy, change, sentence):
     manifest = json.loads((copy / MANIFEST).read_text())
     change(manifest)
     (copy / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=rf"--train_shards .*manifest.json {sentence}"):
+    with pytest.raises(ValueError, match=rf"--train_shards .*manifest.json .*{sentence}.*: prepare the shards again"):
         build_data(DataConfig(train_shards=str(copy), block_size=T))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "[" * 100_000, "9" * 5_000, '{"format": NaN', "\xff"])
+def test_a_manifest_that_is_no_json_object_is_named(copy, content):
+    (copy / MANIFEST).write_text(content, encoding="latin-1")
+    with pytest.raises(ValueError, match="--train_shards .*manifest.json cannot be read, prepare the shards again: "):
+        open_folder(str(copy), "--train_shards")
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "rows/train-00001.bin"])
+def test_a_pipe_in_the_place_of_a_file_is_named(copy, name):
+    (copy / name).unlink()
+    os.mkfifo(copy / name)
+    with pytest.raises(ValueError, match=f"--train_shards.* .*{name} .*prepare"):
+        open_folder(str(copy), "--train_shards")
+
+
+def test_a_shard_that_is_a_link_out_of_the_folder_is_named(copy, tmp_path):
+    shard = copy / "rows" / "train-00001.bin"
+    shutil.move(shard, tmp_path / "outside.bin")
+    shard.symlink_to(tmp_path / "outside.bin")
+    with pytest.raises(ValueError, match="--train_shards: .*train-00001.bin is no file of the folder's own, but"):
+        open_folder(str(copy), "--train_shards")
+
+
+def test_an_id_beyond_the_vocabulary_is_named_where_it_is_read(copy):
+    manifest = json.loads((copy / MANIFEST).read_text())
+    shard = first_shard(manifest)
+    data = bytearray((copy / shard["file"]).read_bytes())
+    data[40:42] = b"\xff\xff"
+    (copy / shard["file"]).write_bytes(data)
+    shard["sha256"] = file_hash(copy / shard["file"])
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    data = build_data(DataConfig(train_shards=str(copy), block_size=T))
+    with pytest.raises(ValueError, match=f"The shard .*{shard['file']} holds the id 65535, and the tokenizer's ids"):
+        rows_of(DataConfig(train_shards=str(copy), block_size=T), 2 * data.train.batches_per_epoch)
 
 
 def test_another_tokenizer_is_refused(shards, tmp_path):

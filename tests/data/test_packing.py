@@ -1,9 +1,12 @@
 """Packing: the tokens of documents in blocks, and where positions restart."""
 
+import os
+
 import pytest
 import torch
 from datasets import Dataset
 
+from hope_hf.data import packing
 from hope_hf.data.encoding import make_encoder
 from hope_hf.data.packing import IGNORED, RandomBlocks, TokenBlocks, TokenStream, collate, tokenize
 from hope_hf.data.vocabulary import train_tokenizer
@@ -96,3 +99,9 @@ def test_random_blocks_depend_on_seed_and_index_only():
     rows = blocks_of(first) + blocks_of(RandomBlocks(4, 16, 50, seed=2))
     assert len(set(map(tuple, rows))) == 8
     assert all(0 <= token < 50 for row in rows for token in row)
+
+
+def test_a_killed_process_is_a_sentence(tokenizer, monkeypatch):
+    monkeypatch.setattr(packing, "make_encoder", lambda tokenizer: lambda texts: os._exit(137))
+    with pytest.raises(ValueError, match="One of the 2 processes of --preprocessing_num_workers was killed, as where"):
+        tokenize(Dataset.from_dict({"text": ["a", "b"]}), tokenizer, 2)

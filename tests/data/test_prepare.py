@@ -1,10 +1,14 @@
 """`python -m hope_hf.data.prepare`: the same shards however it is run, killed or repeated, and what it refuses."""
 
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -89,7 +93,7 @@ def test_killed_again_and_again_it_writes_the_same_bytes(mixture, shards, tmp_pa
         kills += 1
     assert status == 0 and kills >= 5
     assert content(folder) == content(shards)
-    assert not list(folder.glob("*/*.tmp"))
+    assert not list(folder.rglob("*.tmp-*"))
 
 
 def test_processes_write_the_same_bytes(mixture, shards, tmp_path):
@@ -116,6 +120,129 @@ def test_repeated_it_mends_what_is_broken(mixture, shards, copy):
     changed = bytearray((copy / "notes" / "train-00000.bin").read_bytes())
     changed[7] ^= 1
     (copy / "notes" / "train-00000.bin").write_bytes(changed)
+    assert main(prepare_words(mixture, copy)) == 0
+    assert content(copy) == content(shards)
+
+
+def test_a_folder_with_other_files_is_refused_and_left_as_it_is(mixture, tmp_path, capsys):
+    folder = tmp_path / "runs"
+    (folder / "notes").mkdir(parents=True)
+    (folder / "notes" / "thesis.tmp").write_text("years of work")
+    refused(capsys, prepare_words(mixture, folder), f"--output_dir {folder} holds 'notes', which is not of shards")
+    (folder / "notes" / "train-00000.bin").write_text("mine")
+    (folder / "run.json").write_text("{}")
+    refused(capsys, prepare_words(mixture, folder), "holds 'notes', which is not of shards: name an empty one")
+    assert {path.name for path in folder.rglob("*")} == {"notes", "thesis.tmp", "train-00000.bin", "run.json"}
+
+
+def test_only_its_own_unfinished_files_are_removed_and_no_link_is_followed(mixture, shards, copy, tmp_path):
+    mine, victim = copy / "rows" / "thesis.tmp", tmp_path / "victim"
+    for path in (mine, victim):
+        path.write_text("mine")
+    own = [copy / f"{name}.tmp-{'0af3' * 4}" for name in ("plan.json", "rows/train-00001.bin")]
+    for path in own:
+        path.symlink_to(victim)
+    for name in ("rows/train-00001.tmp", "manifest.json.tmp", "plan.json.tmp", "progress.tmp"):
+        (copy / name).symlink_to(victim)
+    # A shard of its own is none where it is a link.
+    shutil.move(copy / "rows" / "train-00001.bin", tmp_path / "moved.bin")
+    (copy / "rows" / "train-00001.bin").symlink_to(tmp_path / "moved.bin")
+    (copy / "progress.jsonl").rename(tmp_path / "progress.jsonl")
+    (copy / "progress.jsonl").symlink_to(tmp_path / "progress.jsonl")
+    noted = (tmp_path / "progress.jsonl").read_bytes()
+    assert main(prepare_words(mixture, copy)) == 0
+    assert content(copy) == content(shards) and not (copy / "rows" / "train-00001.bin").is_symlink()
+    assert mine.read_text() == victim.read_text() == "mine" and (tmp_path / "progress.jsonl").read_bytes() == noted
+    assert not any(path.is_symlink() for path in own)
+
+
+@pytest.mark.parametrize("name", ["rows", "tokenizer"])
+def test_a_link_in_the_place_of_a_folder_is_refused(mixture, copy, tmp_path, capsys, name):
+    shutil.move(copy / name, tmp_path / "elsewhere")
+    (copy / name).symlink_to(tmp_path / "elsewhere")
+    refused(capsys, prepare_words(mixture, copy), f"--output_dir {copy / name} is a link or a file, not a folder of")
+
+
+def first(old, new):
+    """Changes the first line."""
+    return lambda lines: lines.insert(0, lines.pop(0).replace(old, new))
+
+
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        (lambda lines: lines.insert(1, "garbage"), "line 2 is no shard: Expecting value"),
+        (lambda lines: lines.insert(1, "[" * 100_000), "line 2 is no shard: "),
+        (lambda lines: lines.insert(1, lines[1]), "line 3 comes twice or out of its order"),
+        (lambda lines: lines.pop(0), "line 1 comes twice or out of its order"),
+        (first("notes/", "../x/"), "line 1 is no shard: file is '../x/"),
+        (first("notes/", "other/"), "line 1 comes twice or out of its order"),
+        (first('"tokens": ', '"tokens": -'), "line 1 is no shard: tokens is -"),
+        (first('"last"', '"more": 1, "last"'), "line 1 is no shard: "),
+        (first("false", '"no"'), "is no shard: last is 'no', not true or false"),
+        (first("false", "true"), "line 2 follows the last shard of its part"),
+    ],
+)
+def test_progress_that_prepare_did_not_write_is_named(mixture, copy, capsys, change, sentence):
+    file = copy / "progress.jsonl"
+    lines = file.read_text().splitlines()
+    change(lines)
+    file.write_text("\n".join(lines) + "\n")
+    refused(capsys, prepare_words(mixture, copy), f"--output_dir {file} is not as prepare wrote it, ")
+    assert main(prepare_words(mixture, copy)) == 2 and sentence in capsys.readouterr().err
+
+
+def test_progress_that_counts_other_documents_is_named(mixture, copy, capsys):
+    file = copy / "progress.jsonl"
+    lines = file.read_text().splitlines()
+    lines[0] = lines[0].replace('"documents": ', '"documents": 9')
+    file.write_text("\n".join(lines[:2]) + "\n")
+    refused(capsys, prepare_words(mixture, copy), f"{file} counts 9")
+    # Without a limit all documents are read.
+    lines[2] = re.sub('"documents": [0-9]+', '"documents": 1', lines[2])
+    file.write_text("".join(line + "\n" for line in lines if '"notes/train"' not in line))
+    refused(capsys, prepare_words(mixture, copy), f"{file} counts ")
+
+
+@pytest.mark.parametrize("name", ["plan.json", "manifest.json", "progress.jsonl"])
+def test_a_pipe_or_a_list_in_the_place_of_a_file_is_named(mixture, copy, capsys, name):
+    if name == "plan.json":
+        (copy / "manifest.json").unlink()
+    else:
+        (copy / name).unlink()
+    os.mkfifo(copy / name)
+    refused(capsys, prepare_words(mixture, copy), f"--output_dir {copy / name} ")
+    if name != "progress.jsonl":
+        (copy / name).unlink()
+        (copy / name).write_text("[]")
+        refused(capsys, prepare_words(mixture, copy), f"--output_dir {copy / name} cannot be read, ")
+
+
+@pytest.mark.parametrize("plan", [{}, {"format": [1]}, {"format": 1, "tokenizer": 3}, {"\x1b[31m": 1}])
+def test_another_plan_is_named_without_its_escapes(mixture, copy, capsys, plan):
+    (copy / "manifest.json").unlink()
+    (copy / "plan.json").write_text(json.dumps(plan))
+    refused(capsys, prepare_words(mixture, copy), f"--output_dir {copy} holds other shards (")
+    assert main(prepare_words(mixture, copy)) == 2 and "\x1b" not in capsys.readouterr().err
+
+
+def test_a_killed_process_is_a_sentence_and_the_same_command_goes_on(mixture, shards, copy, capsys, monkeypatch):
+    class Dying(ProcessPoolExecutor):
+        """Its processes are killed by the first text. They are forked, which takes no time."""
+
+        def __init__(self, tokenizer, count):
+            super().__init__(count, get_context("fork"))
+            self.count = count
+
+        def submit(self, *work):
+            return super().submit(os._exit, 137)
+
+    for path in copy.glob("notes/*.bin"):
+        path.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation, "EncodingPool", Dying)
+        words = [*prepare_words(mixture, copy), "--num_proc", "2"]
+        refused(capsys, words, "One of the 2 processes of --num_proc was killed, as where memory is full: lower")
     assert main(prepare_words(mixture, copy)) == 0
     assert content(copy) == content(shards)
 
