@@ -45,11 +45,14 @@ def load_yaml(text: str) -> object:
 
     Raises yaml.YAMLError, ValueError or RecursionError.
     """
-    return yaml.load(text, Loader=_Loader)
+    return yaml.load(text, Loader=PlainLoader)
 
 
-class _Loader(yaml.SafeLoader):
-    """Plain YAML silently keeps the last of two equal keys, and a few aliases of aliases fill the memory."""
+class PlainLoader(yaml.SafeLoader):
+    """YAML without repeated keys, of which the last would be kept silently, and without aliases.
+
+    A few aliases of aliases fill the memory. The loader in C ends the process on thousands of nested brackets.
+    """
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):

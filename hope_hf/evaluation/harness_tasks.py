@@ -9,7 +9,7 @@ from hope_hf.cli.parser import nearest
 from .arguments import Arguments
 from .paper_row import written_out
 from .parsing import names
-from .task_code import refuse_code
+from .task_code import check_files
 from .task_names import names_of_others
 
 # lm-eval merges the fields of a group's member into the task of that name. The group itself is not reported.
@@ -40,8 +40,8 @@ def find_tasks(args: Arguments):
     for name in asked:
         if name in files and not Path(name).is_file():
             raise ValueError(f"--tasks {name} does not exist: name a task of lm-eval or a YAML file of one.")
-        if name in files and not args.trust_remote_code:
-            refuse_code(Path(name))
+        if name in files:
+            check_files(Path(name), args.trust_remote_code)
         if name not in files and name not in manager.task_index:
             known = [*manager.all_tasks, *others]
             raise ValueError(f"--tasks {name} is not a task of lm-eval{nearest(name, known, most=3)}")

@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import warnings
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from .paper_row import paper_row
 from .processes import answer_together
 from .result import Row, SuiteResult
 from .subject import Subject
-from .task_code import sandboxed_templates
+from .task_code import guarded
 
 # lm-eval finds a batch size by passes over rows of the model's longest input.
 LONGEST_TRIED = 16_384
@@ -41,9 +41,8 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
     # loaded again, not the subject's own: lm-eval changes it
     tokenizer = args.tokenizer_name or args.model_name_or_path
     _check_length(args, subject)
-    manager, tasks = find_tasks(args)
-    templates = nullcontext() if args.trust_remote_code else sandboxed_templates()
-    with _as_quiet_as_the_house(), templates:
+    with _as_quiet_as_the_house(), guarded(args.trust_remote_code):
+        manager, tasks = find_tasks(args)
         model = HFLM(
             pretrained=subject.model,
             tokenizer=tokenizer,
@@ -133,8 +132,9 @@ def rows(found: dict) -> list[Row]:
 
 @contextmanager
 def _as_quiet_as_the_house():
-    """Show lm-eval's bars and notes on a terminal; in a log, a line of its bars from time to time. Its warnings are
-one line each. Only the first process shows them.
+    """Show lm-eval's bars and notes on a terminal; in a log, a line of its bars from time to time.
+
+    Its warnings are one line each. Only the first process shows them.
     """
     shown = is_first_process() and show_progress()
     sentences = logging.StreamHandler(sys.stderr) if is_first_process() else logging.NullHandler()
