@@ -8,8 +8,7 @@ from typing import NoReturn
 
 STATUS = 130
 """Of a program that Ctrl-C has ended, as shells have it."""
-# `-m`: Python is about to run one of the package's modules.
-_PROGRAMS = ("-m", "run_clm.py", "run_eval.py")
+_PROGRAMS = {Path(__file__).resolve().parents[1] / name for name in ("run_clm.py", "run_eval.py")}
 
 
 def quit_now(sentence: str = "stopped by Ctrl-C.") -> NoReturn:
@@ -25,6 +24,16 @@ def while_importing(number, frame):
     quit_now()
 
 
-if Path(next(iter(sys.argv), "")).name in _PROGRAMS:
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, while_importing)
+def _is_ours(argv: list[str], command: list[str]) -> bool:
+    """Whether `sys.argv` and `sys.orig_argv` are those of a program of the package, and not of one that imports it.
+
+    A user's script may be named run_clm.py, too.
+    """
+    if argv[:1] == ["-m"]:
+        # So it is until Python has found the module.
+        return command[command.index("-m") + 1].split(".")[0] == "hope_hf" if "-m" in command else False
+    return bool(argv and argv[0]) and Path(argv[0]).resolve() in _PROGRAMS
+
+
+if _is_ours(sys.argv, sys.orig_argv) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, while_importing)

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from hope_hf.cli.program import Outliving, program
-from hope_hf.interrupt import while_importing
+from hope_hf.interrupt import _is_ours, while_importing
 
 ROOT = Path(__file__).parents[2]
-IMPORTED = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"
 
 
 @pytest.mark.parametrize("command", [["run_clm.py"], ["run_eval.py"], ["-m", "hope_hf.plan"]], ids=lambda c: c[-1])
@@ -26,8 +25,13 @@ def test_ctrl_c_while_a_program_imports_is_one_sentence(tmp_path, command):
     assert (ended.returncode, ended.stderr) == (130, "\nerror: stopped by Ctrl-C.\n")
 
 
-def test_a_program_that_only_imports_the_package_keeps_its_own_handler():
+def test_a_program_that_only_imports_the_package_keeps_its_own_handler(tmp_path):
     assert signal.getsignal(signal.SIGINT) is not while_importing
+    assert not _is_ours([str(tmp_path / "run_clm.py")], ["python", "run_clm.py"])
+    assert not _is_ours(["-m"], ["python", "-m", "my_package.train"])
+    assert not _is_ours([""], ["python"])
+    assert _is_ours(["-m"], ["python", "-m", "hope_hf.plan", "-m"])
+    assert _is_ours([str(ROOT / "run_clm.py")], ["python", "run_clm.py"])
 
 
 def test_ctrl_c_in_a_program_is_one_sentence(capsys):
