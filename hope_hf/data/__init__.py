@@ -18,6 +18,7 @@ from .corpora import passing
 from .corpus import corpus_documents
 from .files import find_files, load_files
 from .mixture import Corpus, read_mixture
+from .plain_names import plain_name
 from .sources import open_sources
 from .validation_texts import validation_texts
 from .vocabulary import (
@@ -47,6 +48,7 @@ __all__ = [
     "load_tokenizer",
     "open_sources",
     "passing",
+    "plain_name",
     "read_mixture",
     "save_tokenizer",
     "train_tokenizer",

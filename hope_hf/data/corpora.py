@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from datasets import Dataset
 
-from .files import column_kinds, find_files, load_files, text_column
+from .files import find_files, load_files, text_column
 from .filters import keep
 from .mixture import Corpus
 from .sources import builtin_corpus, load_data_set, split_training
@@ -78,7 +78,7 @@ def _load(corpus: Corpus, source: str) -> Dataset:
         data_dir=corpus.data_dir,
         split=corpus.split,
     )
-    return text_column(dataset, column_kinds(dataset), name, corpus.text_column)
+    return text_column(dataset, name, corpus.text_column)
 
 
 def _texts(documents: Dataset):

@@ -1,5 +1,6 @@
 """Where documents come from, and which of them are for validation."""
 
+import os
 import re
 import warnings
 from dataclasses import dataclass
@@ -8,9 +9,12 @@ from itertools import islice
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
+from .cache import DISK_ERRORS, writable_cache
 from .config import DataConfig
 from .corpus import corpus_documents
-from .files import column_kinds, find_files, load_files, read_stream, text_column
+from .files import find_files, load_files, read_stream, text_column
+from .plain_names import plain_name
+from .saved import is_saved, load_saved
 from .split import held_out, split_documents
 
 _VALIDATION_DOCUMENTS_OF_A_STREAM = 256
@@ -38,7 +42,8 @@ def open_sources(config: DataConfig) -> Sources:
     else:
         train, description = _builtin(config)
     if config.validation_file:
-        held = load_files(find_files(config.validation_file, "--validation_file"), "--validation_file")
+        files = find_files(config.validation_file, "--validation_file", "validation")
+        held = load_files(files, "--validation_file")
         description += f", validation {config.validation_file}"
     if isinstance(train, IterableDataset):
         train, held = _split_stream(train, held, config)
@@ -58,12 +63,24 @@ def builtin_corpus() -> Dataset:
     return Dataset.from_dict({"text": texts, "name": names})
 
 
-def load_data_set(source: str, *name, **options):
-    """`datasets.load_dataset`; ValueError that names `source` where it cannot be loaded."""
+def load_data_set(source: str, name: str, config_name: str | None, split: str | None = None, **options):
+    """`datasets.load_dataset`, also of a folder that `save_to_disk` wrote: all its splits, or one.
+
+    Raises ValueError that names `source` where it cannot be loaded.
+    """
+    if is_saved(name):
+        return load_saved(name, source, split, options.get("streaming", False))
+    writable_cache()
     try:
-        return load_dataset(*name, **options)
+        return load_dataset(plain_name(name) if os.path.isdir(name) else name, config_name, split=split, **options)
     except (OSError, ValueError, DatasetGenerationError) as error:
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        cause = error.__cause__ or error
+        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        if isinstance(cause, OSError) and cause.errno in DISK_ERRORS:
+            raise ValueError(
+                f"{source} could not be stored, {cause.filename or 'the cache'} cannot be written ({cause.strerror}): "
+                "name a folder with room in HF_HOME."
+            ) from error
         raise ValueError(f"{source} could not be loaded, check its name and the connection: {reason}") from error
 
 
@@ -79,9 +96,8 @@ def _from_hub(config: DataConfig):
     splits = load_data_set(source, name, config.dataset_config_name, streaming=config.streaming)
     if "train" not in splits:
         raise ValueError(f"{source} has no split 'train' among {', '.join(splits)}: name its files with --train_file.")
-    columns = column_kinds(splits["train"])
-    held = text_column(splits["validation"], columns, source) if "validation" in splits else None
-    return text_column(splits["train"], columns, source), held, source.removeprefix("--dataset_name ")
+    held = text_column(splits["validation"], source) if "validation" in splits else None
+    return text_column(splits["train"], source), held, source.removeprefix("--dataset_name ")
 
 
 def split_training(documents: Dataset, percentage: float, source: str) -> tuple[Dataset, Dataset]:
@@ -111,11 +127,10 @@ def _part_at_blank_line(text: str, percentage: float) -> tuple[str, str] | None:
     A book in one file is the usual case: its paragraphs stay together as one document on each side.
     """
     target = round(len(text) * (1 - percentage / 100))
-    cuts = [match.end() for match in re.finditer(r"\n[ \t\r]*\n\s*(?=\S)", text) if text[: match.start()].strip()]
-    if not cuts:
-        return None
-    cut = min(cuts, key=lambda position: abs(position - target))
-    return text[:cut], text[cut:]
+    # Blank lines before the first word and behind the last one split nothing.
+    blank = re.compile(r"\n[ \t\r]*+\n\s*+").finditer(text, len(text) - len(text.lstrip()), len(text.rstrip()))
+    cut = min((match.end() for match in blank), key=lambda position: abs(position - target), default=None)
+    return None if cut is None else (text[:cut], text[cut:])
 
 
 def _split_stream(train: IterableDataset, held: Dataset | IterableDataset | None, config: DataConfig):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from hope_hf.cli.mistakes import one_line
 from hope_hf.cli.parser import nearest
+from hope_hf.data import plain_name
 
 from .arguments import Arguments
 from .paper_row import written_out
@@ -87,7 +88,7 @@ def overrides(name: str, config: dict, folder: Path, args: Arguments) -> dict:
                 f"--data_dir {folder} has no {paths[split].name}: lm-eval's task {name} reads its split {split}, "
                 "as .jsonl, .json or .parquet."
             )
-    there = {split: str(path) for split, path in paths.items() if path.exists()}
+    there = {split: plain_name(str(path)) for split, path in paths.items() if path.exists()}
     fields = {key: config[key] if config.get(key) in there else None for key in SPLITS}
     if examples.get("split") and examples["split"] not in there:
         fields["fewshot_config"] = {**examples, "split": None}

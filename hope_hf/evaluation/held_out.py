@@ -32,7 +32,8 @@ def held_out_documents(args: Arguments) -> HeldOut:
     if args.validation_file:
         if args.streaming:
             warnings.warn("--streaming is ignored: --validation_file is read as a whole.", stacklevel=2)
-        documents = load_files(find_files(args.validation_file, "--validation_file"), "--validation_file")
+        files = find_files(args.validation_file, "--validation_file", "validation")
+        documents = load_files(files, "--validation_file")
         found, source = {"text": documents["text"][: args.max_eval_samples]}, args.validation_file
     elif args.dataset_name == "synthetic":
         raise ValueError("--dataset_name synthetic is not text: name one with --validation_file.")

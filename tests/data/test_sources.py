@@ -244,5 +244,5 @@ def test_a_corrupt_parquet_stream_is_told_in_one_sentence(tmp_path):
     content = bytearray(file.read_bytes())
     content[100:5100] = bytes(5000)
     file.write_bytes(content)
-    with pytest.raises(ValueError, match=r"--train_file .*texts.parquet cannot be read to its end, check the file"):
+    with pytest.raises(ValueError, match=r"--train_file .*texts.parquet cannot be read as parquet, write it again"):
         open_sources(DataConfig(train_file=str(file), streaming=True))

@@ -7,6 +7,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 import yaml
@@ -335,6 +336,17 @@ def test_splits_without_files_are_left_out_where_nothing_reads_them(tmp_path, ar
     (tmp_path / "x_dev.parquet").touch()
     found = overrides("x", config, tmp_path, arguments(num_fewshot=1))
     assert set(found["dataset_kwargs"]["data_files"]) == {"test", "dev"} and "fewshot_config" not in found
+
+
+def test_local_data_may_lie_in_a_folder_whose_name_looks_like_a_pattern(tmp_path, arguments, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    config = {"dataset_path": "hub/x", "test_split": "test"}
+    for folder in ("data1", "data[1]"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x_test.jsonl").write_text(json.dumps({"goal": folder}))
+    found = overrides("x", config, tmp_path / "data[1]", arguments())
+    rows = datasets.load_dataset(found["dataset_path"], **found["dataset_kwargs"])
+    assert rows["test"]["goal"][:] == ["data[1]"]
 
 
 def test_a_number_of_examples_that_the_task_forbids_is_told(folders, tasks, subject, arguments):

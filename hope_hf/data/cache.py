@@ -1,0 +1,77 @@
+"""The cache of `datasets`: where it is, and texts of local files in it, written once and mapped into memory."""
+
+import atexit
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+
+import pyarrow as pa
+from datasets import Dataset, config
+
+from hope_hf.cli.process import warn_once
+
+# Raised where the same files would be read as other texts.
+_VERSION = 1
+# Of a folder that cannot be written.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+_SCHEMA = pa.schema([("text", pa.string())])
+
+
+def cached_texts(files: Iterable[str], what: object, texts: Iterator[pa.Array]) -> Dataset:
+    """`texts` as a data set with the one column `text`, from the cache if it has them.
+
+    files, what: the texts are those of these files, as they are now, and depend on `what`, by its repr.
+    """
+    folder = writable_cache() / "hope_hf"
+    states = [(os.path.abspath(file), (stat := os.stat(file)).st_size, stat.st_mtime_ns) for file in files]
+    key = blake2b(repr((_VERSION, states, what)).encode("utf-8", errors="surrogateescape"), digest_size=16)
+    path = folder / f"{key.hexdigest()}.arrow"
+    if not path.exists():
+        with cache_errors():
+            folder.mkdir(exist_ok=True)
+            _write(path, texts)
+    return Dataset.from_file(str(path))
+
+
+def _write(path: Path, texts: Iterator[pa.Array]) -> None:
+    # Under another name first: nobody finds a part, and several processes do not disturb each other.
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        unfinished = Path(scratch) / path.name
+        with pa.OSFile(str(unfinished), "wb") as file, pa.ipc.new_stream(file, _SCHEMA) as writer:
+            for array in texts:
+                writer.write_batch(pa.record_batch([array], schema=_SCHEMA))
+        unfinished.replace(path)
+
+
+def writable_cache() -> Path:
+    """The cache's folder; where it cannot be written, a temporary one that takes its place until the process ends."""
+    folder = Path(config.HF_DATASETS_CACHE)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        config.HF_DATASETS_CACHE = Path(tempfile.mkdtemp(prefix="hope_hf-"))
+        atexit.register(shutil.rmtree, config.HF_DATASETS_CACHE, ignore_errors=True)
+        warn_once(
+            f"The cache {folder} cannot be written ({error.strerror}), {config.HF_DATASETS_CACHE} is used for this "
+            "run: name a folder for it in HF_DATASETS_CACHE."
+        )
+    return Path(config.HF_DATASETS_CACHE)
+
+
+@contextmanager
+def cache_errors():
+    """Errors of the disk in the body become a ValueError that names the cache."""
+    try:
+        yield
+    except OSError as error:
+        reason = "is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"cannot be written ({error.strerror})"
+        raise ValueError(
+            f"The cache {config.HF_DATASETS_CACHE} {reason}: free some space, or name another folder in "
+            "HF_DATASETS_CACHE."
+        ) from error

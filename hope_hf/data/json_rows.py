@@ -1,0 +1,113 @@
+"""The rows of a JSON file: objects one after another, a list of objects or strings, or columns as pandas writes them.
+
+Objects one after another are read piece by piece, the other forms as a whole.
+"""
+
+import io
+import json
+import re
+from collections.abc import Iterator
+
+import pyarrow as pa
+import pyarrow.json
+
+# Bytes read together, and up to how many where an object does not end with its line.
+_BYTES = 8 << 20
+_MOST_BYTES = 256 << 20
+# Rows whose columns are looked at.
+_ROWS = 1_000
+_SPACE = re.compile(r"\s*")
+_DATE = re.compile(r"\d{4}-\d\d-\d\d([ T][\d:.,]+ ?(Z|[+-][\d:]+)?)?")
+
+
+def json_columns(path: str) -> tuple[list[str], list[str], list[str]]:
+    """Names of the columns of the first rows: all; those of strings or nothing; those of strings that are no dates."""
+    values: dict[str, list] = {}
+    for row in (_whole(path) or _first_rows(path)[0])[:_ROWS]:
+        for name, value in row.items():
+            values.setdefault(name, []).append(value)
+    strings = [name for name, found in values.items() if all(isinstance(value, str | None) for value in found)]
+    return list(values), strings, [name for name in strings if any(v and not _DATE.fullmatch(v) for v in values[name])]
+
+
+def json_texts(path: str, column: str) -> Iterator[pa.Array]:
+    """The strings of a column, as arrays."""
+    rows = _whole(path)
+    if rows is not None:
+        yield pa.array([_string(row.get(column)) for row in rows], pa.string())
+        return
+    schema = pa.schema([(column, pa.string())])
+    options = pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
+    with open(path, "rb") as file:
+        while lines := file.read(_BYTES):
+            lines = (lines + file.readline()).removeprefix(b"\xef\xbb\xbf")
+            while True:
+                # One block, since pyarrow may cut blocks within rows.
+                block = pyarrow.json.ReadOptions(block_size=len(lines) + 1)
+                try:
+                    table = pyarrow.json.read_json(io.BytesIO(lines), block, options)
+                    break
+                except pa.ArrowInvalid:
+                    # The last object may go on behind its line.
+                    more = file.read(len(lines)) if len(lines) < _MOST_BYTES else b""
+                    if not more:
+                        raise
+                    lines += more + file.readline()
+            yield from table[column].chunks
+
+
+def _whole(path: str) -> list[dict] | None:
+    """The rows of a file that is one list or one object of columns; None for objects one after another."""
+    with open(path, encoding="utf-8-sig") as file:
+        if _SPACE.sub("", file.read(_ROWS))[:1] == "[":
+            file.seek(0)
+            return [_object({"text": row} if isinstance(row, str) else row) for row in json.load(file)]
+    rows, are_all = _first_rows(path)
+    if not are_all or len(rows) != 1 or not rows[0]:
+        return None
+    # pandas writes {"text": {"0": "first", "1": "second"}} or {"text": ["first", "second"]}.
+    columns = [list(values.values()) if isinstance(values, dict) else values for values in rows[0].values()]
+    if not all(isinstance(values, list) for values in columns) or len(set(map(len, columns))) > 1:
+        return None
+    return [dict(zip(rows[0], row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _first_rows(path: str) -> tuple[list[dict], bool]:
+    """The objects at the beginning of a file, and whether there are no others."""
+    with open(path, "rb") as file:
+        head = file.read(_BYTES) + file.readline()
+        try:
+            rows, are_all = _decoded(head)
+        except ValueError:
+            # The first object may be longer.
+            rows, are_all = _decoded(head + file.read(_MOST_BYTES))
+        return rows, are_all and not file.read(1)
+
+
+def _decoded(head: bytes) -> tuple[list[dict], bool]:
+    text, rows, decoder = head.decode("utf-8-sig", errors="replace"), [], json.JSONDecoder()
+    place = _SPACE.match(text).end()
+    while place < len(text) and len(rows) < _ROWS:
+        try:
+            row, place = decoder.raw_decode(text, place)
+        except ValueError:
+            if not rows:
+                raise
+            # Not whole, or wrong, which shows when it is read.
+            return rows, False
+        rows.append(_object(row))
+        place = _SPACE.match(text, place).end()
+    return rows, place == len(text)
+
+
+def _object(row: object) -> dict:
+    if not isinstance(row, dict):
+        raise TypeError(f"a row is {json.dumps(row)[:40]} instead of an object")
+    return row
+
+
+def _string(text: object) -> str | None:
+    if not isinstance(text, str | None):
+        raise TypeError(f"a text is {json.dumps(text)[:40]} instead of a string")
+    # Halves of surrogate pairs are no characters.
+    return text and text.encode("utf-8", errors="replace").decode()

@@ -1,0 +1,285 @@
+"""Local files: their names, their forms, and the cache of what was read of them."""
+
+import gzip
+import json
+import os
+from itertools import islice
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from datasets import Dataset, DatasetDict
+
+from hope_hf.data import json_rows, plain_name, text_documents
+from hope_hf.data.config import DataConfig
+from hope_hf.data.corpora import passing
+from hope_hf.data.files import find_files, load_files
+from hope_hf.data.mixture import Corpus
+from hope_hf.data.sources import open_sources
+
+# Each would be another file, several files or none if it were read as a pattern or as a URL.
+NAMES = ["data[1]", "data?", "data*", "zip::data1", "data%31", "http:data1", "~data1", "[a", "file:", " data1 ", "ü#&"]
+FOLDERS = ["we[ir]d", "w*", "we?rd", "simplecache::weird"]
+KINDS = ["txt", "json", "jsonl", "parquet", "arrow"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def write(path: Path, texts: list[str], **columns) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = {"text": texts, **columns}
+    rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
+    match path.suffix:
+        case ".txt":
+            path.write_text("\n<|endoftext|>\n".join(texts))
+        case ".json":
+            path.write_text(json.dumps(rows))
+        case ".jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        case ".parquet":
+            with open(path, "wb") as file:
+                pyarrow.parquet.write_table(pa.table(table), file)
+        case ".arrow":
+            with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, pa.table(table).schema) as stream:
+                stream.write_table(pa.table(table))
+    return str(path)
+
+
+def texts_of(name: str, streaming: bool = False, split: str = "train") -> list[str | None]:
+    rows = load_files(find_files(name, "--train_file", split), "--train_file", streaming)
+    return [row["text"] and row["text"].strip() for row in rows]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_name_that_exists_is_that_file_whatever_its_characters(tmp_path, kind, streaming):
+    for folder in ["weird", *FOLDERS]:
+        write(tmp_path / folder / f"data1.{kind}", ["another file"])
+    for name in NAMES:
+        assert texts_of(write(tmp_path / f"{name}.{kind}", [name]), streaming) == [name.strip()]
+    for folder in FOLDERS:
+        path = write(tmp_path / folder / f"data[1].{kind}", [folder])
+        assert texts_of(path, streaming) == [folder]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_what_follows_a_folder_that_exists_may_be_a_pattern(tmp_path, monkeypatch, folder):
+    write(tmp_path / "weird" / "data9.txt", ["another folder"])
+    for number in (1, 2):
+        write(tmp_path / folder / f"data{number}.txt", [str(number)])
+    assert texts_of(str(tmp_path / folder / "data[0-9].txt")) == ["1", "2"]
+    assert texts_of(str(tmp_path / folder / "**" / "*.txt")) == ["1", "2"]
+    monkeypatch.chdir(tmp_path / folder)
+    assert texts_of("data?.txt") == texts_of("*.txt", streaming=True) == ["1", "2"]
+    assert texts_of("data2.txt") == ["2"]
+
+
+def test_files_of_a_mixture_and_for_validation_are_named_exactly(tmp_path):
+    write(tmp_path / "data1.jsonl", ["another file"])
+    name = write(tmp_path / "data[1].jsonl", ["the first", "the second"])
+    documents, _ = passing(Corpus("web", files=name))
+    assert documents["text"][:] == ["the first", "the second"]
+    sources = open_sources(DataConfig(train_file=name, validation_file=name))
+    assert sources.validation["text"][:] == ["the first", "the second"]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_data_set_folder_may_have_any_name(tmp_path, folder, streaming):
+    write(tmp_path / "weird" / "train.parquet", ["another folder"])
+    for split in ("train", "validation"):
+        write(tmp_path / folder / "data" / f"{split}-0[1].parquet", [f"{folder} {split}"])
+    sources = open_sources(DataConfig(dataset_name=str(tmp_path / folder), streaming=streaming))
+    assert [row["text"] for row in sources.train] == [f"{folder} train"]
+    assert [row["text"] for row in sources.validation] == [f"{folder} validation"]
+
+
+def test_a_plain_name_stands_for_the_same_file_and_stays_the_same(tmp_path):
+    name = write(tmp_path / "task[1].jsonl", ["a"])
+    assert os.path.samefile(plain_name(name), name) and not set("[]*?") & set(plain_name(name))
+    assert plain_name(plain_name(name)) == plain_name(name) == plain_name(name)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["json", "jsonl", "parquet"])
+def test_columns_beside_the_text_may_differ_between_files(tmp_path, kind, streaming):
+    columns = [{"meta": [{"a": 1}], "id": [1], "day": ["2024-01-01"]}, {"meta": ["none"], "day": ["unknown"]}]
+    for number, others in enumerate(columns):
+        write(tmp_path / f"{number}.{kind}", [f"text {number}"], **others)
+    assert texts_of(str(tmp_path / f"*.{kind}"), streaming) == ["text 0", "text 1"]
+
+
+def test_values_beside_the_text_may_differ_within_a_file(tmp_path):
+    rows = ['{"text": "a", "id": 1}', '{"id": "x", "text": "2024-01-01"}', '{"id": [{}], "text": null}']
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    assert texts_of(str(tmp_path / "a.jsonl")) == ["a", "2024-01-01", None]
+
+
+def test_dates_are_neither_parsed_nor_taken_for_the_text(tmp_path):
+    assert texts_of(write(tmp_path / "a.jsonl", ["2024-01-01", "2024-01-02"])) == ["2024-01-01", "2024-01-02"]
+    (tmp_path / "b.jsonl").write_text('{"page": "a page", "day": "2024-01-01T10:00:00Z"}\n')
+    assert texts_of(str(tmp_path / "b.jsonl")) == ["a page"]
+
+
+@pytest.mark.parametrize("kind", [pa.string_view(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_a_parquet_column_of_strings_of_any_kind_is_text(tmp_path, kind):
+    pyarrow.parquet.write_table(pa.table({"page": pa.array(["a", "b"]).cast(kind)}), tmp_path / "a.parquet")
+    rows = load_files([str(tmp_path / "a.parquet")], "--train_file")
+    assert rows["text"][:] == ["a", "b"] and rows.features["text"].dtype == "string"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"text": {"0": "a", "1": "b"}, "id": {"0": 1, "1": 2}}',
+        '{"text": ["a", "b"], "id": [1, 2]}',
+        '["a", "b"]',
+        ' \n[\n  {"text": "a"},\n  {"id": 3, "text": "b"}\n]\n',
+        '{\n  "text": "a"\n}\n{\n  "text":\n "b"\n}',
+        '\ufeff{"text": "a"} {"text": "b"}\r\n',
+    ],
+)
+def test_json_may_have_any_usual_form(tmp_path, monkeypatch, content):
+    # Pieces smaller than an object.
+    monkeypatch.setattr(json_rows, "_BYTES", 4)
+    (tmp_path / "a.json").write_text(content)
+    assert texts_of(str(tmp_path / "a.json")) == ["a", "b"]
+
+
+def test_a_json_file_is_read_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(json_rows, "_BYTES", 100)
+    texts = [f"{number} é" * (number % 9 + 1) for number in range(60)]
+    name = write(tmp_path / "a.jsonl", texts)
+    assert texts_of(name) == texts and len(load_files([name], "").data.column("text").chunks) > 5
+
+
+BROKEN = {
+    "latin-1 in json": ("a.jsonl", '{"text": "café"}\n'.encode("latin-1"), "a.jsonl is not UTF-8 text: convert it"),
+    "latin-1 in a list": ("a.json", '[{"text": "café"}]'.encode("latin-1"), "a.json is not UTF-8 text: convert it"),
+    "latin-1 in text": ("a.txt", b"x" * 99_999 + b"\xe9 ", r"a.txt is not UTF-8 text \(byte 99999\)"),
+    "latin-1 behind a mark": ("a.txt", b"\xef\xbb\xbfab\xe9 ", r"a.txt is not UTF-8 text \(byte 5\)"),
+    "a number": ("a.jsonl", b'{"text": "a"}\n{"text": 1}', "a.jsonl has no column 'text' of strings"),
+    "a number later": (
+        "a.jsonl",
+        b'{"text": "a"}\n' * 1_000 + b'{"text": 1}',
+        "a.jsonl cannot be read as json, write it again: JSON parse error",
+    ),
+    "no text": ("a.jsonl", b'{"page": "a"}\n', "a.jsonl has no column 'text' of strings among page"),
+    "compressed": ("a.jsonl.gz", gzip.compress(b'{"text": "a"}'), "a.jsonl.gz is compressed: unpack it"),
+    "arrow": ("a.arrow", b"ARROW no more", "a.arrow cannot be read as arrow, write it again"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_file_that_cannot_be_read_is_named_alone_and_in_a_mixture(tmp_path, case):
+    name, content, message = BROKEN[case]
+    (tmp_path / name).write_bytes(content)
+    # A whole file comes first where the file is one of several.
+    pattern = str(tmp_path / ("*" + Path(name).suffix)) if name != "a.jsonl.gz" else str(tmp_path / name)
+    if case != "compressed":
+        write(tmp_path / f"0{Path(name).suffix}", ["a whole file"])
+    for read in (texts_of, lambda pattern: texts_of(pattern, streaming=True)):
+        with pytest.raises(ValueError, match=f"--train_file {tmp_path}/{message}") as caught:
+            read(pattern)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=f"corpus web: files {tmp_path}/{message}"):
+        passing(Corpus("web", files=pattern))
+
+
+@pytest.mark.parametrize("flag", ["train_file", "dataset_name"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_folder_of_save_to_disk_is_read(tmp_path, flag, streaming):
+    texts = [f"text {number}" for number in range(40)]
+    one, several = tmp_path / "one[1]", tmp_path / "sev::eral"
+    datasets.disable_progress_bar()
+    Dataset.from_dict({"text": texts, "id": range(40)}).save_to_disk(one, num_shards=3)
+    held = Dataset.from_dict({"text": ["held out"]})
+    DatasetDict(train=Dataset.from_dict({"text": texts}), validation=held).save_to_disk(tmp_path / "several")
+    (tmp_path / "several").rename(several)
+    for folder in map(str, (one, several)):
+        held = {"validation_file": str(several)} if flag == "train_file" else {}
+        sources = open_sources(DataConfig(**{flag: folder}, **held, streaming=streaming))
+        train, validation = ([row["text"] for row in part] for part in (sources.train, sources.validation))
+        if folder == str(several) or held:
+            assert (train, validation) == (texts, ["held out"])
+        else:
+            assert sorted(train + validation) == sorted(texts) and validation
+    documents, _ = passing(Corpus("web", **{"files" if flag == "train_file" else flag: str(several)}))
+    assert documents["text"][:] == texts
+
+
+def test_a_saved_folder_without_the_split_or_a_file_is_named(tmp_path):
+    folder = tmp_path / "sets"
+    DatasetDict(train=Dataset.from_dict({"text": ["a"]})).save_to_disk(folder)
+    with pytest.raises(ValueError, match="--validation_file .*sets has no split 'validation': name one of its"):
+        find_files(str(folder), "--validation_file", "validation")
+    for names in (["../a.arrow"], ["none.arrow"], [3]):
+        state = {"_data_files": [{"filename": name} for name in names]}
+        (folder / "train" / "state.json").write_text(json.dumps(state))
+        with pytest.raises(ValueError, match="--train_file .*state.json names files that are not there"):
+            find_files(str(folder), "--train_file")
+    for file, content in (("train/state.json", "["), ("dataset_dict.json", "{}"), ("dataset_dict.json", "[")):
+        (folder / file).write_text(content)
+        with pytest.raises(ValueError, match=rf"--train_file .*{file} .*save the data set again"):
+            find_files(str(folder), "--train_file")
+
+
+def test_what_was_read_is_found_in_the_cache_until_a_file_changes(tmp_path):
+    name = write(tmp_path / "a.txt", ["first"])
+    (file,) = load_files([name], "").cache_files
+    state = os.stat(file["filename"])
+    assert load_files([name], "").cache_files == [file] and os.stat(file["filename"]) == state
+    os.utime(name, ns=(state.st_mtime_ns, state.st_mtime_ns + 1))
+    assert load_files([name], "").cache_files != [file]
+
+
+def test_tokens_are_found_in_the_cache_of_the_next_process(tmp_path):
+    name = write(tmp_path / "a.txt", ["first", "second"])
+    assert load_files([name], "")._fingerprint == load_files([name], "")._fingerprint
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_a_cache_that_cannot_be_written_is_replaced_for_the_run(tmp_path, monkeypatch, kind):
+    name = write(tmp_path / f"a.{kind}", ["a", "b"])
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "file" / "cache")
+    with pytest.warns(UserWarning, match=r"The cache .*file/cache cannot be written \(.*HF_DATASETS_CACHE\."):
+        assert texts_of(name) == ["a", "b"]
+    # Said once, and the replacement serves all.
+    assert texts_of(name) == ["a", "b"]
+
+
+def test_a_full_cache_is_named_instead_of_the_file(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pa.ipc, "new_stream", full)
+    with pytest.raises(ValueError, match="The cache .*cache is full: free some space, or name another folder in HF_D"):
+        texts_of(write(tmp_path / "a.txt", ["a"]))
+
+
+def test_a_text_of_usual_size_is_one_document_and_a_huge_one_is_cut_at_blank_lines(tmp_path, monkeypatch):
+    for name, size in (("LONGEST", 4_000), ("PART", 500), ("_LONGEST_LINE", 64)):
+        monkeypatch.setattr(text_documents, name, size)
+    paragraphs = [f"Paragraph {number} with words, more or less.\nAnd a line.\n\n" for number in range(300)]
+    usual, huge = "".join(paragraphs[:60]), "".join(paragraphs)
+    (tmp_path / "a.txt").write_text(f"{usual}<|endoftext|>\n{huge}<|endoftext|>\nlast")
+    found = list(text_documents.documents_of_text(str(tmp_path / "a.txt")))
+    assert len(usual) < 4_000 and found[0] == usual and found[-1] == "last"
+    parts = found[1:-1]
+    assert "".join(parts) == huge and all(part.endswith("\n\n") for part in parts)
+    assert all(500 <= len(part) <= 1_000 for part in parts[:-1])
+
+
+@pytest.mark.parametrize("text", ["a\n" * 3_000, "a " * 3_000, "a" * 6_000, "\n" * 6_000])
+def test_a_huge_text_without_blank_lines_is_cut_where_it_can_be(tmp_path, monkeypatch, text):
+    for name, size in (("LONGEST", 4_000), ("PART", 500), ("_LONGEST_LINE", 64)):
+        monkeypatch.setattr(text_documents, name, size)
+    (tmp_path / "a.txt").write_text(text)
+    parts = list(text_documents.documents_of_text(str(tmp_path / "a.txt")))
+    assert "".join(parts) == text and all(len(part) <= 1_000 for part in islice(parts, len(parts)))
