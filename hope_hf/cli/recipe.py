@@ -1,12 +1,23 @@
 """Recipes: YAML files of flags, read as the words of a command line so that both ways share one check."""
 
 import json
+import reprlib
 from collections.abc import Collection
+from datetime import date
 from pathlib import Path
 
 import yaml
 
+from .files import read_small
+from .mistakes import one_line
 from .parser import nearest
+from .text_flags import OF_ONE_TEXT, TEXT_SOURCES
+
+MODELS = ("model_name_or_path", "model_type", "config_name")
+# Flags whose value may be a mapping.
+_OBJECTS = ("config_overrides", "level_optimizers")
+# Bytes: PyYAML reads a megabyte in seconds.
+_LARGEST = 1 << 20
 
 
 def split_recipe(
@@ -25,27 +36,52 @@ def read_recipe(path: str | Path, flags: Collection[str], left_out: Collection[s
     for key, value in recipe.items():
         if key not in flags:
             raise ValueError(f"The recipe {path} has an unknown key {key!r}{nearest(str(key), flags)}")
-        if value is not None and key not in left_out:
-            words += [f"--{key}", _word(path, key, value)]
+        word = _word(path, key, value)
+        if key not in left_out:
+            # One word, so that a value which looks like a flag is none.
+            words.append(f"--{key}={word}")
     return words
+
+
+def replaced(recipe: list[str], named: Collection[str]) -> list[str]:
+    """The words of a recipe without those that the flags `named` on the command line replace as a group.
+
+    Another text replaces all that the recipe says about its own, and another model likewise. Shards have a tokenizer.
+    """
+    dropped: set[str] = set()
+    for sources, group in ((TEXT_SOURCES, OF_ONE_TEXT), (MODELS, {*MODELS, "config_overrides"})):
+        if not named.isdisjoint(sources):
+            dropped |= set(group)
+    if "train_shards" in named:
+        dropped.add("tokenizer_name")
+    return without(recipe, dropped)
+
+
+def without(recipe: list[str], flags: Collection[str]) -> list[str]:
+    """The words of a recipe without those of some flags."""
+    return [word for word in recipe if word.split("=")[0].removeprefix("--") not in flags]
 
 
 def read_yaml(path: str | Path, named: str) -> object:
     """The value of a YAML file as `load_yaml` has it; ValueError that begins with `named` where it cannot be read."""
     try:
-        return load_yaml(Path(path).read_text(encoding="utf-8"))
+        return load_yaml(read_small(path, _LARGEST))
     # RecursionError: thousands of nested brackets. ValueError: not UTF-8, or a date that does not exist.
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+        reason = getattr(error, "strerror", None) or one_line(error)
         raise ValueError(f"{named} cannot be read: {reason}.") from None
 
 
 def load_yaml(text: str) -> object:
-    """The value of a YAML text, which may have no repeated keys and no aliases.
+    """The value of a YAML text, which may have no repeated keys, no aliases and no merged mappings.
 
     Raises yaml.YAMLError, ValueError or RecursionError.
     """
-    return yaml.load(text, Loader=PlainLoader)
+    try:
+        return yaml.load(text, Loader=PlainLoader)
+    # What PyYAML raises for `!!int ''` and `!!bool x`.
+    except LookupError as error:
+        raise yaml.YAMLError(f"a value does not fit its tag ({error})") from None
 
 
 class PlainLoader(yaml.SafeLoader):
@@ -63,16 +99,27 @@ class PlainLoader(yaml.SafeLoader):
     def construct_mapping(self, node, deep=False):
         seen = set()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} comes twice", key.start_mark
-                )
+            wrong = None
+            if not isinstance(key, yaml.ScalarNode):
+                wrong = "a key is a list or a mapping"
+            elif key.tag == "tag:yaml.org,2002:merge":
+                wrong = "write what << merges out"
+            elif (key.tag, key.value) in seen:
+                wrong = f"the key {key.value!r} comes twice"
+            if wrong:
+                raise yaml.constructor.ConstructorError(None, None, wrong, key.start_mark)
             seen.add((key.tag, key.value))
         return super().construct_mapping(node, deep)
 
 
 def _word(path: str | Path, key: str, value: object) -> str:
-    try:
-        return json.dumps(value) if isinstance(value, dict) else str(value)
-    except TypeError as error:
-        raise ValueError(f"The recipe {path} has a value of {key} that is not JSON: {error}.") from None
+    if isinstance(value, dict) and key in _OBJECTS:
+        try:
+            return json.dumps(value)
+        except TypeError as error:
+            raise ValueError(f"The recipe {path} has a value of {key} that is not JSON: {error}.") from None
+    word = str(value)
+    # A bool is an int.
+    if not isinstance(value, str | int | float | date) or not word.strip() or word.startswith("--"):
+        raise ValueError(f"The recipe {path} has {key}: {reprlib.repr(value)}, give it one value or leave it out.")
+    return word

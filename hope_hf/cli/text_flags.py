@@ -3,6 +3,18 @@
 from .arguments import TextArguments
 from .process import warn_once
 
+# Flags that name the training text; a run has one of them.
+TEXT_SOURCES = ("dataset_name", "train_file", "dataset_mixture", "train_shards")
+# What is said about one text, and not about another.
+OF_ONE_TEXT = (
+    *TEXT_SOURCES,
+    "dataset_config_name",
+    "validation_file",
+    "validation_split_percentage",
+    "max_train_samples",
+    "streaming",
+)
+
 
 def check_streaming(args: TextArguments) -> None:
     """Raise ValueError where `--streaming` meets text that is not read as a stream."""

@@ -13,7 +13,7 @@ validation_bytes_per_token. Every mistake of the user raises ValueError with one
 from datasets import disable_progress_bars
 
 from .build import Data, build_data
-from .config import SOURCES, DataConfig
+from .config import DataConfig
 from .corpora import passing
 from .corpus import corpus_documents
 from .files import find_files, load_files
@@ -34,7 +34,6 @@ from .vocabulary import (
 __all__ = [
     "DEFAULT_VOCAB_SIZE",
     "LARGEST_VOCABULARY",
-    "SOURCES",
     "Corpus",
     "Data",
     "DataConfig",

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-# Flags that name the training text; a run has one of them.
-SOURCES = ("dataset_name", "train_file", "dataset_mixture", "train_shards")
+from hope_hf.cli.text_flags import TEXT_SOURCES
 
 
 @dataclass
@@ -47,7 +46,7 @@ class DataConfig:
     dataloader_pin_memory: bool = False
 
     def __post_init__(self):
-        named = [f"--{name}" for name in SOURCES if getattr(self, name)]
+        named = [f"--{name}" for name in TEXT_SOURCES if getattr(self, name)]
         if len(named) > 1:
             raise ValueError(f"{' and '.join(named)} name the training text: give only one of them.")
         if self.dataset_config_name and not self.dataset_name:

@@ -6,7 +6,7 @@ from hope_hf.cli.arguments import ROWS
 from hope_hf.cli.bounds import LONGEST, Bounds
 from hope_hf.cli.parser import Parser, named_flags, nearest
 from hope_hf.cli.process import warn_once
-from hope_hf.cli.recipe import split_recipe
+from hope_hf.cli.recipe import replaced, split_recipe
 from hope_hf.cli.text_flags import check_streaming, warn_of_ignored_share
 
 from .arguments import AUTO, FLAGS, GROUPS, Arguments
@@ -33,6 +33,7 @@ def parse(argv: list[str], suites) -> Arguments:
     recipe, argv = split_recipe(argv, FLAGS)
     usage = "%(prog)s [recipe.yaml] --model_name_or_path DIR --suite NAMES [flags]"
     parser = Parser(GROUPS, prog="run_eval.py", usage=usage, allow_abbrev=False)
+    recipe = replaced(recipe, named_flags(parser, argv, FLAGS))
     named = named_flags(parser, recipe + argv, FLAGS)
     groups = parser.parse_args_into_dataclasses(recipe + argv, look_for_args_file=False)
     args = Arguments(**{f.name: getattr(group, f.name) for group in groups for f in fields(group)})

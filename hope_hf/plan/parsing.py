@@ -12,6 +12,7 @@ from hope_hf import PRESETS
 from hope_hf.cli.models import build_config, load_config, parse_overrides
 from hope_hf.cli.parser import Parser, named_flags
 from hope_hf.cli.process import warn_once
+from hope_hf.cli.recipe import replaced, without
 from hope_hf.cli.recomputing import parse_recomputed
 from hope_hf.training import split_run_recipe
 
@@ -67,10 +68,10 @@ def parse(argv: list[str]) -> Question:
     recipe, argv = split_run_recipe(argv, FLAGS)
     parser = make_parser()
     named = named_flags(parser, argv, FLAGS)
+    recipe = replaced(recipe, named)
     if named & SHAPES_A_MODEL:
         # The second phase of a run is planned before the first has left its weights.
-        pairs = zip(recipe[::2], recipe[1::2], strict=True)
-        recipe = [word for pair in pairs if pair[0] != "--model_name_or_path" for word in pair]
+        recipe = without(recipe, {"model_name_or_path"})
     groups = parser.parse_args_into_dataclasses(recipe + argv, look_for_args_file=False)
     args = Arguments(**{f.name: getattr(group, f.name) for group in groups for f in fields(group)})
     gpus = parse_gpus(args.gpu)

@@ -8,32 +8,32 @@ from hope_hf.cli.folders import check_output
 from hope_hf.cli.hub import check_repo_id
 from hope_hf.cli.parser import Parser, named_flags
 from hope_hf.cli.process import warn_once
-from hope_hf.cli.recipe import read_recipe, split_recipe
+from hope_hf.cli.recipe import MODELS, read_recipe, replaced, split_recipe
 from hope_hf.cli.recomputing import parse_recomputed
-from hope_hf.cli.text_flags import check_streaming, warn_of_ignored_share
-from hope_hf.data import SOURCES
+from hope_hf.cli.text_flags import TEXT_SOURCES, check_streaming, warn_of_ignored_share
 
 from .arguments import FLAGS, GROUPS, Arguments
 from .foreign import INSTEAD, NO_EFFECT, drop_foreign
 from .watch.profile import parse_profiled
 
 DEMO_RECIPE = Path(__file__).with_name("demo.yaml")
-NAMES_A_MODEL = {"model_name_or_path", "model_type", "config_name"}
 # transformers' default.
 POLYNOMIAL_END = 1e-7
-NAMES_DATA = {*SOURCES, "validation_file"}
+NAMES_DATA = {*TEXT_SOURCES, "validation_file"}
 
 
 def parse(argv: list[str]) -> Arguments:
     """Read `[recipe.yaml] --flag value ...`; flags override the recipe, the recipe overrides the defaults.
 
-    Raises ValueError with one sentence that names the flag or file and the fix.
+    Flags that name another text or model replace all that the recipe says about its own. Raises ValueError with one
+    sentence that names the flag or file and the fix.
     """
     recipe, argv = split_run_recipe(argv)
     usage = "%(prog)s [recipe.yaml] --output_dir DIR [flags]"
     parser = Parser(GROUPS, prog="run_clm.py", usage=usage, allow_abbrev=False)
+    recipe = replaced(recipe, named_flags(parser, argv, FLAGS))
     named = named_flags(parser, recipe + argv, FLAGS)
-    demo = not named & (NAMES_A_MODEL | NAMES_DATA)
+    demo = not named & {*MODELS, *NAMES_DATA}
     if demo:
         # With --num_train_epochs the demo's steps do not apply.
         left_out = {"max_train_steps"} if "num_train_epochs" in named else set()

@@ -13,7 +13,7 @@ from hope_hf.data.sources import open_sources
 from hope_hf.evaluation import main
 from hope_hf.evaluation.arguments import Arguments
 from hope_hf.evaluation.held_out import held_out_documents
-from hope_hf.evaluation.parsing import parse_depths, parse_lengths
+from hope_hf.evaluation.parsing import parse, parse_depths, parse_lengths
 
 
 def evaluate(folder, text_file, *flags) -> int:
@@ -86,6 +86,14 @@ def test_flags_of_the_training_text_are_ignored_with_a_word(folders, text_file):
         assert evaluate(folders["llama"], text_file, "--suite", "sample", "--max_train_samples", 3) == 0
     with pytest.warns(UserWarning, match="--validation_split_percentage is ignored: --validation_file is given"):
         assert evaluate(folders["llama"], text_file, "--suite", "sample", "--validation_split_percentage", 9) == 0
+
+
+def test_another_text_replaces_that_of_the_recipe(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("suite: perplexity\ndataset_name: a/b\ndataset_config_name: large\nstreaming: true\n")
+    args = parse([str(recipe), "--model_name_or_path", "m", "--train_file", "mine.txt"], ["perplexity"])
+    assert (args.dataset_name, args.dataset_config_name, args.streaming) == (None, None, False)
+    assert (args.train_file, args.suite) == ("mine.txt", "perplexity")
 
 
 def test_the_share_that_was_held_out_is_honoured(tmp_path):

@@ -183,6 +183,13 @@ def test_a_model_on_the_command_line_replaces_weights_that_are_not_there_yet(cap
     assert planned(capsys, str(recipe), "--no_simulate", "--config_name", "pilot")["parameters"] > 100e6
 
 
+def test_another_model_replaces_that_of_the_recipe(capsys, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("config_name: tiny\nconfig_overrides: head_dim=32\nblock_size: 64\n")
+    words = ["--no_simulate", "--model_type", "gpt2", "--block_size", "64"]
+    assert planned(capsys, str(recipe), *words) == planned(capsys, *words)
+
+
 @pytest.mark.parametrize(
     ("line", "named"),
     [

@@ -1,5 +1,7 @@
 """Command line and recipe files: their order of precedence, and one sentence for each mistake."""
 
+import os
+import warnings
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -8,7 +10,9 @@ import torch
 from transformers import get_scheduler
 
 from hope_hf.cli import process
+from hope_hf.cli.recipe import MODELS
 from hope_hf.cli.recomputing import parse_recomputed
+from hope_hf.cli.text_flags import TEXT_SOURCES
 from hope_hf.optim import build_optimizer
 from hope_hf.training.arguments import FLAGS, Arguments
 from hope_hf.training.foreign import INSTEAD, NO_EFFECT
@@ -46,6 +50,40 @@ def test_flags_override_the_recipe_and_the_recipe_the_defaults(tmp_path):
     assert (args.learning_rate, args.max_train_steps, args.tf32, args.seed) == (1e-2, 9, False, 42)
     assert args.lr_scheduler_type == "linear"
     assert args.level_optimizers == '{"0": {"lr_factor": 2.0}}'
+
+
+OF_THE_HUB = (
+    "config_name: pilot\nconfig_overrides: vocab_size=32000\ntokenizer_name: theirs\ndataset_name: a/b\n"
+    "dataset_config_name: large\nstreaming: true\nvalidation_split_percentage: 1\nmax_train_steps: 7\n"
+)
+OF_FILES = "train_file: a.txt\nvalidation_file: b.txt\nmax_train_samples: 9\ntokenizer_name: theirs\n"
+
+
+@pytest.mark.parametrize("text", [OF_THE_HUB, OF_FILES])
+@pytest.mark.parametrize("flag", TEXT_SOURCES)
+def test_another_text_replaces_all_that_the_recipe_says_about_its_own(tmp_path, text, flag):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        args = parse([str(recipe), f"--{flag}", "mine", "--output_dir", "x", "--max_eval_samples", "3"])
+    assert {name: getattr(args, name) for name in TEXT_SOURCES} == dict.fromkeys(TEXT_SOURCES) | {flag: "mine"}
+    assert (args.dataset_config_name, args.validation_file, args.max_train_samples) == (None, None, None)
+    assert (args.streaming, args.validation_split_percentage, args.max_eval_samples) == (False, 5.0, 3)
+    # Shards have their own.
+    assert args.tokenizer_name == (None if flag == "train_shards" else "theirs")
+    assert parse([str(recipe), "--output_dir", "x", "--max_train_steps", "5"]).max_train_steps == 5
+
+
+@pytest.mark.parametrize("flag, value", [("model_type", "llama"), ("model_name_or_path", "m"), ("config_name", "mid")])
+def test_another_model_replaces_all_that_the_recipe_says_about_its_own(tmp_path, flag, value):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(OF_THE_HUB)
+    args = parse([str(recipe), f"--{flag}", value, "--output_dir", "x"])
+    assert {name: getattr(args, name) for name in MODELS} == dict.fromkeys(MODELS) | {flag: value}
+    assert args.config_overrides is None and args.dataset_name == "a/b"
+    kept = parse([str(recipe), "--config_overrides", "vocab_size=300", "--output_dir", "x"])
+    assert (kept.config_name, kept.config_overrides) == ("pilot", "vocab_size=300")
 
 
 @pytest.mark.parametrize(
@@ -176,6 +214,17 @@ def test_output_dir_is_needed():
         ("run_name: 2020-99-99\n", "cannot be read: month must be in 1..12"),
         ("level_optimizers: {0: 2020-01-01}\n", "has a value of level_optimizers that is not JSON"),
         ("seed: \x00\n", "cannot be read"),
+        ("a: " * 9 + "[" * 100_000, "cannot be read"),
+        ("[a]: 1\n", "cannot be read: a key is a list or a mapping"),
+        ("<<: {seed: 1}\n", "cannot be read: write what << merges out"),
+        ("seed: !!int ''\n", "cannot be read: a value does not fit its tag"),
+        ("seed: [1, 2]\n", "has seed: [1, 2], give it one value or leave it out."),
+        ("seed:\n", "has seed: None, give it one value or leave it out."),
+        ("run_name: {a: 1}\n", "has run_name: {'a': 1}, give it one value or leave it out."),
+        ("run_name: !!set {a}\n", "has run_name: {'a'}, give it one value or leave it out."),
+        ('gradient_checkpointing: "--dry_run"\n', "has gradient_checkpointing: '--dry_run', give it one value"),
+        ('gradient_checkpointing: "-x"\n', "--gradient_checkpointing is '-x'"),
+        ("run_name: ' '\n", "has run_name: ' ', give it one value or leave it out."),
         ('run_name: "a\\0b"\n', "--run_name 'a\\x00b' is not UTF-8 text"),
         ("weight_decay: .inf\n", "--weight_decay is inf: give a number of 0 or more."),
         ("bf16: true\n", "There is no flag --bf16: set mixed_precision: bf16 in the launch file"),
@@ -192,7 +241,16 @@ def test_one_sentence_for_a_wrong_recipe(tmp_path, text, sentence):
 
 def test_a_recipe_that_is_no_text(tmp_path):
     (tmp_path / "binary").write_bytes(bytes(range(256)))
-    for name, reason in (("binary", "can't decode byte"), (".", "Is a directory"), ("n" * 300, "File name too long")):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_bytes(b"#" * (1 << 21))
+    named = {
+        "binary": "can't decode byte",
+        ".": "Is a directory",
+        "n" * 300: "File name too long",
+        "pipe": "it is no regular file",
+        "large": "it has more than 1,048,576 bytes",
+    }
+    for name, reason in named.items():
         with pytest.raises(ValueError, match=f"The recipe .* cannot be read: .*{reason}"):
             parse([str(tmp_path / name), "--output_dir", "x"])
 
