@@ -9,6 +9,7 @@ from transformers.generation import GenerationMixin
 from transformers.utils import logging
 
 from .cache_hope import past_of
+from .documents import boundaries_of, check_mask_values
 from .input_checks import check_inputs, check_mask, create_generation_masks
 from .text_digest import begins_with
 
@@ -36,6 +37,14 @@ class HopeGenerationMixin(GenerationMixin):
         inputs, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
         check_inputs(self.config, **{name: inputs})
         mask = model_kwargs.get("attention_mask")
+        told = [*boundaries_of(model_kwargs)]
+        if mask is not None and (mask.ndim != 2 or check_mask_values(mask)):
+            told += ["attention_mask"]
+        if told:
+            raise ValueError(
+                f"generate goes on with one text a row, and {' and '.join(told)} would tell several: give every "
+                "document a row of its own, with an attention_mask of 1 for tokens and 0 for padding"
+            )
         if mask is not None:
             model_kwargs["attention_mask"] = _with_columns_read(mask, inputs, model_kwargs.get("past_key_values"))
         return inputs, name, model_kwargs

@@ -43,27 +43,19 @@ def check_inputs(
             raise ValueError(f"input_ids hold {int(wrong[0])}: give tokens from 0 to {config.vocab_size - 1}")
 
 
-def check_mask(attention_mask: torch.Tensor | None, batch_size: int, query_length: int, seen: int) -> None:
-    """ValueError for a 2-D mask that does not have one column per token, read ones included."""
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-        expected = (batch_size, seen + query_length)
-        if tuple(attention_mask.shape) != expected:
-            raise ValueError(
-                f"attention_mask has the shape {tuple(attention_mask.shape)}, and {expected} is needed: one row per "
-                f"sequence, one column for each of the {seen} tokens read before and the {query_length} of this call"
-            )
-
-
-def local_padding_mask(attention_mask: torch.Tensor | None, query_length: int) -> torch.Tensor | None:
-    """The columns of a 2-D padding mask that belong to this call's tokens; `None` where they hold no padding.
-
-    Unlike transformers' own mask for recurrent models, a call of one token may be padding, too: a chunked prefill can
-    end on it. In a compiled or exported graph, which must serve every mask, any may be.
-    """
-    if attention_mask is None or attention_mask.ndim != 2:
-        return None
-    local = attention_mask[:, -query_length:]
-    return None if not torch.compiler.is_compiling() and bool(local.all()) else local
+def check_mask(attention_mask: torch.Tensor, batch_size: int, query_length: int, seen: int) -> None:
+    """ValueError for a mask that does not have one column per token, read ones included."""
+    shape, expected = tuple(attention_mask.shape), (batch_size, seen + query_length)
+    if not isinstance(attention_mask, torch.Tensor) or len(shape) != 2:
+        raise ValueError(
+            f"attention_mask has the shape {shape}, and layers that keep a state read no such masks: give {expected}, "
+            "with 1 for a token (or the number of its document) and 0 for padding"
+        )
+    if shape != expected:
+        raise ValueError(
+            f"attention_mask has the shape {shape}, and {expected} is needed: one row per sequence, one column for "
+            f"each of the {seen} tokens read before and the {query_length} of this call"
+        )
 
 
 def create_generation_masks(

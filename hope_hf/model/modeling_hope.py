@@ -8,7 +8,6 @@ from transformers import AutoModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.dynamic_module_utils import custom_object_save
-from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -23,13 +22,14 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .attention import HopeAttention
+from .attention import HopeAttention, create_attention_mask
 from .cache_hope import HopeCache, past_of
 from .chunk_layout import Past, plan_chunks, plan_slots
 from .configuration_hope import HopeConfig
 from .continuum import CONTINUA, ContinuumMemory, LevelMix, has_chunks, keeps_state
+from .documents import Documents, boundaries_of, read_documents
 from .generation_hope import HopeGenerationMixin
-from .input_checks import check_cache, check_inputs, check_labels, check_mask, local_padding_mask
+from .input_checks import check_cache, check_inputs, check_labels, check_mask
 from .linear_cross_entropy import IGNORED, HopeHead, next_labels
 from .norm import HopeRMSNorm, LearnedFactors
 from .self_modifying import InitialMemory, MemoryGates, SelfModifyingTitans
@@ -209,10 +209,16 @@ class HopeModel(HopePreTrainedModel):
 
         Args:
             input_ids: [B, T]; or `inputs_embeds` [B, T, hidden_size] instead.
-            attention_mask: [B, columns seen + T], 0 for padding, which neither writes to a memory nor advances it.
+            attention_mask: [B, columns seen + T], 0 for padding, which neither writes to a memory nor advances it; 1
+                for tokens, or the number of every token's document. Softmax attention alone takes 4-D masks, too.
             position_ids: [B, T]; position 0 begins a document, whose memories start from their initial state.
             past_key_values: a `HopeCache`; read and updated whenever it is given.
             use_cache: make a cache where none is given.
+            kwargs: where documents begin, as collators of packed rows tell it (see `documents`), and options of the
+                attention's kernels, among others.
+
+        Raises:
+            ValueError: what is given does not fit the model, the cache or the tokens.
         """
         check_inputs(self.config, input_ids, inputs_embeds)
         if inputs_embeds is None:
@@ -221,16 +227,17 @@ class HopeModel(HopePreTrainedModel):
             check_cache(past_key_values, self.config, inputs_embeds)
         elif use_cache:
             past_key_values = HopeCache(self.config)
-        is_cut_anew = self._is_cut_anew(inputs_embeds.shape[1], position_ids, past_key_values)
+        has_documents = position_ids is not None or bool(boundaries_of(kwargs))
+        is_cut_anew = self._is_cut_anew(inputs_embeds.shape[1], has_documents, past_key_values)
         read = self._read_uncompiled if is_cut_anew else self._read
         hidden_states = read(inputs_embeds, input_ids, attention_mask, position_ids, past_key_values, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
-    def _is_cut_anew(self, length: int, position_ids: torch.Tensor | None, cache: Cache | None) -> bool:
+    def _is_cut_anew(self, length: int, has_documents: bool, cache: Cache | None) -> bool:
         """Whether a compiled model with a state is given documents, or goes on with more than a token."""
         if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or not keeps_state(self.config):
             return False
-        return length > 1 and (position_ids is not None or past_of(cache) is not None)
+        return length > 1 and (has_documents or past_of(cache) is not None)
 
     @torch.compiler.disable(reason="documents and earlier calls cut every batch into other chunks")
     def _read_uncompiled(self, *args, **kwargs) -> torch.Tensor:
@@ -239,12 +246,13 @@ class HopeModel(HopePreTrainedModel):
     def _read(self, hidden_states, input_ids, attention_mask, position_ids, cache, **kwargs) -> torch.Tensor:
         """All blocks. States are written into the cache here, outside the blocks."""
         context, past = {"need_state": cache is not None}, None
+        documents = self._documents(hidden_states, attention_mask, position_ids, cache, boundaries_of(kwargs))
         if keeps_state(self.config):
-            plans, past = self._plans(hidden_states, input_ids, attention_mask, position_ids, cache)
+            plans, past = self._plans(hidden_states, input_ids, documents, cache)
             context |= plans
         # CODEPATH: 'full_attention' layers in Hope-Attention and in hybrids.
         if self.config.has_attention:
-            context |= self._attention_arguments(hidden_states, attention_mask, position_ids, cache) | kwargs
+            context |= kwargs | self._attention_arguments(hidden_states, attention_mask, documents, cache)
         for block in self.layers:
             # of the mixer, and of levels that keep a state
             places = () if cache is None else cache.layers[block.layer_idx :: self.config.num_hidden_layers]
@@ -255,15 +263,24 @@ class HopeModel(HopePreTrainedModel):
                     place.update_state(state, past)
         return hidden_states
 
-    def _plans(self, hidden_states, input_ids, attention_mask, position_ids, cache) -> tuple[dict, Past]:
+    def _documents(self, hidden_states, attention_mask, position_ids, cache, boundaries: dict) -> Documents:
+        """What the arguments of this call say of padding and documents."""
+        shape = hidden_states.shape[:2]
+        if isinstance(attention_mask, dict):
+            # made by `generate` for a cache of fixed length
+            attention_mask = attention_mask.get("hope_memory")
+        elif attention_mask is not None and keeps_state(self.config):
+            check_mask(attention_mask, *shape, 0 if cache is None else cache.get_seq_length())
+        elif getattr(attention_mask, "ndim", None) != 2:
+            # softmax attention's own
+            attention_mask = None
+        return read_documents(attention_mask, position_ids, boundaries, shape, hidden_states.device, cache)
+
+    def _plans(self, hidden_states, input_ids, documents: Documents, cache) -> tuple[dict, Past]:
         """Documents, padding, chunks and blocks of this call, and what was read after it."""
         shape, device = hidden_states.shape[:2], hidden_states.device
-        if isinstance(attention_mask, dict):
-            attention_mask = attention_mask["hope_memory"]
-        else:
-            check_mask(attention_mask, *shape, 0 if cache is None else cache.get_seq_length())
-        mask, past = local_padding_mask(attention_mask, shape[1]), past_of(cache)
-        call = shape, device, past, mask, position_ids, input_ids, cache is not None
+        told = documents.padding, documents.position_ids
+        call = shape, device, past_of(cache), *told, input_ids, cache is not None
         plans = {}
         if has_chunks(self.config):
             plans["plan"] = plan_chunks(self.config, *call)
@@ -276,27 +293,20 @@ class HopeModel(HopePreTrainedModel):
             plans["block_positions"] = self.rotary_emb(hidden_states, position_ids=positions)
         return plans, next(iter(plans.values())).past
 
-    def _attention_arguments(self, hidden_states, attention_mask, position_ids, cache) -> dict:
-        """Mask and rotary positions of softmax attention."""
+    def _attention_arguments(self, hidden_states, attention_mask, documents: Documents, cache) -> dict:
+        """Mask and positions of softmax attention."""
         seen = 0 if cache is None else cache.get_seq_length()
+        position_ids = documents.position_ids
         if position_ids is None:
             position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + seen).unsqueeze(0)
         if isinstance(attention_mask, dict):
-            # made by `generate` for a cache of fixed length
             mask = attention_mask["full_attention"]
         else:
-            # transformers finds packed documents in the positions only where there is no cache: hide an empty one
-            is_empty = cache is not None and not cache.is_compileable and not seen
-            mask = create_causal_mask(
-                config=self.config,
-                inputs_embeds=hidden_states,
-                attention_mask=attention_mask,
-                past_key_values=None if is_empty else cache,
-                position_ids=position_ids,
-                layer_idx=self.config.layer_types.index("full_attention"),
-            )
+            mask = create_attention_mask(self.config, hidden_states, attention_mask, documents, position_ids, cache)
         return {
             "attention_mask": mask,
+            # by which kernels without a mask tell documents
+            "position_ids": position_ids,
             "position_embeddings": self.rotary_emb(hidden_states, position_ids=position_ids),
             "past_key_values": cache,
         }

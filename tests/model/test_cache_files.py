@@ -336,7 +336,9 @@ def test_a_cache_that_does_not_fit_is_refused_in_a_sentence(tiny_model):
         (tiny_model(**ATTENTION), ids, cache, "with a HopeMemoryLayer where .*layer of type 'full_attention'"),
         (model, ids, read(tiny_model(**ATTENTION), ids), "with a DynamicLayer where .*layer of type 'hope_memory'"),
         (
-            tiny_model(**HYBRID | {"memory_projections": []}), ids, cache,
+            tiny_model(**HYBRID | {"memory_projections": []}),
+            ids,
+            cache,
             "with a HopeMemoryLayer where .*layer of type 'full_attention'",
         ),
         (tiny_model(memory_projections=["v"]), ids, cache, "2 heads of 1 memories .* have 2 of 2 .*another model"),
