@@ -28,7 +28,7 @@ def cached_texts(files: Iterable[str], what: object, texts: Iterator[pa.Array]) 
     files, what: the texts are those of these files, as they are now, and depend on `what`, by its repr.
     """
     folder = writable_cache() / "hope_hf"
-    states = [(os.path.abspath(file), (stat := os.stat(file)).st_size, stat.st_mtime_ns) for file in files]
+    states = [(os.path.abspath(file), *_state(os.stat(file))) for file in files]
     key = blake2b(repr((_VERSION, states, what)).encode("utf-8", errors="surrogateescape"), digest_size=16)
     path = folder / f"{key.hexdigest()}.arrow"
     if not path.exists():
@@ -36,6 +36,11 @@ def cached_texts(files: Iterable[str], what: object, texts: Iterator[pa.Array]) 
             folder.mkdir(exist_ok=True)
             _write(path, texts)
     return Dataset.from_file(str(path))
+
+
+def _state(stat: os.stat_result) -> tuple[int, ...]:
+    """What changes with a file's content; copies may keep the size and the time of the change (`cp -p`, `tar`)."""
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 def _write(path: Path, texts: Iterator[pa.Array]) -> None:

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shutil
 from itertools import islice
 from pathlib import Path
 
@@ -236,6 +237,18 @@ def test_what_was_read_is_found_in_the_cache_until_a_file_changes(tmp_path):
     assert load_files([name], "").cache_files == [file] and os.stat(file["filename"]) == state
     os.utime(name, ns=(state.st_mtime_ns, state.st_mtime_ns + 1))
     assert load_files([name], "").cache_files != [file]
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_a_file_of_the_same_size_and_time_is_not_taken_for_the_old_one(tmp_path, kind):
+    name, other = tmp_path / f"a.{kind}", tmp_path / f"b.{kind}"
+    for file, word in ((name, "alpha"), (other, "omega")):
+        file.write_text(json.dumps({"text": word}))
+        os.utime(file, (1, 1))
+    first = load_files([str(name)], "")["text"][0]
+    shutil.copy2(other, name)
+    copied = load_files([str(name)], "")["text"][0]
+    assert os.stat(name).st_mtime == 1 and "alpha" in first and "omega" in copied
 
 
 def test_tokens_are_found_in_the_cache_of_the_next_process(tmp_path):
