@@ -8,10 +8,10 @@ from datasets import Dataset
 
 from .files import find_files, load_files, text_column
 from .filters import keep
-from .mixture import Corpus
+from .mixture import BUILTIN, Corpus
+from .readers import kind_of
 from .sources import builtin_corpus, load_data_set, split_training
 
-BUILTIN = "builtin"
 _READ_TOGETHER = 1_000
 
 
@@ -67,7 +67,10 @@ def require_as_many(corpus: Corpus, limit: str, count: int) -> None:
 
 def _load(corpus: Corpus, source: str) -> Dataset:
     if corpus.files:
-        return load_files(find_files(corpus.files, f"{source}: files"), f"{source}: files", column=corpus.text_column)
+        paths = find_files(corpus.files, f"{source}: files")
+        if corpus.text_column and kind_of(paths[0]) == "text":
+            raise ValueError(f"{source} has text_column, and {paths[0]} has no columns: leave it out.")
+        return load_files(paths, f"{source}: files", column=corpus.text_column)
     if corpus.dataset_name == BUILTIN:
         return builtin_corpus()
     name = f"{source}: {corpus.dataset_name}"

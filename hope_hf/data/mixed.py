@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from hope_hf.cli.process import warn_once
 
 from .config import DataConfig
-from .corpora import BUILTIN, Documents, open_corpus, require_as_many
+from .corpora import Documents, open_corpus, require_as_many
 from .loader import BlockLoader
-from .mixture import Corpus, read_mixture
+from .mixture import BUILTIN, Corpus, read_mixture
 from .opened import Opened
 from .order import Mixed
 from .packing import Block, TokenBlocks, TokenStream, tokenize

@@ -22,9 +22,19 @@ from hope_hf.cli.recipe import read_yaml
 
 from .filters import LANGUAGES, Filters
 
+BUILTIN = "builtin"
 _SOURCES = ("dataset_name", "files", "shards")
-# Keys that only documents have: shards were made of documents that passed.
+_OF_A_DATA_SET = ("dataset_config_name", "data_dir", "split")
+# Shards were made of documents that passed, and are read whole.
 _OF_DOCUMENTS = ("max_documents", "max_tokens", "min_length", "max_length", "deduplicate", "language", "text_column")
+# Keys without a meaning for a kind of corpus.
+_WITHOUT_MEANING = {
+    "files": _OF_A_DATA_SET,
+    "shards": (*_OF_A_DATA_SET, *_OF_DOCUMENTS),
+    "the built-in corpus": (*_OF_A_DATA_SET, "text_column"),
+}
+# As many documents or tokens as no corpus has.
+_MOST = 10**16
 
 
 @dataclass(frozen=True)
@@ -113,6 +123,7 @@ def _corpus(source: str, name: object, settings: object) -> Corpus:
     for key, value in settings.items():
         if key not in kinds:
             raise ValueError(f"{where} has an unknown key {key!r}{nearest(str(key), kinds)}")
+        settings[key] = value = _number(value, kinds[key])
         if not _fits(value, kinds[key]):
             raise ValueError(f"{where} has {key}: {value!r}, give {_WORDS_OF_KINDS[kinds[key]]}.")
     corpus = Corpus(name, **settings)
@@ -121,10 +132,10 @@ def _corpus(source: str, name: object, settings: object) -> Corpus:
         raise ValueError(f"{where} names {' and '.join(named) or 'no text'}: give one of {', '.join(_SOURCES)}.")
     if corpus.language is not None and corpus.language not in LANGUAGES:
         raise ValueError(f"{where} has language: {corpus.language}, give one of {', '.join(LANGUAGES)}.")
-    if corpus.shards:
-        for key in _OF_DOCUMENTS:
-            if key in settings:
-                raise ValueError(f"{where} has {key}, which is for documents: shards are read whole, leave it out.")
+    kind = "the built-in corpus" if corpus.dataset_name == BUILTIN else named[0]
+    for key in _WITHOUT_MEANING.get(kind, ()):
+        if key in settings:
+            raise ValueError(f"{where} has {key}, which has no meaning for {kind}: leave it out.")
     return corpus
 
 
@@ -132,9 +143,20 @@ _WORDS_OF_KINDS = {
     str | None: "a text",
     str: "a text",
     float | None: "0 or a number from 1e-9 to 1e9",
-    int | None: "a whole number of at least 1",
+    int | None: "a whole number from 1 to 1e16",
     bool: "true or false",
 }
+
+
+def _number(value: object, kind: object) -> object:
+    """The number that a text such as 5e9 means where one is asked for: YAML 1.1 reads it as a text."""
+    if kind not in (int | None, float | None) or not isinstance(value, str | float):
+        return value
+    try:
+        number = float(value)
+    except ValueError:
+        return value
+    return int(number) if kind == int | None and number.is_integer() else number
 
 
 def _fits(value: object, kind: object) -> bool:
@@ -143,7 +165,7 @@ def _fits(value: object, kind: object) -> bool:
     if isinstance(value, bool):
         return False
     if kind == int | None:
-        return isinstance(value, int) and value >= 1
+        return isinstance(value, int) and 1 <= value <= _MOST
     if kind == float | None:
         return is_weight(value)
     return isinstance(value, str) and value != ""

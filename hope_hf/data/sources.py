@@ -73,7 +73,11 @@ def load_data_set(source: str, name: str, config_name: str | None, split: str | 
     writable_cache()
     try:
         return load_dataset(plain_name(name) if os.path.isdir(name) else name, config_name, split=split, **options)
-    except (OSError, ValueError, DatasetGenerationError) as error:
+    except (OSError, ValueError, RuntimeError, DatasetGenerationError) as error:
+        if "scripts are no longer supported" in str(error):
+            raise ValueError(
+                f"{source} is made by a program ({str(error).split()[-1]}), which is not run: name its files instead."
+            ) from error
         cause = error.__cause__ or error
         reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         if isinstance(cause, OSError) and cause.errno in DISK_ERRORS:

@@ -159,6 +159,7 @@ def test_a_corpus_that_is_read_again_is_named(mixture, tmp_path):
     [
         ("files: {}/none/*.txt", "corpus a: files .*none/.* matches no file"),
         ("files: {}/pages.jsonl, text_column: body", "corpus a: files .* has no column 'body' of strings among kind,"),
+        ("files: {}/book.txt, text_column: page", "corpus a has text_column, and .*book.txt has no columns: leave it"),
         ("files: {}/pages.jsonl", "corpus a: files .* has no column 'text' among kind, page"),
         ("files: {}/book.txt, min_length: 1000000", "corpus a has no document to read .min_length 1.: check its"),
         ("files: {}/rows.jsonl, max_documents: 500", "corpus a has 7. training documents, fewer than max_documents"),
@@ -174,6 +175,18 @@ def test_a_corpus_that_cannot_be_read_is_named(mixture, tmp_path, monkeypatch, s
         build_data(
             DataConfig(dataset_mixture=str(path), tokenizer_name=str(mixture.parent / "tokenizer"), block_size=T)
         )
+
+
+def test_the_program_of_a_data_set_is_named_and_not_run(mixture, tmp_path):
+    folder = tmp_path / "programmed"
+    folder.mkdir()
+    (folder / "programmed.py").write_text(f"open('{tmp_path}/ran', 'w')")
+    (folder / "train.jsonl").write_text('{"text": "a"}\n')
+    path = tmp_path / "mix.yaml"
+    path.write_text(f"corpora: {{a: {{dataset_name: {folder}}}}}")
+    with pytest.raises(ValueError, match="corpus a: .* is made by a program .programmed.py., which is not run: name"):
+        build_data(DataConfig(dataset_mixture=str(path), tokenizer_name=str(mixture.parent / "tokenizer")))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_an_empty_split_is_named(tmp_path, mixture):

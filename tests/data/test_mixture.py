@@ -1,5 +1,6 @@
 """Mixture files: one sentence for each mistake, with the file, the corpus and the mend."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -41,11 +42,24 @@ def test_corpora_come_in_their_order_without_those_of_weight_0(tmp_path):
         ("corpora: {a: {files: a, weight: -1}}", "corpus a, has weight: -1, give 0 or a number from 1e-9 to 1e9."),
         ("corpora: {a: {files: a, weight: .nan}}", "corpus a, has weight: nan, give 0 or a number from 1e-9 to 1e9."),
         ("corpora: {a: {files: a, weight: 1.7e+308}}", "has weight: 1.7e+308, give 0 or a number from 1e-9 to 1e9."),
-        ("corpora: {a: {files: a, max_tokens: 0}}", "has max_tokens: 0, give a whole number of at least 1."),
-        ("corpora: {a: {files: a, max_tokens: 5e9}}", "has max_tokens: '5e9', give a whole number of at least 1."),
+        ("corpora: {a: {files: a, max_tokens: 0}}", "has max_tokens: 0, give a whole number from 1 to 1e16."),
+        ("corpora: {a: {files: a, max_tokens: 5.5}}", "has max_tokens: 5.5, give a whole number from 1 to 1e16."),
+        ("corpora: {a: {files: a, max_tokens: 5e99}}", ", give a whole number from 1 to 1e16."),
+        ("corpora: {a: {files: a, max_tokens: 1e999}}", "has max_tokens: inf, give a whole number from 1 to 1e16."),
+        ("corpora: {a: {files: a, max_documents: many}}", "has max_documents: 'many', give a whole number from 1"),
+        ("corpora: {a: {files: a, split: train}}", "has split, which has no meaning for files: leave it out."),
+        ("corpora: {a: {files: a, data_dir: b}}", "has data_dir, which has no meaning for files: leave it out."),
+        (
+            "corpora: {a: {files: a, dataset_config_name: b}}",
+            "has dataset_config_name, which has no meaning for",
+        ),
+        ("corpora: {a: {shards: a, split: b}}", "has split, which has no meaning for shards: leave it out."),
+        ("corpora: {a: {dataset_name: builtin, split: b}}", "has split, which has no meaning for the built-in corpus"),
+        ("[a]: 1", "cannot be read: a key is a list or a mapping"),
+        ("corpora: " + "[" * 100_000, "cannot be read: it is nested too deep"),
         ("corpora: {a: {files: a, deduplicate: 1}}", "has deduplicate: 1, give true or false."),
         ("corpora: {a: {files: a, language: xx}}", "has language: xx, give one of de, en, es, fr, it, nl, pt."),
-        ("corpora: {a: {shards: a, min_length: 3}}", "has min_length, which is for documents: shards are read whole"),
+        ("corpora: {a: {shards: a, min_length: 3}}", "has min_length, which has no meaning for shards: leave"),
         ("corpora: {a: {files: a, weight: 1}, b: {files: b}}", "gives no weight to b: give one above 0 to all"),
         ("corpora: {a: {files: a, weight: 0}, b: {files: b, weight: 0}}", "gives every corpus the weight 0: give"),
     ],
@@ -60,6 +74,15 @@ def test_a_mistake_is_named(tmp_path, text, sentence):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"The mixture .*mix.yaml cannot be read: No such file or directory\."):
         read_mixture(str(tmp_path / "mix.yaml"))
+    os.mkfifo(tmp_path / "mix.yaml")
+    with pytest.raises(ValueError, match=r"The mixture .*mix.yaml cannot be read: it is no regular file\."):
+        read_mixture(str(tmp_path / "mix.yaml"))
+
+
+@pytest.mark.parametrize("written", ["4_000_000_000", "4e9", "4.0e+9", "'4e9'"])
+def test_a_number_may_be_written_in_every_way(tmp_path, written):
+    (corpus,) = read_mixture(write(tmp_path, f"corpora: {{a: {{files: a.txt, max_tokens: {written}, weight: 2e-1}}}}"))
+    assert (corpus.max_tokens, type(corpus.max_tokens), corpus.weight) == (4_000_000_000, int, 0.2)
 
 
 def test_every_preset_has_a_mixture_that_is_read_about_once():
