@@ -12,9 +12,11 @@ from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     DynamicCache,
+    DynamicLayer,
 )
 from transformers.modeling_utils import PreTrainedModel
 
+from .attention import KeyValues
 from .cache_file import CACHE_FILE, Fingerprint, check_tensors, fingerprint, read_cache, write_cache
 from .chunk_layout import Past
 from .configuration_hope import HopeConfig
@@ -191,6 +193,31 @@ def past_of(cache: Cache | None) -> Past | None:
     """What the memories of a cache have read."""
     layers = () if cache is None else cache.layers
     return next((layer.past for layer in layers if is_memory_layer(layer)), None)
+
+
+class CarriedKeys:
+    """A layer of keys and values in the form of a memory: a state in, a state out."""
+
+    def __init__(self, layer: DynamicLayer):
+        self.layer = layer
+
+    @property
+    def state(self) -> KeyValues | None:
+        """What the layer holds."""
+        return KeyValues(self.layer.keys, self.layer.values) if self.layer.is_initialized else None
+
+    def update_state(self, state: KeyValues, past: Past | None) -> None:
+        """Replace what the layer holds."""
+        if not self.layer.is_initialized:
+            self.layer.update(*state)
+        self.layer.keys, self.layer.values = state
+
+
+def carried_layers(cache: Cache) -> list[HopeMemoryLayer | CarriedKeys] | None:
+    """Layers of a cache that blocks do not write into, so that they may be run again; `None` where it has others."""
+    layers = [CarriedKeys(layer) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    fits = not cache.is_compileable and not getattr(cache, "offloading", False)
+    return layers if fits and all(hasattr(layer, "update_state") for layer in layers) else None
 
 
 class HopeCache(DynamicCache):

@@ -1,8 +1,11 @@
 """What a call of the model is given: tokens, masks, labels, caches, and a sentence for what does not fit."""
 
+from collections.abc import Iterable
+
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .cache_hope import is_memory_layer, level_layers, past_of
 from .configuration_hope import HopeConfig
@@ -133,6 +136,26 @@ def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -
         raise ValueError(
             f"past_key_values holds {len(past.seen)} sequences, and the input {len(hidden_states)}: choose rows with "
             "batch_select_indices or batch_repeat_interleave"
+        )
+
+
+def check_recomputing(cache: Cache, is_carried: bool, blocks: Iterable[GradientCheckpointingLayer]) -> None:
+    """ValueError where blocks that are run again in the backward pass would not find what they read the first time.
+
+    Args:
+        is_carried: whether blocks take from the cache, and return, all that they read and write.
+        blocks: of a model in training.
+    """
+    recomputing = [block._gradient_checkpointing_func for block in blocks if block.gradient_checkpointing]
+    if recomputing and not is_carried:
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__} that is overwritten before gradient checkpointing reads it "
+            "again: give a HopeCache(model.config)"
+        )
+    if any(getattr(function, "keywords", {}).get("use_reentrant") for function in recomputing):
+        raise ValueError(
+            "gradient checkpointing with use_reentrant=True cuts the gradient that goes through past_key_values: give "
+            "use_reentrant=False"
         )
 
 

@@ -23,13 +23,13 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import HopeAttention, create_attention_mask
-from .cache_hope import HopeCache, past_of
+from .cache_hope import HopeCache, carried_layers, past_of
 from .chunk_layout import Past, plan_chunks, plan_slots
 from .configuration_hope import HopeConfig
 from .continuum import CONTINUA, ContinuumMemory, LevelMix, has_chunks, keeps_state
 from .documents import Documents, boundaries_of, read_documents
 from .generation_hope import HopeGenerationMixin
-from .input_checks import check_cache, check_inputs, check_labels, check_mask
+from .input_checks import check_cache, check_inputs, check_labels, check_mask, check_recomputing
 from .linear_cross_entropy import IGNORED, HopeHead, next_labels
 from .norm import HopeRMSNorm, LearnedFactors
 from .self_modifying import InitialMemory, MemoryGates, SelfModifyingTitans
@@ -54,7 +54,7 @@ class HopeBlock(GradientCheckpointingLayer):
     Both follow one protocol, `module(hidden_states, state, **context)`, and return their output and their state after
     the call, `None` where the module keeps none; `context` is what the model tells all of them about the call. They
     are functional, state in, state out: the model writes the cache, so that a checkpointed block can be run again in
-    the backward pass without a second write. Attention alone writes its keys and values into the cache itself.
+    the backward pass without a second write. Without gradients, attention writes into the cache itself.
     """
 
     def __init__(self, config: HopeConfig, layer_idx: int):
@@ -88,7 +88,7 @@ class HopePreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     model_tags = ["hope", "nested-learning"]
     _no_split_modules = ["HopeBlock"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["past_key_values", "cache"]
     _can_record_outputs = {"hidden_states": HopeBlock, "attentions": OutputRecorder(HopeAttention, index=2)}
     _is_stateful = True
     _supports_sdpa = True
@@ -253,9 +253,17 @@ class HopeModel(HopePreTrainedModel):
         # CODEPATH: 'full_attention' layers in Hope-Attention and in hybrids.
         if self.config.has_attention:
             context |= kwargs | self._attention_arguments(hidden_states, attention_mask, documents, cache)
+        layers = () if cache is None else cache.layers
+        if cache is not None and torch.is_grad_enabled():
+            carried = carried_layers(cache)
+            if self.training:
+                check_recomputing(cache, carried is not None, self.layers)
+            if carried is not None:
+                # what attention writes by itself, a block that is recomputed would write again
+                layers, context["cache"] = carried, None
         for block in self.layers:
             # of the mixer, and of levels that keep a state
-            places = () if cache is None else cache.layers[block.layer_idx :: self.config.num_hidden_layers]
+            places = layers[block.layer_idx :: self.config.num_hidden_layers]
             states = [getattr(place, "state", None) for place in places]
             hidden_states, *states = block(hidden_states, *states, **context)
             for place, state in zip(places, states, strict=False):
@@ -308,7 +316,7 @@ class HopeModel(HopePreTrainedModel):
             # by which kernels without a mask tell documents
             "position_ids": position_ids,
             "position_embeddings": self.rotary_emb(hidden_states, position_ids=position_ids),
-            "past_key_values": cache,
+            "cache": cache,
         }
 
 

@@ -3,12 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from mixers import HYBRID, MEMORIES, MIXERS
+from mixers import ATTENTION, HYBRID, MEMORIES, MIXERS, SPARSE_HYBRID, TracingLevels
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import StaticCache
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
+from hope_hf.cli.recomputing import Recomputed
 from hope_hf.model import self_modifying
 from hope_hf.model.continuum import CONTINUA, ContinuumMemory
+from hope_hf.training.recompute import recompute_activations
 
 
 def text(*shape):
@@ -67,15 +70,47 @@ def test_recomputing_blocks_changes_no_bit(tiny_model, runs, options, reentrant)
     assert runs == [2 + 4]
 
 
-@pytest.mark.parametrize("options", MEMORIES.values(), ids=MEMORIES.keys())
+# levels that keep a state, beside both kinds of caches
+CARRIED = MIXERS | {"attention": ATTENTION, "levels": HYBRID | dict(level_variant="independent")}
+
+
+@pytest.mark.parametrize("options", CARRIED.values(), ids=CARRIED.keys())
 @pytest.mark.parametrize("detach", [False, True])
-def test_recomputing_blocks_across_carried_segments_changes_no_bit(tiny_model, runs, options, detach):
-    """Memories alone: a recomputed block of transformers takes softmax attention's cache away, with a warning."""
+def test_recomputing_blocks_across_carried_segments_changes_no_bit(tiny_model, runs, monkeypatch, options, detach):
+    monkeypatch.setitem(CONTINUA, "independent", TracingLevels)
     segments = text(2, 42).split([19, 23], dim=1)
     plain = losses_and_gradients(tiny_model(**options).train(), segments, detach)
     model = recompute(tiny_model(**options).train(), use_reentrant=False)
     assert_equal(losses_and_gradients(model, segments, detach), plain)
     assert runs == [4 + 8]
+
+
+@pytest.mark.parametrize("options", [HYBRID, ATTENTION, SPARSE_HYBRID], ids=["hybrid", "attention", "sparse-hybrid"])
+@pytest.mark.parametrize("what", [Recomputed("mixer"), Recomputed("block", every=2)], ids=["mixer", "every-2"])
+def test_recomputing_parts_across_carried_segments_changes_no_bit(tiny_model, options, what):
+    segments = text(2, 42).split([19, 23], dim=1)
+    plain = losses_and_gradients(tiny_model(**options).train(), segments)
+    model = tiny_model(**options).train()
+    recompute_activations(model, what)
+    assert_equal(losses_and_gradients(model, segments), plain)
+
+
+@pytest.mark.parametrize("options", [{}, ATTENTION], ids=["memory", "attention"])
+def test_recomputation_that_would_lose_the_carried_state_is_refused(tiny_model, options):
+    """Of these, torch gives gradients without a word."""
+    model, ids = tiny_model(**options).train(), text(1, 8)
+    cache = StaticCache(model.config, max_cache_len=16)
+    model(ids, past_key_values=cache)
+    recompute(model, use_reentrant=False)
+    with pytest.raises(ValueError, match="past_key_values is a StaticCache that is overwritten before gradient check"):
+        model(ids, past_key_values=cache)
+    with torch.no_grad():
+        whole, part = model(ids.repeat(1, 2)).logits[:, 8:], model(ids, past_key_values=cache).logits
+    torch.testing.assert_close(part, whole, rtol=1e-5, atol=1e-5)
+    recompute(model, use_reentrant=True)
+    with pytest.raises(ValueError, match="use_reentrant=True cuts the gradient that goes through past_key_values"):
+        model(ids, past_key_values=HopeCache(model.config))
+    assert model(ids, labels=ids).loss.requires_grad
 
 
 @pytest.mark.parametrize("options", (MEMORIES | {"hybrid": HYBRID}).values(), ids=[*MEMORIES, "hybrid"])
