@@ -131,7 +131,7 @@ def prepared(place, monkeypatch):
         monkeypatch.setitem(suites.SUITES, name, lambda *given, read=read: SuiteResult(text=str(read(*given))))
     monkeypatch.setattr(export_folder, "check_export", lambda *made: "")
     monkeypatch.setattr(export_program, "upload", lambda *made: "nowhere")
-    monkeypatch.setattr(plot, "plot", lambda folders, target: None)
+    monkeypatch.setattr(plot, "draw_curves", lambda folders, target: None)
     monkeypatch.chdir(place / "work")
     threads = torch.get_num_threads()
     yield

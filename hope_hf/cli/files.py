@@ -38,8 +38,10 @@ def read_small(path: str | Path, most: int = SMALL) -> str:
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("it is no regular file")
-        # One byte more than allowed: the file may grow meanwhile.
-        content = file.read(most + 1)
+        # In parts: Python takes as much memory as it is asked to read. One byte more than allowed shows a longer file.
+        content = bytearray()
+        while part := file.read(min(most + 1 - len(content), 1 << 20)):
+            content += part
     if len(content) > most:
         raise ValueError(f"it has more than {most:,} bytes")
     return content.decode("utf-8")

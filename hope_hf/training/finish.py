@@ -1,62 +1,75 @@
 """The end of a run: model and tokenizer in the output folder, a sample, the curves, and how to load it all."""
 
 import json
+import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from hope_hf.cli.mistakes import one_line
+from hope_hf.cli.pictures import draw_or_warn
+
 from .arguments import Arguments
 from .checkpoints.reader import read_weights
 from .checkpoints.whole_weights import take_parts
 from .engines.base import Engine
-from .watch.plot import plot
+from .watch.plot import draw_curves
+from .watch.tracking import METRICS_FILE
 
 SAMPLE_TOKENS = 96
 PROMPT_TOKENS = 32
 
 
 def finish(args: Arguments, engine: Engine, data, evaluation: dict, checkpoint: Path | None = None):
-    """Write weights, config, generation config, tokenizer, all_results.json and loss.png; show a sample.
+    """Write weights, config, generation config, tokenizer and all_results.json.
 
-    `checkpoint`: of the same weights, where there is one.
+    `checkpoint`: of the same weights, where there is one; of a run whose weights are in parts they stay there, so that
+    no process has to hold all of them.
     """
-    weights = final_weights(engine, checkpoint)
+    in_parts = engine.saves_parts(args)
+    weights = {} if in_parts else final_weights(engine, checkpoint)
     if engine.accelerator.is_main_process:
         folder = Path(args.output_dir)
-        engine.save_model(folder, weights)
+        if not in_parts:
+            engine.save_model(folder, weights)
         data.tokenizer.save_pretrained(folder)
         _write_results(folder, evaluation)
-        prompt, continuation = sample(engine.readable_model(folder), data, args.seed)
+    engine.accelerator.wait_for_everyone()
+
+
+def show(args: Arguments, engine: Engine, data, checkpoint: Path | None = None):
+    """Print a sample, draw loss.png, and say how to load the model. What fails is a warning: the run is complete."""
+    if engine.accelerator.is_main_process:
+        folder = Path(args.output_dir)
+        in_parts = engine.saves_parts(args)
+        if not in_parts:
+            _show_sample(args, engine, data)
+        if picture := draw_or_warn(partial(draw_curves, [folder]), folder / "loss.png"):
+            print(f"Curves: {picture}")
+        print(f"Metrics: {folder / METRICS_FILE}")
+        if in_parts:
+            print(f"The weights are in parts in {checkpoint} (--save_sharded). Join them to a folder that loads:\n")
+            print(f"python -m hope_hf.training.checkpoints consolidate {folder} --to DIR\n", flush=True)
+        else:
+            print(f"Load the model:\n\n{loading_lines(engine.model, folder)}\n", flush=True)
+    engine.accelerator.wait_for_everyone()
+
+
+def _show_sample(args: Arguments, engine: Engine, data):
+    try:
+        prompt, continuation = sample(engine.readable_model(Path(args.output_dir)), data, args.seed)
         print(f"\nA sampled continuation, after '>>>':\n{prompt}>>>{continuation}\n")
-        _show_files(folder)
-        print(f"Load the model:\n\n{loading_lines(engine.model, folder)}\n", flush=True)
-    engine.accelerator.wait_for_everyone()
-
-
-def finish_in_parts(args: Arguments, engine: Engine, data, evaluation: dict, checkpoint: Path):
-    """As `finish`, but the weights stay in the parts of their checkpoint: no process has to hold all of them."""
-    if engine.accelerator.is_main_process:
-        folder = Path(args.output_dir)
-        data.tokenizer.save_pretrained(folder)
-        _write_results(folder, evaluation)
-        _show_files(folder)
-        print(f"The weights are in parts in {checkpoint} (--save_sharded). Join them to a folder that loads:\n")
-        print(f"python -m hope_hf.training.checkpoints consolidate {folder} --to DIR\n", flush=True)
-    engine.accelerator.wait_for_everyone()
+    # Whatever fails in other families' models and tokenizers, or for want of memory.
+    except Exception as error:
+        warnings.warn(f"No sample of the model: {one_line(error)}.", stacklevel=2)
 
 
 def _write_results(folder: Path, evaluation: dict):
     results = {name.replace("/", "_"): value for name, value in evaluation.items()}
     results["perplexity"] = evaluation["eval/perplexity"]
     (folder / "all_results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-
-
-def _show_files(folder: Path):
-    picture = plot([folder], folder / "loss.png")
-    if picture:
-        print(f"Curves: {picture}")
-    print(f"Metrics: {folder / 'metrics.jsonl'}")
 
 
 def final_weights(engine: Engine, checkpoint: Path | None) -> dict[str, Tensor]:
@@ -84,8 +97,6 @@ def sample(model, data, seed: int) -> tuple[str, str]:
             temperature=0.8,
             top_k=50,
             pad_token_id=data.tokenizer.pad_token_id or data.tokenizer.eos_token_id,
-            # A diverged model is still saved, and its run is complete.
-            remove_invalid_values=True,
         )
     decode = data.tokenizer.decode
     return decode(prompt[0]), decode(tokens[0, prompt.shape[1] :])

@@ -1,6 +1,7 @@
 """The training, top to bottom: set up, continue or begin, step, report, finish."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,8 @@ from .engines.guard import OneSidedError, check_same_on_all
 from .engines.neighbours import NeighbourWatch, find_neighbours
 from .engines.placement import rank_lines
 from .evaluate import evaluate
-from .finish import finish, finish_in_parts
+from .finish import finish, show
+from .finite import require_finite_weights, weights_are_finite
 from .initial.values import checkpoint_values
 from .objective import can_skip_logits, check_token_ids, count_valid, model_inputs, summed_loss
 from .process import StopSignal, leave, prepare_process, sum_over_processes
@@ -40,7 +42,7 @@ MOST_SKIPS_IN_A_ROW = 10
 
 
 class TrainingDiverged(RuntimeError):
-    """Too many steps in a row had a non-finite loss or gradient."""
+    """Loss, gradient or weights are not finite, and more steps would not mend it."""
 
 
 @dataclass
@@ -96,17 +98,19 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder) -> bool:
     with Monitor(args, engine, run.plan, *options) as monitor:
         write_audit(args.output_dir, engine)
         hook = CheckpointHook(args.checkpoint_hook, args.output_dir, monitor.say)
-        in_parts = engine.saves_parts(args)
-        writer = CheckpointWriter(args.output_dir, args.save_total_limit, args.save_only_model, hook, in_parts)
+        options = args.save_total_limit, args.save_only_model, hook, engine.saves_parts(args)
+        writer = CheckpointWriter(args.output_dir, *options)
         complete = _steps(args, engine, training, monitor, writer)
         if complete:
             row = evaluate(training.model, run.data, engine.accelerator)
             monitor.evaluated(progress, row)
+            if not math.isfinite(row["eval/loss"]):
+                raise _diverged(f"The loss of the evaluation after step {progress.step} is not finite", args)
             monitor.close_tracker()
-            end = finish_in_parts if in_parts else finish
-            end(args, engine, run.data, row, training.checkpoints.get(progress.step))
-    if complete:
-        folder.close(training.record)
+            checkpoint = training.checkpoints.get(progress.step)
+            finish(args, engine, run.data, row, checkpoint)
+            folder.close(training.record)
+            show(args, engine, run.data, checkpoint)
     writer.close()
     return complete
 
@@ -138,6 +142,9 @@ def begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | None
     if values is not None:
         values.fill(list(engine.weight_slices()))
         engine.filled()
+    if saved or args.model_name_or_path:
+        source = saved.path if saved else f"--model_name_or_path {args.model_name_or_path}"
+        require_finite_weights(engine, source)
     # The scheduler is not prepared: accelerate would step it once per process.
     scheduler = transformers.get_scheduler(
         args.lr_scheduler_type, run.optimizer, num_warmup_steps=plan.warmup_steps, num_training_steps=plan.total_steps
@@ -164,6 +171,9 @@ def _steps(args: Arguments, engine: Engine, training: Training, monitor: Monitor
     plan, progress, scheduler = run.plan, state.progress, state.scheduler
 
     def save(background: bool = False):
+        if not weights_are_finite(engine):
+            writer.finish()
+            raise _diverged(f"The weights are not finite after step {progress.step}", args)
         training.checkpoints[progress.step] = writer.save(
             progress.step, engine=engine, tokenizer=run.data.tokenizer, state=state.state_dict(), background=background
         )
@@ -191,7 +201,9 @@ def _steps(args: Arguments, engine: Engine, training: Training, monitor: Monitor
                 state.carry.restart()
                 if progress.skipped_in_a_row >= MOST_SKIPS_IN_A_ROW:
                     writer.finish()
-                    raise _diverged(progress.step, args, update.loss_scale)
+                    scaled = "" if update.loss_scale is None else f", with the loss scaled by {update.loss_scale:g}"
+                    last = f"in {MOST_SKIPS_IN_A_ROW} steps in a row, the last one {progress.step}{scaled}"
+                    raise _diverged(f"The loss or its gradient was not finite {last}", args)
             learning_rate = scheduler.get_last_lr()[0]
             scheduler.step()
             own_mean = own_loss / own_tokens if own_tokens else float("nan")
@@ -201,12 +213,14 @@ def _steps(args: Arguments, engine: Engine, training: Training, monitor: Monitor
             if args.eval_steps and progress.step % args.eval_steps == 0 and not last:
                 monitor.evaluated(progress, evaluate(training.model, run.data, accelerator))
             due = args.checkpointing_steps and progress.step % args.checkpointing_steps == 0
-            # No checkpoint is written in a series of skipped steps, unless nothing else will hold the weights.
-            if (due or last) and not progress.skipped_in_a_row or last and engine.saves_parts(args):
+            # No checkpoint is written in a series of skipped steps.
+            if (due or last) and not progress.skipped_in_a_row:
                 save(background=args.async_save and not last)
 
         writer.finish()
         if progress.step == plan.total_steps:
+            if progress.skipped_in_a_row:
+                raise _diverged(f"The loss or gradient of the last step, {progress.step}, was not finite", args)
             return True
         # That of this step, if there is one, may be read by the hook.
         if progress.step not in {0, *training.checkpoints} and not progress.skipped_in_a_row:
@@ -268,12 +282,10 @@ def _read(batches: Iterator, count: int, vocab_size: int) -> tuple[list[dict], d
     return [batch for batch, _ in window], window[-1][1]
 
 
-def _diverged(step: int, args: Arguments, loss_scale: float | None) -> TrainingDiverged:
-    scaled = "" if loss_scale is None else f", with the loss scaled by {loss_scale:g}"
+def _diverged(what: str, args: Arguments) -> TrainingDiverged:
     vectors = args.vector_learning_rate
     also = "" if vectors is None else f" and --vector_learning_rate (now {vectors:g})"
     return TrainingDiverged(
-        f"The loss or its gradient was not finite in {MOST_SKIPS_IN_A_ROW} steps in a row, the last one "
-        f"{step}{scaled}: lower --learning_rate (now {args.learning_rate:g}){also} or raise "
-        f"--num_warmup_steps; last good checkpoint: {last_good(args.output_dir)}."
+        f"{what}: lower --learning_rate (now {args.learning_rate:g}){also} or raise --num_warmup_steps; last good "
+        f"checkpoint: {last_good(args.output_dir)}."
     )

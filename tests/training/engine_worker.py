@@ -74,7 +74,7 @@ def run_all(plan: list[dict]):
         patch.setattr(setup, "build_data", ddp_worker.masked_data)
         # The sample would take longer than the training, and leaving ends the process.
         patch.setattr(finish, "SAMPLE_TOKENS", 1)
-        patch.setattr(finish, "plot", lambda *arguments: None)
+        patch.setattr(finish, "draw_curves", lambda *arguments: None)
         patch.setattr(trainer, "leave", lambda accelerator: None)
         patch.setattr(preflight, "leave", lambda accelerator, status: None)
         for index, entry in enumerate(plan):

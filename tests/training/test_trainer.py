@@ -10,8 +10,9 @@ import yaml
 from training_runs import HOPE, LLAMA, curve
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hope_hf.training import trainer
+from hope_hf.training import finish, trainer
 from hope_hf.training.carry import CarriedMemory
+from hope_hf.training.engines.base import Engine
 
 
 def test_run_leaves_a_model_that_loads_and_metrics_of_every_kind(run, tmp_path, capsys):
@@ -79,18 +80,91 @@ def test_non_finite_steps_are_skipped_and_counted(run, monkeypatch, capsys):
 
 
 def test_infinite_gradient_behind_a_finite_loss_leaves_the_weights_alone(run, monkeypatch, tmp_path):
+    calls = []
+
     def finite_loss(*arguments):
+        calls.append(1)
         loss = trainer_loss(*arguments)
-        loss.register_hook(lambda gradient: gradient * math.inf)
+        if len(calls) < 5:
+            loss.register_hook(lambda gradient: gradient * math.inf)
         return loss
 
     trainer_loss = trainer.summed_loss
     monkeypatch.setattr(trainer, "summed_loss", finite_loss)
-    status, rows = run("a", "--max_train_steps", "5", "--learning_rate", "1")
-    assert status == 0 and curve(rows, "train/skipped_steps") == [1, 2, 3, 4, 5]
+    status, rows = run("a", "--max_train_steps", "5", "--learning_rate", "1", "--checkpointing_steps", "1")
+    assert status == 0 and curve(rows, "train/skipped_steps") == [1, 2, 3, 4, 4]
     weights = AutoModelForCausalLM.from_pretrained(tmp_path / "a").state_dict()
     assert all(torch.isfinite(weight).all() for weight in weights.values())
-    assert not list((tmp_path / "a").glob("checkpoint-*"))
+    assert [path.name for path in (tmp_path / "a").glob("checkpoint-*")] == ["checkpoint-5"]
+
+
+def diverge(monkeypatch, what: str):
+    """Let a run of 4 steps end with a loss, weights or an evaluation that are not finite."""
+    calls, summed_loss, evaluate, update = [], trainer.summed_loss, trainer.evaluate, Engine.update
+
+    def lossy(*arguments):
+        calls.append(1)
+        return summed_loss(*arguments) * (math.nan if what == "loss" and len(calls) == 4 else 1)
+
+    def updated(engine, *arguments):
+        outcome = update(engine, *arguments)
+        if what == "weights" and len(calls) == 4:
+            next(engine.model.parameters()).data.fill_(math.inf)
+        return outcome
+
+    def evaluated(*arguments):
+        return evaluate(*arguments) | ({"eval/loss": math.nan} if what == "evaluation" else {})
+
+    monkeypatch.setattr(trainer, "summed_loss", lossy)
+    monkeypatch.setattr(trainer, "evaluate", evaluated)
+    monkeypatch.setattr(Engine, "update", updated)
+
+
+@pytest.mark.parametrize(
+    "what, sentence, last",
+    [
+        ("loss", "The loss or gradient of the last step, 4, was not finite", 2),
+        ("weights", "The weights are not finite after step 4", 2),
+        ("evaluation", "The loss of the evaluation after step 4 is not finite", 4),
+    ],
+)
+def test_a_run_that_has_diverged_is_no_complete_run(run, monkeypatch, tmp_path, capsys, what, sentence, last):
+    diverge(monkeypatch, what)
+    status, rows = run("a", "--max_train_steps", "4", "--checkpointing_steps", "2")
+    error = capsys.readouterr().err
+    assert status == 1 and f"{sentence}: lower --learning_rate (now 0.005) or raise --num_warmup_steps" in error
+    assert f"last good checkpoint: {tmp_path / 'a'}/checkpoint-{last}." in error
+    assert json.loads((tmp_path / "a" / "run.json").read_text())["complete"] is False
+    assert not (tmp_path / "a" / "model.safetensors").exists()
+    # JSON has no NaN.
+    assert "NaN" not in (tmp_path / "a" / "metrics.jsonl").read_text()
+
+
+def test_weights_that_are_not_finite_are_refused(run, monkeypatch, tmp_path, capsys):
+    with monkeypatch.context() as patch:
+        diverge(patch, "weights")
+        patch.setattr(trainer, "weights_are_finite", lambda engine: True)
+        run("a", "--max_train_steps", "4")
+    assert run("a", "--max_train_steps", "4")[0] == 2
+    checkpoint = tmp_path / "a" / "checkpoint-4"
+    assert f"error: {checkpoint} holds weights that are not finite" in capsys.readouterr().err
+    assert run("b", model=["--model_name_or_path", str(checkpoint)])[0] == 2
+    assert f"error: --model_name_or_path {checkpoint} holds weights" in capsys.readouterr().err
+
+
+def test_a_run_is_complete_whatever_happens_to_sample_and_picture(run, monkeypatch, tmp_path, capsys):
+    def fails(*arguments, **options):
+        raise RuntimeError("out of paint")
+
+    monkeypatch.setattr(finish, "sample", fails)
+    monkeypatch.setattr(finish, "draw_curves", fails)
+    with pytest.warns(UserWarning) as caught:
+        status, _ = run("a", "--max_train_steps", "2")
+    said = [str(warning.message) for warning in caught]
+    assert "No sample of the model: out of paint." in said
+    assert f"No {tmp_path / 'a'}/loss.png: the picture failed (out of paint)." in said
+    assert status == 0 and json.loads((tmp_path / "a" / "run.json").read_text())["complete"] is True
+    assert "Load the model:" in capsys.readouterr().out
 
 
 def test_ten_non_finite_steps_in_a_row_stop_the_run_with_its_checkpoint_intact(run, monkeypatch, tmp_path, capsys):

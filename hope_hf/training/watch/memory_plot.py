@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from .tracking import read_metrics
+from .tracking import curve, read_metrics
 
 # Title, and the keys behind `memory/<layer>/`: solid, then dashed.
 LAYER_PANELS = (
@@ -17,25 +17,28 @@ SPARSE_PANELS = (
     ("sparse gates: entropy (-), collapsed (--)", ("gate_entropy_mean", "gate_collapse_fraction")),
     ("tokens back to a block: median (-), 95 % (--)", ("selected_distance_median", "selected_distance_p95")),
 )
+KINDS = ("memory", "sparse", "level")
 SHARES = ("share_compressed", "share_selected", "share_window")
 STYLES = ("-", "--")
 # Shown on a logarithmic axis: they span decades.
 LOGARITHMIC = {"initial_state_grad_norm"}
 
 
-def draw_memory(folder: str | Path, target: str | Path) -> Path:
-    """Draw the run's memories, sparse attention and levels, over tokens, into `target`.
+def require_memories(folder: str | Path) -> None:
+    """Raise ValueError where the run's rows hold nothing to draw."""
+    rows = read_metrics(folder)
+    if not any(_indices(rows, kind) for kind in KINDS):
+        raise ValueError(f"{folder} has no rows of memories or levels: name a run of a HOPE.")
 
-    Raises ValueError where its rows hold none of them, ImportError without matplotlib.
-    """
+
+def draw_memory(folder: str | Path, target: str | Path) -> None:
+    """Draw the run's memories, sparse attention and levels, over tokens, into `target`; needs matplotlib."""
     from matplotlib.cm import viridis
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
     rows = read_metrics(folder)
-    layers, sparse, levels = (_indices(rows, kind) for kind in ("memory", "sparse", "level"))
-    if not layers and not sparse and not levels:
-        raise ValueError(f"{folder} has no rows of memories or levels: name a run of a HOPE.")
+    layers, sparse, levels = (_indices(rows, kind) for kind in KINDS)
     panels = [("memory", layers, *panel) for panel in LAYER_PANELS]
     panels += [("sparse", sparse, *panel) for panel in SPARSE_PANELS] if sparse else []
     figure = Figure(figsize=(13, 10.5 if sparse else 7), layout="constrained")
@@ -65,7 +68,6 @@ def draw_memory(folder: str | Path, target: str | Path) -> Path:
         if axis.has_data():
             axis.legend(fontsize="small", ncols=2)
     figure.savefig(target, dpi=120)
-    return Path(target)
 
 
 def _indices(rows: list[dict], kind: str) -> list[int]:
@@ -74,5 +76,5 @@ def _indices(rows: list[dict], kind: str) -> list[int]:
 
 
 def _points(rows: list[dict], key: str) -> tuple[list, list]:
-    points = [(row["tokens"], row[key]) for row in rows if row.get(key) is not None]
+    points = curve(rows, key)
     return [x for x, _ in points], [y for _, y in points]

@@ -147,7 +147,8 @@ class Monitor:
 
     def evaluated(self, progress: Progress, row: dict) -> None:
         """Write the row of an evaluation."""
-        self._tracker.log(progress.step, progress.tokens, row, eval_line(row))
+        finite = {name: _finite(value) for name, value in row.items()}
+        self._tracker.log(progress.step, progress.tokens, finite, eval_line(row))
 
     def close_tracker(self) -> None:
         """Close the tracker, and say where kernels did not run: what is printed next begins on a new line."""

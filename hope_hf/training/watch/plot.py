@@ -2,16 +2,17 @@
 
 import os
 import sys
-import warnings
+from functools import partial
 from pathlib import Path
 
 from hope_hf.cli.bounds import Checked
 from hope_hf.cli.parser import Parser
+from hope_hf.cli.pictures import as_label, draw_or_warn
 from hope_hf.cli.process import complain
 from hope_hf.cli.program import program
 
-from .memory_plot import draw_memory
-from .tracking import METRICS_FILE, read_metrics
+from .memory_plot import draw_memory, require_memories
+from .tracking import METRICS_FILE, curve, read_metrics
 
 PANELS = (
     ("loss (nats per token)", ("train/loss", "eval/loss")),
@@ -21,22 +22,20 @@ PANELS = (
 )
 
 
-def plot(folders: list[str | Path], target: str | Path) -> Path | None:
-    """Draw the curves of the runs in `folders` over tokens into `target`; None, and a warning, without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import EngFormatter
-    except ImportError:
-        warnings.warn("No loss.png: matplotlib is not installed (pip install 'hope_hf[plot]').", stacklevel=2)
-        return None
+def draw_curves(folders: list[str | Path], target: str | Path) -> None:
+    """Draw the curves of the runs in `folders` over tokens into `target`; needs matplotlib."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
     figure = Figure(figsize=(10, 6.5), layout="constrained")
     axes = figure.subplots(2, 2, sharex=True).flat
-    runs = [(Path(folder).resolve().name, read_metrics(folder)) for folder in folders]
+    runs = [(as_label(Path(folder).resolve().name), read_metrics(folder)) for folder in folders]
     for axis, (title, names) in zip(axes, PANELS, strict=True):
         for index, (run, rows) in enumerate(runs):
             for name in names:
-                points = [(row["tokens"], row[name]) for row in rows if row.get(name) is not None]
-                style = "o--" if name.startswith("eval") else "-"
+                points = curve(rows, name)
+                # A line of one point would be invisible.
+                style = "o--" if name.startswith("eval") else "-" if len(points) > 1 else "o"
                 label = f"{run} {name.split('/')[0]}" if len(names) > 1 else run
                 if points:
                     axis.plot(*zip(*points, strict=True), style, label=label, color=f"C{index}", markersize=4)
@@ -46,9 +45,9 @@ def plot(folders: list[str | Path], target: str | Path) -> Path | None:
     # Else a few percent of noise would fill the panel.
     figure.axes[-1].set_ylim(bottom=0)
     figure.axes[0].xaxis.set_major_formatter(EngFormatter(sep=""))
-    figure.axes[0].legend()
+    if figure.axes[0].has_data():
+        figure.axes[0].legend()
     figure.savefig(target, dpi=120)
-    return Path(target)
 
 
 def make_parser() -> Parser:
@@ -64,7 +63,7 @@ def make_parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Draw each folder's own loss.png, or for several folders one comparison in the working directory.
 
-    Returns 0, or 2 after a mistake of the user.
+    Returns 0, 1 where the picture failed, or 2 after a mistake of the user.
     """
     try:
         args = make_parser().parse_args(argv)
@@ -72,25 +71,19 @@ def main(argv: list[str]) -> int:
         for folder in folders:
             if not os.path.isfile(os.path.join(folder, METRICS_FILE)):
                 raise ValueError(f"{folder} holds no {METRICS_FILE}: name the --output_dir of a run.")
+            read_metrics(folder)
+        if args.memory and len(folders) > 1:
+            raise ValueError("--memory draws one run: name one folder.")
         if args.memory:
-            return _draw_memory(folders)
-        target = Path(folders[0]) / "loss.png" if len(folders) == 1 else Path("loss.png")
-        if plot(folders, target):
-            print(target)
+            require_memories(folders[0])
     except ValueError as error:
         return complain(error, 2)
-    except OSError as error:
-        return complain(f"{error.filename} cannot be read or written: {error.strerror}.", 2)
-    return 0
-
-
-def _draw_memory(folders: list[str]) -> int:
-    if len(folders) > 1:
-        raise ValueError("--memory draws one run: name one folder.")
-    try:
-        print(draw_memory(folders[0], Path(folders[0]) / "memory.png"))
-    except ImportError:
-        raise ValueError("--memory needs matplotlib: pip install 'hope_hf[plot]'.") from None
+    draw = partial(draw_memory, folders[0]) if args.memory else partial(draw_curves, folders)
+    place = Path(folders[0]) if len(folders) == 1 else Path()
+    picture = draw_or_warn(draw, place / ("memory.png" if args.memory else "loss.png"))
+    if picture is None:
+        return 1
+    print(picture)
     return 0
 
 

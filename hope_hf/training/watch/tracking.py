@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from tqdm.auto import tqdm
 
-from hope_hf.cli.files import replace_text
+from hope_hf.cli.files import read_small, replace_text
 from hope_hf.cli.mistakes import one_line
 from hope_hf.cli.parser import nearest
 
@@ -19,6 +19,11 @@ from ..engines.guard import OneSidedError
 from ..process import shows_bars
 
 METRICS_FILE = "metrics.jsonl"
+LARGEST_METRICS = 1 << 36
+"""Bytes; a row has a few thousand."""
+COUNTERS = ("step", "tokens")
+# As far as pictures reach.
+LARGEST_VALUE = 1e300
 
 
 def tracker_names(report_to: str) -> list[str]:
@@ -37,14 +42,37 @@ def tracker_names(report_to: str) -> list[str]:
 
 
 def read_metrics(output_dir: str | Path) -> list[dict]:
-    """The rows of a run's metrics.jsonl; a last row cut off by a crash is left out."""
+    """The rows of a run's metrics.jsonl; a last row cut off by a crash is left out.
+
+    Raises ValueError where it cannot be read or has other rows.
+    """
+    file = Path(output_dir) / METRICS_FILE
+    try:
+        lines = read_small(file, LARGEST_METRICS).splitlines()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read ({one_line(error)}): put the run's own file there.") from None
     rows = []
-    for line in (Path(output_dir) / METRICS_FILE).read_text(encoding="utf-8").splitlines():
+    for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            row = json.loads(line)
+        # RecursionError: thousands of nested brackets.
+        except (ValueError, RecursionError):
+            row = None
+        if _is_row(row):
+            rows.append(row)
+        elif number < len(lines):
+            raise ValueError(f"{file}, line {number}, is no row of metrics: remove the line.")
     return rows
+
+
+def _is_row(row: object) -> bool:
+    return isinstance(row, dict) and all(type(row.get(name)) is int and 0 <= row[name] < 2**63 for name in COUNTERS)
+
+
+def curve(rows: list[dict], name: str) -> list[tuple[int, float]]:
+    """The tokens and the value of each row that has a number of this name."""
+    found = [(row["tokens"], row.get(name)) for row in rows]
+    return [(tokens, value) for tokens, value in found if type(value) in (int, float) and abs(value) < LARGEST_VALUE]
 
 
 class Tracker:
