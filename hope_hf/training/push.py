@@ -1,5 +1,6 @@
 """`--push_to_hub`: uploads the finished run to the Hub, or warns."""
 
+import shutil
 import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +14,9 @@ from hope_hf.export import ExportFailed, export_folder, upload
 from .arguments import Arguments
 from .parsing import repo_id
 
+PLACE = ".hub-"
+"""Begins the name of the folder for an upload, in the run's folder."""
+
 
 def check_push(args: Arguments, config):
     """Before the training: ValueError for a model that is no HOPE, a warning where there is no login yet."""
@@ -25,7 +29,10 @@ def check_push(args: Arguments, config):
 def push(args: Arguments):
     """Export the finished run in `--output_dir` and upload it; any failure is a warning."""
     try:
-        with TemporaryDirectory(dir=args.output_dir, prefix=".hub-") as place:
+        for left in Path(args.output_dir).glob(f"{PLACE}*"):
+            # Of a process that was killed.
+            shutil.rmtree(left, ignore_errors=True)
+        with TemporaryDirectory(dir=args.output_dir, prefix=PLACE) as place:
             out = Path(place) / "export"
             export_folder(Path(args.output_dir), out, repo_id(args))
             print(f"Uploaded to {upload(out, repo_id(args), args.hub_private_repo)}", flush=True)

@@ -1,13 +1,19 @@
 """The state of a run besides weights and optimizer: written to checkpoints, and read from them."""
 
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, fields
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from hope_hf.cli.mistakes import one_line
+
 from .carry import CarriedMemory
+from .checkpoints.reader import SavedRun
+from .checkpoints.seal import MEND
 from .checkpoints.state_files import restore_rng, rng_state
 from .engines.base import Update
+from .engines.guard import OneSidedError
 from .engines.loss_scaling import LossScaling
 
 
@@ -81,13 +87,50 @@ class TrainState:
             "rank": {"rng": rng_state(), "data": self.data, "carried": self.carry.state_tensors()},
         }
 
-    def load_state_dict(self, saved: dict[str, dict], device: torch.device) -> None:
-        """Continue from `state_dict()`; without random generators where another number of processes wrote it."""
-        self.scheduler.load_state_dict(saved["scheduler"])
-        self.progress = Progress(**saved["trainer"]["progress"])
-        if self.scaling is not None:
-            self.scaling.load(saved["trainer"]["loss_scaling"])
-        self.data = saved["rank"]["data"]
-        self.carry.load(saved["rank"]["carried"], device)
-        if saved["rank"]["rng"] is not None:
-            restore_rng(saved["rank"]["rng"])
+    def load(self, saved: SavedRun, device: torch.device) -> None:
+        """Continue from `state_dict()`; without random generators where another number of processes wrote it.
+
+        Raises ValueError that names the file for values that no run writes.
+        """
+        trainer, own, scheduler = (saved.state[name] for name in ("trainer", "rank", "scheduler"))
+        file = "trainer.json"
+        try:
+            self.progress = _progress(trainer["progress"], saved.step)
+            if self.scaling is not None:
+                self.scaling.load(trainer["loss_scaling"])
+            file = "scheduler.json"
+            _continue_schedule(self.scheduler, scheduler, saved.step)
+            file = "rank_<r>"
+            self.data = own["data"]
+            if not all(tensor.isfinite().all() for tensor in own["carried"].values()):
+                raise ValueError("memories that are not finite")
+            self.carry.load(own["carried"], device)
+            if own["rng"] is not None:
+                restore_rng(own["rng"])
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise OneSidedError(f"{saved.path / file} is no state of this run ({one_line(error)}): {MEND}.") from None
+
+
+def _progress(values: dict, step: int) -> Progress:
+    progress = Progress(**values)
+    for field in fields(Progress):
+        value = getattr(progress, field.name)
+        if type(value) not in (int, field.type) or not math.isfinite(value) or value < 0:
+            raise ValueError(f"{field.name} is {value!r}")
+    if progress.step != step:
+        raise ValueError(f"step is {progress.step} and not {step}")
+    return progress
+
+
+def _continue_schedule(scheduler: LRScheduler, saved: dict, step: int) -> None:
+    """Set the scheduler to `step`; ValueError where `saved` is not its state there."""
+    own = scheduler.state_dict()
+    rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    if saved["base_lrs"] != own["base_lrs"] or saved["last_epoch"] != step:
+        raise ValueError(f"base_lrs {saved['base_lrs']} at {saved['last_epoch']}, this run has {own['base_lrs']}")
+    groups = scheduler.optimizer.param_groups
+    # The last digit may be another one on another machine.
+    for found in (saved["_last_lr"], [group["lr"] for group in groups]):
+        if not all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(found, rates, strict=True)):
+            raise ValueError(f"learning rates {found}, this run has {rates}")
+    scheduler.load_state_dict({name: saved.get(name, value) for name, value in own.items()})

@@ -156,7 +156,7 @@ def begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | None
     state = TrainState(identity, scheduler, carry, engine.scaling)
     if saved:
         load_optimizer(saved.path, engine)
-        state.load_state_dict(saved.state, accelerator.device)
+        state.load(saved, accelerator.device)
     start_step = state.progress.step
     accelerator.print("\n".join([card, *(f"rank {line}" for line in rank_lines(accelerator, run.model))]))
     if start_step:

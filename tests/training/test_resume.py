@@ -4,10 +4,15 @@ import contextlib
 import signal
 
 import pytest
+import torch
 from training_runs import HOPE, LLAMA, curve, forget_the_end
+from transformers import get_scheduler
 
 from hope_hf.training import trainer
+from hope_hf.training.carry import CarriedMemory
+from hope_hf.training.checkpoints.reader import SavedRun
 from hope_hf.training.process import QUIT, StopSignal
+from hope_hf.training.state import TrainState
 
 SAVES = ["--checkpointing_steps", "2", "--eval_steps", "3", "--max_train_steps", "5"]
 
@@ -69,7 +74,10 @@ def test_signal_saves_at_the_step_boundary_and_the_same_command_continues(run, t
 def test_complete_run_is_not_repeated(run, tmp_path, capsys):
     run("a")
     before = (tmp_path / "a" / "model.safetensors").stat().st_mtime_ns
+    # Of a process that was killed while it deleted a checkpoint.
+    (tmp_path / "a" / "checkpoint-4.tmp-0123abcd").mkdir()
     status, _ = run("a")
+    assert [path.name for path in (tmp_path / "a").glob("checkpoint-*")] == ["checkpoint-8"]
     assert status == 0
     assert "is complete" in capsys.readouterr().out
     assert (tmp_path / "a" / "model.safetensors").stat().st_mtime_ns == before
@@ -123,3 +131,49 @@ def test_ctrl_c_before_the_steps_is_one_sentence(run, monkeypatch, capsys):
     monkeypatch.setattr(trainer, "build_all", lambda *_: signal.raise_signal(signal.SIGINT))
     assert run("a")[0] == 130
     assert capsys.readouterr().err.endswith(f"error: {QUIT}\n")
+
+
+def new_state() -> TrainState:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=1, num_training_steps=4)
+    return TrainState({}, scheduler, CarriedMemory(None), None)
+
+
+def saved_state(folder) -> SavedRun:
+    """That of a checkpoint after step 2."""
+    state = new_state()
+    for _ in range(2):
+        state.scheduler.optimizer.step()
+        state.scheduler.step()
+        state.progress.step += 1
+    return SavedRun(folder, 2, state.state_dict())
+
+
+def test_the_schedule_goes_on_where_it_was(tmp_path):
+    saved, state = saved_state(tmp_path), new_state()
+    state.scheduler.optimizer.param_groups[0]["lr"] = saved.state["scheduler"]["_last_lr"][0]
+    state.load(saved, torch.device("cpu"))
+    assert state.scheduler.state_dict() == saved.state["scheduler"] and state.progress.step == 2
+
+
+@pytest.mark.parametrize(
+    "file, name, value",
+    [
+        ("scheduler", "base_lrs", [1e30]),
+        ("scheduler", "last_epoch", 3),
+        ("scheduler", "_last_lr", [float("nan")]),
+        ("scheduler", "_last_lr", None),
+        ("trainer", "progress", {"step": 3}),
+        ("trainer", "progress", {"step": 2, "tokens": -1}),
+        ("trainer", "progress", {"step": 2, "loss_sum": float("nan")}),
+        ("trainer", "progress", {"stp": 2}),
+        ("rank", "carried", {"memory": torch.tensor([float("inf")])}),
+        ("rank", "rng", {}),
+    ],
+)
+def test_a_state_that_no_run_writes_is_refused(tmp_path, file, name, value):
+    saved, state = saved_state(tmp_path), new_state()
+    state.scheduler.optimizer.param_groups[0]["lr"] = saved.state["scheduler"]["_last_lr"][0]
+    saved.state[file][name] = value
+    with pytest.raises(ValueError, match=rf"{tmp_path}/{file}\S* is no state of this run .*: resume from another"):
+        state.load(saved, torch.device("cpu"))

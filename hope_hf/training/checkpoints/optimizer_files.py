@@ -15,16 +15,20 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from hope_hf.cli.files import copy_rights
+from hope_hf.cli.mistakes import one_line
 from hope_hf.optim import require_same_groups
 
 from ..engines.base import Engine, Slice
+from ..engines.guard import OneSidedError
 from .pieces import Piece, read_into, writable
-from .seal import listed, read_manifest
+from .seal import MEND, listed, read_manifest
+
+SECOND_MOMENT = "exp_avg_sq"
 
 
 @dataclass(frozen=True)
@@ -73,17 +77,35 @@ def load_optimizer(folder: Path, engine: Engine) -> None:
     """Load a saved state into the engine's optimizer.
 
     Raises:
-        ValueError: the state has other levels, rules, periods or parameters; nothing is changed then.
+        ValueError: the state has other levels, rules, periods, parameters or settings, or values that no step leaves.
     """
-    saved = json.loads(listed(folder, "optimizer.json").read_text(encoding="utf-8"))
-    require_same_groups(saved, _groups(engine))
-    with _Files(folder) as files:
-        for part, scalars in engine.optimizer_slices():
-            files.read_into(part, scalars)
-    for group, values in zip(engine.optimizer.param_groups, saved, strict=True):
-        # JSON has no tuples.
-        values = {key: tuple(value) if key == "betas" else value for key, value in values.items()}
-        group.update({key: value for key, value in values.items() if key != "params"})
+    try:
+        saved = json.loads(listed(folder, "optimizer.json").read_text(encoding="utf-8"))
+        require_same_groups(saved, _groups(engine))
+        _require_same_settings(saved, engine, folder / "optimizer.json")
+        # The schedule, which is loaded next, compares them with its own.
+        rates = [group["lr"] for group in saved]
+        with _Files(folder) as files:
+            for part, scalars in engine.optimizer_slices():
+                files.read_into(part, scalars)
+    # What this program has not written so: other names, types and shapes.
+    except (LookupError, TypeError, AttributeError, RecursionError, SafetensorError, json.JSONDecodeError) as error:
+        raise OneSidedError(f"{folder} holds no optimizer state of this run ({one_line(error)}): {MEND}.") from None
+    for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def _require_same_settings(saved: list[dict], engine: Engine, file: Path) -> None:
+    """ValueError where decay rates and other settings of the groups are not those that the run's flags give."""
+    for theirs, group in zip(saved, engine.optimizer.param_groups, strict=True):
+        for name, ours in group.items():
+            # JSON has no tuples.
+            value = list(ours) if name == "betas" else ours
+            if name not in ("params", "lr") and theirs.get(name) != value:
+                raise ValueError(
+                    f"{file} has {name} {theirs.get(name)} and this run {value}: {MEND}, or put back the settings "
+                    "(--level_optimizers) that it was written with."
+                )
 
 
 def _groups(engine: Engine) -> list[dict]:
@@ -98,6 +120,8 @@ class _Files:
     def __init__(self, folder: Path):
         self._pieces: dict[str, list[Piece]] = {}
         self._scalars: dict[str, dict] = {}
+        self._names: dict[str, list[str]] = {}
+        self._folder = folder
         self._open = []
         names = read_manifest(folder)["files"]
         for index in sorted(name for name in names if fnmatch(name, "optimizer_rank_*.json")):
@@ -109,6 +133,7 @@ class _Files:
             for name, entry in entries.items():
                 self._pieces.setdefault(name, []).append(Piece(entry["start"], file))
                 self._scalars.setdefault(name, entry["scalars"])
+                self._names.setdefault(name, []).append(index.replace(".json", ".*"))
 
     def __enter__(self):
         for file in self._open:
@@ -122,7 +147,18 @@ class _Files:
     def read_into(self, part: Slice, scalars: dict[str, Tensor]) -> None:
         """Fill the slice's tensors and the parameter's scalars from the pieces that overlap with it."""
         (parameter,) = part.names
-        for key, value in self._scalars[parameter].items():
-            scalars[key].fill_(value)
+        for key, scalar in scalars.items():
+            value = self._scalars[parameter][key]
+            if type(value) not in (int, float) or not 0 <= value < 2**53:
+                raise self._impossible(parameter, key)
+            scalar.fill_(value)
         for key, tensor in part.tensors.items():
             read_into(tensor, part.start, f"{parameter}:{key}", self._pieces[parameter])
+            # The square of every gradient was finite, and those of its means are, too.
+            squares = tensor if key == SECOND_MOMENT else tensor.float().square()
+            if not squares.isfinite().all() or bool((squares < 0).any()):
+                raise self._impossible(parameter, key)
+
+    def _impossible(self, parameter: str, key: str) -> OneSidedError:
+        files = ", ".join(str(self._folder / name) for name in self._names[parameter])
+        return OneSidedError(f"{files} holds a {key} of {parameter} that no step has left: {MEND}.")

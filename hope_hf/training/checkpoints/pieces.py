@@ -22,7 +22,10 @@ def writable(tensor: Tensor) -> Tensor:
 
 
 def read_into(into: Tensor, start: int, key: str, pieces: Iterable[Piece]) -> None:
-    """Fill the 1-D `into` with elements from `start` on of the flattened tensor `key`; every piece may have some."""
+    """Fill the 1-D `into` with elements from `start` on of the flattened tensor `key`; every piece may have some.
+
+    Raises LookupError where they do not have all.
+    """
     filled = 0
     for piece in pieces:
         stored = piece.file.get_slice(key)
@@ -31,4 +34,5 @@ def read_into(into: Tensor, start: int, key: str, pieces: Iterable[Piece]) -> No
         if low < high:
             into[low - start : high - start].copy_(stored[low - piece.start : high - piece.start])
             filled += high - low
-    assert filled == len(into), f"{key} is not whole in the checkpoint"
+    if filled != len(into):
+        raise LookupError(f"{key} is not whole")

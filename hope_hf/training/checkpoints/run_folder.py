@@ -7,9 +7,11 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from hope_hf.cli.files import replace_text
+from hope_hf.cli.files import read_small, replace_text
 from hope_hf.cli.folder_lock import FolderLock
 from hope_hf.cli.provenance import provenance
+
+from .manifest import remove_leftovers
 
 RUN_FILE = "run.json"
 # A folder that holds one of these without a run.json is not a run's.
@@ -38,6 +40,8 @@ class RunFolder:
     def check(self, identity: dict) -> dict | None:
         """The record of the run in this folder, or None for a new one; locks the folder if there is work to do.
 
+        What a killed process has left half written or half deleted is removed.
+
         Raises ValueError where it is another run's, or another process trains in it. Keys missing on one side (the
         data's fingerprint, before the data are read) are not compared.
         """
@@ -48,6 +52,8 @@ class RunFolder:
                 self._lock.acquire()
                 # Once more: the process that held the lock may have finished the run.
                 record = self._check(identity)
+            if not self._only_looks and record is not None:
+                remove_leftovers(self.path)
             return record
 
         return on_first_process(self._accelerator, take)
@@ -97,8 +103,7 @@ class RunFolder:
 
 def _read(file: Path) -> dict:
     try:
-        # Reading a pipe would block forever.
-        record = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        record = json.loads(read_small(file))
         kinds = {"identity": dict, "complete": bool, "run_id": str}
         ours = all(isinstance(record[name], kind) for name, kind in kinds.items())
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

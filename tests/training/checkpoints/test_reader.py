@@ -1,16 +1,20 @@
 """A checkpoint holds the whole run, which continues from it bit for bit, only in a model that fits."""
 
+import json
 import random
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from checkpoint_run import CONFIG, Run, names
+from checkpoint_run import CONFIG, Run, forge, names
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from hope_hf.training.checkpoints.manifest import describe, publish, temporary_name, verify
 from hope_hf.training.checkpoints.reader import find_checkpoint, load_weights
+from hope_hf.training.checkpoints.seal import read_manifest
 
 pytestmark = pytest.mark.usefixtures("one_cpu_process")
 
@@ -123,3 +127,56 @@ def test_a_missing_tensor_is_refused(output_dir):
     save_file(tensors, file)
     with pytest.raises(ValueError, match="model.norm.weight is only in the model: repeat the flags"):
         load_weights(Run().model, file.parent)
+
+
+def resealed(folder: Path, name: str, change) -> None:
+    """Change the content of a checkpoint's file, and seal the checkpoint as if a run had written it."""
+    file = folder / name
+    if name.endswith(".json"):
+        content = json.loads(file.read_text())
+        change(content)
+        file.write_text(json.dumps(content))
+    else:
+        content = load_file(file)
+        change(content)
+        save_file(content, file)
+    forge(folder, files={**read_manifest(folder)["files"], **describe(folder, [file])})
+
+
+def group(**values):
+    """A change of the groups with AdamW."""
+    return lambda groups: [entry.update(values) for entry in groups if entry["optimizer"] == "adamw"]
+
+
+def tensors(kind: str, value: float):
+    return lambda content: [tensor.fill_(value) for name, tensor in content.items() if name.endswith(f":{kind}")]
+
+
+def scalar(name: str, value: object):
+    return lambda content: [entry["scalars"].update({name: value}) for entry in content.values()]
+
+
+@pytest.mark.parametrize(
+    "name, change, said",
+    [
+        ("optimizer.json", group(betas=[1.5, 0.95]), "optimizer.json has betas [1.5, 0.95] and this run [0.9, 0.95]"),
+        ("optimizer.json", group(initial_lr=1e30), "optimizer.json has initial_lr 1e+30 and this run 0.01"),
+        ("optimizer.json", group(eps="a"), "optimizer.json has eps a and this run 1e-08"),
+        ("optimizer.json", lambda groups: groups[0].pop("lr"), "no optimizer state of this run ('lr' is missing)"),
+        ("optimizer_rank_0.safetensors", tensors("exp_avg", float("nan")), "optimizer_rank_0.* holds a exp_avg of"),
+        ("optimizer_rank_0.safetensors", tensors("exp_avg", 1e38), "optimizer_rank_0.* holds a exp_avg of"),
+        ("optimizer_rank_0.safetensors", tensors("exp_avg_sq", -1.0), "optimizer_rank_0.* holds a exp_avg_sq of"),
+        ("optimizer_rank_0.safetensors", tensors("momentum_buffer", 1e38), "optimizer_rank_0.* holds a momentum_"),
+        ("optimizer_rank_0.safetensors", dict.popitem, "no optimizer state of this run"),
+        ("optimizer_rank_0.json", scalar("step", -1), "optimizer_rank_0.* holds a step of"),
+        ("optimizer_rank_0.json", scalar("step", float("nan")), "optimizer_rank_0.* holds a step of"),
+        ("optimizer_rank_0.json", scalar("step", "a"), "optimizer_rank_0.* holds a step of"),
+        ("optimizer_rank_0.json", dict.popitem, "no optimizer state of this run"),
+    ],
+)
+def test_an_optimizer_that_no_step_has_left_is_refused(output_dir, name, change, said):
+    resealed(output_dir / "checkpoint-5", name, change)
+    with pytest.raises(ValueError, match=re.escape(said)) as caught:
+        Run().restore(output_dir)
+    assert str(output_dir / "checkpoint-5") in str(caught.value)
+    assert "resume from another checkpoint" in str(caught.value)
