@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from datasets import Dataset, IterableDataset, load_dataset
-from datasets.exceptions import DatasetGenerationError
+from datasets.exceptions import DatasetsError, SplitsVerificationError
 
 from .cache import DISK_ERRORS, writable_cache
 from .config import DataConfig
@@ -73,7 +73,17 @@ def load_data_set(source: str, name: str, config_name: str | None, split: str | 
     writable_cache()
     try:
         return load_dataset(plain_name(name) if os.path.isdir(name) else name, config_name, split=split, **options)
-    except (OSError, ValueError, RuntimeError, DatasetGenerationError) as error:
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        if isinstance(error, SplitsVerificationError):
+            raise ValueError(
+                f"{source} has other splits or numbers of rows than its README.md says, as an incomplete copy has: "
+                "copy the rest, or name its files instead."
+            ) from error
+        if "Config name is missing" in str(error):
+            names = str(error).splitlines()[1].partition(": ")[2]
+            raise ValueError(
+                f"{source} has several configurations: name one of {names} (dataset_config_name)."
+            ) from error
         if "scripts are no longer supported" in str(error):
             raise ValueError(
                 f"{source} is made by a program ({str(error).split()[-1]}), which is not run: name its files instead."

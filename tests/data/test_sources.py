@@ -145,6 +145,13 @@ def test_streaming_the_builtin_corpus_warns_that_it_is_ignored():
         open_sources(DataConfig(streaming=True, max_train_samples=1))
 
 
+def with_readme(folder, metadata):
+    """A data set of one file, and what its README.md says of it."""
+    write(folder, "jsonl")
+    (folder / "README.md").write_text(f"---\n{metadata}\n---\n")
+    return {"dataset_name": str(folder)}
+
+
 def bad_file(folder, name, content):
     file = folder / name
     file.write_bytes(content)
@@ -195,6 +202,18 @@ BAD = {
         "a.jsonl nests lists and objects more than 64 deep",
     ),
     "no data set": (lambda d: {"dataset_name": f"{d}/nothing"}, "--dataset_name .*nothing could not be loaded"),
+    "part of a data set": (
+        lambda d: with_readme(d, "dataset_info: {splits: [{name: train, num_examples: 61}]}"),
+        "--dataset_name .* other splits or numbers of rows than its README.md says.* or name its files",
+    ),
+    "data set without a split": (
+        lambda d: with_readme(d, "dataset_info: {splits: [{name: train}, {name: test}]}"),
+        "--dataset_name .* other splits or numbers of rows than its README.md says.* or name its files",
+    ),
+    "several configurations": (
+        lambda d: with_readme(d, "configs: [{config_name: de, data_files: t*}, {config_name: en, data_files: t*}]"),
+        r"--dataset_name .* has several configurations: name one of \['de', 'en'\] \(dataset_config_name\)",
+    ),
     "stream without validation": (
         lambda d: bad_file(d, "a.txt", b"x") | {"streaming": True, "validation_split_percentage": 1e-9},
         "--streaming found no document to hold out.*--validation_file",
