@@ -2,6 +2,8 @@
 
 import json
 
+from hope_hf.cli.mistakes import one_line
+from hope_hf.cli.models import is_hope
 from hope_hf.cli.process import complain
 from hope_hf.cli.program import program
 
@@ -25,7 +27,7 @@ def _answer(question: Question) -> None:
     # Not at the top: misspelled flags answer before the simulation's parts are imported.
     from .plot import draw
     from .report import as_json, as_text
-    from .simulate import can_simulate, simulate
+    from .simulate import Simulation, can_simulate, simulate
     from .verdict import require_a_fit, settings, verdict
 
     rows = settings(question)
@@ -35,7 +37,14 @@ def _answer(question: Question) -> None:
     if not question.args.simulate:
         found = "--no_simulate is given"
     if found is None:
-        found = simulate(question.config, question.launch, question.step)
+        try:
+            found = simulate(question.config, question.launch, question.step)
+        except Exception as error:
+            if is_hope(question.config):
+                raise
+            # Operators of other architectures may need the numbers that fake tensors lack.
+            found = f"{question.config.model_type} does not run on fake tensors ({one_line(error)})"
+    if isinstance(found, Simulation):
         verdicts = [verdict(question, rows, gpu, found) for gpu in question.gpus]
     if question.args.plot:
         draw(rows, verdicts, question.args.plot)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin, convert_outputs_to_fp32
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -77,6 +77,9 @@ def simulate(config, launch: Launch, options: StepOptions) -> Simulation:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         real = stack.enter_context(_AsIfReal())
         step = Step(config, launch, options, mesh)
+        if config.model_type == "hope":
+            # Queries come in whole blocks.
+            real.queries = options.block_size + -options.block_size % config.sparse_block_size
         if not launch.strategy.gathers:
             # FSDP holds both gradients.
             real.embedding = step.model.get_input_embeddings().weight.shape
@@ -232,11 +235,13 @@ def _reduced(state, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 class _AsIfReal(TorchDispatchMode):
     """Lets fake tensors do what real ones do.
 
-    Elements that a mask chooses are none: checks of values, as that of token ids, find nothing. And the two gradients
-    of a tied embedding are added up in place, as autograd does unless they are fake.
+    Elements that a mask chooses are none: checks of values, as that of token ids, find nothing. Of the blocks that
+    sparse attention reads one after the other, the first has all `queries` of a row, as in every text, and stands for
+    all. And the two gradients of a tied embedding are added up in place, as autograd does unless they are fake.
     """
 
     embedding: torch.Size | None = None
+    queries: int = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != -1:
@@ -246,6 +251,11 @@ class _AsIfReal(TorchDispatchMode):
             indices = [index for index in args[1] if index is not None]
             if len(indices) == 1 and isinstance(indices[0], Tensor) and indices[0].dtype is torch.bool:
                 return args[0].new_empty((0, *args[0].shape[indices[0].ndim :]))
+        if function is torch.ops.aten.bincount.default and self.queries:
+            number, bins = args[0].numel(), args[2]
+            with unset_fake_temporarily():
+                # The last bin has what is no block.
+                return torch.tensor([self.queries, *[0] * (bins - 2), number - self.queries])
         if function is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else args[0].dtype is not torch.bool and 1
         return function(*args, **(kwargs or {}))

@@ -7,6 +7,10 @@ from hope_hf import PRESETS
 SMALL = {
     "tiny": {"model_type": "hope", **PRESETS["tiny"]},
     "pilot": {"model_type": "hope", **PRESETS["pilot"], "num_hidden_layers": 2},
+    "sparse": {
+        "model_type": "hope", **PRESETS["pilot-hybrid"], "num_hidden_layers": 1, "layer_types": ["sparse_attention"],
+        "vocab_size": 256,
+    },
     "llama": {
         "model_type": "llama", "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8,
         "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 256,
@@ -18,7 +22,7 @@ SMALL = {
     },
 }  # fmt: skip
 # Rows and tokens of each.
-BATCHES = {"tiny": (2, 256), "pilot": (1, 256), "llama": (1, 64), "gpt2": (4, 128)}
+BATCHES = {"tiny": (2, 256), "pilot": (1, 256), "sparse": (1, 512), "llama": (1, 64), "gpt2": (4, 128)}
 
 
 def small_config(name: str, **overrides):

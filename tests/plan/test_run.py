@@ -123,6 +123,14 @@ def test_other_architectures_are_read_from_the_meta_device(capsys):
     assert "meta device" in capsys.readouterr().out
 
 
+def test_what_fake_tensors_cannot_do_leaves_the_arithmetic(capsys):
+    """The experts of this one are chosen by numbers."""
+    sizes = "num_hidden_layers=1,hidden_size=32,intermediate_size=32,num_attention_heads=2,num_key_value_heads=2"
+    assert main(["--model_type", "mixtral", "--config_overrides", sizes, "--block_size", "16"]) == 0
+    out = capsys.readouterr().out
+    assert "No simulation: mixtral does not run on fake tensors (" in out and "h100-80gb: " in out
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from models import BATCHES, SMALL, small_config
 
-from hope_hf import HopeConfig
+from hope_hf import PRESETS, HopeConfig
 from hope_hf.plan.simulate import can_simulate, simulate
 from hope_hf.plan.step import StepOptions
 from hope_hf.plan.strategy import STRATEGIES, Launch
@@ -92,6 +92,14 @@ def test_simulated_peak_is_within_5_percent_of_the_real_one(case):
     pilot = [(peak, resident) for name, *_, peak, _, resident in rows if name == "pilot"]
     print(*(f"resident {peak / resident - 1:+.2%}" for peak, resident in pilot))
     assert pilot and all(abs(peak / resident - 1) < 0.15 for peak, resident in pilot), rows
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_simulated_by_its_last_block(preset):
+    (*_, kind) = HopeConfig.from_preset(preset).layer_types
+    config = HopeConfig.from_preset(preset, num_hidden_layers=1, layer_types=[kind])
+    assert kind == ("sparse_attention" if preset.endswith("-hybrid") else "hope_memory")
+    assert simulate(config, Launch(STRATEGIES["ddp"], 1, 1), StepOptions(1, 16)).split["activations"]
 
 
 def test_the_categories_add_up_and_the_process_group_is_gone():
