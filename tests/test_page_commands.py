@@ -1,0 +1,147 @@
+"""Every command of docs/data.md, docs/recipes.md and the heads of the recipes runs, on small texts made here.
+
+A training is read, its data are built and its model's config is made; tests/training/test_recipes.py trains.
+"""
+
+import os
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+from test_docs import FENCE
+from transformers import AutoTokenizer
+
+from hope_hf import PRESETS, HopeConfig
+from hope_hf.cli.models import build_config, load_config, parse_overrides
+from hope_hf.data import build_data, mixture, prepare, save_tokenizer, sources, tokenizer, train_tokenizer, vocabulary
+from hope_hf.evaluation import parsing as evaluation
+from hope_hf.evaluation.held_out import held_out_documents
+from hope_hf.plan import main as plan
+from hope_hf.training.parsing import parse
+from hope_hf.training.setup import data_config
+
+ROOT = Path(__file__).parents[1]
+HEADS = sorted((ROOT / "recipes").rglob("*.yaml"))
+COMMAND = re.compile(r"^.*?((?:accelerate launch|python|curl|run_clm\.py) .*)$")
+# These need a package that is not installed, and minutes; their flags are checked in test_docs.py.
+NOT_RUN = ("filter.py", "benchmarks/prepare_speed.py")
+TEXTS = [
+    f"{number} times {number + 1} are {number * (number + 1)}, as everybody knows. " * 5 for number in range(1000)
+]
+BLOCK = 32
+
+
+def commands_of(page: str) -> list[str]:
+    """The lines of the shell blocks, with what `\\` continues joined."""
+    text = "".join(found[2] for found in FENCE.finditer((ROOT / page).read_text(encoding="utf-8")) if not found[1])
+    lines = text.replace("\\\n", " ").splitlines()
+    return [" ".join(line.split()) for line in lines if re.match("(accelerate|python|curl) ", line)]
+
+
+def commands_in_head(path: Path) -> list[str]:
+    """The commands in the comments of a recipe or mixture."""
+    text = re.sub(r"\\\n#", " ", path.read_text(encoding="utf-8"))
+    lines = (" ".join(line.split()) for line in text.splitlines() if line.startswith("#"))
+    return [found[1] for line in lines if (found := COMMAND.match(line))]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with the repository's recipes, where the Hub has a few small texts and one tokenizer."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("recipes", "accelerate_configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "one.txt").write_text("\n<|endoftext|>\n".join(TEXTS[:200]))
+    page = (ROOT / "docs/data.md").read_text(encoding="utf-8")
+    (tmp_path / "mix.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
+    small = train_tokenizer(TEXTS[:9], 300)
+    for preset in ("mid", "target"):
+        # The first phase of the runs of two phases, and the run of the evaluation.
+        HopeConfig.from_preset(preset, vocab_size=300).save_pretrained(tmp_path / "runs" / preset)
+        save_tokenizer(small, tmp_path / "runs" / preset)
+
+    class OfTheHub:
+        @staticmethod
+        def from_pretrained(name, **options):
+            return AutoTokenizer.from_pretrained(name, **options) if os.path.isdir(name) else small
+
+    def load_dataset(name, config_name=None, split=None, streaming=False, **options):
+        texts = Dataset.from_dict({"content" if name == "bigcode/starcoderdata" else "text": TEXTS})
+        texts = texts.to_iterable_dataset() if streaming else texts
+        return texts if split else DatasetDict(train=texts)
+
+    def read_yaml(*words):
+        found = yaml_of(*words)
+        for corpus in found["corpora"].values():
+            corpus |= {"max_tokens": 3000} if "max_tokens" in corpus else {}
+            # So that the small texts pass.
+            corpus |= {"min_length": 20} if "min_length" in corpus else {}
+        return found
+
+    yaml_of = mixture.read_yaml
+    monkeypatch.setattr(vocabulary, "AutoTokenizer", OfTheHub)
+    monkeypatch.setattr(sources, "load_dataset", load_dataset)
+    monkeypatch.setattr(sources, "corpus_documents", lambda: [(f"{text[:9]}.py", text) for text in TEXTS[:300]])
+    monkeypatch.setattr(mixture, "read_yaml", read_yaml)
+    return tmp_path
+
+
+def trains(words: list[str]) -> None:
+    """Parse the command line of a training, build its data and its model's config."""
+    args = parse([*words, "--block_size", str(BLOCK), "--per_device_train_batch_size", "2"])
+    pretrained = load_config(args.model_name_or_path, "model_name_or_path", args) if args.model_name_or_path else None
+    size = pretrained.vocab_size if pretrained else parse_overrides(args.config_overrides).get("vocab_size")
+    data = build_data(data_config(args, SimpleNamespace(device=torch.device("cpu")), pretrained, size))
+    batch, _ = next(iter(data.train))
+    assert batch["input_ids"].shape == (2, BLOCK) and len(data.validation)
+    config = pretrained or build_config(args, data.tokenizer, size or len(data.tokenizer), PRESETS)
+    assert config.vocab_size >= len(data.tokenizer)
+
+
+def run(command: str) -> None:
+    """One command of a page, in this process."""
+    words = shlex.split(command)
+    if "run_clm.py" in words:
+        trains(words[words.index("run_clm.py") + 1 :])
+    elif words[0] == "curl":
+        Path(words[words.index("-o") + 1]).write_text("\n\n".join(TEXTS[:300]))
+    elif "run_eval.py" in words:
+        args = evaluation.parse(words[words.index("run_eval.py") + 1 :], ["perplexity", "zero_shot"])
+        assert held_out_documents(args).texts
+    else:
+        program, words = words[2], words[3:]
+        if program == "hope_hf.plan":
+            assert plan([*words, "--no_simulate"]) == 0
+        elif program == "hope_hf.data.tokenizer":
+            # As many entries as the small texts have pairs to merge.
+            assert tokenizer.main([*words, "--vocab_size", "300"]) == 0
+        else:
+            assert program == "hope_hf.data.prepare"
+            # Processes take seconds to start; tests/data/test_prepare.py has them.
+            assert prepare.main([*words, "--num_proc", "1"]) == 0
+
+
+def in_order(command: str) -> int:
+    """Files and tokenizers first, which other commands read, then shards."""
+    return next((index for index, word in enumerate(("curl", "data.tokenizer", "data.prepare")) if word in command), 9)
+
+
+@pytest.mark.parametrize("page", ["docs/data.md", "docs/recipes.md"])
+def test_every_command_of_the_page_runs(page, folder):
+    commands = [command for command in commands_of(page) if not any(name in command for name in NOT_RUN)]
+    assert len(commands) >= 8
+    for command in sorted(commands, key=in_order):
+        run(command)
+
+
+def test_every_command_in_the_heads_of_recipes_runs(folder):
+    commands = {command for path in HEADS for command in commands_in_head(path)}
+    on_the_page = set(commands_of("docs/recipes.md"))
+    assert len(commands & on_the_page) >= 8 and len(commands - on_the_page) >= 2
+    for command in sorted(commands - on_the_page, key=in_order):
+        run(command)
