@@ -39,11 +39,11 @@ def asked_kernels() -> str:
     return asked
 
 
-def operand_dtype(hidden_states: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
-    """To what kernels of a GPU round their operands: autocast's dtype, or without it that of a layer's weights."""
-    # weights that are loaded when they are needed lie on no device
+def operand_dtype(hidden_states: torch.Tensor) -> torch.dtype:
+    """To what kernels of a GPU round their operands: the dtype that a linear map of `hidden_states` has."""
+    # not asked of its weights, which may be quantised, or on no device until they are needed
     kind = hidden_states.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_states.dtype
 
 
 def choose(

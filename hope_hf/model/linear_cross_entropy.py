@@ -92,6 +92,12 @@ class HopeHead(nn.Linear):
     def forward(self, hidden_states: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         if labels is None:
             return super().forward(hidden_states)
+        # A kind of tensor that torch does not have, as a quantised one, may know no other product than a linear map's.
+        # The tracer cannot ask.
+        if not torch.compiler.is_compiling() and type(self.weight).__module__.partition(".")[0] != "torch":
+            logits = super().forward(hidden_states).flatten(0, -2)
+            wide = torch.promote_types(logits.dtype, torch.float32)
+            return F.cross_entropy(logits.to(wide), labels.flatten(), ignore_index=IGNORED, reduction="sum")
         return linear_cross_entropy(hidden_states.flatten(0, -2), self.weight, labels.flatten())
 
 

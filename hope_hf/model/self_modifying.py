@@ -74,7 +74,9 @@ class InitialMemory(nn.Module):
         """0 under the delta rule. Under the paper's, outer layers small and inner layers orthogonal."""
         for name, layer in self.named_parameters(recurse=False):
             if name == "inner":
-                noise = torch.randn(layer.shape, device=layer.device)
+                # LAPACK has no QR in half precision
+                dtype = torch.promote_types(layer.dtype, torch.float32)
+                noise = torch.randn(layer.shape, dtype=dtype, device=layer.device)
                 init.copy_(layer, _INNER_GAIN * torch.linalg.qr(noise).Q)
             elif name == "weight":
                 # Small random weights are noise in the reads, and delay how recall begins (docs/log.md).
@@ -205,7 +207,7 @@ class SelfModifyingTitans(nn.Module):
         """
         inputs = self.scan_inputs(hidden_states, plan)
         batch_size, heads = len(hidden_states), self.config.num_memory_heads
-        operands = operand_dtype(hidden_states, self.g_proj.weight)
+        operands = operand_dtype(hidden_states)
         with torch.autocast(hidden_states.device.type, enabled=False):
             memories = self.memories(batch_size, inputs.query.dtype)
             reads, after = scan(

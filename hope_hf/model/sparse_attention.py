@@ -127,7 +127,7 @@ class HopeSparseAttention(nn.Module):
         gates = blocks.to_slots(self.branch_gates(hidden_states))
         held, after, base, first = self._remember(key, value, tail, state, blocks, hidden_states.shape[1], need_state)
         dtype = torch.promote_types(query.dtype, torch.float32)
-        operands = operand_dtype(hidden_states, self.q_proj.weight)
+        operands = operand_dtype(hidden_states)
         with torch.autocast(query.device.type, enabled=False):
             # [B, H, G, S, 3]
             weights = gates.to(dtype).transpose(1, 2).unflatten(1, (key.shape[1], -1))

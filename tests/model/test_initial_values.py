@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
 
 from hope_hf import HopeConfig, HopeForCausalLM
 
@@ -104,3 +105,14 @@ def test_retention_of_the_delta_rule_begins_as_in_the_gated_deltanet():
     for values, low, high in ((steps, -3, -1), (rates, 0.01, 16)):
         assert low <= values.min() < low + 0.01 * (high - low) and high - 0.01 * (high - low) < values.max() <= high
         assert values.mean().item() == pytest.approx((low + high) / 2, rel=0.03)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_inner_layers_of_memories_begin_orthogonal_in_every_precision(tiny_config, dtype):
+    """Which a factorisation in half precision could not make: it does not exist."""
+    torch.manual_seed(0)
+    config = tiny_config(memory_rule="paper", paper_rule={"depth": 2})
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    assert all(p.dtype == dtype and p.isfinite().all() for p in model.parameters())
+    inner = model.model.layers[0].mixer.initial_memory.inner.float()
+    torch.testing.assert_close(inner @ inner.mT, 4 * torch.eye(16).expand_as(inner), rtol=0, atol=0.03)

@@ -168,6 +168,26 @@ def test_a_head_that_is_replaced_makes_the_loss_from_logits(tiny_model):
     torch.testing.assert_close(out.loss, expected)
 
 
+class LinearMap(torch.Tensor):
+    """A quantised weight: of all products it knows a linear map alone."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is not F.linear:
+            raise NotImplementedError(function)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs or {})
+
+
+def test_a_quantised_head_makes_the_loss_from_logits(tiny_model):
+    model, ids = tiny_model(), torch.arange(22).view(2, 11)
+    expected = model(ids, labels=ids).loss
+    model.lm_head._parameters["weight"] = model.lm_head.weight.detach().as_subclass(LinearMap)
+    out = model(ids, labels=ids, skip_logits=True)
+    assert out.logits is None
+    torch.testing.assert_close(out.loss, expected)
+
+
 def test_a_loss_alone_needs_labels(tiny_model):
     with pytest.raises(ValueError, match="skip_logits=True returns the loss alone: give labels, or leave skip_logits"):
         tiny_model()(torch.tensor([[1, 2, 3]]), skip_logits=True)

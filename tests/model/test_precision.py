@@ -117,6 +117,17 @@ def test_output_keeps_the_dtype_of_the_weights(tiny_model, options):
         assert model(text(1, 9)).logits.dtype == dtype
 
 
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("options", MIXERS.values(), ids=MIXERS.keys())
+def test_linear_maps_that_torch_quantises_read_almost_the_same(tiny_model, options):
+    """The weight of such a map is a function."""
+    model, ids = tiny_model(**options), text(2, 21)
+    small = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    plain, logits = model(ids).logits, small(ids).logits
+    assert 0 < (logits - plain).abs().max() < 0.05 * plain.abs().max()
+
+
 def initial_loss(model, ids):
     with torch.no_grad():
         return model(ids, labels=ids).loss.item()
