@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from test_docs import FENCE
 from transformers import AutoTokenizer
 
 from hope_hf import PRESETS, HopeConfig
@@ -37,7 +36,9 @@ BLOCK = 32
 
 def commands_of(page: str) -> list[str]:
     """The lines of the shell blocks, with what `\\` continues joined."""
-    text = "".join(found[2] for found in FENCE.finditer((ROOT / page).read_text(encoding="utf-8")) if not found[1])
+    page = (ROOT / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    text = "".join(block for language, block in blocks if not language)
     lines = text.replace("\\\n", " ").splitlines()
     return [" ".join(line.split()) for line in lines if re.match("(accelerate|python|curl) ", line)]
 
