@@ -23,6 +23,8 @@ def is_inside(name: object) -> bool:
 
 SMALL = 64 << 20
 """Bytes of the largest recipe, manifest, report or other file that is read whole."""
+LARGEST_METRICS = 1 << 36
+"""Bytes of metrics.jsonl; a row has a few thousand."""
 
 
 def read_small(path: str | Path, most: int = SMALL) -> str:

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, find_adapter_config_file
 
-from .files import is_inside
+from .files import is_inside, read_small
 from .mistakes import MISTAKES, one_line
 
 PART = re.compile(r"model-rank(\d+)\.safetensors")
@@ -62,7 +62,7 @@ def parts_of(index: Path) -> list[str]:
     Raises ValueError where it cannot be read, or names anything but safetensors inside its folder.
     """
     try:
-        content = json.loads(index.read_text(encoding="utf-8"))
+        content = json.loads(read_small(index))
         names = set(content["weight_map"].values())
         whole = bool(names) and isinstance(content["metadata"], dict)
     except MISTAKES:

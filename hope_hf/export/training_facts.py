@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from hope_hf.cli.files import LARGEST_METRICS, read_small
 from hope_hf.cli.hub import is_hub_name
 
 from .json_file import read_object
@@ -76,11 +77,11 @@ def _text(flags: dict) -> str:
 def _length(path: Path) -> dict[str, int | None]:
     """Steps and tokens of the last row of metrics; a run without rows has none."""
     try:
-        last = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
+        last = json.loads(read_small(path, LARGEST_METRICS).splitlines()[-1])
         return {"steps": int(last["step"]), "tokens": int(last["tokens"])}
     except (FileNotFoundError, IndexError):
         return {"steps": None, "tokens": None}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         raise ValueError(f"The last row of {path} cannot be read: {MEND}.") from None
 
 

@@ -8,6 +8,7 @@ from hope_hf.cli.bounds import LONGEST
 from hope_hf.cli.recomputing import recomputing_flag
 
 MOST_TOKENS = 10**16
+MOST_PROCESSES = 65_536
 
 
 @dataclass
@@ -33,7 +34,9 @@ class StepArguments:
     _argument_group_name = "step"
 
     accelerate_config: str | None = flag(None, "Launch file, as accelerate_configs/fsdp2.yaml (default: replicas).")
-    world_size: int | None = flag(None, "Processes, one a GPU (default: the launch file's).", least=1, most=65_536)
+    world_size: int | None = flag(
+        None, "Processes, one a GPU (default: the launch file's).", least=1, most=MOST_PROCESSES
+    )
     mixed_precision: Literal["no", "bf16", "fp16"] | None = flag(
         None, "As accelerate launch takes it (default: the launch file's)."
     )
@@ -58,12 +61,14 @@ class MachineArguments:
 
     gpu: str = flag("h100-80gb", "GPUs with commas between them: h100-80gb, a100-40gb, ...")
     gpus_per_node: int = flag(8, "GPUs of one machine, joined by NVLink.", least=1, most=1024)
-    network_gbit: float = flag(200.0, "Gbit/s of each GPU's link to other machines.", above=0)
+    network_gbit: float = flag(200.0, "Gbit/s of each GPU's link to other machines.", least=1e-3)
     max_train_steps: int | None = flag(None, "Optimizer steps of the whole run: adds days.", **COUNT)
     total_tokens: float | None = flag(
-        None, "Tokens of the whole run, as 30e9, instead of its steps.", above=0, most=MOST_TOKENS
+        None, "Tokens of the whole run, as 30e9, instead of its steps.", least=1, most=MOST_TOKENS
     )
-    mfu: float = flag(0.4, "Share of the bf16 peak that the run reaches (train/mfu_percent / 100).", above=0, most=1)
+    mfu: float = flag(
+        0.4, "Share of the peak that the run reaches (train/mfu_percent / 100).", least=1e-6, most=1
+    )
     price_per_gpu_hour: float | None = flag(None, "Adds the cost, in the same currency.", above=0)
     simulate: bool = flag(True, "Run the step on fake tensors as well; --no_simulate: arithmetic alone.")
     json: bool = flag(False, "Print one JSON object instead of the table.")

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import yaml
+from hope_hf.training import read_launch_file as read_content
 
-from hope_hf.training import check_launch_file
+from .arguments import MOST_PROCESSES
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 ALL = frozenset((WEIGHTS, GRADIENTS, OPTIMIZER))
@@ -104,18 +104,13 @@ def read_launch_file(path: str | None, world_size: int | None, gradient_accumula
     if path is None:
         processes = world_size or 1
         return Launch(STRATEGIES["ddp"], processes, 1)
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
-        raise ValueError(f"--accelerate_config {path} cannot be read: {reason}.") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"--accelerate_config {path} must hold lines of the form 'key: value'.")
-    check_launch_file(Path(path), content)
-    own = content.get("num_processes")
-    processes = world_size or own or 1
-    if type(processes) is not int or processes < 1:
-        raise ValueError(f"--accelerate_config {path}: num_processes is {own!r}, write a whole number.")
+    content = read_content(Path(path), f"--accelerate_config {path}")
+    processes = world_size or int(content.get("num_processes") or 1)
+    if not 1 <= processes <= MOST_PROCESSES:
+        raise ValueError(
+            f"--accelerate_config {path}: num_processes is {processes}: write a whole number from 1 to "
+            f"{MOST_PROCESSES:,}."
+        )
     kind = str(content.get("distributed_type") or "NO")
     known = {"NO": _plain, "MULTI_GPU": _plain, "MULTI_CPU": _plain, "FSDP": _fsdp, "DEEPSPEED": _deepspeed}
     if kind not in known:

@@ -1,6 +1,7 @@
 """The exported folder: its content, its card, and that a failed export leaves nothing."""
 
 import json
+import os
 import re
 import shutil
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from hope_hf import HopeForCausalLM
 from hope_hf.export import folder, main
 from hope_hf.export.card import model_card, usage_code
+from hope_hf.export.training_facts import read_training
 
 TEXT_FILES = {".md", ".json", ".py"}
 
@@ -288,11 +290,22 @@ def test_results_that_are_malformed(source, refused, write_results, tmp_path, te
         ("metrics.jsonl", '{"step": 1}\n', "The last row of"),
         ("all_results.json", '{"eval_loss": "low"}', "holds a result that is not a number"),
         ("results.json", "{", "results.json cannot be read as JSON"),
+        ("run.json", "[" * 10**5, "run.json cannot be read as JSON"),
+        ("metrics.jsonl", "[" * 10**5, "The last row of"),
+        ("metrics.jsonl", "[1]", "The last row of"),
     ],
 )
-def test_records_of_the_run_that_are_malformed(source, refused, file, text, sentence):
+def test_records_of_the_run_that_are_malformed_or_nested_too_deep(source, refused, file, text, sentence):
     (source / file).write_text(text)
     assert sentence in refused(source)
+
+
+@pytest.mark.parametrize("file", ["run.json", "metrics.jsonl", "all_results.json"])
+def test_records_of_the_run_that_are_named_pipes(source, file, tmp_path):
+    (source / file).unlink()
+    os.mkfifo(source / file)
+    with pytest.raises(ValueError, match=f"{file} cannot be read"):
+        read_training(source)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Launch files as the planner reads them."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,12 @@ def test_settings_inside_the_files(tmp_path):
         (("fsdp2.yaml", None, {"distributed_type": "XLA"}), None, "distributed_type is XLA"),
         (("fsdp2.yaml", None, {"mixed_precision": "fp8"}), None, "mixed_precision is fp8"),
         (("fsdp2.yaml", None, {"num_processes": "two"}), None, "num_processes"),
+        (("fsdp2.yaml", None, {"num_processes": 10**7}), None, "num_processes is 10000000: write a whole number from"),
+        (("fsdp2.yaml", None, {"num_processes": -1}), None, "num_processes is -1"),
+        (("fsdp1.yaml", None, {"num_machines": "two"}), None, "num_machines is 'two'"),
+        (("fsdp2.yaml", None, {"num_proceses": 2}), None, "did you mean num_processes"),
+        (("fsdp2.yaml", None, {"mixed_precision": ["no"]}), None, "mixed_precision is .* one value"),
+        (("fsdp2.yaml", "fsdp_config", {"fsdp_version": [2]}), None, "fsdp_version is .* one value"),
         # What the trainer's own check refuses.
         (("fsdp2.yaml", "fsdp_config", {"fsdp_sharding_strategy": "FULL_SHARD"}), None, "version 1"),
         (("fsdp2.yaml", "fsdp_config", {"fsdp_ofload_params": True}), None, "did you mean fsdp_offload_params"),
@@ -97,3 +104,19 @@ def test_files_that_are_no_launch_files(tmp_path, text):
         read(tmp_path / "x.yaml")
     with pytest.raises(ValueError, match="cannot be read"):
         read(tmp_path / "missing.yaml")
+
+
+def test_a_pipe_and_other_yaml_files_are_no_launch_files(tmp_path):
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(ValueError, match="pipe.yaml cannot be read: it is no regular file"):
+        read(tmp_path / "pipe.yaml")
+    mixtures = sorted((CONFIGS.parent / "recipes").rglob("*.yaml"))
+    assert len(mixtures) > 8
+    for path in mixtures:
+        with pytest.raises(ValueError, match="is no key of a launch file"):
+            read(path)
+    wrong = {"zzz: 1": "zzz is no key", "num_processes: 1": "no distributed_type", "[" * 10**5: "deep"}
+    for text, said in wrong.items():
+        (tmp_path / "x.yaml").write_text(text)
+        with pytest.raises(ValueError, match=f"x.yaml.*{said}"):
+            read(tmp_path / "x.yaml")

@@ -5,12 +5,15 @@ never reaches the processes that it starts. So the file itself is read again.
 """
 
 import os
+import reprlib
 from pathlib import Path
 
-import yaml
-
 from hope_hf.cli.parser import nearest
+from hope_hf.cli.recipe import read_yaml
 
+# Of files that earlier versions of accelerate have written.
+OF_OLD_FILES = ("fp16", "dynamo_backend")
+WHOLE_NUMBERS = ("num_processes", "num_machines", "machine_rank")
 SECTIONS = ("fsdp_config", "deepspeed_config", "parallelism_config")
 
 # Keys of FSDP's version 1 that version 2 ignores, and what to do instead.
@@ -39,7 +42,18 @@ def check_launch_file() -> None:
     """Raise ValueError with one sentence if the file of this launch asks for something that would not happen."""
     path = launch_file()
     if path is not None:
-        check(path, yaml.safe_load(path.read_text(encoding="utf-8")) or {})
+        read(path, f"The launch file {path}")
+
+
+def read(path: Path, named: str) -> dict:
+    """What a launch file holds, checked. Raises ValueError with one sentence that names the file."""
+    content = read_yaml(path, named)
+    if not isinstance(content, dict):
+        raise ValueError(f"{named} must hold lines of the form 'key: value'.")
+    check(path, content)
+    if "distributed_type" not in content:
+        raise ValueError(f"{named} names no distributed_type: write one, or take a file of accelerate_configs/.")
+    return content
 
 
 def launch_file() -> Path | None:
@@ -67,10 +81,7 @@ def _default_file(words: list[str]) -> Path | None:
 
 
 def check(path: Path, content: dict) -> None:
-    """`content` is what the file at `path` holds. Raises ValueError.
-
-    The launcher itself refuses a file that is not a mapping, or has another key outside of the sections.
-    """
+    """`content` is what the file at `path` holds. Raises ValueError."""
 
     def refuse(sentence: str):
         raise ValueError(f"{path}: {sentence}" + ("" if sentence.endswith("?") else "."))
@@ -102,27 +113,41 @@ def check(path: Path, content: dict) -> None:
 def _check_sections(content: dict, refuse) -> None:
     """Refuse keys that accelerate does not know, and values that the processes would fail to read."""
     # Imported here: plain `python run_clm.py` does not need it.
+    from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
 
     known = {action.dest: action for action in launch_command_parser()._actions}
+    outside = {*ClusterConfig.__dataclass_fields__, *OF_OLD_FILES}
+    for key, value in content.items():
+        if key not in outside:
+            refuse(f"{key} is no key of a launch file{nearest(str(key), outside) or ': leave it out'}")
+        if key.endswith("_config") and value and not isinstance(value, dict):
+            refuse(f"{key} is {reprlib.repr(value)}: write it as indented lines of the form 'key: value'")
+        if not key.endswith("_config") and isinstance(value, dict | list):
+            refuse(f"{key} is {reprlib.repr(value)}: write it as one value")
+        if key in WHOLE_NUMBERS and value is not None and not _is_whole(str(value).removeprefix("-")):
+            refuse(f"{key} is {reprlib.repr(value)}: write a whole number")
     for section in SECTIONS:
-        keys = content.get(section) or {}
-        if not isinstance(keys, dict):
-            refuse(f"{section} is {keys}: write it as indented lines of the form 'key: value'")
-        for key, value in keys.items():
+        for key, value in (content.get(section) or {}).items():
             if key not in known:
                 ours = {name for name in known if name.startswith(section.split("_")[0])} or known
                 refuse(f"accelerate ignores {key} in {section}{nearest(str(key), ours) or ': leave it out'}")
+            if isinstance(value, dict | list):
+                refuse(f"{key} is {reprlib.repr(value)}: write it as one value")
             if value is None:
                 continue
             # The launcher's parser does not check values that it passes on as environment variables.
             is_switch = known[key].default in ("true", "false") or key in SWITCHES_WITHOUT_DEFAULT
-            is_strategy = key == RESHARD and keys.get("fsdp_version") == 1
+            is_strategy = key == RESHARD and content[section].get("fsdp_version") == 1
             if is_switch and not is_strategy and str(value).lower() not in ("true", "false"):
                 refuse(f"{key} is {value}: write true or false")
             decided_later = section == "deepspeed_config" and value == "auto"
-            if known[key].type is int and not str(value).isdecimal() and not decided_later:
+            if known[key].type is int and not _is_whole(str(value)) and not decided_later:
                 refuse(f"{key} is {value}: write a whole number")
+
+
+def _is_whole(text: str) -> bool:
+    return text.isdecimal() and len(text) < 19
 
 
 def _check_fsdp(config: dict, refuse) -> None:

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from tqdm.auto import tqdm
 
-from hope_hf.cli.files import read_small, replace_text
+from hope_hf.cli.files import LARGEST_METRICS, read_small, replace_text
 from hope_hf.cli.mistakes import one_line
 from hope_hf.cli.parser import nearest
 
@@ -19,8 +19,6 @@ from ..engines.guard import OneSidedError
 from ..process import shows_bars
 
 METRICS_FILE = "metrics.jsonl"
-LARGEST_METRICS = 1 << 36
-"""Bytes; a row has a few thousand."""
 COUNTERS = ("step", "tokens")
 # As far as pictures reach.
 LARGEST_VALUE = 1e300
