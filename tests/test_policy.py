@@ -36,8 +36,8 @@ ROOMS = {
     },
     "run_eval.py": {"hope_hf.evaluation"},
     "hope_hf/evaluation": {
-        "torch", "transformers", "datasets", "tqdm", "yaml", "hope_hf", "hope_hf.cli", "hope_hf.data",
-        "hope_hf.optim", "hope_hf.evaluation",
+        "torch", "transformers", "datasets", "numpy", "tqdm", "yaml",
+        "hope_hf", "hope_hf.cli", "hope_hf.data", "hope_hf.optim", "hope_hf.evaluation",
     },
     "hope_hf/export": {"torch", "transformers", "huggingface_hub", "safetensors", "hope_hf.cli", "hope_hf.export"},
     "hope_hf/plan": {

@@ -7,10 +7,16 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from hope_hf.cli.files import read_small
+from hope_hf.cli.mistakes import MISTAKES
+
 from .arguments import Arguments
+from .saved_reports import is_count
 
 # Complete ones: a folder that is still written has another name.
-FOLDER = re.compile(r"checkpoint-(\d+)")
+FOLDER = re.compile(r"checkpoint-(\d{1,18})")
+# Bytes of the rows of a run of millions of steps.
+METRICS = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -73,17 +79,20 @@ def parse_checkpoints(text: str | None) -> int:
 
 def _tokens_in(file: Path) -> int | None:
     try:
-        return int(json.loads(file.read_text(encoding="utf-8"))["progress"]["tokens"])
+        return _count(json.loads(read_small(file))["progress"]["tokens"])
     # A checkpoint of the model alone has no such file.
-    except (OSError, ValueError, KeyError, TypeError):
+    except MISTAKES:
         return None
 
 
 def _tokens_at(run: Path, step: int) -> int | None:
     try:
-        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        rows = map(json.loads, lines)
-        return next((int(row["tokens"]) for row in rows if row["step"] == step), None)
+        rows = map(json.loads, read_small(run / "metrics.jsonl", METRICS).splitlines())
+        return next((_count(row["tokens"]) for row in rows if row["step"] == step), None)
     # The last row of a run that was killed may be cut off.
-    except (OSError, ValueError, KeyError, TypeError):
+    except MISTAKES:
         return None
+
+
+def _count(value: object) -> int | None:
+    return value if is_count(value) else None

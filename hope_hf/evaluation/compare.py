@@ -6,10 +6,12 @@ import warnings
 from functools import partial
 from pathlib import Path
 
+from hope_hf.cli.files import replace_text
+from hope_hf.cli.pictures import can_draw, draw_or_warn
 from hope_hf.cli.tables import Row, markdown_table
 
 from .arguments import Arguments
-from .display import can_draw, dots
+from .display import dots
 from .numbers import Key, Number, numbers
 from .result import SuiteResult
 from .saved_reports import find_report, read_report
@@ -75,12 +77,18 @@ def _names(runs: list[str]) -> list[str]:
     """The folders' names, or the whole paths where two are alike; a report that is named twice is told apart."""
     short = [Path(run).resolve().name for run in runs]
     names = short if len(set(short)) == len(runs) else runs
-    return [name if names.index(name) == index else f"{name} ({index + 1})" for index, name in enumerate(names)]
+    # The table has columns of these names.
+    taken = [name in ("row", "number") or name.endswith("_stderr") for name in names]
+    again = [names.index(name) != index for index, name in enumerate(names)]
+    return [f"{name} ({i + 1})" if taken[i] or again[i] else name for i, name in enumerate(names)]
 
 
 def _warn_of_other_flags(records: list[dict], names: list[str]):
     first = records[0]["config"]
     for name, record in zip(names[1:], records[1:], strict=True):
+        if record["unfinished"]:
+            listed = ", ".join(record["unfinished"])
+            warnings.warn(f"The report {name} is unfinished: it lacks {listed}.", stacklevel=2)
         config = record["config"]
         flags = [flag for flag in different_flags(first, config) if flag != "suite"]
         if flags:
@@ -99,16 +107,15 @@ def as_page(result: SuiteResult) -> str:
     return "\n\n".join(f"## {title}\n\n{markdown_table(rows)}" for title, rows in result.tables.items()) + "\n"
 
 
-def write_comparison(args: Arguments, result: SuiteResult) -> Path:
-    """Write compare.json, compare.md and the picture into `--output_dir`. Raises ValueError where it cannot."""
-    folder = Path(args.output_dir)
+def write_comparison(args: Arguments, result: SuiteResult, folder: Path) -> Path:
+    """Write compare.json, compare.md and the picture into the folder. Raises ValueError where it cannot."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for file, draw_it in result.pictures.items() if can_draw() else ():
-            draw_it(folder / file)
-        (folder / "compare.md").write_text(as_page(result), encoding="utf-8")
+        replace_text(folder / "compare.md", as_page(result))
         record = {"compared": args.compare, "tables": result.tables}
-        (folder / FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        replace_text(folder / FILE, json.dumps(record, indent=2) + "\n")
     except OSError as error:
         raise ValueError(f"--output_dir {folder} cannot be written: {error.strerror}.") from None
+    for file, draw_it in result.pictures.items() if can_draw() else ():
+        draw_or_warn(draw_it, folder / file)
     return folder / "compare.md"

@@ -4,10 +4,8 @@ import io
 import math
 import sys
 import time
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import datasets
 import transformers
 from tqdm.auto import tqdm
 
+from hope_hf.cli.pictures import as_label
 from hope_hf.cli.tables import Row
 
 from .numbers import Number
@@ -33,14 +32,6 @@ STYLES = [
 def show_progress() -> bool:
     """Whether to draw bars: only on a terminal, since they make a log file unreadable."""
     return sys.stderr.isatty()
-
-
-def can_draw() -> bool:
-    """Whether there is matplotlib for pictures; says so if not."""
-    if find_spec("matplotlib") is None:
-        warnings.warn("No pictures: matplotlib is not installed (pip install 'hope_hf[plot]').", stacklevel=2)
-        return False
-    return True
 
 
 def progress(items: Iterable | None, name: str, total: int | None = None) -> tqdm:
@@ -89,10 +80,10 @@ def curves(path: Path, x: list[int], panels: dict[str, dict[str, list[tuple[floa
         for (name, points), style in zip(series.items(), cycle(STYLES), strict=False):
             values, errors = zip(*points, strict=True)
             bars = [math.nan if error is None else error for error in errors]
-            axes.errorbar(x, values, bars, capsize=3, elinewidth=1, label=name, **style)
+            axes.errorbar(x, values, bars, capsize=3, elinewidth=1, label=as_label(name), **style)
         axes.set_xscale("log", base=2)
         axes.set_xticks(x, [f"{value:,}" for value in x], rotation=45)
-        axes.set(xlabel=x_label, title=title)
+        axes.set(xlabel=x_label, title=as_label(title))
         axes.grid(alpha=0.3)
         axes.legend()
     figure.savefig(path, dpi=100)
@@ -117,9 +108,9 @@ def heat_maps(
         low, high = panel.limits
         image = axes.imshow(panel.values, cmap=panel.colours, vmin=low, vmax=high, aspect="auto")
         turned = {"rotation": 30, "ha": "right"} if max(map(len, columns)) > MOST_LETTERS else {}
-        axes.set_xticks(range(len(columns)), columns, **turned)
-        axes.set_yticks(range(len(rows)), rows)
-        axes.set(xlabel=labels[0], ylabel=labels[1], title=panel.title)
+        axes.set_xticks(range(len(columns)), list(map(as_label, columns)), **turned)
+        axes.set_yticks(range(len(rows)), list(map(as_label, rows)))
+        axes.set(xlabel=labels[0], ylabel=labels[1], title=as_label(panel.title))
         for i, row in enumerate(panel.values):
             for j, value in enumerate(row):
                 if math.isnan(value):
@@ -129,7 +120,7 @@ def heat_maps(
                 is_dark = 0.3 * red + 0.6 * green + 0.1 * blue < 0.5
                 axes.text(j, i, f"{value:.2f}", ha="center", va="center", color="white" if is_dark else "black")
         figure.colorbar(image, ax=axes)
-    figure.suptitle(title)
+    figure.suptitle(as_label(title))
     figure.savefig(path, dpi=100)
 
 
@@ -151,8 +142,9 @@ def small_curves(path: Path, panels: dict[str, dict[str, list[tuple[int, Number]
         for colour, (name, points) in zip(colours, curves_of.items(), strict=True):
             x, values, errors = zip(*((x, *number) for x, number in points), strict=True)
             bars = [math.nan if error is None else error for error in errors]
-            axes.errorbar(x, values, bars, fmt="o-", color=colour, markersize=4, capsize=2, elinewidth=1, label=name)
-        axes.set_title(title, fontsize=9)
+            label = as_label(name)
+            axes.errorbar(x, values, bars, fmt="o-", color=colour, markersize=4, capsize=2, elinewidth=1, label=label)
+        axes.set_title(as_label(title), fontsize=9)
         axes.set_xlabel(x_label)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.grid(alpha=0.3)
@@ -176,9 +168,11 @@ def dots(path: Path, panels: dict[str, dict[str, dict[str, Number]]]):
             places = [rows.index(row) + shift for row in found]
             errors = [math.nan if number.stderr is None else number.stderr for number in found.values()]
             values = [number.value for number in found.values()]
-            axes.errorbar(values, places, xerr=errors, fmt="o", color=f"C{index}", markersize=4, capsize=2, label=name)
-        axes.set_title(title, fontsize=9)
-        axes.set_yticks(range(len(rows)), rows, fontsize=7)
+            label = as_label(name)
+            style = {"color": f"C{index}", "markersize": 4, "capsize": 2}
+            axes.errorbar(values, places, xerr=errors, fmt="o", label=label, **style)
+        axes.set_title(as_label(title), fontsize=9)
+        axes.set_yticks(range(len(rows)), list(map(as_label, rows)), fontsize=7)
         axes.locator_params(axis="x", nbins=5)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.grid(alpha=0.3)

@@ -8,10 +8,12 @@ from hope_hf.cli.parser import nearest
 from hope_hf.data import plain_name
 
 from .arguments import Arguments
+from .documents import check_documents, reading_failed
 from .paper_row import written_out
 from .parsing import names
 from .task_code import check_files
 from .task_names import names_of_others
+from .templates import TooCostly
 
 # lm-eval merges the fields of a group's member into the task of that name. The group itself is not reported.
 LOCAL = "local data"
@@ -66,8 +68,8 @@ def _on_local_data(manager, name: str, folder: Path, args: Arguments) -> list[di
 def overrides(name: str, config: dict, folder: Path, args: Arguments) -> dict:
     """The fields of lm-eval's task that say where its documents come from, for `folder/<task>_<split>.jsonl`.
 
-    `config` is lm-eval's own. Every split the evaluation reads needs its file: the evaluated one, and with examples in
-    the context the one they are drawn from. Raises ValueError for the first that is missing.
+    `config` is lm-eval's own. Every split the evaluation reads needs its file, and no other is read: the evaluated
+    one, and with examples in the context the one they are drawn from. Raises ValueError for the first that is missing.
     """
     if "dataset_path" not in config or "custom_dataset" in config:
         raise ValueError(f"--data_dir cannot serve {name}: this task of lm-eval makes its documents by code.")
@@ -79,16 +81,16 @@ def overrides(name: str, config: dict, folder: Path, args: Arguments) -> dict:
     if (fixed if fixed == 0 or args.num_fewshot is None else args.num_fewshot) and "samples" not in examples:
         named = [examples.get("split"), *(config.get(key) for key in ("fewshot_split", *SPLITS))]
         needed.append(next(filter(None, named)))
-    suffix = next((s for s in FORMATS if (folder / f"{name}_{evaluated}{s}").exists()), ".jsonl")
+    suffix = next((s for s in FORMATS if (folder / f"{name}_{evaluated}{s}").is_file()), ".jsonl")
     splits = {config.get(key) for key in SPLITS} | {examples.get("split")}
     paths = {split: folder / f"{name}_{split}{suffix}" for split in splits if split}
     for split in needed:
-        if not paths[split].exists():
+        if not paths[split].is_file():
             raise ValueError(
                 f"--data_dir {folder} has no {paths[split].name}: lm-eval's task {name} reads its split {split}, "
                 "as .jsonl, .json or .parquet."
             )
-    there = {split: plain_name(str(path)) for split, path in paths.items() if path.exists()}
+    there = {split: plain_name(str(paths[split])) for split in needed}
     fields = {key: config[key] if config.get(key) in there else None for key in SPLITS}
     if examples.get("split") and examples["split"] not in there:
         fields["fewshot_config"] = {**examples, "split": None}
@@ -109,12 +111,16 @@ def _load_in_sentences(manager, args: Arguments):
 
     def load_or_say(tasks):
         try:
-            return load(tasks)
-        except SecurityError:
-            # `sandboxed_templates` raises a better error
+            found = load(tasks)
+        # `guarded` raises a better error.
+        except (SecurityError, TooCostly):
             raise
         except Exception as error:
+            if failure := reading_failed(error):
+                raise failure from error
             reason = f"{type(error).__name__}: {one_line(error)}"
             raise ValueError(f"--tasks {args.tasks or 'paper'} cannot be loaded from {place}: {reason}") from error
+        check_documents(found["tasks"].values(), args.limit, args.num_fewshot)
+        return found
 
     manager.load = load_or_say

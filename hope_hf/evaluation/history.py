@@ -1,15 +1,17 @@
 """The reports of a run's checkpoints: which are there, and every number of them over tokens."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 from hope_hf.cli.files import replace_text
+from hope_hf.cli.pictures import can_draw, draw_or_warn
 from hope_hf.cli.tables import RESULTS_FILE
 
 from .arguments import Arguments
 from .checkpoints import FOLDER, Checkpoint
 from .compare import different_flags
-from .display import can_draw, small_curves
+from .display import small_curves
 from .numbers import Number, numbers
 from .saved_reports import read_report
 
@@ -17,17 +19,18 @@ FILE = "over_tokens.json"
 
 
 def is_done(args: Arguments, checkpoint: Checkpoint, config: dict) -> bool:
-    """Whether `--output_dir` holds this checkpoint's report. Raises ValueError for one that was made otherwise."""
+    """Whether `--output_dir` holds this checkpoint's report, finished. Raises ValueError for one of other flags."""
     path = report_folder(args, checkpoint) / RESULTS_FILE
     if not path.exists():
         return False
-    flags = different_flags(config, read_report(path, "--output_dir")["config"])
+    record = read_report(path, "--output_dir")
+    flags = different_flags(config, record["config"])
     if flags:
         raise ValueError(
             f"--output_dir {args.output_dir} holds a report of {path.parent.name} with another --{flags[0]}: "
             "name another folder."
         )
-    return True
+    return not record["unfinished"]
 
 
 def report_folder(args: Arguments, checkpoint: Checkpoint) -> Path:
@@ -47,7 +50,7 @@ def draw_history(output_dir: str) -> list[Path]:
         if found := FOLDER.fullmatch(path.parent.name):
             reports.append((int(found[1]), read_report(path, "--output_dir")))
     reports.sort(key=lambda report: report[0])
-    places = [{"step": step, "tokens": record["model"].get("tokens")} for step, record in reports]
+    places = [{"step": step, "tokens": (record["model"] or {}).get("tokens")} for step, record in reports]
     unit = "step" if any(place["tokens"] is None for place in places) else "tokens"
     # suite -> panel -> curve -> points
     suites: dict[str, dict[str, dict[str, list[tuple[int, Number]]]]] = {}
@@ -58,12 +61,15 @@ def draw_history(output_dir: str) -> list[Path]:
             curve = panels.setdefault(f"{key.name}\n{key.table}", {}).setdefault(key.row, [])
             curve.append((place[unit], number))
             rows.append(place | key._asdict() | number._asdict())
-    pictures = []
     try:
-        for suite, panels in suites.items() if can_draw() else ():
-            pictures.append(folder / f"over_tokens_{suite}.png")
-            small_curves(pictures[-1], panels, unit)
         replace_text(folder / FILE, json.dumps(rows, indent=1) + "\n")
     except OSError as error:
         raise ValueError(f"--output_dir {folder} cannot be written: {error.strerror}.") from None
-    return pictures
+    pictures = []
+    for suite, panels in suites.items() if can_draw() else ():
+        pictures.append(draw_or_warn(partial(_draw, panels, unit), folder / f"over_tokens_{suite}.png"))
+    return [picture for picture in pictures if picture]
+
+
+def _draw(panels: dict, unit: str, path: Path):
+    small_curves(path, panels, unit)

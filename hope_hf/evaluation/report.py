@@ -1,29 +1,18 @@
-"""Prints the suites' results; writes results.json, results.md and pictures when all have ended."""
+"""Results as tables on the terminal, and as the record and the page that a report holds."""
 
 import json
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hope_hf.cli.files import replace_text
-from hope_hf.cli.folders import check_output
 from hope_hf.cli.provenance import provenance
-from hope_hf.cli.tables import RESULTS_FILE, SCHEMA_VERSION, markdown_table
+from hope_hf.cli.tables import SCHEMA_VERSION, Row, markdown_table
 
 from .arguments import Arguments
 from .checkpoints import as_checkpoint
-from .display import can_draw
 from .result import SuiteResult
 from .subject import Subject
-
-
-def check_folder(output_dir: str | None, file: str = RESULTS_FILE):
-    """Raise ValueError if a report, `file`, would overwrite another in the folder or cannot be written."""
-    if output_dir is None:
-        return
-    check_output(output_dir, "--output_dir")
-    if (Path(output_dir) / file).exists():
-        raise ValueError(f"--output_dir {output_dir} holds {file} already: name another folder.")
 
 
 def as_markdown(name: str, result: SuiteResult) -> str:
@@ -36,10 +25,21 @@ def as_markdown(name: str, result: SuiteResult) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def summary(results: dict[str, SuiteResult]) -> str:
+    """The numbers of all suites that say most, as a section; empty where there are none."""
+    rows: list[Row] = [{"suite": name, **row} for name, result in results.items() for row in result.summary]
+    return f"## summary\n\n{markdown_table(rows)}\n" if rows else ""
+
+
 def make_record(
-    args: Arguments, subject: Subject | None, results: dict[str, SuiteResult], failed: dict[str, str], seconds: float
+    args: Arguments,
+    subject: Subject | None,
+    results: dict[str, SuiteResult],
+    failed: dict[str, str],
+    seconds: float,
+    unfinished: Sequence[str] = (),
 ) -> dict:
-    """What results.json holds."""
+    """What results.json holds; `unfinished`: the suites that have not ended yet."""
     return {
         "schema_version": SCHEMA_VERSION,
         "config": asdict(args),
@@ -49,9 +49,20 @@ def make_record(
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": round(seconds, 1),
         **provenance(),
-        "results": {name: {"tables": r.tables, "samples": r.samples} for name, r in results.items()},
+        "results": {name: _as_record(result) for name, result in results.items()},
         "failed": failed,
+        "unfinished": list(unfinished),
     }
+
+
+def _as_record(result: SuiteResult) -> dict:
+    return {"tables": result.tables, "samples": result.samples, "text": result.text, "summary": result.summary}
+
+
+def from_record(record: dict) -> dict[str, SuiteResult]:
+    """The results in a record, without their pictures and logs."""
+    fields = ("tables", "samples", "text", "summary")
+    return {name: SuiteResult(**{field: one[field] for field in fields}) for name, one in record["results"].items()}
 
 
 def as_json(record: dict) -> str:
@@ -59,28 +70,8 @@ def as_json(record: dict) -> str:
     return json.dumps(record, indent=2, allow_nan=False) + "\n"
 
 
-def write_report(output_dir: str, record: dict, results: dict[str, SuiteResult]) -> Path:
-    """Write the folder's files, results.json last; returns its path. Raises ValueError if they cannot be written."""
-    folder = Path(output_dir)
-    if any(result.pictures for result in results.values()) and not can_draw():
-        results = {name: replace(result, pictures={}) for name, result in results.items()}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for result in results.values():
-            for file, draw in result.pictures.items():
-                draw(folder / file)
-            for file, rows in result.logs.items():
-                # lm-eval's documents hold values of any type.
-                lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-                (folder / f"{file}.jsonl").write_text("".join(lines), encoding="utf-8")
-        (folder / "results.md").write_text(_page(record, results), encoding="utf-8")
-        replace_text(folder / RESULTS_FILE, as_json(record))
-    except OSError as error:
-        raise ValueError(f"--output_dir {folder} cannot be written: {error.strerror}.") from None
-    return folder / RESULTS_FILE
-
-
-def _page(record: dict, results: dict[str, SuiteResult]) -> str:
+def as_page(record: dict, results: dict[str, SuiteResult], pictures: dict[str, list[str]]) -> str:
+    """The text of results.md; `pictures`: the files of each suite that were drawn."""
     several = record["config"]["model_name_or_path"] or "models trained by the suite"
     model = record["model"] or {"name": several, "parameters": 0}
     lines = [f"# Evaluation of {model['name']}", ""]
@@ -91,12 +82,18 @@ def _page(record: dict, results: dict[str, SuiteResult]) -> str:
         lines.append(f"- **limited to {record['limit']} samples: not for publication**")
     lines += [f"- `{' '.join(map(str, record['command']))}`", ""]
     lines += [f"- **{name} could not run**: {reason}" for name, reason in record["failed"].items()]
-    return "\n".join(lines) + "\n" + "\n".join(map(_section, results, results.values()))
+    lines += [f"- **{name} has not ended yet**" for name in record["unfinished"]]
+    sections = [summary(results)]
+    for name, result in results.items():
+        shown = "".join(f"\n![{file}]({file})\n" for file in pictures.get(name, ()))
+        sections.append(as_markdown(name, result) + shown)
+    return "\n".join(lines) + "\n" + "\n".join(section for section in sections if section)
 
 
-def _section(name: str, result: SuiteResult) -> str:
-    pictures = "".join(f"\n![{file}]({file})\n" for file in result.pictures)
-    return as_markdown(name, result) + pictures
+def weights_time(model: str) -> str | None:
+    """When the weights in a model's folder were last written; None for a name on the Hub."""
+    times = [file.stat().st_mtime for file in Path(model).glob("*.safetensors")]
+    return datetime.fromtimestamp(max(times), UTC).isoformat() if times else None
 
 
 def _describe(args: Arguments, subject: Subject | None) -> dict | None:
@@ -108,6 +105,7 @@ def _describe(args: Arguments, subject: Subject | None) -> dict | None:
         # of a checkpoint of a run
         "step": checkpoint.step,
         "tokens": checkpoint.tokens,
+        "weights_time": weights_time(args.model_name_or_path),
         "type": model.config.model_type,
         "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),

@@ -10,7 +10,7 @@ from hope_hf.cli.tables import Row
 
 @dataclass
 class SuiteResult:
-    """Tables, pictures and text of one suite; nothing is written before the suite has ended.
+    """Tables, pictures and text of one suite, which are written when the suite has ended.
 
     tables: title -> rows. All rows of a table have the same keys. A number `x` with a key `x_stderr` is shown as
         `x ± x_stderr`; `n` is the number of samples of a row. Values are JSON-able.
@@ -18,6 +18,7 @@ class SuiteResult:
     samples: name -> rows that are written into the report.
     logs: file name without ending -> rows for a file of JSON lines beside it.
     text: shown and written as it is.
+    summary: the few numbers that say most, from `summary_row`.
     """
 
     tables: dict[str, list[Row]] = field(default_factory=dict)
@@ -25,6 +26,12 @@ class SuiteResult:
     samples: dict[str, list[Row]] = field(default_factory=dict)
     logs: dict[str, list[dict]] = field(default_factory=dict)
     text: str = ""
+    summary: list[Row] = field(default_factory=list)
+
+
+def summary_row(number: str, value: float, stderr: float | None, chance: float | None = None) -> Row:
+    """A number of a suite; `chance`: its value without any knowledge, None where that means nothing."""
+    return {"number": number, "value": value, "value_stderr": stderr, "chance": chance}
 
 
 def means(columns: dict[str, Sequence[float]]) -> Row:

@@ -1,8 +1,9 @@
 """Sample continuations for people to read."""
 
-from pathlib import Path
-
 import torch
+
+from hope_hf.cli.files import read_small
+from hope_hf.cli.mistakes import one_line
 
 from .arguments import Arguments
 from .held_out import held_out_documents
@@ -12,6 +13,8 @@ from .subject import Subject, require_finite
 NUM_PROMPTS = 3
 PROMPT_TOKENS = 32
 NEW_TOKENS = 64
+# Bytes of a file of prompts.
+LARGEST = 1 << 20
 
 
 def sample(args: Arguments, subject: Subject) -> SuiteResult:
@@ -57,9 +60,9 @@ def _prompts(args: Arguments, subject: Subject) -> list[list[int]]:
         texts = held_out_documents(args).texts[:NUM_PROMPTS]
         return [subject.encode(text)[:PROMPT_TOKENS] for text in texts]
     try:
-        lines = Path(args.prompts).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        lines = read_small(args.prompts, LARGEST).splitlines()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or one_line(error)
         raise ValueError(f"--prompts {args.prompts} cannot be read: {reason}.") from None
     lines = [line for line in lines if line.strip()]
     if not lines:

@@ -4,8 +4,12 @@ import json
 import os
 from pathlib import Path
 
+from hope_hf.cli.files import is_inside, read_small
 from hope_hf.cli.mistakes import one_line
 from hope_hf.cli.tables import RESULTS_FILE, SCHEMA_VERSION
+
+# No number of a report comes near it; differences and pictures of larger ones overflow.
+LARGEST = 1e100
 
 
 def find_report(run: str, flag: str) -> Path:
@@ -14,7 +18,8 @@ def find_report(run: str, flag: str) -> Path:
     Raises ValueError naming `flag`.
     """
     path = Path(run)
-    if path.is_file():
+    # A pipe is told when it is read.
+    if path.exists() and not path.is_dir():
         return path
     # Archived reports are named by their time.
     found = [path / RESULTS_FILE] if (path / RESULTS_FILE).is_file() else sorted(path.glob("*Z*.json"))
@@ -24,16 +29,81 @@ def find_report(run: str, flag: str) -> Path:
 
 
 def read_report(path: Path, flag: str) -> dict:
-    """The record of a report. Raises ValueError naming `flag` where it is none."""
+    """The record of a report, its fields checked. Raises ValueError naming `flag` where it is none."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(read_small(path), parse_constant=_refuse)
+        if not isinstance(record, dict):
+            raise ValueError("it holds no fields")
         version = record["schema_version"]
-        complete = isinstance(record["config"], dict) and all("tables" in one for one in record["results"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{flag} {path} is no report of run_eval.py: {one_line(error)}.") from None
-    if version != SCHEMA_VERSION or not complete:
+        if version == SCHEMA_VERSION:
+            _check(record)
+    # RecursionError: thousands of nested brackets.
+    except (OSError, ValueError, KeyError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise ValueError(f"{flag} {path} is no report of run_eval.py: {reason}.") from None
+    if version != SCHEMA_VERSION:
         raise ValueError(f"{flag} {path} has schema_version {version!r}, not {SCHEMA_VERSION}: evaluate again.")
     return record
+
+
+def _refuse(word: str):
+    raise ValueError(f"{word} is no number of a report")
+
+
+def _check(record: dict):
+    """Raise ValueError for the first field that is not of its kind; add the fields that older reports lack."""
+    for name, value in (("model", None), ("seconds", 0.0), ("unfinished", []), ("pictures", {})):
+        record.setdefault(name, value)
+    _require(record, "config", dict)
+    _require(record, "seconds", int | float)
+    model = _require(record, "model", dict | None) or {}
+    for name in ("step", "tokens"):
+        if not is_count(model.get(name, 0)):
+            raise ValueError(f"{name} of model is {model[name]!r}")
+    if not all(isinstance(name, str) for name in _require(record, "unfinished", list)):
+        raise ValueError("unfinished is no list of names")
+    for suite, files in _require(record, "pictures", dict).items():
+        if not isinstance(files, list) or not all(is_inside(file) for file in files):
+            raise ValueError(f"pictures of {suite} is no list of files")
+    for suite, result in _require(record, "results", dict).items():
+        # It becomes part of a picture's name.
+        if not suite.isidentifier():
+            raise ValueError(f"{suite!r} is no suite")
+        result = _require(record["results"], suite, dict)
+        tables = list(_require(result, "tables", dict).items())
+        for title, rows in [*tables, ("summary", result.setdefault("summary", []))]:
+            if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+                raise ValueError(f"{title!r} of {suite} is no list of rows")
+            for row in rows:
+                _check_row(row, f"{title!r} of {suite}")
+        result.setdefault("samples", {})
+        result.setdefault("text", "")
+        _require(result, "samples", dict)
+        _require(result, "text", str)
+
+
+def _check_row(row: dict, where: str):
+    for name, value in row.items():
+        if isinstance(value, int | float) and not -LARGEST < value < LARGEST:
+            raise ValueError(f"{name} in {where} is too large")
+        is_of_its_kind = isinstance(value, str | int | float | None)
+        if name.endswith("_stderr"):
+            is_of_its_kind = value is None or (isinstance(value, int | float) and value >= 0)
+        if name == "metric":
+            is_of_its_kind = isinstance(value, str)
+        if not is_of_its_kind:
+            raise ValueError(f"{name} in {where} is {value!r:.80}")
+
+
+def _require(record: dict, name: str, kind):
+    if name not in record or not isinstance(record[name], kind):
+        raise ValueError(f"{name} is {record.get(name)!r:.80}" if name in record else f"{name} is missing")
+    return record[name]
+
+
+def is_count(value: object) -> bool:
+    """Whether it is None or a number of steps or tokens."""
+    return value is None or (isinstance(value, int) and 0 <= value < 2**63)
 
 
 def run_name(model: str) -> str:

@@ -15,7 +15,7 @@ from .history import draw_history, is_done, report_folder
 from .offline import leave_the_hub
 from .parsing import names
 from .processes import are_several, join_processes
-from .report import check_folder
+from .report_folder import free_folder
 from .saved_reports import run_name
 from .suites import IN_PROCESSES, OVER_CHECKPOINTS, WITHOUT_SUBJECT
 from .tracking import Trackers
@@ -77,11 +77,13 @@ def _each(args: Arguments, checkpoints: list[Checkpoint], trackers: Trackers) ->
 
 
 def _compare(args: Arguments) -> int:
-    check_folder(args.output_dir, COMPARISON)
+    if args.output_dir:
+        check_output(args.output_dir, "--output_dir")
     result = compare(args)
     print(as_page(result), flush=True)
     if args.output_dir:
-        print(f"Comparison: {write_comparison(args, result)}")
+        folder = free_folder(args.output_dir, COMPARISON)
+        print(f"Comparison: {write_comparison(args, result, folder)}")
     return 0
 
 

@@ -5,6 +5,8 @@ and run, and templates that access Python's internals. lm-eval's own files, whic
 this; only other files are checked, also if they include one of these.
 """
 
+import os
+import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -42,6 +44,7 @@ def check_files(path: Path, trusted: bool) -> None:
             raise ValueError(f"--tasks {path} includes more than {MOST_FILES} files: write it in fewer.")
         try:
             content = yaml.load(read_small(file, LARGEST), _make_loader(trusted)(file.parent, resolve_funcs=False))
+            _refuse_devices(content)
             if not trusted:
                 _refuse_code(content)
             pending += _included(file, content)
@@ -116,6 +119,18 @@ def _make_loader(trusted: bool):
 
 def _refuse_function(loader: yaml.Loader, node: yaml.Node):
     raise _Code(f"the Python function {node.value if isinstance(node, yaml.ScalarNode) else ''}".rstrip())
+
+
+def _refuse_devices(content: object) -> None:
+    """Raise ValueError where a field names a pipe or a device, on which datasets would wait for ever."""
+    for _, value in _entries(content):
+        try:
+            mode = os.stat(value).st_mode if isinstance(value, str) else stat.S_IFREG
+        # Most texts name no file.
+        except (OSError, ValueError):
+            continue
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise ValueError(f"{value} is no regular file")
 
 
 def _refuse_code(content: object) -> None:

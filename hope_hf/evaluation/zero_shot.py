@@ -10,10 +10,11 @@ from functools import partial
 
 import torch.distributed as dist
 
-from hope_hf.cli.process import is_first_process
+from hope_hf.cli.process import is_first_process, memory_is_full
 
 from .arguments import AUTO, Arguments
 from .display import LogLines, show_progress
+from .documents import reading_failed
 from .harness_tasks import LOCAL, find_tasks
 from .paper_row import paper_row
 from .processes import answer_together
@@ -35,6 +36,7 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
     """
     try:
         import lm_eval
+        from jinja2.exceptions import SecurityError
         from lm_eval.models.huggingface import HFLM
     except ImportError as error:
         raise ValueError(f"--suite zero_shot needs lm-eval ({error}): pip install hope_hf[eval].") from None
@@ -65,13 +67,18 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
                 # Every process has all answers: only one draws the 100,000 bootstrap samples for the errors.
                 **({} if is_first_process() else {"bootstrap_iters": 0}),
             )
-        except ValueError as error:
+        except Exception as error:
             # The message of Python's random.sample.
-            if "larger than population" not in str(error):
+            if "larger than population" in str(error):
+                raise ValueError(
+                    f"--num_fewshot {args.num_fewshot} is more than the examples that a task has: lower it."
+                ) from None
+            # Sentences already, or machine failures.
+            if isinstance(error, ValueError | SecurityError) or memory_is_full(error):
                 raise
-            raise ValueError(
-                f"--num_fewshot {args.num_fewshot} is more than the examples that a task has: lower it."
-            ) from None
+            if failure := reading_failed(error):
+                raise failure from error
+            raise
     if not is_first_process():
         return SuiteResult()
     table = rows(found)

@@ -41,6 +41,8 @@ def read_evaluation(path: Path, model: PreTrainedModel) -> EvaluationFacts:
     record = read_object(path, fix)
     if record.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"{path} has schema_version {record.get('schema_version')!r}, not {SCHEMA_VERSION}: {fix}.")
+    if record.get("unfinished"):
+        raise ValueError(f"{path} is of an evaluation that has not ended: wait for it, or run its command again.")
     try:
         measured = record["model"] or {}
         size = measured.get("parameters")

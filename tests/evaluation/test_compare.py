@@ -1,12 +1,15 @@
 """Reports side by side."""
 
+import copy
 import json
+import os
+import warnings
 
 import pytest
 
 from hope_hf.evaluation import main
 from hope_hf.evaluation.arguments import Arguments
-from hope_hf.evaluation.compare import compare
+from hope_hf.evaluation.compare import as_page, compare, write_comparison
 
 
 @pytest.fixture
@@ -42,8 +45,9 @@ def test_a_table_and_a_figure_are_written_once(reports, tmp_path, capsys):
     assert "-0.5000 ± 0.5000" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "cmp").iterdir()) == ["compare.json", "compare.md", "compare.png"]
     with pytest.warns(UserWarning, match="--suite is ignored: --compare evaluates nothing"):
-        assert main([*flags, "--suite", "sample"]) == 2
-    assert "holds compare.json already: name another folder" in capsys.readouterr().err
+        assert main([*flags, "--suite", "sample"]) == 0
+    assert "holds a report already: this one goes to" in capsys.readouterr().out
+    assert len(list((tmp_path / "cmp").glob("*Z/compare.json"))) == 1
 
 
 def test_numbers_of_one_report_only(reports, tmp_path):
@@ -81,3 +85,67 @@ def test_what_is_no_report(reports, tmp_path, content, sentence, capsys):
     assert not (tmp_path / "cmp").exists()
     assert main(["--compare", reports[0]]) == 2
     assert "--compare needs two reports or more" in capsys.readouterr().err
+
+
+WRONG = [None, True, -1, 10**400, 1e308, float("nan"), "", "$x$ _y", [], [[]], [1], {}, {"a": {}}, {"": [{"a": None}]}]
+
+
+def places(value: object, at: tuple = ()):
+    """The path of every value in a JSON value."""
+    yield at
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in parts:
+        yield from places(part, (*at, key))
+
+
+def test_a_forged_report_is_one_sentence(reports, tmp_path, monkeypatch):
+    """Every value of a report replaced by values of other kinds: a comparison, or a ValueError that names the file."""
+    drawn = []
+    monkeypatch.setattr("hope_hf.evaluation.compare.dots", lambda path, panels: drawn.append(panels))
+    path = tmp_path / "b" / "results.json"
+    record = json.loads(path.read_text()) | {"model": {"step": 1, "tokens": 2}, "seconds": 1.0, "unfinished": ["x"]}
+    record["pictures"], record["failed"] = {"perplexity": ["a.png"]}, {}
+    rows = record["results"]["perplexity"]["tables"]["Text: x"]
+    rows[0] |= {"metric": "acc", "value": 1.0, "value_stderr": 0.1, "length": 3}
+    refused = 0
+    for at in places(record):
+        for wrong in WRONG:
+            forged = copy.deepcopy(record)
+            owner = forged
+            for key in at[:-1]:
+                owner = owner[key]
+            if at:
+                owner[at[-1]] = wrong
+            path.write_text(json.dumps(forged if at else wrong))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:
+                    result = compare(Arguments(compare=reports[:2]))
+                    assert as_page(result) and write_comparison(Arguments(compare=[]), result, tmp_path / "cmp")
+                except ValueError as error:
+                    refused += 1
+                    assert str(error).startswith("--compare ") and "\n" not in str(error), (at, wrong)
+    assert 100 < refused < 400 and len(drawn) > 100
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"a": NaN}', "\udc80"])
+def test_what_is_no_json_is_one_sentence(reports, tmp_path, content, capsys):
+    (tmp_path / "b" / "results.json").write_bytes(content.encode("utf-8", "surrogateescape"))
+    assert main(["--compare", *reports[:2]]) == 2
+    error = capsys.readouterr().err
+    assert "results.json is no report of run_eval.py" in error and error.count("\n") == 1
+
+
+def test_a_report_that_is_a_pipe_is_refused(reports, tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    assert main(["--compare", reports[0], str(tmp_path / "pipe")]) == 2
+    assert "pipe is no report of run_eval.py: it is no regular file" in capsys.readouterr().err
+
+
+def test_folders_named_like_columns_and_with_signs_of_formulas(reports, tmp_path):
+    for name, other in (("a", "number"), ("b", "_$x$")):
+        (tmp_path / name).rename(tmp_path / other)
+    flags = ["--compare", str(tmp_path / "number"), str(tmp_path / "_$x$"), "--output_dir", str(tmp_path / "cmp")]
+    assert main(flags) == 0
+    assert (tmp_path / "cmp" / "compare.png").exists()
+    assert "number (1)" in (tmp_path / "cmp" / "compare.md").read_text()

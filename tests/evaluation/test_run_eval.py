@@ -1,12 +1,14 @@
 """The program as a user runs it: files, tables, exit statuses, one sentence per mistake."""
 
 import json
+import os
 import sys
 from functools import partial
 
 import pytest
 import torch
 
+from hope_hf.cli.folder_lock import FolderLock
 from hope_hf.cli.tables import markdown_table
 from hope_hf.data import DataConfig
 from hope_hf.data.sources import open_sources
@@ -14,6 +16,7 @@ from hope_hf.evaluation import main
 from hope_hf.evaluation.arguments import Arguments
 from hope_hf.evaluation.held_out import held_out_documents
 from hope_hf.evaluation.parsing import parse, parse_depths, parse_lengths
+from hope_hf.evaluation.suites import SUITES
 
 
 def evaluate(folder, text_file, *flags) -> int:
@@ -167,14 +170,78 @@ def test_nothing_is_written_where_nothing_ran(folders, text_file, tmp_path):
 
 def test_a_report_is_never_overwritten(folders, text_file, tmp_path, capsys):
     (tmp_path / "results.json").write_text("{}")
-    assert evaluate(folders["hope"], text_file, "--suite", "sample", "--output_dir", tmp_path) == 2
-    assert "holds results.json already" in capsys.readouterr().err
+    sample = partial(evaluate, folders["llama"], text_file, "--suite", "sample", "--max_new_tokens", 1, "--output_dir")
+    assert sample(tmp_path) == sample(tmp_path) == 0
+    assert f"--output_dir {tmp_path} holds a report already: this one goes to {tmp_path}/2" in capsys.readouterr().out
     assert (tmp_path / "results.json").read_text() == "{}"
+    assert len([json.loads(file.read_text()) for file in tmp_path.glob("*Z*/results.json")]) == 2
+    assert not list(tmp_path.rglob("run.lock"))
     assert evaluate(folders["hope"], text_file, "--suite", "sample", "--output_dir", tmp_path / "results.json") == 2
     assert "is a file: name a folder" in capsys.readouterr().err
     below = tmp_path / "results.json" / "report"
     assert evaluate(folders["hope"], text_file, "--suite", "sample", "--output_dir", below) == 2
     assert f"cannot be written: {tmp_path / 'results.json'} is a file" in capsys.readouterr().err
+
+
+def test_a_killed_evaluation_keeps_its_numbers_and_goes_on(folders, text_file, tmp_path, capsys, monkeypatch):
+    def killed(args, subject):
+        record = json.loads((tmp_path / "results.json").read_text())
+        assert list(record["results"]) == ["sample"] and record["unfinished"] == ["perplexity"]
+        assert "**perplexity has not ended yet**" in (tmp_path / "results.md").read_text()
+        raise KeyboardInterrupt
+
+    command = [folders["llama"], text_file, "--suite", "sample,perplexity", "--lengths", "128", "--max_new_tokens", 1]
+    with monkeypatch.context() as patch:
+        patch.setitem(SUITES, "perplexity", killed)
+        assert evaluate(*command, "--output_dir", tmp_path) == 130
+    before = json.loads((tmp_path / "results.json").read_text())
+    capsys.readouterr()
+    # Another model's report is not continued.
+    assert evaluate(folders["hope"], *command[1:], "--output_dir", tmp_path) == 0
+    assert json.loads((tmp_path / "results.json").read_text()) == before
+    with monkeypatch.context() as patch:
+        patch.setitem(SUITES, "sample", pytest.fail)
+        assert evaluate(*command, "--output_dir", tmp_path) == 0
+    record = json.loads((tmp_path / "results.json").read_text())
+    assert list(record["results"]) == ["sample", "perplexity"] and record["unfinished"] == []
+    assert record["results"]["sample"] == before["results"]["sample"]
+    assert "Continuations come after" in (tmp_path / "results.md").read_text()
+    assert "is unfinished: sample are taken from it" in capsys.readouterr().out
+
+
+def test_another_evaluation_in_the_folder_is_left_alone(folders, text_file, tmp_path):
+    lock = FolderLock(tmp_path)
+    lock.acquire()
+    flags = ["--suite", "sample", "--max_new_tokens", 1, "--output_dir", tmp_path]
+    assert evaluate(folders["llama"], text_file, *flags) == 0
+    lock.release()
+    assert len(list(tmp_path.glob("*Z/results.json"))) == 1 and not (tmp_path / "results.json").exists()
+
+
+@pytest.mark.parametrize("error", [AssertionError("x"), KeyError("ctx"), ZeroDivisionError(), OSError(28, "full")])
+def test_any_error_of_a_suite_is_its_own_line(folders, text_file, tmp_path, capsys, monkeypatch, error):
+    def fails(args, subject):
+        raise error
+
+    monkeypatch.setitem(SUITES, "passkey", fails)
+    flags = ["--suite", "passkey,sample", "--max_new_tokens", 1, "--output_dir", tmp_path]
+    assert evaluate(folders["llama"], text_file, *flags) == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"error: --suite passkey failed: {type(error).__name__}: ") and errors.count("\n") == 1
+    record = json.loads((tmp_path / "results.json").read_text())
+    assert list(record["results"]) == ["sample"] and list(record["failed"]) == ["passkey"] and not record["unfinished"]
+
+
+def test_a_picture_that_fails_is_a_warning(folders, text_file, tmp_path, monkeypatch):
+    def fails(*arguments):
+        raise RuntimeError("no font")
+
+    monkeypatch.setattr("hope_hf.evaluation.perplexity.curves", fails)
+    with pytest.warns(UserWarning, match="loss_by_position.png: the picture failed .no font"):
+        flags = ["--suite", "perplexity", "--lengths", "128", "--output_dir", tmp_path]
+        assert evaluate(folders["llama"], text_file, *flags) == 0
+    assert json.loads((tmp_path / "results.json").read_text())["pictures"] == {"perplexity": []}
+    assert ".png" not in (tmp_path / "results.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -213,7 +280,9 @@ def test_one_sentence_for_wrong_files(folders, tokenizer, text_file, tmp_path, c
     empty.write_text("")
     blank = tmp_path / "blank.txt"
     blank.write_text(" \n")
+    os.mkfifo(tmp_path / "pipe")
     cases = [
+        (folders["hope"], text_file, ["--prompts", str(tmp_path / "pipe")], 1, "be read: it is no regular file"),
         (folders["hope"], str(tmp_path / "none.txt"), [], 1, "does not exist"),
         (folders["hope"], str(empty), [], 1, "is empty"),
         (folders["hope"], str(blank), [], 1, "holds no text to evaluate on"),

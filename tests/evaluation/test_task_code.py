@@ -100,6 +100,7 @@ ALIASES = "\n".join(["metadata:", "  a: &a0 [x, x]"] + [f"  a{i}: &a{i} [*a{i - 
         ("a: !!python/name:os.system", "python/name"), ("a: [", "flow"), ("include: missing.yaml", "No such file"),
         ("a: " + "[" * 100_000, "nested too deep"), (ALIASES, "write .a0 out"), ("include: 5", "5 is no path"),
         ("include: {a: b}", "is no path"), ("include: [null]", "None is no path"), ("include: pipe.yaml", "regular"),
+        ("x: {data_files: {test: /dev/tty}}", "/dev/tty is no regular file"),
         ("doc_to_text: a", "'doc_to_text' comes twice"), ("a: " + "x" * (1 << 20), "more than 1,048,576 bytes"),
     ],
 )  # fmt: skip

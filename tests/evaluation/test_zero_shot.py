@@ -13,8 +13,10 @@ import torch
 import yaml
 
 from hope_hf.evaluation import harness_tasks, main
+from hope_hf.evaluation.documents import BadDocuments
 from hope_hf.evaluation.harness_tasks import find_tasks, overrides
 from hope_hf.evaluation.synthetic.suite import asked_tasks
+from hope_hf.evaluation.task_code import guarded
 from hope_hf.evaluation.zero_shot import rows, zero_shot
 
 ROOT = Path(__file__).parents[2]
@@ -399,7 +401,7 @@ def test_more_shots_than_examples(folders, piqa, capsys):
             "has no piqa_validation.jsonl: lm-eval's task piqa reads",
         ),
         (["--tasks", "piqa", "--data_dir", "{data}/broken"], 1, "cannot be loaded from --data_dir"),
-        (["--tasks", "piqa", "--data_dir", "{data}/columns"], 1, "cannot be loaded from --data_dir"),
+        (["--tasks", "piqa", "--data_dir", "{data}/columns"], 2, "validation.jsonl has no column goal, which the"),
         (
             ["--tasks", "{data}/mine.yaml", "--data_dir", "{data}"],
             1,
@@ -416,6 +418,57 @@ def test_one_sentence_for_what_cannot_be_asked(folders, piqa, flags, status, sen
     assert evaluate(folders["hope"], "--suite", "zero_shot", *flags) == status
     error = capsys.readouterr().err
     assert sentence in error and error.startswith("error: ") and error.count("\n") == 1, error
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "sentence"),
+    [
+        ("boolq", {"label": None}, "in document 1 of .*boolq_validation.jsonl there is no column label .its"),
+        ("boolq", {"label": 2}, "document 1 of .*the label .label. is 2, none of 2 choices .no, yes"),
+        ("boolq", {"label": -1}, "the label .label. is -1"),
+        ("boolq", {"question": 5}, ""),
+        ("piqa", {"label": "x"}, "the label .label. is x, none of 2 choices"),
+        ("piqa", {"sol1": None}, "piqa_validation.jsonl has no column sol1, which the task reads"),
+        ("hellaswag", {"ctx_a": None}, "hellaswag_validation.jsonl has no column ctx_a"),
+        ("hellaswag", {"endings": None}, "hellaswag_validation.jsonl has no column endings"),
+        ("winogrande", {"answer": "3"}, "the label .* is 2, none of 2 choices|cannot read document 1 of .* KeyError"),
+        ("arc_easy", {"answerKey": "E"}, "arc_easy|'E' is not in list"),
+        ("wikitext", {"page": None}, "has no column page"),
+        ("lambada_openai", {"text": None}, "has no column text"),
+    ],
+)
+def test_documents_are_checked_before_the_model_is_asked(piqa, nine, arguments, task, changes, sentence):
+    (file,) = [file for file in nine.glob(f"{task}_*.jsonl") if "train" not in file.name]
+    rows = [json.loads(line) | changes | {"x": 1} for line in file.read_text().splitlines()]
+    kept = [{key: value for key, value in row.items() if value is not None} for row in rows]
+    file.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    args = arguments(suite="zero_shot", tasks=task, data_dir=str(nine), model_name_or_path="x")
+    with guarded(trusted=False):
+        manager, tasks = find_tasks(args)
+        if not sentence:
+            assert manager.load(tasks)
+            return
+        with pytest.raises(BadDocuments, match=f"^--tasks {task}.*({sentence})"):
+            manager.load(tasks)
+
+
+def test_examples_are_read_from_their_own_file(folders, piqa, capsys):
+    file = piqa / "piqa_train.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        del row["goal"]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--suite", "zero_shot", "--tasks", "piqa", "--data_dir", piqa, "--num_fewshot", 1]
+    assert evaluate(folders["hope"], *flags) == 2
+    assert "piqa_train.jsonl has no column goal, which the task reads" in capsys.readouterr().err
+
+
+def test_repeats_have_a_bound(tasks, arguments):
+    (tasks / "often.yaml").write_text(f"include: {tasks / 'choice.yaml'}\nrepeats: 99999999\n")
+    args = arguments(suite="zero_shot", tasks=str(tasks / "often.yaml"), model_name_or_path="x")
+    manager, found = find_tasks(args)
+    with pytest.raises(BadDocuments, match="repeats is 99999999: give 1 to 1,000"):
+        manager.load(found)
 
 
 def test_without_lm_eval_the_other_suites_run(folders, text_file, tmp_path, monkeypatch, capsys):

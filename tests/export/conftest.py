@@ -71,7 +71,9 @@ def write_results(trained):
         )
         subject = Subject(HopeForCausalLM.from_pretrained(trained), None)
         record = report.make_record(flags, subject, results, {}, 1.0)
-        return report.write_report(str(folder), record, results)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "results.json").write_text(report.as_json(record))
+        return folder / "results.json"
 
     return write
 

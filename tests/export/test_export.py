@@ -273,6 +273,7 @@ def test_an_output_folder_that_is_in_use(source, refused, tmp_path):
         (dict(results=[]), "is damaged"),
         (dict(model={"parameters": 7}), "holds results of a model of 7 parameters"),
         (dict(model=None), "holds results of no single model"),
+        (dict(unfinished=["passkey"]), "is of an evaluation that has not ended"),
     ],
 )
 def test_results_that_are_malformed(source, refused, write_results, tmp_path, text, sentence):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 
+from hope_hf.cli.files import read_small
 from hope_hf.cli.mistakes import one_line
 
 BANKING_GROUPS = 7
@@ -112,7 +113,7 @@ def _pairs(rows: Iterable) -> list[tuple[str, str]]:
 
 def _read(path: Path, parse: Callable):
     try:
-        return parse(path.read_text(encoding="utf-8"))
+        return parse(read_small(path))
     except FileNotFoundError:
         raise ValueError(f"--data_dir {path.parent} has no {path.name}: copy the data set's file there.") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, csv.Error) as error:
