@@ -123,6 +123,13 @@ def run(request: dict, files: list[int]) -> None:
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
+    # New streams: the old ones know whether their first files could be sought in.
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        old = getattr(sys, name)
+        buffering = 1 if old.line_buffering else -1
+        new = open(number, "w", buffering, encoding=old.encoding, errors=old.errors, closefd=False)  # noqa: SIM115
+        setattr(sys, name, new)
+        setattr(sys, f"__{name}__", new)
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
