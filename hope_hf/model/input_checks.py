@@ -21,6 +21,10 @@ def check_inputs(
 
     Whether tokens are in the vocabulary is seen on the CPU only, where looking at them does not wait for a device.
     """
+    if not torch.compiler.is_compiling():
+        transforms = torch._C._functorch.get_interpreter_stack() or ()
+        if any(transform.key() == torch._C._functorch.TransformType.Vmap for transform in transforms):
+            raise ValueError("torch.func.vmap cannot go over a HOPE model: give the texts as rows of input_ids")
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
     if input_ids is None:

@@ -120,6 +120,21 @@ def test_padding_inside_a_text_and_alone_in_a_call_writes_nothing(tiny_model, op
     torch.testing.assert_close(torch.cat(parts, dim=1)[mask.bool()], model(ids).logits[0], **EXACT)
 
 
+@pytest.mark.parametrize("options", TOLD.values(), ids=TOLD.keys())
+def test_a_short_row_goes_on_after_a_call_of_padding_alone(tiny_model, options):
+    """With fewer tokens than the convolutions reach back, so that their tail still holds what no token wrote."""
+    model = tiny_model(torch.float64, **options)
+    ids, mask = random_ids(3, 14), torch.ones(3, 14, dtype=torch.long)
+    for row, read in enumerate((1, 2, 4)):
+        mask[row, read:9] = 0
+    cache, parts = HopeCache(model.config), []
+    for start, stop in ((0, 4), (4, 9), (9, 14)):
+        parts.append(model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache).logits)
+    logits = torch.cat(parts, dim=1)
+    for row, real in enumerate(mask.bool()):
+        torch.testing.assert_close(logits[row, real], model(ids[row : row + 1, real]).logits[0], **EXACT)
+
+
 @pytest.mark.parametrize("options", MIXERS.values(), ids=MIXERS.keys())
 def test_packed_documents_equal_separate_rows(tiny_model, options):
     """Documents of every kind of length beside chunk boundaries; the rows are packed differently."""

@@ -109,6 +109,8 @@ def test_what_a_recurrent_state_cannot_do_is_refused(tiny_model):
         model.generate(ids, assistant_model=tiny_model(seed=1), max_new_tokens=3, **GREEDY)
     with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
         model.generate(ids, prompt_lookup_num_tokens=2, max_new_tokens=3, **GREEDY)
+    with pytest.raises(ValueError, match="torch.func.vmap cannot go over a HOPE model: give the texts as rows"):
+        torch.func.vmap(lambda tokens: model(tokens[None]).logits)(ids)
     prefix = get_peft_model(model, PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
     with pytest.raises(ValueError, match="past_key_values"):
         prefix(input_ids=ids)
