@@ -81,7 +81,7 @@ def test_settings_inside_the_files(tmp_path):
         (("fsdp2.yaml", None, {"num_processes": -1}), None, "num_processes is -1"),
         (("fsdp1.yaml", None, {"num_machines": "two"}), None, "num_machines is 'two'"),
         (("fsdp2.yaml", None, {"num_proceses": 2}), None, "did you mean num_processes"),
-        (("fsdp2.yaml", None, {"mixed_precision": ["no"]}), None, "mixed_precision is .* one value"),
+        (("fsdp2.yaml", None, {"mixed_precision": ["no"]}), None, "mixed_precision is"),
         (("fsdp2.yaml", "fsdp_config", {"fsdp_version": [2]}), None, "fsdp_version is .* one value"),
         # What the trainer's own check refuses.
         (("fsdp2.yaml", "fsdp_config", {"fsdp_sharding_strategy": "FULL_SHARD"}), None, "version 1"),

@@ -87,7 +87,7 @@ def check(path: Path, content: dict) -> None:
         raise ValueError(f"{path}: {sentence}" + ("" if sentence.endswith("?") else "."))
 
     _check_sections(content, refuse)
-    kind, processes = content.get("distributed_type"), content.get("num_processes") or 1
+    kind, processes = content.get("distributed_type"), int(content.get("num_processes") or 1)
     if kind == "MULTI_CPU" and processes > 1:
         refuse("distributed_type MULTI_CPU starts a single process: write MULTI_GPU and set ACCELERATE_USE_CPU=true")
     if kind == "FSDP":
@@ -123,8 +123,6 @@ def _check_sections(content: dict, refuse) -> None:
             refuse(f"{key} is no key of a launch file{nearest(str(key), outside) or ': leave it out'}")
         if key.endswith("_config") and value and not isinstance(value, dict):
             refuse(f"{key} is {reprlib.repr(value)}: write it as indented lines of the form 'key: value'")
-        if not key.endswith("_config") and isinstance(value, dict | list):
-            refuse(f"{key} is {reprlib.repr(value)}: write it as one value")
         if key in WHOLE_NUMBERS and value is not None and not _is_whole(str(value).removeprefix("-")):
             refuse(f"{key} is {reprlib.repr(value)}: write a whole number")
     for section in SECTIONS:
