@@ -10,6 +10,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import find_adapter_config_file
 
 from .arguments import ModelArguments
 from .mistakes import MISTAKES, one_line
@@ -62,6 +63,9 @@ def load_config(source: str, flag: str, args: ModelArguments):
     """The config of a folder or Hub name that was given with `--flag`."""
     try:
         values, _ = PreTrainedConfig.get_config_dict(source)
+        # PEFT saves no config beside it.
+        if find_adapter_config_file(source) is not None:
+            raise ValueError("it is an adapter of PEFT, merge it into its model (merge_and_unload) and save that")
         _check_dtype(values)
         return AutoConfig.from_pretrained(source, trust_remote_code=args.trust_remote_code)
     except MISTAKES as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, find_adapter_config_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from .files import is_inside, read_small
 from .mistakes import MISTAKES, one_line
@@ -77,8 +77,6 @@ def parts_of(index: Path) -> list[str]:
 
 def weight_files(source: str, given: str | None, named: str) -> list[Path]:
     """The safetensors of a model; `given` is the config's name for them, in place of the usual ones."""
-    if find_adapter_config_file(source) is not None:
-        raise _Refused(f"{named} holds an adapter of PEFT: merge it into its model (merge_and_unload) and save that.")
     if given is not None and not is_inside(given):
         raise _Refused(f"{named} has a config.json whose transformers_weights is not a file of its folder: {given!r}.")
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME) if given is None else (given,):

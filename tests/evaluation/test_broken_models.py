@@ -156,7 +156,11 @@ def test_only_safetensors_are_read(broken, refused):
 def test_an_adapter_is_no_model(broken, refused, folders):
     folder = broken()
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": folders["llama"]}))
-    assert f"--model_name_or_path {folder} holds an adapter of PEFT: merge it" in refused(folder)
+    sentence = f"--model_name_or_path {folder} cannot be loaded: it is an adapter of PEFT, merge it"
+    assert sentence in refused(folder)
+    # PEFT saves none.
+    (folder / "config.json").unlink()
+    assert sentence in refused(folder)
 
 
 def test_an_index_stays_in_its_folder(broken, refused):
