@@ -42,7 +42,8 @@ class Subject:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
-        return self.tokenizer(text, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        # Not verbose: the text is cut afterwards, so that its length needs no warning.
+        return self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
     def continued(self, prompts: torch.Tensor, new_tokens: int) -> list[str]:
         """Greedy continuations of prompts [B, T], of `new_tokens` tokens or as many as the model has positions for."""

@@ -183,16 +183,20 @@ def _structure(group: dict) -> dict:
 def warn_short_levels(optimizer: LevelClock, max_train_steps: int, least_periods: int = 4) -> list[str]:
     """Warn of every level that makes fewer than `least_periods` steps in `max_train_steps` optimizer steps.
 
+    Levels that step every time do not count.
+
     Returns the sentences it warned with. With several processes call it on one of them.
     """
     sentences = []
     for level, row in optimizer.level_report().items():
         periods = max_train_steps // row["period_steps"]
-        if periods < least_periods:
+        # A shorter period than a step does not exist.
+        if periods < least_periods and row["period_steps"] > 1:
+            times = {0: "never", 1: "once", 2: "twice"}.get(periods, f"{periods} times")
             sentences.append(
                 f"Level {level} steps once per {row['period_steps']} optimizer steps ({row['period_tokens']} tokens), "
-                f"so {periods} times in this run of {max_train_steps}: shorten its period in the config's "
-                "level_periods or train longer."
+                f"so {times} in this run of {max_train_steps}: shorten its period in the config's level_periods or "
+                "train longer."
             )
     for sentence in sentences:
         warnings.warn(sentence, stacklevel=2)

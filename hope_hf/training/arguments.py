@@ -112,7 +112,7 @@ class RunArguments:
     save_sharded: bool = flag(
         False, "Every process saves its own part of the weights; `checkpoints consolidate` joins them."
     )
-    logging_steps: int = flag(10, "Write a metrics row every N steps, and after the first.", **COUNT)
+    logging_steps: int = flag(10, "Write a metrics row every N steps, and after the first and the last.", **COUNT)
     eval_steps: int = flag(500, "Evaluate every N steps; 0: only at the end.", **OR_NONE)
     seed: int = flag(42, "Seed of weights, data order and sampling.", **SEED)
     cpu_threads: int | None = flag(

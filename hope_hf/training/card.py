@@ -15,6 +15,7 @@ def run_card(args: Arguments, engine: Engine, run) -> str:
     accelerator = engine.accelerator
     mixed = accelerator.mixed_precision
     accumulates_whole = args.gradient_accumulation_steps > 1 and engine.whole_gradients is not None
+    warmup = f"of which {plan.warmup_steps:,}" if plan.warmup_steps < plan.total_steps else "all of them"
     rows = {
         "model": f"{model.config.model_type}, {model.num_parameters():,} parameters"
         + (f", from {args.model_name_or_path}" if args.model_name_or_path else f", {_size(args)}"),
@@ -22,7 +23,7 @@ def run_card(args: Arguments, engine: Engine, run) -> str:
         "batch": f"{plan.tokens_per_step:,} tokens per step = {args.per_device_train_batch_size} rows x "
         f"{plan.block_size:,} tokens x {args.gradient_accumulation_steps} accumulated x "
         f"{accelerator.num_processes} process(es)",
-        "steps": f"{plan.total_steps:,}, of which {plan.warmup_steps:,} warm-up; {plan.total_tokens:,} tokens",
+        "steps": f"{plan.total_steps:,}, {warmup} warm-up; {plan.total_tokens:,} tokens",
         "optimizer": f"{args.optimizer}, learning rate {args.learning_rate:g}"
         + (f" (vectors {args.vector_learning_rate:g})" if args.vector_learning_rate is not None else "")
         + f", {args.lr_scheduler_type}, weight decay {args.weight_decay:g}, clip {args.max_grad_norm:g}",

@@ -70,21 +70,17 @@ def build_all(args: Arguments, engine: Engine, data_state: dict | None) -> Run:
         )
     if vocab_size is None and args.dataset_name == SYNTHETIC and not args.tokenizer_name:
         vocab_size = DEFAULT_VOCAB_SIZE
+    wanted = data_config(args, accelerator, pretrained, vocab_size)
+    # Preparing the data takes minutes, in which a misspelled field would wait.
+    _check_model(args, pretrained, vocab_size, wanted.block_size)
     if not shows_bars(accelerator):
         disable_progress_bars()
     # One process prepares what the others then find in the cache.
     with accelerator.local_main_process_first():
         data = build_data(
-            data_config(args, accelerator, pretrained, vocab_size),
-            rank=accelerator.process_index,
-            world_size=accelerator.num_processes,
-            state=data_state,
+            wanted, rank=accelerator.process_index, world_size=accelerator.num_processes, state=data_state
         )
     config = pretrained or build_config(args, data.tokenizer, vocab_size or len(data.tokenizer), hope_hf.PRESETS)
-    _check_length(data.block_size, config)
-    _check_carry(args, config)
-    if args.push_to_hub:
-        check_push(args, config)
     model, values = _model(args, config, engine, data_state is not None)
     recompute_activations(model, parse_recomputed(args.gradient_checkpointing))
     tokens_per_step = (
@@ -98,7 +94,39 @@ def build_all(args: Arguments, engine: Engine, data_state: dict | None) -> Run:
         batches = args.num_train_epochs * data.train.batches_per_epoch
         total_steps = max(1, math.ceil(batches / args.gradient_accumulation_steps))
     check_profiled(args.profile_steps, total_steps)
-    optimizer = build_optimizer(
+    optimizer = _optimizer(args, model, tokens_per_step)
+    warmup = args.num_warmup_steps
+    if warmup is None:
+        warmup = min(total_steps // 10, MOST_WARM_UP_STEPS)
+    if warmup >= total_steps:
+        warn_once(
+            f"The run of {total_steps} steps ends within its warm-up of {warmup}: the learning rate never reaches its "
+            "peak; lower --num_warmup_steps."
+        )
+    return Run(data, model, optimizer, Plan(data.block_size, tokens_per_step, total_steps, warmup), values)
+
+
+def _check_model(args: Arguments, pretrained, vocab_size: int | None, block_size: int):
+    """Raise ValueError for what is wrong whatever the text is: config, model, level options.
+
+    `pretrained`: the config of a loaded model, or None; `vocab_size`: None where the tokenizer decides it.
+    """
+    config = pretrained or build_config(args, None, vocab_size or LARGEST_VOCABULARY, hope_hf.PRESETS)
+    _check_length(block_size, config)
+    _check_carry(args, config)
+    if args.push_to_hub:
+        check_push(args, config)
+    if pretrained:
+        return
+    if vocab_size is None:
+        config.vocab_size, config.pad_token_id = DEFAULT_VOCAB_SIZE, None
+    # The model of the run draws the same numbers as without this.
+    with torch.random.fork_rng(devices=[]):
+        _optimizer(args, build_on_meta(args, config), tokens_per_step=1)
+
+
+def _optimizer(args: Arguments, model: PreTrainedModel, tokens_per_step: int) -> LevelClock:
+    return build_optimizer(
         model,
         args.optimizer,
         learning_rate=args.learning_rate,
@@ -109,15 +137,6 @@ def build_all(args: Arguments, engine: Engine, data_state: dict | None) -> Run:
         level_optimizers=args.level_optimizers,
         vector_learning_rate=args.vector_learning_rate,
     )
-    warmup = args.num_warmup_steps
-    if warmup is None:
-        warmup = min(total_steps // 10, MOST_WARM_UP_STEPS)
-    if warmup >= total_steps:
-        warn_once(
-            f"The run of {total_steps} steps ends within its warm-up of {warmup}: the learning rate never reaches its "
-            "peak; lower --num_warmup_steps."
-        )
-    return Run(data, model, optimizer, Plan(data.block_size, tokens_per_step, total_steps, warmup), values)
 
 
 def _model(

@@ -211,3 +211,11 @@ def test_short_runs_warn_of_slow_levels(leveled_model, settings):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert warn_short_levels(optimizer, max_train_steps=64) == []
+
+
+def test_a_level_that_steps_every_time_has_no_shorter_period(leveled_model, settings):
+    optimizer = build_optimizer(leveled_model(), "adamw", **settings)
+    with pytest.warns(UserWarning) as caught:
+        warn_short_levels(optimizer, max_train_steps=1)
+    assert [str(warning.message)[:8] for warning in caught] == ["Level 1 ", "Level 2 "]
+    assert ", so never in this run of 1: shorten" in str(caught[0].message)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from training_runs import HOPE, HOPE_ATTENTION, HOPE_HYBRID, LLAMA, make_tokenizer
 
 from hope_hf.data import text
-from hope_hf.training import main
+from hope_hf.training import main, setup
 from hope_hf.training.parsing import parse
 from hope_hf.training.watch import heartbeat
 from hope_hf.training.watch.monitor import Monitor
@@ -70,6 +70,24 @@ def hope(**fields) -> list[str]:
 def test_wrong_flag_or_field(run, capsys, tmp_path, model, sentence):
     refuse(run, capsys, sentence, model=model)
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    "model, sentence",
+    [
+        (["--model_type", "lama"], "did you mean llama?"),
+        (hope(hiden_size=64), "did you mean hidden_size?"),
+        (hope(level_periods=[256, 512]), "level_"),
+        ([*LLAMA[:3], "hidden_size=30,num_attention_heads=4"], "30"),
+        ([*LLAMA, "--attn_implementation", "flesh"], "flesh"),
+        ([*HOPE, "--level_optimizers", '{"7": {}}'], "--level_optimizers names level 7"),
+        ([*LLAMA, "--document_boundary", "carry"], "the llama has none"),
+        ([*LLAMA[:3], LLAMA[3] + ",max_position_embeddings=16"], "--block_size 32 is longer"),
+    ],
+)
+def test_a_wrong_model_is_told_before_the_data_are_prepared(run, monkeypatch, capsys, model, sentence):
+    monkeypatch.setattr(setup, "build_data", None)
+    refuse(run, capsys, sentence, model=model)
 
 
 @pytest.mark.parametrize(
@@ -261,10 +279,11 @@ def test_a_model_that_the_memory_does_not_hold(run, capsys):
     assert "can't allocate memory" in complaint
 
 
-def test_a_model_that_a_high_rate_has_ruined_ends_its_run(run, tmp_path):
-    for rate in ("--learning_rate", "--vector_learning_rate"):
-        status, _ = run(rate, rate, "1e9", "--max_train_steps", "1", model=HOPE)
-        assert status == 0 and json.loads((tmp_path / rate / "run.json").read_text())["complete"]
+@pytest.mark.parametrize("rate", ["--learning_rate", "--vector_learning_rate"])
+def test_a_model_that_a_high_rate_has_ruined_is_no_complete_run(run, tmp_path, capsys, rate):
+    status, _ = run("a", rate, "1e9", "--max_train_steps", "1", model=HOPE)
+    assert status == 1 and json.loads((tmp_path / "a" / "run.json").read_text())["complete"] is False
+    assert "not finite: lower --learning_rate (now" in capsys.readouterr().err
 
 
 def test_flags_of_fsdp_without_it_warn(run):

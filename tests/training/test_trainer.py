@@ -197,9 +197,15 @@ def test_recipe_stands_first_and_flags_override_it(run, tmp_path):
     assert (record["identity"]["weight_decay"], record["identity"]["max_train_steps"]) == (0.3, 2)
 
 
-def test_a_run_that_ends_within_its_warm_up_warns(run):
+def test_a_run_that_ends_within_its_warm_up_warns(run, capsys):
     with pytest.warns(UserWarning, match="run of 2 steps ends within its warm-up of 5"):
         run("short", "--num_warmup_steps", 5, "--max_train_steps", 2)
+    assert "2, all of them warm-up; 256 tokens" in capsys.readouterr().out
+
+
+def test_the_first_and_the_last_step_are_logged(run):
+    _, rows = run("a", "--logging_steps", "3", "--max_train_steps", "5")
+    assert [row["step"] for row in rows if "train/loss" in row] == [1, 3, 5]
 
 
 def test_accumulated_batches_equal_one_large_batch(run):

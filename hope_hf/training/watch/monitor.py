@@ -61,7 +61,7 @@ class Monitor:
     def step_begins(self, step: int) -> None:
         """`step`: the number of the one that begins, from 1."""
         self._step = step
-        self._logs = step == 1 or step % self._logging_steps == 0
+        self._logs = step in (1, self._plan.total_steps) or step % self._logging_steps == 0
         self._rows: dict = {}
         self._profile.step_begins(step)
         self._stopwatch.step_begins()
