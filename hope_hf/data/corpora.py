@@ -12,7 +12,7 @@ from .mixture import BUILTIN, Corpus
 from .readers import kind_of
 from .sources import builtin_corpus, load_data_set, split_training
 
-_READ_TOGETHER = 1_000
+_READ_TOGETHER = 100
 
 
 @dataclass

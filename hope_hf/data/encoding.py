@@ -1,11 +1,24 @@
-"""Texts to token ids, each beginning with EOS."""
+"""Texts to token ids, each beginning with EOS.
+
+An encoding takes about 110 bytes of memory for a byte of text. So little text is encoded together, and a long text in
+pieces that overlap. They are joined at a place where tokens of both pieces begin, which gives the tokens of the whole.
+"""
 
 import copy
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from hope_hf.cli.process import warn_once
+
 Encode = Callable[[Sequence[str | None]], list[list[int]]]
+
+# Characters of a piece, of those that it has beyond each end, and of what is encoded together.
+PIECE = 1 << 18
+MARGIN = 1 << 12
+_TOGETHER = 1 << 19
 
 
 def make_encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
@@ -17,9 +30,21 @@ def make_encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
 
     def encode(texts: Sequence[str | None]) -> list[list[int]]:
         texts = [text for text in texts if text and not text.isspace()]
-        return [[eos, *row] for row in encode_all(texts)] if texts else []
+        return [[eos, *row] for group in _groups(texts) for row in encode_all(group)]
 
     return encode
+
+
+def _groups(texts: list[str]) -> Iterator[list[str]]:
+    group, characters = [], 0
+    for text in texts:
+        if group and characters + len(text) > _TOGETHER:
+            yield group
+            group, characters = [], 0
+        group.append(text)
+        characters += len(text)
+    if group:
+        yield group
 
 
 def _fast(tokenizer: PreTrainedTokenizerBase):
@@ -32,7 +57,13 @@ def _fast(tokenizer: PreTrainedTokenizerBase):
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
-    return lambda texts: [row.ids for row in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode_all(texts: list[str]) -> list[list[int]]:
+        if max(map(len, texts)) > PIECE:
+            return [_in_pieces(backend, text) for text in texts]
+        return [row.ids for row in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    return encode_all
 
 
 def _slow(tokenizer: PreTrainedTokenizerBase):
@@ -45,3 +76,42 @@ def _slow(tokenizer: PreTrainedTokenizerBase):
         return_token_type_ids=False,
         verbose=False,
     )["input_ids"]
+
+
+def _in_pieces(backend: Tokenizer, text: str) -> list[int]:
+    """The ids of a text of any length."""
+    ids, first, cut = [], 0, PIECE
+    piece = _Piece(backend, text, 0, cut + MARGIN)
+    while cut < len(text):
+        following = _Piece(backend, text, cut - MARGIN, cut + PIECE + MARGIN)
+        here, there = piece.joints(cut), following.joints(cut)
+        place = min(here & there or here or {cut}, key=lambda place: abs(place - cut))
+        if place not in here & there:
+            # One token over thousands of characters, or the same few characters without an end.
+            warn_once(
+                f"A text has more than {MARGIN:,} characters without the end of a word: encoded in pieces, its "
+                "tokens may differ from those of the whole."
+            )
+            following = _Piece(backend, text, place, cut + PIECE + MARGIN)
+        ids += piece.ids[first : piece.index(place)]
+        piece, first, cut = following, following.index(place), cut + PIECE
+    return ids + piece.ids[first:]
+
+
+class _Piece:
+    """The tokens of a part of a text; places are those in the whole text."""
+
+    def __init__(self, backend: Tokenizer, text: str, begin: int, end: int):
+        encoding = backend.encode(text[begin:end], add_special_tokens=False)
+        self.ids = encoding.ids
+        self._starts = [begin + start for start, _ in encoding.offsets]
+        self._ends = [begin + end for _, end in encoding.offsets]
+
+    def index(self, place: int) -> int:
+        """How many tokens begin before a place."""
+        return bisect_left(self._starts, place)
+
+    def joints(self, cut: int) -> set[int]:
+        """Places around the cut, far from the ends of the piece, where a token begins and none goes on."""
+        near = range(max(1, self.index(cut - MARGIN // 2)), self.index(cut + MARGIN // 2))
+        return {self._starts[index] for index in near if self._ends[index - 1] <= self._starts[index]}

@@ -26,9 +26,15 @@ from datasets import List as ListFeature
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hope_hf.cli.progress import lines_of_datasets
+
+from .cache import cache_errors
 from .encoding import make_encoder
 
 IGNORED = -100
+_BAR = "Tokenizing"
+# Bytes of text.
+_READ_TOGETHER = 1 << 21
 
 
 @dataclass
@@ -40,17 +46,24 @@ class Block:
 
 
 def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase, num_workers: int | None = None) -> "TokenStream":
-    """All documents as one stream of tokens. Raises ValueError where one of the processes is killed."""
+    """All documents as one stream of tokens.
+
+    Raises ValueError where one of the processes is killed or the cache cannot be written.
+    """
     encode = make_encoder(tokenizer)
+    bytes_per_row = documents.data.nbytes / max(1, documents.data.num_rows)
     try:
-        tokens = documents.map(
-            lambda rows: {"input_ids": encode(rows["text"])},
-            batched=True,
-            num_proc=num_workers,
-            remove_columns=documents.column_names,
-            features=Features({"input_ids": ListFeature(Value("int32"))}),
-            desc="Tokenizing",
-        )
+        with cache_errors(), lines_of_datasets(_BAR):
+            tokens = documents.map(
+                lambda rows: {"input_ids": encode(rows["text"])},
+                batched=True,
+                # Documents may be long: what is read together must fit into memory.
+                batch_size=min(1_000, max(1, int(_READ_TOGETHER / max(1, bytes_per_row)))),
+                num_proc=num_workers,
+                remove_columns=documents.column_names,
+                features=Features({"input_ids": ListFeature(Value("int32"))}),
+                desc=_BAR,
+            )
     except RuntimeError as error:
         # datasets has no type for it.
         if "abruptly died" not in str(error):

@@ -104,7 +104,7 @@ def _sample(documents: Dataset | IterableDataset) -> Iterator[str]:
             return
         if row["text"]:
             budget -= len(row["text"])
-            yield row["text"]
+            yield row["text"][:_TOKENIZER_BYTES]
 
 
 def _stream_identity(config: DataConfig) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from .vocabulary import END_OF_TEXT
 
 LONGEST = 1 << 24
-PART = 1 << 20
+PART = 1 << 17
 _LONGEST_LINE = 1 << 16
 _BREAKS = [re.compile(pattern) for pattern in (r"\n[ \t\r]*+\n", r"\n", r"\s")]
 

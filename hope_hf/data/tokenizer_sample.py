@@ -52,5 +52,5 @@ def drawn(documents: Dataset, size: int, max_bytes: int) -> Iterator[str]:
 
 def text_bytes(documents: Dataset) -> int:
     """Bytes of all documents in UTF-8."""
-    tables = documents.select_columns(["text"]).with_format("arrow").iter(1_000) if len(documents) else ()
+    tables = documents.select_columns(["text"]).with_format("arrow").iter(100) if len(documents) else ()
     return sum(pc.sum(pc.binary_length(table["text"])).as_py() or 0 for table in tables)

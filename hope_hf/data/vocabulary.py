@@ -6,12 +6,16 @@ model predicts at its end (so it is the BOS and the EOS token, as in GPT-2); `<|
 
 import hashlib
 import json
+import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from hope_hf.cli.process import warn_once
 
 DEFAULT_VOCAB_SIZE = 4096
 END_OF_TEXT = "<|endoftext|>"
@@ -19,6 +23,9 @@ PAD = "<|pad|>"
 SMALLEST_VOCABULARY = 256 + 2
 # Ten times the largest in use; the trainer reserves memory for all entries at once.
 LARGEST_VOCABULARY = 10_000_000
+_LONGEST_WORD = 1 << 10
+# What byte-level BPE takes for one word: letters, digits, other signs or spaces.
+_ONE_WORD = re.compile(r"[^\W\d_]+|\d+|[^\w\s]+|_+|\s+")
 # What single calls set in a tokenizer and leave there; it changes no ids of ours.
 _CALLS = {"truncation": None, "padding": None}
 
@@ -43,7 +50,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = DEFAULT_VOCAB_SIZE) 
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator(texts, trainer)
+    backend.train_from_iterator(chain.from_iterable(map(_without_long_words, texts)), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=END_OF_TEXT,
@@ -51,6 +58,21 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = DEFAULT_VOCAB_SIZE) 
         pad_token=PAD,
         clean_up_tokenization_spaces=False,
     )
+
+
+def _without_long_words(text: str) -> Iterator[str]:
+    """The text in pieces, so that no word is much longer than `_LONGEST_WORD`: time grows with the word's square."""
+    begin = 0
+    for place in range(0, len(text) - _LONGEST_WORD, _LONGEST_WORD):
+        end = place + _LONGEST_WORD
+        if _ONE_WORD.fullmatch(text, place, end):
+            warn_once(
+                f"The text has words of more than {_LONGEST_WORD:,} characters without a space: the tokenizer learns "
+                "from them in pieces."
+            )
+            yield text[begin:end]
+            begin = end
+    yield text[begin:]
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -1,9 +1,7 @@
 """Output besides the tables: pictures, and progress bars on a terminal."""
 
-import io
 import math
 import sys
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import cycle
@@ -14,11 +12,11 @@ import transformers
 from tqdm.auto import tqdm
 
 from hope_hf.cli.pictures import as_label
+from hope_hf.cli.progress import LOG_SECONDS, LogLines
 from hope_hf.cli.tables import Row
 
 from .numbers import Number
 
-LOG_SECONDS = 20.0
 # Longer names of a heat map's columns are written at an angle.
 MOST_LETTERS = 9
 
@@ -41,27 +39,6 @@ def progress(items: Iterable | None, name: str, total: int | None = None) -> tqd
     words = "{desc}: {n_fmt} of {total_fmt}, {elapsed}"
     # Checked after every unit, so that a line is written as soon as it is due.
     return tqdm(items, name, total, file=LogLines(), mininterval=0, miniters=1, delay=LOG_SECONDS, bar_format=words)
-
-
-class LogLines(io.TextIOBase):
-    """A file for bars that go to a log: writes one of the drawn lines to stderr every `LOG_SECONDS`."""
-
-    def __init__(self, wanted: str = " of "):
-        """`wanted`: what a bar's text contains; other text is dropped."""
-        self._wanted, self._last = wanted, time.monotonic()
-
-    def write(self, text: str) -> int:
-        """Takes a bar as tqdm draws it, from a carriage return on."""
-        line = text.strip()
-        if self._wanted in line and time.monotonic() - self._last >= LOG_SECONDS:
-            self._last = time.monotonic()
-            print(line.splitlines()[-1], file=self._terminal, flush=True)
-        return len(text)
-
-    @property
-    def _terminal(self):
-        # While lm-eval runs, stderr is this file.
-        return sys.__stderr__ if sys.stderr is self else sys.stderr
 
 
 def hide_foreign_bars():

@@ -11,9 +11,10 @@ from functools import partial
 import torch.distributed as dist
 
 from hope_hf.cli.process import is_first_process, memory_is_full
+from hope_hf.cli.progress import LogLines
 
 from .arguments import AUTO, Arguments
-from .display import LogLines, show_progress
+from .display import show_progress
 from .documents import reading_failed
 from .harness_tasks import LOCAL, find_tasks
 from .paper_row import paper_row

@@ -105,3 +105,17 @@ def test_a_killed_process_is_a_sentence(tokenizer, monkeypatch):
     monkeypatch.setattr(packing, "make_encoder", lambda tokenizer: lambda texts: os._exit(137))
     with pytest.raises(ValueError, match="One of the 2 processes of --preprocessing_num_workers was killed, as where"):
         tokenize(Dataset.from_dict({"text": ["a", "b"]}), tokenizer, 2)
+
+
+def test_long_documents_are_read_a_few_at_a_time(monkeypatch):
+    monkeypatch.setattr(packing, "_READ_TOGETHER", 4_000)
+    read = []
+
+    def encoder(tokenizer):
+        return lambda texts: read.append(len(texts)) or [[0]] * len(texts)
+
+    monkeypatch.setattr(packing, "make_encoder", encoder)
+    for length, together in ((1_000, 3), (10_000, 1), (4, 50)):
+        read.clear()
+        assert len(tokenize(Dataset.from_dict({"text": ["x" * length] * 50}), None)) == 50
+        assert max(read) == together and sum(read) == 50

@@ -2,9 +2,11 @@
 
 import inspect
 import json
+import random
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from hope_hf.data import vocabulary
 from hope_hf.data.tokenizer import main
 from hope_hf.data.tokenizer_sample import Text, sample
 from hope_hf.data.vocabulary import bytes_per_id, load_tokenizer, save_tokenizer, train_tokenizer
@@ -111,6 +114,21 @@ def test_a_sample_has_the_shares_of_the_weights_and_no_more_than_its_bytes():
     drawn = "".join(sample(texts, 4_000))
     assert (drawn.count("é"), drawn.count("b")) == (1_500, 1_000)
     assert "".join(sample([Text("a", documents)], 1_000_000)) == "é" * 5_000
+
+
+@pytest.mark.parametrize("letters", ["ACGT", "0123456789", "+-*/", " \n"])
+def test_a_text_without_spaces_is_learned_from_in_pieces(letters):
+    text = "".join(random.Random(0).choices(letters, k=200_000))
+    begin = time.process_time()
+    with pytest.warns(UserWarning, match="words of more than 1,024 characters without a space"):
+        assert len(train_tokenizer([text], 600)) == 600
+    # As one word it takes a hundred times as long.
+    assert time.process_time() - begin < 10
+
+
+def test_words_of_usual_length_are_learned_from_whole():
+    text = "日本語の文章、" * 500 + "a" * 900 + " https://example.org/" + "path/" * 400 + "3" * 900
+    assert list(vocabulary._without_long_words(text)) == [text]
 
 
 def test_another_tokenizer_is_not_overwritten(text_file, tmp_path, capsys):

@@ -1,0 +1,106 @@
+"""Encoding: long texts in pieces have the tokens of the whole, and bounded memory."""
+
+import random
+from pathlib import Path
+
+import pytest
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from hope_hf.data import encoding
+from hope_hf.data.encoding import make_encoder
+from hope_hf.data.vocabulary import train_tokenizer
+
+TEXT = Path(encoding.__file__).read_text() + "Ünïcode 🐍🐈 日本語の文章。 \n\n\n  tabs\t\tand spaces    \r\n" * 9
+SPECIAL = ["</s>", "<unk>"]
+
+
+def trained(model, trainer, pre_tokenizer=None, normalizer=None) -> Tokenizer:
+    backend = Tokenizer(model)
+    if pre_tokenizer is not None:
+        backend.pre_tokenizer = pre_tokenizer
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    backend.train_from_iterator([TEXT], trainer)
+    return backend
+
+
+def bpe(**options):
+    return trainers.BpeTrainer(vocab_size=500, special_tokens=SPECIAL, show_progress=False, **options)
+
+
+KINDS = {
+    "ours": lambda: train_tokenizer([TEXT], 500).backend_tokenizer,
+    # As Llama 3 and Qwen.
+    "another pattern": lambda: trained(
+        models.BPE(),
+        bpe(initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())),
+        pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        ),
+    ),
+    # As Llama 2: no words at all, a mark before the text.
+    "marks": lambda: trained(
+        models.BPE(unk_token="<unk>", byte_fallback=True),
+        bpe(max_token_length=9),
+        normalizer=normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+    ),
+    # As T5.
+    "unigram": lambda: trained(
+        models.Unigram(),
+        trainers.UnigramTrainer(vocab_size=300, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False),
+        pre_tokenizers.Metaspace(),
+        normalizers.NFKC(),
+    ),
+    # As BERT.
+    "pieces": lambda: trained(
+        models.WordPiece(unk_token="<unk>"),
+        trainers.WordPieceTrainer(vocab_size=500, special_tokens=SPECIAL, show_progress=False),
+        pre_tokenizers.BertPreTokenizer(),
+        normalizers.BertNormalizer(),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_long_text_has_the_tokens_of_the_whole(monkeypatch, kind):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=KINDS[kind](), eos_token="</s>", unk_token="<unk>")
+    rng = random.Random(0)
+    texts = ["".join(rng.sample(TEXT.splitlines(keepends=True), 60)) for _ in range(12)]
+    whole = make_encoder(tokenizer)(["short", *texts])
+    monkeypatch.setattr(encoding, "PIECE", 300)
+    monkeypatch.setattr(encoding, "MARGIN", 200)
+    assert min(map(len, texts)) > 1_000
+    assert make_encoder(tokenizer)(["short", *texts]) == whole
+
+
+def test_a_text_without_spaces_loses_nothing_and_is_warned_of(monkeypatch):
+    monkeypatch.setattr(encoding, "PIECE", 301)
+    monkeypatch.setattr(encoding, "MARGIN", 80)
+    # Tokens of 16 letters: whatever the first one, the pieces' tokens begin at other places.
+    tokenizer = train_tokenizer(["a" * 999], 262)
+    with pytest.warns(UserWarning, match="more than 80 characters without the end of a word"):
+        (ids,) = make_encoder(tokenizer)(["a" * 2_000])
+    assert tokenizer.decode(ids[1:]) == "a" * 2_000
+
+
+def test_an_unknown_word_of_any_length_is_encoded(monkeypatch):
+    monkeypatch.setattr(encoding, "PIECE", 301)
+    monkeypatch.setattr(encoding, "MARGIN", 80)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=KINDS["pieces"](), eos_token="</s>", unk_token="<unk>")
+    with pytest.warns(UserWarning, match="more than 80 characters without the end of a word"):
+        (ids,) = make_encoder(tokenizer)(["x" * 2_000])
+    assert ids[0] == tokenizer.eos_token_id and set(ids[1:]) == {tokenizer.unk_token_id}
+
+
+def test_little_text_is_encoded_together(monkeypatch):
+    monkeypatch.setattr(encoding, "_TOGETHER", 100)
+    tokenizer = train_tokenizer([TEXT], 300)
+    groups = []
+    monkeypatch.setattr(encoding, "_fast", lambda tokenizer: lambda texts: groups.append(texts) or [[1]] * len(texts))
+    texts = ["x" * length for length in (60, 60, 30, 200, 10, 1)]
+    assert len(make_encoder(tokenizer)([*texts, "", None])) == 6
+    assert [len(group) for group in groups] == [1, 2, 1, 2]
