@@ -348,6 +348,12 @@ class HopeForCausalLM(HopePreTrainedModel, HopeGenerationMixin):
         self.lm_head = HopeHead(config.hidden_size, config.vocab_size)
         self.post_init()
 
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        # `resize_token_embeddings` gives a linear map of torch's own, which knows no loss.
+        if type(new_embeddings) is nn.Linear and new_embeddings.bias is None:
+            new_embeddings.__class__ = HopeHead
+        super().set_output_embeddings(new_embeddings)
+
     def flops_per_token(self, sequence_length: int) -> int:
         """Matrix FLOPs of forward and backward per token of a text of `sequence_length` tokens.
 

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from hope_hf import HopeForCausalLM
+from hope_hf.model.linear_cross_entropy import HopeHead
 
 
 def random_ids(*shape):
@@ -66,6 +67,10 @@ def test_the_vocabulary_grows_and_shrinks(tiny_model, tmp_path, tied):
         assert logits.shape[-1] == size == model.config.vocab_size
         torch.testing.assert_close(logits[..., :60], expected[..., :60], rtol=0, atol=1e-6)
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+        # the head that makes the loss without the logits of all tokens
+        assert type(model.lm_head) is HopeHead
+        loss = model(ids, labels=ids, skip_logits=True).loss
+        torch.testing.assert_close(loss, model(ids, labels=ids).loss, rtol=0, atol=1e-6)
     model.save_pretrained(tmp_path)
     assert torch.equal(HopeForCausalLM.from_pretrained(tmp_path)(ids).logits, logits)
 
