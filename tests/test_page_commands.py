@@ -19,6 +19,7 @@ from hope_hf.cli.models import build_config, load_config, parse_overrides
 from hope_hf.data import build_data, mixture, prepare, save_tokenizer, sources, tokenizer, train_tokenizer, vocabulary
 from hope_hf.evaluation import parsing as evaluation
 from hope_hf.evaluation.held_out import held_out_documents
+from hope_hf.evaluation.suites import SUITES
 from hope_hf.plan import main as plan
 from hope_hf.training.parsing import parse
 from hope_hf.training.setup import data_config
@@ -112,7 +113,7 @@ def run(command: str) -> None:
     elif words[0] == "curl":
         Path(words[words.index("-o") + 1]).write_text("\n\n".join(TEXTS[:300]))
     elif "run_eval.py" in words:
-        args = evaluation.parse(words[words.index("run_eval.py") + 1 :], ["perplexity", "zero_shot"])
+        args = evaluation.parse(words[words.index("run_eval.py") + 1 :], SUITES)
         assert held_out_documents(args).texts
     else:
         program, words = words[2], words[3:]

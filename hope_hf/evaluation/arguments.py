@@ -126,5 +126,27 @@ class Arguments(ModelArguments, TextArguments, SuiteArguments, RunArguments):
         return min(self.samples_per_length, self.limit or self.samples_per_length)
 
 
+# What a suite that loads a model, and one that reads the held-out text, take from the command line.
+MODEL = ("model_name_or_path", "tokenizer_name", "trust_remote_code", "attn_implementation", "dtype")
+TEXT = (
+    "dataset_name", "dataset_config_name", "train_file", "dataset_mixture", "train_shards", "validation_file",
+    "validation_split_percentage", "max_eval_samples", "streaming", "trust_remote_code",
+)  # fmt: skip
+# What the program itself reads, whatever is measured.
+ALWAYS = frozenset(
+    "suite output_dir checkpoints compare archive_dir report_to offline device cpu_threads model_name_or_path".split()
+)
+
+
+def reads(*flags: str):
+    """Decorates a suite with the names of the flags that it reads; others that are given are warned of."""
+
+    def declare(suite):
+        suite.reads = frozenset(flags)
+        return suite
+
+    return declare
+
+
 GROUPS = (ModelArguments, TextArguments, SuiteArguments, RunArguments)
 FLAGS = tuple(f.name for group in GROUPS for f in fields(group))

@@ -1,11 +1,22 @@
 """The text that a model is evaluated on."""
 
+import json
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from hope_hf.cli.arguments import TextArguments
+from hope_hf.cli.files import read_small
+from hope_hf.cli.mistakes import MISTAKES, one_line
+from hope_hf.cli.process import warn_once
 from hope_hf.data import DataConfig, find_files, load_files, validation_texts
 
 from .arguments import Arguments
+
+RUN_FILE = "run.json"
+# Flags that name a text, and those that say which part of it is held out.
+NAMING = ("dataset_name", "train_file", "dataset_mixture", "train_shards", "validation_file")
+SHARE = ("dataset_config_name", "validation_split_percentage", "max_eval_samples", "streaming")
 
 
 @dataclass(frozen=True)
@@ -26,9 +37,52 @@ class HeldOut:
 def held_out_documents(args: Arguments) -> HeldOut:
     """All of `--validation_file`, or the documents that `run_clm.py` holds out with the same data flags.
 
-    Of a stream, and with `--max_eval_samples` of every corpus, it is the first ones. Raises ValueError if there is no
-    text.
+    Without any of these flags, the flags are those of the model's own run, where its folder has them. Of a stream, and
+    with `--max_eval_samples` of every corpus, it is the first ones. Raises ValueError if there is no text.
     """
+    if (run := _run_of(args)) is None:
+        return _read(args)
+    try:
+        return _read(replace(args, **_text_of(run, args)))
+    except ValueError as error:
+        raise ValueError(f"The text of {run} cannot be read, name one with --validation_file: {error}") from None
+
+
+def _run_of(args: Arguments) -> Path | None:
+    """The file of the run that trained the model, unless a flag names the text."""
+    if any(getattr(args, name) for name in NAMING) or not args.model_name_or_path:
+        return None
+    folder = Path(args.model_name_or_path)
+    return next((file for file in (folder / RUN_FILE, folder.parent / RUN_FILE) if file.exists()), None)
+
+
+def _text_of(run: Path, args: Arguments) -> dict:
+    """The flags of the text in a run's file; of the share that is held out, those given now come first."""
+    defaults = TextArguments()
+    try:
+        identity = json.loads(read_small(run))["identity"]
+        found = {name: identity.get(name, getattr(defaults, name)) for name in (*NAMING, *SHARE)}
+        _check(found)
+    except MISTAKES as error:
+        warn_once(f"{run} does not say the run's text ({one_line(error)}): the built-in corpus is read.")
+        return {}
+    given = {name: getattr(args, name) for name in SHARE if getattr(args, name) != getattr(defaults, name)}
+    return found | given
+
+
+def _check(flags: dict) -> None:
+    kinds = dict.fromkeys(NAMING, str | None) | {
+        "dataset_config_name": str | None, "validation_split_percentage": int | float,
+        "max_eval_samples": int | None, "streaming": bool,
+    }  # fmt: skip
+    for name, kind in kinds.items():
+        if not isinstance(flags[name], kind):
+            raise ValueError(f"{name} is {flags[name]!r:.80}")
+    if not 0 < flags["validation_split_percentage"] < 100 or (flags["max_eval_samples"] or 1) < 1:
+        raise ValueError("the share held out is out of its bounds")
+
+
+def _read(args: Arguments) -> HeldOut:
     if args.validation_file:
         if args.streaming:
             warnings.warn("--streaming is ignored: --validation_file is read as a whole.", stacklevel=2)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hope_hf import HopeCache
 
-from .arguments import Arguments
+from .arguments import MODEL, TEXT, Arguments, reads
 from .display import progress
 from .held_out import held_out_documents
 from .parsing import parse_lengths
@@ -20,6 +20,7 @@ GATE_TOKENS = 2048
 DEFAULT_STRESS_LENGTHS = "1k,16k"
 
 
+@reads(*MODEL, *TEXT, "lengths", "samples_per_length", "limit", "seed")
 def memory(args: Arguments, subject: Subject) -> SuiteResult:
     """Learning rates and horizons per head on held-out text, and the largest state under unusual inputs.
 

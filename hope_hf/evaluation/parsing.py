@@ -9,18 +9,9 @@ from hope_hf.cli.process import warn_once
 from hope_hf.cli.recipe import replaced, split_recipe
 from hope_hf.cli.text_flags import check_streaming, warn_of_ignored_share
 
-from .arguments import AUTO, FLAGS, GROUPS, Arguments
+from .arguments import ALWAYS, AUTO, FLAGS, GROUPS, TEXT, Arguments
 from .checkpoints import parse_checkpoints
 
-# Flags that are for some suites only.
-OF_SUITES = {
-    "max_length": {"zero_shot"},
-    "log_samples": {"zero_shot"},
-    "num_fewshot": {"zero_shot", "class_incremental"},
-    "data_dir": {"zero_shot", "class_incremental"},
-    "segments": {"continual"},
-    "samples_per_class": {"class_incremental"},
-}
 # Flags that a recipe of run_clm.py may contain.
 TRAINING_ONLY = ("max_train_samples", "preprocessing_num_workers")
 
@@ -28,7 +19,8 @@ TRAINING_ONLY = ("max_train_samples", "preprocessing_num_workers")
 def parse(argv: list[str], suites) -> Arguments:
     """Read `[recipe.yaml] --flag value ...`; flags override the recipe, the recipe overrides the defaults.
 
-    `suites` are the known names. Raises ValueError with one sentence that names the flag or file and the fix.
+    `suites`: name -> suite, each decorated with `reads`. `--tasks` without `--suite` chooses the suites of these.
+    Raises ValueError with one sentence that names the flag or file and the fix.
     """
     recipe, argv = split_recipe(argv, FLAGS)
     usage = "%(prog)s [recipe.yaml] --model_name_or_path DIR --suite NAMES [flags]"
@@ -37,8 +29,13 @@ def parse(argv: list[str], suites) -> Arguments:
     named = named_flags(parser, recipe + argv, FLAGS)
     groups = parser.parse_args_into_dataclasses(recipe + argv, look_for_args_file=False)
     args = Arguments(**{f.name: getattr(group, f.name) for group in groups for f in fields(group)})
+    if "tasks" in named and "suite" not in named:
+        # Not at the top: it imports this file.
+        from .task_names import suites_of
+
+        args.suite = ",".join(suites_of(names(args.tasks)))
     _check(args, suites)
-    _warn_of_ignored(args, named)
+    _warn_of_ignored(args, named, suites)
     return args
 
 
@@ -112,18 +109,22 @@ def _check(args: Arguments, suites):
     check_streaming(args)
 
 
-def _warn_of_ignored(args: Arguments, named: set[str]):
+def _warn_of_ignored(args: Arguments, named: set[str], suites):
     if args.compare:
         for name in sorted(named - {"compare", "output_dir"}):
             warn_once(f"--{name} is ignored: --compare evaluates nothing.")
         return
     asked = names(args.suite)
-    for name, suites in OF_SUITES.items():
-        if name in named and not suites & set(asked):
-            warn_once(f"--{name} is ignored: it is for --suite {' or '.join(sorted(suites))}.")
+    readers = {name: [suite for suite in suites if name in suites[suite].reads] for name in FLAGS}
+    for name in sorted(named - ALWAYS):
+        if readers[name] and not set(readers[name]) & set(asked):
+            warn_once(f"--{name} is ignored: it is for --suite {' or '.join(readers[name])}.")
     if args.batch_size == AUTO and set(asked) != {"zero_shot"}:
         warn_once("--batch_size auto is for --suite zero_shot: the other suites take their default.")
     for name in TRAINING_ONLY:
         if name in named:
             warn_once(f"--{name} is ignored: it says how run_clm.py reads its training text.")
+    if args.prompts and set(asked) == {"sample"}:
+        for name in sorted(named & set(TEXT) - {"trust_remote_code"}):
+            warn_once(f"--{name} is ignored: --prompts is given.")
     warn_of_ignored_share(args, named)

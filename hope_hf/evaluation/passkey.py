@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from .arguments import Arguments
+from .arguments import MODEL, Arguments, reads
 from .display import Panel, by_depth, heat_maps, progress
 from .parsing import parse_depths, parse_lengths
 from .result import Row, SuiteResult, means
@@ -20,6 +20,7 @@ QUESTION = "What is the pass key? The pass key is"
 DIGITS = 5
 
 
+@reads(*MODEL, "lengths", "depths", "samples_per_length", "limit", "batch_size", "seed")
 def passkey(args: Arguments, subject: Subject) -> SuiteResult:
     """Recall by length and depth: five digits hidden in filler text, and a question about them at the end.
 

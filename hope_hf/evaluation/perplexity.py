@@ -11,7 +11,7 @@ from torch import Tensor
 from hope_hf.cli.metrics import next_token_accuracy
 from hope_hf.data import bytes_per_id
 
-from .arguments import Arguments
+from .arguments import MODEL, TEXT, Arguments, reads
 from .display import curves, progress
 from .held_out import HeldOut, held_out_documents
 from .losses import bits_per_byte, document_scores, mean_of_blocks
@@ -32,6 +32,7 @@ LABELS = {
 }
 
 
+@reads(*MODEL, *TEXT, "lengths", "samples_per_length", "limit", "batch_size")
 def perplexity(args: Arguments, subject: Subject) -> SuiteResult:
     """Loss, perplexity and bits per byte of the held-out documents, and loss by position in the long ones.
 

@@ -17,6 +17,12 @@ NAMES = {
 }
 
 
+def suites_of(tasks: list[str]) -> list[str]:
+    """The suites whose tasks these are; zero_shot of every name that none of the others knows."""
+    owners = [next((suite for suite, known in NAMES.items() if name in known), "zero_shot") for name in tasks]
+    return list(dict.fromkeys(owners)) or ["zero_shot"]
+
+
 def own_tasks(args: Arguments, suite: str, known: Collection[str]) -> list[str]:
     """The names in `--tasks` that are among `known`, the suite's own; all of these without the flag.
 

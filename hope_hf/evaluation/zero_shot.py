@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hope_hf.cli.process import is_first_process, memory_is_full
 from hope_hf.cli.progress import LogLines
 
-from .arguments import AUTO, Arguments
+from .arguments import AUTO, MODEL, Arguments, reads
 from .display import show_progress
 from .documents import reading_failed
 from .harness_tasks import LOCAL, find_tasks
@@ -27,6 +27,7 @@ from .task_code import guarded
 LONGEST_TRIED = 16_384
 
 
+@reads(*MODEL, "tasks", "num_fewshot", "max_length", "log_samples", "data_dir", "limit", "batch_size")
 def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
     """The tasks of `--tasks`: a row per metric, with lm-eval's standard error and the number of documents, and the
     paper's row where its tasks are among them.

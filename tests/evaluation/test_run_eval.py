@@ -13,7 +13,7 @@ from hope_hf.cli.tables import markdown_table
 from hope_hf.data import DataConfig
 from hope_hf.data.sources import open_sources
 from hope_hf.evaluation import main
-from hope_hf.evaluation.arguments import Arguments
+from hope_hf.evaluation.arguments import FLAGS, Arguments, reads
 from hope_hf.evaluation.held_out import held_out_documents
 from hope_hf.evaluation.parsing import parse, parse_depths, parse_lengths
 from hope_hf.evaluation.suites import SUITES
@@ -94,7 +94,7 @@ def test_flags_of_the_training_text_are_ignored_with_a_word(folders, text_file):
 def test_another_text_replaces_that_of_the_recipe(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("suite: perplexity\ndataset_name: a/b\ndataset_config_name: large\nstreaming: true\n")
-    args = parse([str(recipe), "--model_name_or_path", "m", "--train_file", "mine.txt"], ["perplexity"])
+    args = parse([str(recipe), "--model_name_or_path", "m", "--train_file", "mine.txt"], SUITES)
     assert (args.dataset_name, args.dataset_config_name, args.streaming) == (None, None, False)
     assert (args.train_file, args.suite) == ("mine.txt", "perplexity")
 
@@ -184,6 +184,7 @@ def test_a_report_is_never_overwritten(folders, text_file, tmp_path, capsys):
 
 
 def test_a_killed_evaluation_keeps_its_numbers_and_goes_on(folders, text_file, tmp_path, capsys, monkeypatch):
+    @reads(*FLAGS)
     def killed(args, subject):
         record = json.loads((tmp_path / "results.json").read_text())
         assert list(record["results"]) == ["sample"] and record["unfinished"] == ["perplexity"]
@@ -200,7 +201,7 @@ def test_a_killed_evaluation_keeps_its_numbers_and_goes_on(folders, text_file, t
     assert evaluate(folders["hope"], *command[1:], "--output_dir", tmp_path) == 0
     assert json.loads((tmp_path / "results.json").read_text()) == before
     with monkeypatch.context() as patch:
-        patch.setitem(SUITES, "sample", pytest.fail)
+        patch.setitem(SUITES, "sample", reads(*FLAGS)(lambda args, subject: pytest.fail("it has run before")))
         assert evaluate(*command, "--output_dir", tmp_path) == 0
     record = json.loads((tmp_path / "results.json").read_text())
     assert list(record["results"]) == ["sample", "perplexity"] and record["unfinished"] == []
@@ -220,6 +221,7 @@ def test_another_evaluation_in_the_folder_is_left_alone(folders, text_file, tmp_
 
 @pytest.mark.parametrize("error", [AssertionError("x"), KeyError("ctx"), ZeroDivisionError(), OSError(28, "full")])
 def test_any_error_of_a_suite_is_its_own_line(folders, text_file, tmp_path, capsys, monkeypatch, error):
+    @reads(*FLAGS)
     def fails(args, subject):
         raise error
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hope_hf.cli.models import is_hope
 
-from ..arguments import Arguments
+from ..arguments import MODEL, Arguments, reads
 from ..display import Panel, heat_maps
 from ..result import SuiteResult
 from ..subject import Subject
@@ -20,6 +20,10 @@ from .task_list import TASKS
 ROWS = 64
 
 
+@reads(
+    *MODEL, "tasks", "num_fewshot", "samples_per_class", "data_dir", "max_train_steps", "learning_rate", "limit",
+    "batch_size", "seed",
+)  # fmt: skip
 def class_incremental(args: Arguments, subject: Subject) -> SuiteResult:
     """Accuracy among the classes met so far, after each group of classes: a matrix for each of `--tasks`.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..arguments import Arguments
+from ..arguments import MODEL, TEXT, Arguments, reads
 from ..checkpoints import Checkpoint, find_checkpoints
 from ..display import small_curves
 from ..losses import bits_per_byte, document_scores, mean_of_blocks
@@ -32,6 +32,7 @@ class Measured:
         return {"loss": loss, "loss_stderr": stderr, **bits}
 
 
+@reads(*MODEL, *TEXT, "segments", "batch_size")
 def continual(args: Arguments, subject=None) -> SuiteResult:
     """Loss and bits per byte of every segment by each checkpoint of a run.
 

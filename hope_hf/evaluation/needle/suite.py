@@ -4,7 +4,7 @@ import math
 from functools import partial
 from pathlib import Path
 
-from ..arguments import Arguments
+from ..arguments import MODEL, TEXT, Arguments, reads
 from ..display import Panel, by_depth, heat_maps, progress
 from ..parsing import parse_depths, parse_lengths
 from ..result import Row, SuiteResult
@@ -18,6 +18,10 @@ from .tasks import TASKS, NeedleTask
 DEFAULT_LENGTHS = "1k,2k,4k"
 
 
+@reads(
+    *MODEL, *TEXT, "tasks", "lengths", "depths", "samples_per_length", "limit", "batch_size", "max_new_tokens",
+    "seed",
+)  # fmt: skip
 def needle(args: Arguments, subject: Subject) -> SuiteResult:
     """Retrieval after RULER: a row per task, length and depth, and the scores of chance.
 

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from ..arguments import Arguments
+from ..arguments import Arguments, reads
 from ..parsing import parse_lengths
 from ..result import Row, SuiteResult, mean_and_stderr
 from ..subject import choose_device
@@ -18,6 +18,11 @@ from .tasks import known_tasks
 from .training import TEST_STREAM, fixed_samples, score_samples, train
 
 
+@reads(
+    "tasks", "lengths", "max_train_steps", "learning_rate", "ema_decay", "num_seeds", "limit", "batch_size",
+    "seed", "model_type", "config_name", "config_overrides",
+    "dtype", "trust_remote_code", "attn_implementation",
+)  # fmt: skip
 def synthetic(args: Arguments, subject=None) -> SuiteResult:
     """Train `--num_seeds` models per task and test them: a row per task and bin.
 

@@ -1,0 +1,121 @@
+"""Which flags a suite reads: every other one that is given is warned of."""
+
+import json
+import shutil
+import warnings
+from dataclasses import fields
+
+import pytest
+
+from hope_hf.evaluation.arguments import ALWAYS, FLAGS, Arguments
+from hope_hf.evaluation.held_out import held_out_documents
+from hope_hf.evaluation.parsing import parse
+from hope_hf.evaluation.subject import load_subject
+from hope_hf.evaluation.suites import SUITES
+
+NAMES = {f.name for f in fields(Arguments)}
+
+
+class Recording(Arguments):
+    """Arguments that note which flags are read."""
+
+    def __getattribute__(self, name):
+        if name in NAMES:
+            object.__getattribute__(self, "__dict__").setdefault("seen", set()).add(name)
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("suite", ["perplexity", "passkey", "needle", "memory", "sample"])
+def test_a_suite_declares_every_flag_that_it_reads(folders, text_file, suite):
+    flags = {
+        "passkey": {"lengths": "160", "depths": "1"}, "needle": {"lengths": "300", "depths": "1", "tasks": "s-niah-1"},
+        "memory": {"lengths": "64"},
+    }  # fmt: skip
+    shared = {"model_name_or_path": folders["hope"], "validation_file": text_file, "device": "cpu", "suite": suite}
+    counts = {"max_new_tokens": 1, "limit": 1, "samples_per_length": 1}
+    args = Recording(**shared, **counts, **flags.get(suite, {}))
+    subject = load_subject(args)
+    vars(args)["seen"] = set()
+    SUITES[suite](args, subject)
+    seen = vars(args)["seen"]
+    assert seen <= SUITES[suite].reads | ALWAYS, seen - SUITES[suite].reads - ALWAYS
+    own = {"samples_per_length", "limit", "seed", "lengths", "depths", "prompts", "num_seeds", "ema_decay", "tasks"}
+    assert SUITES[suite].reads & own <= seen
+
+
+def test_every_flag_is_read_by_someone():
+    training_only = {"max_train_samples", "preprocessing_num_workers"}
+    assert set(FLAGS) == ALWAYS.union(training_only, *(suite.reads for suite in SUITES.values()))
+
+
+@pytest.mark.parametrize(
+    ("flags", "ignored"),
+    [
+        (["--suite", "perplexity", "--seed", "1"], "seed"),
+        (["--suite", "passkey", "--train_file", "x"], "train_file"),
+        (["--suite", "sample", "--depths", "0"], "depths"),
+        (["--suite", "memory", "--num_seeds", "2"], "num_seeds"),
+        (["--suite", "sample", "--prompts", "p", "--train_file", "x"], "train_file"),
+        (["--suite", "zero_shot", "--seed", "1", "--lengths", "1k"], "seed"),
+        (["--suite", "synthetic", "--tokenizer_name", "x"], "tokenizer_name"),
+        (["--suite", "sample", "--learning_rate", "1e-3"], "learning_rate"),
+    ],
+)
+def test_a_flag_that_no_suite_reads_is_warned_of(flags, ignored):
+    with pytest.warns(UserWarning, match=f"--{ignored} is ignored: "):
+        parse(flags, SUITES)
+
+
+def test_flags_that_are_read_give_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parse(["--suite", "passkey,sample", "--depths", "0", "--prompts", "p", "--seed", "3", "--limit", "2"], SUITES)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "suite"),
+    [("piqa", "zero_shot"), ("parity", "synthetic"), ("mk-niah-1,a.yaml", "needle,zero_shot"), (",", "zero_shot")],
+)
+def test_tasks_choose_their_suites(tasks, suite):
+    assert parse(["--tasks", tasks], SUITES).suite == suite
+    assert parse(["--tasks", tasks, "--suite", "sample,zero_shot"], SUITES).suite == "sample,zero_shot"
+
+
+@pytest.fixture
+def run(folders, tmp_path):
+    """The folder of a run on a text of its own, with a checkpoint."""
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(60)))
+    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-3"):
+        shutil.copytree(folders["llama"], folder)
+    identity = {"train_file": str(tmp_path / "mine.jsonl"), "validation_split_percentage": 20.0, "block_size": 32}
+    (tmp_path / "run" / "run.json").write_text(json.dumps({"identity": identity}))
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("name", ["run", "run/checkpoint-3"])
+def test_a_model_is_evaluated_on_what_its_run_held_out(run, text_file, name):
+    folder = str(run.parent / name)
+    held = held_out_documents(Arguments(model_name_or_path=folder))
+    named = Arguments(train_file=str(run.parent / "mine.jsonl"), validation_split_percentage=20.0)
+    assert held == held_out_documents(named) and "mine.jsonl" in held.source
+    few = held_out_documents(Arguments(model_name_or_path=folder, max_eval_samples=1))
+    assert len(few.texts) == 1 < len(held.texts)
+    other = held_out_documents(Arguments(model_name_or_path=folder, validation_file=text_file))
+    assert other.source == text_file
+
+
+def test_a_runs_text_that_is_gone_is_one_sentence(run):
+    (run.parent / "mine.jsonl").unlink()
+    with pytest.raises(ValueError, match="^The text of .*run.json cannot be read, name one with --validation_file: "):
+        held_out_documents(Arguments(model_name_or_path=str(run)))
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[1]", "[" * 100_000, '{"identity": 1}', '{"identity": {"streaming": "x"}}',
+                '{"identity": {"train_file": ["x"]}}', '{"identity": {"validation_split_percentage": 100}}'],
+)  # fmt: skip
+def test_a_run_file_that_says_nothing_is_warned_of(run, content, monkeypatch):
+    (run / "run.json").write_text(content)
+    monkeypatch.setattr("hope_hf.evaluation.held_out.validation_texts", lambda config: ({"x": ["text"]}, "built-in"))
+    with pytest.warns(UserWarning, match="does not say the run's text"):
+        assert held_out_documents(Arguments(model_name_or_path=str(run))).texts == ["text"]
