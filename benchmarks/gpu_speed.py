@@ -104,7 +104,7 @@ def row_of(name: str, size: Size, length: int, options: argparse.Namespace) -> d
     row = {"tokens/s": speed}
     if device.type == "cuda":
         row["peak GiB"] = torch.cuda.max_memory_allocated(device) / 2**30
-    if peak := peak_flops(device):
+    if peak := peak_flops(device, "bf16"):
         row["MFU %"] = 100 * speed * flops_per_token(network, length) / peak
     if length in options.contexts:
         network.eval()

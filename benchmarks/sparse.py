@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.peers_speed import peak_growth
 from benchmarks.step import Decoder
 from hope_hf import HopeConfig, HopeForCausalLM, HopeModel
+from hope_hf.model.documents import Documents
 from hope_hf.model.sparse_fused import read_selected
 
 SPARSE, SDPA = "sparse_attention", "full_attention"
@@ -50,7 +51,7 @@ def step_seconds(model: HopeModel, hidden_states: torch.Tensor) -> float:
     mixer, length = model.layers[0].mixer, hidden_states.shape[1]
     positions = torch.arange(length)[None]
     if model.config.has_sparse_attention:
-        context, _ = model._plans(hidden_states, None, None, None, None)
+        context, _ = model._plans(hidden_states, None, Documents(None, None), None)
     else:
         angles = model.rotary_emb(hidden_states, position_ids=positions)
         context = {"attention_mask": None, "position_embeddings": angles, "past_key_values": None}

@@ -2,16 +2,20 @@
 
 import math
 
+from hope_hf.cli.flops import attention_flops_per_token
+
 from .shapes import EMBEDDING, Shapes
 
 
 def flops_per_token(config, shapes: Shapes, sequence_length: int) -> int:
     """HOPE: 6 per parameter of a matrix, and its mixers' own products (see `HopeForCausalLM.flops_per_token`).
 
-    Others: 6 per parameter outside of embeddings that are only looked up. Recomputation is not counted.
+    Others: 6 per parameter outside of embeddings that are only looked up, and attention's products. Recomputation is
+    not counted.
     """
     if config.model_type != "hope":
-        return 6 * (shapes.count - shapes.units.get(EMBEDDING, 0))
+        read = 6 * (shapes.count - shapes.units.get(EMBEDDING, 0))
+        return read + 3 * attention_flops_per_token(config, sequence_length)
     return 6 * shapes.matrices + 3 * config.mixing_flops_per_token(sequence_length)
 
 

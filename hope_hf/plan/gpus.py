@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from hope_hf.cli.flops import TF32_SHARE
 from hope_hf.cli.parser import nearest
 
 GIB = 2**30
@@ -13,7 +14,7 @@ class Gpu:
 
     Attributes:
         gib: memory.
-        flops: dense bf16 matrix FLOP/s.
+        flops: dense matrix FLOP/s in bf16 and fp16.
         link: bytes a second and direction to the other GPUs of its machine: NVLink, or PCIe where it has none. Data
             sheets add both directions up.
     """
@@ -39,6 +40,11 @@ GPUS = {
 }
 # Of a GPU's memory, for CUDA's context, NCCL's buffers and what the allocator cannot use.
 RESERVED = 0.08
+
+
+def peak_flops(gpu: Gpu, precision: str) -> float:
+    """Dense matrix FLOP/s under accelerate's mixed precision "no", "bf16" or "fp16"."""
+    return gpu.flops * (TF32_SHARE if precision == "no" else 1)
 
 
 def usable(gpu: Gpu) -> int:

@@ -16,6 +16,7 @@ class Memory:
 
     Attributes:
         split: at the peak, by category.
+        states: of weights, gradients and optimizer (and of buckets, which an engine keeps), at any moment and place.
         moment: of the peak: "loss", "blocks" (the backward pass enters them), "backward" (its end) or "update".
         host: bytes in the memory of a machine, of all its processes.
         gathered_block: bytes of the largest block once gathered; 0 where nothing is gathered.
@@ -23,6 +24,7 @@ class Memory:
     """
 
     split: dict[str, int]
+    states: dict[str, int]
     moment: str
     host: int
     gathered_block: int
@@ -70,6 +72,7 @@ def memory(config, shapes: Shapes, launch: Launch, step, per_node: int = 8) -> M
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     return Memory(
         {name: size for name, size in moments[moment].items() if size},
+        states,
         moment,
         host * min(per_node, launch.world_size),
         block,

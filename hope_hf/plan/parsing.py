@@ -13,7 +13,7 @@ from hope_hf.cli.models import build_config, load_config, parse_overrides
 from hope_hf.cli.parser import Parser, named_flags
 from hope_hf.cli.process import warn_once
 from hope_hf.cli.recipe import replaced, without
-from hope_hf.cli.recomputing import parse_recomputed
+from hope_hf.cli.recomputing import Recomputed, parse_recomputed
 from hope_hf.training import split_run_recipe
 
 from .arguments import FLAGS, GROUPS, Arguments
@@ -106,7 +106,8 @@ def _recomputed(args: Arguments, launch: Launch) -> str:
     asked = parse_recomputed(args.gradient_checkpointing)
     if launch.checkpointing and asked.part != "none":
         warn_once("fsdp_activation_checkpointing in the launch file is ignored: --gradient_checkpointing decides.")
-    return "block" if launch.checkpointing and asked.part == "none" else args.gradient_checkpointing
+    every_block = launch.checkpointing and asked.part == "none" or asked == Recomputed("block")
+    return "block" if every_block else args.gradient_checkpointing
 
 
 def _config(args: Arguments):

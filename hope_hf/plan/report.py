@@ -19,7 +19,12 @@ GROUPED = {
 
 def as_text(question: Question, rows: list[Setting], verdicts: list[Verdict], found: Simulation | str) -> str:
     """What is printed; `found` is the simulation, or why there is none."""
-    parts = [_heading(question), markdown_table([_row(question, row, verdicts) for row in rows])]
+    parts = [
+        _heading(question),
+        markdown_table([_row(question, row, verdicts) for row in rows]),
+        "States of the model and its optimizer per process in GB (10^9 bytes), at any moment, also if offloaded.",
+        markdown_table([_states_row(row) for row in rows]),
+    ]
     asked = rows[0]
     if isinstance(found, Simulation):
         split = ", ".join(f"{name} {size / GIB:.2f}" for name, size in found.split.items())
@@ -74,6 +79,12 @@ def _row(question: Question, row: Setting, verdicts: list[Verdict]) -> Row:
     return cells
 
 
+def _states_row(row: Setting) -> Row:
+    states = {name: row.memory.states.get(name, 0) for name in ("weights", "gradients", "optimizer", "buckets")}
+    cells = {name: f"{size / 1e9:.3f}" for name, size in (states | {"sum": sum(states.values())}).items()}
+    return {"setting": row.name, **cells}
+
+
 def _gib(size: float) -> str:
     return f"{size / GIB:.2f}"
 
@@ -83,8 +94,9 @@ def _sentence(question: Question, rows: list[Setting], one: Verdict) -> str:
     words += f"{'fits' if one.fits else 'does not fit'}, {one.peak / GIB:.1f} of {one.usable / GIB:.1f} usable GiB"
     if not one.fits:
         words += f"; what would: {one.instead}" if one.instead else "; no setting does"
+    peak = "TF32" if question.launch.precision == "no" else question.launch.precision
     words += f"; largest batch {one.largest_batch}" if one.largest_batch else "; not even one row fits"
-    words += f"; a step computes {one.step_seconds:.3g} s at {question.args.mfu:.0%} of the bf16 peak"
+    words += f"; a step computes {one.step_seconds:.3g} s at {100 * question.args.mfu:.3g}% of the {peak} peak"
     if rows[0].traffic.total:
         words += f" and sends for {one.link_seconds:.3g} s inside a machine, {one.network_seconds:.3g} s between them"
     if one.days is not None:
@@ -115,6 +127,7 @@ def as_json(question: Question, rows: list[Setting], verdicts: list[Verdict], fo
                 "peak": row.memory.peak,
                 "moment": row.memory.moment,
                 "split": row.memory.split,
+                "states": row.memory.states,
                 "host": row.memory.host,
                 "gathered_block": row.memory.gathered_block,
                 "between_batches": row.memory.between_batches,

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from .communication import Traffic, traffic
 from .flops import flops_per_token
-from .gpus import GIB, Gpu, usable
+from .gpus import GIB, Gpu, peak_flops, usable
 from .memory import Memory, memory
 from .parsing import Question
 from .simulate import Simulation
@@ -91,7 +91,8 @@ def verdict(question: Question, rows: list[Setting], gpu: Gpu, simulation: Simul
     args, asked, room = question.args, rows[0], usable(gpu)
     peak = simulation.peak if simulation else asked.memory.peak
     flops = flops_per_token(question.config, question.shapes, question.step.block_size)
-    per_second = question.launch.world_size * gpu.flops * args.mfu / flops
+    peak_rate = peak_flops(gpu, question.launch.precision)
+    per_second = question.launch.world_size * peak_rate * args.mfu / flops
     days = None if question.total_tokens is None else question.total_tokens / per_second / (24 * HOURS)
     cost = None
     if days is not None and args.price_per_gpu_hour is not None:
@@ -166,12 +167,13 @@ def require_a_fit(question: Question, rows: list[Setting], verdicts: list[Verdic
     batches = {row.name: largest_batch(question, row.launch, best.usable) for row in rows}
     name = max(batches, key=batches.get)
     least = min(rows, key=lambda row: row.memory.peak)
+    recompute = "" if question.step.checkpointing == "block" else ", or give --gradient_checkpointing"
     raise ValueError(
         f"--per_device_train_batch_size {question.step.batch_size} fits no setting on {best.gpu.name}: the least, "
         f"{least.name}, needs {least.memory.peak / GIB:.1f} of {best.usable / GIB:.1f} GiB; "
         + (
-            f"lower it to {batches[name]} ({name}), or give --gradient_checkpointing."
+            f"lower it to {batches[name]} ({name}){recompute}."
             if batches[name]
-            else "raise --world_size, lower --block_size or the model's size, or give --gradient_checkpointing."
+            else f"raise --world_size, lower --block_size or the model's size{recompute}."
         )
     )

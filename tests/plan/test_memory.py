@@ -9,6 +9,7 @@ from transformers import LlamaConfig, Qwen2Config
 
 from hope_hf import HopeConfig, HopeModel
 from hope_hf.cli.recomputing import Recomputed
+from hope_hf.model.documents import Documents
 from hope_hf.plan.activations import _sparse, activations
 from hope_hf.plan.memory import memory
 from hope_hf.plan.shapes import shapes_of
@@ -157,7 +158,7 @@ def test_what_sparse_attention_keeps(groups):
     )  # fmt: skip
     model, tokens = HopeModel(config), 1024
     hidden_states = torch.randn(1, tokens, 256, requires_grad=True)
-    plans, _ = model._plans(hidden_states, None, None, None, None)
+    plans, _ = model._plans(hidden_states, None, Documents(None, None), None)
     # of the mixer's input the normalisation before it keeps account; angles are those of all layers
     others = (hidden_states, *plans["block_positions"], *model.parameters())
     known = {part.untyped_storage().data_ptr() for part in others}

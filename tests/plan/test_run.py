@@ -53,6 +53,12 @@ def test_json_and_simulation(capsys):
     assert plan["parameters"] == shapes.count and plan["shapes_from"] == "config"
 
 
+@pytest.mark.parametrize("words", [["--gradient_checkpointing"], ["--gradient_checkpointing", "true"], []])
+def test_recomputation_is_advised_where_it_is_not_set(words, capsys):
+    asked = ["--config_name", "mid", "--block_size", "8192", "--per_device_train_batch_size", "999", *words]
+    assert ("give --gradient_checkpointing" in refused(capsys, *asked, "--no_simulate")) is (not words)
+
+
 def test_days_and_cost_follow_from_the_flops(capsys):
     words = [*MID, "--world_size", "8", "--per_device_train_batch_size", "1", "--total_tokens", "30e9", "--mfu", "0.5"]
     plan = planned(capsys, *words, "--price_per_gpu_hour", "2")
@@ -61,6 +67,30 @@ def test_days_and_cost_follow_from_the_flops(capsys):
     assert gpu["days"] == pytest.approx(seconds / 86_400)
     assert gpu["cost"] == pytest.approx(seconds / 3600 * 8 * 2)
     assert gpu["step_seconds"] == pytest.approx(seconds * plan["tokens_per_step"] / 30e9)
+
+
+def test_fp32_computes_at_half_the_rate_of_bf16(capsys):
+    words = [*MID, "--world_size", "8", "--per_device_train_batch_size", "1"]
+    half, full = (planned(capsys, *words, "--mixed_precision", precision) for precision in ("no", "bf16"))
+    seconds = [plan["gpus"]["h100-80gb"]["step_seconds"] for plan in (half, full)]
+    assert seconds[0] == pytest.approx(2 * seconds[1])
+    assert main([*words, "--mixed_precision", "no"]) == 0 and "at 40% of the TF32 peak" in capsys.readouterr().out
+
+
+def test_states_at_rest_are_those_of_the_literature(capsys):
+    """Also where the peak has no gradients: 16 bytes a parameter, 4 + 4 + 8."""
+    words = ["--model_type", "llama", "--no_simulate", "--world_size", "8", "--mixed_precision", "bf16", *FSDP]
+    words += ["--block_size", "16", "--per_device_train_batch_size", "1"]
+    plan = planned(capsys, *words)
+    rows = {row["setting"]: row["states"] for row in plan["settings"]}
+    each = plan["parameters"] / 1e9
+    for setting, shares in {"ddp": (1, 1, 1), "zero1": (1, 1, 8), "zero2": (1, 8, 8), "full_shard": (8, 8, 8)}.items():
+        found = [rows[setting][name] / 1e9 for name in ("weights", "gradients", "optimizer")]
+        assert found == pytest.approx([size * each / share for size, share in zip((4, 4, 8), shares, strict=True)])
+    assert rows["fsdp_offload"] == rows["full_shard"]
+    assert main(words) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| zero1 ")][1:]
+    assert [cell.strip() for cell in line.split("|")][2:5] == [f"{4 * each:.3f}", f"{4 * each:.3f}", f"{each:.3f}"]
 
 
 def test_what_does_not_fit_names_a_setting_that_does(capsys, tmp_path):

@@ -3,6 +3,9 @@
 import os
 from collections.abc import Callable
 
+from hope_hf.cli.recomputing import Recomputed, parse_recomputed
+
+from ..arguments import Arguments
 from ..engines.placement import GIB
 from .credentials import wandb_credentials
 from .facts import Facts
@@ -164,13 +167,22 @@ def check_memory(facts: Facts) -> Result:
     """The plan against what was free before the run."""
     sizes = facts.sizes
     how = "estimated" if sizes.is_estimate else "planned"
-    mend = "lower --per_device_train_batch_size, give --gradient_checkpointing, or see `python -m hope_hf.plan`"
-    if sizes.whole_gradients:
-        mend = f"give --sync_each_batch ({_gib(sizes.whole_gradients)} are whole gradients between batches), {mend}"
+    whole = f"give --sync_each_batch ({_gib(sizes.whole_gradients)} are whole gradients between batches)"
+    mend = ", ".join(([whole] if sizes.whole_gradients else []) + smaller_steps(facts.args))
     if facts.on_gpu:
         return _fits(sizes.peak, facts.room.device, f"a step, {how},", mend)
     count = facts.local_processes
     return _fits(count * sizes.peak, facts.room.host, f"a step of {count} process(es), {how},", mend)
+
+
+def smaller_steps(args: Arguments) -> list[str]:
+    """What makes a step's memory smaller, without what is so already."""
+    mends = {
+        "lower --per_device_train_batch_size": args.per_device_train_batch_size > 1,
+        "give --gradient_checkpointing": parse_recomputed(args.gradient_checkpointing) != Recomputed("block"),
+        "see `python -m hope_hf.plan`": True,
+    }
+    return [words for words, helps in mends.items() if helps]
 
 
 CHECKS: dict[str, Callable[[Facts], Result]] = {

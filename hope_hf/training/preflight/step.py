@@ -12,7 +12,7 @@ from ..engines.neighbours import NeighbourWatch, find_neighbours
 from ..engines.placement import GIB
 from ..trainer import Training, rehearse
 from ..watch.telemetry import peak_memory_gib
-from .checks import COMFORTABLE
+from .checks import COMFORTABLE, smaller_steps
 from .result import Result, line
 
 
@@ -27,14 +27,14 @@ def take_step(args: Arguments, engine: Engine, training: Training) -> Result | N
         if not memory_is_full(error):
             raise
         reason = str(error).partition(". ")[0].splitlines()[0]
-        mend = "lower --per_device_train_batch_size or --block_size, or give --gradient_checkpointing"
+        mend = ", ".join(["lower --block_size", *smaller_steps(args)])
         print(line("step", Result("fail", f"out of memory ({reason}): {mend} (rank {rank})")), flush=True)
         return None
     total = torch.cuda.get_device_properties(device).total_memory / GIB if device.type == "cuda" else None
-    return judge(loss, update, time.perf_counter() - start, peak_memory_gib(device), total)
+    return judge(args, loss, update, time.perf_counter() - start, peak_memory_gib(device), total)
 
 
-def judge(loss: float, update: Update, seconds: float, peak: float, total: float | None) -> Result:
+def judge(args: Arguments, loss: float, update: Update, seconds: float, peak: float, total: float | None) -> Result:
     """Of a step that was taken.
 
     Args:
@@ -49,6 +49,5 @@ def judge(loss: float, update: Update, seconds: float, peak: float, total: float
         figures += f", update left out (fp16 began at loss scale {update.loss_scale:g}, the run lowers it)"
     figures += f", {seconds:.1f} s (a first step is slow), peak {peak:.2f} GiB"
     if total is not None and peak > COMFORTABLE * total:
-        mend = "lower --per_device_train_batch_size or give --gradient_checkpointing"
-        return Result("warn", f"{figures} of {total:.2f}, almost all: {mend}", peak)
+        return Result("warn", f"{figures} of {total:.2f}, almost all: {', '.join(smaller_steps(args))}", peak)
     return Result("ok", figures, peak)

@@ -35,7 +35,7 @@ class Monitor:
         self._engine, self._accelerator, self._plan = engine, engine.accelerator, plan
         self._device = engine.accelerator.device
         self._logging_steps = args.logging_steps
-        self._flops, self._peak = flops_per_token, peak_flops(self._device)
+        self._flops, self._peak = flops_per_token, peak_flops(self._device, self._accelerator.mixed_precision)
         place = args.output_dir, engine.accelerator.process_index
         with ExitStack() as opened:
             self._tracker = Tracker(engine.accelerator, args, plan.total_steps, start_step, run_id)

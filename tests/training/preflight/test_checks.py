@@ -103,6 +103,13 @@ CASES = [
     ("memory", {"peak": 75 * GIB}, "warn", "almost all"),
     ("memory", {"peak": 81 * GIB}, "fail", "lower --per_device_train_batch_size"),
     ("memory", {"peak": 81 * GIB, "whole_gradients": 9 * GIB}, "fail", "give --sync_each_batch (9.00 GiB are whole"),
+    ("memory", {"peak": 81 * GIB}, "fail", "give --gradient_checkpointing, see `python -m hope_hf.plan`"),
+    # nothing that is set already, and a batch of one row cannot be lowered
+    (
+        "memory", {"peak": 81 * GIB, "gradient_checkpointing": "true", "per_device_train_batch_size": 1}, "fail",
+        "free: see `python -m hope_hf.plan`",
+    ),
+    ("memory", {"peak": 81 * GIB, "gradient_checkpointing": "mixer"}, "fail", "give --gradient_checkpointing"),
     ("memory", {"device": None}, "warn", "does not say what is free"),
     ("memory", {"on_gpu": False, "peak": 20 * GIB}, "ok", "4 process(es), planned, needs 80.00 GiB of 100.00"),
     ("memory", {"on_gpu": False, "peak": 30 * GIB}, "fail", "needs 120.00 GiB"),
@@ -168,5 +175,5 @@ def test_wandb_needs_no_key_where_it_sends_nothing(tmp_path, monkeypatch, mode, 
     ],
 )
 def test_the_step_is_judged(outcome, peak, total, level, words):
-    found = judge(2.5, Update(outcome, 1.5, 65536.0), 3.0, peak, total)
+    found = judge(ARGS, 2.5, Update(outcome, 1.5, 65536.0), 3.0, peak, total)
     assert (found.level, words in found.text) == (level, True), found
