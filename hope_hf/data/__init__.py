@@ -16,6 +16,7 @@ from .build import Data, build_data
 from .config import DataConfig
 from .corpora import passing
 from .corpus import corpus_documents
+from .encoding import document_start
 from .files import find_files, load_files
 from .mixture import Corpus, read_mixture
 from .plain_names import plain_name
@@ -42,6 +43,7 @@ __all__ = [
     "check_vocabulary",
     "corpus_documents",
     "disable_progress_bars",
+    "document_start",
     "find_files",
     "load_files",
     "load_tokenizer",

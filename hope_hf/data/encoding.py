@@ -1,4 +1,7 @@
-"""Texts to token ids, each beginning with EOS.
+"""Texts to token ids, each beginning as a prompt does.
+
+The token before a document is EOS, or the BOS of a tokenizer that puts one before every prompt: then EOS follows the
+document.
 
 An encoding takes about 110 bytes of memory for a byte of text. So little text is encoded together, and a long text in
 pieces that overlap. They are joined at a place where tokens of both pieces begin, which gives the tokens of the whole.
@@ -22,17 +25,35 @@ _TOGETHER = 1 << 19
 
 
 def make_encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
-    """A function from texts to token lists, each beginning with EOS; blank texts give none.
+    """A function from texts to token lists, each beginning with `document_start`; blank texts give none.
 
     A text that spells a special token does not become one.
     """
-    eos, encode_all = tokenizer.eos_token_id, _fast(tokenizer) or _slow(tokenizer)
+    start, encode_all = document_start(tokenizer), _fast(tokenizer) or _slow(tokenizer)
+    end = [] if start == tokenizer.eos_token_id else [tokenizer.eos_token_id]
 
     def encode(texts: Sequence[str | None]) -> list[list[int]]:
         texts = [text for text in texts if text and not text.isspace()]
-        return [[eos, *row] for group in _groups(texts) for row in encode_all(group)]
+        return [[start, *row, *end] for group in _groups(texts) for row in encode_all(group)]
 
     return encode
+
+
+def document_start(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that begins every document: the one that the tokenizer puts before prompts, or else EOS.
+
+    Warns where it puts several.
+    """
+    text, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    places = range(len(whole) - len(text) + 1)
+    before = next((whole[:place] for place in places if whole[place : place + len(text)] == text), [])
+    if len(before) > 1:
+        names = " ".join(tokenizer.convert_ids_to_tokens(before))
+        warn_once(
+            f"The tokenizer begins prompts with {names}, and documents begin with its EOS token {tokenizer.eos_token} "
+            "alone: give the model prompts that begin so, too."
+        )
+    return before[0] if len(before) == 1 else tokenizer.eos_token_id
 
 
 def _groups(texts: list[str]) -> Iterator[list[str]]:

@@ -1,6 +1,7 @@
 """Documents to tokens, tokens to blocks of one length, blocks to batches.
 
-Every document is preceded by the EOS token, which is also where its positions start again:
+Every document is preceded by the EOS token, which is also where its positions start again (of a tokenizer that puts
+another token before prompts by that one, see `hope_hf.data.encoding`):
 
     tokens     <eos> a0 a1 a2 <eos> b0 b1 ...
     positions    0    1  2  3   0    1  2 ...

@@ -19,7 +19,7 @@ from hope_hf.cli.provenance import provenance
 
 from .corpora import Documents, require_as_many
 from .encode_batches import EncodingPool, encoded
-from .encoding import make_encoder
+from .encoding import document_start, make_encoder
 from .shard_manifest import FORMAT, KINDS, MANIFEST, PARTS, TOKENIZER, read_manifest, read_object
 from .shard_writer import PROGRESS, Encoded, Progress, Written, write_shards
 from .shards import file_hash
@@ -176,7 +176,7 @@ class Preparation:
         return {
             "format": FORMAT,
             "dtype": self.dtype,
-            "eos_token_id": self.tokenizer.eos_token_id,
+            "eos_token_id": document_start(self.tokenizer),
             "tokenizer": self.plan["tokenizer"],
             "corpora": sides,
             "plan": self.plan,

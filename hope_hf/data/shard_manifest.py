@@ -41,6 +41,7 @@ _CORPUS = {"weight": Kind("null or a weight", lambda value: value is None or is_
 # What is read again; the rest of the file is for people.
 _MANIFEST = {
     "dtype": Kind(" or ".join(KINDS), lambda value: isinstance(value, str) and value in KINDS),
+    # The token that begins every document: EOS, unless the tokenizer begins prompts with another one.
     "eos_token_id": COUNT,
     "tokenizer": {"sha256": HASH},
     "corpora": _OBJECT,

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from .config import DataConfig
+from .encoding import document_start
 from .packing import Block
 from .shard_manifest import KINDS, MANIFEST, PARTS, TOKENIZER, read_manifest
 from .vocabulary import check_vocabulary, highest_id, load_tokenizer, tokenizer_hash
@@ -165,10 +166,11 @@ class ShardFolder:
                 f"--tokenizer_name {self.path / TOKENIZER}, or prepare the shards again."
             )
         eos = self.manifest["eos_token_id"]
-        if eos != tokenizer.eos_token_id:
+        start = document_start(tokenizer)
+        if eos != start:
             raise ValueError(
-                f"{self.flag} {self.path / MANIFEST} has eos_token_id {eos}, and the tokenizer "
-                f"{tokenizer.eos_token_id}: prepare the shards again."
+                f"{self.flag} {self.path / MANIFEST} has eos_token_id {eos}, and the tokenizer begins documents with "
+                f"{start}: prepare the shards again."
             )
         highest = highest_id(tokenizer)
         for corpus in self.corpora:

@@ -4,6 +4,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .config import DataConfig
 from .corpora import open_corpus
+from .encoding import document_start
 from .mixture import read_mixture
 from .shards import ShardedCorpus, open_folder
 from .sources import open_sources
@@ -45,6 +46,7 @@ def _of_shards(path: str, flag: str, config: DataConfig) -> dict[str, list[str]]
 def _decoded(corpus: ShardedCorpus, count: int | None, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     stream = corpus.validation.head(count)
     whole = stream.block(0, len(stream))
-    # A document follows its EOS token.
+    # A document's text lies between the token that begins it and EOS, which may be the one that begins the next.
+    end = None if document_start(tokenizer) == tokenizer.eos_token_id else -1
     documents = whole.tokens.tensor_split(whole.starts[1:])
-    return [tokenizer.decode(document[1:], clean_up_tokenization_spaces=False) for document in documents]
+    return [tokenizer.decode(document[1:end], clean_up_tokenization_spaces=False) for document in documents]

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hope_hf.cli.models import build_model, is_hope, load_config
-from hope_hf.data import check_vocabulary, load_tokenizer
+from hope_hf.data import check_vocabulary, document_start, load_tokenizer
 
 from .arguments import Arguments
 
@@ -65,7 +65,7 @@ class Subject:
     @property
     def start(self) -> int:
         """The token at the start of every document."""
-        return self.tokenizer.eos_token_id
+        return document_start(self.tokenizer)
 
 
 def choose_device(name: str | None) -> torch.device:

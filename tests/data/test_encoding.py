@@ -4,11 +4,11 @@ import random
 from pathlib import Path
 
 import pytest
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from hope_hf.data import encoding
-from hope_hf.data.encoding import make_encoder
+from hope_hf.data.encoding import document_start, make_encoder
 from hope_hf.data.vocabulary import train_tokenizer
 
 TEXT = Path(encoding.__file__).read_text() + "Ünïcode 🐍🐈 日本語の文章。 \n\n\n  tabs\t\tand spaces    \r\n" * 9
@@ -94,6 +94,43 @@ def test_an_unknown_word_of_any_length_is_encoded(monkeypatch):
     with pytest.warns(UserWarning, match="more than 80 characters without the end of a word"):
         (ids,) = make_encoder(tokenizer)(["x" * 2_000])
     assert ids[0] == tokenizer.eos_token_id and set(ids[1:]) == {tokenizer.unk_token_id}
+
+
+def with_template(template: str, bos: str = "<s>") -> PreTrainedTokenizerFast:
+    backend = trained(
+        models.BPE(), bpe(initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())), pre_tokenizers.ByteLevel()
+    )
+    special = list(dict.fromkeys([bos, "<s>", "</s>"]))
+    backend.add_special_tokens(special)
+    backend.decoder = decoders.ByteLevel()
+    ids = [(token, backend.token_to_id(token)) for token in special]
+    backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos, eos_token="</s>")
+
+
+@pytest.mark.parametrize(
+    "template, begin, end",
+    [
+        ("$A", ["</s>"], []),
+        ("$A </s>", ["</s>"], []),
+        ("</s> $A", ["</s>"], []),
+        ("<s> $A", ["<s>"], ["</s>"]),
+        ("<s> $A </s>", ["<s>"], ["</s>"]),
+    ],
+)
+def test_documents_begin_as_the_tokenizer_begins_a_prompt(template, begin, end):
+    tokenizer = with_template(template)
+    prompt = tokenizer("from bisect", add_special_tokens=False)["input_ids"]
+    (ids,) = make_encoder(tokenizer)(["from bisect"])
+    assert ids == [*tokenizer.convert_tokens_to_ids(begin), *prompt, *tokenizer.convert_tokens_to_ids(end)]
+    assert document_start(tokenizer) == ids[0]
+    if begin == template.split()[:1]:
+        assert tokenizer("from bisect")["input_ids"][: 1 + len(prompt)] == ids[: 1 + len(prompt)]
+
+
+def test_several_tokens_before_a_prompt_are_warned_of():
+    with pytest.warns(UserWarning, match="begins prompts with <s> </s>, and documents begin with its EOS token </s>"):
+        assert document_start(tokenizer := with_template("<s> </s> $A")) == tokenizer.eos_token_id
 
 
 def test_little_text_is_encoded_together(monkeypatch):

@@ -269,7 +269,7 @@ def test_a_shard_that_is_cut_or_lost_in_use_is_named(copy):
         (lambda found: found["tokenizer"].update(sha256=1), "tokenizer.sha256 is 1, not a SHA-256"),
         (lambda found: found.update(eos_token_id=True), "eos_token_id is True, not a whole number"),
         (lambda found: found.update(eos_token_id=10**12), "eos_token_id is 10+, more than uint16 holds"),
-        (lambda found: found.update(eos_token_id=5), "has eos_token_id 5, and the tokenizer 0"),
+        (lambda found: found.update(eos_token_id=5), "has eos_token_id 5, and the tokenizer begins documents with 0"),
         (lambda found: found["corpora"].update({"../x": {}}), "corpora has the name '../x'"),
         (lambda found: found["corpora"].update({"\x1b[31m": {}}), r"corpora has the name '\\x1b\[31m'"),
         (lambda found: found["corpora"]["rows"].update(weight=None), "it gives no weight to rows"),

@@ -2,8 +2,11 @@
 
 import pytest
 import yaml
+from four_corpora import prepare_words
+from tokenizers.processors import TemplateProcessing
 
-from hope_hf.data import DataConfig, build_data, validation_texts
+from hope_hf.data import DataConfig, build_data, load_tokenizer, validation_texts
+from hope_hf.data.prepare import main
 
 
 @pytest.fixture
@@ -39,6 +42,21 @@ def test_shards_inside_a_mixture_are_one_corpus(mixture, shards, tmp_path):
     file.write_text(yaml.safe_dump({"corpora": {name: corpora[name] | {"weight": 1} for name in corpora}}))
     found, whole = held_out(dataset_mixture=str(file)), held_out(train_shards=str(shards))
     assert found == {"old": sum(whole.values(), []), "pages": whole["pages"]}
+
+
+def test_of_shards_whose_documents_begin_as_prompts_do(mixture, tmp_path):
+    tokenizer = load_tokenizer(str(mixture.parent / "tokenizer"))
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    template = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = template
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    words = prepare_words(mixture, tmp_path / "shards")
+    words[words.index("--tokenizer_name") + 1] = str(tmp_path / "tokenizer")
+    assert main(words) == 0
+    assert held_out(train_shards=str(tmp_path / "shards")) == held_out(dataset_mixture=str(mixture))
+    block = build_data(DataConfig(train_shards=str(tmp_path / "shards"), block_size=500)).validation.blocks[0]
+    assert (block.tokens[block.starts] == tokenizer.bos_token_id).all() and len(block.starts) > 1
+    assert (block.tokens[block.starts[1:] - 1] == tokenizer.eos_token_id).all()
 
 
 def test_other_text_is_one_corpus():
