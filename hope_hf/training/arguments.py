@@ -131,8 +131,8 @@ class RunArguments:
         None, "Profile these steps, such as 10-12: a trace per process and a table of where their time went."
     )
     report_to: str = flag("none", "Trackers besides metrics.jsonl: none, all, or names with commas (wandb,aim).")
-    run_name: str | None = flag(None, "Name of the run in the trackers (default: the folder's name).")
-    project_name: str = flag("hope_hf", "Project of the run in the trackers.")
+    run_name: str | None = flag(None, "Name of the run in the trackers (default: WANDB_NAME, or the folder's name).")
+    project_name: str | None = flag(None, "Project of the run in the trackers (default: WANDB_PROJECT, or hope_hf).")
     push_to_hub: bool = flag(False, "Upload the finished HOPE with its code and a model card; needs a login.")
     hub_model_id: str | None = flag(None, "Repository of the upload: owner/name (default: the folder's name).")
     hub_private_repo: bool = flag(False, "Make the repository private if the upload creates it.")

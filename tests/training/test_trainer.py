@@ -259,6 +259,20 @@ def test_wandb_offline(run, tmp_path, monkeypatch):
     assert list((tmp_path / "a" / "wandb").glob("offline-run-*/*.wandb"))
 
 
+@pytest.mark.parametrize(
+    "flags, project, name",
+    [([], "of_the_environment", "first"), (["--project_name", "mine", "--run_name", "own"], "mine", "own")],
+)
+def test_the_environment_names_project_and_run_unless_a_flag_does(run, monkeypatch, flags, project, name):
+    begun = []
+    monkeypatch.setattr("accelerate.Accelerator.init_trackers", lambda _, *names, **more: begun.append((names, more)))
+    monkeypatch.setenv("WANDB_PROJECT", "of_the_environment")
+    monkeypatch.setenv("WANDB_NAME", "first")
+    assert run("a", "--report_to", "wandb", "--max_train_steps", "1", *flags)[0] == 0
+    ((names, more),) = begun
+    assert names == (project,) and more["init_kwargs"]["wandb"]["name"] == name
+
+
 def test_vectors_learn_at_a_rate_of_their_own(run, capsys):
     _, plain = run("plain", "--max_train_steps", "3", model=HOPE)
     assert "(vectors" not in capsys.readouterr().out

@@ -19,6 +19,8 @@ from ..engines.guard import OneSidedError
 from ..process import shows_bars
 
 METRICS_FILE = "metrics.jsonl"
+PROJECT = "hope_hf"
+"""Of the trackers, unless it is named."""
 COUNTERS = ("step", "tokens")
 # As far as pictures reach.
 LARGEST_VALUE = 1e300
@@ -89,13 +91,14 @@ class Tracker:
                 transformers.utils.logging.disable_progress_bar()
                 self._bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True)
         if accelerator.trackers or accelerator.log_with:
-            run_name = args.run_name or Path(args.output_dir).resolve().name
+            run_name = args.run_name or os.environ.get("WANDB_NAME") or Path(args.output_dir).resolve().name
+            project = args.project_name or os.environ.get("WANDB_PROJECT") or PROJECT
             config = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in args.identity().items()}
             options = {"wandb": {"name": run_name, "dir": args.output_dir}}
             if os.environ.get("WANDB_MODE") != "offline":
                 options["wandb"] |= {"id": run_id, "resume": "allow"}
             try:
-                accelerator.init_trackers(args.project_name, config=config, init_kwargs=options)
+                accelerator.init_trackers(project, config=config, init_kwargs=options)
             # Every tracker has its own error types: not logged in, no network, no space.
             except Exception as error:
                 raise ValueError(f"--report_to {args.report_to} could not start: {one_line(error)}") from error
