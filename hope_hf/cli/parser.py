@@ -1,10 +1,13 @@
 """The command-line parser of all programs: transformers' parser, with one sentence for each mistake."""
 
 import difflib
+import os
 import sys
 from collections.abc import Collection
 
 from transformers import HfArgumentParser
+
+from .usual_names import our_name
 
 
 class Parser(HfArgumentParser):
@@ -37,9 +40,15 @@ def flag_of(word: str) -> str:
 
 
 def nearest(name: str, known, most: int = 1) -> str:
-    """'; did you mean X?' with at most `most` names for a misspelled one, '' if none is close."""
-    matches = difflib.get_close_matches(name, list(known), n=most, cutoff=0.5)
-    return f"; did you mean {' or '.join(matches)}?" if matches else ""
+    """'; did you mean X?' with at most `most` names for a misspelled or a usual one, '' if none is close."""
+    dashes = "--" if name.startswith("--") else ""
+    plain = [other.removeprefix(dashes) for other in known]
+    usual = our_name(name.removeprefix(dashes), plain)
+    if usual is None:
+        matches = difflib.get_close_matches(name.removeprefix(dashes), plain, n=most, cutoff=0.6)
+    else:
+        matches = [usual] if usual else []
+    return f"; did you mean {' or '.join(dashes + match for match in matches)}?" if matches else ""
 
 
 def named_flags(parser: Parser, words: list[str], flags: Collection[str]) -> set[str]:
@@ -50,6 +59,12 @@ def named_flags(parser: Parser, words: list[str], flags: Collection[str]) -> set
         if flag.startswith("-"):
             known = [f"--{name}" for name in flags]
             raise ValueError(f"There is no flag {flag}{nearest(flag.replace('-', '_').replace('__', '--', 1), known)}")
+        before = [flag_of(other) for other in words[: words.index(word)] if other.startswith("--")]
+        if before and os.path.exists(word):
+            raise ValueError(
+                f"--{before[-1]} takes one value, and {word!r} is another: if the shell has put the files' names in "
+                f"place of a pattern, quote the pattern (--{before[-1]} '*.txt')."
+            )
         raise ValueError(f"The word {word!r} follows no flag: write --flag {word}, or a YAML file as first word.")
     named = [flag_of(word) for word in words if word.startswith("--")]
     return {name.removeprefix("no_") if name not in flags else name for name in named}

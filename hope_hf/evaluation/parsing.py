@@ -1,5 +1,6 @@
 """From a command line to checked `Arguments`."""
 
+import os
 from dataclasses import fields
 
 from hope_hf.cli.arguments import ROWS
@@ -22,6 +23,8 @@ def parse(argv: list[str], suites) -> Arguments:
     `suites`: name -> suite, each decorated with `reads`. `--tasks` without `--suite` chooses the suites of these.
     Raises ValueError with one sentence that names the flag or file and the fix.
     """
+    if argv and os.path.isdir(argv[0]):
+        raise ValueError(f"{argv[0]} is a folder: write --model_name_or_path {argv[0]}, or a YAML file as first word.")
     recipe, argv = split_recipe(argv, FLAGS)
     usage = "%(prog)s [recipe.yaml] --model_name_or_path DIR --suite NAMES [flags]"
     parser = Parser(GROUPS, prog="run_eval.py", usage=usage, allow_abbrev=False)

@@ -1,5 +1,7 @@
 """Flags of transformers' `run_clm.py` and `run_clm_no_trainer.py`, and old ones, renamed or without effect."""
 
+from collections.abc import Collection
+
 from hope_hf.cli.parser import flag_of
 from hope_hf.cli.process import warn_once
 
@@ -43,6 +45,14 @@ INSTEAD = {
     "deepspeed": "choose a launch file, such as accelerate_configs/deepspeed_zero3.yaml",
     "use_cpu": "set use_cpu: true in the launch file (accelerate launch --cpu)",
     "no_cuda": "set use_cpu: true in the launch file (accelerate launch --cpu)",
+    **dict.fromkeys(
+        ("device", "gpu", "gpus", "cuda", "cpu", "num_gpus", "n_gpu", "num_processes"),
+        "the launch file chooses devices and processes (accelerate launch --cpu, --gpu_ids 0, --num_processes 2)",
+    ),
+    **dict.fromkeys(
+        ("mixed_precision", "precision", "amp"),
+        "set mixed_precision in the launch file (accelerate launch --mixed_precision bf16)",
+    ),
     "cache_dir": "set the environment variable HF_HOME",
     "model_revision": "download it (hf download NAME --revision REVISION --local-dir DIR) and name the folder",
     "token": "log in with `hf auth login`",
@@ -50,8 +60,8 @@ INSTEAD = {
 }
 
 
-def drop_foreign(words: list[str]) -> list[str]:
-    """A command line without the flags that have no effect here, each with a warning.
+def drop_foreign(words: list[str], flags: Collection[str] = ()) -> list[str]:
+    """A command line without the flags that have no effect here, each with a warning; `flags` are the program's own.
 
     Raises ValueError for a flag that has a replacement, and names it.
     """
@@ -59,7 +69,7 @@ def drop_foreign(words: list[str]) -> list[str]:
     for word in words:
         if word.startswith("--"):
             name = flag_of(word)
-            if name in INSTEAD:
+            if name in INSTEAD and name not in flags:
                 raise ValueError(f"There is no flag --{name}: {INSTEAD[name]}.")
             dropping = name in NO_EFFECT
             if dropping:

@@ -53,7 +53,7 @@ def split_run_recipe(argv: list[str], flags: Collection[str] = FLAGS) -> tuple[l
     """
     known = {*FLAGS, *NO_EFFECT, *INSTEAD}
     recipe, rest = split_recipe(argv, known, left_out={*FLAGS} - {*flags})
-    return drop_foreign(recipe), drop_foreign(rest)
+    return drop_foreign(recipe), drop_foreign(rest, flags)
 
 
 def repo_id(args: Arguments) -> str:

@@ -1,16 +1,23 @@
 """The parser of all programs: one spelling of each flag."""
 
 import re
+from pathlib import Path
 
 import pytest
+from transformers import GPT2Config, LlamaConfig, OPTConfig, T5Config
 
-from hope_hf.cli.parser import flag_of
+from hope_hf import HopeConfig
+from hope_hf.cli import usual_names
+from hope_hf.cli.parser import flag_of, nearest
 from hope_hf.data import prepare, tokenizer
 from hope_hf.evaluation import parsing as evaluation_parsing
+from hope_hf.evaluation.arguments import FLAGS as EVALUATION_FLAGS
 from hope_hf.evaluation.suites import SUITES
 from hope_hf.export.run import make_parser as make_export_parser
+from hope_hf.plan.arguments import FLAGS as PLAN_FLAGS
 from hope_hf.plan.parsing import make_parser as make_plan_parser
 from hope_hf.training import parsing as training_parsing
+from hope_hf.training.arguments import FLAGS as TRAINING_FLAGS
 from hope_hf.training.checkpoints.tool import make_parser as make_checkpoints_parser
 
 
@@ -51,3 +58,77 @@ def test_an_error_names_one_spelling():
 )
 def test_the_name_of_a_flag(word, flag):
     assert flag_of(word) == flag
+
+
+def suggested(name: str, known) -> str:
+    return nearest(name, known).removeprefix("; did you mean ").removesuffix("?")
+
+
+TRAINING, EVALUATION = ([f"--{name}" for name in flags] for flags in (TRAINING_FLAGS, EVALUATION_FLAGS))
+
+
+@pytest.mark.parametrize(
+    "name, training, evaluation",
+    [
+        ("batch_size", "per_device_train_batch_size", None),
+        ("bs", "per_device_train_batch_size", "batch_size"),
+        ("lr", "learning_rate", "learning_rate"),
+        ("model", "model_name_or_path", "model_name_or_path"),
+        ("data", "train_file", "train_file"),
+        ("steps", "max_train_steps", "max_train_steps"),
+        ("seq_length", "block_size", "lengths"),
+        ("max_length", "block_size", None),
+        ("wandb", "report_to wandb", "report_to wandb"),
+        ("resume", "resume_from_checkpoint", ""),
+        ("gpu", "", "device"),
+        ("preset", "config_name", "config_name"),
+        ("hidden_size", "config_overrides hidden_size=N", "config_overrides hidden_size=N"),
+        ("n_layers", "config_overrides num_hidden_layers=N", "config_overrides num_hidden_layers=N"),
+        ("epochs", "num_train_epochs", ""),
+        ("outptu_dir", "output_dir", "output_dir"),
+    ],
+)
+def test_a_usual_name_is_answered_with_the_programs_own(name, training, evaluation):
+    assert suggested(f"--{name}", TRAINING) == (training and f"--{training}")
+    if evaluation is not None:
+        assert suggested(f"--{name}", EVALUATION) == (evaluation and f"--{evaluation}")
+    # As in a recipe.
+    assert suggested(name, TRAINING_FLAGS) == training
+
+
+@pytest.mark.parametrize(
+    "name, hope, gpt2",
+    [("n_layers", "num_hidden_layers", "n_layer"), ("dim", "hidden_size", "n_embd"), ("hidden_size", "", "n_embd")],
+)
+def test_a_usual_name_is_answered_with_the_models_own_field(name, hope, gpt2):
+    for config, field in ((HopeConfig(), hope), (GPT2Config(), gpt2)):
+        known = config.to_dict()
+        assert (suggested(name, known) if name not in known else "") == field
+
+
+def test_every_usual_name_leads_to_a_flag_or_field():
+    configs = HopeConfig(), GPT2Config(), LlamaConfig(), OPTConfig(), T5Config()
+    known = {*TRAINING_FLAGS, *EVALUATION_FLAGS, *PLAN_FLAGS}.union(*(config.to_dict() for config in configs))
+    # Of the tokenizer and the export.
+    known |= {"files", "to"}
+    ours = {name.split()[0].split("=")[0] for names in usual_names._OURS.values() for name in names}
+    assert ours <= known
+
+
+@pytest.mark.parametrize(
+    "program, words, sentence",
+    [
+        (training_parsing.parse, ["--train_file", "{0}", "{1}"], "--train_file takes one value, and '{1}' is another"),
+        (evaluation_parsing.parse, ["--validation_file", "{0}", "{1}"], "quote the pattern (--validation_file"),
+        (evaluation_parsing.parse, ["{folder}"], "{folder} is a folder: write --model_name_or_path {folder}"),
+        (training_parsing.parse, ["--device", "cpu"], "There is no flag --device: the launch file chooses devices"),
+    ],
+)
+def test_a_value_too_many_and_a_folder_name_the_flag(tmp_path, program, words, sentence):
+    files = [str(tmp_path / name) for name in ("a.txt", "b.txt")]
+    for file in files:
+        Path(file).touch()
+    words = [word.format(*files, folder=tmp_path) for word in words]
+    options = (SUITES,) if program is evaluation_parsing.parse else ()
+    with pytest.raises(ValueError, match=re.escape(sentence.format(*files, folder=tmp_path))):
+        program(words, *options)
