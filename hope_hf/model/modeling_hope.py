@@ -25,6 +25,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .attention import HopeAttention, create_attention_mask
 from .cache_hope import HopeCache, carried_layers, past_of
 from .chunk_layout import Past, plan_chunks, plan_slots
+from .compilation import outside_where_cut_anew
 from .configuration_hope import HopeConfig
 from .continuum import CONTINUA, ContinuumMemory, LevelMix, has_chunks, keeps_state
 from .documents import Documents, boundaries_of, read_documents
@@ -193,6 +194,7 @@ class HopeModel(HopePreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @outside_where_cut_anew
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -227,21 +229,8 @@ class HopeModel(HopePreTrainedModel):
             check_cache(past_key_values, self.config, inputs_embeds)
         elif use_cache:
             past_key_values = HopeCache(self.config)
-        has_documents = position_ids is not None or bool(boundaries_of(kwargs))
-        is_cut_anew = self._is_cut_anew(inputs_embeds.shape[1], has_documents, past_key_values)
-        read = self._read_uncompiled if is_cut_anew else self._read
-        hidden_states = read(inputs_embeds, input_ids, attention_mask, position_ids, past_key_values, **kwargs)
+        hidden_states = self._read(inputs_embeds, input_ids, attention_mask, position_ids, past_key_values, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
-
-    def _is_cut_anew(self, length: int, has_documents: bool, cache: Cache | None) -> bool:
-        """Whether a compiled model with a state is given documents, or goes on with more than a token."""
-        if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or not keeps_state(self.config):
-            return False
-        return length > 1 and (has_documents or past_of(cache) is not None)
-
-    @torch.compiler.disable(reason="documents and earlier calls cut every batch into other chunks")
-    def _read_uncompiled(self, *args, **kwargs) -> torch.Tensor:
-        return self._read(*args, **kwargs)
 
     def _read(self, hidden_states, input_ids, attention_mask, position_ids, cache, **kwargs) -> torch.Tensor:
         """All blocks. States are written into the cache here, outside the blocks."""

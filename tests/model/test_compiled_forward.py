@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mixers import LAYERS, MEMORIES
+from mixers import LAYERS, MEMORIES, SPARSE
 from transformers.generation import CompileConfig
 
 # Faults of torch's own: what Inductor imports, and how the tracer meets an autograd function.
@@ -105,9 +105,26 @@ def test_documents_and_continued_texts_stay_outside_the_graph(tiny_model):
     torch.testing.assert_close(compiled(ids, position_ids=positions).logits, whole.logits)
     torch._dynamo.reset()
     strict = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="documents and earlier calls"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="documents, earlier calls and other lengths"):
         strict(ids, position_ids=positions)
     cache = compiled(ids[:, :5], use_cache=True).past_key_values
     for start, stop in ((5, 6), (6, 19)):
         out = compiled(ids[:, start:stop], past_key_values=cache)
     torch.testing.assert_close(out.logits, model(ids).logits[:, 6:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, SPARSE | dict(layer_types=["sparse_attention"])], ids=["memory", "sparse"])
+def test_texts_of_other_lengths_are_read_outside_the_graph(tiny_model, options):
+    """Traced, the chunks of a length that may vary never ended."""
+    model = tiny_model(**SMALL, **options)
+    compiled, graphs = torch.compile(model, backend="eager"), []
+    for length in (20, 30, 41, 53, 64):
+        inputs = {"input_ids": random_ids(2, length), "attention_mask": torch.ones(2, length, dtype=torch.long)}
+        inputs["attention_mask"][0, :7] = 0
+        (logits, gradients), (ours, own) = step(model, model, **inputs), step(model, compiled, **inputs)
+        real = inputs["attention_mask"].bool()
+        torch.testing.assert_close(ours[real], logits[real], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(own, gradients, rtol=1e-4, atol=1e-5)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    # a graph of any length for each of the functions around the memories
+    assert graphs[3] == graphs[4]
