@@ -1,6 +1,7 @@
 """`--level_optimizers`: settings of a level's optimizer that differ from the run's."""
 
 import json
+import stat
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from .level_clock import RULES
 FLAG = "--level_optimizers"
 # As for the flags of the run: products of rates and decays stay within float32.
 _LARGEST = 10**9
+_MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,10 @@ def _read_json(source: str) -> object:
     if not source.lstrip().startswith(("{", "[")):
         what = f"{FLAG} {source}"
         try:
+            # Opening a pipe would block for ever.
+            status = Path(source).stat()
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
+                raise OSError(f"it is no file of at most {_MOST_BYTES:,} bytes")
             text = Path(source).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{what} cannot be read ({error}): give JSON text or the path of a JSON file.") from error

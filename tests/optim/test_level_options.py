@@ -1,6 +1,7 @@
 """`--level_optimizers`: valid values, and one clear sentence for invalid ones."""
 
 import json
+import os
 
 import pytest
 
@@ -47,3 +48,11 @@ def test_mistakes_get_one_sentence(source, said):
     assert message.startswith("--level_optimizers")
     assert said in message
     assert "\n" not in message
+
+
+def test_a_file_that_is_none_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_bytes(b" " * (2**20 + 1))
+    for name in ("pipe", "large"):
+        with pytest.raises(ValueError, match="it is no file of at most 1,048,576 bytes.: give JSON"):
+            parse_level_optimizers(str(tmp_path / name))

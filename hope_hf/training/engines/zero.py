@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from hope_hf.cli.files import read_small
 from hope_hf.cli.process import warn_once
 from hope_hf.optim import LevelClock
 
@@ -269,7 +270,7 @@ def _shape(parameter: Tensor) -> torch.Size:
 def _file() -> dict:
     """The DeepSpeed json that the launch file names; empty without one."""
     name = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-    return {} if name == "none" else json.loads(Path(name).read_text(encoding="utf-8"))
+    return {} if name == "none" else json.loads(read_small(name))
 
 
 def _check_file(args: Arguments) -> None:
