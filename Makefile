@@ -34,6 +34,11 @@ train: export CUDA_VISIBLE_DEVICES ?= 0
 train: $(VENV)/.installed-plot
 	$(BIN)/python run_clm.py --output_dir runs/demo $(TRAIN_ARGS)
 
+# torchao is for a test alone, in a folder of its own: where transformers finds it, every program loads it, and prints
+# that its kernels fit another torch.
+test test-unit test-processes test-long test-gpu: export PYTHONPATH := $(CURDIR)/$(VENV)/torchao
+test test-unit test-processes test-long test-gpu: $(VENV)/torchao
+
 # One thread per worker: two workers with a thread pool each would compete for the same cores.
 test test-unit test-processes test-benchmarks test-long test-gpu test-kernels test-kill: export OMP_NUM_THREADS := 1
 
@@ -86,6 +91,11 @@ $(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
 $(VENV)/kernels: $(CONSTRAINTS) | $(BIN)/pip
 	rm -rf $@
 	$(BIN)/python -m pip install --constraint $(CONSTRAINTS) $(PIP_ARGS) --no-deps --target $@ triton fla-core
+	@touch $@
+
+$(VENV)/torchao: $(CONSTRAINTS) | $(BIN)/pip
+	rm -rf $@
+	$(BIN)/python -m pip install --constraint $(CONSTRAINTS) $(PIP_ARGS) --no-deps --target $@ torchao
 	@touch $@
 
 $(BIN)/pip:

@@ -4,7 +4,6 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, ShadowConfig, get_peft_model
-from torchao.quantization import Int8WeightOnlyConfig
 from transformers import TorchAoConfig, Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -125,6 +124,9 @@ def test_sft_trainer_trains_on_texts_of_unequal_length(tiny_model, word_tokenize
 
 
 def test_int8_weights_load_and_generate(tiny_model, tmp_path):
+    # `make` installs it for the tests alone.
+    from torchao.quantization import Int8WeightOnlyConfig
+
     model = tiny_model()
     model.save_pretrained(tmp_path)
     small = HopeForCausalLM.from_pretrained(tmp_path, quantization_config=TorchAoConfig(Int8WeightOnlyConfig()))
