@@ -11,7 +11,7 @@ from transformers.masking_utils import create_causal_mask, packed_sequence_mask_
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from .configuration_hope import HopeConfig
-from .documents import Documents
+from .documents import Documents, later_begins
 
 
 class KeyValues(NamedTuple):
@@ -85,8 +85,8 @@ def create_attention_mask(
     Raises:
         ValueError: these kernels cannot keep such a mask.
     """
-    is_flash = "flash" in config._attn_implementation
     if attention_mask is not None and attention_mask.ndim != 2:
+        is_flash = "flash" in config._attn_implementation
         if attention_mask.ndim != 4 or is_flash:
             raise ValueError(
                 f"attention_mask has the shape {tuple(attention_mask.shape)}, and {config._attn_implementation} takes "
@@ -105,13 +105,14 @@ def create_attention_mask(
     if cache is None and documents.padding is None:
         attention_mask = None
     elif cache is None and documents.position_ids is not None:
-        numbers = _numbers(documents)
-        if numbers is not None and is_flash:
-            raise ValueError(
-                "flash attention does not keep documents apart in a row with padding: leave the padding out, with its "
-                "attention_mask"
-            )
-        only_tokens = None if numbers is None else packed_sequence_mask_function(numbers)
+        begins = later_begins(*documents)
+        if torch.compiler.is_compiling() or bool(begins.any()):
+            if "flash" in config._attn_implementation:
+                raise ValueError(
+                    "flash attention does not keep documents apart in a row with padding: leave the padding out, with "
+                    "its attention_mask"
+                )
+            only_tokens = packed_sequence_mask_function(begins.cumsum(1))
     return create_causal_mask(
         config=config,
         inputs_embeds=hidden_states,
@@ -121,11 +122,3 @@ def create_attention_mask(
         and_mask_function=only_tokens,
         layer_idx=config.layer_types.index("full_attention"),
     )
-
-
-def _numbers(documents: Documents) -> torch.Tensor | None:
-    """Number of the document of every token [B, T]; `None` where every row is one."""
-    real = documents.padding.bool()
-    # all but a row's first
-    begins = (documents.position_ids == 0) & real & (real.cumsum(1) > 1)
-    return begins.cumsum(1) if torch.compiler.is_compiling() or bool(begins.any()) else None

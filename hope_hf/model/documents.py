@@ -110,6 +110,12 @@ def read_documents(
     return Documents(padding, told)
 
 
+def later_begins(padding: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    """Whether a document begins with a token [B, T] that is not the first of its row; arguments as of `Documents`."""
+    real = padding.bool()
+    return (position_ids == 0) & real & (real.cumsum(1) > 1)
+
+
 def _begins(name: str, value: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     """Whether a document begins with a token [B, T]."""
     rows, length = shape

@@ -9,7 +9,7 @@ from transformers.generation import GenerationMixin
 from transformers.utils import logging
 
 from .cache_hope import past_of
-from .documents import boundaries_of, check_mask_values
+from .documents import boundaries_of, check_mask_values, later_begins
 from .input_checks import check_inputs, check_mask, create_generation_masks
 from .text_digest import begins_with
 
@@ -40,6 +40,9 @@ class HopeGenerationMixin(GenerationMixin):
         told = [*boundaries_of(model_kwargs)]
         if mask is not None and (mask.ndim != 2 or check_mask_values(mask)):
             told += ["attention_mask"]
+        elif (positions := model_kwargs.get("position_ids")) is not None:
+            real = torch.ones_like(positions) if mask is None else mask[:, -positions.shape[1] :]
+            told += ["position_ids"] * bool(later_begins(real, positions).any())
         if told:
             raise ValueError(
                 f"generate goes on with one text a row, and {' and '.join(told)} would tell several: give every "

@@ -235,8 +235,9 @@ class HopeModel(HopePreTrainedModel):
     def _read(self, hidden_states, input_ids, attention_mask, position_ids, cache, **kwargs) -> torch.Tensor:
         """All blocks. States are written into the cache here, outside the blocks."""
         context, past = {"need_state": cache is not None}, None
-        documents = self._documents(hidden_states, attention_mask, position_ids, cache, boundaries_of(kwargs))
-        if keeps_state(self.config):
+        has_state, boundaries = keeps_state(self.config), boundaries_of(kwargs)
+        documents = self._documents(hidden_states, has_state, attention_mask, position_ids, cache, boundaries)
+        if has_state:
             plans, past = self._plans(hidden_states, input_ids, documents, cache)
             context |= plans
         # CODEPATH: 'full_attention' layers in Hope-Attention and in hybrids.
@@ -260,13 +261,13 @@ class HopeModel(HopePreTrainedModel):
                     place.update_state(state, past)
         return hidden_states
 
-    def _documents(self, hidden_states, attention_mask, position_ids, cache, boundaries: dict) -> Documents:
+    def _documents(self, hidden_states, has_state: bool, attention_mask, position_ids, cache, boundaries) -> Documents:
         """What the arguments of this call say of padding and documents."""
         shape = hidden_states.shape[:2]
         if isinstance(attention_mask, dict):
             # made by `generate` for a cache of fixed length
             attention_mask = attention_mask.get("hope_memory")
-        elif attention_mask is not None and keeps_state(self.config):
+        elif attention_mask is not None and has_state:
             check_mask(attention_mask, *shape, 0 if cache is None else cache.get_seq_length())
         elif getattr(attention_mask, "ndim", None) != 2:
             # softmax attention's own
