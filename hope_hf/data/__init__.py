@@ -17,6 +17,7 @@ from .config import DataConfig
 from .corpora import passing
 from .corpus import corpus_documents
 from .encoding import document_start
+from .fetched import Needed
 from .files import find_files, load_files
 from .mixture import Corpus, read_mixture
 from .plain_names import plain_name
@@ -38,6 +39,7 @@ __all__ = [
     "Corpus",
     "Data",
     "DataConfig",
+    "Needed",
     "build_data",
     "bytes_per_id",
     "check_vocabulary",

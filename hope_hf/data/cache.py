@@ -27,15 +27,19 @@ def cached_texts(files: Iterable[str], what: object, texts: Iterator[pa.Array]) 
 
     files, what: the texts are those of these files, as they are now, and depend on `what`, by its repr.
     """
-    folder = writable_cache() / "hope_hf"
-    states = [(os.path.abspath(file), *_state(os.stat(file))) for file in files]
-    key = blake2b(repr((_VERSION, states, what)).encode("utf-8", errors="surrogateescape"), digest_size=16)
-    path = folder / f"{key.hexdigest()}.arrow"
+    path = cache_path(files, what)
     if not path.exists():
         with cache_errors():
-            folder.mkdir(exist_ok=True)
+            path.parent.mkdir(exist_ok=True)
             _write(path, texts)
     return Dataset.from_file(str(path))
+
+
+def cache_path(files: Iterable[str], what: object) -> Path:
+    """The file of `cached_texts`, which need not exist yet."""
+    states = [(os.path.abspath(file), *_state(os.stat(file))) for file in files]
+    key = blake2b(repr((_VERSION, states, what)).encode("utf-8", errors="surrogateescape"), digest_size=16)
+    return writable_cache() / "hope_hf" / f"{key.hexdigest()}.arrow"
 
 
 def _state(stat: os.stat_result) -> tuple[int, ...]:

@@ -38,9 +38,9 @@ class Filters:
 
 def keep(texts: Iterable[str | None], filters: Filters) -> tuple[list[int], Counter]:
     """Indices of the documents that pass, and how many were dropped by each condition."""
-    kept, dropped, seen = [], Counter(), set()
+    kept, dropped, judge = [], Counter(), Judge(filters)
     for index, text in enumerate(texts):
-        reason = _reason(text, filters, seen)
+        reason = judge.reason(text)
         if reason is None:
             kept.append(index)
         else:
@@ -55,18 +55,27 @@ def seems_to_be(text: str, language: str) -> bool:
     return bool(words) and counts[language] == max(counts.values()) and counts[language] >= _LEAST_SHARE * len(words)
 
 
-def _reason(text: str | None, filters: Filters, seen: set[bytes]) -> str | None:
-    if not text or text.isspace():
-        return "blank"
-    if filters.min_length is not None and len(text) < filters.min_length:
-        return "min_length"
-    if filters.max_length is not None and len(text) > filters.max_length:
-        return "max_length"
-    if filters.language is not None and not seems_to_be(text, filters.language):
-        return "language"
-    if filters.deduplicate:
-        digest = blake2b(text.encode("utf-8", errors="surrogatepass"), digest_size=16).digest()
-        if digest in seen:
-            return "deduplicate"
-        seen.add(digest)
-    return None
+class Judge:
+    """Says of one document after the other whether it passes."""
+
+    def __init__(self, filters: Filters):
+        self._filters = filters
+        self._seen: set[bytes] = set()
+
+    def reason(self, text: str | None) -> str | None:
+        """Why the next document is dropped; None where it passes."""
+        filters = self._filters
+        if not text or text.isspace():
+            return "blank"
+        if filters.min_length is not None and len(text) < filters.min_length:
+            return "min_length"
+        if filters.max_length is not None and len(text) > filters.max_length:
+            return "max_length"
+        if filters.language is not None and not seems_to_be(text, filters.language):
+            return "language"
+        if filters.deduplicate:
+            digest = blake2b(text.encode("utf-8", errors="surrogatepass"), digest_size=16).digest()
+            if digest in self._seen:
+                return "deduplicate"
+            self._seen.add(digest)
+        return None

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from hope_hf.cli.process import warn_once
 
 from .config import DataConfig
-from .corpora import Documents, open_corpus, require_as_many
+from .corpora import Documents, check_cache, open_corpus, require_as_many, warn_of_excess
 from .loader import BlockLoader
 from .mixture import BUILTIN, Corpus, read_mixture
 from .opened import Opened
@@ -51,12 +51,18 @@ class JoinedBlocks(Sequence):
 def open_mixture(config: DataConfig) -> Opened:
     """The corpora of `--dataset_mixture`, tokenized here unless they are shards."""
     corpora = read_mixture(config.dataset_mixture, "--dataset_mixture")
+    _require_tokenizer(config, corpora)
+    tokenizer = choose_tokenizer(config, None) if config.tokenizer_name else None
+    check_cache(corpora, config.validation_split_percentage, config.seed, tokenizer)
+    share, count = config.validation_split_percentage, config.max_eval_samples
     documents = {
-        corpus.name: open_corpus(corpus, config.validation_split_percentage, config.max_eval_samples, config.seed)
+        corpus.name: open_corpus(corpus, share, count, config.seed, tokenizer)
         for corpus in corpora
         if not corpus.shards
     }
-    tokenizer = _tokenizer(config, documents)
+    if tokenizer is None:
+        texts = concatenate_datasets([part.train for part in documents.values()])
+        tokenizer = choose_tokenizer(config, texts)
     parts = [
         _tokenized(documents[corpus.name], tokenizer, config.preprocessing_num_workers)
         if corpus.name in documents
@@ -123,16 +129,13 @@ def _warn_of_repeats(parts: list[Part], trains: list[TokenBlocks], order: Mixed)
         warn_once(f"An epoch of {len(order)} blocks reads {listed}: memories learn less from text that they know.")
 
 
-def _tokenizer(config: DataConfig, documents: dict[str, Documents]) -> PreTrainedTokenizerBase:
-    needs_one = [name for name, part in documents.items() if part.corpus.dataset_name not in (None, BUILTIN)]
-    if not config.tokenizer_name and (needs_one or not documents):
+def _require_tokenizer(config: DataConfig, corpora: list[Corpus]) -> None:
+    of_the_hub = any(corpus.dataset_name not in (None, BUILTIN) for corpus in corpora)
+    if not config.tokenizer_name and (of_the_hub or all(corpus.shards for corpus in corpora)):
         raise ValueError(
             f"--dataset_mixture {config.dataset_mixture} needs a --tokenizer_name: a folder or Hub name, or one made "
             "with python -m hope_hf.data.tokenizer."
         )
-    # Read only where the tokenizer is made from them.
-    joined = None if config.tokenizer_name else concatenate_datasets([part.train for part in documents.values()])
-    return choose_tokenizer(config, joined)
 
 
 def _tokenized(documents: Documents, tokenizer: PreTrainedTokenizerBase, workers: int | None) -> Part:
@@ -142,6 +145,7 @@ def _tokenized(documents: Documents, tokenizer: PreTrainedTokenizerBase, workers
         require_as_many(corpus, "max_tokens", len(train))
         # The document that makes the limit is read whole.
         train = train.head(int((train.starts < corpus.max_tokens).sum()))
+        warn_of_excess(corpus, len(train))
     return Part(corpus.name, train, tokenize(documents.validation, tokenizer, workers), corpus.weight)
 
 

@@ -24,7 +24,7 @@ from .filters import LANGUAGES, Filters
 
 BUILTIN = "builtin"
 _SOURCES = ("dataset_name", "files", "shards")
-_OF_A_DATA_SET = ("dataset_config_name", "data_dir", "split")
+_OF_A_DATA_SET = ("dataset_config_name", "data_dir", "split", "streaming")
 # Shards were made of documents that passed, and are read whole.
 _OF_DOCUMENTS = ("max_documents", "max_tokens", "min_length", "max_length", "deduplicate", "language", "text_column")
 # Keys without a meaning for a kind of corpus.
@@ -48,6 +48,8 @@ class Corpus:
     data_dir: str | None = None
     """Folder of that data set, where it has one for each language or topic."""
     split: str = "train"
+    streaming: bool = False
+    """Fetch only as much of that data set as its limit needs, in an order drawn by the seed."""
     files: str | None = None
     """Path or glob pattern of .txt, .json, .jsonl or .parquet files."""
     shards: str | None = None
@@ -136,6 +138,8 @@ def _corpus(source: str, name: object, settings: object) -> Corpus:
     for key in _WITHOUT_MEANING.get(kind, ()):
         if key in settings:
             raise ValueError(f"{where} has {key}, which has no meaning for {kind}: leave it out.")
+    if corpus.streaming and corpus.max_documents is None and corpus.max_tokens is None:
+        raise ValueError(f"{where} has streaming and no limit: give max_tokens or max_documents, or leave it out.")
     return corpus
 
 

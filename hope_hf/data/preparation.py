@@ -17,14 +17,14 @@ from hope_hf.cli.files import is_unfinished, replace_text
 from hope_hf.cli.folder_lock import LOCK_FILE
 from hope_hf.cli.provenance import provenance
 
-from .corpora import Documents, require_as_many
+from .corpora import Documents, require_as_many, warn_of_excess
 from .encode_batches import EncodingPool, encoded
 from .encoding import document_start, make_encoder
-from .shard_manifest import FORMAT, KINDS, MANIFEST, PARTS, TOKENIZER, read_manifest, read_object
+from .shard_manifest import FORMAT, KINDS, MANIFEST, PARTS, TOKENIZER, dtype_of, read_manifest, read_object
 from .shard_writer import PROGRESS, Encoded, Progress, Written, write_shards
 from .shards import file_hash
 from .tokenizer_sample import drawn, text_bytes
-from .vocabulary import highest_id, save_tokenizer, tokenizer_hash
+from .vocabulary import save_tokenizer, tokenizer_hash
 
 PLAN = "plan.json"
 _SEQUENCES = (1024, 2048, 4096, 8192)
@@ -50,7 +50,7 @@ class Preparation:
 
     def __init__(self, folder: Path, documents: list[Documents], tokenizer: PreTrainedTokenizerBase, settings: dict):
         self.folder, self.documents, self.tokenizer = folder, documents, tokenizer
-        self.dtype = "uint16" if highest_id(tokenizer) < 1 << 16 else "uint32"
+        self.dtype = dtype_of(tokenizer)
         self.bytes = {
             (part.corpus.name, side): text_bytes(getattr(part, side)) for part in documents for side in PARTS
         }
@@ -142,7 +142,9 @@ class Preparation:
                 "delete it, and the same command writes all shards again."
             )
         if limit is not None:
-            require_as_many(corpus, "max_tokens", sum(written.tokens for written in done))
+            tokens = sum(written.tokens for written in done)
+            require_as_many(corpus, "max_tokens", tokens)
+            warn_of_excess(corpus, tokens)
 
     def _clean_up(self) -> None:
         """Remove what killed processes left unfinished, by its name."""

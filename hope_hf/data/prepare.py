@@ -20,7 +20,7 @@ from hope_hf.cli.parser import Parser
 from hope_hf.cli.process import complain
 from hope_hf.cli.program import program
 
-from .corpora import open_corpus
+from .corpora import check_cache, open_corpus
 from .mixture import read_mixture
 from .preparation import Preparation, require_own
 from .shard_manifest import MANIFEST
@@ -89,10 +89,9 @@ def _prepare(mixture: str, args: Arguments) -> None:
     lock.acquire()
     try:
         require_own(folder)
-        documents = [
-            open_corpus(corpus, args.validation_split_percentage, args.max_eval_samples, args.seed)
-            for corpus in corpora
-        ]
+        share = args.validation_split_percentage
+        check_cache(corpora, share, args.seed, tokenizer, folder)
+        documents = [open_corpus(corpus, share, args.max_eval_samples, args.seed, tokenizer) for corpus in corpora]
         settings = {name: getattr(args, name) for name in _SETTINGS}
         preparation = Preparation(folder, documents, tokenizer, settings)
         preparation.check_folder()

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from hope_hf.cli.files import is_inside, read_small
 
 from .mixture import check_weights, is_corpus_name, is_weight
+from .vocabulary import highest_id
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
@@ -103,6 +105,11 @@ def check_fields(value: object, kinds: "dict | list | Kind", name: str = "") -> 
             if key not in value:
                 raise ValueError(f"{where} is missing")
             check_fields(value[key], kind, where)
+
+
+def dtype_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The name in `KINDS` of the type that holds the tokenizer's ids."""
+    return "uint16" if highest_id(tokenizer) < 1 << 16 else "uint32"
 
 
 def shard_name(part: str, index: int) -> str:

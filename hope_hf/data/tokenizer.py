@@ -8,6 +8,8 @@ import sys
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
+import numpy as np
+
 from hope_hf.cli.arguments import COUNT, flag
 from hope_hf.cli.folders import check_output
 from hope_hf.cli.parser import Parser
@@ -15,10 +17,11 @@ from hope_hf.cli.process import complain, warn_once
 from hope_hf.cli.program import program
 
 from .corpora import passing
+from .fetched import BYTES_PER_TOKEN, Needed
 from .files import find_files, load_files
 from .mixture import Corpus, read_mixture
 from .tokenizer_report import report_on
-from .tokenizer_sample import Text, sample
+from .tokenizer_sample import SEED, Text, sample
 from .vocabulary import DEFAULT_VOCAB_SIZE, LARGEST_VOCABULARY, SMALLEST_VOCABULARY, save_tokenizer, train_tokenizer
 
 REPORT = "tokenizer_report.json"
@@ -89,7 +92,18 @@ def _texts(args) -> list[Text]:
             raise ValueError(
                 f"--dataset_mixture {args.dataset_mixture}, corpus {corpus.name}, has no text: leave it out."
             )
-    return [Text(corpus.name, passing(corpus)[0], corpus.weight) for corpus in corpora]
+    return [_text(corpus, args.max_bytes) for corpus in corpora]
+
+
+def _text(corpus: Corpus, max_bytes: int) -> Text:
+    """A corpus up to its limits; without a tokenizer its tokens are counted by the bytes that they usually have."""
+    most = None if corpus.max_tokens is None else BYTES_PER_TOKEN * corpus.max_tokens
+    size = max_bytes if most is None else min(max_bytes, most)
+    documents, _ = passing(corpus, needed=Needed(SEED, size=size, most_documents=corpus.max_documents))
+    if corpus.max_documents is not None:
+        count = min(corpus.max_documents, len(documents))
+        documents = documents.select(np.random.default_rng(SEED).permutation(len(documents))[:count])
+    return Text(corpus.name, documents, corpus.weight, most)
 
 
 def _warn_of_neglect(bytes_per_token: dict[str, float]) -> None:

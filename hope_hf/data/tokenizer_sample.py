@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset
 
-_SEED = 0
+SEED = 0
 
 
 @dataclass(frozen=True)
@@ -19,18 +19,26 @@ class Text:
     documents: Dataset
     weight: float | None = None
     """None: by size."""
+    most: int | None = None
+    """Bytes that may be read of it."""
 
     @cached_property
     def size(self) -> int:
         """In bytes."""
         return text_bytes(self.documents)
 
+    @property
+    def readable(self) -> int:
+        """Bytes that are there and may be read."""
+        return self.size if self.most is None else min(self.size, self.most)
+
 
 def sample(texts: list[Text], max_bytes: int) -> Iterator[str]:
     """Documents of all corpora with `max_bytes` together, of each in proportion to its weight, or all it has."""
-    weights = [text.size if text.weight is None else text.weight for text in texts]
+    weights = [text.readable if text.weight is None else text.weight for text in texts]
     for text, weight in zip(texts, weights, strict=True):
-        yield from drawn(text.documents, text.size, round(max_bytes * weight / (sum(weights) or 1)))
+        share = round(max_bytes * weight / (sum(weights) or 1))
+        yield from drawn(text.documents, text.size, min(share, text.readable))
 
 
 def drawn(documents: Dataset, size: int, max_bytes: int) -> Iterator[str]:
@@ -40,7 +48,7 @@ def drawn(documents: Dataset, size: int, max_bytes: int) -> Iterator[str]:
     """
     order = range(len(documents))
     if size > max_bytes:
-        order = np.random.default_rng(_SEED).permutation(len(documents))
+        order = np.random.default_rng(SEED).permutation(len(documents))
     for index in order:
         text = documents[int(index)]["text"] or ""
         data = text.encode("utf-8", errors="replace")

@@ -3,7 +3,7 @@
 from transformers import PreTrainedTokenizerBase
 
 from .config import DataConfig
-from .corpora import open_corpus
+from .corpora import held_out_documents
 from .encoding import document_start
 from .mixture import read_mixture
 from .shards import ShardedCorpus, open_folder
@@ -31,8 +31,8 @@ def _of_mixture(config: DataConfig) -> dict[str, list[str]]:
             parts = _of_shards(corpus.shards, f"corpus {corpus.name}: shards", config)
             found[corpus.name] = [text for texts in parts.values() for text in texts]
         else:
-            documents = open_corpus(corpus, config.validation_split_percentage, config.max_eval_samples, config.seed)
-            found[corpus.name] = documents.validation["text"][:]
+            share, count = config.validation_split_percentage, config.max_eval_samples
+            found[corpus.name] = held_out_documents(corpus, share, count, config.seed)["text"][:]
     return found
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hope_hf.data import Corpus, passing, read_mixture
+from hope_hf.data import Corpus, Needed, passing, read_mixture
 
 from ..arguments import Arguments
 from ..held_out import held_out_documents
@@ -57,7 +57,8 @@ def open_segment(path: str, corpus: Corpus, subject: Subject) -> Segment:
     Raises ValueError where the text is shorter than a limit.
     """
     where = f"--segments {path}, corpus"
-    rows, _ = passing(corpus, where)
+    needed = Needed(documents=corpus.max_documents, tokens=corpus.max_tokens)
+    rows, _ = passing(corpus, where, needed, subject.tokenizer)
     if corpus.max_documents is not None and corpus.max_documents > len(rows):
         raise ValueError(
             f"{where} {corpus.name} has {len(rows)} documents, fewer than max_documents {corpus.max_documents}: "

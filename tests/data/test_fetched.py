@@ -1,0 +1,138 @@
+"""Corpora that stream: read no further than their limit, once, and what is held out of them is never trained on."""
+
+import shutil
+
+import pytest
+from datasets import IterableDataset
+from four_corpora import sentence
+
+from hope_hf.data import DataConfig, build_data, corpora, fetched, sources, tokenizer, train_tokenizer
+from hope_hf.data.corpora import held_out_documents, open_corpus, warn_of_excess
+from hope_hf.data.mixture import Corpus
+from hope_hf.data.packing import tokenize
+from hope_hf.data.prepare import main
+
+TEXTS = [sentence(0, number) for number in range(5_000)]
+
+
+@pytest.fixture(autouse=True)
+def read(tmp_path, monkeypatch):
+    """Numbers of the rows that were fetched from the Hub's only data set."""
+    numbers = []
+
+    def rows(part):
+        for number in part:
+            numbers.append(number)
+            yield {"content": TEXTS[number] if number % 10 else " ", "id": number}
+
+    def load_dataset(name, config_name, split, streaming, data_dir=None):
+        assert streaming and (name, split) == ("hub/web", "train")
+        return IterableDataset.from_generator(rows, gen_kwargs={"part": list(range(len(TEXTS)))})
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(sources, "load_dataset", load_dataset)
+    monkeypatch.setattr(fetched, "_SHUFFLED", 20)
+    return numbers
+
+
+@pytest.fixture(scope="module")
+def words():
+    return train_tokenizer(TEXTS[:5], 300)
+
+
+def web(**limits) -> Corpus:
+    return Corpus("web", "hub/web", text_column="content", streaming=True, **limits)
+
+
+def of(documents) -> set[str]:
+    return set(documents["text"])
+
+
+def test_a_stream_is_read_no_further_than_its_tokens_and_once(words, read):
+    first = open_corpus(web(max_tokens=20_000), 5, None, 42, words)
+    tokens = len(tokenize(first.train, words))
+    assert 20_000 <= tokens < 22_000 and len(read) < 500 and len(first.validation)
+    assert first.dropped["blank"] > 10
+    read.clear()
+    assert of(open_corpus(web(max_tokens=20_000), 5, None, 42, words).train) == of(first.train) and not read
+    assert of(open_corpus(web(max_tokens=20_000), 5, None, 43, words).train) != of(first.train) and read
+
+
+def test_a_sample_of_the_tokens_counts_the_rest(words, read, monkeypatch):
+    monkeypatch.setattr(fetched, "_TOKENIZED", 10)
+    found = open_corpus(web(max_tokens=100_000), 5, None, 42, words)
+    assert 100_000 <= len(tokenize(found.train, words)) < 105_000
+
+
+def test_a_stream_is_read_no_further_than_its_documents(words, read):
+    found = open_corpus(web(max_documents=100), 5, 3, 42)
+    assert len(found.train) == 100 and len(read) < 250 and 1 <= len(found.validation) <= 3
+
+
+def test_a_stream_that_ends_before_its_limit_is_named(words):
+    with pytest.raises(
+        ValueError, match="corpus web has 4... training documents, fewer than max_documents 90000"
+    ):
+        open_corpus(web(max_documents=90_000), 5, None, 42)
+
+
+def test_what_is_evaluated_is_never_trained_on(words, read):
+    trained = open_corpus(web(max_documents=500), 5, None, 42)
+    read.clear()
+    held = held_out_documents(web(max_documents=500), 5, 10, 42)
+    # The same stream, read as far as ten held-out documents need.
+    assert len(held) == 10 and len(read) < 450
+    assert of(held) <= of(trained.validation) and not of(held) & of(trained.train)
+
+
+def test_shards_and_runs_are_made_of_the_same_documents(words, read, tmp_path, capsys):
+    words.save_pretrained(tmp_path / "tokenizer")
+    mixture = tmp_path / "mix.yaml"
+    corpus = "dataset_name: hub/web, text_column: content, streaming: true, max_tokens: 9e3, deduplicate: true"
+    mixture.write_text(f"corpora: {{web: {{{corpus}}}}}")
+    name = ["--tokenizer_name", str(tmp_path / "tokenizer")]
+    share = ["--validation_split_percentage", "5"]
+    assert main([str(mixture), *name, *share, "--output_dir", str(tmp_path / "shards")]) == 0
+    read.clear()
+    run = {"tokenizer_name": name[1], "block_size": 32}
+    raw = build_data(DataConfig(dataset_mixture=str(mixture), **run))
+    prepared = build_data(DataConfig(train_shards=str(tmp_path / "shards"), **run))
+    assert not read and raw.train_tokens == prepared.train_tokens
+
+
+def test_limits_hold_for_the_tokenizers_text(read, tmp_path):
+    mixture = tmp_path / "mix.yaml"
+    mixture.write_text(
+        "corpora:\n  a: {dataset_name: hub/web, text_column: content, streaming: true, max_tokens: 1_000}\n"
+        "  b: {dataset_name: hub/web, text_column: content, streaming: true, max_documents: 30}\n"
+    )
+    args = ["--dataset_mixture", str(mixture), "--vocab_size", "280", "--output_dir", str(tmp_path / "made")]
+    assert tokenizer.main(args) == 0
+    assert len(read) < 300
+    a, b = tokenizer._texts(tokenizer.make_parser().parse_args(args))
+    assert a.readable == 5 * 1_000 <= a.size and len(b.documents) == 30
+
+
+def test_a_full_cache_is_foreseen(words, tmp_path, monkeypatch, capsys, read):
+    words.save_pretrained(tmp_path / "tokenizer")
+    mixture = tmp_path / "mix.yaml"
+    mixture.write_text(
+        "corpora: {web: {dataset_name: hub/web, text_column: content, streaming: true, max_tokens: 17e9}}"
+    )
+    monkeypatch.setattr(corpora.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(100, 95, 100e9))
+    flags = ["--tokenizer_name", str(tmp_path / "tokenizer"), "--output_dir", str(tmp_path / "shards")]
+    assert main([str(mixture), *flags]) == 2
+    # Five bytes of text a token, and two for the shards on the same disk.
+    assert "has 100.0 GB of free disk and the corpora that stream need about 119.0 GB" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="the corpora that stream need about 85.0 GB: free some, or name a folder on"):
+        monkeypatch.setattr(corpora.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(100, 95, 80e9))
+        build_data(DataConfig(dataset_mixture=str(mixture), tokenizer_name=flags[1]))
+    assert not read
+
+
+def test_a_limit_that_one_document_far_exceeds_says_so():
+    warn_of_excess(Corpus("book", max_tokens=1_000), 1_090)
+    with pytest.warns(
+        UserWarning, match="corpus book gives 90,000 tokens where max_tokens is 1,000: its last"
+    ):
+        warn_of_excess(Corpus("book", max_tokens=1_000), 90_000)
