@@ -13,6 +13,7 @@ validation_bytes_per_token. Every mistake of the user raises ValueError with one
 from datasets import disable_progress_bars
 
 from .build import Data, build_data
+from .cache import cache_for
 from .config import DataConfig
 from .corpora import passing
 from .corpus import corpus_documents
@@ -42,6 +43,7 @@ __all__ = [
     "Needed",
     "build_data",
     "bytes_per_id",
+    "cache_for",
     "check_vocabulary",
     "corpus_documents",
     "disable_progress_bars",

@@ -37,9 +37,21 @@ def cached_texts(files: Iterable[str], what: object, texts: Iterator[pa.Array]) 
 
 def cache_path(files: Iterable[str], what: object) -> Path:
     """The file of `cached_texts`, which need not exist yet."""
+    return writable_cache() / "hope_hf" / f"{_key(files, what)}.arrow"
+
+
+def cache_for(files: Iterable[str]) -> str:
+    """The folder in the cache for what `datasets` makes of these files, as they are now.
+
+    `datasets` itself tells files by their names and times, and takes a new one with the time of the old for it.
+    """
+    return str(writable_cache() / "hope_hf" / _key(files, "datasets"))
+
+
+def _key(files: Iterable[str], what: object) -> str:
     states = [(os.path.abspath(file), *_state(os.stat(file))) for file in files]
-    key = blake2b(repr((_VERSION, states, what)).encode("utf-8", errors="surrogateescape"), digest_size=16)
-    return writable_cache() / "hope_hf" / f"{key.hexdigest()}.arrow"
+    parts = repr((_VERSION, states, what)).encode("utf-8", errors="surrogateescape")
+    return blake2b(parts, digest_size=16).hexdigest()
 
 
 def _state(stat: os.stat_result) -> tuple[int, ...]:

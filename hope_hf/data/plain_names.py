@@ -17,7 +17,7 @@ _SPECIAL = re.compile(r"[*?\[\]]|::|:/")
 def plain_name(name: str) -> str:
     """`name`, or another name of the same file or folder, in which no character is special."""
     path = os.path.abspath(name)
-    files = [path] if os.path.isfile(path) else _files(path)
+    files = [path] if os.path.isfile(path) else files_under(path)
     if not any(map(_SPECIAL.search, [path, *files])):
         return name
     folder = os.path.dirname(path) if os.path.isfile(path) else path
@@ -32,8 +32,13 @@ def plain_name(name: str) -> str:
     return str(there / next(iter(links))) if os.path.isfile(path) else str(there)
 
 
-def _files(folder: str) -> list[str]:
-    return sorted(os.path.join(parent, file) for parent, _, names in os.walk(folder) for file in names)
+def files_under(folder: str) -> list[str]:
+    """The paths of all files in a folder, sorted; hidden ones are none of a data set's."""
+    found = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [os.path.join(parent, name) for name in names if not name.startswith(".")]
+    return sorted(found)
 
 
 def _link(links: dict[str, str], there: Path) -> None:

@@ -9,11 +9,11 @@ from itertools import islice
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError, SplitsVerificationError
 
-from .cache import DISK_ERRORS, writable_cache
+from .cache import DISK_ERRORS, cache_for, writable_cache
 from .config import DataConfig
 from .corpus import corpus_documents
 from .files import find_files, load_files, read_stream, text_column
-from .plain_names import plain_name
+from .plain_names import files_under, plain_name
 from .saved import is_saved, load_saved
 from .split import held_out, split_documents
 
@@ -71,8 +71,11 @@ def load_data_set(source: str, name: str, config_name: str | None, split: str | 
     if is_saved(name):
         return load_saved(name, source, split, options.get("streaming", False))
     writable_cache()
+    if os.path.isdir(name):
+        options["cache_dir"] = cache_for(files_under(name))
+        name = plain_name(name)
     try:
-        return load_dataset(plain_name(name) if os.path.isdir(name) else name, config_name, split=split, **options)
+        return load_dataset(name, config_name, split=split, **options)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         if isinstance(error, SplitsVerificationError):
             raise ValueError(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hope_hf.cli.mistakes import one_line
 from hope_hf.cli.parser import nearest
-from hope_hf.data import plain_name
+from hope_hf.data import cache_for, plain_name
 
 from .arguments import Arguments
 from .documents import check_documents, reading_failed
@@ -97,7 +97,7 @@ def overrides(name: str, config: dict, folder: Path, args: Arguments) -> dict:
     return {
         "dataset_path": FORMATS[suffix],
         "dataset_name": None,
-        "dataset_kwargs": {"data_files": there},
+        "dataset_kwargs": {"data_files": there, "cache_dir": cache_for(there.values())},
         **fields,
     }
 

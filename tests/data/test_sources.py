@@ -221,6 +221,16 @@ BAD = {
 }
 
 
+def test_a_data_set_replaced_by_files_of_the_same_time_is_read_anew(tmp_path):
+    (tmp_path / "set").mkdir()
+    for word in ("alpha", "omega"):
+        file = write(tmp_path, "jsonl", [f"{word} {index}" for index in range(60)])
+        os.utime(file, (1, 1))
+        os.replace(file, tmp_path / "set" / "train.jsonl")
+        sources = open_sources(DataConfig(dataset_name=str(tmp_path / "set")))
+        assert read(sources.train)[0].startswith(word)
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_told_in_one_sentence(tmp_path, case):
     make, message = BAD[case]

@@ -321,6 +321,7 @@ def test_splits_without_files_are_left_out_where_nothing_reads_them(tmp_path, ar
     config |= {"test_split": "test", "fewshot_config": {"sampler": "first_n", "split": "dev"}}
     (tmp_path / "x_test.parquet").touch()
     found = overrides("x", config, tmp_path, arguments())
+    assert "hope_hf" in found["dataset_kwargs"].pop("cache_dir")
     assert found == {
         "dataset_path": "parquet",
         "dataset_name": None,
@@ -349,6 +350,17 @@ def test_local_data_may_lie_in_a_folder_whose_name_looks_like_a_pattern(tmp_path
     found = overrides("x", config, tmp_path / "data[1]", arguments())
     rows = datasets.load_dataset(found["dataset_path"], **found["dataset_kwargs"])
     assert rows["test"]["goal"][:] == ["data[1]"]
+
+
+def test_local_data_replaced_by_a_file_of_the_same_time_are_read_anew(tmp_path, arguments, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    file = tmp_path / "x_test.jsonl"
+    for word in ("alpha", "omega"):
+        file.write_text(json.dumps({"goal": word}))
+        os.utime(file, (1, 1))
+        found = overrides("x", {"dataset_path": "hub/x", "test_split": "test"}, tmp_path, arguments())
+        rows = datasets.load_dataset(found["dataset_path"], **found["dataset_kwargs"])
+        assert rows["test"]["goal"][:] == [word]
 
 
 def test_a_number_of_examples_that_the_task_forbids_is_told(folders, tasks, subject, arguments):
