@@ -5,7 +5,9 @@ import io
 import os
 import re
 import signal
+import statistics
 import sys
+import time
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -16,23 +18,74 @@ _format_warning = warnings.formatwarning
 
 
 def set_up_cpu(threads: int | None):
-    """Use `threads` threads, or `default_threads()`; flush denormals."""
+    """Use `threads` threads, or `default_threads()` as far as other programs leave cores for them; flush denormals."""
     torch.set_num_threads(threads or default_threads())
+    if threads is None and wished_threads() is None:
+        _give_way()
     # A trained memory holds many denormals: without this its steps take 2.5 times as long on a CPU.
     torch.set_flush_denormal(True)
 
 
 def default_threads() -> int:
-    """OMP_NUM_THREADS, or this process's share of the cores that it may use.
-
-    Launchers export OMP_NUM_THREADS=1 if it is not set, which would leave the other cores idle: 1 from a launcher is
-    ignored.
-    """
-    wish = os.environ.get("OMP_NUM_THREADS", "")
-    if wish.isdecimal() and int(wish) > (1 if _is_launched() else 0):
-        return int(wish)
+    """OMP_NUM_THREADS if the user has set it, or this process's share of the cores that it may use."""
+    wished = wished_threads()
+    if wished is not None:
+        return wished
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _give_way():
+    """Halve the threads, and warn, while fewer of them compute faster: all wait for one whose core is not free."""
+    first = threads = torch.get_num_threads()
+    while threads > 1 and _slowdown(threads, threads // 2) > 1.5:
+        threads //= 2
+    torch.set_num_threads(threads)
+    if threads < first:
+        warn_once(
+            f"Other programs use the cores, so {threads} thread(s) compute faster than {first}: this run takes "
+            f"{threads} (--cpu_threads)."
+        )
+
+
+def _slowdown(threads: int, fewer: int) -> float:
+    """How many times as long `threads` threads take as `fewer` of them: the median of short trials, 0.1 s in all."""
+    matrix = torch.ones(256, 1024)
+    ratios = []
+    for _ in range(5):
+        seconds = []
+        for number in (threads, fewer):
+            torch.set_num_threads(number)
+            start = time.perf_counter()
+            for _ in range(5):
+                (matrix @ matrix.T).exp_().sum()
+            seconds.append(time.perf_counter() - start)
+        ratios.append(seconds[0] / seconds[1])
+    return statistics.median(ratios)
+
+
+def wished_threads() -> int | None:
+    """OMP_NUM_THREADS if the user has set it, else None.
+
+    Launchers export OMP_NUM_THREADS=1 if it is not set, which would leave the other cores idle.
+    """
+    wish = os.environ.get("OMP_NUM_THREADS", "")
+    if not wish.isdecimal() or int(wish) < 1:
+        return None
+    return None if wish == "1" and _is_launched() and not _launcher_was_told() else int(wish)
+
+
+def _launcher_was_told() -> bool:
+    """Linux: whether the launcher itself was started with OMP_NUM_THREADS or a flag for threads; else False."""
+    launcher = Path(f"/proc/{os.getppid()}")
+    try:
+        variables = (launcher / "environ").read_bytes().split(b"\0")
+        words = (launcher / "cmdline").read_bytes().replace(b"-", b"_").split(b"\0")
+    except OSError:
+        return False
+    return any(variable.startswith(b"OMP_NUM_THREADS=") for variable in variables) or any(
+        word.startswith(b"__num_cpu_threads_per_process") for word in words
+    )
 
 
 def launched_rank() -> str:

@@ -116,7 +116,7 @@ class RunArguments:
     eval_steps: int = flag(500, "Evaluate every N steps; 0: only at the end.", **OR_NONE)
     seed: int = flag(42, "Seed of weights, data order and sampling.", **SEED)
     cpu_threads: int | None = flag(
-        None, "Threads per process (default: OMP_NUM_THREADS, or cores / processes on this machine).", **THREADS
+        None, "Threads per process (default: OMP_NUM_THREADS, or free cores / processes on this machine).", **THREADS
     )
     ddp_timeout: float = flag(1800.0, "Seconds after which a process gives up waiting for the others.", least=1)
     watchdog_seconds: float = flag(

@@ -3,6 +3,8 @@
 import math
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
+from hope_hf.cli.process import wished_threads
+
 from ..arguments import Arguments
 from ..engines.base import Engine, Update
 from ..state import Progress
@@ -20,6 +22,7 @@ from .telemetry import (
     peak_memory_gib,
     utilization_meter,
 )
+from .threads import ThreadLimit
 from .tracking import Tracker, eval_line, train_line
 
 
@@ -51,6 +54,8 @@ class Monitor:
         self._sparse = SparseReport(engine.model)
         self._stopwatch, self._utilization = Stopwatch(), utilization_meter(self._device)
         self.say = self._tracker.say
+        chosen = args.cpu_threads is not None or wished_threads() is not None
+        self._threads = None if chosen or self._device.type != "cpu" else ThreadLimit(self.say)
 
     def __enter__(self):
         return self
@@ -112,6 +117,8 @@ class Monitor:
         processes = self._accelerator.num_processes
         seconds, data_seconds = self._stopwatch.step_ends(plan.tokens_per_step)
         self._profile.step_ends(self._step)
+        if self._threads is not None:
+            self._threads.step_ends(seconds - data_seconds)
         self._heart.beat(
             progress.step,
             loss=_finite(own_loss),

@@ -12,6 +12,7 @@ import ddp_worker
 import pytest
 from training_runs import HOPE, LLAMA, ROOT, TWO, curve, read_rows, reset_accelerate
 
+from hope_hf.cli import process
 from hope_hf.cli.process import default_threads
 from hope_hf.training import setup
 from hope_hf.training.arguments import Arguments
@@ -129,9 +130,30 @@ def test_threads_are_shared_between_the_processes_of_a_machine(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     # The default of launchers.
     monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(process, "_launcher_was_told", lambda: False)
     assert default_threads() == 8
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     assert default_threads() == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    "variables, words, threads",
+    [({}, [], 8), ({"OMP_NUM_THREADS": "1"}, [], 1), ({}, ["--num-cpu-threads-per-process", "1"], 1)],
+)
+def test_one_thread_is_what_the_user_asked_the_launcher_for(monkeypatch, variables, words, threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    # Stands in for the launcher: it has begun its work when it answers.
+    launcher = subprocess.Popen(
+        ["sh", "-c", "echo; read line", "sh", *words],
+        env={"PATH": os.environ["PATH"]} | variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    launcher.stdout.readline()
+    monkeypatch.setattr(os, "getppid", lambda: launcher.pid)
+    assert default_threads() == threads
+    launcher.communicate(b"\n")
 
 
 def test_threads_are_those_of_the_environment_where_the_user_has_set_it(monkeypatch):
