@@ -16,7 +16,7 @@ from hope_hf.optim import LevelClock, build_optimizer
 
 from .arguments import FLAGS, Arguments
 from .engines.base import Engine
-from .initial.host_memory import built_bytes, check_host_memory
+from .initial.host_memory import build_fake, built_bytes, check_host_memory
 from .initial.values import DrawnValues, StoredValues, build_on_meta, pretrained_values
 from .process import shows_bars
 from .push import check_push
@@ -149,8 +149,16 @@ def _model(
         if args.model_name_or_path:
             return model, pretrained_values(args, config, model)
         return model, DrawnValues(args, config, model, random)
-    check_host_memory(built_bytes(args, config, continues), engine)
+    size = built_bytes(args, config, continues)
     torch.set_rng_state(random)
+    try:
+        check_host_memory(size, engine)
+    except ValueError as error:
+        # Fake tensors cannot be exchanged with other processes, and take no weights.
+        if not args.dry_run or continues or engine.accelerator.num_processes > 1:
+            raise
+        warn_once(f"{error} The dry run goes on without the model's numbers.")
+        return build_fake(args, config), None
     return build_model(args, config), None
 
 

@@ -28,6 +28,7 @@ from .engines.placement import rank_lines
 from .evaluate import evaluate
 from .finish import finish, show
 from .finite import require_finite_weights, weights_are_finite
+from .initial.host_memory import is_fake
 from .initial.values import checkpoint_values
 from .objective import can_skip_logits, check_token_ids, count_valid, model_inputs, summed_loss
 from .process import StopSignal, leave, prepare_process, sum_over_processes
@@ -142,7 +143,7 @@ def begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | None
     if values is not None:
         values.fill(list(engine.weight_slices()))
         engine.filled()
-    if saved or args.model_name_or_path:
+    if (saved or args.model_name_or_path) and not is_fake(run.model):
         source = saved.path if saved else f"--model_name_or_path {args.model_name_or_path}"
         require_finite_weights(engine, source)
     # The scheduler is not prepared: accelerate would step it once per process.

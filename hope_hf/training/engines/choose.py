@@ -80,10 +80,13 @@ def make_engine(args: Arguments, trackers: list[str]) -> Engine:
     _warn_of_ignored(args, wanted == "fsdp", accelerator)
     engine = _engine(wanted, accelerator, args)
     if args.init == "sharded" and not engine.fills_shards:
-        raise ValueError(
-            f"--init sharded needs FSDP or ZeRO-3, and {engine.name} runs: launch with accelerate_configs/fsdp2.yaml "
-            "(or another fsdp file, or deepspeed_zero3.yaml), or leave --init out."
-        )
+        reason = f"--init sharded needs FSDP or ZeRO-3, and {engine.name} runs"
+        if not args.dry_run:
+            raise ValueError(
+                f"{reason}: launch with accelerate_configs/fsdp2.yaml (or another fsdp file, or "
+                "deepspeed_zero3.yaml), or give --init whole."
+            )
+        warn_once(f"{reason}: this dry run is that of --init whole.")
     if args.save_sharded and not engine.shards_weights:
         warn_once(f"--save_sharded is ignored: no weights are shared out ({engine.name}).")
     if args.sync_each_batch:

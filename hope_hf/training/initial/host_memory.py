@@ -5,8 +5,11 @@ from dataclasses import replace
 
 import torch
 from accelerate.utils import gather_object
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from transformers import PreTrainedModel
 
 from hope_hf.cli.mistakes import MISTAKES
+from hope_hf.cli.models import build_model
 from hope_hf.cli.weights import weight_files
 
 from ..arguments import Arguments
@@ -35,6 +38,19 @@ def built_bytes(args: Arguments, config, continues: bool) -> int:
     else:
         tensors = build_on_meta(replace(args, model_name_or_path=None), config).parameters()
     return sum(tensor.numel() for tensor in tensors) * DTYPE.itemsize
+
+
+def build_fake(args: Arguments, config) -> PreTrainedModel:
+    """The model on fake tensors, which take no memory and stay where they are."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = build_model(replace(args, model_name_or_path=None), config)
+    model.to = lambda *device: model
+    return model
+
+
+def is_fake(model: PreTrainedModel) -> bool:
+    """Whether it comes from `build_fake`."""
+    return any(isinstance(parameter, FakeTensor) for parameter in model.parameters())
 
 
 def check_host_memory(size: int, engine: Engine) -> None:

@@ -179,6 +179,7 @@ def smaller_steps(args: Arguments) -> list[str]:
     """What makes a step's memory smaller, without what is so already."""
     mends = {
         "lower --per_device_train_batch_size": args.per_device_train_batch_size > 1,
+        "lower --block_size": True,
         "give --gradient_checkpointing": parse_recomputed(args.gradient_checkpointing) != Recomputed("block"),
         "see `python -m hope_hf.plan`": True,
     }

@@ -1,5 +1,7 @@
 """Prepare the run as `train` does, check it, take one step, say what was found, and leave no trace of it."""
 
+from dataclasses import replace
+
 import torch
 
 from hope_hf.cli.folder_lock import is_locked
@@ -8,6 +10,7 @@ from ..arguments import Arguments
 from ..checkpoints.run_folder import RunFolder
 from ..engines.base import Engine
 from ..engines.choose import make_engine
+from ..initial.host_memory import is_fake
 from ..process import leave, prepare_process
 from ..trainer import Training, begin
 from ..watch.tracking import tracker_names
@@ -27,6 +30,8 @@ def dry_run(args: Arguments) -> int:
     gpus = ask_gpus()
     trackers = tracker_names(args.report_to)
     engine = make_engine(args, trackers)
+    if not engine.fills_shards:
+        args = replace(args, init="whole")
     accelerator = engine.accelerator
     prepare_process(args, accelerator)
     room = read_room(args, accelerator)
@@ -39,7 +44,7 @@ def dry_run(args: Arguments) -> int:
         for name, check in CHECKS.items():
             report.add(name, check(facts))
         does_not_fit = not facts.on_gpu and "fail" in (report.levels[name] for name in FORBID_THE_STEP)
-        if does_not_fit:
+        if does_not_fit or is_fake(training.run.model):
             report.add("step", Result("warn", "not taken, because the memory does not hold it: mend that first"))
         else:
             found = take_step(args, engine, training)

@@ -27,7 +27,7 @@ def take_step(args: Arguments, engine: Engine, training: Training) -> Result | N
         if not memory_is_full(error):
             raise
         reason = str(error).partition(". ")[0].splitlines()[0]
-        mend = ", ".join(["lower --block_size", *smaller_steps(args)])
+        mend = ", ".join(smaller_steps(args))
         print(line("step", Result("fail", f"out of memory ({reason}): {mend} (rank {rank})")), flush=True)
         return None
     total = torch.cuda.get_device_properties(device).total_memory / GIB if device.type == "cuda" else None

@@ -107,7 +107,7 @@ CASES = [
     # nothing that is set already, and a batch of one row cannot be lowered
     (
         "memory", {"peak": 81 * GIB, "gradient_checkpointing": "true", "per_device_train_batch_size": 1}, "fail",
-        "free: see `python -m hope_hf.plan`",
+        "free: lower --block_size, see `python -m hope_hf.plan`",
     ),
     ("memory", {"peak": 81 * GIB, "gradient_checkpointing": "mixer"}, "fail", "give --gradient_checkpointing"),
     ("memory", {"device": None}, "warn", "does not say what is free"),
