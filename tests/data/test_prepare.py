@@ -218,6 +218,12 @@ def test_a_pipe_or_a_list_in_the_place_of_a_file_is_named(mixture, copy, capsys,
         refused(capsys, prepare_words(mixture, copy), f"--output_dir {copy / name} cannot be read, ")
 
 
+def test_a_pipe_in_the_place_of_a_tokenizers_file_is_named(mixture, copy, capsys):
+    (copy / "tokenizer" / "tokenizer.json").unlink()
+    os.mkfifo(copy / "tokenizer" / "tokenizer.json")
+    refused(capsys, prepare_words(mixture, copy), "holds another tokenizer (tokenizer.json differs)")
+
+
 @pytest.mark.parametrize("plan", [{}, {"format": [1]}, {"format": 1, "tokenizer": 3}, {"\x1b[31m": 1}])
 def test_another_plan_is_named_without_its_escapes(mixture, copy, capsys, plan):
     (copy / "manifest.json").unlink()
