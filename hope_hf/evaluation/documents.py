@@ -31,22 +31,27 @@ class BadDocuments(ValueError):
     """Documents that do not fit their task."""
 
 
-def check_documents(tasks: Iterable, limit: int | None, num_fewshot: int | None) -> None:
+def check_documents(tasks: Iterable, limit: int | None, num_fewshot: int | None) -> dict[str, float]:
     """Read the first `limit` documents of every task as lm-eval will, without a model.
 
-    `num_fewshot`: that of the flag, which tasks that fix 0 ignore.
+    `num_fewshot`: that of the flag, which tasks that fix 0 ignore. Returns the chance of a right answer in every task
+    with choices: the mean of one over their number.
 
     Raises BadDocuments, which names task, file and column, for columns that are missing, labels that are none of the
     choices, and text that is none.
     """
     from lm_eval.api.task import ConfigurableTask
 
+    chances = {}
     with _same_random_numbers():
         for task in tasks:
             # Other classes are Python's, and only they know how they read.
             if isinstance(task, ConfigurableTask):
                 own = task.config.num_fewshot
-                _check(task, limit, own if own == 0 or num_fewshot is None else num_fewshot)
+                numbers = _check(task, limit, own if own == 0 or num_fewshot is None else num_fewshot)
+                if numbers and task.OUTPUT_TYPE == "multiple_choice":
+                    chances[_name(task)] = sum(1 / number for number in numbers) / len(numbers)
+    return chances
 
 
 def reading_failed(error: Exception) -> BadDocuments | None:
@@ -92,7 +97,8 @@ _SPLIT_OF = {
 }
 
 
-def _check(task, limit: int | None, shots: int | None):
+def _check(task, limit: int | None, shots: int | None) -> list[int]:
+    """Check a task; returns the number of choices of every document, where there are choices."""
     split = _evaluated(task)
     read = _columns_read(task)
     for source in [split, _examples(task)] if shots else [split]:
@@ -102,7 +108,7 @@ def _check(task, limit: int | None, shots: int | None):
             if len(data) and data.data.column(name).null_count == len(data):
                 where = f"--tasks {_name(task)}: {_source(task, source)}"
                 raise BadDocuments(f"{where} has no column {name}, which the task reads.")
-    empty = Counter()
+    empty, numbers = Counter(), []
     if not isinstance(task.config.repeats, int) or not 1 <= task.config.repeats <= MOST_REPEATS:
         raise BadDocuments(f"--tasks {_name(task)}: repeats is {task.config.repeats!r}: give 1 to {MOST_REPEATS:,}.")
     for number, document in enumerate(islice(task.task_docs, limit), 1):
@@ -116,9 +122,12 @@ def _check(task, limit: int | None, shots: int | None):
             raise BadDocuments(_failure(task, split, error, number, document)) from error
         if problem := _problem(task, text, choices, target):
             raise BadDocuments(f"--tasks {_name(task)}: in document {number} of {_source(task, split)} {problem}.")
+        if choices is not None:
+            numbers.append(len(choices))
         empty.update(name for name in read if name in document and document[name] is None)
     for name, count in empty.items():
         warn_once(f"--tasks {_name(task)}: {count:,} documents of {_source(task, split)} have no {name} (null).")
+    return numbers
 
 
 def _columns_read(task) -> set[str]:

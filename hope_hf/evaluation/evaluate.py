@@ -58,9 +58,11 @@ def _finish(args: Arguments, report: Report, trackers: Trackers, kept: Path | No
 def _run_suites(args: Arguments, asked: list[str], report: Report) -> int:
     """Run the suites that the report has not yet, and add what they find; returns the exit status."""
     status = 0
-    for name in asked:
+    for index, name in enumerate(asked, 1):
         if name in report.results:
             continue
+        if is_first_process():
+            print(f"Suite {index} of {len(asked)}: {name} ...", flush=True)
         try:
             result = _run(name, args, report.subject)
         # Whatever fails in a suite or a library, the other suites are worth running.

@@ -120,7 +120,7 @@ def _load_in_sentences(manager, args: Arguments):
                 raise failure from error
             reason = f"{type(error).__name__}: {one_line(error)}"
             raise ValueError(f"--tasks {args.tasks or 'paper'} cannot be loaded from {place}: {reason}") from error
-        check_documents(found["tasks"].values(), args.limit, args.num_fewshot)
+        manager.chances = check_documents(found["tasks"].values(), args.limit, args.num_fewshot)
         return found
 
     manager.load = load_or_say

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -12,12 +13,13 @@ from .arguments import MODEL, TEXT, Arguments, reads
 from .display import progress
 from .held_out import held_out_documents
 from .parsing import parse_lengths
-from .result import Row, SuiteResult
+from .result import Row, SuiteResult, summary_row
 from .streams import PIECE, memory_mixers, memory_states
 from .subject import Subject
 
 GATE_TOKENS = 2048
 DEFAULT_STRESS_LENGTHS = "1k,16k"
+LIMITED_STRESS_LENGTHS = "1k"
 
 
 @reads(*MODEL, *TEXT, "lengths", "samples_per_length", "limit", "seed")
@@ -30,9 +32,15 @@ def memory(args: Arguments, subject: Subject) -> SuiteResult:
     texts = held_out_documents(args).head(args.limit).texts
     longest = sorted((subject.encode(text)[:GATE_TOKENS] for text in texts), key=len)[-args.samples_per_length :]
     gates = gate_rows(subject, [torch.tensor([[subject.start, *ids]]) for ids in longest])
-    lengths = parse_lengths(args.lengths or DEFAULT_STRESS_LENGTHS)
+    lengths = parse_lengths(args.lengths or (LIMITED_STRESS_LENGTHS if args.limit else DEFAULT_STRESS_LENGTHS))
     unusual = stress(args, subject, lengths)
-    return SuiteResult({"Gates by layer and head": gates, "State under unusual inputs": unusual})
+    horizon = median(row["horizon_median"] for row in gates)
+    largest = max(row["largest_weight"] for row in unusual)
+    found = [
+        summary_row("tokens that a write lasts (horizon), median of the heads", horizon, None),
+        summary_row(f"largest weight after {lengths[-1]:,} unusual tokens", largest, None),
+    ]
+    return SuiteResult({"Gates by layer and head": gates, "State under unusual inputs": unusual}, summary=found)
 
 
 @torch.no_grad()

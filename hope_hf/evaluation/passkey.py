@@ -1,5 +1,6 @@
 """Passkey recall: a number is hidden in filler text and asked for at the end."""
 
+import math
 import random
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from .arguments import MODEL, Arguments, reads
 from .display import Panel, by_depth, heat_maps, progress
 from .parsing import parse_depths, parse_lengths
-from .result import Row, SuiteResult, means
+from .result import Row, SuiteResult, means, summary_row
 from .streams import carried_scores, frozen_memories
 from .subject import Subject, require_finite
 
@@ -40,7 +41,18 @@ def passkey(args: Arguments, subject: Subject) -> SuiteResult:
                 rows.append({"length": length, "depth": depth, **_measure(args, subject, samples)})
                 bar.update()
     pictures = {f"passkey_{name}.png": partial(draw, rows, name) for name in ("exact", "generated")}
-    return SuiteResult({"Passkey": rows}, pictures)
+    found = [
+        summary_row("key generated, mean of all cells", _mean(rows, "generated"), None, 1 / (9 * 10 ** (DIGITS - 1))),
+        summary_row("key exact, teacher-forced", _mean(rows, "exact"), None, _mean(rows, "chance")),
+        summary_row("loss, nats per token of the key", _mean(rows, "loss"), None, _mean(rows, "chance_loss")),
+    ]
+    if "frozen" in rows[0]:
+        found.append(summary_row("the same, memories frozen", _mean(rows, "frozen"), None, found[-1]["chance"]))
+    return SuiteResult({"Passkey": rows}, pictures, summary=found)
+
+
+def _mean(rows: list[Row], name: str) -> float:
+    return sum(row[name] for row in rows) / len(rows)
 
 
 def make_sample(subject: Subject, length: int, depth: float, seed: int) -> tuple[list[int], list[int], str]:
@@ -80,7 +92,10 @@ def _measure(args: Arguments, subject: Subject, samples: list) -> Row:
             generated += _generate(subject, texts[:, :size], [key for _, _, key in batch])
     require_finite(torch.tensor(losses), "passkey: the model's losses")
     columns = {"exact": exact, "generated": generated, "loss": losses} | ({"frozen": frozen} if frozen else {})
-    return means(columns)
+    # What one scores who says every token of the vocabulary alike.
+    size = subject.model.config.vocab_size
+    chances = [float(size) ** -len(answer) for _, answer, _ in samples]
+    return means(columns) | {"chance": sum(chances) / len(chances), "chance_loss": math.log(size)}
 
 
 def _generate(subject: Subject, prompts: torch.Tensor, keys: list[str]) -> list[float]:

@@ -1,6 +1,7 @@
 """Loss and perplexity of a model on whole texts, and by position in long texts with controls."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from .display import curves, progress
 from .held_out import HeldOut, held_out_documents
 from .losses import bits_per_byte, document_scores, mean_of_blocks
 from .parsing import parse_lengths
-from .result import Row, SuiteResult
+from .result import Row, SuiteResult, summary_row
 from .streams import PIECE, Scores, carried_scores, frozen_memories, memory_states, window_scores
 from .subject import Subject, require_finite
 
@@ -24,6 +25,8 @@ RESET_EVERY = 256
 DEFAULT_LENGTHS = [256, 512, 1024, 2048, 4096, 8192]
 CONTROLS = ("frozen", "window", f"reset_{RESET_EVERY}")
 LONGEST_WINDOW = 2048
+# Tokens of each document with `--limit`.
+LIMITED = 2048
 LABELS = {
     "frozen": "memories frozen",
     f"reset_{RESET_EVERY}": f"reset every {RESET_EVERY}",
@@ -41,10 +44,15 @@ def perplexity(args: Arguments, subject: Subject) -> SuiteResult:
     state reset at every multiple of 256 tokens (`reset_256`), and in sliding windows that give every token at least
     half a window of context (`window`: the second-largest length, at most 2,048 and the model's positions; a text
     longer than the model's positions has no `loss`). Losses in nats per token; `x_minus_loss` is the gain of the
-    carried state over the control x.
+    carried state over the control x. With `--limit` documents are cut at the longest of `--lengths` or 2,048 tokens.
     """
     held = held_out_documents(args).head(args.limit)
-    documents = [torch.tensor([subject.start, *subject.encode(text)]) for text in held.texts]
+    ids = [subject.encode(text) for text in held.texts]
+    if args.limit:
+        most = parse_lengths(args.lengths)[-1] if args.lengths else LIMITED
+        ids = [row[:most] for row in ids]
+        held = replace(held, texts=[subject.tokenizer.decode(row) for row in ids])
+    documents = [torch.tensor([subject.start, *row]) for row in ids]
     whole, *parts = by_corpus(args, subject, held, documents)
     tables = {f"Text: {held.source}": [whole]}
     if parts:
@@ -56,7 +64,21 @@ def perplexity(args: Arguments, subject: Subject) -> SuiteResult:
     if gains:
         rows = [{name: row[name] for name in ("positions", "n", *gains)} for row in positions]
         tables["Gain of the carried state over each control, and its size"] = rows
-    return SuiteResult(tables, {"loss_by_position.png": partial(draw, positions)})
+    pictures = {"loss_by_position.png": partial(draw, positions)}
+    return SuiteResult(tables, pictures, summary=_summary(whole, positions, subject.model.config.vocab_size))
+
+
+def _summary(whole: Row, positions: list[Row], vocab_size: int) -> list[Row]:
+    found = [
+        summary_row("loss, nats per token", whole["loss"], whole["loss_stderr"], math.log(vocab_size)),
+        summary_row("perplexity", whole["perplexity"], whole["perplexity_stderr"], vocab_size),
+        summary_row("accuracy of the likeliest token", whole["accuracy"], whole["accuracy_stderr"], 1 / vocab_size),
+    ]
+    last = positions[-1]
+    if "frozen_minus_loss" in last:
+        name = f"loss saved by live memories, tokens {last['positions']}"
+        found.append(summary_row(name, last["frozen_minus_loss"], last["frozen_minus_loss_stderr"], 0.0))
+    return found
 
 
 class Part(NamedTuple):

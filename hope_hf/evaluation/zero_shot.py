@@ -19,12 +19,14 @@ from .documents import reading_failed
 from .harness_tasks import LOCAL, find_tasks
 from .paper_row import paper_row
 from .processes import answer_together
-from .result import Row, SuiteResult
+from .result import Row, SuiteResult, summary_row
 from .subject import Subject
 from .task_code import guarded
 
 # lm-eval finds a batch size by passes over rows of the model's longest input.
 LONGEST_TRIED = 16_384
+# lm-eval's metrics that count the documents whose right choice is the likeliest.
+OF_CHOICES = ("acc", "acc_norm", "acc_bytes", "acc_mutual_info")
 
 
 @reads(*MODEL, "tasks", "num_fewshot", "max_length", "log_samples", "data_dir", "limit", "batch_size")
@@ -87,11 +89,17 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
     for task, shots in {row["task"]: row["num_fewshot"] for row in table}.items():
         if None not in (args.num_fewshot, shots) and shots != args.num_fewshot:
             warnings.warn(f"--num_fewshot plays no part in {task}: lm-eval defines it for {shots}.", stacklevel=2)
+    for row in table:
+        row["chance"] = manager.chances.get(row["task"]) if row["metric"] in OF_CHOICES else None
     tables = {f"lm-eval {lm_eval.__version__}": table}
     if row := paper_row(table):
         tables["The paper's row, accuracies in percent"] = [row]
     logs = {f"samples_{task}": documents for task, documents in found.get("samples", {}).items()}
-    return SuiteResult(tables, logs=logs)
+    shown = [
+        summary_row(f"{row['task']}, {row['metric']}", row["value"], row["value_stderr"], row["chance"])
+        for row in table
+    ]
+    return SuiteResult(tables, logs=logs, summary=shown)
 
 
 def _check_length(args: Arguments, subject: Subject):

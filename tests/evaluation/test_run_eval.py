@@ -43,6 +43,16 @@ def test_a_whole_report(folders, text_file, tmp_path, capsys):
     for name in ("loss_by_position.png", "passkey_exact.png", "passkey_generated.png"):
         assert (output / name).exists() and name in page
     assert "### Loss by position" in shown and "| 161-300" in shown
+    # Something is said before each suite, and the summary comes last, every score beside chance.
+    assert shown.index("Suite 1 of 4: perplexity ...") < shown.index("## perplexity")
+    last = shown[shown.rindex("## ") :]
+    assert last.startswith("## summary") and last in shown.split("--- 2, sampled")[1]
+    assert page.index("## summary") < page.index("## perplexity")
+    rows = [row for suite in ("perplexity", "passkey") for row in record["results"][suite]["summary"]]
+    assert len(rows) == 8 and all(row["chance"] is not None for row in rows)
+    (text,) = next(iter(record["results"]["perplexity"]["tables"].values()))
+    # The first two documents, of which the second is longer than the longest length.
+    assert text["documents"] == 2 and 300 < text["n"] < 2 * 300
     assert "Continuations come after '>>>'.\n--- 1, greedy\n" in shown and "--- 1, sampled\n" in shown
     assert sorted(path.name for path in output.iterdir()) == [
         "loss_by_position.png", "passkey_exact.png", "passkey_generated.png", "results.json", "results.md"

@@ -180,6 +180,8 @@ def test_digits_are_those_of_lm_eval_on_the_path(folders, tasks, paths, subject,
     assert {row["metric"] for row in ours} >= {"acc", "acc_norm", "perplexity", "word_perplexity", "chrf"}
     assert len(ours) == sum("," in key and "_stderr" not in key for found in theirs.values() for key in found)
     assert {row["task"] for row in ours if row["value"]} == {"choice", "cloze", "rolling", "until"}
+    assert {row["metric"]: row["chance"] for row in ours if row["task"] == "choice"} == {"acc": 0.5, "acc_norm": 0.5}
+    assert {row["chance"] for row in ours if row["task"] != "choice"} == {None}
     for row in ours:
         found = theirs[row["task"]]
         assert row["value"] == found[f"{row['metric']},none"], row

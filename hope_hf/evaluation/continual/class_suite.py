@@ -8,7 +8,7 @@ from hope_hf.cli.models import is_hope
 
 from ..arguments import MODEL, Arguments, reads
 from ..display import Panel, heat_maps
-from ..result import SuiteResult
+from ..result import SuiteResult, summary_row
 from ..subject import Subject
 from ..task_names import own_tasks
 from .classes import open_groups
@@ -56,7 +56,11 @@ def class_incremental(args: Arguments, subject: Subject) -> SuiteResult:
         tables[name] = rows(matrix)
         pictures[f"class_incremental_{name}.png"] = partial(draw, name, matrix)
         summaries.append(summary(name, matrix))
-    return SuiteResult({"Class-incremental learning": summaries, **tables}, pictures)
+    found = [
+        summary_row(f"{row['task']}, accuracy", row["average_accuracy"], row["average_accuracy_stderr"], row["chance"])
+        for row in summaries
+    ]
+    return SuiteResult({"Class-incremental learning": summaries, **tables}, pictures, summary=found)
 
 
 def draw(name: str, matrix: Matrix, path: Path):

@@ -1,5 +1,6 @@
 """The suite: every segment by every checkpoint, what was forgotten and what later training gave back."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from ..checkpoints import Checkpoint, find_checkpoints
 from ..display import small_curves
 from ..losses import bits_per_byte, document_scores, mean_of_blocks
 from ..numbers import Number
-from ..result import Row, SuiteResult
+from ..result import Row, SuiteResult, summary_row
 from ..subject import load_subject, require_finite
 from .segments import Segment, segment_opener
 
@@ -65,7 +66,12 @@ def continual(args: Arguments, subject=None) -> SuiteResult:
         "Loss, forgetting and backward transfer, nats per token": transfer(checkpoints, measured),
         "Segments by checkpoint": rows,
     }
-    return SuiteResult(tables, {"continual.png": partial(draw, rows)})
+    mean = tables["Loss, forgetting and backward transfer, nats per token"][-1]
+    found = [
+        summary_row("loss of the last checkpoint", mean["last"], None, math.log(first.model.config.vocab_size)),
+        summary_row("forgetting", mean["forgetting"], None),
+    ]
+    return SuiteResult(tables, {"continual.png": partial(draw, rows)}, summary=found)
 
 
 def by_checkpoint(checkpoints: list[Checkpoint], measured: list[Measured]) -> list[Row]:

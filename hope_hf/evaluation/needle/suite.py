@@ -7,7 +7,7 @@ from pathlib import Path
 from ..arguments import MODEL, TEXT, Arguments, reads
 from ..display import Panel, by_depth, heat_maps, progress
 from ..parsing import parse_depths, parse_lengths
-from ..result import Row, SuiteResult
+from ..result import Row, SuiteResult, summary_row
 from ..subject import Subject
 from ..task_names import own_tasks
 from . import haystack
@@ -44,7 +44,8 @@ def needle(args: Arguments, subject: Subject) -> SuiteResult:
         drawn = {task.name: samples(task, length, 0.0) for task in tasks}
     size = subject.model.config.vocab_size
     tables = {"Tasks, and the scores of chance": [describe(task, drawn[task.name], size) for task in tasks]}
-    pictures = {}
+    (chances,) = tables.values()
+    pictures, found = {}, []
     with progress(None, "needle", len(tasks) * len(lengths) * len(depths)) as bar:
         for task in tasks:
             rows = []
@@ -55,7 +56,11 @@ def needle(args: Arguments, subject: Subject) -> SuiteResult:
                     bar.update()
             tables[task.name] = rows
             pictures[f"needle_{task.name}.png"] = partial(draw, task.name, rows)
-    return SuiteResult(tables, pictures)
+            chance = next(row["chance"] for row in chances if row["task"] == task.name)
+            for name in ("generated", "exact"):
+                mean = sum(row[name] for row in rows) / len(rows)
+                found.append(summary_row(f"{task.name}, {name}, mean of all", mean, None, chance))
+    return SuiteResult(tables, pictures, summary=found)
 
 
 def describe(task: NeedleTask, samples: list, vocab_size: int) -> Row:

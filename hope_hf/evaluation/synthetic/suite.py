@@ -9,11 +9,11 @@ import torch
 
 from ..arguments import Arguments, reads
 from ..parsing import parse_lengths
-from ..result import Row, SuiteResult, mean_and_stderr
+from ..result import Row, SuiteResult, mean_and_stderr, summary_row
 from ..subject import choose_device
 from ..task_names import own_tasks
 from .model import describe, small_model
-from .task import Task
+from .task import Task, chance
 from .tasks import known_tasks
 from .training import TEST_STREAM, fixed_samples, score_samples, train
 
@@ -34,7 +34,11 @@ def synthetic(args: Arguments, subject=None) -> SuiteResult:
     """
     device = choose_device(args.device)
     rows = [row for task in asked_tasks(args) for row in measure(task, args, device)]
-    return SuiteResult({"Synthetic tasks": rows})
+    found = [
+        summary_row(f"{row['task']}, {row['length']}", row["accuracy"], row["accuracy_stderr"], row["chance"])
+        for row in rows
+    ]
+    return SuiteResult({"Synthetic tasks": rows}, summary=found)
 
 
 def asked_tasks(args: Arguments) -> list[Task]:
@@ -78,6 +82,7 @@ def measure(task: Task, args: Arguments, device: torch.device) -> list[Row]:
                 "accuracy": accuracy,
                 "accuracy_stderr": stderr,
                 "best": max(means),
+                "chance": chance(samples[name], task.vocab_size),
                 "n": len(samples[name]) * args.num_seeds,
                 "steps": round(sum(steps) / len(steps)),
                 "parameters": parameters,

@@ -66,6 +66,13 @@ def score(logits: Tensor, batch: Batch) -> Tensor:
     return right.sum(-1).double() / batch.mask.sum(-1)
 
 
+def chance(batch: Batch, vocab_size: int) -> float:
+    """The expected score of one who says every symbol alike, and puts each into a set or not alike."""
+    if batch.targets.dim() == 3:
+        return float((0.5 ** (batch.mask.sum(1).double() * vocab_size)).mean())
+    return 1 / vocab_size
+
+
 class LogitsOf(nn.Module):
     """A causal language model as a function from token ids [B, T] to its logits [B, T, V]."""
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hope_hf.evaluation.synthetic.task import Batch, loss, score
+from hope_hf.evaluation.synthetic.task import Batch, chance, loss, score
 
 BIG = 10.0
 
@@ -68,3 +68,13 @@ def test_distinct_keeps_the_first_of_each_sample():
     mask = torch.tensor([[True, True], [True, True], [True, True], [True, False]])
     kept = Batch(ids, torch.arange(4)[:, None].expand(4, 2), mask).distinct()
     assert kept.targets[:, 0].tolist() == [0, 2, 3] and len(kept) == 3
+
+
+def test_chance_is_the_mean_score_of_drawn_answers():
+    """Sets: the mean over all 64 answers to three positions of two symbols; symbols: one of four."""
+    _, batch = set_batch()
+    answers = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * 6).view(64, 1, 3, 2).expand(-1, 2, -1, -1)
+    found = torch.stack([score(answer, batch) for answer in answers])
+    assert chance(batch, 2) == pytest.approx(float(found.mean()))
+    symbols = Batch(torch.zeros(1, 2, dtype=torch.long), torch.tensor([[1, 3]]), torch.ones(1, 2, dtype=torch.bool))
+    assert chance(symbols, 4) == 0.25
