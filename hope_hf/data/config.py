@@ -26,6 +26,8 @@ class DataConfig:
     """Use the first N training documents (rows of `block_size` for `synthetic`)."""
     max_eval_samples: int | None = None
     streaming: bool = False
+    shuffle_buffer_size: int = 10_000
+    """Documents of a stream that are shuffled together; 1 keeps its order, as does the boundary `carry`."""
     preprocessing_num_workers: int | None = None
 
     tokenizer_name: str | None = None

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from .files import read_stream
 from .order import Carried, Mixed, Shuffled
-from .packing import Block, collate
+from .packing import Block, collate, stable_seed
 
 Batch = tuple[dict[str, Tensor], dict]
 
 _DOCUMENTS_ENCODED_TOGETHER = 64
+_CHARACTERS_OF_BUFFER = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,26 @@ class BlockLoader:
         self._rows = state["rows"]
 
 
+@dataclass(frozen=True)
+class Shuffle:
+    """The order of a stream: every `buffer_size` documents are drawn in an order of their own; 1 keeps the stream's.
+
+    A buffer ends earlier where its text would fill too much memory. The next pass of the stream has other orders.
+    """
+
+    buffer_size: int
+    seed: int
+
+    def __call__(self, texts: list[str], share: tuple[int, int], number: int) -> list[str]:
+        """The texts of the buffer with this number, counted over all passes of the stream."""
+        if self.buffer_size == 1:
+            return texts
+        generator = torch.Generator().manual_seed(stable_seed(self.seed, *share, number))
+        return [texts[index] for index in torch.randperm(len(texts), generator=generator).tolist()]
+
+
 class StreamLoader:
-    """Batches from a stream of documents, in the stream's order, tokenized while reading.
+    """Batches from a stream of documents, shuffled a buffer at a time, tokenized while reading.
 
     reset: rank r packs documents r, r+W, ... into consecutive rows.
     carry: every row of every rank packs its own documents (row b of S in the global batch takes b, b+S, ...), so
@@ -109,6 +128,7 @@ class StreamLoader:
         documents: IterableDataset,
         encode: Callable,
         layout: Layout,
+        shuffle: Shuffle,
         state: dict | None = None,
         source: str = "The stream",
     ):
@@ -123,8 +143,8 @@ class StreamLoader:
                 "processes and, with carry, --per_device_train_batch_size."
             )
         self._packers = [
-            _Packer(split_dataset_by_node(documents, *share), encode, layout.block_size, share, packer_state, source)
-            for share, packer_state in zip(shares, states, strict=True)
+            _Packer(split_dataset_by_node(documents, *share), encode, layout.block_size, share, shuffle, at, source)
+            for share, at in zip(shares, states, strict=True)
         ]
 
     def __iter__(self) -> Iterator[Batch]:
@@ -144,20 +164,27 @@ class _Packer:
         encode: Callable,
         block_size: int,
         share: tuple[int, int],
+        shuffle: Shuffle,
         state: dict | None,
         source: str,
     ):
         self.documents, self.encode, self.block_size, self.share = documents, encode, block_size, share
-        self.source = source
+        self.shuffle, self.source = shuffle, source
         self._beginning = documents.state_dict()
-        # The stream's state before the documents in `_encoded` were read: on resuming they are read and encoded again,
-        # which keeps the state small however long a document is.
+        # The stream's state before the buffer was filled: on resuming its documents are read, shuffled and encoded
+        # again, which keeps the state small however long they are.
         self._before = self._after = self._beginning
+        self._texts: list[str] = []
+        self._buffers = 0
+        # The first text of the buffer that is encoded; so are the next ones.
+        self._first = 0
         self._encoded: list[list[int]] = []
         self._document = self._offset = 0
         self._open(state["before"] if state else self._beginning)
         if state:
-            self._read()
+            self._buffers = state["buffer"]
+            self._fill()
+            self._encode(state["first"])
             self._document, self._offset = state["document"], state["offset"]
             lengths = [*map(len, self._encoded), 1]
             if self._document >= len(lengths) or self._offset >= lengths[self._document]:
@@ -167,10 +194,12 @@ class _Packer:
                 )
 
     def state(self) -> dict:
-        """JSON-able: which documents were read last, and the next token's document and offset among them."""
+        """JSON-able: which buffer and which of its texts were read last, and the next token's place among them."""
         return {
             "share": list(self.share),
             "before": self._before,
+            "buffer": self._buffers - 1,
+            "first": self._first,
             "document": self._document,
             "offset": self._offset,
         }
@@ -197,14 +226,16 @@ class _Packer:
         self._after = state
 
     def _read(self):
-        """Read the next documents; after the last one start again from the first."""
-        self._encoded, self._document, self._offset = [], 0, 0
+        """Encode the next documents; after the last one start again from the first."""
         restarted = False
+        self._encode(self._first + _DOCUMENTS_ENCODED_TOGETHER)
         while not self._encoded:
-            self._before = self._after
-            texts = [row["text"] for _, row in zip(range(_DOCUMENTS_ENCODED_TOGETHER), self._iterator, strict=False)]
-            self._after = self.documents.state_dict()
-            if not texts:
+            if self._first >= len(self._texts):
+                self._fill()
+                self._encode(0)
+            else:
+                self._encode(self._first + _DOCUMENTS_ENCODED_TOGETHER)
+            if not self._texts:
                 if restarted:
                     raise ValueError(
                         f"--streaming: there is no document for share {self.share[0] + 1} of {self.share[1]}: use "
@@ -212,7 +243,23 @@ class _Packer:
                     )
                 restarted = True
                 self._open(self._beginning)
-            self._encoded = self.encode(texts)
+
+    def _encode(self, first: int):
+        self._first, self._document, self._offset = first, 0, 0
+        self._encoded = self.encode(self._texts[first : first + _DOCUMENTS_ENCODED_TOGETHER])
+
+    def _fill(self):
+        """Read the next buffer; empty at the end of the stream."""
+        self._before = self._after
+        texts, room = [], _CHARACTERS_OF_BUFFER
+        # An order that is kept needs no more than is encoded together.
+        most = self.shuffle.buffer_size if self.shuffle.buffer_size > 1 else _DOCUMENTS_ENCODED_TOGETHER
+        while len(texts) < most and room > 0 and (row := next(self._iterator, None)) is not None:
+            texts.append(row["text"])
+            room -= len(row["text"] or "")
+        self._after = self.documents.state_dict()
+        self._texts = self.shuffle(texts, self.share, self._buffers)
+        self._buffers += 1
 
 
 class Prefetched:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from .config import DataConfig
 from .encoding import make_encoder
 from .files import find_files
-from .loader import BlockLoader, StreamLoader
+from .loader import BlockLoader, Shuffle, StreamLoader
 from .opened import Opened
 from .order import Shuffled
 from .packing import TokenBlocks, TokenStream, tokenize
@@ -86,7 +86,9 @@ def _streamed(config: DataConfig, documents: IterableDataset, tokenizer: PreTrai
     encode = make_encoder(tokenizer)
 
     def train(layout, state):
-        return StreamLoader(documents, encode, layout, state, training_source(config))
+        # Rows that carry their memories on read a text in its order.
+        buffer = 1 if layout.carry else config.shuffle_buffer_size
+        return StreamLoader(documents, encode, layout, Shuffle(buffer, config.seed), state, training_source(config))
 
     return train, None, _stream_identity(config), "streamed"
 
@@ -109,7 +111,10 @@ def _sample(documents: Dataset | IterableDataset) -> Iterator[str]:
 
 def _stream_identity(config: DataConfig) -> str:
     """A stream is not read to the end, so its flags identify it, and files by name and size."""
-    names = "dataset_name dataset_config_name validation_split_percentage max_train_samples tokenizer_name".split()
+    names = (
+        "dataset_name dataset_config_name validation_split_percentage max_train_samples shuffle_buffer_size "
+        "tokenizer_name"
+    ).split()
     named = {name: value for name, value in asdict(config).items() if name in names}
     files = find_files(config.train_file, "--train_file") if config.train_file else []
     return repr((sorted(named.items(), key=str), [(Path(file).name, Path(file).stat().st_size) for file in files]))

@@ -15,6 +15,9 @@ from hope_hf.cli.recomputing import recomputing_flag
 class DataArguments(TextArguments):
     """Which text is read, and how it is cut. Without a data set or file: the built-in corpus."""
 
+    shuffle_buffer_size: int = flag(
+        10_000, "Documents of a stream that are shuffled together; 1 keeps its order.", **COUNT
+    )
     block_size: int | None = flag(
         None, "Tokens per row (default: the model's longest input, at most 1,024).", least=2, most=LONGEST
     )

@@ -67,6 +67,8 @@ def _warn_of_ignored(args: Arguments, named: set[str]):
         ("preprocessing_num_workers", args.train_shards is not None, "--train_shards is tokenized"),
         ("max_train_samples", args.train_shards is not None, "--train_shards is read whole"),
         ("max_train_samples", args.dataset_mixture is not None, "the mixture has max_documents for each corpus"),
+        ("shuffle_buffer_size", not args.streaming, "only --streaming has one"),
+        ("shuffle_buffer_size", args.document_boundary == "carry", "--document_boundary carry keeps the text's order"),
         ("run_name", args.report_to == "none", "--report_to names no tracker"),
         ("project_name", args.report_to == "none", "--report_to names no tracker"),
         ("hub_model_id", not args.push_to_hub, "--push_to_hub is not given"),

@@ -81,7 +81,7 @@ def test_bytes_per_token_counts_the_text_of_scored_tokens_only(config):
 @pytest.mark.parametrize("boundary", ["reset", "carry"])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_state_continues_the_data(config, streaming, boundary):
-    options = config(streaming=streaming, document_boundary=boundary, dataloader_num_workers=2)
+    options = config(streaming=streaming, document_boundary=boundary, dataloader_num_workers=2, shuffle_buffer_size=9)
     whole = list(islice(build_data(options).train, 40))
     state = json.loads(json.dumps(whole[24][1]))
     resumed = list(islice(build_data(options, state=state).train, 15))
@@ -104,9 +104,33 @@ def test_fingerprint_tells_other_data_from_the_same_data(config, tmp_path):
 def test_fingerprint_of_a_stream(config):
     fingerprints = [
         build_data(config(streaming=True, **changes)).fingerprint
-        for changes in ({}, {}, {"block_size": 16}, {"max_train_samples": 9}, {"validation_split_percentage": 30})
+        for changes in (
+            {},
+            {},
+            {"block_size": 16},
+            {"max_train_samples": 9},
+            {"validation_split_percentage": 30},
+            {"shuffle_buffer_size": 9},
+        )
     ]
-    assert fingerprints[0] == fingerprints[1] and len(set(fingerprints)) == 4
+    assert fingerprints[0] == fingerprints[1] and len(set(fingerprints)) == 5
+
+
+@pytest.mark.parametrize(
+    "boundary, options, alike",
+    [("reset", {}, False), ("reset", {"shuffle_buffer_size": 1}, True), ("carry", {}, True)],
+)
+def test_the_seed_draws_the_order_of_a_stream(config, boundary, options, alike):
+    first, other = (
+        [
+            batch["input_ids"]
+            for batch, _ in islice(
+                build_data(config(streaming=True, seed=seed, document_boundary=boundary, **options)).train, 3
+            )
+        ]
+        for seed in (1, 2)
+    )
+    assert all(map(torch.equal, first, other)) == alike
 
 
 def test_a_tokenizer_is_made_from_the_training_text_where_none_is_named(config):

@@ -7,7 +7,8 @@ import pytest
 import torch
 from datasets import Dataset
 
-from hope_hf.data.loader import BlockLoader, Layout, Prefetched, StreamLoader
+from hope_hf.data import loader
+from hope_hf.data.loader import BlockLoader, Layout, Prefetched, Shuffle, StreamLoader
 from hope_hf.data.order import Shuffled
 from hope_hf.data.packing import TokenBlocks, TokenStream
 
@@ -31,11 +32,10 @@ def block_loader(batch_size=3, rank=0, world_size=1, carry=False, state=None, se
     )
 
 
-def stream_loader(batch_size=3, rank=0, world_size=1, carry=False, state=None):
+def stream_loader(batch_size=3, rank=0, world_size=1, carry=False, state=None, buffer_size=1, seed=5):
     rows = Dataset.from_dict({"text": [json.dumps(row) for row in documents()]}).to_iterable_dataset(num_shards=3)
-    return StreamLoader(
-        rows, lambda texts: list(map(json.loads, texts)), Layout(T, batch_size, rank, world_size, carry), state
-    )
+    layout = Layout(T, batch_size, rank, world_size, carry)
+    return StreamLoader(rows, lambda texts: list(map(json.loads, texts)), layout, Shuffle(buffer_size, seed), state)
 
 
 KINDS = {
@@ -43,6 +43,10 @@ KINDS = {
     "blocks-carry": lambda **kwargs: block_loader(carry=True, **kwargs),
     "stream-reset": lambda **kwargs: stream_loader(carry=False, **kwargs),
     "stream-carry": lambda **kwargs: stream_loader(carry=True, **kwargs),
+    # Buffers smaller and larger than what is encoded together, and one that holds everything.
+    "stream-shuffled-7": lambda **kwargs: stream_loader(buffer_size=7, **kwargs),
+    "stream-shuffled-70": lambda **kwargs: stream_loader(buffer_size=70, **kwargs),
+    "stream-shuffled-all": lambda **kwargs: stream_loader(buffer_size=10_000, **kwargs),
 }
 
 
@@ -195,4 +199,35 @@ def test_a_stream_without_documents_for_a_rank_says_so():
     rows = Dataset.from_dict({"text": ["[0, 1]"]}).to_iterable_dataset()
     layout = Layout(T, 1, 1, 2, False)
     with pytest.raises(ValueError, match="--streaming.*share 2 of 2"):
-        next(iter(StreamLoader(rows, lambda texts: list(map(json.loads, texts)), layout)))
+        next(iter(StreamLoader(rows, lambda texts: list(map(json.loads, texts)), layout, Shuffle(9, 0))))
+
+
+def passes_of(**options) -> list[list[int]]:
+    """First tokens of the documents in each of three passes of a stream."""
+    firsts = {row[1] for row in documents()}
+    read = [token for token in tokens_of(take(stream_loader(**options), 200)) if token in firsts]
+    return [read[start : start + len(firsts)] for start in (0, len(firsts), 2 * len(firsts))]
+
+
+@pytest.mark.parametrize("buffer_size", [7, 70, 10_000])
+def test_a_stream_is_shuffled_by_the_seed_and_anew_in_every_pass(buffer_size):
+    in_order = [row[1] for row in documents()]
+    passes = passes_of(buffer_size=buffer_size)
+    assert all(sorted(read) == in_order and read != in_order for read in passes)
+    assert passes == passes_of(buffer_size=buffer_size)
+    assert len({tuple(read) for read in [*passes, passes_of(buffer_size=buffer_size, seed=6)[0]]}) == 4
+    places = {token: place for place, token in enumerate(in_order)}
+    moves = [abs(places[token] - place) for place, token in enumerate(passes[0])]
+    assert max(moves) < buffer_size and max(moves) > min(buffer_size, len(in_order)) // 2
+
+
+def test_a_buffer_of_one_document_keeps_the_order_of_the_stream():
+    assert passes_of(buffer_size=1) == [[row[1] for row in documents()]] * 3
+
+
+def test_a_buffer_of_long_documents_is_smaller(monkeypatch):
+    monkeypatch.setattr(loader, "_CHARACTERS_OF_BUFFER", 200)
+    in_order = [row[1] for row in documents()]
+    places = {token: place for place, token in enumerate(in_order)}
+    read = passes_of(buffer_size=10_000)[0]
+    assert sorted(read) == in_order and 0 < max(abs(places[token] - place) for place, token in enumerate(read)) < 30

@@ -23,7 +23,7 @@ PROMISED = """
 model_name_or_path model_type config_name config_overrides tokenizer_name trust_remote_code attn_implementation
 dataset_mixture train_shards
 dataset_name dataset_config_name train_file validation_file validation_split_percentage max_train_samples
-max_eval_samples streaming preprocessing_num_workers block_size per_device_train_batch_size
+max_eval_samples streaming shuffle_buffer_size preprocessing_num_workers block_size per_device_train_batch_size
 gradient_accumulation_steps learning_rate vector_learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon
 max_grad_norm max_train_steps num_train_epochs lr_scheduler_type num_warmup_steps optimizer level_optimizers
 gradient_checkpointing torch_compile sync_each_batch fsdp_reduce_dtype fsdp_limit_all_gathers fsdp_prefetch tf32
@@ -137,6 +137,7 @@ def test_epochs_replace_the_steps_of_the_demo():
     [
         (["--num_train_epochs", "2", "--max_train_steps", "9"], "--num_train_epochs is ignored"),
         (["--run_name", "mine"], "--run_name is ignored"),
+        (["--shuffle_buffer_size", "9"], "--shuffle_buffer_size is ignored: only --streaming has one"),
         (["--hub_model_id", "me/model"], "--hub_model_id is ignored: --push_to_hub is not given"),
         (["--hub_private_repo"], "--hub_private_repo is ignored"),
         (["--train_file", "a", "--validation_file", "b", "--validation_split_percentage", "9"], "--validation_split"),
