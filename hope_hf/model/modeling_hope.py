@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModel
+from transformers import MODEL_MAPPING, AutoModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.dynamic_module_utils import custom_object_save
@@ -96,6 +96,13 @@ class HopePreTrainedModel(PreTrainedModel):
     _supports_flash_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
+
+    def __init__(self, config: HopeConfig, *inputs, **kwargs):
+        super().__init__(config, *inputs, **kwargs)
+        # Generic heads make their trunk through AutoModel next. From a local folder, transformers loads configuration
+        # and model as two copies of the code, which no import of either has registered together.
+        if type(config) not in MODEL_MAPPING:
+            AutoModel.register(type(config), HopeModel)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -463,9 +470,6 @@ class HopeForQuestionAnswering(GenericForQuestionAnswering, HopePreTrainedModel)
     ```
     """
 
-
-# The generic heads make their trunk through AutoModel, also where this file was loaded from the Hub.
-AutoModel.register(HopeConfig, HopeModel, exist_ok=True)
 
 # Which class the Auto classes make of a saved HOPE.
 AUTO_CLASSES = {

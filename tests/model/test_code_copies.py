@@ -24,7 +24,7 @@ def code_copy(request, tmp_path, monkeypatch):
     shutil.copytree(Path(hope_hf.__file__).parent / "model", tmp_path / "code_copy")
     monkeypatch.syspath_prepend(tmp_path)
     yield importlib.import_module("code_copy.modeling_hope")
-    for name in [name for name in sys.modules if name.split(".")[0] == "code_copy"]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("code_copy", "configuration_copy")]:
         del sys.modules[name]
 
 
@@ -49,6 +49,17 @@ def test_models_of_two_copies_of_the_code_work_side_by_side(tiny_model, code_cop
             with torch.no_grad():
                 reader(ids[:, :9], past_key_values=cache)
             assert torch.equal(writer.generate(ids, past_key_values=cache, **options), expected)
+
+
+def test_heads_take_a_configuration_of_another_copy(tiny_config, code_copy, tmp_path):
+    """From a local folder, `trust_remote_code` loads configuration and model as two copies."""
+    (tmp_path / "configuration_copy").mkdir()
+    shutil.copy(Path(hope_hf.__file__).parent / "model" / "configuration_hope.py", tmp_path / "configuration_copy")
+    config_class = importlib.import_module("configuration_copy.configuration_hope").HopeConfig
+    config = config_class.from_dict(tiny_config().to_dict())
+    for head in ("SequenceClassification", "TokenClassification", "QuestionAnswering"):
+        model = getattr(code_copy, f"HopeFor{head}")(config)
+        assert type(model.model) is code_copy.HopeModel
 
 
 def test_a_cache_of_either_copy_does_all_that_a_cache_does(tiny_model, code_copy, tmp_path):
