@@ -95,6 +95,17 @@ def test_packed_rows_with_padding_read_as_their_documents_alone(model, side):
 
 
 @torch.no_grad()
+def test_a_document_may_begin_with_padding(model):
+    one, two = DOCUMENTS[:2]
+    ids = torch.cat([one, torch.zeros(1, 2, dtype=torch.long), two], 1)
+    mask = torch.tensor([[1] * 5 + [0] * 2 + [1] * 9])
+    seq_idx = torch.tensor([[0] * 5 + [1] * 11])
+    logits = model(ids, attention_mask=mask, seq_idx=seq_idx).logits[0]
+    torch.testing.assert_close(logits[:5], model(one).logits[0], **EXACT)
+    torch.testing.assert_close(logits[7:], model(two).logits[0], **EXACT)
+
+
+@torch.no_grad()
 def test_kernels_without_a_mask_are_told_the_positions(tiny_model):
     """Flash attention finds packed documents in them."""
     told = []
