@@ -48,16 +48,16 @@ def draw_memory(folder: str | Path, target: str | Path) -> None:
             color = viridis(index / max(1, len(numbers) - 1) * 0.9)
             for key, style in zip(keys, STYLES, strict=False):
                 label = f"layer {layer}" if style == "-" else None
-                axis.plot(*_points(rows, f"{kind}/{layer}/{key}"), style, color=color, label=label)
+                _draw(axis, rows, f"{kind}/{layer}/{key}", linestyle=style, color=color, label=label)
         axis.set(title=title, yscale="log" if LOGARITHMIC & {*keys} else "linear")
     if sparse:
         for share in SHARES:
-            axes[-2].plot(*_points(rows, f"sparse/all/{share}"), label=share.removeprefix("share_"))
+            _draw(axes[-2], rows, f"sparse/all/{share}", label=share.removeprefix("share_"))
         axes[-2].set(title="sparse attention: shares of the branches", ylim=(0, 1))
     for level in levels:
         # Narrower and narrower: levels of one period lie on one line.
         width = 1.5 * (len(levels) - level)
-        axes[-1].plot(*_points(rows, f"level/{level}/updates"), label=f"level {level}", color=f"C{level}", lw=width)
+        _draw(axes[-1], rows, f"level/{level}/updates", label=f"level {level}", color=f"C{level}", lw=width)
     axes[-1].set(title="updates of the levels")
     for axis in axes:
         axis.set(xlabel="tokens")
@@ -75,6 +75,8 @@ def _indices(rows: list[dict], kind: str) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def _points(rows: list[dict], key: str) -> tuple[list, list]:
+def _draw(axis, rows: list[dict], key: str, **options) -> None:
     points = curve(rows, key)
-    return [x for x, _ in points], [y for _, y in points]
+    # A line of one point would be invisible.
+    marker = "o" if len(points) == 1 else None
+    axis.plot([x for x, _ in points], [y for _, y in points], marker=marker, **options)

@@ -54,6 +54,15 @@ def test_memory_png_shows_sparse_attention_where_there_is_some(run, monkeypatch)
     assert list(panels[5].lines[0].get_ydata()) == [1, 2, 3]
 
 
+def test_a_run_of_one_row_shows_its_points(run, monkeypatch):
+    file = run / "metrics.jsonl"
+    file.write_text(file.read_text().splitlines()[0] + "\n")
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *arguments, **options: figures.append(figure))
+    assert plot.main([str(run), "--memory"]) == 0
+    assert {line.get_marker() for axis in figures[0].axes for line in axis.lines} == {"o"}
+
+
 def test_memory_png_is_written(run):
     assert plot.main([str(run), "--memory"]) == 0
     assert (run / "memory.png").read_bytes()[:4] == b"\x89PNG"
