@@ -19,6 +19,7 @@ CACHE_FILE = "hope_cache.safetensors"
 # 1 had no checksum, 2 states of two groups of memories
 _FORMAT = "3"
 _AGAIN = "read the text again and save a new one"
+_OVERFLOWS = "holds NaN or infinity, or values that lead to them, in"
 # What says nothing about how a text is read.
 _IRRELEVANT = {
     "_name_or_path", "architectures", "auto_map", "dtype", "transformers_version", "use_cache", "recompute_chunks",
@@ -33,13 +34,13 @@ def write_cache(folder: Path, tensors: dict[str, torch.Tensor], model: str) -> N
         model: what tells the model that read the text.
 
     Raises:
-        ValueError: a tensor holds NaN or infinity.
+        ValueError: a tensor holds NaN or infinity, or values so large that reading them overflows.
     """
     # Cloned: weights now and weights at the chunk's start can be one tensor, which safetensors refuses.
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
-        if not _is_finite(tensor):
-            raise ValueError(f"the cache holds NaN or infinity in '{name}' and is not saved: read the text again")
+        if not _stays_finite(tensor):
+            raise ValueError(f"the cache {_OVERFLOWS} '{name}' and is not saved: read the text again")
     metadata = {"format": "pt", "hope_cache": _FORMAT, "model": model}
     metadata["sha256"] = _checksum(tensors, metadata)
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,11 +67,13 @@ def read_cache(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
         raise ValueError(f"{path} is damaged ({error}): {_AGAIN}") from None
     if metadata.get("hope_cache") != _FORMAT:
         raise ValueError(
-            f"{path} has the cache format {metadata.get('hope_cache')}, and this version of HOPE reads "
+            f"{path} has the cache format {str(metadata.get('hope_cache'))[:20]}, and this version of HOPE reads "
             f"format {_FORMAT}: {_AGAIN}"
         )
     if metadata.pop("sha256", None) != _checksum(tensors, metadata):
         raise ValueError(f"{path} is damaged (its checksum does not fit): {_AGAIN}")
+    if len(metadata.get("model", "").split(" ")) != len(Fingerprint._fields):
+        raise ValueError(f"{path} does not say which model wrote it: {_AGAIN}")
     return tensors, metadata["model"]
 
 
@@ -104,8 +107,8 @@ def _first_problem(tensors: dict[str, torch.Tensor], one_token: dict[str, torch.
             shape[2] *= tensors[first["slot_keys"]].shape[2] // one_token[first["slot_keys"]].shape[2]
         if list(tensor.shape) != shape or tensor.dtype != one_token[name].dtype:
             return f"holds '{name}' as {list(tensor.shape)} {tensor.dtype}, not {shape} {one_token[name].dtype}"
-        if not _is_finite(tensor):
-            return f"holds NaN or infinity in '{name}'"
+        if not _stays_finite(tensor):
+            return f"{_OVERFLOWS} '{name}'"
         if kind == "columns":
             (columns, is_uniform), seen = tensor.tolist(), tensors[name.replace(kind, "seen")]
             possible = columns > 0 and is_uniform in (0, 1) and torch.equal(tensor, tensors[first["columns"]])
@@ -115,8 +118,16 @@ def _first_problem(tensors: dict[str, torch.Tensor], one_token: dict[str, torch.
     return None
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+def _stays_finite(tensor: torch.Tensor) -> bool:
+    """Whether the squared norm of what a unit vector reads of the tensor [..., D] is finite.
+
+    Norms square every read, in float32 at least. With entries of at most m it has D entries of at most m sqrt(D).
+    """
+    if not tensor.is_floating_point():
+        return True
+    largest = torch.finfo(torch.promote_types(tensor.dtype, torch.float32)).max ** 0.5 / tensor.shape[-1]
+    # NaN is not below it
+    return bool((tensor.abs().double() < largest).all())
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

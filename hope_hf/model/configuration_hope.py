@@ -201,7 +201,7 @@ class HopeConfig(PreTrainedConfig):
             Levels in a chain (`"sequential"`, equation 73) or side by side with learned weights (`"independent"`,
             equation 74).
         max_position_embeddings (`int`, *optional*, defaults to 1048576):
-            Only informs tools that ask for it: the memories have no longest length.
+            For tools that ask (give lm-eval's `batch_size=auto` a `max_length`): memories have no longest length.
         rope_parameters (`dict`, *optional*):
             Rotary positions of the attention mixer, as in other models of transformers.
 

@@ -190,7 +190,8 @@ IMPOSSIBLE = {
         r"'1.seen' as \[1\] torch.int64, not \[2\]",
     ),
     "no rows": (lambda held: held.update({"0.seen": held["0.seen"][:0]}), r"'0.seen' as \[0\]"),
-    "NaN": (lambda held: poison(held, "1.current.0"), "NaN or infinity in '1.current.0'"),
+    "NaN": (lambda held: poison(held, "1.current.0"), "NaN or infinity, .*in '1.current.0'"),
+    "values whose squares overflow": (lambda held: held["0.conv_tail"].fill_(-1e38), "lead to them, in '0.conv_tail'"),
     "a negative length": (
         lambda held: held["0.columns"].copy_(torch.tensor([-9, 1])),
         "impossible counts.*'0.columns'",
@@ -207,10 +208,37 @@ def test_a_file_that_no_text_can_leave_is_refused(tiny_model, tmp_path, monkeypa
     tensors = {name: tensor.clone() for name, tensor in read(model, random_ids(2, 9)).state_tensors().items()}
     change(tensors)
     with monkeypatch.context() as patch:
-        patch.setattr(cache_file, "_is_finite", lambda tensor: True)
+        patch.setattr(cache_file, "_stays_finite", lambda tensor: True)
         cache_file.write_cache(tmp_path, tensors, " ".join(cache_file.fingerprint(model)))
     with pytest.raises(ValueError, match=f"hope_cache.safetensors .*{sentence}.*: read the text again"):
         HopeCache.from_pretrained(tmp_path, model)
+
+
+@pytest.mark.parametrize("model", [None, "", "[" * 100_000, "a b"], ids=["none", "empty", "brackets", "two words"])
+def test_a_file_that_names_no_model_is_refused(tiny_model, tmp_path, model):
+    metadata = {"format": "pt", "hope_cache": "3"} | ({} if model is None else {"model": model})
+    tensors = {"0.seen": torch.zeros(1)}
+    metadata["sha256"] = cache_file._checksum(tensors, metadata)
+    save_file(tensors, tmp_path / "hope_cache.safetensors", metadata)
+    with pytest.raises(ValueError, match="does not say which model wrote it: read the text again") as refusal:
+        HopeCache.from_pretrained(tmp_path, tiny_model())
+    assert len(str(refusal.value)) < 500
+    save_file(tensors, tmp_path / "hope_cache.safetensors", {"hope_cache": "[" * 100_000})
+    with pytest.raises(ValueError, match="has the cache format") as refusal:
+        HopeCache.from_pretrained(tmp_path, tiny_model())
+    assert len(str(refusal.value)) < 500
+
+
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+def test_the_largest_values_that_a_file_may_hold_give_finite_logits(tiny_model, options):
+    model = tiny_model(**options)
+    tensors = read(model, random_ids(2, 9)).state_tensors()
+    for name in [name for name, tensor in tensors.items() if tensor.is_floating_point()]:
+        largest = torch.full_like(tensors[name], torch.finfo(torch.float32).max ** 0.5 / tensors[name].shape[-1])
+        assert not cache_file._stays_finite(1.01 * largest)
+        assert cache_file._stays_finite(0.99 * largest)
+        cache = HopeCache.from_state_tensors(model.config, tensors | {name: 0.99 * largest})
+        assert answers(model, cache, random_ids(2, 9)).isfinite().all(), name
 
 
 def test_keys_of_softmax_attention_must_fit_as_well(tiny_model, tmp_path):
@@ -243,7 +271,7 @@ def test_what_is_not_worth_a_file_is_not_saved(tiny_model, tmp_path):
     cache.save_pretrained(tmp_path, model)
     before = (tmp_path / "hope_cache.safetensors").read_bytes()
     cache.layers[1].state.current[0].fill_(float("inf"))
-    with pytest.raises(ValueError, match="NaN or infinity in '1.current.0'.*not saved"):
+    with pytest.raises(ValueError, match="NaN or infinity, .*in '1.current.0'.*not saved"):
         cache.save_pretrained(tmp_path, model)
     assert (tmp_path / "hope_cache.safetensors").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["hope_cache.safetensors"]
