@@ -1,5 +1,7 @@
 """Our metrics as objects of the package `evaluate`: its own ones are code that it would fetch from the Hub."""
 
+import tempfile
+
 import torch
 
 
@@ -24,5 +26,7 @@ def next_token_accuracy():
         def _compute(self, predictions, references):
             return {"accuracy": float((torch.as_tensor(predictions) == torch.as_tensor(references)).double().mean())}
 
-    # A file in the cache would be shared with other processes.
-    return NextTokenAccuracy(keep_in_memory=True)
+    # A file in the cache would be shared with other processes. `evaluate` makes its folder all the same, which may be
+    # one that cannot be written.
+    with tempfile.TemporaryDirectory() as folder:
+        return NextTokenAccuracy(keep_in_memory=True, cache_dir=folder)

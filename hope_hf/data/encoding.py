@@ -126,13 +126,11 @@ class _Piece:
         encoding = backend.encode(text[begin:end], add_special_tokens=False)
         self.ids = encoding.ids
         self._starts = [begin + start for start, _ in encoding.offsets]
-        self._ends = [begin + end for _, end in encoding.offsets]
 
     def index(self, place: int) -> int:
         """How many tokens begin before a place."""
         return bisect_left(self._starts, place)
 
     def joints(self, cut: int) -> set[int]:
-        """Places around the cut, far from the ends of the piece, where a token begins and none goes on."""
-        near = range(max(1, self.index(cut - MARGIN // 2)), self.index(cut + MARGIN // 2))
-        return {self._starts[index] for index in near if self._ends[index - 1] <= self._starts[index]}
+        """Places around the cut, far from the ends of the piece, where a token begins."""
+        return set(self._starts[max(1, self.index(cut - MARGIN // 2)) : self.index(cut + MARGIN // 2)])
