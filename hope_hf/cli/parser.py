@@ -31,6 +31,9 @@ class Parser(HfArgumentParser):
 
     def _spelled(self, word: str) -> str:
         flag = f"--{flag_of(word)}"
+        if flag in self._option_string_actions and word[len(flag) :] == "=--":
+            # argparse would drop the value.
+            self.error(f"argument {flag}: '--' is no value")
         return flag + word[len(flag) :] if flag in self._option_string_actions else word
 
 

@@ -53,6 +53,11 @@ def test_an_error_names_one_spelling():
         make_plan_parser().parse_args(["--gpus-per-node", "x"])
 
 
+def test_two_dashes_are_no_value():
+    with pytest.raises(ValueError, match="Argument --gpus_per_node: '--' is no value"):
+        make_plan_parser().parse_args(["--gpus-per-node=--"])
+
+
 @pytest.mark.parametrize(
     "word, flag", [("--a-b=c-d", "a_b"), ("--a_b", "a_b"), ("-a", ""), ("a-b", ""), ("--", ""), ("--=a", "")]
 )
