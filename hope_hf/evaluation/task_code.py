@@ -44,6 +44,7 @@ def check_files(path: Path, trusted: bool) -> None:
             raise ValueError(f"--tasks {path} includes more than {MOST_FILES} files: write it in fewer.")
         try:
             content = yaml.load(read_small(file, LARGEST), _make_loader(trusted)(file.parent, resolve_funcs=False))
+            _check_names(content)
             _refuse_devices(content)
             if not trusted:
                 _refuse_code(content)
@@ -119,6 +120,17 @@ def _make_loader(trusted: bool):
 
 def _refuse_function(loader: yaml.Loader, node: yaml.Node):
     raise _Code(f"the Python function {node.value if isinstance(node, yaml.ScalarNode) else ''}".rstrip())
+
+
+def _check_names(content: object) -> None:
+    """Raise ValueError for names of tasks and groups that lm-eval cannot use: it takes a path for a new task."""
+    fields = content if isinstance(content, dict) else {}
+    members = fields.get("task", "")
+    if not isinstance(members, str | list) or not isinstance(fields.get("group", ""), str):
+        raise ValueError("task is no name or list, or group is no name")
+    for name in members if isinstance(members, list) else ():
+        if isinstance(name, str) and Path(name).suffix in (".yaml", ".yml"):
+            raise ValueError(f"its group names the file {name}, and a group has names alone: give the file to --tasks")
 
 
 def _refuse_devices(content: object) -> None:

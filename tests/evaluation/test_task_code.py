@@ -100,6 +100,7 @@ ALIASES = "\n".join(["metadata:", "  a: &a0 [x, x]"] + [f"  a{i}: &a{i} [*a{i - 
         ("a: !!python/name:os.system", "python/name"), ("a: [", "flow"), ("include: missing.yaml", "No such file"),
         ("a: " + "[" * 100_000, "nested too deep"), (ALIASES, "write .a0 out"), ("include: 5", "5 is no path"),
         ("include: {a: b}", "is no path"), ("include: [null]", "None is no path"), ("include: pipe.yaml", "regular"),
+        ("group: [a]", "group is no name"), ("group: 5", "group is no name"),
         ("x: {data_files: {test: /dev/tty}}", "/dev/tty is no regular file"),
         ("doc_to_text: a", "'doc_to_text' comes twice"), ("a: " + "x" * (1 << 20), "more than 1,048,576 bytes"),
     ],
@@ -108,6 +109,13 @@ def test_what_cannot_be_read_is_one_sentence(task_file, tmp_path, lines, reason,
     os.mkfifo(tmp_path / "pipe.yaml")
     with pytest.raises(ValueError, match=f"^--tasks .* cannot be read as a task: .*{reason}.*\\.$"):
         check_files(task_file(lines), trusted)
+
+
+@pytest.mark.parametrize(("members", "reason"), [("[./other.yaml]", "names the file ./other.yaml"), ("5", "no name")])
+def test_a_group_has_names_alone(tmp_path, members, reason):
+    (tmp_path / "group.yaml").write_text(f"group: g\ntask: {members}\n")
+    with pytest.raises(ValueError, match=f"^--tasks .* cannot be read as a task: .*{reason}"):
+        check_files(tmp_path / "group.yaml", trusted=False)
 
 
 def test_a_file_without_code_is_taken_and_may_include_itself(task_file):
