@@ -21,6 +21,7 @@ from hope_hf.evaluation import parsing as evaluation
 from hope_hf.evaluation.held_out import held_out_documents
 from hope_hf.evaluation.suites import SUITES
 from hope_hf.plan import main as plan
+from hope_hf.training.checkpoints import tool
 from hope_hf.training.parsing import parse
 from hope_hf.training.setup import data_config
 
@@ -122,6 +123,9 @@ def run(command: str) -> None:
         elif program == "hope_hf.data.tokenizer":
             # As many entries as the small texts have pairs to merge.
             assert tokenizer.main([*words, "--vocab_size", "300"]) == 0
+        elif program == "hope_hf.training.checkpoints":
+            # It reads what a run of hours leaves; tests/training/checkpoints has small ones.
+            assert tool.make_parser().parse_args(words)
         else:
             assert program == "hope_hf.data.prepare"
             # Processes take seconds to start; tests/data/test_prepare.py has them.
