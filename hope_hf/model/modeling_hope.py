@@ -97,13 +97,6 @@ class HopePreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
 
-    def __init__(self, config: HopeConfig, *inputs, **kwargs):
-        super().__init__(config, *inputs, **kwargs)
-        # Generic heads make their trunk through AutoModel next. From a local folder, transformers loads configuration
-        # and model as two copies of the code, which no import of either has registered together.
-        if type(config) not in MODEL_MAPPING:
-            AutoModel.register(type(config), HopeModel)
-
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """All initial values of a HOPE model.
@@ -426,7 +419,20 @@ class HopeForCausalLM(HopePreTrainedModel, HopeGenerationMixin):
         return self.lm_head(hidden_states, labels) / count
 
 
-class HopeForSequenceClassification(GenericForSequenceClassification, HopePreTrainedModel):
+class OverTrunk:
+    """Base of the heads that make their trunk through AutoModel.
+
+    From a local folder, transformers loads configuration and model as two copies of the code, which no import of
+    either has registered together.
+    """
+
+    def __init__(self, config: HopeConfig):
+        if type(config) not in MODEL_MAPPING:
+            AutoModel.register(type(config), HopeModel)
+        super().__init__(config)
+
+
+class HopeForSequenceClassification(OverTrunk, GenericForSequenceClassification, HopePreTrainedModel):
     """HOPE with a linear head on the last token that is not padding.
 
     Example:
@@ -441,7 +447,7 @@ class HopeForSequenceClassification(GenericForSequenceClassification, HopePreTra
     """
 
 
-class HopeForTokenClassification(GenericForTokenClassification, HopePreTrainedModel):
+class HopeForTokenClassification(OverTrunk, GenericForTokenClassification, HopePreTrainedModel):
     """HOPE with a linear head on every token, which has seen the tokens before it only.
 
     Example:
@@ -456,7 +462,7 @@ class HopeForTokenClassification(GenericForTokenClassification, HopePreTrainedMo
     """
 
 
-class HopeForQuestionAnswering(GenericForQuestionAnswering, HopePreTrainedModel):
+class HopeForQuestionAnswering(OverTrunk, GenericForQuestionAnswering, HopePreTrainedModel):
     """HOPE with two scores a token: is it the answer's first, is it the last?
 
     Example:
