@@ -3,6 +3,8 @@
 On a GPU as they are, else in Triton's interpreter.
 """
 
+import copy
+
 import pytest
 import torch
 from interpreter import import_interpreted
@@ -55,14 +57,18 @@ TEXTS = {"plain": {}, "documents": {"position_ids": DOCUMENTS}, "padding": {"att
 def test_a_model_trains_alike(models, options):
     rows = 2 if "attention_mask" in options else 1
     input_ids = torch.randint(64, (rows, 21), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    exact = copy.deepcopy(models[1]).double()
     losses = []
-    for model in models:
+    for model in (*models, exact):
         loss = model(input_ids, labels=input_ids, **options).loss
         loss.backward()
         losses.append(loss)
-    assert_close(*losses)
-    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
-        assert_close(ours.grad, theirs.grad)
+    assert_close(*losses[:2])
+    for ours, theirs, true in zip(*(model.parameters() for model in (*models, exact)), strict=True):
+        # A gradient may be the small rest of large terms, of which float32 keeps fewer digits on some processors.
+        rounding = (theirs.grad - true.grad).norm()
+        assert (ours.grad - theirs.grad).norm() <= 1e-5 * theirs.grad.norm() + 2 * rounding
+        assert rounding <= 1e-4 * true.grad.norm()
 
 
 def test_a_model_reads_in_pieces_and_generates_alike(models):
