@@ -5,8 +5,9 @@ import torch
 
 from benchmarks.recall import recall_batch, train_recall
 
-# 4 pairs, then all keys in another order. Chance: 1/8 over all values, 1/4 over the written ones.
-SMALL = dict(steps=250, pairs=4, symbols=8, batch_size=32, learning_rate=6e-3, seed=1)
+# 4 pairs, then all keys in another order. Chance: 1/8 over all values, 1/4 over the written ones. The learning rate is
+# constant, so accuracy around step 200 moves by a tenth, and differs with the processor's rounding.
+SMALL = dict(steps=400, pairs=4, symbols=8, batch_size=32, learning_rate=6e-3, seed=1)
 
 
 def test_recall_is_learned_through_the_memory():
