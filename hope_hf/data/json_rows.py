@@ -45,15 +45,20 @@ def json_texts(path: str, column: str) -> Iterator[pa.Array]:
                 # One block, since pyarrow may cut blocks within rows.
                 block = pyarrow.json.ReadOptions(block_size=len(lines) + 1)
                 try:
-                    table = pyarrow.json.read_json(io.BytesIO(lines), block, options)
+                    texts = pyarrow.json.read_json(io.BytesIO(lines), block, options)[column].chunks
                     break
-                except pa.ArrowInvalid:
+                except pa.ArrowInvalid as error:
+                    # It refuses half of a surrogate pair, which json.dumps writes of scraped text.
+                    rows, are_all = _decoded(lines, len(lines)) if "surrogate" in str(error) else ([], False)
+                    if are_all:
+                        texts = [pa.array([_string(row.get(column)) for row in rows], pa.string())]
+                        break
                     # The last object may go on behind its line.
                     more = file.read(len(lines)) if len(lines) < _MOST_BYTES else b""
                     if not more:
                         raise
                     lines += more + file.readline()
-            yield from table[column].chunks
+            yield from texts
 
 
 def _whole(path: str) -> list[dict] | None:
@@ -84,10 +89,10 @@ def _first_rows(path: str) -> tuple[list[dict], bool]:
         return rows, are_all and not file.read(1)
 
 
-def _decoded(head: bytes) -> tuple[list[dict], bool]:
+def _decoded(head: bytes, most: int = _ROWS) -> tuple[list[dict], bool]:
     text, rows, decoder = head.decode("utf-8-sig", errors="replace"), [], json.JSONDecoder()
     place = _SPACE.match(text).end()
-    while place < len(text) and len(rows) < _ROWS:
+    while place < len(text) and len(rows) < most:
         try:
             row, place = decoder.raw_decode(text, place)
         except ValueError:

@@ -152,6 +152,13 @@ def test_json_may_have_any_usual_form(tmp_path, monkeypatch, content):
     assert texts_of(str(tmp_path / "a.json")) == ["a", "b"]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_half_of_a_surrogate_pair_costs_no_row(tmp_path, streaming):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n{"text": "bad \\ud800 text"}\n{"text": "three", "n": 1}\n')
+    assert texts_of(str(path), streaming) == ["one", "bad ? text", "three"]
+
+
 def test_a_json_file_is_read_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(json_rows, "_BYTES", 100)
     texts = [f"{number} é" * (number % 9 + 1) for number in range(60)]
