@@ -54,7 +54,7 @@ def step_seconds(model: HopeModel, hidden_states: torch.Tensor) -> float:
         context, _ = model._plans(hidden_states, None, Documents(None, None), None)
     else:
         angles = model.rotary_emb(hidden_states, position_ids=positions)
-        context = {"attention_mask": None, "position_embeddings": angles, "past_key_values": None}
+        context = {"attention_mask": None, "position_embeddings": angles}
     start = time.process_time()
     mixer(hidden_states, **context)[0].sum().backward()
     return time.process_time() - start

@@ -46,7 +46,12 @@ def test_logging_interval_survives_the_break(run, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
-def test_signal_saves_at_the_step_boundary_and_the_same_command_continues(run, tmp_path, monkeypatch, capsys, number):
+def test_signal_saves_at_the_step_boundary_and_the_same_command_continues(
+    run, tmp_path, monkeypatch, capsys, request, number
+):
+    # Under nohup SIGHUP is ignored, and stays so.
+    before = signal.signal(number, signal.SIG_DFL)
+    request.addfinalizer(lambda: signal.signal(number, before))
     _, whole = run("whole")
     steps = []
 
