@@ -9,6 +9,8 @@ from itertools import islice
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError, SplitsVerificationError
 
+from hope_hf.cli.hub import is_hub_name
+
 from .cache import DISK_ERRORS, cache_for, writable_cache
 from .config import DataConfig
 from .corpus import corpus_documents
@@ -70,6 +72,8 @@ def load_data_set(source: str, name: str, config_name: str | None, split: str | 
     """
     if is_saved(name):
         return load_saved(name, source, split, options.get("streaming", False))
+    if not os.path.exists(os.path.expanduser(name)) and not is_hub_name(name):
+        raise ValueError(f"{' '.join(source.split())} is neither a folder nor a data set's name on the Hub: check it.")
     writable_cache()
     if os.path.isdir(name):
         options["cache_dir"] = cache_for(files_under(name))

@@ -165,7 +165,7 @@ def test_a_corpus_that_is_read_again_is_named(mixture, tmp_path):
         ("files: {}/rows.jsonl, max_documents: 500", "corpus a has 7. training documents, fewer than max_documents"),
         ("files: {}/rows.jsonl, max_tokens: 500000", "corpus a has .* tokens, fewer than max_tokens 500000: lower"),
         ("shards: {}", "corpus a: shards .* has no manifest.json: finish it with python -m hope_hf.data.prepare"),
-        ("dataset_name: '{}/nowhere'", "corpus a: .*nowhere .split train. could not be loaded, check its name"),
+        ("dataset_name: '{}/nowhere'", "corpus a: .*nowhere .split train. is neither a folder"),
     ],
 )
 def test_a_corpus_that_cannot_be_read_is_named(mixture, tmp_path, monkeypatch, settings, sentence):

@@ -201,7 +201,7 @@ BAD = {
         lambda d: bad_file(d, "a.jsonl", b'{"text": "a", "b": ' + b"[" * 20000 + b"]" * 20000 + b"}\n"),
         "a.jsonl nests lists and objects more than 64 deep",
     ),
-    "no data set": (lambda d: {"dataset_name": f"{d}/nothing"}, "--dataset_name .*nothing could not be loaded"),
+    "no data set": (lambda d: {"dataset_name": f"{d}/nothing"}, "--dataset_name .*nothing is neither a folder"),
     "part of a data set": (
         lambda d: with_readme(d, "dataset_info: {splits: [{name: train, num_examples: 61}]}"),
         "--dataset_name .* other splits or numbers of rows than its README.md says.* or name its files",
@@ -275,3 +275,9 @@ def test_a_corrupt_parquet_stream_is_told_in_one_sentence(tmp_path):
     file.write_bytes(content)
     with pytest.raises(ValueError, match=r"--train_file .*texts.parquet cannot be read as parquet, write it again"):
         open_sources(DataConfig(train_file=str(file), streaming=True))
+
+
+@pytest.mark.parametrize("name", ["a\nb", "~nobody/data", "a/b/c", "missing/folder/"])
+def test_a_name_that_no_data_set_can_have_is_one_line(name):
+    with pytest.raises(ValueError, match=r"^--dataset_name [^\n]*is neither a folder nor a data set.s name"):
+        open_sources(DataConfig(dataset_name=name))
