@@ -1,6 +1,8 @@
 """Selects lm-eval's tasks: by name, by YAML file, or by name with the user's local copies of their data."""
 
 import os
+from copy import copy
+from functools import lru_cache
 from pathlib import Path
 
 from hope_hf.cli.mistakes import one_line
@@ -27,19 +29,14 @@ def find_tasks(args: Arguments):
     Names of the tasks of other suites are skipped if these run too. Raises ValueError for
     unknown names and missing files; so does the manager's `load` for tasks that cannot be loaded.
     """
-    from lm_eval.tasks import TaskManager
-
     others = names_of_others(args, "zero_shot")
     asked = [name for name in names("paper" if args.tasks is None else args.tasks) if name not in others]
     if not asked:
         raise ValueError("--tasks names none of lm-eval's tasks: name some, such as piqa, or write paper.")
     asked = written_out(asked)
     files = [name for name in asked if Path(name).suffix in (".yaml", ".yml")]
-    # Some tasks (RULER) cut their texts with the model's tokenizer. All of lm-eval's own take half a minute to list.
-    manager = TaskManager(
-        include_defaults=len(files) < len(asked),
-        metadata={"pretrained": args.tokenizer_name or args.model_name_or_path},
-    )
+    # A copy, since `load` is replaced below.
+    manager = copy(_listed(len(files) < len(asked), args.tokenizer_name or args.model_name_or_path))
     for name in asked:
         if name in files and not Path(name).is_file():
             raise ValueError(f"--tasks {name} does not exist: name a task of lm-eval or a YAML file of one.")
@@ -52,6 +49,15 @@ def find_tasks(args: Arguments):
         asked = [spec for name in asked for spec in _on_local_data(manager, name, Path(args.data_dir), args)]
     _load_in_sentences(manager, args)
     return manager, asked
+
+
+@lru_cache(maxsize=4)
+def _listed(include_defaults: bool, pretrained: str | None):
+    """lm-eval's task manager. Its own tasks take half a minute to list, so it is made once."""
+    from lm_eval.tasks import TaskManager
+
+    # Some tasks (RULER) cut their texts with the model's tokenizer.
+    return TaskManager(include_defaults=include_defaults, metadata={"pretrained": pretrained})
 
 
 def _on_local_data(manager, name: str, folder: Path, args: Arguments) -> list[dict]:
