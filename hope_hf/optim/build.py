@@ -2,13 +2,12 @@
 
 from torch import nn
 
-from .level_clock import RULES, LevelClock
+from .level_clock import LevelClock
 from .level_options import FLAG, LevelOptions, parse_level_optimizers
+from .rules import RULES
 
 # Slow levels average more gradients and step less often; a larger rate, up to this factor, makes up for it.
 LR_FACTOR_MAX = 4.0
-
-MUON_MOMENTUM = 0.95
 
 
 def build_optimizer(
@@ -28,22 +27,22 @@ def build_optimizer(
 
     - Which level? That of the module around it that has the attributes `level` and `period` (in tokens). A parameter
       without a level steps every time.
-    - Muon or AdamW? Muon, if `name` or the level's entry says so, for matrices and stacks of matrices. AdamW for
-      embeddings, the output embeddings, convolutions, memories' initial states and all that takes no decay.
-    - Weight decay? Not for parameters of one axis, biases, norms, memories' initial states (`is_initial_state`), and
-      what a module lists in `_no_weight_decay`.
+    - Which rule? That of the level's entry, or else `name`. A rule that needs matrices (Muon) gets matrices and stacks
+      of them; AdamW updates embeddings, the output embeddings, convolutions, initial memories and what does not decay.
+    - Weight decay? Not for parameters of one axis, biases, norms, initial memories (`is_initial_state`), and what a
+      module lists in `_no_weight_decay`.
     - Which rate? `vector_learning_rate`, where it is given, for vectors: parameters of one axis, biases, norms and
-      (though they decay) taps of depthwise convolutions. A wider model needs a smaller rate for its matrices, but not
-      for its vectors (Yang et al. 2022, arXiv 2203.03466, table 3).
+      (though they decay) the kernel weights of depthwise convolutions. A wider model needs a smaller rate for its
+      matrices, but not for its vectors (Yang et al. 2022, arXiv 2203.03466, table 3).
 
     A level steps every `max(1, round(period / tokens_per_step))` calls. Tied parameters appear once.
 
     Args:
         model: as `from_config` or `from_pretrained` returns it, not wrapped.
-        name: "adamw" or "muon".
-        learning_rate: AdamW's peak learning rate; Muon shares it.
+        name: of the rule, a key of `RULES`.
+        learning_rate: the peak learning rate.
         vector_learning_rate: the peak learning rate of vectors; `None`: `learning_rate`.
-        weight_decay, betas, eps: AdamW's; Muon takes the decay too.
+        betas, eps: AdamW's.
         tokens_per_step: over all processes and accumulated micro-batches.
         level_optimizers: see `parse_level_optimizers`; a level without an entry takes the run's settings, and as
             learning-rate factor the square root of its period over the fastest level's, at most 4.
@@ -66,8 +65,8 @@ def build_optimizer(
             continue
         level = level_of.get(parameter)
         own = options.get(level, LevelOptions())
-        decays, is_matrix = kinds.decays(parameter_name, parameter), kinds.is_matrix(parameter_name, parameter)
-        rule = "muon" if (own.optimizer or name) == "muon" and is_matrix else "adamw"
+        decays = kinds.decays(parameter_name, parameter)
+        rule = kinds.rule(parameter_name, parameter, own.optimizer or name)
         is_vector = vector_learning_rate is not None and kinds.is_vector(parameter_name, parameter)
         # Matrices first: the first group's rate is the one that is logged.
         key = (-1 if level is None else level, is_vector, rule, decays)
@@ -84,10 +83,19 @@ def build_optimizer(
                 "period_steps": max(1, round(periods.get(level, 0) / tokens_per_step)),
                 "lr": (vector_learning_rate if is_vector else learning_rate) * factor,
                 "weight_decay": decay if decays else 0.0,
-                **({"momentum": MUON_MOMENTUM} if rule == "muon" else {"betas": own.betas or betas, "eps": eps}),
+                **RULES[rule].settings(own.betas or betas, eps),
             }
         groups[key]["params"].append(parameter)
     return LevelClock([groups[key] for key in sorted(groups)])
+
+
+def rules_of(model: nn.Module, name: str) -> dict[str, str]:
+    """The key in `RULES` of the rule that updates each parameter with `--optimizer NAME`, by the parameter's name.
+
+    The model may be on the meta device; tied parameters appear once.
+    """
+    kinds = _Kinds(model)
+    return {own_name: kinds.rule(own_name, parameter, name) for own_name, parameter in model.named_parameters()}
 
 
 def _levels(model: nn.Module) -> tuple[dict[int, int], dict[nn.Parameter, int]]:
@@ -133,12 +141,15 @@ class _Kinds:
 
     @staticmethod
     def is_vector(name: str, parameter: nn.Parameter) -> bool:
-        is_taps = parameter.ndim == 3 and parameter.shape[1] == 1
-        return _is_flat(name, parameter) or is_taps
+        is_depthwise_kernel = parameter.ndim == 3 and parameter.shape[1] == 1
+        return _is_flat(name, parameter) or is_depthwise_kernel
 
-    def is_matrix(self, name: str, parameter: nn.Parameter) -> bool:
+    def rule(self, name: str, parameter: nn.Parameter, asked: str) -> str:
+        """The rule that is asked for, or AdamW where that one needs a matrix and this is none."""
         # A depthwise convolution [channels, 1, width] outside a convolution module is a stack of vectors.
-        return self.decays(name, parameter) and parameter not in self.not_matrix and min(parameter.shape[-2:]) > 1
+        is_stack_of_vectors = min(parameter.shape[-2:], default=1) == 1
+        is_matrix = self.decays(name, parameter) and parameter not in self.not_matrix and not is_stack_of_vectors
+        return asked if is_matrix or not RULES[asked].needs_matrices else "adamw"
 
 
 def _is_flat(name: str, parameter: nn.Parameter) -> bool:

@@ -2,28 +2,11 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .adamw import AdamWRule
-from .muon import MuonRule
-
-
-class UpdateRule(Protocol):
-    """How a group's parameters change when its clock fires; stateless, its tensors are in the clock's state."""
-
-    @staticmethod
-    def initial_state(parameter: Tensor) -> dict[str, Tensor]:
-        """The rule's own tensors for one parameter, before its first step."""
-
-    @staticmethod
-    def update(parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Tensor]], group: dict):
-        """Change `parameters` and `states` in place by one step and add 1 to each state's `step`."""
-
-
-RULES: dict[str, type[UpdateRule]] = {"adamw": AdamWRule, "muon": MuonRule}
+from .rules import RULES
 
 # Keys that a checkpoint must match: they define what the state's tensors mean.
 STRUCTURE = ("level", "optimizer", "period_steps")

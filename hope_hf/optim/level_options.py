@@ -5,7 +5,7 @@ import stat
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from .level_clock import RULES
+from .rules import RULES
 
 FLAG = "--level_optimizers"
 # As for the flags of the run: products of rates and decays stay within float32.
@@ -18,7 +18,7 @@ class LevelOptions:
     """A level's own settings; None: the run's.
 
     Attributes:
-        optimizer: "adamw" or "muon" (matrices only; a level's other parameters stay with AdamW).
+        optimizer: a key of `RULES`.
         lr_factor: the level's learning rate divided by the run's.
         betas: AdamW's two decay rates.
         weight_decay: of the level's matrices.

@@ -6,6 +6,7 @@ from typing import Literal
 from hope_hf.cli.arguments import COUNT, ROWS, flag
 from hope_hf.cli.bounds import LONGEST
 from hope_hf.cli.recomputing import recomputing_flag
+from hope_hf.optim import RULES
 
 MOST_TOKENS = 10**16
 MOST_PROCESSES = 65_536
@@ -47,7 +48,7 @@ class StepArguments:
     gradient_accumulation_steps: int = flag(1, "Forward passes per optimizer step.", least=1, most=10_000)
     sync_each_batch: bool = flag(False, "FSDP: reduce gradients after each of them, so that none are held whole.")
     gradient_checkpointing: str = recomputing_flag()
-    optimizer: Literal["adamw", "muon"] = flag("adamw", "Optimizer of hidden matrices; AdamW has the rest.")
+    optimizer: Literal[tuple(RULES)] = flag("adamw", "Optimizer of hidden matrices; AdamW has the rest.")
     fsdp_reduce_dtype: Literal["float32", "bfloat16"] = flag(
         "float32", "FSDP in bf16 or fp16: in which dtype gradients are summed over processes."
     )

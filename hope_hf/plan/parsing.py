@@ -14,6 +14,7 @@ from hope_hf.cli.parser import Parser, named_flags
 from hope_hf.cli.process import warn_once
 from hope_hf.cli.recipe import replaced, without
 from hope_hf.cli.recomputing import Recomputed, parse_recomputed
+from hope_hf.optim import RULES
 from hope_hf.training import split_run_recipe
 
 from .arguments import FLAGS, GROUPS, Arguments
@@ -93,7 +94,7 @@ def parse(argv: list[str]) -> Question:
         attn_implementation=None if "flash" in (args.attn_implementation or "") else args.attn_implementation,
         trust_remote_code=args.trust_remote_code,
     )
-    if args.optimizer == "muon" and launch.strategy.engine in ("fsdp1", "deepspeed"):
+    if RULES[args.optimizer].needs_matrices and launch.strategy.engine in ("fsdp1", "deepspeed"):
         raise ValueError(
             f"Muon needs whole matrices, which {args.accelerate_config} cuts anywhere: plan with "
             "accelerate_configs/fsdp2.yaml or ddp.yaml, or --optimizer adamw."

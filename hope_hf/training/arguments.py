@@ -9,6 +9,7 @@ from typing import Literal
 from hope_hf.cli.arguments import COUNT, OR_NONE, ROWS, SEED, THREADS, ModelArguments, TextArguments, flag
 from hope_hf.cli.bounds import LONGEST
 from hope_hf.cli.recomputing import recomputing_flag
+from hope_hf.optim import RULES
 
 
 @dataclass
@@ -64,7 +65,7 @@ class OptimizationArguments:
     num_warmup_steps: int | None = flag(
         None, "Linear warm-up in steps (default: a tenth of the run, at most 1,000).", **OR_NONE
     )
-    optimizer: Literal["adamw", "muon"] = flag(
+    optimizer: Literal[tuple(RULES)] = flag(
         "adamw", "muon: hidden matrices by Muon, everything else and the memories' initial states by AdamW."
     )
     level_optimizers: str | None = flag(

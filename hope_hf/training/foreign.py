@@ -32,7 +32,7 @@ INSTEAD = {
     "logging_dir": "metrics.jsonl and the trackers of --report_to are in --output_dir",
     "eval_strategy": "use --eval_steps",
     "evaluation_strategy": "use --eval_steps",
-    "optim": "use --optimizer adamw or muon",
+    "optim": "use --optimizer",
     "project": "use --project_name",
     "data_seed": "--seed is that of the data, too",
     "no_keep_linebreaks": "texts always keep their line breaks, so remove them in the file",

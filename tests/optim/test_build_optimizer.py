@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hope_hf import HopeConfig, HopeForCausalLM
-from hope_hf.optim import build_optimizer
+from hope_hf.optim import RULES, build_optimizer, rules_of
 
 
 def table(model, optimizer):
@@ -175,3 +175,10 @@ def test_unknown_optimizer_and_levels(leveled_model, settings):
         build_optimizer(leveled_model(), "adamw", **settings, level_optimizers='{"7": {}}')
     with pytest.raises(ValueError, match="names level 0, but this model has no levels"):
         build_optimizer(leveled_model(periods=()), "adamw", **settings, level_optimizers='{"0": {}}')
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_are_known_without_numbers(name, leveled_model, settings):
+    model = leveled_model(tied=False)
+    built = kinds(model, build_optimizer(model, name, **settings))
+    assert rules_of(model.to("meta"), name) == {parameter: rule for parameter, (rule, _, _) in built.items()}

@@ -17,7 +17,7 @@ from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel
 
 from hope_hf.cli.files import share_weights
-from hope_hf.optim import LevelClock
+from hope_hf.optim import RULES, LevelClock
 
 from ..arguments import Arguments
 from .loss_scaling import LossScaling, TorchScaling
@@ -110,7 +110,7 @@ class Engine:
     def prepare(self, model: PreTrainedModel, optimizer: LevelClock) -> nn.Module:
         """Wrap both for training; returns what runs the forward pass."""
         self.adopt(model, optimizer)
-        if self.flattens and any(group["optimizer"] == "muon" for group in optimizer.param_groups):
+        if self.flattens and any(RULES[group["optimizer"]].needs_matrices for group in optimizer.param_groups):
             raise ValueError(
                 f"Muon needs whole matrices and {self.name} cuts them anywhere: launch with "
                 "accelerate_configs/fsdp2.yaml or ddp.yaml, or use AdamW (--optimizer, --level_optimizers)."

@@ -1,9 +1,12 @@
-"""Muon against the singular value decomposition it approximates, and against torch's own."""
+"""Muon against the singular value decomposition and torch's own; rules on parameters that are sharded by rows."""
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from hope_hf.optim import LevelClock, newton_schulz
+from hope_hf.optim import RULES, LevelClock, newton_schulz, own_part
+from hope_hf.optim.rules import by_whole_matrices
 
 
 def orthogonalised(matrix):
@@ -76,3 +79,52 @@ def test_an_update_has_the_size_of_an_adamw_update(shape):
     parameter.grad = matrices(*shape)
     optimizer.step()
     assert parameter.square().mean().sqrt().item() == pytest.approx(0.2, rel=0.2)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_states_the_bytes_of_its_state(name):
+    parameter = torch.zeros(2, 4, 8)
+    tensors = RULES[name].initial_state(parameter).values()
+    assert sum(tensor.nbytes for tensor in tensors) == RULES[name].state_bytes * parameter.numel()
+
+
+@pytest.fixture
+def two_ranks():
+    """The mesh of two processes, as on the second one; nothing is sent."""
+    torch.distributed.init_process_group("fake", rank=1, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    torch.distributed.destroy_process_group()
+
+
+def test_a_stack_of_matrices_is_cut_between_them(two_ranks):
+    stack = distribute_tensor(torch.arange(36.0).view(4, 3, 3), two_ranks, [Shard(0)], src_data_rank=None)
+    part = own_part(stack)
+    assert part.shape == (2, 3, 3)
+    assert torch.equal(by_whole_matrices(lambda matrices: 2 * matrices, part, stack), 2 * part)
+
+
+def test_a_matrix_is_whole_for_the_function_and_cut_afterwards(two_ranks):
+    matrix = distribute_tensor(torch.zeros(5, 2), two_ranks, [Shard(0)], src_data_rank=None)
+    seen = []
+
+    def function(whole):
+        seen.append(whole.shape)
+        return torch.arange(10.0).view(5, 2)
+
+    # Of five rows the first process has three.
+    assert by_whole_matrices(function, own_part(matrix), matrix).tolist() == [[6, 7], [8, 9]]
+    assert seen == [(5, 2)]
+
+
+def test_the_clock_of_an_empty_part_goes_on():
+    """If another process holds all of a parameter, this one has no gradient."""
+    full, empty = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(0))
+    common = {"optimizer": "adamw", "lr": 0.1, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-8}
+    clocks = [{"params": [full], "level": 0}, {"params": [empty], "level": 1, "period_steps": 2}]
+    optimizer = LevelClock([common | clock for clock in clocks])
+    for _ in range(5):
+        full.grad = torch.ones(3)
+        optimizer.step()
+    report = optimizer.level_report()
+    assert report[0]["updates"] == 5
+    assert (report[1]["updates"], report[1]["steps_since_update"]) == (2, 1)
