@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.quality_models import HOPE, LLAMA, SIZES, Size, build, count_parameters
 from benchmarks.step import Decoder
 from hope_hf import PRESETS, HopeConfig
-from hope_hf.training import can_skip_logits, summed_loss
+from hope_hf.step.objective import can_skip_logits, summed_loss
 from hope_hf.training.watch.telemetry import flops_per_token, peak_flops
 
 # what HOPE_KERNELS is for a model; "auto" for all others

@@ -18,11 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.step import in_turn, step_seconds
 from hope_hf import HopeConfig, HopeForCausalLM
-from hope_hf.cli.recomputing import parse_recomputed
 from hope_hf.plan.simulate import simulate
 from hope_hf.plan.step import StepOptions
 from hope_hf.plan.strategy import STRATEGIES, Launch
-from hope_hf.training import recompute_activations
+from hope_hf.step.recompute import parse_recomputed, recompute_activations
 
 SETTINGS = ("none", "every:4", "every:2", "mixer", "block")
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.quality_models import HOPE, LLAMA, MODELS, SIZES, Size, build, count_parameters
 from hope_hf import HopeConfig
-from hope_hf.training import can_skip_logits, summed_loss
+from hope_hf.step.objective import can_skip_logits, summed_loss
 
 WIDTH, LAYERS = 256, 4
 DEFAULT_MODELS = (HOPE, LLAMA, "gated_deltanet", "mamba2")

@@ -15,9 +15,9 @@ from hope_hf.data import prepare, tokenizer
 from hope_hf.evaluation.arguments import FLAGS as EVALUATION_FLAGS
 from hope_hf.export import run as export
 from hope_hf.plan import parsing as plan
-from hope_hf.training.arguments import FLAGS
+from hope_hf.step.arguments import FLAGS
+from hope_hf.step.recipe import NO_EFFECT
 from hope_hf.training.checkpoints import tool
-from hope_hf.training.foreign import NO_EFFECT
 from hope_hf.training.watch import plot
 
 ROOT = Path(__file__).parents[1]

@@ -30,8 +30,8 @@ from hope_hf.export import folder as export_folder
 from hope_hf.export import run as export_program
 from hope_hf.plan import main as plan_main
 from hope_hf.plan.parsing import make_parser as make_plan_parser
+from hope_hf.step.arguments import GROUPS as TRAINING_FLAGS
 from hope_hf.training import trainer
-from hope_hf.training.arguments import GROUPS as TRAINING_FLAGS
 from hope_hf.training.checkpoints import manifest, tool
 from hope_hf.training.watch import plot
 

@@ -40,16 +40,27 @@ ROOMS = {
         "hope_hf", "hope_hf.cli", "hope_hf.data", "hope_hf.optim", "hope_hf.evaluation",
     },
     "hope_hf/export": {"torch", "transformers", "huggingface_hub", "safetensors", "hope_hf.cli", "hope_hf.export"},
+    "hope_hf/step": {"torch", "transformers", "accelerate", "hope_hf.cli", "hope_hf.optim", "hope_hf.step"},
     "hope_hf/plan": {
         "torch", "transformers", "accelerate", "yaml",
-        "hope_hf", "hope_hf.cli", "hope_hf.optim", "hope_hf.training", "hope_hf.plan",
+        "hope_hf", "hope_hf.cli", "hope_hf.optim", "hope_hf.step", "hope_hf.plan",
     },
     "hope_hf/training": {
         "accelerate", "torch", "transformers", "datasets", "huggingface_hub", "numpy", "safetensors", "yaml", "tqdm",
         "hope_hf", "hope_hf.cli", "hope_hf.interrupt", "hope_hf.optim", "hope_hf.data", "hope_hf.export",
-        "hope_hf.training",
+        "hope_hf.step", "hope_hf.plan", "hope_hf.training",
     },
 }  # fmt: skip
+
+# The rooms by floor: each imports from lower floors and itself alone, so no imports go round in a circle.
+FLOORS = (
+    {"hope_hf/interrupt.py", "hope_hf/model", "hope_hf/optim", "hope_hf/reference.py"},
+    {"hope_hf/__init__.py", "hope_hf/cli"},
+    {"hope_hf/data", "hope_hf/export", "hope_hf/step"},
+    {"hope_hf/evaluation", "hope_hf/plan"},
+    {"hope_hf/training", "run_eval.py"},
+    {"run_clm.py"},
+)
 
 # Slow to import or not always installed: only inside functions, and only of these rooms.
 LAZY_ROOMS = {"hope_hf/cli", "hope_hf/training", "hope_hf/evaluation", "hope_hf/plan"}
@@ -57,8 +68,6 @@ LAZY = dict.fromkeys(("matplotlib", "wandb", "evaluate", "lm_eval", "jinja2", "d
 LAZY |= dict.fromkeys(("fla", "triton"), {"hope_hf/model"})
 # These files are Triton's kernels: it is loaded with them, and they with the first call.
 TRITON = "hope_hf/model/triton_"
-# Faces of rooms that are built on this one: only inside functions, so that no import goes round in a circle.
-ABOVE = {"hope_hf/training": {"hope_hf.plan"}}
 
 PUBLIC = [
     "PRESETS", "HopeCache", "HopeConfig", "HopeForCausalLM", "HopeForQuestionAnswering",
@@ -111,7 +120,7 @@ def imports_only_what_its_room_may(file: str, tree: ast.AST):
             continue
         if module == "hope_hf" and "hope_hf" in allowed:
             yield from (f"{file}:{node.lineno} imports {n}, not public" for n in names or () if n not in PUBLIC)
-        elif module in ABOVE.get(room_of(file), ()) or room_of(file) in LAZY.get(top, ()):
+        elif room_of(file) in LAZY.get(top, ()):
             continue
         else:
             yield f"{file}:{node.lineno} imports {module}"
@@ -120,6 +129,24 @@ def imports_only_what_its_room_may(file: str, tree: ast.AST):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "hope_hf":
             if node.attr not in PUBLIC:
                 yield f"{file}:{node.lineno} uses hope_hf.{node.attr}, not public"
+
+
+def imported_rooms(file: str, tree: ast.AST):
+    """Every import of a room as (node, room)."""
+    for node, _, module, _ in imports(file, tree):
+        room = "/".join(module.split(".")[:2])
+        room = "hope_hf/__init__.py" if room == "hope_hf" else room if room in ROOMS else f"{room}.py"
+        if room in ROOMS:
+            yield node, room
+
+
+def imports_only_lower_floors(file: str, tree: ast.AST):
+    """No circle between rooms, and no import that runs back up."""
+    floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+    own = room_of(file)
+    for node, room in imported_rooms(file, tree):
+        if room != own and floor[room] >= floor[own]:
+            yield f"{file}:{node.lineno} imports {room}, which is on no lower floor"
 
 
 FACES = (
@@ -136,11 +163,11 @@ def imports_the_faces_of_other_rooms(file: str, tree: ast.AST):
 
 
 def imports_heavy_packages_late(file: str, tree: ast.AST):
-    """Plots, trackers, rooms above and Triton's kernels are imported only when they are used."""
+    """Plots, trackers and Triton's kernels are imported only when they are used."""
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     late = {id(node) for function in functions for node in ast.walk(function)}
     for node, _, module, _ in imports(file, tree):
-        is_lazy = module.split(".")[0] in LAZY or module in ABOVE.get(room_of(file), ())
+        is_lazy = module.split(".")[0] in LAZY
         if file.startswith(TRITON):
             is_lazy = is_lazy and module.split(".")[0] != "triton"
         else:
@@ -230,6 +257,7 @@ def imports_no_test(file: str, tree: ast.AST):
 
 RULES = [
     imports_only_what_its_room_may,
+    imports_only_lower_floors,
     imports_the_faces_of_other_rooms,
     imports_heavy_packages_late,
     imports_flat_siblings_in_the_model,
@@ -248,6 +276,16 @@ def test_every_file_is_examined_and_every_room_known():
     programs = {path.name for path in ROOT.iterdir() if path.suffix == ".py"}
     assert set(python_files()) == package | programs
     assert {room_of(file) for file in python_files()} == set(ROOMS)
+    assert sorted(room for rooms in FLOORS for room in rooms) == sorted(ROOMS)
+
+
+def test_every_room_is_on_the_lowest_floor_that_its_imports_allow():
+    found = {}
+    for file in python_files():
+        rooms = {room for _, room in imported_rooms(file, ast.parse((ROOT / file).read_text(), file))}
+        found.setdefault(room_of(file), set()).update(rooms - {room_of(file)})
+    for lower, rooms in zip(FLOORS, FLOORS[1:], strict=False):
+        assert [room for room in rooms if not found[room] & lower] == []
 
 
 @pytest.mark.parametrize("rule", [*RULES, imports_no_test], ids=lambda rule: rule.__name__)
@@ -277,14 +315,20 @@ BROKEN = [
     (imports_only_what_its_room_may, "hope_hf/export/x.py", "from hope_hf.training import main"),
     (imports_only_what_its_room_may, "hope_hf/plan/x.py", "from hope_hf.data import Data"),
     (imports_only_what_its_room_may, "run_clm.py", "import torch"),
+    (imports_only_lower_floors, "hope_hf/step/x.py", "from hope_hf.plan import StepOptions"),
+    (imports_only_lower_floors, "hope_hf/plan/x.py", "def f():\n    from hope_hf.training import main"),
+    (imports_only_lower_floors, "hope_hf/training/x.py", "from run_clm import main"),
+    (imports_only_lower_floors, "hope_hf/model/x.py", "import hope_hf"),
+    (imports_only_lower_floors, "hope_hf/cli/x.py", "from ..data import Data"),
     (imports_the_faces_of_other_rooms, "hope_hf/evaluation/x.py", "from hope_hf.data.files import find_files"),
-    (imports_the_faces_of_other_rooms, "hope_hf/plan/x.py", "from hope_hf.training.objective import summed_loss"),
+    (imports_the_faces_of_other_rooms, "hope_hf/training/x.py", "from hope_hf.plan.memory import memory"),
+    (imports_only_what_its_room_may, "hope_hf/plan/x.py", "from hope_hf.training import main"),
+    (imports_only_what_its_room_may, "hope_hf/step/x.py", "def f():\n    from hope_hf.training import main"),
     (imports_the_faces_of_other_rooms, "run_clm.py", "from hope_hf.training.run import main"),
     (imports_heavy_packages_late, "hope_hf/training/x.py", "import wandb"),
     (imports_heavy_packages_late, "hope_hf/model/x.py", "import triton"),
     (imports_heavy_packages_late, "hope_hf/model/x.py", "from .triton_tiles import product"),
     (imports_heavy_packages_late, "hope_hf/model/triton_x.py", "import fla"),
-    (imports_heavy_packages_late, "hope_hf/training/x.py", "from hope_hf.plan import plan_running"),
     (imports_only_what_its_room_may, "hope_hf/optim/x.py", "def f():\n    from hope_hf.plan import plan_running"),
     (imports_heavy_packages_late, "hope_hf/training/x.py", "class A:\n    from matplotlib import pyplot"),
     (imports_flat_siblings_in_the_model, "hope_hf/model/x.py", "from . import continuum"),
@@ -328,7 +372,7 @@ def test_every_rule_can_be_broken(rule, file, source):
         ("hope_hf/model/x.py", "import math\nimport torch.nn.functional as F\nfrom .continuum import LevelMix"),
         ("hope_hf/training/x.py", "from hope_hf import HopeCache\nfrom hope_hf.data import Data\nfrom .run import f"),
         ("hope_hf/training/x.py", "def plot():\n    from matplotlib.figure import Figure"),
-        ("hope_hf/training/x.py", "def plan():\n    from hope_hf.plan import plan_running"),
+        ("hope_hf/training/x.py", "from hope_hf.plan import plan_running\nfrom hope_hf.step.objective import IGNORED"),
         ("hope_hf/training/x.py", "import hope_hf\nhope_hf.HopeConfig\ntorch.load(path, weights_only=True)"),
         ("run_clm.py", "import sys\nfrom hope_hf.training import main"),
     ],

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from hope_hf.cli.recomputing import MIXERS, Recomputed
+from hope_hf.step.recompute import MIXERS, Recomputed
 
 from .shapes import Shapes
 from .strategy import Launch

@@ -5,8 +5,8 @@ from typing import Literal
 
 from hope_hf.cli.arguments import COUNT, ROWS, flag
 from hope_hf.cli.bounds import LONGEST
-from hope_hf.cli.recomputing import recomputing_flag
 from hope_hf.optim import RULES
+from hope_hf.step.recompute import recomputing_flag
 
 MOST_TOKENS = 10**16
 MOST_PROCESSES = 65_536

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hope_hf.cli.recomputing import parse_recomputed
+from hope_hf.step.recompute import parse_recomputed
 
 from .activations import Activations, activations
 from .shapes import Shapes

@@ -13,9 +13,9 @@ from hope_hf.cli.models import build_config, load_config, parse_overrides
 from hope_hf.cli.parser import Parser, named_flags
 from hope_hf.cli.process import warn_once
 from hope_hf.cli.recipe import replaced, without
-from hope_hf.cli.recomputing import Recomputed, parse_recomputed
 from hope_hf.optim import RULES
-from hope_hf.training import split_run_recipe
+from hope_hf.step.recipe import split_run_recipe
+from hope_hf.step.recompute import Recomputed, parse_recomputed
 
 from .arguments import FLAGS, GROUPS, Arguments
 from .gpus import Gpu, parse_gpus

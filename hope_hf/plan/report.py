@@ -1,7 +1,7 @@
 """The plan as text and as JSON."""
 
-from hope_hf.cli.recomputing import parse_recomputed
 from hope_hf.cli.tables import Row, markdown_table
+from hope_hf.step.recompute import parse_recomputed
 
 from .flops import cache_bytes, flops_per_token
 from .gpus import GIB

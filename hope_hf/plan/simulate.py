@@ -27,9 +27,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from hope_hf.cli.recomputing import parse_recomputed
 from hope_hf.optim import LevelClock, build_optimizer
-from hope_hf.training import can_skip_logits, recompute_activations, summed_loss
+from hope_hf.step.objective import can_skip_logits, summed_loss
+from hope_hf.step.recompute import parse_recomputed, recompute_activations
 
 from .step import StepOptions
 from .strategy import Launch

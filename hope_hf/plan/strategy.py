@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hope_hf.training import read_launch_file as read_content
+from hope_hf.step.launch_file import read as read_content
 
 from .arguments import MOST_PROCESSES
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from hope_hf.cli.metrics import next_token_accuracy
-
-from .objective import IGNORED
+from hope_hf.step.objective import IGNORED
 
 
 @torch.no_grad()

@@ -3,8 +3,8 @@
 import torch
 
 from hope_hf.optim import warn_short_levels
+from hope_hf.step.arguments import Arguments
 
-from .arguments import Arguments
 from .engines.base import Engine
 from .engines.placement import GIB, device_name
 

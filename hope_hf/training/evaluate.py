@@ -7,8 +7,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
+from hope_hf.step.objective import count_valid, loss_of_logits, model_inputs
+
 from .accuracy import right_tokens
-from .objective import count_valid, loss_of_logits, model_inputs
 from .process import sum_over_processes
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hope_hf.cli.mistakes import one_line
 from hope_hf.cli.pictures import draw_or_warn
+from hope_hf.step.arguments import Arguments
 
-from .arguments import Arguments
 from .checkpoints.reader import read_weights
 from .checkpoints.whole_weights import take_parts
 from .engines.base import Engine

@@ -1,6 +1,5 @@
 """From a command line to `Arguments`: YAML file, flags that override it, one sentence for each mistake."""
 
-from collections.abc import Collection
 from dataclasses import fields
 from pathlib import Path
 
@@ -8,12 +7,12 @@ from hope_hf.cli.folders import check_output
 from hope_hf.cli.hub import check_repo_id
 from hope_hf.cli.parser import Parser, named_flags
 from hope_hf.cli.process import warn_once
-from hope_hf.cli.recipe import MODELS, read_recipe, replaced, split_recipe
-from hope_hf.cli.recomputing import parse_recomputed
+from hope_hf.cli.recipe import MODELS, read_recipe, replaced
 from hope_hf.cli.text_flags import TEXT_SOURCES, check_streaming, warn_of_ignored_share
+from hope_hf.step.arguments import FLAGS, GROUPS, Arguments
+from hope_hf.step.recipe import split_run_recipe
+from hope_hf.step.recompute import parse_recomputed
 
-from .arguments import FLAGS, GROUPS, Arguments
-from .foreign import INSTEAD, NO_EFFECT, drop_foreign
 from .watch.profile import parse_profiled
 
 DEMO_RECIPE = Path(__file__).with_name("demo.yaml")
@@ -44,16 +43,6 @@ def parse(argv: list[str]) -> Arguments:
     _check(args)
     _warn_of_ignored(args, named)
     return args
-
-
-def split_run_recipe(argv: list[str], flags: Collection[str] = FLAGS) -> tuple[list[str], list[str]]:
-    """The words of the recipe that comes first, those of `flags` alone, and the words after it.
-
-    Raises ValueError for a key that no recipe of `run_clm.py` has, and for a flag with a replacement.
-    """
-    known = {*FLAGS, *NO_EFFECT, *INSTEAD}
-    recipe, rest = split_recipe(argv, known, left_out={*FLAGS} - {*flags})
-    return drop_foreign(recipe), drop_foreign(rest, flags)
 
 
 def repo_id(args: Arguments) -> str:

@@ -12,8 +12,7 @@ from accelerate.utils import set_seed
 
 from hope_hf.cli.process import is_first_process, set_up_cpu
 from hope_hf.interrupt import quit_now
-
-from .arguments import Arguments
+from hope_hf.step.arguments import Arguments
 
 QUIT = "stopped by Ctrl-C; the same command goes on from the last checkpoint."
 

@@ -10,8 +10,8 @@ import huggingface_hub
 from hope_hf.cli.models import is_hope
 from hope_hf.cli.process import warn_once
 from hope_hf.export import ExportFailed, export_folder, upload
+from hope_hf.step.arguments import Arguments
 
-from .arguments import Arguments
 from .parsing import repo_id
 
 PLACE = ".hub-"

@@ -10,17 +10,16 @@ from transformers import PreTrainedModel
 import hope_hf
 from hope_hf.cli.models import build_config, build_model, is_hope, load_config, parse_overrides
 from hope_hf.cli.process import warn_once
-from hope_hf.cli.recomputing import parse_recomputed
 from hope_hf.data import DEFAULT_VOCAB_SIZE, LARGEST_VOCABULARY, Data, DataConfig, build_data, disable_progress_bars
 from hope_hf.optim import LevelClock, build_optimizer
+from hope_hf.step.arguments import FLAGS, Arguments
+from hope_hf.step.recompute import parse_recomputed, recompute_activations
 
-from .arguments import FLAGS, Arguments
 from .engines.base import Engine
 from .initial.host_memory import build_fake, built_bytes, check_host_memory
 from .initial.values import DrawnValues, StoredValues, build_on_meta, pretrained_values
 from .process import shows_bars
 from .push import check_push
-from .recompute import recompute_activations
 from .watch.profile import check_profiled
 
 SYNTHETIC = "synthetic"

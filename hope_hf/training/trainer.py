@@ -10,7 +10,9 @@ import torch
 import transformers
 from accelerate.utils import send_to_device, set_seed
 
-from .arguments import Arguments
+from hope_hf.step.arguments import Arguments
+from hope_hf.step.objective import can_skip_logits, check_token_ids, count_valid, model_inputs, summed_loss
+
 from .card import run_card
 from .carry import CarriedMemory
 from .checkpoints.hook import CheckpointHook
@@ -30,7 +32,6 @@ from .finish import finish, show
 from .finite import require_finite_weights, weights_are_finite
 from .initial.host_memory import is_fake
 from .initial.values import checkpoint_values
-from .objective import can_skip_logits, check_token_ids, count_valid, model_inputs, summed_loss
 from .process import StopSignal, leave, prepare_process, sum_over_processes
 from .push import push
 from .setup import Run, build_all

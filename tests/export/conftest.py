@@ -14,7 +14,7 @@ from hope_hf.evaluation import arguments, report
 from hope_hf.evaluation.result import SuiteResult
 from hope_hf.evaluation.subject import Subject
 from hope_hf.export import main
-from hope_hf.training.arguments import Arguments
+from hope_hf.step.arguments import Arguments
 
 WORDS = "the memory of a model reads and writes while it learns what was said before in this long text".split()
 REPOSITORY = "owner/small-hope"

@@ -13,7 +13,7 @@ from hope_hf.export.evaluation_facts import _tables
 from hope_hf.export.markdown import as_code_block, as_text
 from hope_hf.export.public import SHOWN, public_command, without_folders
 from hope_hf.export.training_facts import read_training
-from hope_hf.training.arguments import GROUPS as TRAINING_FLAGS
+from hope_hf.step.arguments import GROUPS as TRAINING_FLAGS
 
 # A shell line, and names that say nothing about the model.
 PRIVATE = {"checkpoint_hook", "run_name", "project_name", "report_to", "archive_dir"}

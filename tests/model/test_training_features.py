@@ -8,10 +8,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import StaticCache
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
-from hope_hf.cli.recomputing import Recomputed
 from hope_hf.model import self_modifying
 from hope_hf.model.continuum import CONTINUA, ContinuumMemory
-from hope_hf.training.recompute import recompute_activations
+from hope_hf.step.recompute import Recomputed, recompute_activations
 
 
 def text(*shape):

@@ -8,7 +8,6 @@ from models import small_config
 from transformers import LlamaConfig, Qwen2Config
 
 from hope_hf import HopeConfig, HopeModel
-from hope_hf.cli.recomputing import Recomputed
 from hope_hf.model.documents import Documents
 from hope_hf.plan.activations import _sparse, activations
 from hope_hf.plan.memory import memory
@@ -16,6 +15,7 @@ from hope_hf.plan.shapes import shapes_of
 from hope_hf.plan.simulate import simulate
 from hope_hf.plan.step import StepOptions
 from hope_hf.plan.strategy import STRATEGIES, Launch, fsdp
+from hope_hf.step.recompute import Recomputed
 
 LLAMA_7B = LlamaConfig()
 

@@ -8,7 +8,6 @@ import pytest
 from transformers import GPT2Config, LlamaConfig
 
 from hope_hf import PRESETS, HopeConfig
-from hope_hf.cli.recomputing import Recomputed
 from hope_hf.plan.activations import activations
 from hope_hf.plan.communication import traffic
 from hope_hf.plan.memory import memory
@@ -16,6 +15,7 @@ from hope_hf.plan.shapes import shapes_of
 from hope_hf.plan.states import ADAM_MOMENTS, Bytes, largest_model, state_bytes
 from hope_hf.plan.step import StepOptions
 from hope_hf.plan.strategy import STRATEGIES, Launch
+from hope_hf.step.recompute import Recomputed
 
 PAGE = Path(__file__).parents[2] / "docs/memory.md"
 SEVEN_B, GB = 7e9, 1e9

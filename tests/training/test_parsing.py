@@ -11,11 +11,11 @@ from transformers import get_scheduler
 
 from hope_hf.cli import process
 from hope_hf.cli.recipe import MODELS
-from hope_hf.cli.recomputing import parse_recomputed
 from hope_hf.cli.text_flags import TEXT_SOURCES
 from hope_hf.optim import build_optimizer
-from hope_hf.training.arguments import FLAGS, Arguments
-from hope_hf.training.foreign import INSTEAD, NO_EFFECT
+from hope_hf.step.arguments import FLAGS, Arguments
+from hope_hf.step.recipe import INSTEAD, NO_EFFECT
+from hope_hf.step.recompute import parse_recomputed
 from hope_hf.training.parsing import parse, repo_id
 
 # The flags that the project promises, besides --output_dir and --document_boundary.

@@ -12,8 +12,8 @@ from huggingface_hub import ModelCard
 from training_runs import HOPE, LLAMA
 
 from hope_hf.export import ExportFailed
+from hope_hf.step.arguments import Arguments
 from hope_hf.training import push
-from hope_hf.training.arguments import Arguments
 
 ROOT = Path(__file__).parents[2]
 SHORT = ["--max_train_steps", "2"]

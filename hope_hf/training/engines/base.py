@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from hope_hf.cli.files import share_weights
 from hope_hf.optim import RULES, LevelClock
+from hope_hf.step.arguments import Arguments
 
-from ..arguments import Arguments
 from .loss_scaling import LossScaling, TorchScaling
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -14,14 +14,14 @@ from accelerate.state import GradientState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, InitProcessGroupKwargs
 
 from hope_hf.cli.process import warn_once
+from hope_hf.step.arguments import Arguments
+from hope_hf.step.launch_file import check_launch_file
 
-from ..arguments import Arguments
 from .base import LOW_PRECISION, Engine
 from .cpu import cpu_accelerator
 from .fsdp1 import FSDP1
 from .fsdp2 import FSDP2
 from .guard import OneSidedError, check_devices
-from .launch_file import check_launch_file
 from .zero import Zero
 
 # Begins the names of the variables with which the launcher passes on a launch file's mesh.

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from hope_hf.cli.process import warn_once
 from hope_hf.optim import LevelClock, own_part
+from hope_hf.step.arguments import Arguments
 
-from ..arguments import Arguments
 from .base import LOW_PRECISION, Engine, Slice, dtype_name
 from .meta import is_on_meta
 

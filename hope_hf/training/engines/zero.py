@@ -19,8 +19,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from hope_hf.cli.files import read_small
 from hope_hf.cli.process import warn_once
 from hope_hf.optim import LevelClock
+from hope_hf.step.arguments import Arguments
 
-from ..arguments import Arguments
 from .base import LOW_PRECISION, Engine, Slice, dtype_name, split_state
 from .loss_scaling import DeepSpeedScaling
 from .meta import is_on_meta, make_real

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from hope_hf.cli.mistakes import MISTAKES
 from hope_hf.cli.models import build_model
 from hope_hf.cli.weights import weight_files
+from hope_hf.step.arguments import Arguments
 
-from ..arguments import Arguments
 from ..checkpoints.stored_weights import WholeWeights
 from ..engines.base import Engine
 from ..engines.placement import GIB, free_memory

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from hope_hf.cli.models import build_model
 from hope_hf.cli.weights import weight_files
+from hope_hf.step.arguments import Arguments
 
-from ..arguments import Arguments
 from ..checkpoints.stored_weights import StoredWeights, WholeWeights, check_fits, stored_weights
 from ..engines.base import Slice
 from .by_block import draw_by_block

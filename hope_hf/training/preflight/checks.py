@@ -3,9 +3,9 @@
 import os
 from collections.abc import Callable
 
-from hope_hf.cli.recomputing import Recomputed, parse_recomputed
+from hope_hf.step.arguments import Arguments
+from hope_hf.step.recompute import Recomputed, parse_recomputed
 
-from ..arguments import Arguments
 from ..engines.placement import GIB
 from .credentials import wandb_credentials
 from .facts import Facts

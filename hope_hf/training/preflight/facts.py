@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from ..arguments import Arguments
+from hope_hf.step.arguments import Arguments
+
 from ..engines.placement import free_memory
 from .gpus import Gpu
 

@@ -5,8 +5,9 @@ from dataclasses import replace
 import torch
 
 from hope_hf.cli.folder_lock import is_locked
+from hope_hf.plan import StepOptions, plan_running
+from hope_hf.step.arguments import Arguments
 
-from ..arguments import Arguments
 from ..checkpoints.run_folder import RunFolder
 from ..engines.base import Engine
 from ..engines.choose import make_engine
@@ -86,9 +87,6 @@ def _facts(
 
 
 def _sizes(args: Arguments, engine: Engine, training: Training) -> Sizes:
-    # The planner is built on the trainer, so it cannot be imported before.
-    from hope_hf.plan import StepOptions, plan_running
-
     options = StepOptions(
         batch_size=args.per_device_train_batch_size,
         block_size=training.run.plan.block_size,

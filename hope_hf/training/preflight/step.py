@@ -5,8 +5,8 @@ import time
 import torch
 
 from hope_hf.cli.process import memory_is_full
+from hope_hf.step.arguments import Arguments
 
-from ..arguments import Arguments
 from ..engines.base import Engine, Update
 from ..engines.neighbours import NeighbourWatch, find_neighbours
 from ..engines.placement import GIB

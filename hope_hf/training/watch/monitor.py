@@ -4,8 +4,8 @@ import math
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 from hope_hf.cli.process import wished_threads
+from hope_hf.step.arguments import Arguments
 
-from ..arguments import Arguments
 from ..engines.base import Engine, Update
 from ..state import Progress
 from .heartbeat import Heartbeat

@@ -13,8 +13,8 @@ from tqdm.auto import tqdm
 from hope_hf.cli.files import LARGEST_METRICS, read_small, replace_text
 from hope_hf.cli.mistakes import one_line
 from hope_hf.cli.parser import nearest
+from hope_hf.step.arguments import Arguments
 
-from ..arguments import Arguments
 from ..engines.guard import OneSidedError
 from ..process import shows_bars
 

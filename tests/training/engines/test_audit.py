@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 
-from hope_hf.training.arguments import Arguments
+from hope_hf.step.arguments import Arguments
 from hope_hf.training.engines.audit import write_audit
 from hope_hf.training.engines.base import Engine
 from hope_hf.training.engines.fsdp1 import FSDP1

@@ -14,8 +14,8 @@ from training_runs import HOPE, LLAMA, ROOT, TWO, curve, read_rows, reset_accele
 
 from hope_hf.cli import process
 from hope_hf.cli.process import default_threads
+from hope_hf.step.arguments import Arguments
 from hope_hf.training import setup
-from hope_hf.training.arguments import Arguments
 from hope_hf.training.engines import choose
 from hope_hf.training.engines.choose import make_engine
 

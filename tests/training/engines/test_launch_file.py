@@ -15,13 +15,14 @@ from accelerate.utils.constants import FSDP_SHARDING_STRATEGY
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 
 from hope_hf.optim import build_optimizer
-from hope_hf.training.arguments import Arguments
-from hope_hf.training.engines import launch_file, zero
+from hope_hf.step import launch_file
+from hope_hf.step.arguments import Arguments
+from hope_hf.step.launch_file import check
+from hope_hf.training.engines import zero
 from hope_hf.training.engines.base import Engine
 from hope_hf.training.engines.choose import check_mesh, plain_name
 from hope_hf.training.engines.fsdp1 import FSDP1
 from hope_hf.training.engines.fsdp2 import classes_by_size
-from hope_hf.training.engines.launch_file import check
 from hope_hf.training.engines.zero import Zero
 
 CONFIGS = sorted((Path(__file__).parents[3] / "accelerate_configs").glob("*.yaml"))

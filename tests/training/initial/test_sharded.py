@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from training_runs import GPT2, HOPE, HOPE_HYBRID, LLAMA, ROOT
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hope_hf.training.arguments import Arguments
+from hope_hf.step.arguments import Arguments
 from hope_hf.training.engines.base import Engine
 from hope_hf.training.initial import host_memory, values
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hope_hf.training.arguments import Arguments
+from hope_hf.step.arguments import Arguments
 from hope_hf.training.engines.base import Update
 from hope_hf.training.preflight import checks
 from hope_hf.training.preflight.checks import ALLOCATOR, CHECKS

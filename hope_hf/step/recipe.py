@@ -1,9 +1,12 @@
-"""Flags of transformers' `run_clm.py` and `run_clm_no_trainer.py`, and old ones, renamed or without effect."""
+"""The recipe that begins a command line; flags of transformers' `run_clm.py` that are renamed or ignored here."""
 
 from collections.abc import Collection
 
 from hope_hf.cli.parser import flag_of
 from hope_hf.cli.process import warn_once
+from hope_hf.cli.recipe import split_recipe
+
+from .arguments import FLAGS
 
 NO_EFFECT = {
     "do_train": "run_clm.py always trains",
@@ -77,3 +80,13 @@ def drop_foreign(words: list[str], flags: Collection[str] = ()) -> list[str]:
         if not dropping:
             kept.append(word)
     return kept
+
+
+def split_run_recipe(argv: list[str], flags: Collection[str] = FLAGS) -> tuple[list[str], list[str]]:
+    """The words of the recipe that comes first, those of `flags` alone, and the words after it.
+
+    Raises ValueError for a key that no recipe of `run_clm.py` has, and for a flag with a replacement.
+    """
+    known = {*FLAGS, *NO_EFFECT, *INSTEAD}
+    recipe, rest = split_recipe(argv, known, left_out={*FLAGS} - {*flags})
+    return drop_foreign(recipe), drop_foreign(rest, flags)

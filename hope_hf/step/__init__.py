@@ -1,0 +1,1 @@
+"""One optimizer step: its flags, recipe, launch file, loss and recomputation; trainer and planner share them."""
