@@ -1,4 +1,4 @@
-"""Writes the files that `test_frozen.py` loads: `python tests/frozen/make.py`, with the code whose files they shall be.
+"""Writes the files that `test_frozen.py` loads, in the formats of the code that runs it: `python tests/frozen/make.py`.
 
     plain/      a run of one process that stopped after step 2 of 4: weights and optimizer in one file each
     sharded/    the same of two processes under FSDP2 with --save_sharded: a file of each from every process
@@ -38,7 +38,8 @@ CONFIG = {
 }
 # Relative paths: a run's settings name its files.
 FLAGS = ["--train_file", "text.txt", "--block_size", "64", "--max_train_steps", "4", "--checkpointing_steps", "2"]
-FLAGS += ["--logging_steps", "1", "--cpu_threads", "1", "--config_overrides", json.dumps(CONFIG), "--output_dir", "run"]
+FLAGS += ["--logging_steps", "1", "--cpu_threads", "1", "--config_overrides", json.dumps(CONFIG)]
+FLAGS += ["--output_dir", "run"]
 ONE_PROCESS = [*FLAGS, "--per_device_train_batch_size", "2"]
 
 
