@@ -1,4 +1,4 @@
-"""Writes the files that `test_frozen.py` loads, in the formats of the code that runs it: `python tests/frozen/make.py`.
+"""Writes the files that `test_frozen.py` loads, in the formats of the code at hand: `python tests/frozen/make.py`.
 
     plain/      a run of one process that stopped after step 2 of 4: weights and optimizer in one file each
     sharded/    the same of two processes under FSDP2 with --save_sharded: a file of each from every process
