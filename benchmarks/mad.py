@@ -31,7 +31,7 @@ from benchmarks.quality import finish
 from benchmarks.quality_models import SPARSE, fields_of_model
 from benchmarks.quality_results import append, read_lines
 from hope_hf.cli.process import set_up_cpu
-from hope_hf.cli.provenance import provenance
+from hope_hf.cli.results import provenance
 from hope_hf.evaluation.arguments import Arguments
 from hope_hf.evaluation.synthetic.model import small_model
 from hope_hf.evaluation.synthetic.suite import synthetic

@@ -12,9 +12,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import find_adapter_config_file
 
-from .arguments import ModelArguments
-from .mistakes import MISTAKES, one_line
+from .flags import ModelArguments
 from .parser import nearest
+from .process import MISTAKES, one_line
 from .recipe import load_yaml
 from .weights import load_model
 

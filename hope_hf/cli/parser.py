@@ -7,7 +7,66 @@ from collections.abc import Collection
 
 from transformers import HfArgumentParser
 
-from .usual_names import our_name
+# Names that other programs and models have for flags and config fields, so that a wrong one is answered with ours.
+# Ours, of which the first one that exists counts, and the names that mean it elsewhere. `x=N`: a field of the config.
+_USUAL = (
+    (("per_device_train_batch_size", "batch_size"), "batch_size batch bs train_batch_size micro_batch_size mbs"),
+    (("learning_rate",), "lr max_lr peak_lr rate"),
+    (("model_name_or_path",), "model model_path model_name model_dir model_id checkpoint ckpt pretrained base_model"),
+    (("dataset_name",), "dataset hf_dataset data_name"),
+    (("train_file", "files"), "data data_path data_file train_data text text_file corpus input input_file file"),
+    (("validation_file",), "eval_file val_file valid_file test_file eval_data val_data validation_data"),
+    (("max_train_steps",), "steps max_steps num_steps train_steps total_steps iterations iters max_iters"),
+    (("num_train_epochs",), "epochs epoch num_epochs max_epochs"),
+    (
+        ("block_size", "lengths", "max_position_embeddings"),
+        "seq_length seq_len sequence_length max_length max_len max_seq_length max_seq_len context_length context ctx "
+        "ctx_len context_size n_ctx n_positions",
+    ),
+    (("report_to wandb",), "wandb use_wandb wandb_project"),
+    (("report_to tensorboard",), "tensorboard"),
+    (("resume_from_checkpoint",), "resume resume_from resume_path restart"),
+    (("output_dir", "to"), "output out out_dir save_dir output_path save_path results_dir run_dir"),
+    (("config_name",), "preset size model_size config model_config"),
+    (("tokenizer_name",), "tokenizer tokenizer_path"),
+    (("num_warmup_steps",), "warmup warmup_iters warm_up warmup_steps"),
+    (("weight_decay",), "wd decay"),
+    (("gradient_accumulation_steps",), "grad_accum accumulation_steps gradient_accumulation grad_accumulation_steps"),
+    (("max_grad_norm",), "clip grad_clip gradient_clipping clip_grad_norm max_norm"),
+    (("adam_beta1",), "beta1"),
+    (("adam_beta2",), "beta2"),
+    (("adam_epsilon",), "eps epsilon"),
+    (("lr_scheduler_type",), "scheduler lr_scheduler schedule"),
+    (("gradient_checkpointing",), "activation_checkpointing recompute"),
+    (("torch_compile",), "compile"),
+    (("eval_steps",), "eval_interval eval_every"),
+    (("logging_steps",), "log_interval log_every log_steps"),
+    (("checkpointing_steps",), "save_interval save_every checkpoint_interval checkpoint_every save_steps"),
+    (("dataloader_num_workers",), "num_workers workers"),
+    (("cpu_threads",), "threads num_threads n_threads"),
+    (("seed",), "random_seed rng_seed"),
+    (("suite",), "suites benchmark benchmarks"),
+    (("num_fewshot",), "fewshot shots num_shots n_shot"),
+    (("device", "gpu"), "gpu gpus cuda device"),
+    (
+        ("hidden_size", "n_embd", "d_model", "hidden_size=N"),
+        "hidden_size n_embd d_model dim embed_dim hidden_dim width",
+    ),
+    (
+        ("num_hidden_layers", "n_layer", "num_layers", "num_hidden_layers=N"),
+        "num_hidden_layers n_layer n_layers num_layers layers depth",
+    ),
+    (
+        ("num_attention_heads", "n_head", "num_heads", "num_attention_heads=N"),
+        "num_attention_heads n_head n_heads num_heads heads",
+    ),
+    (
+        ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "level_intermediate_sizes", "intermediate_size=N"),
+        "intermediate_size n_inner ffn_dim d_ff mlp_dim ffn_hidden_size",
+    ),
+    (("vocab_size", "vocab_size=N"), "vocab_size vocab vocabulary_size n_vocab"),
+)
+_OURS = {name: ours for ours, names in _USUAL for name in names.split()}
 
 
 class Parser(HfArgumentParser):
@@ -46,12 +105,23 @@ def nearest(name: str, known, most: int = 1) -> str:
     """'; did you mean X?' with at most `most` names for a misspelled or a usual one, '' if none is close."""
     dashes = "--" if name.startswith("--") else ""
     plain = [other.removeprefix(dashes) for other in known]
-    usual = our_name(name.removeprefix(dashes), plain)
+    usual = _our_name(name.removeprefix(dashes), plain)
     if usual is None:
         matches = difflib.get_close_matches(name.removeprefix(dashes), plain, n=most, cutoff=0.6)
     else:
         matches = [usual] if usual else []
     return f"; did you mean {' or '.join(dashes + match for match in matches)}?" if matches else ""
+
+
+def _our_name(name: str, known: list[str]) -> str | None:
+    """What of `known`, flags or fields, has the usual name `name`: '' if none of them, None for a name not in use."""
+    if name.lower() not in _OURS:
+        return None
+    for ours in _OURS[name.lower()]:
+        shown = f"config_overrides {ours}" if ours.endswith("=N") else ours
+        if shown.split()[0] in known and shown != name:
+            return shown
+    return ""
 
 
 def named_flags(parser: Parser, words: list[str], flags: Collection[str]) -> set[str]:

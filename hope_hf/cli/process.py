@@ -13,6 +13,15 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+from huggingface_hub import constants
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+
+# transformers fails on broken files with most of Python's own errors. A RecursionError is a RuntimeError.
+MISTAKES = (
+    OSError, ValueError, TypeError, ArithmeticError, ImportError, AttributeError, LookupError, RuntimeError,
+    StrictDataclassError, SafetensorError,
+)  # fmt: skip
 
 _format_warning = warnings.formatwarning
 
@@ -140,12 +149,29 @@ def trim_memory():
             ctypes.CDLL(None).malloc_trim(0)
 
 
+def go_offline():
+    """Let huggingface_hub, and processes that are started from now on, ask the Hub for nothing."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    constants.HF_HUB_OFFLINE = True
+
+
 def complain(error: Exception | str, status: int, everywhere: bool = False) -> int:
     """Print the error as one line on standard error, on rank 0 unless `everywhere`; returns `status`."""
     # An error of all processes is printed once.
     if everywhere or is_first_process():
         print(f"error: {error}", file=sys.stderr, flush=True)
     return status
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message without its line breaks."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deep"
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    # A strict config wraps the message of its check in an error that names the check.
+    reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
+    return " ".join(str(reason).split()) or type(error).__name__
 
 
 def memory_is_full(error: BaseException) -> bool:

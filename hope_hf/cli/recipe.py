@@ -9,9 +9,9 @@ from pathlib import Path
 import yaml
 
 from .files import read_small
-from .mistakes import one_line
+from .flags import OF_ONE_TEXT, TEXT_SOURCES
 from .parser import nearest
-from .text_flags import OF_ONE_TEXT, TEXT_SOURCES
+from .process import one_line
 
 MODELS = ("model_name_or_path", "model_type", "config_name")
 # Flags whose value may be a mapping.

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from .files import is_inside, read_small
-from .mistakes import MISTAKES, one_line
+from .process import MISTAKES, one_line
 
 PART = re.compile(r"model-rank(\d+)\.safetensors")
 """What one process of a run with `--save_sharded` writes."""

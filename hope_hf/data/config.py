@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from hope_hf.cli.text_flags import TEXT_SOURCES
+from hope_hf.cli.flags import TEXT_SOURCES
 
 
 @dataclass

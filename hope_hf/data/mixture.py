@@ -16,7 +16,7 @@ corpora:
 import re
 from dataclasses import asdict, dataclass, fields
 
-from hope_hf.cli.bounds import LARGEST
+from hope_hf.cli.flags import LARGEST
 from hope_hf.cli.parser import nearest
 from hope_hf.cli.recipe import read_yaml
 

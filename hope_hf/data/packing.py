@@ -27,7 +27,7 @@ from datasets import List as ListFeature
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hope_hf.cli.progress import lines_of_datasets
+from hope_hf.cli.program import lines_of_datasets
 
 from .cache import cache_errors
 from .encoding import make_encoder

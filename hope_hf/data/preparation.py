@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hope_hf.cli.files import is_unfinished, replace_text
 from hope_hf.cli.folder_lock import LOCK_FILE
-from hope_hf.cli.provenance import provenance
+from hope_hf.cli.results import provenance
 
 from .corpora import Documents, require_as_many, warn_of_excess
 from .encode_batches import EncodingPool, encoded

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from datasets import disable_progress_bars
 
-from hope_hf.cli.arguments import COUNT, SEED, THREADS, flag
+from hope_hf.cli.flags import COUNT, SEED, THREADS, check_output, flag
 from hope_hf.cli.folder_lock import FolderLock
-from hope_hf.cli.folders import check_output
 from hope_hf.cli.parser import Parser
 from hope_hf.cli.process import complain
 from hope_hf.cli.program import program

@@ -9,7 +9,7 @@ from itertools import islice
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError, SplitsVerificationError
 
-from hope_hf.cli.hub import is_hub_name
+from hope_hf.cli.flags import is_hub_name
 
 from .cache import DISK_ERRORS, cache_for, writable_cache
 from .config import DataConfig

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hope_hf.cli.arguments import COUNT, flag
-from hope_hf.cli.folders import check_output
+from hope_hf.cli.flags import COUNT, check_output, flag
 from hope_hf.cli.parser import Parser
 from hope_hf.cli.process import complain, warn_once
 from hope_hf.cli.program import program

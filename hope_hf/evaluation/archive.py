@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 
-from hope_hf.cli.folders import check_output
+from hope_hf.cli.flags import check_output
 
 from .saved_reports import run_name
 

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from hope_hf.cli.arguments import COUNT, SEED, THREADS, ModelArguments, TextArguments, flag
-from hope_hf.cli.bounds import LONGEST
+from hope_hf.cli.flags import COUNT, LONGEST, SEED, THREADS, ModelArguments, TextArguments, flag
 
 # The `--batch_size` that lm-eval finds by trying.
 AUTO = "auto"

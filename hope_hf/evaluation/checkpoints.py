@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hope_hf.cli.files import read_small
-from hope_hf.cli.mistakes import MISTAKES
+from hope_hf.cli.process import MISTAKES
 
 from .arguments import Arguments
 from .saved_reports import is_count

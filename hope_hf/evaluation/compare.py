@@ -7,8 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from hope_hf.cli.files import replace_text
-from hope_hf.cli.pictures import can_draw, draw_or_warn
-from hope_hf.cli.tables import Row, markdown_table
+from hope_hf.cli.results import Row, can_draw, draw_or_warn, markdown_table
 
 from .arguments import Arguments
 from .display import dots

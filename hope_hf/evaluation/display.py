@@ -11,9 +11,8 @@ import datasets
 import transformers
 from tqdm.auto import tqdm
 
-from hope_hf.cli.pictures import as_label
-from hope_hf.cli.progress import LOG_SECONDS, LogLines
-from hope_hf.cli.tables import Row
+from hope_hf.cli.program import LOG_SECONDS, LogLines
+from hope_hf.cli.results import Row, as_label
 
 from .numbers import Number
 

@@ -16,8 +16,7 @@ import numpy
 import torch
 from datasets.table import CastError
 
-from hope_hf.cli.mistakes import one_line
-from hope_hf.cli.process import warn_once
+from hope_hf.cli.process import one_line, warn_once
 
 from .templates import TooCostly
 

@@ -4,8 +4,7 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
-from hope_hf.cli.mistakes import one_line
-from hope_hf.cli.process import complain, is_first_process, memory_is_full
+from hope_hf.cli.process import complain, is_first_process, memory_is_full, one_line
 
 from .archive import archive, archive_folder
 from .arguments import Arguments

@@ -5,8 +5,8 @@ from copy import copy
 from functools import lru_cache
 from pathlib import Path
 
-from hope_hf.cli.mistakes import one_line
 from hope_hf.cli.parser import nearest
+from hope_hf.cli.process import one_line
 from hope_hf.data import cache_for, plain_name
 
 from .arguments import Arguments

@@ -5,10 +5,9 @@ import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hope_hf.cli.arguments import TextArguments
 from hope_hf.cli.files import read_small
-from hope_hf.cli.mistakes import MISTAKES, one_line
-from hope_hf.cli.process import warn_once
+from hope_hf.cli.flags import TextArguments
+from hope_hf.cli.process import MISTAKES, one_line, warn_once
 from hope_hf.data import DataConfig, find_files, load_files, validation_texts
 
 from .arguments import Arguments

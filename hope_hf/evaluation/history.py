@@ -5,8 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from hope_hf.cli.files import replace_text
-from hope_hf.cli.pictures import can_draw, draw_or_warn
-from hope_hf.cli.tables import RESULTS_FILE
+from hope_hf.cli.results import RESULTS_FILE, can_draw, draw_or_warn
 
 from .arguments import Arguments
 from .checkpoints import FOLDER, Checkpoint

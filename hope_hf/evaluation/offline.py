@@ -2,7 +2,7 @@
 
 import datasets
 
-from hope_hf.cli.hub import go_offline
+from hope_hf.cli.process import go_offline
 
 
 def leave_the_hub():

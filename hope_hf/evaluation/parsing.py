@@ -3,12 +3,10 @@
 import os
 from dataclasses import fields
 
-from hope_hf.cli.arguments import ROWS
-from hope_hf.cli.bounds import LONGEST, Bounds
+from hope_hf.cli.flags import LONGEST, ROWS, Bounds, check_streaming, warn_of_ignored_share
 from hope_hf.cli.parser import Parser, named_flags, nearest
 from hope_hf.cli.process import warn_once
 from hope_hf.cli.recipe import replaced, split_recipe
-from hope_hf.cli.text_flags import check_streaming, warn_of_ignored_share
 
 from .arguments import ALWAYS, AUTO, FLAGS, GROUPS, TEXT, Arguments
 from .checkpoints import parse_checkpoints

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hope_hf.cli.metrics import next_token_accuracy
+from hope_hf.cli.results import next_token_accuracy
 from hope_hf.data import bytes_per_id
 
 from .arguments import MODEL, TEXT, Arguments, reads

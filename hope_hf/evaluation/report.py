@@ -6,8 +6,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hope_hf.cli.provenance import provenance
-from hope_hf.cli.tables import SCHEMA_VERSION, Row, markdown_table
+from hope_hf.cli.results import SCHEMA_VERSION, Row, markdown_table, provenance
 
 from .arguments import Arguments
 from .checkpoints import as_checkpoint

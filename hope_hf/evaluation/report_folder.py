@@ -7,11 +7,10 @@ from itertools import count
 from pathlib import Path
 
 from hope_hf.cli.files import replace_text
+from hope_hf.cli.flags import check_output
 from hope_hf.cli.folder_lock import FolderLock
-from hope_hf.cli.folders import check_output
-from hope_hf.cli.pictures import can_draw, draw_or_warn
 from hope_hf.cli.process import complain
-from hope_hf.cli.tables import RESULTS_FILE
+from hope_hf.cli.results import RESULTS_FILE, can_draw, draw_or_warn
 
 from .arguments import Arguments
 from .compare import different_flags

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hope_hf.cli.tables import Row
+from hope_hf.cli.results import Row
 
 
 @dataclass

@@ -3,7 +3,7 @@
 import torch
 
 from hope_hf.cli.files import read_small
-from hope_hf.cli.mistakes import one_line
+from hope_hf.cli.process import one_line
 
 from .arguments import MODEL, TEXT, Arguments, reads
 from .held_out import held_out_documents

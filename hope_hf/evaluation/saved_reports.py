@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 
 from hope_hf.cli.files import is_inside, read_small
-from hope_hf.cli.mistakes import one_line
-from hope_hf.cli.tables import RESULTS_FILE, SCHEMA_VERSION
+from hope_hf.cli.process import one_line
+from hope_hf.cli.results import RESULTS_FILE, SCHEMA_VERSION
 
 # No number of a report comes near it; differences and pictures of larger ones overflow.
 LARGEST = 1e100

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, replace
 
-from hope_hf.cli.folders import check_output
+from hope_hf.cli.flags import check_output
 from hope_hf.cli.process import complain, is_first_process, set_up_cpu
 
 from .arguments import Arguments

@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from hope_hf.cli.files import read_small
-from hope_hf.cli.mistakes import one_line
+from hope_hf.cli.process import one_line
 from hope_hf.cli.recipe import PlainLoader
 
 from .templates import limited_environment

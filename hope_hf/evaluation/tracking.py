@@ -5,8 +5,8 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-from hope_hf.cli.mistakes import one_line
 from hope_hf.cli.parser import nearest
+from hope_hf.cli.process import one_line
 
 from .checkpoints import Checkpoint
 from .numbers import Key, Number

@@ -11,7 +11,7 @@ from functools import partial
 import torch.distributed as dist
 
 from hope_hf.cli.process import is_first_process, memory_is_full
-from hope_hf.cli.progress import LogLines
+from hope_hf.cli.program import LogLines
 
 from .arguments import AUTO, MODEL, Arguments, reads
 from .display import show_progress

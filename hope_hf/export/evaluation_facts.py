@@ -6,7 +6,7 @@ from pathlib import Path
 from huggingface_hub import EvalResult
 from transformers import PreTrainedModel
 
-from hope_hf.cli.tables import SCHEMA_VERSION, markdown_table
+from hope_hf.cli.results import SCHEMA_VERSION, markdown_table
 
 from .json_file import read_object
 from .markdown import as_text

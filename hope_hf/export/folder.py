@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 from safetensors import SafetensorError
 
 from hope_hf.cli.files import share_weights
-from hope_hf.cli.tables import RESULTS_FILE
+from hope_hf.cli.results import RESULTS_FILE
 
 from .card import model_card
 from .check import check_export

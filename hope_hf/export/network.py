@@ -5,7 +5,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, get_session, get_token
 
-from hope_hf.cli.mistakes import one_line
+from hope_hf.cli.process import one_line
 
 from .errors import ExportFailed
 

@@ -4,7 +4,7 @@ import re
 import shlex
 from pathlib import PureWindowsPath
 
-from hope_hf.cli.hub import is_hub_name
+from hope_hf.cli.flags import is_hub_name
 from hope_hf.cli.parser import flag_of
 
 # Flags whose value may be a name on the Hub.

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import transformers
 
-from hope_hf.cli.bounds import Checked
-from hope_hf.cli.folders import check_output
-from hope_hf.cli.hub import check_repo_id
+from hope_hf.cli.flags import Checked, check_output, check_repo_id
 from hope_hf.cli.parser import Parser
 from hope_hf.cli.process import complain
 from hope_hf.cli.program import program

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hope_hf.cli.arguments import ModelArguments
-from hope_hf.cli.mistakes import one_line
+from hope_hf.cli.flags import ModelArguments
 from hope_hf.cli.models import is_hope, load_config
+from hope_hf.cli.process import one_line
 from hope_hf.cli.weights import load_model
 
 

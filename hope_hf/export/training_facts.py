@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hope_hf.cli.files import LARGEST_METRICS, read_small
-from hope_hf.cli.hub import is_hub_name
+from hope_hf.cli.flags import is_hub_name
 
 from .json_file import read_object
 from .public import public_command, public_value

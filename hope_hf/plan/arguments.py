@@ -3,8 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from hope_hf.cli.arguments import COUNT, ROWS, flag
-from hope_hf.cli.bounds import LONGEST
+from hope_hf.cli.flags import COUNT, LONGEST, ROWS, flag
 from hope_hf.optim import RULES
 from hope_hf.step.recompute import recomputing_flag
 

@@ -1,6 +1,6 @@
 """The plan as text and as JSON."""
 
-from hope_hf.cli.tables import Row, markdown_table
+from hope_hf.cli.results import Row, markdown_table
 from hope_hf.step.recompute import parse_recomputed
 
 from .flops import cache_bytes, flops_per_token

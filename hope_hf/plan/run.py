@@ -2,9 +2,8 @@
 
 import json
 
-from hope_hf.cli.mistakes import one_line
 from hope_hf.cli.models import is_hope
-from hope_hf.cli.process import complain
+from hope_hf.cli.process import complain, one_line
 from hope_hf.cli.program import program
 
 from .parsing import Question, parse

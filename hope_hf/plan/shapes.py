@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from transformers import AutoModelForCausalLM
 
-from hope_hf.cli.mistakes import MISTAKES, one_line
+from hope_hf.cli.process import MISTAKES, one_line
 
 # Where a parameter belongs outside the blocks. The tail (last norm, head and a tied embedding) is gathered as one.
 EMBEDDING, TAIL, ROOT = "embedding", "tail", "root"

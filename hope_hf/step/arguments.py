@@ -6,8 +6,7 @@
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from hope_hf.cli.arguments import COUNT, OR_NONE, ROWS, SEED, THREADS, ModelArguments, TextArguments, flag
-from hope_hf.cli.bounds import LONGEST
+from hope_hf.cli.flags import COUNT, LONGEST, OR_NONE, ROWS, SEED, THREADS, ModelArguments, TextArguments, flag
 from hope_hf.optim import RULES
 from hope_hf.step.recompute import recomputing_flag
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hope_hf.cli.bounds import Checked
+from hope_hf.cli.flags import Checked
 
 MOST_BLOCKS = 10_000
 # What blocks call their sequence mixer; a hybrid has one of them in each block.

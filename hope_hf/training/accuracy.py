@@ -5,7 +5,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from hope_hf.cli.metrics import next_token_accuracy
+from hope_hf.cli.results import next_token_accuracy
 from hope_hf.step.objective import IGNORED
 
 

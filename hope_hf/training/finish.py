@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hope_hf.cli.mistakes import one_line
-from hope_hf.cli.pictures import draw_or_warn
+from hope_hf.cli.process import one_line
+from hope_hf.cli.results import draw_or_warn
 from hope_hf.step.arguments import Arguments
 
 from .checkpoints.reader import read_weights

@@ -3,12 +3,10 @@
 from dataclasses import fields
 from pathlib import Path
 
-from hope_hf.cli.folders import check_output
-from hope_hf.cli.hub import check_repo_id
+from hope_hf.cli.flags import TEXT_SOURCES, check_output, check_repo_id, check_streaming, warn_of_ignored_share
 from hope_hf.cli.parser import Parser, named_flags
 from hope_hf.cli.process import warn_once
 from hope_hf.cli.recipe import MODELS, read_recipe, replaced
-from hope_hf.cli.text_flags import TEXT_SOURCES, check_streaming, warn_of_ignored_share
 from hope_hf.step.arguments import FLAGS, GROUPS, Arguments
 from hope_hf.step.recipe import split_run_recipe
 from hope_hf.step.recompute import parse_recomputed

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from hope_hf.cli.mistakes import one_line
+from hope_hf.cli.process import one_line
 
 from .carry import CarriedMemory
 from .checkpoints.reader import SavedRun

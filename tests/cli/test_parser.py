@@ -7,8 +7,7 @@ import pytest
 from transformers import GPT2Config, LlamaConfig, OPTConfig, T5Config
 
 from hope_hf import HopeConfig
-from hope_hf.cli import usual_names
-from hope_hf.cli.parser import flag_of, nearest
+from hope_hf.cli.parser import _OURS, flag_of, nearest
 from hope_hf.data import prepare, tokenizer
 from hope_hf.evaluation import parsing as evaluation_parsing
 from hope_hf.evaluation.arguments import FLAGS as EVALUATION_FLAGS
@@ -116,7 +115,7 @@ def test_every_usual_name_leads_to_a_flag_or_field():
     known = {*TRAINING_FLAGS, *EVALUATION_FLAGS, *PLAN_FLAGS}.union(*(config.to_dict() for config in configs))
     # Of the tokenizer and the export.
     known |= {"files", "to"}
-    ours = {name.split()[0].split("=")[0] for names in usual_names._OURS.values() for name in names}
+    ours = {name.split()[0].split("=")[0] for names in _OURS.values() for name in names}
     assert ours <= known
 
 

@@ -1,4 +1,4 @@
-"""What surrounds every program: Ctrl-C is one sentence, and a reader that is gone stops nothing."""
+"""What surrounds every program: Ctrl-C is one sentence, a reader that is gone stops nothing, progress in log files."""
 
 import errno
 import os
@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
+from datasets import Dataset
 
-from hope_hf.cli.program import Outliving, program
+from hope_hf.cli import program as program_module
+from hope_hf.cli.program import LogLines, Outliving, lines_of_datasets, program
 from hope_hf.interrupt import _is_ours, while_importing
 
 ROOT = Path(__file__).parents[2]
@@ -68,3 +71,31 @@ def test_other_errors_of_the_output_are_told():
 
     with pytest.raises(OSError, match="No space left"):
         Outliving(Full()).write("a")
+
+
+def test_of_lm_eval_only_bars_reach_a_log(monkeypatch, capsys):
+    monkeypatch.setattr(program_module, "LOG_SECONDS", 0.0)
+    lines = LogLines("%|")
+    lines.write("some note\n")
+    lines.write("\rRunning requests:  10%|#    | 4/40")
+    assert capsys.readouterr().err == "Running requests:  10%|#    | 4/40\n"
+
+
+@pytest.mark.parametrize("rank, seconds", [("0", 0.0), ("0", 1000.0), ("1", 0.0)])
+def test_a_log_has_lines_of_a_bar_of_datasets_and_all_else(monkeypatch, capsys, rank, seconds):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(program_module, "LOG_SECONDS", seconds)
+    monkeypatch.setattr(datasets.tqdm, "mininterval", 0.0, raising=False)
+    datasets.disable_progress_bars()
+
+    def encode(rows):
+        print("a warning", file=sys.stderr)
+        return rows
+
+    with lines_of_datasets("Tokenizing"):
+        Dataset.from_dict({"text": ["a"] * 9}).map(encode, batched=True, batch_size=3, desc="Tokenizing")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines.count("a warning") == 3
+    bars = [line for line in lines if line.startswith("Tokenizing:")]
+    assert len(lines) == 3 + len(bars) and any("9/9 [" in bar for bar in bars) == (rank == "0" and not seconds)
+    assert datasets.are_progress_bars_disabled()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hope_hf.cli.folder_lock import FolderLock
-from hope_hf.cli.tables import markdown_table
+from hope_hf.cli.results import markdown_table
 from hope_hf.data import DataConfig
 from hope_hf.data.sources import open_sources
 from hope_hf.evaluation import main

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hope_hf import HopeConfig, HopeForCausalLM
-from hope_hf.cli.provenance import provenance
+from hope_hf.cli.results import provenance
 from hope_hf.data import train_tokenizer
 from hope_hf.evaluation import arguments, report
 from hope_hf.evaluation.result import SuiteResult

@@ -10,8 +10,8 @@ import torch
 from transformers import get_scheduler
 
 from hope_hf.cli import process
+from hope_hf.cli.flags import TEXT_SOURCES
 from hope_hf.cli.recipe import MODELS
-from hope_hf.cli.text_flags import TEXT_SOURCES
 from hope_hf.optim import build_optimizer
 from hope_hf.step.arguments import FLAGS, Arguments
 from hope_hf.step.recipe import INSTEAD, NO_EFFECT

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 from hope_hf.cli.files import read_small
-from hope_hf.cli.mistakes import one_line
+from hope_hf.cli.process import one_line
 
 BANKING_GROUPS = 7
 

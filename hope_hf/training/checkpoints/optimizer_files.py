@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hope_hf.cli.files import copy_rights
-from hope_hf.cli.mistakes import one_line
+from hope_hf.cli.process import one_line
 from hope_hf.optim import require_same_groups
 
 from ..engines.base import Engine, Slice

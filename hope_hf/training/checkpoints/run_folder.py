@@ -9,7 +9,7 @@ from accelerate.utils import broadcast_object_list
 
 from hope_hf.cli.files import read_small, replace_text
 from hope_hf.cli.folder_lock import FolderLock
-from hope_hf.cli.provenance import provenance
+from hope_hf.cli.results import provenance
 
 from .manifest import remove_leftovers
 

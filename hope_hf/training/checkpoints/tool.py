@@ -8,12 +8,11 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from hope_hf.cli.bounds import Checked
-from hope_hf.cli.folders import check_output
+from hope_hf.cli.flags import Checked, check_output
 from hope_hf.cli.parser import Parser
 from hope_hf.cli.process import complain
 from hope_hf.cli.program import program
-from hope_hf.cli.tables import markdown_table
+from hope_hf.cli.results import markdown_table
 
 from .manifest import latest_checkpoint, verify
 from .seal import file_size, listed, read_manifest, weight_files

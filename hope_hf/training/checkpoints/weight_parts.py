@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from hope_hf.cli.files import copy_rights_of_folder
-from hope_hf.cli.mistakes import MISTAKES
+from hope_hf.cli.process import MISTAKES
 from hope_hf.cli.weights import PART
 
 from ..engines.base import Engine

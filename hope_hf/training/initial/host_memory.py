@@ -8,8 +8,8 @@ from accelerate.utils import gather_object
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import PreTrainedModel
 
-from hope_hf.cli.mistakes import MISTAKES
 from hope_hf.cli.models import build_model
+from hope_hf.cli.process import MISTAKES
 from hope_hf.cli.weights import weight_files
 from hope_hf.step.arguments import Arguments
 

@@ -5,11 +5,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from hope_hf.cli.bounds import Checked
+from hope_hf.cli.flags import Checked
 from hope_hf.cli.parser import Parser
-from hope_hf.cli.pictures import as_label, draw_or_warn
 from hope_hf.cli.process import complain
 from hope_hf.cli.program import program
+from hope_hf.cli.results import as_label, draw_or_warn
 
 from .memory_plot import draw_memory, require_memories
 from .tracking import METRICS_FILE, curve, read_metrics

@@ -11,8 +11,8 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from tqdm.auto import tqdm
 
 from hope_hf.cli.files import LARGEST_METRICS, read_small, replace_text
-from hope_hf.cli.mistakes import one_line
 from hope_hf.cli.parser import nearest
+from hope_hf.cli.process import one_line
 from hope_hf.step.arguments import Arguments
 
 from ..engines.guard import OneSidedError

@@ -5,7 +5,7 @@ import json
 import pytest
 from matplotlib.figure import Figure
 
-from hope_hf.cli import pictures
+from hope_hf.cli import results
 from hope_hf.training.watch import plot
 from hope_hf.training.watch.memory_plot import LAYER_PANELS, SHARES, SPARSE_PANELS
 
@@ -84,6 +84,6 @@ def test_what_cannot_be_drawn_is_refused(run, capsys, words, sentence):
 
 
 def test_without_matplotlib_it_says_what_to_install(run, monkeypatch):
-    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
+    monkeypatch.setattr(results, "find_spec", lambda name: None)
     with pytest.warns(UserWarning, match="matplotlib is not installed"):
         assert plot.main([str(run), "--memory"]) == 1

@@ -6,7 +6,7 @@ import os
 import pytest
 from matplotlib.figure import Figure
 
-from hope_hf.cli import pictures
+from hope_hf.cli import results
 from hope_hf.training.watch import plot
 from hope_hf.training.watch.tracking import read_metrics
 
@@ -39,7 +39,7 @@ def test_all_panels_share_one_axis_of_tokens(tmp_path, monkeypatch):
 
 
 def test_without_matplotlib_it_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
+    monkeypatch.setattr(results, "find_spec", lambda name: None)
     with pytest.warns(UserWarning, match="matplotlib is not installed"):
         assert plot.main([folder(tmp_path / "a", 3.0)]) == 1
     assert not (tmp_path / "a" / "loss.png").exists()

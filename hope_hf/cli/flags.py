@@ -1,0 +1,189 @@
+"""Flags that several programs have, named as in transformers' ``run_clm.py``; bounds and checks of their values."""
+
+import argparse
+import math
+import os
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+from .process import warn_once
+
+# The largest count, rate or number of seconds: sums and products of such numbers do not overflow.
+LARGEST = 10**9
+# The most tokens of one text: the longest trained on or evaluated so far, and still within a machine's memory.
+LONGEST = 2**24
+
+# Bounds that several flags share.
+COUNT = {"least": 1}
+OR_NONE = {"least": 0}
+THREADS = {"least": 1, "most": 1024}
+ROWS = {"least": 1, "most": 65_536}
+# numpy's seeds end at 2^32 - 1, and every process adds its rank.
+SEED = {"least": 0, "most": 4_000_000_000}
+
+# Flags that name the training text; a run has one of them.
+TEXT_SOURCES = ("dataset_name", "train_file", "dataset_mixture", "train_shards")
+# Flags that describe one text: another text on the command line replaces all of them.
+OF_ONE_TEXT = (
+    *TEXT_SOURCES,
+    "dataset_config_name",
+    "validation_file",
+    "validation_split_percentage",
+    "max_train_samples",
+    "streaming",
+)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The finite numbers that a flag accepts: from `least` or above `above`, up to `most` or below `below`."""
+
+    least: float | None = None
+    above: float | None = None
+    most: float = LARGEST
+    below: float | None = None
+
+    def admit(self, value: float) -> bool:
+        """Whether `value` is within the bounds; NaN never is."""
+        return (
+            (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+            and value <= self.most
+        )
+
+    def words(self, value: float = 0) -> str:
+        """The bounds in words: `of 0 or more and below 1`. `LARGEST` is named only if `value` exceeds it."""
+        low = f"of {self.least:,} or more" if self.above is None else f"above {self.above:,}"
+        if self.below is not None:
+            return f"{low} and below {self.below:,}"
+        if self.most == LARGEST and not LARGEST < value < math.inf:
+            return low
+        return f"from {self.least:,} to {self.most:,}" if self.above is None else f"{low} and at most {self.most:,}"
+
+
+class Checked(argparse.Action):
+    """Stores a value that is not blank and is within `bounds`; otherwise ValueError that names the flag."""
+
+    def __init__(self, option_strings, dest, bounds: Bounds | None = None, **options):
+        super().__init__(option_strings, dest, **options)
+        self.bounds = bounds
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        for value in values if isinstance(values, list) else [values]:
+            self._check(value)
+        setattr(namespace, self.dest, values)
+
+    def _check(self, value):
+        name = self.option_strings[0] if self.option_strings else self.metavar
+        if isinstance(value, str):
+            if not value.strip():
+                raise ValueError(f"{name} is {value!r}: give a value, or leave it out.")
+            # Bytes of a command line that are not UTF-8 become surrogates, which cannot be written to a report.
+            if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
+                raise ValueError(f"{name} {value!r} is not UTF-8 text: give another value.")
+        elif not self.bounds.admit(value):
+            kind = "whole number" if isinstance(value, int) else "number"
+            raise ValueError(f"{name} is {value}: give a {kind} {self.bounds.words(value)}.")
+
+
+def flag(default, help: str, **bounds):
+    """The dataclass field of a flag: default (MISSING: required), `--help` line and, for a number, `Bounds`.
+
+    The parser calls `Checked` with every value that it reads.
+    """
+    if isinstance(default, bool):
+        return field(default=default, metadata={"help": help})
+    limits = Bounds(**bounds) if bounds else None
+    shown = f"{help} [{limits.words().removeprefix('of ')}]" if limits else help
+    return field(default=default, metadata={"help": shown, "action": partial(Checked, bounds=limits)})
+
+
+@dataclass
+class ModelArguments:
+    """Which model is trained. Without any of them: a new HOPE of the size `tiny`."""
+
+    _argument_group_name = "model"
+
+    model_name_or_path: str | None = flag(None, "Start from these weights (folder or Hub name) instead of new ones.")
+    model_type: str | None = flag(None, "Architecture of a new model: hope (default) or any other causal LM.")
+    config_name: str | None = flag(None, "Config of a new model: folder, Hub name, or HOPE size (tiny, pilot, ...).")
+    config_overrides: str | None = flag(
+        None, "Fields of a new model's config: 'hidden_size=256,num_hidden_layers=4' or a JSON object."
+    )
+    tokenizer_name: str | None = flag(None, "Tokenizer, if not the model's own (folder or Hub name).")
+    trust_remote_code: bool = flag(False, "Allow model code from the Hub to run on this machine.")
+    attn_implementation: str | None = flag(None, "Attention kernel: sdpa, eager, flash_attention_2, ...")
+
+
+@dataclass
+class TextArguments:
+    """Which text is read. Without a data set or file: the built-in corpus."""
+
+    _argument_group_name = "data"
+
+    dataset_name: str | None = flag(None, "Hub name or folder of a data set; 'synthetic' gives seeded random tokens.")
+    dataset_config_name: str | None = flag(None, "Configuration of that data set.")
+    train_file: str | None = flag(None, "Training text: .txt, .json, .jsonl or .parquet; a glob pattern is allowed.")
+    dataset_mixture: str | None = flag(None, "Several corpora in shares: a YAML file, see docs/data.md.")
+    train_shards: str | None = flag(None, "Folder of token shards that python -m hope_hf.data.prepare wrote.")
+    validation_file: str | None = flag(None, "Validation text, of the same kinds.")
+    validation_split_percentage: float = flag(
+        5.0, "Percentage of the training documents held out if there is no validation set.", above=0, below=100
+    )
+    max_train_samples: int | None = flag(None, "Use only the first N training documents.", **COUNT)
+    max_eval_samples: int | None = flag(None, "Use only the first N validation documents.", **COUNT)
+    streaming: bool = flag(False, "Read the data set as a stream; training needs --max_train_steps.")
+    preprocessing_num_workers: int | None = flag(None, "Processes that tokenize.", **THREADS)
+
+
+def check_streaming(args: TextArguments) -> None:
+    """Raise ValueError where `--streaming` meets text that is not read as a stream."""
+    if args.streaming and (args.dataset_mixture or args.train_shards):
+        raise ValueError("--streaming is for --dataset_name and --train_file: leave it out.")
+
+
+def warn_of_ignored_share(args: TextArguments, named: set[str]) -> None:
+    """Warn where `--validation_split_percentage` was given and the text is not split by it."""
+    if "validation_split_percentage" not in named:
+        return
+    if args.validation_file:
+        warn_once("--validation_split_percentage is ignored: --validation_file is given.")
+    if args.train_shards:
+        warn_once("--validation_split_percentage is ignored: --train_shards holds its validation text.")
+
+
+def check_output(path: str, flag: str):
+    """Raise ValueError that names `flag` if `path` is a file, or no folder can be made or written there."""
+    folder = Path(path)
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"{flag} {folder} is a file: name a folder.")
+        nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    except OSError as error:
+        # A name that is too long.
+        raise ValueError(f"{flag} {folder} cannot be written: {error.strerror}.") from None
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise ValueError(f"{flag} {folder} cannot be written: {nearest} is a file or read-only.")
+
+
+def check_repo_id(repo_id: str, flag: str):
+    """Raise ValueError that names `flag` if `repo_id` is no valid repository name, with or without owner."""
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError:
+        raise ValueError(
+            f"{flag} {repo_id!r} is not a name of a repository: write owner/name in letters, digits, '-', '_' and '.'."
+        ) from None
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether `name` is a valid repository name and not a local file or folder."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return not os.path.exists(name)

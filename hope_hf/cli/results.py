@@ -1,0 +1,149 @@
+"""What programs report: tables, pictures, metrics, and where a result comes from."""
+
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+# The report that run_eval.py writes and a model card is made from.
+RESULTS_FILE = "results.json"
+SCHEMA_VERSION = 1
+
+Row = dict[str, str | int | float | None]
+_PACKAGES = (
+    "hope_hf", "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "evaluate", "lm_eval"
+)  # fmt: skip
+
+
+def markdown_table(rows: list[Row]) -> str:
+    """Rows as an aligned Markdown table; `x_stderr` joins `x` as `x ± error`."""
+    columns = [name for name in rows[0] if not name.endswith("_stderr")]
+    cells = [columns] + [[_cell(row, name) for name in columns] for row in rows]
+    widths = [max(3, *(len(line[i]) for line in cells)) for i in range(len(columns))]
+    numeric = [all(not isinstance(row[name], str) for row in rows) for name in columns]
+
+    def line(values: list[str]) -> str:
+        padded = (
+            value.rjust(width) if right else value.ljust(width)
+            for value, width, right in zip(values, widths, numeric, strict=True)
+        )
+        return f"| {' | '.join(padded)} |"
+
+    rule = ["-" * (width - 1) + (":" if right else "-") for width, right in zip(widths, numeric, strict=True)]
+    return "\n".join([line(cells[0]), line(rule), *(line(values) for values in cells[1:])])
+
+
+def can_draw() -> bool:
+    """Whether there is matplotlib; warns if not. Afterwards matplotlib can be imported whatever MPLBACKEND says.
+
+    Notebooks export their own backend to the processes that they start, and matplotlib fails at import where it is
+    not installed. Pictures go to files alone.
+    """
+    if find_spec("matplotlib") is None:
+        warnings.warn("No pictures: matplotlib is not installed (pip install 'hope_hf[plot]').", stacklevel=2)
+        return False
+    if "matplotlib" not in sys.modules:
+        os.environ["MPLBACKEND"] = "agg"
+    return True
+
+
+def as_label(text: str) -> str:
+    """A name of the user's as a label: matplotlib would read `$` as mathematics and hide what begins with `_`."""
+    label = text.replace("$", r"\$")
+    return f" {label}" if label.startswith("_") else label
+
+
+def draw_or_warn(draw: Callable[[Path], object], path: Path) -> Path | None:
+    """Call `draw(path)`; `path`, or None and a warning that names it where the picture fails."""
+    if not can_draw():
+        return None
+    try:
+        draw(path)
+    # Whatever fails in matplotlib, a font or the disk: the numbers are worth more than their picture.
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        warnings.warn(f"No {path}: the picture failed ({reason}).", stacklevel=2)
+        return None
+    return path
+
+
+def provenance() -> dict:
+    """The command, the packages' versions and the package's git commit, JSON-able; None for what is not known."""
+    return {
+        "command": sys.argv,
+        "versions": {"python": platform.python_version(), **{name: _installed(name) for name in _PACKAGES}},
+        "git": {"commit": _git("rev-parse", "HEAD"), "modified": bool(_git("status", "--porcelain"))},
+    }
+
+
+def next_token_accuracy():
+    """An `evaluate.Metric` over token ids: `{"accuracy": share of predictions that equal their references}`.
+
+    `add_batch(predictions=..., references=...)` with int64 [n] as often as needed, then `compute()`; or both at once.
+    transformers' `run_clm.py` calls this `eval_accuracy`.
+    """
+    # Slow to import.
+    import evaluate
+    from datasets import Features, Value
+
+    class NextTokenAccuracy(evaluate.Metric):
+        def _info(self):
+            return evaluate.MetricInfo(
+                description="Share of tokens that the model ranks first.",
+                citation="",
+                features=Features({"predictions": Value("int64"), "references": Value("int64")}),
+            )
+
+        def _compute(self, predictions, references):
+            return {"accuracy": float((torch.as_tensor(predictions) == torch.as_tensor(references)).double().mean())}
+
+    # A file in the cache would be shared with other processes. `evaluate` makes its folder all the same, which may be
+    # one that cannot be written.
+    with tempfile.TemporaryDirectory() as folder:
+        return NextTokenAccuracy(keep_in_memory=True, cache_dir=folder)
+
+
+def _cell(row: Row, name: str) -> str:
+    value, error = row[name], row.get(f"{name}_stderr")
+    if error is None:
+        return _number(value)
+    text = f"{error:{_form(value)}}"
+    # With the digits of its value, unless they are all 0.
+    return f"{_number(value)} ± {text if text.strip('0.') else _number(error)}"
+
+
+def _number(value) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, float):
+        return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:{_form(value)}}"
+
+
+def _form(value: float) -> str:
+    if value and not 1e-3 <= abs(value) < 1e5:
+        return ".2e"
+    return ".4f" if abs(value) < 100 else ",.1f"
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,32 @@
+"""What programs report: pictures, which never end a run, and metrics as objects of `evaluate`."""
+
+import evaluate
+import pytest
+
+from hope_hf.cli.results import as_label, draw_or_warn, next_token_accuracy
+
+
+def test_the_accuracy_needs_no_folder_that_can_be_written(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", tmp_path / "file" / "metrics")
+    metric = next_token_accuracy()
+    metric.add_batch(predictions=[1, 2], references=[1, 3])
+    metric.add_batch(predictions=[4, 5], references=[4, 5])
+    assert metric.compute() == {"accuracy": pytest.approx(0.75)}
+
+
+@pytest.mark.parametrize("text, label", [("a", "a"), ("$a_1$", r"\$a_1\$"), ("_run", " _run")])
+def test_a_label_shows_what_the_user_wrote(text, label):
+    assert as_label(text) == label
+
+
+def test_a_picture_that_fails_is_a_warning(tmp_path):
+    def fails(path):
+        raise RuntimeError("no such font")
+
+    with pytest.warns(UserWarning, match=r"loss\.png: the picture failed \(no such font\)"):
+        assert draw_or_warn(fails, tmp_path / "loss.png") is None
+
+
+def test_a_picture_that_succeeds_is_named(tmp_path):
+    assert draw_or_warn(lambda path: path.write_bytes(b""), tmp_path / "loss.png") == tmp_path / "loss.png"
