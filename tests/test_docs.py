@@ -150,6 +150,12 @@ def test_every_file_of_the_repository_that_is_named_exists(page):
 
 
 @pytest.mark.parametrize("page", CURRENT)
+def test_every_test_that_is_named_exists(page):
+    named = re.findall(r"(tests/[\w/.]+)::(\w+)", " ".join(commands(page)))
+    assert not [test for file, test in named if f"def {test}(" not in (ROOT / file).read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("page", CURRENT)
 def test_every_make_target_exists(page):
     targets = re.findall(r"^([\w-]+)(?: [\w -]+)?:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     targets += ["test-long", "test-gpu", "test-kill"]

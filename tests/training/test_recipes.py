@@ -149,7 +149,7 @@ def test_the_dry_run_of_a_small_recipe(name, run, capsys, texts, tmp_path):
 def test_the_dry_run_of_a_large_recipe_up_to_its_step(name, run, capsys, texts, tmp_path, monkeypatch):
     """Data, model, optimizer and checks in full size, the model without numbers, since it is too large for the memory.
 
-    tests/plan/test_recipes_page.py simulates the step.
+    tests/plan/test_pages.py simulates the step.
     """
 
     # A machine that does not hold the model.

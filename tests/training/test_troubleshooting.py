@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from hope_hf.training.watch.trace import read_times
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_python")]
 
-PAGE = ROOT / "docs/troubleshooting.md"
 SMALL = ["--block_size", "32", "--per_device_train_batch_size", "2", "--logging_steps", "1", "--learning_rate", "5e-3"]
 SMALL += ["--cpu_threads", "1", "--eval_steps", "0", "--max_eval_samples", "2", "--max_train_steps", "5"]
 
@@ -87,12 +85,3 @@ def test_data_prepared_for_longer_than_the_others_wait(tmp_path, corpus):
     assert ended.returncode == 1
     assert "error: another process of this run did not come within --ddp_timeout (Timed out waiting" in ended.stderr
     assert "or raise --ddp_timeout" in ended.stderr
-
-
-def test_every_row_names_its_files_flags_and_tests():
-    """Flags and files are checked by tests/test_docs.py; a test that is named exists."""
-    text = PAGE.read_text(encoding="utf-8")
-    named = re.findall(r"`(tests/[\w/.]+)::(\w+)`", text)
-    assert len(named) >= 8
-    for file, test in named:
-        assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), test
