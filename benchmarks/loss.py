@@ -18,7 +18,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.peers_speed import peak_growth
-from hope_hf.model.linear_cross_entropy import linear_cross_entropy
+from hope_hf.model.loss import linear_cross_entropy
 
 
 def whole_logits(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

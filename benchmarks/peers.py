@@ -36,7 +36,7 @@ from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from hope_hf.model.short_convolution import ShortConvolution
+from hope_hf.model.layers import ShortConvolution
 
 # Its tensors of decays grow with the chunk times the width: chunks of 16 give the same values and gradients as those
 # of 64 (to 3e-6) in a quarter of the time.

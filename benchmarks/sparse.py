@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.peers_speed import peak_growth
 from benchmarks.step import Decoder
 from hope_hf import HopeConfig, HopeForCausalLM, HopeModel
-from hope_hf.model.documents import Documents
-from hope_hf.model.sparse_fused import read_selected
+from hope_hf.model.inputs import Documents
+from hope_hf.model.sparse_fast import read_selected
 
 SPARSE, SDPA = "sparse_attention", "full_attention"
 LENGTHS = (1024, 2048, 4096, 8192, 16_384, 32_768)

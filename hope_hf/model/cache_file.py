@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -221,3 +221,28 @@ def _sum(weight: torch.Tensor) -> int:
         raw = raw.clone()
     whole = len(raw) // 8 * 8
     return int(raw[:whole].view(torch.int64).sum()) + int(raw[whole:].sum())
+
+
+def map_state(function: Callable[[torch.Tensor], torch.Tensor], state: tuple) -> tuple:
+    """`function(tensor)` in place of every tensor."""
+    return type(state)(*(tuple(map(function, part)) if isinstance(part, tuple) else function(part) for part in state))
+
+
+def named_tensors(state: tuple) -> dict[str, torch.Tensor]:
+    """The tensors by name, for a file: `field`, or `field.0`, `field.1` where the field is a tuple."""
+    tensors = {}
+    for field, part in state._asdict().items():
+        if isinstance(part, tuple):
+            tensors |= {f"{field}.{index}": tensor for index, tensor in enumerate(part)}
+        else:
+            tensors[field] = part
+    return tensors
+
+
+def state_of_named(kind: type[tuple], tensors: dict[str, torch.Tensor]) -> tuple:
+    """The inverse of `named_tensors`; a field without tensors was an empty tuple."""
+    fields = dict.fromkeys(kind._fields, ())
+    for name in sorted(tensors):
+        field, _, index = name.partition(".")
+        fields[field] = (*fields[field], tensors[name]) if index else tensors[name]
+    return kind(**fields)

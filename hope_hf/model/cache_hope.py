@@ -17,12 +17,21 @@ from transformers.cache_utils import (
 from transformers.modeling_utils import PreTrainedModel
 
 from .attention import KeyValues
-from .cache_file import CACHE_FILE, Fingerprint, check_tensors, fingerprint, read_cache, write_cache
-from .chunk_layout import Past
+from .cache_file import (
+    CACHE_FILE,
+    Fingerprint,
+    check_tensors,
+    fingerprint,
+    map_state,
+    named_tensors,
+    read_cache,
+    state_of_named,
+    write_cache,
+)
+from .chunks import Past
 from .configuration_hope import HopeConfig
 from .continuum import CONTINUA
 from .memory_scan import ScanState
-from .memory_state import map_state, named_tensors, state_of_named
 from .sparse_attention import SparseState
 
 

@@ -138,8 +138,8 @@ class HopeConfig(PreTrainedConfig):
             Heads of memory layers; `2 * hidden_size / head_dim` unless given, as in other recurrent models (measured
             better at equal parameters, see `docs/log.md`).
         memory_rule (`str`, *optional*, defaults to `"delta"`):
-            How a memory learns: by the gated delta rule (`"delta"`, see `delta_rule.py`), or as the paper says
-            (`"paper"`, see `paper_rule.py`).
+            How a memory learns: by the gated delta rule (`"delta"`, see `memory_delta.py`), or as the paper says
+            (`"paper"`, see `memory_paper.py`).
         memory_projections (`list[str]`, *optional*):
             Which of keys and values self-modifying memories remake (equation 83) after a linear map has made them:
             `["k", "v"]` under the paper's rule, none under the delta rule unless given. Measured at 0.62 M parameters,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .configuration_hope import HopeConfig
-from .norm import HopeRMSNorm
+from .layers import HopeRMSNorm
 
 
 class ContinuumLevel(nn.Module):
@@ -39,7 +39,7 @@ class ContinuumMemory(nn.Module):
 
     Called as a mixer is: `continuum(hidden_states, state, **context)` returns its output, residual connections
     included, and its state after the call. A kind of levels that keeps a state says of which class it is (see
-    `memory_state`); `context` then tells documents and padding.
+    `cache_file`); `context` then tells documents and padding.
     """
 
     state_class: type[tuple] | None = None

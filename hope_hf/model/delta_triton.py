@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from .delta_rule import DeltaMemories
-from .delta_step import step_token
-from .memory_scan import ScanInputs, ScanPiece, ScanState, convolve, unit, whole, written_values
+from .chunks import ScanPiece, whole
+from .layers import convolve
+from .memory_delta import DeltaMemories, step_token
+from .memory_scan import ScanInputs, ScanState, unit, written_values
 
 _WIDTHS = (16, 32, 64, 128)
 

@@ -6,16 +6,43 @@ import torch
 import transformers
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_causal_mask
 from transformers.utils import logging
 
 from .cache_hope import past_of
-from .documents import boundaries_of, check_mask_values, later_begins
-from .input_checks import check_inputs, check_mask, create_generation_masks
-from .text_digest import begins_with
+from .chunks import begins_with
+from .configuration_hope import HopeConfig
+from .continuum import keeps_state
+from .inputs import boundaries_of, check_inputs, check_mask, check_mask_values, later_begins
 
 logger = logging.get_logger(__name__)
 # Before 5.21, a prefill in chunks takes a cache that has read tokens for an empty one.
 _CHUNKS_FOLLOW_A_CACHE = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 21)
+
+
+def create_generation_masks(
+    config: HopeConfig,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    past_key_values: Cache | None = None,
+    position_ids: torch.Tensor | None = None,
+    **_,
+) -> dict[str, torch.Tensor | None]:
+    """Masks by kind of layer, of one shape for every generated token: `generate` makes them for caches of fixed shape.
+
+    Of memories, the columns [B, T] that belong to `inputs_embeds` [B, T, ...]; of attention, transformers' own.
+    """
+    masks = {}
+    if keeps_state(config):
+        # A slice has the strides of the mask that grows, and each would compile a graph of its own.
+        local = None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
+        masks["hope_memory"] = None if local is None else local.clone(memory_format=torch.contiguous_format)
+    if config.has_attention:
+        layer = config.layer_types.index("full_attention")
+        masks["full_attention"] = create_causal_mask(
+            config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx=layer
+        )
+    return masks
 
 
 class HopeGenerationMixin(GenerationMixin):

@@ -1,11 +1,11 @@
 """The scan of a mixer of memories: chunk after chunk, in the order in which a text is read.
 
 One pass makes keys and values, writes them into all memories of the layer, and reads the content memory (equations 83
-to 88). The rules (`delta_rule`, `paper_rule`) say how a memory acts and how it is written; all else is here. This is
-the readable path, in plain operations and with autograd's gradients; `delta_fused` is the same for the delta rule
+to 88). The rules (`memory_delta`, `paper_rule`) say how a memory acts and how it is written; all else is here. This is
+the readable path, in plain operations and with autograd's gradients; `memory_fast` is the same for the delta rule
 with a backward written by hand.
 
-Axes: b sequences times heads, S slot (`chunk_layout`), C slot of a piece, D head width, K width of the convolution.
+Axes: b sequences times heads, S slot (`chunks`), C slot of a piece, D head width, K width of the convolution.
 Tokens are rows. All tensors are float32, or float64 where the model is.
 """
 
@@ -16,44 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from .chunks import ScanPiece
+from .layers import convolve
+
 # Added to squared norms of keys and queries, as in transformers' and flash-linear-attention's gated DeltaNet.
 NORM_EPSILON = 1e-6
-
-
-class ScanPiece(NamedTuple):
-    """A chunk or a part of one. The last four are `None` where all rows are cut alike."""
-
-    start: int
-    stop: int
-    # whether the chunk ends here, and the weights become those of the next chunk's start: bool, or [b, 1, 1] bool
-    closes: torch.Tensor | bool
-    # False in rows where a document begins here [b, 1, 1]
-    keeps: torch.Tensor | None = None
-    # which taps reach a token of the same document, oldest first [K - 1, b, C, 1]
-    inside: torch.Tensor | None = None
-    # rows of the padded streams into which the tail of earlier calls goes [b, K - 1, 1], in the first piece alone
-    tail_in: torch.Tensor | None = None
-    # rows of the padded streams that the next piece needs [b, K - 1, 1]
-    tail_out: torch.Tensor | None = None
-
-
-def whole(pieces: list[ScanPiece]) -> ScanPiece:
-    """The pieces of a scan as one, for what happens to all tokens alike."""
-    first, last = pieces[0], pieces[-1]
-    piece = ScanPiece(0, last.stop, closes=False)
-    if first.tail_out is None:
-        return piece
-    # slots up to the last token of each row: those of a piece that holds none end before it
-    ends = torch.stack([part.tail_out[:, :1] for part in pieces])
-    starts = ends.new_tensor([part.start for part in pieces]).view(-1, 1, 1, 1)
-    holds = (ends > 0) | (starts == 0)
-    end = torch.where(holds, starts + ends, 0).amax(0)
-    return piece._replace(
-        keeps=first.keeps,
-        inside=torch.cat([part.inside for part in pieces], dim=2),
-        tail_in=first.tail_in,
-        tail_out=end + torch.arange(last.tail_out.shape[1], device=end.device)[:, None],
-    )
 
 
 class ScanInputs(NamedTuple):
@@ -162,32 +129,6 @@ def select_rows(rows: torch.Tensor | bool, chosen: tuple, other: tuple) -> tuple
     if isinstance(rows, bool):
         return chosen if rows else other
     return tuple(torch.where(rows.view(-1, *(1,) * (a.ndim - 1)), a, b) for a, b in zip(chosen, other, strict=True))
-
-
-def pad_streams(raw: torch.Tensor, tail: torch.Tensor, piece: ScanPiece) -> torch.Tensor:
-    """The streams of a piece [b, C, X] with the tail of earlier calls [b, K - 1, X] in front, where it belongs."""
-    padded = torch.cat([tail, raw], dim=1)
-    return padded if piece.tail_in is None else padded.scatter(1, piece.tail_in.expand_as(tail), tail)
-
-
-def tail_after(padded: torch.Tensor, tail: torch.Tensor, piece: ScanPiece) -> torch.Tensor:
-    """What the next piece needs of padded streams, of the shape of `tail`."""
-    if piece.tail_out is None:
-        return padded[:, padded.shape[1] - tail.shape[1] :]
-    return padded.gather(1, piece.tail_out.expand_as(tail))
-
-
-def convolve(
-    raw: torch.Tensor, tail: torch.Tensor, taps: torch.Tensor, piece: ScanPiece
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal depthwise convolution within each document [b, C, 3 D], and the inputs that the next piece needs."""
-    reach, length = tail.shape[1], raw.shape[1]
-    padded = pad_streams(raw, tail, piece)
-    mixed = taps[reach] * padded[:, reach:]
-    for tap in range(reach):
-        term = padded[:, tap : tap + length]
-        mixed = mixed + taps[tap] * (term if piece.inside is None else term * piece.inside[tap])
-    return mixed, tail_after(padded, tail, piece)
 
 
 def make_streams(

@@ -22,19 +22,27 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .attention import HopeAttention, create_attention_mask
+from .attention import HopeAttention
 from .cache_hope import HopeCache, carried_layers, past_of
-from .chunk_layout import Past, plan_chunks, plan_slots
-from .compilation import outside_where_cut_anew
+from .chunks import Past, plan_chunks, plan_slots
 from .configuration_hope import HopeConfig
 from .continuum import CONTINUA, ContinuumMemory, LevelMix, has_chunks, keeps_state
-from .documents import Documents, boundaries_of, read_documents
 from .generation_hope import HopeGenerationMixin
-from .input_checks import check_cache, check_inputs, check_labels, check_mask, check_recomputing
-from .linear_cross_entropy import IGNORED, HopeHead, next_labels
-from .norm import HopeRMSNorm, LearnedFactors
-from .self_modifying import InitialMemory, MemoryGates, SelfModifyingTitans
-from .short_convolution import ShortConvolution
+from .inputs import (
+    Documents,
+    boundaries_of,
+    check_cache,
+    check_inputs,
+    check_labels,
+    check_mask,
+    check_recomputing,
+    create_attention_mask,
+    outside_where_cut_anew,
+    read_documents,
+)
+from .layers import HopeRMSNorm, LearnedFactors, ShortConvolution
+from .loss import IGNORED, HopeHead, next_labels
+from .memory_mixer import InitialMemory, MemoryGates, SelfModifyingTitans
 from .sparse_attention import BlockCompression, HopeSparseAttention
 
 # Above this width the logits of a fresh model grow beyond the loss of a uniform guess: the head starts smaller.
@@ -216,7 +224,7 @@ class HopeModel(HopePreTrainedModel):
             position_ids: [B, T]; position 0 begins a document, whose memories start from their initial state.
             past_key_values: a `HopeCache`; read and updated whenever it is given.
             use_cache: make a cache where none is given.
-            kwargs: where documents begin, as collators of packed rows tell it (see `documents`), and options of the
+            kwargs: where documents begin, as collators of packed rows tell it (see `inputs`), and options of the
                 attention's kernels, among others.
 
         Raises:

@@ -8,7 +8,7 @@ A query at slot t of a document that begins at slot f reads
     window       the last keys, its own included
 
 by softmax attention in each. This is the readable path, which gathers what every query reads; generation and pieces of
-a text go through it. `sparse_fused` computes the same for a whole text.
+a text go through it. `sparse_fast` computes the same for a whole text.
 
 Axes: B row, H head of keys, G query heads that share it, N query, R slot of keys, D head width, Z compressed key
 (R / stride), Y block (R / block), X selected block.
@@ -17,6 +17,14 @@ Axes: B row, H head of keys, G query heads that share it, N query, R slot of key
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from .chunks import ScanPiece
+from .layers import convolve
+
+# Queries that are read at once: what each gathers is as large as what it reads.
+_AT_ONCE = 16
 
 
 class SparseSizes(NamedTuple):
@@ -37,10 +45,6 @@ class SparseKeys(NamedTuple):
     # [B, H, Z, D]
     compressed_keys: torch.Tensor
     compressed_values: torch.Tensor
-
-
-# Queries that are read at once: what each gathers is as large as what it reads.
-_AT_ONCE = 16
 
 
 def masked_softmax(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -123,3 +127,53 @@ def read_sparse(
         reads.append((branches @ gates[:, :, :, cut].unsqueeze(-1)).squeeze(-1))
         blocks.append(chosen)
     return torch.cat(reads, dim=3), torch.cat(blocks, dim=2)
+
+
+class StreamWeights(NamedTuple):
+    """What makes the streams."""
+
+    # oldest token first [K, 1, 1, C]
+    taps: torch.Tensor
+    # [D]
+    query_norm: torch.Tensor
+    key_norm: torch.Tensor
+
+
+class StreamSizes(NamedTuple):
+    """Heads of queries and of keys, and what is added to mean squares."""
+
+    heads: int
+    key_heads: int
+    epsilon: float
+
+    @property
+    def split(self) -> list[int]:
+        """Heads of queries, keys and values, side by side."""
+        return [self.heads, self.key_heads, self.key_heads]
+
+
+def make_streams(
+    raw: torch.Tensor,
+    tail: torch.Tensor,
+    weights: StreamWeights,
+    angles: tuple[torch.Tensor, torch.Tensor],
+    piece: ScanPiece,
+    sizes: StreamSizes,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries [B, H, G, S, D], keys, values [B, H, S, D] of a piece, and the tail for the next: plain operations.
+
+    Args:
+        raw: what linear maps gave [B, S, C].
+        tail: last inputs of the convolutions of the piece before [B, K - 1, C].
+        angles: cosines and sines of the slots' positions [B or 1, S, D].
+    """
+    mixed, tail = convolve(raw, tail, weights.taps, piece)
+    width = weights.query_norm.shape[-1]
+    heads = mixed.unflatten(-1, (-1, width)).transpose(1, 2)
+    query, key, value = heads.split(sizes.split, dim=1)
+    query, key = (
+        F.rms_norm(part, (width,), weight, sizes.epsilon)
+        for part, weight in ((query, weights.query_norm), (key, weights.key_norm))
+    )
+    query, key = apply_rotary_pos_emb(query, key, *angles)
+    return query.unflatten(1, (sizes.key_heads, -1)), key, value, tail

@@ -167,7 +167,7 @@ def test_an_example_that_does_not_run_is_thrown_away(source, refused, monkeypatc
     check = folder.check_export
 
     def check_with_the_package(written, *arguments):
-        module = written / "memory_state.py"
+        module = written / "memory_scan.py"
         module.write_text(f"import hope_hf\n{module.read_text()}")
         return check(written, *arguments)
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from hope_hf import HopeConfig
-from hope_hf.model.chunk_layout import plan_chunks
+from hope_hf.model.chunks import plan_chunks
 from hope_hf.model.continuum import ContinuumMemory
 from hope_hf.model.modeling_hope import HopeBlock
 

@@ -3,8 +3,8 @@
 import torch
 
 from hope_hf import HopeConfig
-from hope_hf.model.chunk_layout import Past, plan_chunks
-from hope_hf.model.delta_rule import DeltaMemories
+from hope_hf.model.chunks import Past, plan_chunks
+from hope_hf.model.memory_delta import DeltaMemories
 from hope_hf.model.memory_scan import ScanInputs, ScanState, fresh_state, scan_plain
 
 WIDTH, TAPS, HEADS = 8, 4, 2

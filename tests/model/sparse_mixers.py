@@ -4,7 +4,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hope_hf import HopeConfig
-from hope_hf.model.chunk_layout import plan_slots
+from hope_hf.model.chunks import plan_slots
 from hope_hf.model.sparse_attention import HopeSparseAttention
 
 WIDTH = 32

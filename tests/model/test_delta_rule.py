@@ -10,8 +10,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 
 from hope_hf import HopeConfig, HopeForCausalLM
-from hope_hf.model.chunk_layout import plan_chunks
-from hope_hf.model.delta_rule import DeltaMemories
+from hope_hf.model.chunks import plan_chunks
+from hope_hf.model.memory_delta import DeltaMemories
 from hope_hf.model.memory_scan import ScanState, Tokens
 
 WIDTH = 8

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from mixers import build_mixer, run_fast
 from scans import WIDTH, normal, plain_pieces, problem, ragged_pieces, results
 
-from hope_hf.model import delta_fused
-from hope_hf.model.delta_fused import scan_fused, unit_lower_inverse
+from hope_hf.model import memory_fast
+from hope_hf.model.memory_fast import scan_fused, unit_lower_inverse
 from hope_hf.model.memory_scan import scan, scan_plain
 
 # which streams memories make
@@ -61,16 +61,16 @@ def test_a_head_that_forgets_within_a_token_overflows_nowhere():
     assert_fused_equals_plain(*problem(ragged_pieces(64), forgetting=60.0))
 
 
-@pytest.mark.parametrize("field", delta_fused._Kept._fields)
+@pytest.mark.parametrize("field", memory_fast._Kept._fields)
 def test_a_wrong_backward_would_be_seen(monkeypatch, field):
     """The control: whatever the backward pass reads, a millionth more of it is noticed."""
-    backward = delta_fused._backward_piece
+    backward = memory_fast._backward_piece
 
     def wrong(inputs, weights, piece, shape, kept, *rest):
         kept = kept._replace(**{field: getattr(kept, field) * (1 + 1e-6)})
         return backward(inputs, weights, piece, shape, kept, *rest)
 
-    monkeypatch.setattr(delta_fused, "_backward_piece", wrong)
+    monkeypatch.setattr(memory_fast, "_backward_piece", wrong)
     with pytest.raises(AssertionError, match="result"):
         assert_fused_equals_plain(*problem(plain_pieces(16, seen=3)))
 
@@ -99,14 +99,14 @@ def test_gradients_of_gradients_are_refused():
 def held(monkeypatch):
     """Of every piece that was computed, a weak reference to what it keeps for the backward pass."""
     references = []
-    forward = delta_fused._forward_piece
+    forward = memory_fast._forward_piece
 
     def recorded(*args):
         reads, kept = forward(*args)
         references.append(weakref.ref(kept.errors))
         return reads, kept
 
-    monkeypatch.setattr(delta_fused, "_forward_piece", recorded)
+    monkeypatch.setattr(memory_fast, "_forward_piece", recorded)
     return references
 
 
@@ -126,8 +126,8 @@ def test_what_is_recomputed_is_not_kept(held, stride, kept):
 def test_nothing_is_kept_where_no_gradient_is_wanted(held, monkeypatch):
     """Not even until the end of the scan, or a long prompt would take as much memory as training on it."""
     most = []
-    end = delta_fused._end_piece
-    monkeypatch.setattr(delta_fused, "_end_piece", lambda *args: most.append(sum(alive(held))) or end(*args))
+    end = memory_fast._end_piece
+    monkeypatch.setattr(memory_fast, "_end_piece", lambda *args: most.append(sum(alive(held))) or end(*args))
     mixer = build_mixer()
     with torch.no_grad():
         output = run_fast(mixer, normal(1, 40, 16))

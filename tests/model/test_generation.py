@@ -10,7 +10,7 @@ from transformers import StaticCache
 
 from hope_hf import HopeCache, HopeForCausalLM
 from hope_hf.model import generation_hope
-from hope_hf.model.memory_state import named_tensors
+from hope_hf.model.cache_file import named_tensors
 
 MODELS = LAYERS | {"paper-2": MEMORIES["paper-2"]}
 NEW = 11

@@ -4,7 +4,7 @@ import pytest
 import torch
 from mixers import MEMORIES, MIXERS, build_mixer, run_fast
 
-from hope_hf.model.chunk_layout import plan_chunks
+from hope_hf.model.chunks import plan_chunks
 
 OPTIONS = MIXERS | {
     "paper-erase-none": dict(memory_rule="paper", paper_rule={"erase": "none"}),

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from hope_hf import HopeConfig, HopeForCausalLM
-from hope_hf.model import delta_fla
-from hope_hf.model.kernels import Kernel, choose
+from hope_hf.model import memory_gpu
+from hope_hf.model.backends import Kernel, choose
 from hope_hf.model.sparse_branches import SparseSizes
-from hope_hf.model.sparse_fla import obstacle
+from hope_hf.model.sparse_gpu import obstacle
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -121,9 +121,9 @@ def test_a_missing_library(monkeypatch, tiny_model, asked, reason):
 ])  # fmt: skip
 def test_a_compiler_that_makes_wrong_gradients(monkeypatch, capability, triton, tilelang, refused):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(delta_fla.importlib.metadata, "version", lambda name: triton)
-    monkeypatch.setattr(delta_fla.importlib.util, "find_spec", lambda name: "found" if tilelang else None)
-    assert ("wrong gradients" in (delta_fla._defect(GPU) or "")) == refused
+    monkeypatch.setattr(memory_gpu.importlib.metadata, "version", lambda name: triton)
+    monkeypatch.setattr(memory_gpu.importlib.util, "find_spec", lambda name: "found" if tilelang else None)
+    assert ("wrong gradients" in (memory_gpu._defect(GPU) or "")) == refused
 
 
 def test_every_config_has_kernels_or_a_reason():

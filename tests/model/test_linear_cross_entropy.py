@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hope_hf.model.linear_cross_entropy import IGNORED, linear_cross_entropy
+from hope_hf.model.loss import IGNORED, linear_cross_entropy
 
 WIDTH, VOCABULARY = 8, 40
 

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from hope_hf import HopeForCausalLM
-from hope_hf.model.linear_cross_entropy import HopeHead
+from hope_hf.model.loss import HopeHead
 
 
 def random_ids(*shape):

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from mixers import ATTENTION, HYBRID, MEMORIES, MIXERS
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
-from hope_hf.model import self_modifying
-from hope_hf.model.memory_state import named_tensors
+from hope_hf.model import memory_mixer
+from hope_hf.model.cache_file import named_tensors
 
 PRECISIONS = ["float32", "autocast", "bfloat16"]
 
@@ -68,7 +68,7 @@ def seen(monkeypatch):
     for name in products:
         monkeypatch.setattr(torch.linalg if name == "solve_triangular" else torch, name, recorded_product(name))
     for name in ("scan_fused", "scan_plain"):
-        monkeypatch.setattr(self_modifying, name, recorded(getattr(self_modifying, name)))
+        monkeypatch.setattr(memory_mixer, name, recorded(getattr(memory_mixer, name)))
     return dtypes
 
 

@@ -9,8 +9,8 @@ from huggingface_hub.errors import StrictDataclassError
 from sparse_mixers import FEW, WIDTH, angles_of, config_of, random_mixer, run, texts
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
-from hope_hf.model import sparse_attention, sparse_fused
-from hope_hf.model.chunk_layout import plan_slots
+from hope_hf.model import sparse_attention, sparse_fast
+from hope_hf.model.chunks import plan_slots
 from hope_hf.model.sparse_branches import SparseKeys, SparseSizes, read_sparse, select_blocks
 
 SIZES = {
@@ -57,8 +57,8 @@ def test_the_text_chooses_among_blocks():
 @pytest.mark.parametrize("base, documents", [(0, False), (5, False), (24, False), (0, True), (24, True)])
 def test_tiles_equal_single_queries(monkeypatch, tile, window, base, documents):
     """The two paths of the model, over keys of earlier calls and documents in a row."""
-    monkeypatch.setattr(sparse_fused, "_TILE", tile)
-    monkeypatch.setattr(sparse_fused, "_GATHERED", tile)
+    monkeypatch.setattr(sparse_fast, "_TILE", tile)
+    monkeypatch.setattr(sparse_fast, "_GATHERED", tile)
     # the last tile is shorter than those before
     sizes, length = SparseSizes(8, 4, 3, window), 85
     room = -(-(base + length) // 8) * 8
@@ -71,9 +71,7 @@ def test_tiles_equal_single_queries(monkeypatch, tile, window, base, documents):
         first[0, 16:], first[0, 24:], first[1, 8:] = base + 16, base + 24, base + 8
     (one, chosen), (other, also) = (
         read_sparse(*leaves[:2], SparseKeys(*leaves[2:]), at, first, sizes),
-        sparse_fused.read_sparse_fused(
-            *leaves[:2], SparseKeys(*leaves[2:]), base, first if documents else None, sizes
-        ),
+        sparse_fast.read_sparse_fused(*leaves[:2], SparseKeys(*leaves[2:]), base, first if documents else None, sizes),
     )
     assert torch.equal(chosen.sort(-1).values, also.sort(-1).values)
     assert_equal_with_gradients(one, other, leaves)

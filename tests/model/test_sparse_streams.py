@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from hope_hf.model.chunk_layout import convolution_pieces, plan_slots
-from hope_hf.model.sparse_streams import StreamSizes, StreamWeights, make_streams, make_streams_tiled
+from hope_hf.model.chunks import convolution_pieces, plan_slots
+from hope_hf.model.sparse_branches import StreamSizes, StreamWeights, make_streams
+from hope_hf.model.sparse_fast import make_streams_tiled
 
 BLOCK, REACH, WIDTH = 8, 3, 4
 SIZES = StreamSizes(heads=4, key_heads=2, epsilon=1e-6)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hope_hf import HopeConfig, HopeForCausalLM
-from hope_hf.model.chunk_layout import plan_chunks
+from hope_hf.model.chunks import plan_chunks
 
 LENGTH = 16_384
 # what the default suite can afford; the long tests read all

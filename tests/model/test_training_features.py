@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import StaticCache
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
-from hope_hf.model import self_modifying
+from hope_hf.model import memory_mixer
 from hope_hf.model.continuum import CONTINUA, ContinuumMemory
 from hope_hf.step.recompute import Recomputed, recompute_activations
 
@@ -264,7 +264,7 @@ def test_inputs_are_ids_or_embeddings(tiny_model):
 )
 def test_flops_per_token_are_those_that_torch_counts(monkeypatch, options):
     """Of the plain scan: the fused one solves its triangular systems with products, which would be counted."""
-    monkeypatch.setattr(self_modifying, "scan_fused", self_modifying.scan_plain)
+    monkeypatch.setattr(memory_mixer, "scan_fused", memory_mixer.scan_plain)
     config = HopeConfig(**dict(vocab_size=64, hidden_size=64, num_hidden_layers=2, num_memory_heads=2) | options)
     model = HopeForCausalLM(config)
     ids = text(1, 512)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from scans import TAPS, largest_error, plain_pieces, problem, ragged_pieces
 
-from hope_hf.model.delta_fused import scan_fused
 from hope_hf.model.delta_triton import scan_triton
+from hope_hf.model.memory_fast import scan_fused
 
 pytestmark = [
     pytest.mark.kernels,

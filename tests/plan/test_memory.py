@@ -8,7 +8,7 @@ from models import small_config
 from transformers import LlamaConfig, Qwen2Config
 
 from hope_hf import HopeConfig, HopeModel
-from hope_hf.model.documents import Documents
+from hope_hf.model.inputs import Documents
 from hope_hf.plan.activations import _sparse, activations
 from hope_hf.plan.memory import memory
 from hope_hf.plan.shapes import shapes_of

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from training_runs import HOPE
 
-from hope_hf.model import self_modifying
+from hope_hf.model import memory_mixer
 from hope_hf.training.watch import kernels
 
 NAME = "kernel/memory_scan/fallbacks"
@@ -21,7 +21,7 @@ def refused(monkeypatch):
         fallbacks[name, reasons[-1]] += 1
         return otherwise
 
-    monkeypatch.setattr(self_modifying, "choose", choose)
+    monkeypatch.setattr(memory_mixer, "choose", choose)
     return reasons
 
 

@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch.torch_version import TorchVersion
 
-from .delta_rule import DeltaMemories
-from .kernels import VARIABLE
-from .memory_scan import ScanInputs, ScanPiece, ScanState, make_streams, unit, whole, written_values
+from .backends import VARIABLE
+from .chunks import ScanPiece, whole
+from .memory_delta import DeltaMemories
+from .memory_scan import ScanInputs, ScanState, make_streams, unit, written_values
 
 # of what the kernels keep of a head on chip
 _WIDEST = 256

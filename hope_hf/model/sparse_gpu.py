@@ -1,7 +1,7 @@
 """The selected branch of sparse attention by flash-linear-attention's kernels, the extra `hope_hf[gpu]`.
 
 `parallel_nsa` has a program for every query, which reads the blocks that it is told to. Which ones, our own compressed
-keys say (theirs are means of blocks); compressed and window branch are `sparse_fused`'s.
+keys say (theirs are means of blocks); compressed and window branch are `sparse_fast`'s.
 
 Axes as there.
 """
@@ -12,7 +12,7 @@ import os
 import torch
 import torch.nn.functional as F
 
-from .kernels import VARIABLE
+from .backends import VARIABLE
 from .sparse_branches import SparseSizes
 
 # of what the kernels keep of a head on chip
@@ -41,7 +41,7 @@ def obstacle(queries: torch.Tensor, base: int, sizes: SparseSizes) -> str | None
 def read_selected_fla(
     queries, keys, values, gates, chosen, base: int, block: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, ...]:
-    """`sparse_fused.read_selected`; the kernels' operands are rounded to `dtype`."""
+    """`sparse_fast.read_selected`; the kernels' operands are rounded to `dtype`."""
     try:
         from fla.ops.nsa.parallel import parallel_nsa
     except ImportError as error:

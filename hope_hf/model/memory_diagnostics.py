@@ -6,7 +6,7 @@ The functions take a `SelfModifyingTitans` (of this or of another copy of the co
 
 import torch
 
-from .chunk_layout import plan_chunks
+from .chunks import plan_chunks
 from .memory_scan import fresh_state, make_streams, scan_piece, unit, written_values
 
 

@@ -18,9 +18,14 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from transformers.models.llama.modeling_llama import rotate_half
 
-from .sparse_branches import SparseKeys, SparseSizes, select_blocks
+from .chunks import ScanPiece
+from .layers import convolution_gradients, convolve_padded, pad_streams, tail_after
+from .sparse_branches import SparseKeys, SparseSizes, StreamSizes, StreamWeights, select_blocks
 
+# slots of a tile
+TILE = 512
 # queries of a tile, and those that are gathered at once: a document's first block is read by all
 _TILE, _GATHERED = 128, 1024
 _LOG2_E = math.log2(math.e)
@@ -372,3 +377,89 @@ def _by_head(part: torch.Tensor) -> list[torch.Tensor]:
 def _rows_by_head(part: torch.Tensor) -> list[torch.Tensor]:
     """Views [S, G D] of contiguous [B, H, S, G, D], as torch gathers them fastest."""
     return _by_head(part.view(*part.shape[:3], -1))
+
+
+def make_streams_tiled(
+    raw, tail, weights: StreamWeights, angles, pieces: list[ScanPiece], sizes: StreamSizes
+) -> tuple:
+    """`make_streams` of all pieces of a call, in place and with gradients by hand; the tail is that of the last."""
+    return _Streams.apply(raw, tail, *weights, *angles, pieces, sizes)
+
+
+class _Streams(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, raw, tail, taps, query_norm, key_norm, cos, sin, pieces, sizes):
+        (rows, length, _), width = raw.shape, query_norm.shape[-1]
+        dtype = torch.promote_types(raw.dtype, cos.dtype)
+        # the heads of a query side by side
+        shape = (rows, sizes.key_heads, sizes.heads // sizes.key_heads, length, width)
+        query = torch.empty_permuted(shape, (0, 1, 3, 2, 4), dtype=dtype, device=raw.device)
+        key, value = (raw.new_empty(rows, sizes.key_heads, length, width, dtype=kind) for kind in (dtype, raw.dtype))
+        weights, tails = (taps, query_norm, key_norm), []
+        exact, *norms = _exact(weights)
+        for piece in pieces:
+            # a copy: it is a part of what the convolutions read
+            tails.append(tail.clone())
+            padded, mixed, angles = _mixed(raw, tail, exact, width, (cos, sin), piece)
+            tail = tail_after(padded, tail, piece).to(raw.dtype)
+            parts = mixed.split(sizes.split, 2)
+            for part, norm in zip(parts[:2], norms, strict=True):
+                part.mul_(_inverse(part, sizes.epsilon)).mul_(norm)
+                turned = rotate_half(part).mul_(angles[1])
+                part.mul_(angles[0]).add_(turned)
+            cut, by_head = slice(piece.start, piece.stop), [part.transpose(1, 2) for part in parts]
+            query[..., cut, :] = by_head[0].unflatten(1, (sizes.key_heads, -1))
+            key[:, :, cut], value[:, :, cut] = by_head[1:]
+        ctx.save_for_backward(raw, *weights, cos, sin, *tails)
+        ctx.pieces, ctx.sizes = pieces, sizes
+        return query, key, value, tail.clone()
+
+    @staticmethod
+    @once_differentiable
+    @without_autocast
+    def backward(ctx, grad_query, grad_key, grad_value, grad_tail):
+        # read once: a block that is recomputed gives them once
+        raw, taps, query_norm, key_norm, cos, sin, *tails = ctx.saved_tensors
+        weights, width, sizes = (taps, query_norm, key_norm), query_norm.shape[-1], ctx.sizes
+        taps, *norms = _exact(weights)
+        grad_raw = torch.empty_like(raw)
+        grad_taps, *grad_norms = totals = [torch.zeros_like(weight) for weight in (taps, *norms)]
+        for piece, tail in zip(reversed(ctx.pieces), reversed(tails), strict=True):
+            cut = slice(piece.start, piece.stop)
+            padded, mixed, (cosine, sine) = _mixed(raw, tail, taps, width, (cos, sin), piece)
+            given = (grad_query[..., cut, :].flatten(1, 2), grad_key[:, :, cut], grad_value[:, :, cut])
+            grad_mixed = torch.cat([part.transpose(1, 2).to(taps.dtype) for part in given], dim=2)
+            # not of values, which are neither normalised nor rotated
+            parts = zip(grad_mixed.split(sizes.split, 2), mixed.split(sizes.split, 2), norms, grad_norms, strict=False)
+            for grad, part, norm, total in parts:
+                turned = rotate_half(grad * sine)
+                grad.mul_(cosine).sub_(turned)
+                inverse = _inverse(part, sizes.epsilon)
+                direction = part.mul_(inverse)
+                total.add_((grad * direction).sum_to_size(norm.shape))
+                grad.mul_(norm)
+                along = torch.linalg.vecdot(grad, direction).div_(width).unsqueeze(-1)
+                grad.addcmul_(direction, along, value=-1).mul_(inverse)
+            grad_raw[:, cut], grad_tail = convolution_gradients(
+                grad_mixed.flatten(2), grad_tail.to(taps.dtype), padded, taps, grad_taps, piece
+            )
+        grads = (total.to(weight.dtype) for total, weight in zip(totals, weights, strict=True))
+        return grad_raw, grad_tail.to(raw.dtype), *grads, None, None, None, None
+
+
+def _exact(weights: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """Tiles are made in float32 (float64 where the model is), whatever the streams are kept in."""
+    return [weight.to(torch.promote_types(weight.dtype, torch.float32)) for weight in weights]
+
+
+def _mixed(raw, tail, taps, width: int, angles, piece: ScanPiece) -> tuple:
+    """Of a tile: the padded streams, heads after the convolutions [B, n, heads, D], and angles [B or 1, n, 1, D]."""
+    cut = slice(piece.start, piece.stop)
+    padded = pad_streams(raw[:, cut], tail, piece).to(taps.dtype)
+    mixed = convolve_padded(padded, taps, piece).unflatten(-1, (-1, width))
+    return padded, mixed, [part[:, cut, None].to(taps.dtype) for part in angles]
+
+
+def _inverse(heads: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """One over the root mean square of heads [..., D]: [..., 1]."""
+    return torch.linalg.vecdot(heads, heads).div_(heads.shape[-1]).add_(epsilon).rsqrt_().unsqueeze(-1)

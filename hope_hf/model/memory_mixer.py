@@ -2,9 +2,9 @@
 
 The content memory is written with keys and values and read at the queries (equation 86). Where asked for, memories
 remake the keys and values of linear maps, and are themselves written with them (equation 83). One scan does it all:
-`memory_scan`, under one of the rules in `delta_rule` and `paper_rule`.
+`memory_scan`, under one of the rules in `memory_delta` and `paper_rule`.
 
-Axes: B sequence in batch, T token of the call, S slot (`chunk_layout`), H head, N memory of a layer (those that remake
+Axes: B sequence in batch, T token of the call, S slot (`chunks`), H head, N memory of a layer (those that remake
 streams, then the content memory), D head width, K width of the convolution.
 """
 
@@ -18,21 +18,20 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
-from .chunk_layout import ChunkPlan
+from .backends import Kernel, asked_kernels, choose, operand_dtype
+from .cache_file import map_state
+from .chunks import ChunkPlan
 from .configuration_hope import HopeConfig, PaperRule
-from .delta_fla import obstacle as obstacle_to_fla
-from .delta_fla import scan_fla
-from .delta_fused import scan_fused
-from .delta_rule import DeltaMemories
 from .delta_triton import obstacle as obstacle_to_triton
 from .delta_triton import scan_triton
-from .diagnostics import contribution, gate_values, memory_statistics
-from .kernels import Kernel, asked_kernels, choose, operand_dtype
+from .layers import HopeRMSNorm, LearnedFactors, ShortConvolution
+from .memory_delta import DeltaMemories
+from .memory_diagnostics import contribution, gate_values, memory_statistics
+from .memory_fast import scan_fused
+from .memory_gpu import obstacle as obstacle_to_fla
+from .memory_gpu import scan_fla
+from .memory_paper import PaperMemories
 from .memory_scan import Memories, ScanInputs, ScanState, scan, scan_plain
-from .memory_state import map_state
-from .norm import HopeRMSNorm, LearnedFactors
-from .paper_rule import PaperMemories
-from .short_convolution import ShortConvolution
 
 # standard deviation of a memory's output layer at initialisation, times 1 / sqrt(its input width)
 _OUTPUT_STD = 0.05

@@ -3,7 +3,7 @@
 Two thirds of its time are batched matrix products. Autograd would keep and copy far more: per chunk, this saves what
 the backward pass reads and nothing else, and its products have all memories side by side as columns.
 
-Axes: b sequences times heads, S slot (`chunk_layout`), C slot of the piece, D head width, M memories of a layer, K
+Axes: b sequences times heads, S slot (`chunks`), C slot of the piece, D head width, M memories of a layer, K
 width of the convolution. Tokens are rows; a memory acts as `z W`.
 """
 
@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from .convolution_steps import convolution_gradients, convolve_padded
-from .delta_rule import DeltaMemories
-from .delta_step import step_token
-from .memory_scan import NORM_EPSILON, ScanInputs, ScanPiece, ScanState, decay_matrix, tail_after
+from .chunks import ScanPiece
+from .layers import convolution_gradients, convolve_padded, tail_after
+from .memory_delta import DeltaMemories, step_token
+from .memory_scan import NORM_EPSILON, ScanInputs, ScanState, decay_matrix
 
 # Size of the diagonal blocks that are inverted at once.
 _BASE = 4

@@ -15,8 +15,46 @@ from typing import NamedTuple
 import torch
 
 from .configuration_hope import HopeConfig
-from .memory_scan import ScanPiece
-from .text_digest import extend_digest
+
+# Factor of the digest of a row's tokens, a polynomial modulo 2^64: digest_{t+1} = BASE (digest_t + id_t), from 1. The
+# digest 0 means that the tokens are not known.
+_BASE = 6364136223846793005
+
+
+class ScanPiece(NamedTuple):
+    """A chunk or a part of one. The last four are `None` where all rows are cut alike."""
+
+    start: int
+    stop: int
+    # whether the chunk ends here, and the weights become those of the next chunk's start: bool, or [b, 1, 1] bool
+    closes: torch.Tensor | bool
+    # False in rows where a document begins here [b, 1, 1]
+    keeps: torch.Tensor | None = None
+    # which taps reach a token of the same document, oldest first [K - 1, b, C, 1]
+    inside: torch.Tensor | None = None
+    # rows of the padded streams into which the tail of earlier calls goes [b, K - 1, 1], in the first piece alone
+    tail_in: torch.Tensor | None = None
+    # rows of the padded streams that the next piece needs [b, K - 1, 1]
+    tail_out: torch.Tensor | None = None
+
+
+def whole(pieces: list[ScanPiece]) -> ScanPiece:
+    """The pieces of a scan as one, for what happens to all tokens alike."""
+    first, last = pieces[0], pieces[-1]
+    piece = ScanPiece(0, last.stop, closes=False)
+    if first.tail_out is None:
+        return piece
+    # slots up to the last token of each row: those of a piece that holds none end before it
+    ends = torch.stack([part.tail_out[:, :1] for part in pieces])
+    starts = ends.new_tensor([part.start for part in pieces]).view(-1, 1, 1, 1)
+    holds = (ends > 0) | (starts == 0)
+    end = torch.where(holds, starts + ends, 0).amax(0)
+    return piece._replace(
+        keeps=first.keeps,
+        inside=torch.cat([part.inside for part in pieces], dim=2),
+        tail_in=first.tail_in,
+        tail_out=end + torch.arange(last.tail_out.shape[1], device=end.device)[:, None],
+    )
 
 
 class Past(NamedTuple):
@@ -28,7 +66,7 @@ class Past(NamedTuple):
     is_uniform: bool
     # real tokens of the row's current document [B]
     seen: torch.Tensor
-    # digest of the row's tokens [B] (`text_digest`)
+    # digest of the row's tokens [B], see `extend_digest`
     digest: torch.Tensor
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Past":
@@ -232,7 +270,7 @@ def _ragged_pieces(
 
 
 def convolution_pieces(slots: SlotPlan, length: int, reach: int, size: int) -> list[ScanPiece]:
-    """All `length` slots of a call in pieces of rows, for `memory_scan.convolve` with `reach` + 1 taps."""
+    """All `length` slots of a call in pieces of rows, for `layers.convolve` with `reach` + 1 taps."""
     if slots.valid is None:
         return _plain_pieces(length, size, 0)
     return _ragged_pieces(size, reach, 1, slots.valid, slots.position, slots.offset)
@@ -257,3 +295,25 @@ def _tail_rows(
         end = torch.where(end == 0, offset, end)
         tail_in = (offset[:, None] + around)[..., None]
     return tail_in, (end[:, None] + around)[..., None]
+
+
+def extend_digest(digest: torch.Tensor, input_ids: torch.Tensor | None) -> torch.Tensor:
+    """The digest [B] of all tokens read after `input_ids` [B, T], from that before them [B]; int64.
+
+    Unknown where it was unknown before, and everywhere if the text is given as embeddings (`None`).
+    """
+    if input_ids is None:
+        return torch.zeros_like(digest)
+    # BASE^T to BASE^1; products and sums wrap around
+    powers = torch.full((input_ids.shape[1],), _BASE, device=digest.device).cumprod(0).flip(0)
+    extended = digest * powers[0] + (input_ids.long() * powers).sum(1)
+    return torch.where(digest == 0, 0, extended)
+
+
+def begins_with(input_ids: torch.Tensor, digest: torch.Tensor, length: int) -> bool:
+    """Whether rows [B, T] begin with the `length` tokens of `digest` [B or a multiple]; any do where it is unknown."""
+    rows = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
+    found = extend_digest(rows, input_ids[:, :length])
+    # one row of a text for all beams or samples that go on from it
+    found = found.repeat_interleave(max(1, len(digest) // len(found))).to(digest.device)
+    return len(found) == len(digest) and bool(((digest == 0) | (digest == found)).all())

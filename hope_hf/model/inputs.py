@@ -1,0 +1,417 @@
+"""What a call of the model is given: tokens, masks, documents, labels and caches, and an error for what does not fit.
+
+Documents that share a row are given as `position_ids` that restart at 0, as numbers in the attention mask (1, 1, 2, 2,
+0: padding), or as packing collators give them: `cu_seq_lens_q` and `cu_seq_lens_k` of flash attention, `cu_seqlens` of
+fla, `seq_idx` of Mamba-2. All layers read positions, so the other forms are converted to positions.
+
+Axes: B row, T token of the call.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import NamedTuple
+
+import torch
+from torch.fx.experimental.symbolic_shapes import has_static_value
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .cache_hope import is_memory_layer, level_layers, past_of
+from .configuration_hope import HopeConfig
+from .continuum import keeps_state
+from .memory_scan import ScanState
+from .sparse_attention import SparseState
+
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
+
+
+class Documents(NamedTuple):
+    """What every layer needs to know of padding and documents."""
+
+    # 0 for padding [B, T], or `None` where there is none
+    padding: torch.Tensor | None
+    # [B or 1, T], 0 at the first token of a document; `None` where nothing was told
+    position_ids: torch.Tensor | None
+
+
+def boundaries_of(arguments: Mapping) -> dict[str, torch.Tensor]:
+    """Those of `BOUNDARIES` that were given."""
+    return {name: arguments[name] for name in BOUNDARIES if arguments.get(name) is not None}
+
+
+def check_mask_values(mask: torch.Tensor) -> bool:
+    """Whether a mask [B, T] numbers documents; ValueError for one that holds anything but numbers from 0.
+
+    Waits for the device.
+    """
+    least, most = (float(value) for value in mask.to(torch.float64).aminmax())
+    is_whole = not mask.is_floating_point() or bool((mask == mask.round()).all())
+    if least < 0 or not is_whole:
+        raise ValueError(
+            f"attention_mask holds values from {least:g} to {most:g}: give 1 for tokens and 0 for padding, or the "
+            "number of every token's document, from 1"
+        )
+    return most > 1
+
+
+def read_documents(
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    boundaries: dict[str, torch.Tensor],
+    shape: tuple[int, int],
+    device: torch.device,
+    cache: Cache | None,
+) -> Documents:
+    """Padding and positions of a call.
+
+    Args:
+        attention_mask: [B, columns seen + T], or `None` where it says nothing.
+        position_ids: [B or 1, T].
+        boundaries: see `boundaries_of`.
+        shape: (B, T).
+        cache: as it is before the call.
+
+    Raises:
+        ValueError: what is given does not fit the call, or contradicts itself.
+    """
+    padding = numbered = None
+    if attention_mask is not None:
+        # Unlike in transformers' mask for recurrent models, a call of one token may be padding, too: a chunked prefill
+        # can end on it. In a compiled or exported graph, which must serve every mask, any may be.
+        padding = attention_mask[:, -shape[1] :]
+        if torch.compiler.is_compiling():
+            # which cannot lay out documents; a generated token's mask is `generate`'s own
+            if shape[1] > 1 and padding.dtype != torch.bool:
+                fits = ((padding == 0) | (padding == 1)).all()
+                torch._assert_async(fits, "attention_mask must hold 0 and 1 alone in a compiled graph")
+        elif bool((padding == 1).all()):
+            padding = None
+        elif padding.dtype != torch.bool and check_mask_values(padding):
+            numbered = padding
+            padding = None if bool((numbered > 0).all()) else numbered > 0
+    if numbered is None and not boundaries:
+        return Documents(padding, position_ids)
+    if cache is not None and (cache.is_compileable or cache.get_seq_length()):
+        told = " and ".join([*boundaries, *["attention_mask"] * (numbered is not None)])
+        raise ValueError(
+            f"{told} cannot tell documents to a cache that has read tokens, or is a {type(cache).__name__} of fixed "
+            "length: give position_ids that restart at 0, or an empty HopeCache(model.config)"
+        )
+    valid = torch.ones(shape, dtype=torch.bool, device=device) if padding is None else padding.bool()
+    begins = {name: _begins(name, torch.as_tensor(value), shape).to(device) for name, value in boundaries.items()}
+    if numbered is not None:
+        begins["attention_mask"] = _begins_of_numbers(numbered)
+    positions = {name: _positions(begin, valid) for name, begin in begins.items()}
+    first, told = next(iter(positions.items()))
+    if not torch.compiler.is_compiling():
+        starts = (told == 0) & valid
+        wrong = {name: starts != ((other == 0) & valid) for name, other in positions.items() if name != first}
+        if position_ids is not None:
+            # Positions that count on through all documents are right, too.
+            wrong["position_ids"] = (position_ids == 0) & valid & ~starts
+        for name, tokens in wrong.items():
+            if bool(tokens.any()):
+                row, column = tokens.nonzero()[0].tolist()
+                raise ValueError(
+                    f"{first} and {name} disagree on whether a document begins at token {column} of row {row}: give "
+                    "one of them"
+                )
+    return Documents(padding, told)
+
+
+def later_begins(padding: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    """Whether a document begins with a token [B, T] that is not the first of its row; arguments as of `Documents`."""
+    real = padding.bool()
+    return (position_ids == 0) & real & (real.cumsum(1) > 1)
+
+
+def _begins(name: str, value: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Whether a document begins with a token [B, T]."""
+    rows, length = shape
+    if name == "seq_idx":
+        if value.ndim != 2 or value.shape[1] != length or value.shape[0] not in (1, rows):
+            raise ValueError(f"seq_idx has the shape {tuple(value.shape)}, and {tuple(shape)} is needed")
+        value = value.expand(shape)
+        return torch.cat([torch.ones_like(value[:, :1], dtype=torch.bool), value.diff(dim=1) != 0], dim=1)
+    if value.ndim != 1 or value.is_floating_point():
+        raise ValueError(
+            f"{name} is a {value.dtype} tensor of shape {tuple(value.shape)}: give whole numbers, 0 and the tokens up "
+            "to the end of every document"
+        )
+    if not torch.compiler.is_compiling():
+        ends = value.tolist()
+        if ends[:1] != [0] or ends[-1] != rows * length or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
+            raise ValueError(
+                f"{name} goes from {ends[:1]} to {ends[-1:]}, and it must grow from 0 to {rows * length}, the number "
+                "of tokens of the input"
+            )
+        if not set(range(0, rows * length, length)) <= set(ends):
+            raise ValueError(f"{name} has a document that goes on from one row to the next: give a single row")
+    # one more, for the end of the last document
+    begins = torch.zeros(rows * length + 1, dtype=torch.bool, device=value.device)
+    return begins.scatter(0, value.long(), torch.ones_like(value, dtype=torch.bool))[:-1].view(shape)
+
+
+def _begins_of_numbers(numbers: torch.Tensor) -> torch.Tensor:
+    """Whether a document begins with a token [B, T]: another number than that of the last token before."""
+    column = torch.arange(numbers.shape[1], device=numbers.device)
+    real = numbers > 0
+    last = torch.where(real, column, -1).cummax(1).values
+    before = torch.nn.functional.pad(last, (1, 0), value=-1)[:, :-1]
+    return real & ((before < 0) | (numbers.gather(1, before.clamp(min=0)) != numbers))
+
+
+def _positions(begins: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """How many real tokens of its document come before a token [B, T]: a document may begin with padding."""
+    before = valid.cumsum(1) - valid.long()
+    return before - torch.where(begins, before, 0).cummax(1).values
+
+
+def check_inputs(
+    config: HopeConfig, input_ids: torch.Tensor | None = None, inputs_embeds: torch.Tensor | None = None
+) -> None:
+    """ValueError unless exactly one of them is given and is a text: tokens [B, T] or embeddings [B, T, hidden_size].
+
+    Whether tokens are in the vocabulary is seen on the CPU only, where looking at them does not wait for a device.
+    """
+    if not torch.compiler.is_compiling():
+        transforms = torch._C._functorch.get_interpreter_stack() or ()
+        if any(transform.key() == torch._C._functorch.TransformType.Vmap for transform in transforms):
+            raise ValueError("torch.func.vmap cannot go over a HOPE model: give the texts as rows of input_ids")
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+    if input_ids is None:
+        if inputs_embeds.ndim != 3 or inputs_embeds.shape[2] != config.hidden_size:
+            raise ValueError(
+                f"inputs_embeds has the shape {tuple(inputs_embeds.shape)}, and (batch, tokens, {config.hidden_size}) "
+                "is needed"
+            )
+    elif input_ids.ndim != 2:
+        raise ValueError(
+            f"input_ids has the shape {tuple(input_ids.shape)}, and (batch, tokens) is needed: give a single text as "
+            "input_ids[None]"
+        )
+    if (inputs_embeds if input_ids is None else input_ids).shape[1] == 0:
+        raise ValueError("the text has no tokens: give at least one, for instance the tokenizer's bos_token_id")
+    if input_ids is None:
+        return
+    if input_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"input_ids holds {input_ids.dtype}: give tokens as torch.int64")
+    if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = input_ids[(input_ids < 0) | (input_ids >= config.vocab_size)]
+        if len(wrong):
+            raise ValueError(f"input_ids hold {int(wrong[0])}: give tokens from 0 to {config.vocab_size - 1}")
+
+
+def check_mask(attention_mask: torch.Tensor, batch_size: int, query_length: int, seen: int) -> None:
+    """ValueError for a mask that does not have one column per token, read ones included."""
+    shape, expected = tuple(attention_mask.shape), (batch_size, seen + query_length)
+    if not isinstance(attention_mask, torch.Tensor) or len(shape) != 2:
+        raise ValueError(
+            f"attention_mask has the shape {shape}, and layers that keep a state read no such masks: give {expected}, "
+            "with 1 for a token (or the number of its document) and 0 for padding"
+        )
+    if shape != expected:
+        raise ValueError(
+            f"attention_mask has the shape {shape}, and {expected} is needed: one row per sequence, one column for "
+            f"each of the {seen} tokens read before and the {query_length} of this call"
+        )
+
+
+def check_labels(labels: torch.Tensor, vocab_size: int) -> None:
+    """ValueError for labels that are no tokens; on the CPU only, where looking at them does not wait for a device."""
+    if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = labels[(labels != -100) & ((labels < 0) | (labels >= vocab_size))]
+        if len(wrong):
+            raise ValueError(
+                f"labels hold {int(wrong[0])}: give tokens from 0 to {vocab_size - 1}, or -100 to skip one"
+            )
+
+
+def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -> None:
+    """Refuse a cache that is not of this model, or not of these rows; give an empty `DynamicCache()` its layers.
+
+    Args:
+        hidden_states: [B, T, hidden_size], what is read next.
+
+    Raises:
+        ValueError: other layers, another number of rows, another shape or dtype of the memories.
+    """
+    layers = getattr(cache, "layers", None)
+    if layers == [] and getattr(cache, "layer_class_to_replicate", None) is not None:
+        # made without a config, it would append layers for keys and values
+        layers.extend(DynamicCache(config=config).layers)
+        cache.layer_class_to_replicate = None
+    # compared, as the tracer of torch 2.11 breaks its graph at `bool(layers)`
+    has_layers = layers is not None and len(layers) > 0
+    of_levels = level_layers(config, is_static=has_layers and cache.is_compileable)
+    if of_levels and has_layers and len(layers) == config.num_hidden_layers and not cache.get_seq_length():
+        layers.extend(of_levels)
+    if layers is None or len(layers) != config.num_hidden_layers + len(of_levels):
+        held = "no layers" if layers is None else f"{len(layers)} layers"
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__} of {held}, and the model has {config.num_hidden_layers}: "
+            "give a HopeCache(model.config)"
+        )
+    for layer, kind in zip(layers, config.layer_types, strict=False):
+        if not _is_of_kind(layer, kind):
+            raise ValueError(
+                f"past_key_values is a {type(cache).__name__} with a {type(layer).__name__} where this model has a "
+                f"layer of type '{kind}': give a HopeCache(model.config)"
+            )
+        if kind == "hope_memory" and layer.state is not None:
+            _check_memories(layer.state, config, hidden_states.dtype)
+        if kind == "sparse_attention" and layer.state is not None:
+            _check_sparse(layer.state, config)
+    past = past_of(cache)
+    if past is not None and len(past.seen) != len(hidden_states):
+        raise ValueError(
+            f"past_key_values holds {len(past.seen)} sequences, and the input {len(hidden_states)}: choose rows with "
+            "batch_select_indices or batch_repeat_interleave"
+        )
+
+
+def check_recomputing(cache: Cache, is_carried: bool, blocks: Iterable[GradientCheckpointingLayer]) -> None:
+    """ValueError where blocks that are run again in the backward pass would not find what they read the first time.
+
+    Args:
+        is_carried: whether blocks take from the cache, and return, all that they read and write.
+        blocks: of a model in training.
+    """
+    recomputing = [block._gradient_checkpointing_func for block in blocks if block.gradient_checkpointing]
+    if recomputing and not is_carried:
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__} that is overwritten before gradient checkpointing reads it "
+            "again: give a HopeCache(model.config)"
+        )
+    if any(getattr(function, "keywords", {}).get("use_reentrant") for function in recomputing):
+        raise ValueError(
+            "gradient checkpointing with use_reentrant=True cuts the gradient that goes through past_key_values: give "
+            "use_reentrant=False"
+        )
+
+
+# of the states of a layer, whichever copy of the code made it
+_STATES = {"hope_memory": ScanState.__name__, "sparse_attention": SparseState.__name__}
+
+
+def _is_of_kind(layer: CacheLayerMixin, kind: str) -> bool:
+    if not is_memory_layer(layer):
+        return kind not in _STATES
+    return layer.state_class.__name__ == _STATES.get(kind)
+
+
+def _check_sparse(state: SparseState, config: HopeConfig) -> None:
+    (_, heads, slots, width), (blocks, strides) = state.slot_keys.shape, state.compressed_keys.shape[2:4]
+    held = (heads, width, slots // blocks, slots // (blocks * strides), state.conv_tail.shape[1] + 1)
+    ours = (
+        config.num_key_value_heads, config.head_dim, config.sparse_block_size, config.sparse_compress_stride,
+        config.conv_kernel_size,
+    )  # fmt: skip
+    if held != ours:
+        layout = "{} heads of width {}, blocks of {}, strides of {} and convolutions of {} tokens"
+        raise ValueError(
+            f"past_key_values holds sparse attention with {layout.format(*held)}, and this model's has "
+            f"{layout.format(*ours)}: it is the cache of another model"
+        )
+
+
+def _check_memories(state: ScanState, config: HopeConfig, dtype: torch.dtype) -> None:
+    tail, heads, width = state.conv_tail, config.num_memory_heads, config.head_dim
+    memories = len(config.memory_projections) + 1
+    held = state.current[0][0].numel() // (tail.shape[1] * width**2)
+    if tuple(tail.shape[1:]) != (heads, config.conv_kernel_size - 1, 3 * width) or held != memories:
+        raise ValueError(
+            f"past_key_values holds {tail.shape[1]} heads of {held} memories of width {tail.shape[3] // 3}, and this "
+            f"model's have {heads} of {memories} of width {width}: it is the cache of another model"
+        )
+    dtype = torch.promote_types(dtype, torch.float32)
+    if tail.dtype != dtype:
+        raise ValueError(
+            f"past_key_values holds {tail.dtype} memories, and this model computes them in {dtype}: read the text "
+            "with the model as it is now"
+        )
+
+
+def create_attention_mask(
+    config: HopeConfig,
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    documents: Documents,
+    position_ids: torch.Tensor,
+    cache: Cache | None,
+) -> torch.Tensor | None:
+    """The mask that the kernels of `config` take (a `BlockMask` of flex attention is given and returned as it is).
+
+    Args:
+        hidden_states: [B, T, hidden_size].
+        attention_mask: as given to the model: [B, columns seen + T], or 4-D, which is all there is to know.
+        documents: what was told of this call.
+        position_ids: [B or 1, T].
+
+    Raises:
+        ValueError: these kernels cannot keep such a mask.
+    """
+    if attention_mask is not None and attention_mask.ndim != 2:
+        is_flash = "flash" in config._attn_implementation
+        if attention_mask.ndim != 4 or is_flash:
+            raise ValueError(
+                f"attention_mask has the shape {tuple(attention_mask.shape)}, and {config._attn_implementation} takes "
+                f"{'(batch, tokens)' if is_flash else '(batch, tokens) or four dimensions'}"
+            )
+        if not isinstance(attention_mask, torch.Tensor) or attention_mask.is_floating_point():
+            return attention_mask
+        # what eager attention adds to its scores
+        masked = torch.finfo(hidden_states.dtype).min
+        return hidden_states.new_zeros(attention_mask.shape).masked_fill(~attention_mask.bool(), masked)
+    # transformers finds packed documents in the positions only where there is no cache and no mask: hide an empty
+    # cache, and a mask without padding
+    if cache is not None and not cache.is_compileable and not cache.get_seq_length():
+        cache = None
+    only_tokens = None
+    if cache is None and documents.padding is None:
+        attention_mask = None
+    elif cache is None and documents.position_ids is not None:
+        begins = later_begins(*documents)
+        if torch.compiler.is_compiling() or bool(begins.any()):
+            if "flash" in config._attn_implementation:
+                raise ValueError(
+                    "flash attention does not keep documents apart in a row with padding: leave the padding out, with "
+                    "its attention_mask"
+                )
+            only_tokens = packed_sequence_mask_function(begins.cumsum(1))
+    return create_causal_mask(
+        config=config,
+        inputs_embeds=hidden_states,
+        attention_mask=attention_mask,
+        past_key_values=cache,
+        position_ids=position_ids,
+        and_mask_function=only_tokens,
+        layer_idx=config.layer_types.index("full_attention"),
+    )
+
+
+def outside_where_cut_anew(forward: Callable) -> Callable:
+    """`HopeModel.forward`, which a compiler leaves out of its graphs where it would trace other chunks every time.
+
+    So it is in a model with a state that is given documents, that goes on with more than a token, or whose length
+    varies: the tracer takes a second length for any length, of which chunks cannot be counted.
+    """
+    reason = "documents, earlier calls and other lengths cut every batch into other chunks"
+    uncompiled = torch.compiler.disable(forward, reason=reason)
+
+    @wraps(forward)
+    def call(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
+        called = forward
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and keeps_state(self.config):
+            text = kwargs.get("inputs_embeds") if input_ids is None else input_ids
+            # `check_inputs` refuses a call without a text
+            length = 0 if text is None else text.shape[1]
+            has_documents = position_ids is not None or bool(boundaries_of(kwargs))
+            goes_on = has_documents or past_of(past_key_values) is not None
+            if not has_static_value(length) or length > 1 and goes_on:
+                called = uncompiled
+        return called(self, input_ids, attention_mask, position_ids, past_key_values, **kwargs)
+
+    return call
