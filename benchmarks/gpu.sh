@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What HOPE does on one GPU: compares its kernels with the plain code there, then measures it beside its peers.
-# Takes under ten minutes; needs the packages of pyproject.toml and pytest. Writes to the folder given.
+# Takes about ten minutes; needs the packages of pyproject.toml and pytest. Every row is written as it is measured.
 #   bash benchmarks/gpu.sh runs/gpu
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,5 +15,8 @@ for name in ("triton", "fla-core", "flash-attn", "mamba-ssm", "causal-conv1d", "
     except m.PackageNotFoundError: print(name, "is not installed")'
   # A wrong kernel is a result, too: the times are taken all the same.
   python -m pytest -q -p no:cacheprovider -m "kernels or gpu" tests/model || true
-  timeout 420 python benchmarks/gpu_speed.py --output_dir "$out"
+  flags=(--presets pilot mid --models hope hope_triton hope_torch llama mamba2 gated_deltanet --tokens_per_step 32768
+    --lengths 2048 8192 32768 --contexts 2048 8192 --new_tokens 32)
+  timeout 420 python benchmarks/speed.py peers --device cuda --output_dir "$out" "${flags[@]}" || true
+  python benchmarks/speed.py peers --report --output_dir "$out"
 } 2>&1 | tee "$out/gpu.log"

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 HEADS = sorted((ROOT / "recipes").rglob("*.yaml"))
 COMMAND = re.compile(r"^.*?((?:accelerate launch|python|curl|run_clm\.py) .*)$")
 # These need a package that is not installed, and minutes; their flags are checked in test_docs.py.
-NOT_RUN = ("filter.py", "benchmarks/prepare_speed.py")
+NOT_RUN = ("filter.py",)
 TEXTS = [
     f"{number} times {number + 1} are {number * (number + 1)}, as everybody knows. " * 5 for number in range(1000)
 ]

@@ -14,7 +14,7 @@ from transformers import (
     pipeline,
 )
 
-from benchmarks.long_prompt import measure_apart
+from benchmarks.speed import prompt_apart
 from hope_hf import HopeCache
 
 GREEDY = dict(do_sample=False, pad_token_id=63)
@@ -119,8 +119,8 @@ def test_what_a_recurrent_state_cannot_do_is_refused(tiny_model):
 @pytest.mark.processes
 @pytest.mark.usefixtures("warm_python")
 def test_a_long_prompt_takes_no_more_memory_than_a_short_one():
-    """Three times the prompt, well above one piece; `benchmarks/long_prompt.py` does it with 100,000 tokens."""
-    short, long = (measure_apart("tiny", length, prefill_chunk_size=256)["peak_mib"] for length in (512, 2048))
+    """Three times the prompt, well above one piece; `benchmarks/speed.py prompt` has 100,000 tokens."""
+    short, long = (prompt_apart(length, prefill_chunk_size=256)["mib"] for length in (512, 2048))
     assert long / short <= 1.1
 
 

@@ -1,0 +1,140 @@
+"""How one step, token, cache, peak or operator is measured, and how models take turns."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
+
+from hope_hf.step.objective import can_skip_logits, summed_loss
+
+# What says that a model does not run here: no memory, no kernel, no package.
+REFUSALS = (RuntimeError, ValueError, ImportError)
+# Operators that only look at a tensor in another way, or reserve its memory.
+VIEWS = frozenset(
+    "view _unsafe_view expand slice select transpose permute unsqueeze squeeze t alias detach as_strided split "
+    "split_with_sizes unbind diagonal unfold empty empty_like empty_strided new_empty new_empty_strided "
+    "_local_scalar_dense device promote_types".split()
+)
+
+
+def seconds(function: Callable[[], object], device: str = "cpu") -> float:
+    """CPU seconds of a call, all threads together; wall-clock seconds on a GPU."""
+    if device == "cpu":
+        start = time.process_time()
+        function()
+        return time.process_time() - start
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    function()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def in_turn(measures: dict, rounds: int, refused: Callable[[str, Exception], None] | None = None) -> dict:
+    """What each function of `measures` returns in `rounds` rounds after one to warm up [name: values].
+
+    A function that raises one of REFUSALS is handed to `refused` and left out; without `refused` the error goes on.
+    """
+    values = {name: [] for name in measures}
+    for _ in range(rounds + 1):
+        for name in list(values):
+            try:
+                values[name].append(measures[name]())
+            except REFUSALS as error:
+                if refused is None:
+                    raise
+                refused(name, error)
+                del values[name]
+    return {name: found[1:] for name, found in values.items()}
+
+
+def train_step(network: nn.Module, input_ids: torch.Tensor) -> None:
+    """Forward and backward as the trainer makes them."""
+    loss = summed_loss(network, {"input_ids": input_ids, "use_cache": False}, input_ids, can_skip_logits(network))
+    (loss / input_ids.numel()).backward()
+    network.zero_grad()
+
+
+class CountingCache(DynamicCache):
+    """For models without softmax attention, in whose layers transformers' cache counts the tokens, or raises."""
+
+    read = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.read
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.read + query_length, 0
+
+
+class Decoder:
+    """Greedy decoding of one row. The first call reads the context, every other call one token."""
+
+    def __init__(self, network: nn.Module, context: torch.Tensor):
+        self.network, self.token, self.cache = network, context, None
+        # Mamba has a name of its own for it.
+        self.name = "cache_params" if network.config.model_type == "mamba2" else "past_key_values"
+        if set(getattr(network.config, "layer_types", ())) == {"linear_attention"} and self.name == "past_key_values":
+            self.cache = CountingCache(config=network.config)
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        outputs = self.network(self.token, **{self.name: self.cache}, use_cache=True, logits_to_keep=1)
+        if isinstance(self.cache, CountingCache):
+            self.cache.read += self.token.shape[1]
+        self.token, self.cache = outputs.logits[:, -1:].argmax(-1), outputs[self.name]
+
+
+def read(network: nn.Module, context: torch.Tensor) -> None:
+    """Read a text into a new cache."""
+    Decoder(network, context)()
+
+
+def held_bytes(cache) -> int:
+    """Bytes of all tensors that a cache of any kind refers to, each storage once."""
+    storages, seen, pending = {}, set(), [cache]
+    while pending:
+        part = pending.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, torch.Tensor):
+            storage = part.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(part, dict):
+            pending.extend(part.values())
+        elif isinstance(part, (list, tuple)):
+            pending.extend(part)
+        elif type(part).__module__.startswith(("transformers.", "hope_hf.", "benchmarks.", "__main__")):
+            pending.extend(vars(part).values())
+    return sum(storages.values())
+
+
+def peak_growth(function: Callable[[], object]) -> int:
+    """Bytes by which this process grows at most while the function runs (Linux)."""
+    # the largest memory so far becomes that of now
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _resident_kib("VmRSS")
+    function()
+    return (_resident_kib("VmHWM") - before) * 1024
+
+
+def _resident_kib(field: str) -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1])
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators that run inside, but for views."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.number += function.overloadpacket.__name__ not in VIEWS
+        return function(*args, **(kwargs or {}))
