@@ -12,8 +12,8 @@ from hope_hf.cli.process import one_line
 from hope_hf.cli.results import draw_or_warn
 from hope_hf.step.arguments import Arguments
 
-from .checkpoints.reader import read_weights
-from .checkpoints.whole_weights import take_parts
+from .checkpoints.manifest import read_manifest
+from .checkpoints.weights import read_weights, take_parts
 from .engines.base import Engine
 from .watch.plot import draw_curves
 from .watch.tracking import METRICS_FILE
@@ -76,7 +76,7 @@ def final_weights(engine: Engine, checkpoint: Path | None) -> dict[str, Tensor]:
     """All weights by name on the first process; read from the checkpoint if they would have to be gathered again."""
     if not engine.shards_weights or checkpoint is None:
         return take_parts(engine).together()
-    return read_weights(checkpoint) if engine.accelerator.is_main_process else {}
+    return read_weights(read_manifest(checkpoint)) if engine.accelerator.is_main_process else {}
 
 
 @torch.no_grad()

@@ -9,8 +9,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from hope_hf.cli.process import one_line
 
 from .carry import CarriedMemory
+from .checkpoints.manifest import FIX
 from .checkpoints.reader import SavedRun
-from .checkpoints.seal import MEND
 from .checkpoints.state_files import restore_rng, rng_state
 from .engines.base import Update
 from .engines.guard import OneSidedError
@@ -108,7 +108,7 @@ class TrainState:
             if own["rng"] is not None:
                 restore_rng(own["rng"])
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise OneSidedError(f"{saved.path / file} is no state of this run ({one_line(error)}): {MEND}.") from None
+            raise OneSidedError(f"{saved.path / file} is no state of this run ({one_line(error)}): {FIX}.") from None
 
 
 def _progress(values: dict, step: int) -> Progress:

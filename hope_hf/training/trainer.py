@@ -17,9 +17,10 @@ from .card import run_card
 from .carry import CarriedMemory
 from .checkpoints.hook import CheckpointHook
 from .checkpoints.manifest import last_good
-from .checkpoints.optimizer_files import load_optimizer
-from .checkpoints.reader import find_checkpoint, load_weights
+from .checkpoints.optimizer import load_optimizer
+from .checkpoints.reader import find_checkpoint
 from .checkpoints.run_folder import RunFolder, require_same_run
+from .checkpoints.weights import load_weights
 from .checkpoints.writer import CheckpointWriter
 from .engines.audit import write_audit
 from .engines.base import Engine, Update
@@ -135,9 +136,9 @@ def begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | None
     record = folder.open(identity)
     config, plan, values = run.model.config, run.plan, run.values
     if saved and values is None:
-        load_weights(run.model, saved.path)
+        load_weights(run.model, saved.manifest)
     elif saved:
-        values = checkpoint_values(run.model, saved.path)
+        values = checkpoint_values(run.model, saved.manifest)
     # Before the engine shards the model.
     card, flops = run_card(args, engine, run), flops_per_token(run.model, plan.block_size)
     model = engine.prepare(run.model, run.optimizer)
@@ -157,7 +158,7 @@ def begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | None
     carry = CarriedMemory(config if args.document_boundary == "carry" else None)
     state = TrainState(identity, scheduler, carry, engine.scaling)
     if saved:
-        load_optimizer(saved.path, engine)
+        load_optimizer(saved.manifest, engine)
         state.load(saved, accelerator.device)
     start_step = state.progress.step
     accelerator.print("\n".join([card, *(f"rank {line}" for line in rank_lines(accelerator, run.model))]))

@@ -11,10 +11,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, get_scheduler
 
 from hope_hf.optim import build_optimizer
-from hope_hf.training.checkpoints.optimizer_files import load_optimizer
-from hope_hf.training.checkpoints.reader import find_checkpoint, load_weights
-from hope_hf.training.checkpoints.seal import seal
+from hope_hf.training.checkpoints.manifest import seal
+from hope_hf.training.checkpoints.optimizer import load_optimizer
+from hope_hf.training.checkpoints.reader import find_checkpoint
 from hope_hf.training.checkpoints.state_files import restore_rng, rng_state
+from hope_hf.training.checkpoints.weights import load_weights
 from hope_hf.training.checkpoints.writer import CheckpointWriter
 from hope_hf.training.engines.base import Engine
 
@@ -85,8 +86,8 @@ class Run:
 
     def restore(self, output_dir: Path, choice: str | None = None):
         saved = find_checkpoint(output_dir, choice)
-        load_weights(self.model, saved.path)
-        load_optimizer(saved.path, self.engine)
+        load_weights(self.model, saved.manifest)
+        load_optimizer(saved.manifest, self.engine)
         self.scheduler.load_state_dict(saved.state["scheduler"])
         if saved.state["rank"]["rng"] is not None:
             restore_rng(saved.state["rank"]["rng"])

@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import get_scheduler
 
 from hope_hf.training import trainer
 from hope_hf.training.carry import CarriedMemory
+from hope_hf.training.checkpoints.manifest import MANIFEST, Manifest
 from hope_hf.training.checkpoints.reader import SavedRun
 from hope_hf.training.process import QUIT, StopSignal
 from hope_hf.training.state import TrainState
@@ -36,6 +38,25 @@ def test_continued_run_equals_the_uninterrupted_one(run, tmp_path, model, flags)
     assert curve(continued, "train/grad_norm") == curve(whole, "train/grad_norm")
     assert curve(continued, "eval/loss") == curve(whole, "eval/loss")
     assert [row["step"] for row in continued] == [row["step"] for row in whole]
+
+
+def test_a_resume_reads_the_manifest_at_most_twice(run, tmp_path, monkeypatch):
+    run("a", *SAVES)
+    forget_the_end(tmp_path / "a", 5)
+    reads, before_the_first_step, read_text, loss = [], [], Path.read_text, trainer.summed_loss
+
+    def count_reads(path, *options, **named):
+        reads.extend([path] if path.name == MANIFEST else [])
+        return read_text(path, *options, **named)
+
+    def first_loss(*arguments):
+        before_the_first_step.append(len(reads))
+        return loss(*arguments)
+
+    monkeypatch.setattr(Path, "read_text", count_reads)
+    monkeypatch.setattr(trainer, "summed_loss", first_loss)
+    assert run("a", *SAVES)[0] == 0
+    assert 1 <= before_the_first_step[0] <= 2
 
 
 def test_logging_interval_survives_the_break(run, tmp_path):
@@ -151,7 +172,7 @@ def saved_state(folder) -> SavedRun:
         state.scheduler.optimizer.step()
         state.scheduler.step()
         state.progress.step += 1
-    return SavedRun(folder, 2, state.state_dict())
+    return SavedRun(Manifest(folder, 2, {}, {}), state.state_dict())
 
 
 def test_the_schedule_goes_on_where_it_was(tmp_path):

@@ -1,30 +1,169 @@
-"""Checkpoint folders `checkpoint-<step>/`: only complete ones are chosen, verified by the manifest inside."""
+"""Checkpoint folders `checkpoint-<step>/` and the manifest in each, which lists its files with sizes and SHA-256.
+
+The manifest is written last, so a folder without one was never finished. It is parsed once and handed on as a
+`Manifest`. Checkpoints are copied between machines and people: every field is checked, a file is opened only after a
+check that it is a regular file in the folder, and files that the manifest does not list are never read.
+"""
 
 import hashlib
 import json
 import os
+import re
 import shutil
+import stat
 import uuid
 import warnings
 from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from .seal import FOLDER_NAME, FORMAT, MANIFEST, MEND, file_size, read_manifest, seal
+from hope_hf.cli.files import is_inside
+from hope_hf.cli.weights import PART, parts_of
+
+MANIFEST = "manifest.json"
+# Increased when the other files change; a version reads only its own format.
+FORMAT = 2
+FIX = "resume from another checkpoint"
+
+# A folder is `.replaced` while a newer one of the same step takes its name.
+FOLDER_NAME = re.compile(r"checkpoint-(\d+)(\.replaced)?")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_LARGEST = 2**63 - 1
+# The manifest of ten thousand processes has 5 MB.
+_MOST_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What the manifest of a checkpoint says, every field checked.
+
+    Attributes:
+        folder: the checkpoint.
+        step: optimizer steps done.
+        files: size in bytes and SHA-256 by relative path.
+        facts: the other fields, `format` and those given to `publish`.
+    """
+
+    folder: Path
+    step: int
+    files: dict[str, dict]
+    facts: dict
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(entry["size"] for entry in self.files.values())
+
+    def path(self, name: str) -> Path:
+        """The path of a listed file; ValueError where it is not listed."""
+        if name not in self.files:
+            raise ValueError(f"{self.folder / MANIFEST} lists no {name}: {FIX}.")
+        return self.folder / name
+
+    def weight_files(self) -> list[Path]:
+        """The safetensors of whole weights; ValueError where one is not listed."""
+        index = "model.safetensors.index.json"
+        names = parts_of(self.folder / index) if index in self.files else ["model.safetensors"]
+        return [self.path(name) for name in names]
+
+    def part_files(self) -> list[Path]:
+        """The weights of each process (`--save_sharded`); empty where weights are whole."""
+        return [self.folder / name for name in sorted(self.files) if PART.fullmatch(name)]
+
+
+def seal(content: dict) -> str:
+    """The hash over a manifest's other fields."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint; the files it lists are not looked at.
+
+    Raises ValueError where there is none, it was changed, or a field is invalid.
+    """
+    if not os.path.isdir(folder):
+        raise ValueError(f"{folder} is not a folder: name a checkpoint-<step> of a run.")
+    file = folder / MANIFEST
+    try:
+        if file_size(folder, MANIFEST) > _MOST_BYTES:
+            raise ValueError("too large")
+        content = json.loads(file.read_text(encoding="utf-8"))
+        unchanged = content.pop("sha256") == seal(content)
+    except FileNotFoundError:
+        raise ValueError(f"{folder} has no {MANIFEST}, so it was never finished: {FIX}.") from None
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        raise ValueError(f"{file} cannot be read: {FIX}.") from None
+    if not unchanged:
+        raise ValueError(f"{file} was changed after it was written: {FIX}.")
+    wrong = _impossible(content, folder.name)
+    if wrong is not None:
+        raise ValueError(f"{file} is no checkpoint's, see its {wrong}: {FIX}.")
+    return Manifest(folder, content.pop("step"), content.pop("files"), content)
+
+
+def file_size(folder: Path, name: str) -> int:
+    """Bytes of a checkpoint's file, without opening it: opening a pipe would block forever.
+
+    Raises OSError where there is none, and ValueError for anything but a regular file in the folder.
+    """
+    path = folder / name
+    status = path.stat()
+    inside = Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+    if not inside or not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path} is not a file of the checkpoint's own, but a link, pipe, device or folder: {FIX}.")
+    return status.st_size
+
+
+def verify(folder: Path) -> Manifest:
+    """The manifest of a checkpoint, after every byte of its files was compared with it.
+
+    Raises ValueError where the checkpoint is unfinished, truncated, changed or invalid.
+    """
+    manifest = read_manifest(folder)
+    for name, expected in manifest.files.items():
+        path = folder / name
+        try:
+            size = file_size(folder, name)
+            changed = size == expected["size"] and _sha256(path) != expected["sha256"]
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read ({error.strerror}): {FIX}.") from error
+        if size != expected["size"]:
+            raise ValueError(f"{path} has {size} bytes instead of {expected['size']}: {FIX}.")
+        if changed:
+            raise ValueError(f"{path} was changed after it was written (SHA-256 differs): {FIX}.")
+    return manifest
+
+
+def latest_checkpoint(output_dir: str | Path) -> Manifest | None:
+    """The newest checkpoint in `output_dir` that verifies; None if there is none at all.
+
+    Warns of every newer one that it skips. Raises ValueError where there are checkpoints, and none is complete.
+    """
+    problem = None
+    for folder in _checkpoints(Path(output_dir)):
+        try:
+            return verify(folder)
+        except ValueError as error:
+            problem = problem or error
+            warnings.warn(f"Not chosen: {error}", stacklevel=2)
+    if problem is not None:
+        raise ValueError(f"{output_dir} holds no complete checkpoint; delete its checkpoint folders to begin again.")
+    return None
+
+
+def last_good(output_dir: str | Path) -> str:
+    """The newest checkpoint that verifies, in words for the user."""
+    try:
+        found = latest_checkpoint(output_dir)
+    except ValueError:
+        return "none is complete"
+    return "none was written yet" if found is None else str(found.folder)
 
 
 def temporary_name(output_dir: Path, step: int) -> Path:
     """A new name for a checkpoint being written; a killed process that is still writing never shares it."""
     return output_dir / f"checkpoint-{step}.tmp-{uuid.uuid4().hex[:8]}"
-
-
-def remove_leftovers(output_dir: Path) -> None:
-    """Delete what killed processes left half written, half deleted or replaced."""
-    for folder in output_dir.glob("checkpoint-*.tmp-*"):
-        shutil.rmtree(folder, ignore_errors=True)
-    for folder in output_dir.glob("checkpoint-*.replaced"):
-        if _has_all_bytes(folder.with_suffix("")):
-            _remove(folder)
 
 
 def describe(folder: Path, paths: list[Path]) -> dict[str, dict]:
@@ -43,7 +182,7 @@ def publish(folder: Path, step: int, facts: dict, files: dict[str, dict]) -> Pat
     Args:
         folder: from `temporary_name`, everything else already in it.
         step: optimizer steps done.
-        facts: JSON-able; `verify` returns them.
+        facts: JSON-able, for `Manifest.facts`.
         files: from `describe`, all files in the folder.
 
     Returns:
@@ -70,67 +209,22 @@ def publish(folder: Path, step: int, facts: dict, files: dict[str, dict]) -> Pat
     return final
 
 
-def verify(folder: Path) -> dict:
-    """Read every byte of a checkpoint and compare it with its manifest.
-
-    Returns:
-        The manifest, as `read_manifest` does.
-
-    Raises:
-        ValueError: unfinished, truncated, changed or invalid.
-    """
-    manifest = read_manifest(folder)
-    for name, expected in manifest["files"].items():
-        path = folder / name
-        try:
-            size = file_size(folder, name)
-            changed = size == expected["size"] and _sha256(path) != expected["sha256"]
-        except OSError as error:
-            raise ValueError(f"{path} cannot be read ({error.strerror}): {MEND}.") from error
-        if size != expected["size"]:
-            raise ValueError(f"{path} has {size} bytes instead of {expected['size']}: {MEND}.")
-        if changed:
-            raise ValueError(f"{path} was changed after it was written (SHA-256 differs): {MEND}.")
-    return manifest
-
-
-def latest_checkpoint(output_dir: str | Path) -> Path | None:
-    """The newest checkpoint in `output_dir` whose manifest verifies; None if there is none at all.
-
-    Warns of every newer one that it skips.
-
-    Raises:
-        ValueError: there are checkpoints, and none of them is complete.
-    """
-    problem = None
-    for folder in _checkpoints(Path(output_dir)):
-        try:
-            verify(folder)
-        except ValueError as error:
-            problem = problem or error
-            warnings.warn(f"Not chosen: {error}", stacklevel=2)
-        else:
-            return folder
-    if problem is not None:
-        raise ValueError(f"{output_dir} holds no complete checkpoint; delete its checkpoint folders to begin again.")
-    return None
-
-
-def last_good(output_dir: str | Path) -> str:
-    """The newest checkpoint that verifies, in words for the user."""
-    try:
-        return str(latest_checkpoint(output_dir) or "none was written yet")
-    except ValueError:
-        return "none is complete"
+def remove_leftovers(output_dir: Path) -> None:
+    """Delete what killed processes left half written, half deleted or replaced."""
+    for folder in output_dir.glob("checkpoint-*.tmp-*"):
+        shutil.rmtree(folder, ignore_errors=True)
+    for folder in output_dir.glob("checkpoint-*.replaced"):
+        if _has_all_bytes(folder.with_suffix("")):
+            _remove(folder)
 
 
 def rotate(
     output_dir: Path, newest: Path, save_total_limit: int | None, in_use: Collection[Path] = frozenset()
 ) -> None:
-    """Delete the oldest checkpoints until `save_total_limit` complete ones are left.
+    """Delete the oldest checkpoints until `save_total_limit` complete ones are left; None keeps all.
 
     `newest` always stays, and those `in_use` stay besides. Broken ones do not count, and are deleted with the old
-    ones. None keeps all.
+    ones.
     """
     if save_total_limit is None:
         return
@@ -154,7 +248,7 @@ def _step(folder: Path) -> int:
 
 def _has_all_bytes(folder: Path) -> bool:
     try:
-        files = read_manifest(folder)["files"]
+        files = read_manifest(folder).files
         return all(file_size(folder, name) == entry["size"] for name, entry in files.items())
     except (OSError, ValueError):
         return False
@@ -180,3 +274,30 @@ def _sync_directory(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _impossible(content: dict, folder_name: str) -> str | None:
+    """The first field that `publish` cannot have written."""
+    named = FOLDER_NAME.fullmatch(folder_name)
+    step, files = content.get("step"), content.get("files")
+    if not _is_count(step) or (named and int(named[1]) != step):
+        return "step"
+    if content.get("format", 1) == FORMAT:
+        if not _is_count(content.get("num_processes"), least=1):
+            return "num_processes"
+        if type(content.get("only_model")) is not bool:
+            return "only_model"
+    if not isinstance(files, dict):
+        return "files"
+    for name, entry in files.items():
+        if not is_inside(name) or name == MANIFEST:
+            return f"file {name!r}"
+        if not isinstance(entry, dict) or not _is_count(entry.get("size")):
+            return f"entry of {name}"
+        if not isinstance(entry.get("sha256"), str) or not _SHA256.fullmatch(entry["sha256"]):
+            return f"entry of {name}"
+    return None
+
+
+def _is_count(value: object, least: int = 0) -> bool:
+    return type(value) is int and least <= value <= _LARGEST

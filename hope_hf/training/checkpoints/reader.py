@@ -2,8 +2,8 @@
 
     checkpoint-<step>/            appears complete, by a rename
         config.json, model.safetensors, tokenizer files     what `from_pretrained` loads
-        model-rank<r>.safetensors                            instead, with `--save_sharded`: see `weight_parts`
-        optimizer.json, optimizer_rank_<r>.{json,safetensors}   see `optimizer_files`
+        model-rank<r>.safetensors                            instead, with `--save_sharded`: see `weights`
+        optimizer.json, optimizer_rank_<r>.{json,safetensors}   see `optimizer`
         scheduler.json, trainer.json
         rank_<r>.{json,safetensors}                          random generators, data position, carried memories
         manifest.json                                        sizes and SHA-256 of all the others
@@ -15,16 +15,11 @@ chosen and read here. Every process calls every function; processes agree on err
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
-from torch import Tensor
-from transformers import PreTrainedModel
 
-from .manifest import latest_checkpoint, verify
-from .seal import FORMAT, read_manifest
+from .manifest import FORMAT, Manifest, latest_checkpoint, verify
 from .state_files import SHARED_STATE, load_state
-from .stored_weights import check_fits, stored_weights
 
 
 @dataclass(frozen=True)
@@ -32,15 +27,23 @@ class SavedRun:
     """A verified checkpoint: what this process needs of it before model and data exist.
 
     Attributes:
-        path: the checkpoint's folder.
-        step: optimizer steps done.
+        manifest: of the checkpoint.
         state: by file, as given to `CheckpointWriter.save`; "rank" is this process's own, with None for the random
             generators if another number of processes wrote the checkpoint.
     """
 
-    path: Path
-    step: int
+    manifest: Manifest
     state: dict[str, dict]
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's folder."""
+        return self.manifest.folder
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.manifest.step
 
 
 def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | None) -> SavedRun | None:
@@ -62,69 +65,45 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | None) 
             choice[0] = _choose(Path(output_dir), resume_from_checkpoint)
         except ValueError as error:
             choice[1] = str(error)
-    path, problem = broadcast_object_list(choice)
+    manifest, problem = broadcast_object_list(choice)
     if problem is not None:
         raise ValueError(problem)
-    if path is None:
+    if manifest is None:
         return None
-    manifest = read_manifest(path)
-    if manifest.get("format") != FORMAT:
+    path, facts = manifest.folder, manifest.facts
+    if facts.get("format") != FORMAT:
         raise ValueError(
-            f"{path} was written by another version of hope_hf (format {manifest.get('format', 1)}, this one reads "
+            f"{path} was written by another version of hope_hf (format {facts.get('format', 1)}, this one reads "
             f"{FORMAT}): continue with that version, or begin from its weights with --model_name_or_path {path}."
         )
-    if manifest["only_model"]:
+    if facts["only_model"]:
         raise ValueError(
             f"{path} holds the model alone (--save_only_model), so its run cannot be continued: begin another one "
             f"from it with --model_name_or_path {path} and a new --output_dir."
         )
-    same_world = manifest["num_processes"] == process.num_processes
+    same_world = facts["num_processes"] == process.num_processes
     # State that all processes share (such as the number of rows read) is in any file; the data loader checks it.
-    own = load_state(path / f"rank_{process.process_index if same_world else 0}")
+    own = load_state(manifest, f"rank_{process.process_index if same_world else 0}")
     if own["carried"] and not same_world:
         raise ValueError(
-            f"{path} carries the memories of {manifest['num_processes']} processes and this run has "
-            f"{process.num_processes}: launch it with --num_processes {manifest['num_processes']}."
+            f"{path} carries the memories of {facts['num_processes']} processes and this run has "
+            f"{process.num_processes}: launch it with --num_processes {facts['num_processes']}."
         )
     if not same_world:
         own["rng"] = None
-    shared = {name: load_state(path / name) for name in SHARED_STATE}
-    return SavedRun(path, manifest["step"], {**shared, "rank": own})
+    shared = {name: load_state(manifest, name) for name in SHARED_STATE}
+    return SavedRun(manifest, {**shared, "rank": own})
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """A checkpoint's weights by name; tied weights are under one of their names."""
-    with stored_weights(folder) as stored:
-        return {name: stored.read(name) for name in stored.like}
-
-
-@torch.no_grad()
-def load_weights(model: PreTrainedModel, folder: Path) -> None:
-    """Copy the weights of the checkpoint in `folder` into `model`, before an engine wraps it.
-
-    Nothing is changed unless all names, shapes and dtypes match.
-
-    Raises:
-        ValueError: names, shapes or dtypes differ.
-    """
-    own = model.state_dict()
-    with stored_weights(folder) as stored:
-        check_fits(model, stored, folder)
-        for name in stored.like:
-            own[name].copy_(stored.read(name))
-
-
-def _choose(output_dir: Path, resume_from_checkpoint: str | None) -> Path | None:
+def _choose(output_dir: Path, resume_from_checkpoint: str | None) -> Manifest | None:
     if resume_from_checkpoint not in (None, "latest"):
-        path = Path(resume_from_checkpoint)
         try:
-            verify(path)
+            return verify(Path(resume_from_checkpoint))
         except ValueError as error:
             raise ValueError(f"--resume_from_checkpoint: {error}") from None
-        return path
-    path = latest_checkpoint(output_dir)
-    if path is None and resume_from_checkpoint == "latest":
+    found = latest_checkpoint(output_dir)
+    if found is None and resume_from_checkpoint == "latest":
         raise ValueError(
             f"--resume_from_checkpoint latest: {output_dir} holds no checkpoint, so omit the flag to begin."
         )
-    return path
+    return found

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hope_hf.cli.files import copy_rights
 
-from .seal import listed, read_manifest
+from .manifest import Manifest
 
 SHARED_STATE = ("scheduler", "trainer")
 """State that all processes share, written by the first; each also writes "rank_<r>"."""
@@ -32,11 +32,11 @@ def save_state(stem: Path, state: object) -> None:
         copy_rights(written, written.with_suffix(".safetensors"))
 
 
-def load_state(stem: Path) -> object:
-    """What `save_state` wrote into a checkpoint, read only from files in its manifest; tensors on the CPU."""
-    folder, tensors = stem.parent, f"{stem.name}.safetensors"
-    structure = json.loads(listed(folder, f"{stem.name}.json").read_text(encoding="utf-8"))
-    return _unpack(structure, load_file(folder / tensors) if tensors in read_manifest(folder)["files"] else {})
+def load_state(manifest: Manifest, name: str) -> object:
+    """What `save_state` wrote under this name into a checkpoint; tensors on the CPU."""
+    structure = json.loads(manifest.path(f"{name}.json").read_text(encoding="utf-8"))
+    tensors = f"{name}.safetensors"
+    return _unpack(structure, load_file(manifest.path(tensors)) if tensors in manifest.files else {})
 
 
 def _pack(value: object, name: str, tensors: dict[str, Tensor], storages: set[int]) -> object:
@@ -55,25 +55,28 @@ def _pack(value: object, name: str, tensors: dict[str, Tensor], storages: set[in
             return {key: inner(item, key) for key, item in value.items()}
         return {"$dict": [[key, inner(item, key)] for key, item in value.items()]}
     if isinstance(value, list | tuple):
-        items = [inner(item, index) for index, item in enumerate(value)]
+        items = value
+        # The state of a random generator has hundreds of numbers.
+        if not {*map(type, value)} <= {int, float}:
+            items = [inner(item, index) for index, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     assert value is None or isinstance(value, bool | int | float | str), f"{name} is a {type(value)}"
     return value
 
 
 def _unpack(value: object, tensors: dict[str, Tensor]) -> object:
-    if isinstance(value, list):
-        return [_unpack(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
     match value:
         case {"$tensor": name}:
             return tensors[name]
         case {"$tuple": items}:
-            return tuple(_unpack(item, tensors) for item in items)
+            return tuple(_unpack(items, tensors))
         case {"$dict": pairs}:
             return {key: _unpack(item, tensors) for key, item in pairs}
-    return {key: _unpack(item, tensors) for key, item in value.items()}
+        case dict():
+            return {key: _unpack(item, tensors) for key, item in value.items()}
+        case list() if {dict, list} & {*map(type, value)}:
+            return [_unpack(item, tensors) for item in value]
+    return value
 
 
 def rng_state() -> dict:

@@ -14,9 +14,8 @@ from hope_hf.cli.process import complain
 from hope_hf.cli.program import program
 from hope_hf.cli.results import markdown_table
 
-from .manifest import latest_checkpoint, verify
-from .seal import file_size, listed, read_manifest, weight_files
-from .weight_parts import join, part_files
+from .manifest import Manifest, file_size, latest_checkpoint, read_manifest, verify
+from .weights import join
 
 # Files that only a continued run needs.
 STATE_FILES = ("optimizer", "scheduler.", "trainer.", "rank_", "manifest.")
@@ -51,10 +50,9 @@ def main(argv: list[str]) -> int:
             print(_info(folder))
             return 0
         manifest = verify(folder)
-        size = sum(entry["size"] for entry in manifest["files"].values())
-        print(f"{folder} is whole: step {manifest['step']}, {len(manifest['files'])} files, {size:,} bytes.")
+        print(f"{folder} is whole: step {manifest.step}, {len(manifest.files)} files, {manifest.size:,} bytes.")
         if options.command == "consolidate":
-            _consolidate(folder, manifest, Path(options.to))
+            _consolidate(manifest, Path(options.to))
     except ValueError as error:
         return complain(error, 2)
     return 0
@@ -65,43 +63,43 @@ def _checkpoint(folder: Path) -> Path:
     if not os.path.isdir(folder):
         raise ValueError(f"{folder} is not a folder: name a checkpoint-<step>, or the --output_dir of a run.")
     inside = None if folder.name.startswith("checkpoint-") else latest_checkpoint(folder)
-    return inside or folder
+    return folder if inside is None else inside.folder
 
 
 def _info(folder: Path) -> str:
     try:
         manifest = read_manifest(folder)
         file_size(folder, "trainer.json")
-        state = json.loads(listed(folder, "trainer.json").read_text(encoding="utf-8"))
-        facts = {"step": manifest["step"], "num_processes": manifest["num_processes"], **state}
+        state = json.loads(manifest.path("trainer.json").read_text(encoding="utf-8"))
+        facts = {"step": manifest.step, "num_processes": manifest.facts["num_processes"], **state}
         # The flags and the counters of the run are nested dicts.
         for group in [name for name, value in facts.items() if isinstance(value, dict)]:
             facts |= facts.pop(group)
-        size = sum(entry["size"] for entry in manifest["files"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(
             f"{folder} is not a finished checkpoint: its manifest.json or trainer.json cannot be read."
         ) from None
     rows = [{"what": name, "value": str(value)} for name, value in facts.items() if value is not None]
-    rows.append({"what": "size", "value": f"{size:,} bytes in {len(manifest['files'])} files"})
+    rows.append({"what": "size", "value": f"{manifest.size:,} bytes in {len(manifest.files)} files"})
     return f"{folder}\n\n{markdown_table(rows)}"
 
 
-def _consolidate(folder: Path, manifest: dict, out: Path):
+def _consolidate(manifest: Manifest, out: Path):
+    folder = manifest.folder
     if os.path.lexists(out):
         raise ValueError(f"--to {out} exists: name a new folder.")
-    parts = {path.name for path in part_files(folder)}
+    parts = {path.name for path in manifest.part_files()}
     if not parts:
         # Loading the copy would follow its index wherever it points.
-        weight_files(folder)
-    wanted = [name for name in manifest["files"] if not name.startswith(STATE_FILES) and name not in parts]
+        manifest.weight_files()
+    wanted = [name for name in manifest.files if not name.startswith(STATE_FILES) and name not in parts]
     unfinished = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex[:8]}")
     try:
         for name in wanted:
             (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder / name, unfinished / name)
         if parts:
-            join(folder, unfinished)
+            join(manifest, unfinished)
         unfinished.rename(out)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error

@@ -24,10 +24,9 @@ from ..engines.base import Engine
 from ..engines.guard import lost_process
 from .hook import CheckpointHook
 from .manifest import describe, last_good, publish, remove_leftovers, rotate, temporary_name
-from .optimizer_files import optimizer_part, save_optimizer
+from .optimizer import optimizer_part, save_optimizer
 from .state_files import SHARED_STATE, save_state
-from .weight_parts import save_weight_part, weight_part
-from .whole_weights import HostBuffers, take_parts
+from .weights import HostBuffers, save_weight_part, take_parts, weight_part
 
 _OF_A_RANK = re.compile(r"(?:(?:optimizer_)?rank_|model-rank)(\d+)\.(?:json|safetensors)")
 

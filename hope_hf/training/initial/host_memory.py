@@ -13,7 +13,7 @@ from hope_hf.cli.process import MISTAKES
 from hope_hf.cli.weights import weight_files
 from hope_hf.step.arguments import Arguments
 
-from ..checkpoints.stored_weights import WholeWeights
+from ..checkpoints.weights import WholeWeights
 from ..engines.base import Engine
 from ..engines.placement import GIB, free_memory
 from .values import build_on_meta

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
@@ -14,7 +13,8 @@ from hope_hf.cli.models import build_model
 from hope_hf.cli.weights import weight_files
 from hope_hf.step.arguments import Arguments
 
-from ..checkpoints.stored_weights import StoredWeights, WholeWeights, check_fits, stored_weights
+from ..checkpoints.manifest import Manifest
+from ..checkpoints.weights import StoredWeights, WholeWeights, check_fits, stored_weights
 from ..engines.base import Slice
 from .by_block import draw_by_block
 
@@ -104,8 +104,8 @@ def pretrained_values(args: Arguments, config, model: PreTrainedModel) -> Stored
     return StoredValues(WholeWeights(files, names))
 
 
-def checkpoint_values(model: PreTrainedModel, folder: Path) -> StoredValues:
+def checkpoint_values(model: PreTrainedModel, manifest: Manifest) -> StoredValues:
     """Those of a checkpoint, for the model of `build_on_meta`; ValueError if they do not fit."""
-    with stored_weights(folder) as stored:
-        check_fits(model, stored, folder)
-    return StoredValues(stored_weights(folder))
+    with stored_weights(manifest) as stored:
+        check_fits(model, stored, manifest.folder)
+    return StoredValues(stored_weights(manifest))

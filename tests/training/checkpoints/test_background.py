@@ -65,7 +65,7 @@ def test_the_next_one_waits_for_it(tmp_path, slow_disk):
     run.step = 2
     threading.Timer(0.2, slow_disk.set).start()
     run.save_with(writer, background=True)
-    assert latest_checkpoint(tmp_path).name == "checkpoint-1"
+    assert latest_checkpoint(tmp_path).folder.name == "checkpoint-1"
     writer.finish()
     assert not writer.written
     # Old ones are deleted in the background, too.
@@ -81,7 +81,7 @@ def test_it_is_written_without_anybody_waiting(tmp_path):
         thread.join(60)
     assert writer.written
     writer.finish()
-    assert verify(tmp_path / "checkpoint-0")["step"] == 0
+    assert verify(tmp_path / "checkpoint-0").step == 0
 
 
 def test_a_disk_that_fills_up_meanwhile_is_told_at_the_end(output_dir, monkeypatch):
@@ -103,7 +103,7 @@ def test_what_another_process_is_still_writing_is_not_taken_for_a_file(tmp_path,
         (folder / "rank_1.json").write_text("of another process")
 
     monkeypatch.setattr(writer_module, "save_optimizer", write_beside)
-    listed = verify(Run().save(tmp_path))["files"].keys()
+    listed = verify(Run().save(tmp_path)).files.keys()
     assert {"config.json", "rank_0.json", "trainer.json"} < listed
     assert not {".tmpAbCdEf", "rank_1.json"} & listed
 

@@ -128,7 +128,7 @@ def test_a_signal_ends_the_waiting_and_the_hook(tmp_path, trap):
     hook.wait()
     assert time.monotonic() - start < 20
     assert "SIGTERM ends the waiting" in said[0] and "checkpoint-1, checkpoint-2 was ended or not run" in said[1]
-    assert not is_alive(int((tmp_path / "pid").read_text()))
+    until(lambda: not is_alive(int((tmp_path / "pid").read_text())))
     assert signal.getsignal(signal.SIGTERM) == before
     # The second one was not begun.
     assert "step 2" not in (tmp_path / LOG_FILE).read_text() and len(said) == 2

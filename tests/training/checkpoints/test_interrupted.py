@@ -49,8 +49,8 @@ def test_a_kill_at_any_moment_leaves_the_last_checkpoint(output_dir, monkeypatch
                 pass
             limit += 1
             calls = -(10**9)
-            chosen = latest_checkpoint(output_dir)
-            assert verify(chosen)["step"] == 5
+            chosen = latest_checkpoint(output_dir).folder
+            assert verify(chosen).step == 5
             assert before.keys() == {path.name for path in chosen.iterdir()}
     assert limit > 20
     run.save(output_dir)
@@ -65,7 +65,7 @@ def test_what_a_kill_between_two_renames_leaves(output_dir):
     assert run.restore(output_dir).path == replaced
     run.save(output_dir)
     shutil.copytree(output_dir / "checkpoint-5", replaced)
-    assert latest_checkpoint(output_dir) == output_dir / "checkpoint-5"
+    assert latest_checkpoint(output_dir).folder == output_dir / "checkpoint-5"
     run.step = 6
     run.save(output_dir)
     assert names(output_dir) == ["checkpoint-3", "checkpoint-5", "checkpoint-6"]

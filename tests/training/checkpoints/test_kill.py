@@ -20,7 +20,7 @@ import warm_python
 from engine_runs import NEEDS_DEEPSPEED
 from training_runs import LLAMA, ROOT, curve, read_rows
 
-from hope_hf.training.checkpoints.manifest import latest_checkpoint, verify
+from hope_hf.training.checkpoints.manifest import latest_checkpoint
 
 pytestmark = pytest.mark.processes
 
@@ -126,7 +126,7 @@ def chosen_step(folder: Path) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         chosen = latest_checkpoint(folder)
-    return 0 if chosen is None else verify(chosen)["step"]
+    return 0 if chosen is None else chosen.step
 
 
 # Launch file, processes, flags.

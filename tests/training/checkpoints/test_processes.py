@@ -60,7 +60,7 @@ SHARDED = """
     from hope_hf.training.checkpoints.writer import CheckpointWriter
     from hope_hf.training.engines.guard import lost_process
     from hope_hf.training.engines.choose import make_engine
-    from hope_hf.training.checkpoints.whole_weights import TakenParts
+    from hope_hf.training.checkpoints.weights import TakenParts
 
     output_dir = Path(sys.argv[1])
     run = Run(tie_word_embeddings=True)
@@ -192,7 +192,7 @@ def test_weights_come_together_while_the_training_goes_on(tmp_path):
     )
     assert at_once == background
     parts, joined = tmp_path / "run" / "parts" / "checkpoint-2", tmp_path / "joined"
-    assert {"model-rank0.safetensors", "model-rank1.safetensors"} <= verify(parts)["files"].keys()
+    assert {"model-rank0.safetensors", "model-rank1.safetensors"} <= verify(parts).files.keys()
     assert main(["consolidate", str(parts), "--to", str(joined)]) == 0
     assert (joined / "model.safetensors").read_bytes() == at_once["model.safetensors"]
     exported = tmp_path / "run" / "exported" / "model.safetensors"
@@ -207,7 +207,7 @@ def test_a_disk_that_is_full_for_one_of_two_processes_ends_both_with_one_sentenc
     assert len(sentences) == 2, result.stderr[-5000:]
     for name, sentence in zip(("at_once", "background"), sentences, strict=True):
         (kept,) = (tmp_path / "run" / name).glob("checkpoint-*")
-        assert verify(kept)["step"] == 2
+        assert verify(kept).step == 2
         assert re.fullmatch(
             rf"error: No checkpoint .*{name} \(.*[Ff]ile too large.*\): free space .*; last good checkpoint: {kept}\.",
             sentence,

@@ -12,9 +12,9 @@ from checkpoint_run import CONFIG, Run, forge, names
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from hope_hf.training.checkpoints.manifest import describe, publish, temporary_name, verify
-from hope_hf.training.checkpoints.reader import find_checkpoint, load_weights
-from hope_hf.training.checkpoints.seal import read_manifest
+from hope_hf.training.checkpoints.manifest import describe, publish, read_manifest, temporary_name, verify
+from hope_hf.training.checkpoints.reader import find_checkpoint
+from hope_hf.training.checkpoints.weights import load_weights
 
 pytestmark = pytest.mark.usefixtures("one_cpu_process")
 
@@ -60,7 +60,7 @@ def test_carried_memories_come_back_as_they_were(tmp_path):
 def test_nothing_is_pickled_and_every_file_is_in_the_manifest(output_dir):
     folder = output_dir / "checkpoint-5"
     assert {path.suffix for path in folder.iterdir()} <= {".json", ".safetensors"}
-    assert {*verify(folder)["files"], "manifest.json"} == set(names(folder))
+    assert {*verify(folder).files, "manifest.json"} == set(names(folder))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -72,7 +72,7 @@ def test_the_folder_loads_with_the_auto_classes(tmp_path, tied):
     for (name, a), (_, b) in zip(run.model.named_parameters(), model.named_parameters(), strict=True):
         assert torch.equal(a, b), name
     fresh = Run(seed=3, tie_word_embeddings=tied).model
-    load_weights(fresh, folder)
+    load_weights(fresh, read_manifest(folder))
     assert torch.equal(fresh.lm_head.weight, run.model.lm_head.weight)
 
 
@@ -84,7 +84,7 @@ def test_a_family_that_renames_its_weights_for_export_continues(tmp_path):
     run = Run()
     run.engine.model = model
     folder = run.save(tmp_path)
-    load_weights(fresh, folder)
+    load_weights(fresh, read_manifest(folder))
     for (name, a), (_, b) in zip(model.named_parameters(), fresh.named_parameters(), strict=True):
         assert torch.equal(a, b), name
     loaded = AutoModelForCausalLM.from_pretrained(folder)
@@ -99,7 +99,7 @@ def test_weights_in_several_files(tmp_path):
     facts = {"num_processes": 1, "only_model": True}
     folder = publish(unfinished, 1, facts, describe(unfinished, list(unfinished.iterdir())))
     fresh = Run(seed=3).model
-    load_weights(fresh, folder)
+    load_weights(fresh, read_manifest(folder))
     assert all(torch.equal(a, b) for a, b in zip(run.model.parameters(), fresh.parameters(), strict=True))
 
 
@@ -116,7 +116,7 @@ def test_another_model_is_refused_untouched(output_dir, change, said):
     model = AutoModelForCausalLM.from_config(LlamaConfig(**CONFIG | change))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with pytest.raises(ValueError, match=said):
-        load_weights(model, output_dir / "checkpoint-5")
+        load_weights(model, read_manifest(output_dir / "checkpoint-5"))
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
@@ -126,7 +126,7 @@ def test_a_missing_tensor_is_refused(output_dir):
     del tensors["model.norm.weight"]
     save_file(tensors, file)
     with pytest.raises(ValueError, match="model.norm.weight is only in the model: repeat the flags"):
-        load_weights(Run().model, file.parent)
+        load_weights(Run().model, read_manifest(file.parent))
 
 
 def resealed(folder: Path, name: str, change) -> None:
@@ -140,7 +140,7 @@ def resealed(folder: Path, name: str, change) -> None:
         content = load_file(file)
         change(content)
         save_file(content, file)
-    forge(folder, files={**read_manifest(folder)["files"], **describe(folder, [file])})
+    forge(folder, files={**read_manifest(folder).files, **describe(folder, [file])})
 
 
 def group(**values):

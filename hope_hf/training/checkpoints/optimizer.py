@@ -1,15 +1,16 @@
-"""The optimizer's state on disk, part by part: every process writes what it holds, and reads what it needs.
+"""The optimizer's state on disk: every process writes the slices it holds, and reads those it needs.
 
     optimizer.json                          the groups: hyperparameters, and the names of their parameters
-    optimizer_rank_<r>.{json,safetensors}   flat pieces of the state's tensors, and where each begins in its parameter
+    optimizer_rank_<r>.{json,safetensors}   flat slices of the state's tensors, and where each begins in its parameter
 
-With every engine a process holds contiguous pieces of flattened parameters, so any engine on any number of processes
-can read these files. (torch's own distributed checkpoints cannot hold ZeRO's pieces, and use pickle.)
+With every engine a process holds contiguous slices of flattened parameters, so any engine on any number of processes
+can read these files. (torch's own distributed checkpoints cannot hold ZeRO's slices, and use pickle.)
 """
 
 import copy
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -25,8 +26,8 @@ from hope_hf.optim import require_same_groups
 
 from ..engines.base import Engine, Slice
 from ..engines.guard import OneSidedError
-from .pieces import Piece, read_into, writable
-from .seal import MEND, listed, read_manifest
+from .manifest import FIX, Manifest
+from .weights import StoredSlice, read_slices, writable
 
 SECOND_MOMENT = "exp_avg_sq"
 
@@ -42,20 +43,19 @@ class OptimizerPart:
 
 
 def optimizer_part(engine: Engine, copied: Callable[[str, Tensor], Tensor] | None = None) -> OptimizerPart:
-    """This process's part; its tensors are the optimizer's own if possible, or results of `copied(name, tensor)`.
-    """
+    """This process's part; its tensors are the optimizer's own if possible, or results of `copied(name, tensor)`."""
     tensors: dict[str, Tensor] = {}
     index: dict[str, dict] = {}
-    for part, scalars in engine.optimizer_slices():
-        if part.is_copy or not any(tensor.numel() for tensor in part.tensors.values()):
+    for held, scalars in engine.optimizer_slices():
+        if held.is_copy or not any(tensor.numel() for tensor in held.tensors.values()):
             continue
-        (parameter,) = part.names
+        (parameter,) = held.names
         index[parameter] = {
-            "start": part.start,
-            "numel": part.shape.numel(),
+            "start": held.start,
+            "numel": held.shape.numel(),
             "scalars": {key: value.item() for key, value in scalars.items()},
         }
-        for key, tensor in part.tensors.items():
+        for key, tensor in held.tensors.items():
             name = f"{parameter}:{key}"
             tensors[name] = writable(tensor) if copied is None else copied(name, tensor.detach())
     return OptimizerPart(tensors, index, copy.deepcopy(_groups(engine)))
@@ -73,24 +73,28 @@ def save_optimizer(folder: Path, part: OptimizerPart, rank: int) -> None:
 
 
 @torch.no_grad()
-def load_optimizer(folder: Path, engine: Engine) -> None:
-    """Load a saved state into the engine's optimizer.
+def load_optimizer(manifest: Manifest, engine: Engine) -> None:
+    """Load the state in a checkpoint into the engine's optimizer.
 
-    Raises:
-        ValueError: the state has other levels, rules, periods, parameters or settings, or values that no step leaves.
+    Raises ValueError where the state has other levels, rules, periods, parameters or settings, or values that no step
+    leaves.
     """
+    file = manifest.folder / "optimizer.json"
     try:
-        saved = json.loads(listed(folder, "optimizer.json").read_text(encoding="utf-8"))
+        saved = json.loads(manifest.path(file.name).read_text(encoding="utf-8"))
         require_same_groups(saved, _groups(engine))
-        _require_same_settings(saved, engine, folder / "optimizer.json")
+        _require_same_settings(saved, engine, file)
         # The schedule, which is loaded next, compares them with its own.
         rates = [group["lr"] for group in saved]
-        with _Files(folder) as files:
-            for part, scalars in engine.optimizer_slices():
-                files.read_into(part, scalars)
+        with ExitStack() as opened:
+            files = _Files(manifest, opened)
+            for held, scalars in engine.optimizer_slices():
+                files.read_into(held, scalars)
     # What this program has not written so: other names, types and shapes.
     except (LookupError, TypeError, AttributeError, RecursionError, SafetensorError, json.JSONDecodeError) as error:
-        raise OneSidedError(f"{folder} holds no optimizer state of this run ({one_line(error)}): {MEND}.") from None
+        raise OneSidedError(
+            f"{manifest.folder} holds no optimizer state of this run ({one_line(error)}): {FIX}."
+        ) from None
     for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
 
@@ -103,7 +107,7 @@ def _require_same_settings(saved: list[dict], engine: Engine, file: Path) -> Non
             value = list(ours) if name == "betas" else ours
             if name not in ("params", "lr") and theirs.get(name) != value:
                 raise ValueError(
-                    f"{file} has {name} {theirs.get(name)} and this run {value}: {MEND}, or put back the settings "
+                    f"{file} has {name} {theirs.get(name)} and this run {value}: {FIX}, or put back the settings "
                     "(--level_optimizers) that it was written with."
                 )
 
@@ -115,45 +119,34 @@ def _groups(engine: Engine) -> list[dict]:
 
 
 class _Files:
-    """All pieces of all processes, opened but not read."""
+    """The slices of all processes, opened in `opened` but not read."""
 
-    def __init__(self, folder: Path):
-        self._pieces: dict[str, list[Piece]] = {}
+    def __init__(self, manifest: Manifest, opened: ExitStack):
+        self._slices: dict[str, list[StoredSlice]] = {}
         self._scalars: dict[str, dict] = {}
         self._names: dict[str, list[str]] = {}
-        self._folder = folder
-        self._open = []
-        names = read_manifest(folder)["files"]
-        for index in sorted(name for name in names if fnmatch(name, "optimizer_rank_*.json")):
-            entries = json.loads((folder / index).read_text(encoding="utf-8"))
+        self._folder = manifest.folder
+        for index in sorted(name for name in manifest.files if fnmatch(name, "optimizer_rank_*.json")):
+            entries = json.loads((self._folder / index).read_text(encoding="utf-8"))
             if not entries:
                 continue
-            file = safe_open(listed(folder, index.replace(".json", ".safetensors")), framework="pt")
-            self._open.append(file)
+            path = manifest.path(index.replace(".json", ".safetensors"))
+            file = opened.enter_context(safe_open(path, framework="pt"))
             for name, entry in entries.items():
-                self._pieces.setdefault(name, []).append(Piece(entry["start"], file))
+                self._slices.setdefault(name, []).append(StoredSlice(entry["start"], file))
                 self._scalars.setdefault(name, entry["scalars"])
                 self._names.setdefault(name, []).append(index.replace(".json", ".*"))
 
-    def __enter__(self):
-        for file in self._open:
-            file.__enter__()
-        return self
-
-    def __exit__(self, *exception):
-        for file in self._open:
-            file.__exit__(*exception)
-
-    def read_into(self, part: Slice, scalars: dict[str, Tensor]) -> None:
-        """Fill the slice's tensors and the parameter's scalars from the pieces that overlap with it."""
-        (parameter,) = part.names
+    def read_into(self, held: Slice, scalars: dict[str, Tensor]) -> None:
+        """Fill the tensors and the scalars of a process's slice of a parameter."""
+        (parameter,) = held.names
         for key, scalar in scalars.items():
             value = self._scalars[parameter][key]
             if type(value) not in (int, float) or not 0 <= value < 2**53:
                 raise self._impossible(parameter, key)
             scalar.fill_(value)
-        for key, tensor in part.tensors.items():
-            read_into(tensor, part.start, f"{parameter}:{key}", self._pieces[parameter])
+        for key, tensor in held.tensors.items():
+            read_slices(tensor, held.start, f"{parameter}:{key}", self._slices[parameter])
             # The square of every gradient was finite, and those of its means are, too.
             squares = tensor if key == SECOND_MOMENT else tensor.float().square()
             if not squares.isfinite().all() or bool((squares < 0).any()):
@@ -161,4 +154,4 @@ class _Files:
 
     def _impossible(self, parameter: str, key: str) -> OneSidedError:
         files = ", ".join(str(self._folder / name) for name in self._names[parameter])
-        return OneSidedError(f"{files} holds a {key} of {parameter} that no step has left: {MEND}.")
+        return OneSidedError(f"{files} holds a {key} of {parameter} that no step has left: {FIX}.")

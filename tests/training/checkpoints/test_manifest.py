@@ -1,18 +1,22 @@
-"""Untrusted checkpoints: a forged manifest, links and pipes instead of files, files that are not listed."""
+"""Only a checkpoint that is complete to the last bit is chosen. Untrusted ones: forged manifests, links and pipes
+instead of files, files that are not listed."""
 
 import json
 import os
+import random
 import signal
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_run import Run, forge, names
+from accelerate import PartialState
+from checkpoint_run import Run, forge, names, truncate
 from safetensors.torch import load_file, save_file
 
 from hope_hf.training.checkpoints.manifest import describe, latest_checkpoint, verify
-from hope_hf.training.checkpoints.reader import find_checkpoint, load_weights
+from hope_hf.training.checkpoints.reader import find_checkpoint
 from hope_hf.training.checkpoints.tool import main
+from hope_hf.training.checkpoints.weights import load_weights
 
 pytestmark = pytest.mark.usefixtures("one_cpu_process", "no_waiting")
 
@@ -37,7 +41,7 @@ def refused(output_dir: Path) -> str:
     """Checkpoint 5 is skipped, and no program resumes from it or copies it; returns the error."""
     folder, copy = output_dir / "checkpoint-5", output_dir / "copy"
     with pytest.warns(UserWarning, match="Not chosen: .*checkpoint-5"):
-        assert latest_checkpoint(output_dir) == output_dir / "checkpoint-3"
+        assert latest_checkpoint(output_dir).folder == output_dir / "checkpoint-3"
     with pytest.raises(ValueError, match=r"resume from another checkpoint\.$") as caught:
         find_checkpoint(output_dir, str(folder))
     assert main(["consolidate", str(folder), "--to", str(copy)]) == 2
@@ -54,7 +58,7 @@ def refused(output_dir: Path) -> str:
 def test_names_that_are_no_files_of_the_folder(output_dir, name):
     (output_dir / "outside").write_text("x")
     files = describe(output_dir, [output_dir / "outside"])["outside"]
-    forge(output_dir / "checkpoint-5", files={**verify(output_dir / "checkpoint-5")["files"], name: files})
+    forge(output_dir / "checkpoint-5", files={**verify(output_dir / "checkpoint-5").files, name: files})
     assert f"is no checkpoint's, see its file {name!r}" in refused(output_dir)
 
 
@@ -130,9 +134,9 @@ def test_an_index_leads_to_listed_files_only(output_dir, part, capsys):
     (folder / part).write_bytes((folder / "model.safetensors").read_bytes())
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": part}}))
-    forge(folder, files={**verify(folder)["files"], **describe(folder, [index])})
+    forge(folder, files={**verify(folder).files, **describe(folder, [index])})
     with pytest.raises(ValueError, match=part):
-        load_weights(Run().model, folder)
+        load_weights(Run().model, verify(folder))
     assert main(["consolidate", str(folder), "--to", str(output_dir / "copy")]) == 2
     assert part in capsys.readouterr().err and not (output_dir / "copy").exists()
 
@@ -140,7 +144,7 @@ def test_an_index_leads_to_listed_files_only(output_dir, part, capsys):
 @pytest.mark.parametrize("name", ["trainer.json", "optimizer.json", "rank_0.json", "model.safetensors"])
 def test_a_file_that_every_training_lists(output_dir, name):
     folder = output_dir / "checkpoint-5"
-    files = verify(folder)["files"]
+    files = verify(folder).files
     del files[name]
     forge(folder, files=files)
     with pytest.raises(ValueError, match=f"manifest.json lists no {name}: resume from another checkpoint.$"):
@@ -154,3 +158,71 @@ def test_every_file_has_the_rights_of_the_umask(tmp_path):
     finally:
         os.umask(before)
     assert {oct(path.stat().st_mode & 0o777) for path in folder.iterdir()} == {"0o640"}
+
+
+def flip_a_bit(path: Path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+DAMAGES = [truncate, flip_a_bit, Path.unlink]
+FILES = ["model.safetensors", "optimizer_rank_0.safetensors", "trainer.json", "rank_0.json", "config.json"]
+FILES += ["manifest.json"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("file", FILES)
+def test_a_damaged_checkpoint_is_not_chosen(output_dir, file, damage):
+    damaged = output_dir / "checkpoint-5"
+    damage(damaged / file)
+    with pytest.warns(UserWarning, match="Not chosen: .*checkpoint-5"):
+        assert latest_checkpoint(output_dir).folder == output_dir / "checkpoint-3"
+    with pytest.raises(ValueError, match="checkpoint-5.* resume from another checkpoint.$") as caught:
+        find_checkpoint(output_dir, str(damaged))
+    assert "\n" not in str(caught.value)
+
+
+def test_every_bit_of_the_manifest_counts(output_dir):
+    """Steps, sizes and counts are only there; a flipped bit in them must be found."""
+    manifest = output_dir / "checkpoint-3" / "manifest.json"
+    whole = manifest.read_bytes()
+    places = random.Random(0).sample(range(len(whole)), 60)
+    for place in places:
+        data = bytearray(whole)
+        data[place] ^= 1
+        manifest.write_bytes(data)
+        try:
+            same = json.loads(data) == json.loads(whole)
+        except ValueError:
+            same = False
+        if not same:
+            with pytest.raises(ValueError, match="checkpoint-3"):
+                verify(manifest.parent)
+    manifest.write_bytes(whole)
+    assert verify(manifest.parent).step == 3
+
+
+def test_choosing(output_dir, tmp_path):
+    assert find_checkpoint(output_dir, None).step == find_checkpoint(output_dir, "latest").step == 5
+    assert find_checkpoint(output_dir, str(output_dir / "checkpoint-3")).step == 3
+    assert find_checkpoint(tmp_path / "nothing", None) is None
+    with pytest.raises(ValueError, match="--resume_from_checkpoint latest: .*nothing holds no checkpoint"):
+        find_checkpoint(tmp_path / "nothing", "latest")
+    with pytest.raises(ValueError, match="checkpoint-9 is not a folder"):
+        find_checkpoint(output_dir, str(output_dir / "checkpoint-9"))
+
+
+def test_when_no_checkpoint_is_whole_the_run_does_not_begin_again_by_itself(output_dir):
+    for step in (3, 5):
+        truncate(output_dir / f"checkpoint-{step}" / "model.safetensors")
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="holds no complete checkpoint; delete"):
+        find_checkpoint(output_dir, None)
+
+
+def test_memories_of_another_number_of_processes_are_refused(tmp_path, one_cpu_process, monkeypatch):
+    run = Run()
+    run.save(tmp_path, carried={"memory": torch.ones(2)})
+    monkeypatch.setitem(PartialState._shared_state, "num_processes", 2)
+    with pytest.raises(ValueError, match="memories of 1 processes .* this run has 2: launch it with --num"):
+        find_checkpoint(tmp_path, None)

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hope_hf.cli.weights import load_model
-from hope_hf.training.checkpoints import weight_parts
+from hope_hf.training.checkpoints import weights
 from hope_hf.training.checkpoints.manifest import describe, verify
-from hope_hf.training.checkpoints.reader import load_weights
 from hope_hf.training.checkpoints.tool import main
+from hope_hf.training.checkpoints.weights import load_weights
 from hope_hf.training.checkpoints.writer import CheckpointWriter
 
 pytestmark = pytest.mark.usefixtures("one_cpu_process")
@@ -35,7 +35,7 @@ def read_part(file: Path) -> tuple[dict, dict]:
 
 def write_parts(folder: Path, parts: dict[int, tuple[dict, dict]]):
     """Put these into a checkpoint in place of its parts, and seal it as the writer does."""
-    files = {name: entry for name, entry in verify(folder)["files"].items() if not name.startswith("model-rank")}
+    files = {name: entry for name, entry in verify(folder).files.items() if not name.startswith("model-rank")}
     for rank, (tensors, slices) in parts.items():
         file = folder / f"model-rank{rank}.safetensors"
         save_file(tensors, file, metadata={"slices": json.dumps(slices)})
@@ -48,10 +48,10 @@ def cut(folder: Path, ranks: int) -> dict[int, tuple[dict, dict]]:
     tensors, slices = read_part(folder / "model-rank0.safetensors")
     parts = {rank: ({}, {}) for rank in range(ranks)}
     for name, whole in tensors.items():
-        for rank, piece in enumerate(whole.tensor_split(ranks)):
-            if len(piece):
-                start = piece.storage_offset()
-                parts[rank][0][name], parts[rank][1][name] = piece.clone(), {**slices[name], "start": start}
+        for rank, values in enumerate(whole.tensor_split(ranks)):
+            if len(values):
+                start = values.storage_offset()
+                parts[rank][0][name], parts[rank][1][name] = values.clone(), {**slices[name], "start": start}
     return parts
 
 
@@ -97,7 +97,7 @@ def test_those_of_three_processes_are_read_by_one(run, tmp_path):
     parts = saved_in_parts(run, tmp_path / "parts")
     write_parts(parts, cut(parts, 3))
     fresh = Run(seed=3, tie_word_embeddings=run.model.config.tie_word_embeddings).model
-    load_weights(fresh, parts)
+    load_weights(fresh, verify(parts))
     for (name, own), expected in zip(fresh.named_parameters(), run.model.parameters(), strict=True):
         assert torch.equal(own, expected), name
 
@@ -113,11 +113,11 @@ def test_the_background_writes_the_same_bytes(tmp_path):
 
 
 def test_a_large_model_is_joined_to_several_files(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(weight_parts, "JOINED_FILE", "5KB")
+    monkeypatch.setattr(weights, "JOINED_FILE", "5KB")
     assert main(["consolidate", str(folder), "--to", str(tmp_path / "out")]) == 0
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1
     expected = Run(seed=3).model
-    load_weights(expected, folder)
+    load_weights(expected, verify(folder))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), expected.parameters(), strict=True))
 
@@ -159,8 +159,8 @@ def without(part: tuple[dict, dict], name: str) -> tuple[dict, dict]:
 FORGED = {
     "no part of rank 1": lambda parts: parts.pop(1),
     "a weight that rank 1 has lost": lambda parts: parts.update({1: without(parts[1], NAME)}),
-    "a piece at another place": lambda parts: parts[1][1][NAME].update(start=0),
-    "a piece twice": lambda parts: parts.update({2: parts[1]}),
+    "a slice at another place": lambda parts: parts[1][1][NAME].update(start=0),
+    "a slice twice": lambda parts: parts.update({2: parts[1]}),
     "another shape": lambda parts: parts[1][1][NAME].update(shape=[64, 8]),
     "a shape of no numbers": lambda parts: parts[1][1][NAME].update(shape=["32", 16]),
     "a shape below nothing": lambda parts: parts[1][1][NAME].update(shape=[-32, -16]),
@@ -178,7 +178,7 @@ def test_forged_parts_are_refused(folder, capsys, change):
     write_parts(folder, parts)
     assert "resume from another checkpoint" in refusal(folder, capsys)
     with pytest.raises(ValueError, match=r"(has not all parts of|is no part of a model: )"):
-        load_weights(Run().model, folder)
+        load_weights(Run().model, verify(folder))
 
 
 def test_other_programs_say_how_to_join_them(folder):
