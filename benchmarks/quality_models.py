@@ -7,7 +7,7 @@ prints their parameters and the CPU seconds of one training step on one thread, 
 HOPE's three levels step every step: the paper's slowest level steps some 2,000 times in a training, which is not
 possible with periods of several steps in runs this short (benchmarks/ablation.py measures their cost). Most of a
 block's parameters are its mixer's (small 94 %, medium 92 %): fewer heads with wider levels are worse. For the gated
-DeltaNet, more heads with a narrower MLP are worse (docs/log.md). Every model has the width, the heads of 64, the tied
+DeltaNet, more heads with a narrower MLP are worse (docs/log). Every model has the width, the heads of 64, the tied
 vocabulary and (but for Mamba-2, whose blocks have no MLP) the layers of HOPE. One number of each is chosen so that the
 parameters match:
 
@@ -105,7 +105,7 @@ SIZES = {
         level_intermediate_size=30,
         parameters=5_170_000,
         mamba_layers=9,
-        # The small texts are read 2.4 times. After four passes the model that fits best overfits (docs/log.md).
+        # The small texts are read 2.4 times. After four passes the model that fits best overfits (docs/log).
         max_train_steps=200,
         learning_rates=(1e-3, 2e-3, 4e-3),
         vector_learning_rates=(3.2e-2, 6.4e-2, 1.28e-1),

@@ -136,14 +136,14 @@ class HopeConfig(PreTrainedConfig):
             everywhere unless given.
         num_memory_heads (`int`, *optional*):
             Heads of memory layers; `2 * hidden_size / head_dim` unless given, as in other recurrent models (measured
-            better at equal parameters, see `docs/log.md`).
+            better at equal parameters, see `docs/log`).
         memory_rule (`str`, *optional*, defaults to `"delta"`):
             How a memory learns: by the gated delta rule (`"delta"`, see `memory_delta.py`), or as the paper says
             (`"paper"`, see `memory_paper.py`).
         memory_projections (`list[str]`, *optional*):
             Which of keys and values self-modifying memories remake (equation 83) after a linear map has made them:
             `["k", "v"]` under the paper's rule, none under the delta rule unless given. Measured at 0.62 M parameters,
-            they cost 0.025 nats of text there (`docs/log.md`).
+            they cost 0.025 nats of text there (`docs/log`).
         memory_chunk_size (`int`, *optional*, defaults to 64):
             Tokens after which keys and values are made with the new weights of their memories (section 8.2). Use the
             same value in training and inference: it is part of the model. Train on blocks of at least four chunks: in

@@ -78,7 +78,7 @@ class InitialMemory(nn.Module):
                 noise = torch.randn(layer.shape, dtype=dtype, device=layer.device)
                 init.copy_(layer, _INNER_GAIN * torch.linalg.qr(noise).Q)
             elif name == "weight":
-                # Small random weights are noise in the reads, and delay how recall begins (docs/log.md).
+                # Small random weights are noise in the reads, and delay how recall begins (docs/log).
                 init.zeros_(layer)
             else:
                 init.normal_(layer, std=_OUTPUT_STD / layer.shape[-1] ** 0.5)
@@ -170,7 +170,7 @@ class SelfModifyingTitans(nn.Module):
         self.v_conv1d = ShortConvolution(config, config.num_memory_heads)
         self.q_conv1d = ShortConvolution(config, config.num_memory_heads)
         if config.memory_rule == "delta":
-            # A token then reads first of all what was written under tokens like it (docs/log.md). Tuples: an attribute
+            # A token then reads first of all what was written under tokens like it (docs/log). Tuples: an attribute
             # that is a module would be registered twice.
             self.q_proj.begins_as, self.q_conv1d.begins_as = (self.k_proj,), (self.k_conv1d,)
         self.initial_memory = InitialMemory(config)

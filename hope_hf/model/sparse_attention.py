@@ -3,7 +3,7 @@
 Every query reads compressed keys of the whole text, a few blocks that matter most, and a sliding window
 (`sparse_branches`); a gate of every head and token mixes the three. Queries, keys and values pass a short convolution
 first, and queries and keys a normalisation, as those of memories do and the paper's do not: short trainings need both
-(docs/log.md). Keys lie in slots (`chunks`): documents begin at a block, padding is left out.
+(docs/log). Keys lie in slots (`chunks`): documents begin at a block, padding is left out.
 
 Axes: B row, T token of the call, S slot of the call, R slot of the text, H head of keys, G query heads that share it,
 D head width.
@@ -123,7 +123,7 @@ class HopeSparseAttention(nn.Module):
         self.branch_proj = nn.Linear(width, len(BRANCHES) * heads, bias=False)
         self.o_proj = nn.Linear(heads * config.head_dim, width, bias=False)
         for projection in (self.q_proj, self.k_proj, self.v_proj):
-            # Beside memories recall begins far earlier; alone text is learned later (docs/log.md).
+            # Beside memories recall begins far earlier; alone text is learned later (docs/log).
             projection.keeps_scale = config.has_memories
         self.q_conv1d = ShortConvolution(config, heads)
         self.k_conv1d = ShortConvolution(config, shared)
@@ -199,7 +199,7 @@ class HopeSparseAttention(nn.Module):
 
     def branch_gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Weights between 0 and 1 of the three branches in the output of every token and head [B, T, heads, 3]."""
-        # Each by itself, as in the paper: with a softmax over them recall begins far later (docs/log.md).
+        # Each by itself, as in the paper: with a softmax over them recall begins far later (docs/log).
         return self.branch_proj(hidden_states).unflatten(-1, (-1, len(BRANCHES))).sigmoid()
 
     def begin_statistics(self) -> None:
