@@ -11,8 +11,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from hope_hf.data.corpus import corpus_documents
-from hope_hf.data.split import split_documents
+from hope_hf.data.documents import corpus_documents, split_documents
 from hope_hf.data.vocabulary import save_tokenizer, train_tokenizer
 
 BUILTIN = "builtin"

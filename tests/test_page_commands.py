@@ -16,7 +16,16 @@ from transformers import AutoTokenizer
 
 from hope_hf import PRESETS, HopeConfig
 from hope_hf.cli.models import build_config, load_config, parse_overrides
-from hope_hf.data import build_data, mixture, prepare, save_tokenizer, sources, tokenizer, train_tokenizer, vocabulary
+from hope_hf.data import (
+    build_data,
+    documents,
+    mixture,
+    prepare,
+    save_tokenizer,
+    tokenizer,
+    train_tokenizer,
+    vocabulary,
+)
 from hope_hf.evaluation import parsing as evaluation
 from hope_hf.evaluation.held_out import held_out_documents
 from hope_hf.evaluation.suites import SUITES
@@ -88,8 +97,8 @@ def folder(tmp_path, monkeypatch):
 
     yaml_of = mixture.read_yaml
     monkeypatch.setattr(vocabulary, "AutoTokenizer", OfTheHub)
-    monkeypatch.setattr(sources, "load_dataset", load_dataset)
-    monkeypatch.setattr(sources, "corpus_documents", lambda: [(f"{text[:9]}.py", text) for text in TEXTS[:300]])
+    monkeypatch.setattr(documents, "load_dataset", load_dataset)
+    monkeypatch.setattr(documents, "corpus_documents", lambda: [(f"{text[:9]}.py", text) for text in TEXTS[:300]])
     monkeypatch.setattr(mixture, "read_yaml", read_yaml)
     return tmp_path
 

@@ -13,17 +13,14 @@ validation_bytes_per_token. Every mistake of the user raises ValueError with one
 from datasets import disable_progress_bars
 
 from .build import Data, build_data
-from .cache import cache_for
+from .cache import cache_for, plain_name
 from .config import DataConfig
-from .corpora import passing
-from .corpus import corpus_documents
+from .corpora import Needed, passing
+from .documents import corpus_documents, open_sources
 from .encoding import document_start
-from .fetched import Needed
 from .files import find_files, load_files
 from .mixture import Corpus, read_mixture
-from .plain_names import plain_name
-from .sources import open_sources
-from .validation_texts import validation_texts
+from .sources import validation_texts
 from .vocabulary import (
     DEFAULT_VOCAB_SIZE,
     LARGEST_VOCABULARY,

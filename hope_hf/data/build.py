@@ -13,11 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from .config import DataConfig
 from .loader import Layout, Prefetched
-from .mixed import open_mixture, open_shards
-from .opened import Opened
 from .packing import IGNORED, Block, collate
-from .synthetic import open_synthetic
-from .text import open_text
+from .sources import Opened, open_mixture, open_shards, open_synthetic, open_text
 from .vocabulary import bytes_per_id
 
 

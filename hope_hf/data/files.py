@@ -1,21 +1,256 @@
-"""Local files: found, checked and read as documents.
+"""Local files: found, checked and read as documents, in pieces that fit into memory whatever a file's size.
 
 In .json, .jsonl, .parquet and .arrow a document is a row. In .txt it is the file, or the text between lines that hold
-only `<|endoftext|>` if there are any. A folder that `Dataset.save_to_disk` wrote is read, too.
+only `<|endoftext|>` if there are any; one of more than `LONGEST` characters is read as several of about `PART`, cut at
+blank lines where there are any. A folder that `Dataset.save_to_disk` wrote is read, too.
+
+Files are opened by their exact names: nothing in a name is a pattern or a URL. Of a table only the column of the text
+is read, so the other columns may be of any type and may differ between files.
 """
 
 import glob
+import json
 import os
+import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from datasets import Dataset, Features, IterableDataset, Value
+import pyarrow as pa
+import pyarrow.parquet
+from datasets import Dataset, Features, IterableDataset, Value, concatenate_datasets
 from datasets.exceptions import DatasetGenerationError
 
+from hope_hf.cli.files import is_inside, read_small
+
 from .cache import cached_texts
-from .json_head import check_json
-from .readers import ENDINGS, Columns, UnreadableText, columns_of, is_string, kind_of, read_texts
-from .saved import is_saved, saved_files
+from .json_files import check_json, json_columns, json_texts
+from .vocabulary import END_OF_TEXT
+
+LONGEST = 1 << 24
+PART = 1 << 17
+_LONGEST_LINE = 1 << 16
+_BREAKS = [re.compile(pattern) for pattern in (r"\n[ \t\r]*+\n", r"\n", r"\s")]
+
+
+class UndecodableByte(ValueError):
+    """A file is not UTF-8."""
+
+    def __init__(self, place: int):
+        super().__init__(f"byte {place}")
+        self.place = place
+
+
+def documents_of_text(path: str) -> Iterator[str]:
+    """Line ends are kept, and a byte order mark is not text. Raises UndecodableByte."""
+    lines, length, most = [], 0, LONGEST
+    for line in _lines(path):
+        if line.strip() == END_OF_TEXT:
+            yield "".join(lines)
+            lines, length, most = [], 0, LONGEST
+            continue
+        lines.append(line)
+        length += len(line)
+        if length > most:
+            *parts, rest = _cut("".join(lines))
+            yield from parts
+            lines, length, most = [rest], len(rest), 2 * PART
+    yield "".join(lines)
+
+
+def _lines(path: str) -> Iterator[str]:
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        try:
+            while line := file.readline(_LONGEST_LINE):
+                # Ends of lines that only splitlines knows matter beside a marker alone.
+                yield from line.splitlines(keepends=True) if END_OF_TEXT in line else (line,)
+        except UnicodeDecodeError as error:
+            raise UndecodableByte(file.buffer.tell() - len(error.object) + error.start) from error
+
+
+def _cut(text: str) -> Iterator[str]:
+    start = 0
+    while len(text) - start > 2 * PART:
+        window = start + PART, start + 2 * PART
+        found = next(filter(None, (pattern.search(text, *window) for pattern in _BREAKS)), None)
+        end = found.end() if found else window[1]
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+_KINDS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
+ENDINGS = ", ".join(_KINDS)
+# What pyarrow and json raise for the content of a file; RuntimeError: for example, too deep nesting.
+_WRONG_CONTENT = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError)
+_ROWS = 100
+# Characters of short documents that are read together.
+_CHARACTERS = 1 << 20
+
+
+class UnreadableText(ValueError):
+    """A file cannot be read as text; the message is for the user."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a table."""
+
+    names: list[str]
+    strings: list[str]
+    """Those of strings or, in JSON, of nothing."""
+    texts: list[str]
+    """Those that are the text where no other is, whatever its name: neither dates nor empty."""
+
+
+def kind_of(path: str) -> str | None:
+    """The kind of a file by the end of its name: text, json, parquet or arrow."""
+    return _KINDS.get(Path(path).suffix.lower())
+
+
+def columns_of(path: str, flag: str) -> Columns | None:
+    """The columns of a file; None for plain text, which has none. Raises UnreadableText."""
+    kind = kind_of(path)
+    if kind == "text":
+        return None
+    with _InSentences(path, flag):
+        if kind == "json":
+            return Columns(*json_columns(path))
+        with pa.memory_map(path) as file:
+            schema = _parquet(file).schema_arrow if kind == "parquet" else pa.ipc.open_stream(file).schema
+        strings = [field.name for field in schema if is_string(field.type)]
+        return Columns(schema.names, strings, strings)
+
+
+def read_texts(path: str, flag: str, column: str | None) -> Iterator[pa.Array]:
+    """The texts of a file in their order, as arrays of strings. Raises UnreadableText where reading fails.
+
+    column: the one that holds the text; None for plain text.
+    """
+    with _InSentences(path, flag):
+        for texts in _READERS[kind_of(path)](path, column):
+            # pyarrow's readers do not check that strings are UTF-8.
+            texts.validate(full=True)
+            yield texts
+
+
+def is_string(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds strings, in whichever way."""
+    if pa.types.is_dictionary(kind):
+        return is_string(kind.value_type)
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+
+
+class _InSentences:
+    """Errors in the body become UnreadableText, which names the flag and the file."""
+
+    def __init__(self, path: str, flag: str):
+        self.path, self.flag = path, flag
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, _, error, trace):
+        if isinstance(error, UnreadableText) or not isinstance(error, _WRONG_CONTENT):
+            return
+        name, reason = f"{self.flag} {self.path}", (str(error).strip() or type(error).__name__).splitlines()[0]
+        if isinstance(error, UndecodableByte):
+            raise UnreadableText(f"{name} is not UTF-8 text (byte {error.place}): convert it.") from error
+        if isinstance(error, UnicodeDecodeError) or "UTF8" in reason:
+            raise UnreadableText(f"{name} is not UTF-8 text: convert it.") from error
+        if isinstance(error, OSError) and error.errno:
+            raise UnreadableText(f"{name} cannot be read: {error.strerror}.") from error
+        raise UnreadableText(f"{name} cannot be read as {kind_of(self.path)}, write it again: {reason}") from error
+
+
+def _text(path: str, _: None) -> Iterator[pa.Array]:
+    texts, characters = [], 0
+    for text in documents_of_text(path):
+        texts.append(text)
+        characters += len(text)
+        if characters >= _CHARACTERS:
+            yield pa.array(texts, pa.string())
+            texts, characters = [], 0
+    yield pa.array(texts, pa.string())
+
+
+def _parquet(file: pa.NativeFile) -> pyarrow.parquet.ParquetFile:
+    # Read page by page, since a group of rows may be larger than the memory.
+    return pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
+
+
+def _parquet_texts(path: str, column: str) -> Iterator[pa.Array]:
+    with pa.OSFile(path) as file:
+        for batch in _parquet(file).iter_batches(_ROWS, columns=[column]):
+            yield batch.column(0).cast(pa.string())
+
+
+def _arrow_texts(path: str, column: str) -> Iterator[pa.Array]:
+    with pa.memory_map(path) as file:
+        for batch in pa.ipc.open_stream(file):
+            yield batch.column(column).cast(pa.string())
+
+
+_READERS = {"text": _text, "json": json_texts, "parquet": _parquet_texts, "arrow": _arrow_texts}
+
+
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+
+
+def is_saved(folder: str) -> bool:
+    """Whether it is such a folder, of one data set or of several splits."""
+    return any(os.path.isfile(os.path.join(folder, name)) for name in (_STATE, _SPLITS))
+
+
+def load_saved(folder: str, source: str, split: str | None = None, streaming: bool = False):
+    """All its splits as a dict, or one, mapped into memory; a data set without splits is `train`.
+
+    Raises ValueError that names `source`.
+    """
+    if split is None:
+        return {split: load_saved(folder, source, split, streaming) for split in _splits(folder, source) or ["train"]}
+    files = saved_files(folder, source, split)
+    try:
+        dataset = concatenate_datasets([Dataset.from_file(file) for file in files])
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{source} cannot be read, save the data set again: {error}") from error
+    return dataset.to_iterable_dataset(num_shards=len(files)) if streaming else dataset
+
+
+def saved_files(folder: str, source: str, split: str) -> list[str]:
+    """The .arrow files of a data set, or of its `split` where it has splits. Raises ValueError that names `source`."""
+    path, splits = Path(folder), _splits(folder, source)
+    if splits and split not in splits:
+        raise ValueError(f"{source} has no split {split!r}: name one of its folders, {', '.join(splits)}.")
+    if splits:
+        path = path / split
+    state = _read_json(path / _STATE, source)
+    try:
+        names = [entry["filename"] for entry in state["_data_files"]]
+    except (KeyError, TypeError):
+        names = [None]
+    if not names or not all(is_inside(name) and (path / name).is_file() for name in names):
+        raise ValueError(f"{source}: {path / _STATE} names files that are not there: save the data set again.")
+    return [str(path / name) for name in names]
+
+
+def _splits(folder: str, source: str) -> list[str]:
+    file = Path(folder) / _SPLITS
+    if not file.is_file():
+        return []
+    document = _read_json(file, source)
+    splits = document.get("splits") if isinstance(document, dict) else None
+    if not isinstance(splits, list) or not splits or not all(map(is_inside, splits)):
+        raise ValueError(f"{source}: {file} names no splits: save the data set again.")
+    return splits
+
+
+def _read_json(file: Path, source: str) -> object:
+    try:
+        return json.loads(read_small(file))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{source}: {file} cannot be read, save the data set again: {error}") from error
+
 
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4", ".7z", ".tar", ".tgz")
 # What datasets and pyarrow raise for the content of a file; RuntimeError: for example, too deep nesting.

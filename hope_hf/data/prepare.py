@@ -3,27 +3,256 @@
     python -m hope_hf.data.prepare mix.yaml --tokenizer_name my_tokenizer --output_dir shards
     accelerate launch --config_file accelerate_configs/fsdp2.yaml run_clm.py --train_shards shards ...
 
-A process that was killed is continued by the same command; it also mends shards that were lost or changed.
+A process that was killed is continued by the same command; it also writes shards again that were lost or changed.
 """
 
 import json
+import os
+import re
+import shutil
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from datasets import disable_progress_bars
+from datasets import Dataset, disable_progress_bars
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
+from hope_hf.cli.files import is_unfinished, replace_text
 from hope_hf.cli.flags import COUNT, SEED, THREADS, check_output, flag
-from hope_hf.cli.folder_lock import FolderLock
+from hope_hf.cli.folder_lock import LOCK_FILE, FolderLock
 from hope_hf.cli.parser import Parser
 from hope_hf.cli.process import complain
 from hope_hf.cli.program import program
+from hope_hf.cli.results import provenance
 
-from .corpora import check_cache, open_corpus
+from .corpora import Documents, check_cache, open_corpus, require_as_many, warn_of_excess
+from .encoding import document_start, make_encoder
 from .mixture import read_mixture
-from .preparation import Preparation, require_own
-from .shard_manifest import MANIFEST
-from .vocabulary import load_tokenizer
+from .shard_writer import PROGRESS, Encoded, EncodingPool, Progress, Written, encoded, write_shards
+from .shards import FORMAT, KINDS, MANIFEST, PARTS, TOKENIZER, dtype_of, file_hash, read_manifest, read_object
+from .tokenizer import drawn, text_bytes
+from .vocabulary import load_tokenizer, save_tokenizer, tokenizer_hash
+
+PLAN = "plan.json"
+_SEQUENCES = (1024, 2048, 4096, 8192)
+# Bytes of each corpus that are encoded to foresee its tokens.
+_SAMPLE = 200_000
+
+
+def require_own(folder: Path) -> None:
+    """Raise ValueError where a folder holds files and no shards, such as that of a run."""
+    if os.path.lexists(folder / MANIFEST) or os.path.lexists(folder / PLAN):
+        return
+    for path in sorted(folder.iterdir()):
+        # What a process leaves that is killed before its plan is in its place.
+        if path.name != LOCK_FILE and not is_unfinished(path.name, re.escape(PLAN)):
+            raise ValueError(f"--output_dir {folder} holds {path.name!r}, which is not of shards: name an empty one.")
+
+
+class Preparation:
+    """The shards of a mixture in one folder.
+
+    settings: flags that change what is written.
+    """
+
+    def __init__(self, folder: Path, documents: list[Documents], tokenizer: PreTrainedTokenizerBase, settings: dict):
+        self.folder, self.documents, self.tokenizer = folder, documents, tokenizer
+        self.dtype = dtype_of(tokenizer)
+        self.bytes = {
+            (part.corpus.name, side): text_bytes(getattr(part, side)) for part in documents for side in PARTS
+        }
+        self.plan = {
+            "format": FORMAT,
+            "tokenizer": {"sha256": tokenizer_hash(tokenizer), "entries": len(tokenizer)},
+            **settings,
+            "corpora": {
+                part.corpus.name: {
+                    **part.corpus.facts(),
+                    "documents": len(part.train) + len(part.validation),
+                    "text_bytes": sum(self.bytes[part.corpus.name, side] for side in PARTS),
+                }
+                for part in documents
+            },
+        }
+
+    def check_folder(self) -> None:
+        """Raise ValueError where the folder holds other shards than these, or links in their place."""
+        if os.path.lexists(self.folder / MANIFEST):
+            there = read_manifest(self.folder, "--output_dir")["plan"]
+        elif os.path.lexists(self.folder / PLAN):
+            there = read_object(self.folder / PLAN, "--output_dir", "delete it with all that is beside it")
+        else:
+            there = self.plan
+        if there != self.plan:
+            raise ValueError(
+                f"--output_dir {self.folder} holds other shards ({_difference(there, self.plan)}): name another "
+                "folder or remove that one."
+            )
+        for name in (TOKENIZER, *self.plan["corpora"]):
+            path = self.folder / name
+            if path.is_symlink() or (path.exists() and not path.is_dir()):
+                raise ValueError(f"--output_dir {path} is a link or a file, not a folder of shards: remove it.")
+        self.progress = Progress(self.folder, [f"{corpus}/{side}" for corpus, side in self.bytes])
+
+    def check_room(self) -> None:
+        """Raise ValueError where the disk has less room than the shards will need."""
+        encode, needed = make_encoder(self.tokenizer), 0
+        for part in self.documents:
+            texts = list(drawn(part.train, self.bytes[part.corpus.name, "train"], _SAMPLE))
+            tokens, sampled = sum(map(len, encode(texts))), sum(len(text.encode()) for text in texts)
+            most = sum(self.bytes[part.corpus.name, side] for side in PARTS) * tokens / sampled
+            needed += min(most, part.corpus.max_tokens or most)
+        needed = int((needed - self.progress.tokens) * KINDS[self.dtype].itemsize)
+        free = shutil.disk_usage(self.folder).free
+        if free < needed:
+            raise ValueError(
+                f"--output_dir {self.folder} has {free / 1e9:.1f} GB of free disk and the shards need about "
+                f"{needed / 1e9:.1f} GB: free some, or name a folder on another disk."
+            )
+
+    def write(self, num_proc: int, shard_tokens: int, show_bar: bool) -> None:
+        """Write what is missing or broken, then the manifest."""
+        _write_json(self.folder / PLAN, self.plan)
+        save_tokenizer(self.tokenizer, self.folder / TOKENIZER)
+        self._clean_up()
+        progress = self.progress
+        for corpus, side in self.bytes:
+            self._forget_broken(f"{corpus}/{side}", progress)
+        progress.rewrite()
+        pool = EncodingPool(str(self.folder / TOKENIZER), num_proc) if num_proc > 1 else nullcontext()
+        total, done = sum(self.bytes.values()), progress.text_bytes
+        bar = tqdm(total=total, initial=done, unit="B", unit_scale=True, disable=not show_bar)
+        with pool as workers, bar:
+            speed = _Speed(bar)
+            for documents in self.documents:
+                for side in PARTS:
+                    self._write_part(documents, side, progress, workers, shard_tokens, speed)
+        _write_json(self.folder / MANIFEST, self._manifest(progress))
+        (self.folder / PLAN).unlink()
+
+    def _write_part(self, documents: Documents, side: str, progress: Progress, pool, shard_tokens: int, speed):
+        corpus = documents.corpus
+        part = f"{corpus.name}/{side}"
+        done = progress.of(part)
+        read: Dataset = getattr(documents, side)
+        limit = corpus.max_tokens if side == "train" else None
+        if not done or not done[-1].last:
+            rest = read.select(range(min(_documents(done), len(read)), len(read)))
+            batches = speed.watch(encoded(rest, self.tokenizer, KINDS[self.dtype], pool))
+            write_shards(self.folder, part, batches, progress, shard_tokens, limit)
+            done = progress.of(part)
+            speed.leave(self.bytes[corpus.name, side] - sum(written.text_bytes for written in done))
+        count = _documents(done)
+        if count > len(read) or (limit is None and count < len(read)):
+            raise ValueError(
+                f"--output_dir {self.folder / PROGRESS} counts {count} documents of {part} instead of {len(read)}: "
+                "delete it, and the same command writes all shards again."
+            )
+        if limit is not None:
+            tokens = sum(written.tokens for written in done)
+            require_as_many(corpus, "max_tokens", tokens)
+            warn_of_excess(corpus, tokens)
+
+    def _clean_up(self) -> None:
+        """Remove what killed processes left unfinished, by its name."""
+        shard = "(?:{})-[0-9]{{5,}}.bin".format("|".join(PARTS))
+        own = {self.folder: "|".join(map(re.escape, (MANIFEST, PLAN, PROGRESS)))}
+        own |= {self.folder / corpus: shard for corpus in self.plan["corpora"]}
+        for folder, names in own.items():
+            for path in folder.iterdir() if folder.is_dir() else ():
+                if is_unfinished(path.name, names) and not path.is_dir():
+                    path.unlink()
+
+    def _forget_broken(self, part: str, progress: Progress) -> None:
+        """Write again from the first shard on that is not as it was noted."""
+        for index, written in enumerate(progress.of(part)):
+            path, size = self.folder / written.file, written.tokens * KINDS[self.dtype].itemsize
+            whole = path.is_file() and not path.is_symlink() and path.stat().st_size == size
+            if not whole or file_hash(path) != written.sha256:
+                progress.forget(part, index)
+                return
+
+    def _manifest(self, progress: Progress) -> dict:
+        sides = {}
+        for documents in self.documents:
+            name = documents.corpus.name
+            sides[name] = {
+                "weight": documents.corpus.weight,
+                **{side: _side(progress.of(f"{name}/{side}")) for side in PARTS},
+                "dropped": dict(documents.dropped),
+            }
+        facts = provenance()
+        return {
+            "format": FORMAT,
+            "dtype": self.dtype,
+            "eos_token_id": document_start(self.tokenizer),
+            "tokenizer": self.plan["tokenizer"],
+            "corpora": sides,
+            "plan": self.plan,
+            "versions": facts["versions"],
+            "git": facts["git"],
+        }
+
+
+class _Speed:
+    """The bar's bytes and tokens per second."""
+
+    def __init__(self, bar: tqdm):
+        self._bar, self._tokens, self._begin = bar, 0, time.monotonic()
+
+    def leave(self, text_bytes: int) -> None:
+        """Bytes that a limit leaves unread."""
+        self._bar.total -= text_bytes
+
+    def watch(self, batches: Iterator[Encoded]) -> Iterator[Encoded]:
+        """The batches, counted."""
+        for batch in batches:
+            yield batch
+            self._tokens += len(batch.tokens)
+            rate = self._tokens / (time.monotonic() - self._begin)
+            self._bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
+            self._bar.update(sum(batch.text_bytes))
+
+
+def _documents(shards: list[Written]) -> int:
+    return sum(shard.documents for shard in shards)
+
+
+def _side(shards: list[Written]) -> dict:
+    tokens = sum(shard.tokens for shard in shards)
+    return {
+        "documents": _documents(shards),
+        "tokens": tokens,
+        "text_bytes": sum(shard.text_bytes for shard in shards),
+        "sequences": {str(length): tokens // length for length in _SEQUENCES},
+        "shards": [{"file": shard.file, "tokens": shard.tokens, "sha256": shard.sha256} for shard in shards],
+    }
+
+
+def _difference(there: dict, here: dict, name: str = "") -> str:
+    """Where two plans differ first, in words; `there` is read from a file, and may hold anything."""
+    for key in dict.fromkeys([*here, *there]):
+        left, right = here.get(key), there.get(key)
+        if left == right:
+            continue
+        if isinstance(left, dict) and isinstance(right, dict):
+            return _difference(right, left, f"{name}{key}: ")
+        shown = key if key.isprintable() else json.dumps(key)
+        return f"{name}{shown} is {_short(right)}, now {_short(left)}"
+    raise AssertionError("equal plans")
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _write_json(path: Path, document: dict) -> None:
+    replace_text(path, json.dumps(document, indent=2) + "\n")
 
 
 @dataclass

@@ -1,21 +1,31 @@
-"""Writes the shards of one corpus; a killed process loses the shard that it was writing, and no more.
+"""Encodes documents and writes them into the shards of one corpus.
 
-A shard is written under another name, moved to its own, and then noted in `progress.jsonl`. A later process goes on
-behind the last one that is noted, with the same bytes as if nothing had happened.
+A shard is written under another name, moved to its own, and then noted in `progress.jsonl`. A process that is killed
+loses the shard that it was writing, and a later one goes on behind the last one that is noted, with the same bytes.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
+from itertools import chain
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
 
 from hope_hf.cli.files import flush_to_disk, read_small, replace_text, unfinished
+from hope_hf.cli.process import die_with_parent
 
-from .shard_manifest import COUNT, FILE, FLAG, HASH, Kind, check_fields, shard_name
+from .encoding import Encode, make_encoder
+from .shards import COUNT, FILE, FLAG, HASH, Kind, check_fields, shard_name
+from .vocabulary import load_tokenizer
 
 PROGRESS = "progress.jsonl"
 
@@ -190,3 +200,74 @@ def _up_to(batch: Encoded, tokens: int) -> Encoded:
     begins = np.cumsum([0, *batch.lengths[:-1]])
     count = int((begins < tokens).sum())
     return Encoded(batch.tokens[: sum(batch.lengths[:count])], batch.lengths[:count], batch.text_bytes[:count])
+
+
+# Text that is encoded together: enough for all threads, little enough to wait for.
+CHARACTERS = 1 << 20
+_READ_TOGETHER = 8
+_encode: Encode
+
+
+class EncodingPool(ProcessPoolExecutor):
+    """Processes that encode with the tokenizer saved in a folder."""
+
+    def __init__(self, tokenizer_folder: str, count: int):
+        super().__init__(count, get_context("spawn"), _begin, (tokenizer_folder,))
+        self.count = count
+
+
+def encoded(
+    documents: Dataset, tokenizer: PreTrainedTokenizerBase, kind: np.dtype, pool: EncodingPool | None
+) -> Iterator[Encoded]:
+    """The tokens of all documents in their order, about 1 MB of text at a time.
+
+    Raises ValueError where a process of the pool was killed.
+    """
+    batches = _batches(documents)
+    if pool is None:
+        encode = make_encoder(tokenizer)
+        yield from (_pack(encode, texts, kind) for texts in batches)
+        return
+    waiting: deque = deque()
+    try:
+        for texts in batches:
+            waiting.append(pool.submit(_work, texts, kind))
+            # Enough to keep all busy; documents are not read further ahead than that.
+            if len(waiting) > 2 * pool.count:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise ValueError(
+            f"One of the {pool.count} processes of --num_proc was killed, as where memory is full: lower --num_proc, "
+            "the same command goes on where it was."
+        ) from None
+
+
+def _batches(documents: Dataset) -> Iterator[list[str]]:
+    texts, characters = [], 0
+    for rows in documents.iter(_READ_TOGETHER):
+        texts += rows["text"]
+        characters += sum(map(len, rows["text"]))
+        if characters >= CHARACTERS:
+            yield texts
+            texts, characters = [], 0
+    if texts:
+        yield texts
+
+
+def _begin(tokenizer_folder: str) -> None:
+    global _encode
+    die_with_parent()
+    _encode = make_encoder(load_tokenizer(tokenizer_folder))
+
+
+def _work(texts: list[str], kind: np.dtype) -> Encoded:
+    return _pack(_encode, texts, kind)
+
+
+def _pack(encode: Encode, texts: Iterable[str], kind: np.dtype) -> Encoded:
+    rows = encode(texts)
+    lengths = list(map(len, rows))
+    tokens = np.fromiter(chain.from_iterable(rows), dtype=kind, count=sum(lengths))
+    return Encoded(tokens, lengths, [len(text.encode("utf-8", errors="surrogatepass")) for text in texts])

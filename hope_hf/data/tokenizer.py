@@ -5,23 +5,111 @@ python -m hope_hf.data.tokenizer --files 'books/*.txt' --vocab_size 32000 --outp
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import pyarrow.compute as pc
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
 
 from hope_hf.cli.flags import COUNT, check_output, flag
 from hope_hf.cli.parser import Parser
 from hope_hf.cli.process import complain, warn_once
 from hope_hf.cli.program import program
 
-from .corpora import passing
-from .fetched import BYTES_PER_TOKEN, Needed
+from .corpora import BYTES_PER_TOKEN, Needed, passing
 from .files import find_files, load_files
 from .mixture import Corpus, read_mixture
-from .tokenizer_report import report_on
-from .tokenizer_sample import SEED, Text, sample
 from .vocabulary import DEFAULT_VOCAB_SIZE, LARGEST_VOCABULARY, SMALLEST_VOCABULARY, save_tokenizer, train_tokenizer
+
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Text:
+    """One corpus, with the column `text`."""
+
+    name: str
+    documents: Dataset
+    weight: float | None = None
+    """None: by size."""
+    most: int | None = None
+    """Bytes that may be read of it."""
+
+    @cached_property
+    def size(self) -> int:
+        """In bytes."""
+        return text_bytes(self.documents)
+
+    @property
+    def readable(self) -> int:
+        """Bytes that are there and may be read."""
+        return self.size if self.most is None else min(self.size, self.most)
+
+
+def sample(texts: list[Text], max_bytes: int) -> Iterator[str]:
+    """Documents of all corpora with `max_bytes` together, of each in proportion to its weight, or all it has."""
+    weights = [text.readable if text.weight is None else text.weight for text in texts]
+    for text, weight in zip(texts, weights, strict=True):
+        share = round(max_bytes * weight / (sum(weights) or 1))
+        yield from drawn(text.documents, text.size, min(share, text.readable))
+
+
+def drawn(documents: Dataset, size: int, max_bytes: int) -> Iterator[str]:
+    """Documents with `max_bytes` together, in an order that is drawn, the same in every call; the last one is cut.
+
+    size: bytes of all documents.
+    """
+    order = range(len(documents))
+    if size > max_bytes:
+        order = np.random.default_rng(SEED).permutation(len(documents))
+    for index in order:
+        text = documents[int(index)]["text"] or ""
+        data = text.encode("utf-8", errors="replace")
+        yield text if len(data) <= max_bytes else data[:max_bytes].decode("utf-8", errors="ignore")
+        max_bytes -= len(data)
+        if max_bytes <= 0:
+            return
+
+
+def text_bytes(documents: Dataset) -> int:
+    """Bytes of all documents in UTF-8."""
+    tables = documents.select_columns(["text"]).with_format("arrow").iter(100) if len(documents) else ()
+    return sum(pc.sum(pc.binary_length(table["text"])).as_py() or 0 for table in tables)
+
+
+# Read of each corpus.
+_BYTES = 1_000_000
+
+
+def report_on(tokenizer: PreTrainedTokenizerBase, texts: list[Text]) -> dict:
+    """JSON-able: bytes per token, unknown tokens and exact round trips, of 1 MB of each corpus; special tokens."""
+    corpora = {text.name: _measure(tokenizer, [*drawn(text.documents, text.size, _BYTES)]) for text in texts}
+    total_bytes = sum(corpus["bytes"] for corpus in corpora.values())
+    total_tokens = sum(corpus["tokens"] for corpus in corpora.values())
+    return {
+        "vocab_size": len(tokenizer),
+        "bytes_per_token": total_bytes / total_tokens,
+        "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "corpora": corpora,
+    }
+
+
+def _measure(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> dict:
+    ids = [tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] for text in texts]
+    size, tokens = sum(len(text.encode()) for text in texts), sum(map(len, ids))
+    return {
+        "bytes": size,
+        "tokens": tokens,
+        "bytes_per_token": size / max(1, tokens),
+        "unknown_tokens": sum(row.count(tokenizer.unk_token_id) for row in ids) if tokenizer.unk_token else 0,
+        "exact_round_trips": sum(tokenizer.decode(row) == text for row, text in zip(ids, texts, strict=True)),
+        "documents": len(texts),
+    }
+
 
 REPORT = "tokenizer_report.json"
 _SOURCES = ("files", "dataset_name", "dataset_mixture")

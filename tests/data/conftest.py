@@ -7,7 +7,7 @@ import pytest
 from datasets.utils.logging import disable_progress_bar
 from four_corpora import TEXT_TOGETHER, prepare_words, write_corpora
 
-from hope_hf.data import encode_batches
+from hope_hf.data import shard_writer
 from hope_hf.data.prepare import main
 
 
@@ -16,7 +16,7 @@ def mixture(tmp_path_factory) -> Iterator[Path]:
     """The mixture file; its tokenizer is beside it. Little text is encoded together, so there are several shards."""
     disable_progress_bar()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encode_batches, "CHARACTERS", TEXT_TOGETHER)
+        patch.setattr(shard_writer, "CHARACTERS", TEXT_TOGETHER)
         yield write_corpora(tmp_path_factory.mktemp("corpora"))
 
 

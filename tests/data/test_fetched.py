@@ -6,7 +6,7 @@ import pytest
 from datasets import IterableDataset
 from four_corpora import sentence
 
-from hope_hf.data import DataConfig, build_data, corpora, fetched, sources, tokenizer, train_tokenizer
+from hope_hf.data import DataConfig, build_data, corpora, documents, tokenizer, train_tokenizer
 from hope_hf.data.corpora import held_out_documents, open_corpus, warn_of_excess
 from hope_hf.data.mixture import Corpus
 from hope_hf.data.packing import tokenize
@@ -30,8 +30,8 @@ def read(tmp_path, monkeypatch):
         return IterableDataset.from_generator(rows, gen_kwargs={"part": list(range(len(TEXTS)))})
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(sources, "load_dataset", load_dataset)
-    monkeypatch.setattr(fetched, "_SHUFFLED", 20)
+    monkeypatch.setattr(documents, "load_dataset", load_dataset)
+    monkeypatch.setattr(corpora, "_SHUFFLED", 20)
     return numbers
 
 
@@ -59,7 +59,7 @@ def test_a_stream_is_read_no_further_than_its_tokens_and_once(words, read):
 
 
 def test_a_sample_of_the_tokens_counts_the_rest(words, read, monkeypatch):
-    monkeypatch.setattr(fetched, "_TOKENIZED", 10)
+    monkeypatch.setattr(corpora, "_TOKENIZED", 10)
     found = open_corpus(web(max_tokens=100_000), 5, None, 42, words)
     assert 100_000 <= len(tokenize(found.train, words)) < 105_000
 

@@ -13,12 +13,12 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset, DatasetDict
 
-from hope_hf.data import json_rows, plain_name, text_documents
+from hope_hf.data import files, json_files, plain_name
 from hope_hf.data.config import DataConfig
 from hope_hf.data.corpora import passing
+from hope_hf.data.documents import open_sources
 from hope_hf.data.files import find_files, load_files
 from hope_hf.data.mixture import Corpus
-from hope_hf.data.sources import open_sources
 
 # Each would be another file, several files or none if it were read as a pattern or as a URL.
 NAMES = ["data[1]", "data?", "data*", "zip::data1", "data%31", "http:data1", "~data1", "[a", "file:", " data1 ", "ü#&"]
@@ -147,7 +147,7 @@ def test_a_parquet_column_of_strings_of_any_kind_is_text(tmp_path, kind):
 )
 def test_json_may_have_any_usual_form(tmp_path, monkeypatch, content):
     # Pieces smaller than an object.
-    monkeypatch.setattr(json_rows, "_BYTES", 4)
+    monkeypatch.setattr(json_files, "_BYTES", 4)
     (tmp_path / "a.json").write_text(content)
     assert texts_of(str(tmp_path / "a.json")) == ["a", "b"]
 
@@ -160,7 +160,7 @@ def test_half_of_a_surrogate_pair_costs_no_row(tmp_path, streaming):
 
 
 def test_a_json_file_is_read_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_rows, "_BYTES", 100)
+    monkeypatch.setattr(json_files, "_BYTES", 100)
     texts = [f"{number} é" * (number % 9 + 1) for number in range(60)]
     name = write(tmp_path / "a.jsonl", texts)
     assert texts_of(name) == texts and len(load_files([name], "").data.column("text").chunks) > 5
@@ -285,11 +285,11 @@ def test_a_full_cache_is_named_instead_of_the_file(tmp_path, monkeypatch):
 
 def test_a_text_of_usual_size_is_one_document_and_a_huge_one_is_cut_at_blank_lines(tmp_path, monkeypatch):
     for name, size in (("LONGEST", 4_000), ("PART", 500), ("_LONGEST_LINE", 64)):
-        monkeypatch.setattr(text_documents, name, size)
+        monkeypatch.setattr(files, name, size)
     paragraphs = [f"Paragraph {number} with words, more or less.\nAnd a line.\n\n" for number in range(300)]
     usual, huge = "".join(paragraphs[:60]), "".join(paragraphs)
     (tmp_path / "a.txt").write_text(f"{usual}<|endoftext|>\n{huge}<|endoftext|>\nlast")
-    found = list(text_documents.documents_of_text(str(tmp_path / "a.txt")))
+    found = list(files.documents_of_text(str(tmp_path / "a.txt")))
     assert len(usual) < 4_000 and found[0] == usual and found[-1] == "last"
     parts = found[1:-1]
     assert "".join(parts) == huge and all(part.endswith("\n\n") for part in parts)
@@ -299,7 +299,7 @@ def test_a_text_of_usual_size_is_one_document_and_a_huge_one_is_cut_at_blank_lin
 @pytest.mark.parametrize("text", ["a\n" * 3_000, "a " * 3_000, "a" * 6_000, "\n" * 6_000])
 def test_a_huge_text_without_blank_lines_is_cut_where_it_can_be(tmp_path, monkeypatch, text):
     for name, size in (("LONGEST", 4_000), ("PART", 500), ("_LONGEST_LINE", 64)):
-        monkeypatch.setattr(text_documents, name, size)
+        monkeypatch.setattr(files, name, size)
     (tmp_path / "a.txt").write_text(text)
-    parts = list(text_documents.documents_of_text(str(tmp_path / "a.txt")))
+    parts = list(files.documents_of_text(str(tmp_path / "a.txt")))
     assert "".join(parts) == text and all(len(part) <= 1_000 for part in islice(parts, len(parts)))

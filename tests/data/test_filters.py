@@ -2,7 +2,7 @@
 
 import pytest
 
-from hope_hf.data.filters import LANGUAGES, Filters, keep, seems_to_be
+from hope_hf.data.mixture import LANGUAGES, Filters, keep, seems_to_be
 
 TEXTS = {
     "en": "The house that he built for his family is by the river, and it was the first of the kind.",

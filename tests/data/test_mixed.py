@@ -12,8 +12,7 @@ import torch
 from four_corpora import sentence
 
 from hope_hf.data import DataConfig, build_data, save_tokenizer, train_tokenizer
-from hope_hf.data.shard_manifest import MANIFEST
-from hope_hf.data.shards import file_hash, open_folder
+from hope_hf.data.shards import MANIFEST, file_hash, open_folder
 
 T = 16
 

@@ -15,7 +15,7 @@ import pytest
 from four_corpora import TEXT_TOGETHER, prepare_words, sentence
 
 from hope_hf.cli.folder_lock import FolderLock
-from hope_hf.data import preparation
+from hope_hf.data import prepare
 from hope_hf.data.prepare import main
 
 ROOT = Path(__file__).parents[2]
@@ -23,10 +23,10 @@ ROOT = Path(__file__).parents[2]
 DIES = """
 import os, signal, sys
 from pathlib import Path
-from hope_hf.data import encode_batches, prepare, shard_writer
+from hope_hf.data import shard_writer, prepare
 
 left = int(sys.argv.pop(1))
-encode_batches.CHARACTERS = int(sys.argv.pop(1))
+shard_writer.CHARACTERS = int(sys.argv.pop(1))
 
 def counted(function):
     def call(*args, **kwargs):
@@ -246,7 +246,7 @@ def test_a_killed_process_is_a_sentence_and_the_same_command_goes_on(mixture, sh
     for path in copy.glob("notes/*.bin"):
         path.unlink()
     with monkeypatch.context() as patch:
-        patch.setattr(preparation, "EncodingPool", Dying)
+        patch.setattr(prepare, "EncodingPool", Dying)
         words = [*prepare_words(mixture, copy), "--num_proc", "2"]
         refused(capsys, words, "One of the 2 processes of --num_proc was killed, as where memory is full: lower")
     assert main(prepare_words(mixture, copy)) == 0
@@ -288,7 +288,7 @@ def prepare_words_of(other, mixture, folder):
 
 
 def test_a_full_disk_is_foreseen(mixture, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(preparation.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(100, 95, 5))
+    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(100, 95, 5))
     refused(
         capsys, prepare_words(mixture, tmp_path / "shards"), "has 0.0 GB of free disk and the shards need about 0.0 GB"
     )

@@ -7,9 +7,7 @@ import pytest
 from datasets import Dataset
 
 from hope_hf.data.config import DataConfig
-from hope_hf.data.corpus import corpus_documents
-from hope_hf.data.sources import open_sources
-from hope_hf.data.split import held_out, split_documents
+from hope_hf.data.documents import corpus_documents, held_out, open_sources, split_documents
 
 TEXTS = [f"Document {index}: " + "words and more words. " * (index % 5 + 1) for index in range(60)]
 

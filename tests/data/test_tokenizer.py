@@ -15,8 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hope_hf.data import vocabulary
-from hope_hf.data.tokenizer import main
-from hope_hf.data.tokenizer_sample import Text, sample
+from hope_hf.data.tokenizer import Text, main, sample
 from hope_hf.data.vocabulary import bytes_per_id, load_tokenizer, save_tokenizer, train_tokenizer
 
 TEXT = inspect.getsource(json.decoder) + "  # naïve, 3 × 7, ½, 🐍\r\n\tπ = 3.14159\n"

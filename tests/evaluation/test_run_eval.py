@@ -11,7 +11,7 @@ import torch
 from hope_hf.cli.folder_lock import FolderLock
 from hope_hf.cli.results import markdown_table
 from hope_hf.data import DataConfig
-from hope_hf.data.sources import open_sources
+from hope_hf.data.documents import open_sources
 from hope_hf.evaluation import main
 from hope_hf.evaluation.arguments import FLAGS, Arguments, reads
 from hope_hf.evaluation.held_out import held_out_documents

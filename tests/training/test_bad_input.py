@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from training_runs import HOPE, HOPE_ATTENTION, HOPE_HYBRID, LLAMA, make_tokenizer
 
-from hope_hf.data import text
+from hope_hf.data import sources
 from hope_hf.training import main, setup
 from hope_hf.training.parsing import parse
 from hope_hf.training.watch import heartbeat
@@ -228,7 +228,7 @@ def test_missing_empty_and_single_document(run, capsys, tmp_path, corpus):
 
 def test_token_ids_out_of_range(run, capsys, monkeypatch):
     # No tokenizer that fits gives such ids; a data set tokenized elsewhere may.
-    monkeypatch.setattr(text, "check_vocabulary", lambda tokenizer, vocab_size: None)
+    monkeypatch.setattr(sources, "check_vocabulary", lambda tokenizer, vocab_size: None)
     model = [*LLAMA[:3], LLAMA[3] + ",vocab_size=60"]
     refuse(run, capsys, "outside the model's vocabulary of 60: tokenize it with the tokenizer of this", model=model)
 
@@ -242,7 +242,7 @@ def test_what_all_processes_meet_is_said_once(monkeypatch, capsys, rank, heard):
 
 def test_data_that_only_one_process_cannot_read_are_named_by_it(run, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(text, "check_vocabulary", lambda tokenizer, vocab_size: None)
+    monkeypatch.setattr(sources, "check_vocabulary", lambda tokenizer, vocab_size: None)
     refuse(run, capsys, "outside the model's vocabulary of 60", model=[*LLAMA[:3], LLAMA[3] + ",vocab_size=60"])
 
 

@@ -1,0 +1,257 @@
+"""Documents of a data set, of files or of the built-in corpus, and which of them are for validation."""
+
+import ast
+import os
+import re
+import sysconfig
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+
+from datasets import Dataset, IterableDataset, load_dataset
+from datasets.exceptions import DatasetsError, SplitsVerificationError
+
+from hope_hf.cli.flags import is_hub_name
+
+from .cache import DISK_ERRORS, cache_for, files_under, plain_name, writable_cache
+from .config import DataConfig
+from .files import find_files, is_saved, load_files, load_saved, read_stream, text_column
+
+# Left out: test packages (mostly data and expected outputs), installed packages (site-packages), modules that some
+# distributions of Python split off or later versions dropped (the corpus should be nearly the same everywhere), tables
+# of characters, and files generated for one machine.
+_LEFT_OUT = frozenset(
+    "test tests idle_test site-packages dist-packages lib-dynload __pycache__ __phello__ "
+    "idlelib tkinter turtledemo ensurepip distutils lib2to3 encodings pydoc_data".split()
+)
+_GENERATED = ("config-", "_sysconfigdata")
+
+
+def corpus_documents() -> list[tuple[str, str]]:
+    """(name, text) of every document, about 8 MB in 460 of them, ordered by name.
+
+    A document is a source file of the standard library, named by its path there (`asyncio/events.py`), or a chapter of
+    the language reference behind `help()` (`pydoc_data/topics/while`). Nothing is imported or executed.
+    Raises ValueError where this Python carries no sources.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    documents = {}
+    for path in root.rglob("*.py"):
+        relative = path.relative_to(root)
+        if not any(part in _LEFT_OUT or part.startswith(_GENERATED) for part in relative.parts):
+            documents[relative.as_posix()] = path.read_bytes().decode("utf-8", errors="replace")
+    topics = root / "pydoc_data" / "topics.py"
+    if not documents or not topics.is_file():
+        raise ValueError(f"This Python has no standard library sources in {root}: name a text with --train_file.")
+    for name, text in _read_topics(topics).items():
+        documents[f"pydoc_data/topics/{name}"] = text
+    return [(name, documents[name]) for name in sorted(documents) if documents[name].strip()]
+
+
+def _read_topics(path: Path) -> dict[str, str]:
+    module = ast.parse(path.read_text(encoding="utf-8"))
+    (table,) = (node.value for node in module.body if isinstance(node, ast.Assign))
+    return ast.literal_eval(table)
+
+
+def held_out(key: str, percentage: float) -> bool:
+    """Whether the document with this key (its text, or its name) belongs to validation."""
+    return _share(key) < percentage / 100
+
+
+def split_documents(keys: Iterable[str], percentage: float) -> tuple[list[int], list[int]]:
+    """Indices of (training, validation) documents; neither is empty where there are two different keys.
+
+    The split is by hash of the key, not by position. So copies of a document are on the same side, and adding or
+    removing documents moves no other one. Blank keys belong to neither side.
+    """
+    shares = {index: _share(key) for index, key in enumerate(keys) if key and not key.isspace()}
+    if not shares:
+        return [], []
+    lowest, highest = min(shares.values()), max(shares.values())
+    # Of a few documents, none or all may be below the percentage: the lowest is always held out, the highest never is.
+    train, validation = [], []
+    for index, share in shares.items():
+        held = share != highest and (share < percentage / 100 or share == lowest)
+        (validation if held else train).append(index)
+    return train, validation
+
+
+def _share(key: str) -> float:
+    digest = blake2b(key.encode("utf-8", errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+_VALIDATION_DOCUMENTS_OF_A_STREAM = 256
+
+
+@dataclass
+class Sources:
+    """Documents as data sets with the one column `text`."""
+
+    train: Dataset | IterableDataset
+    validation: Dataset
+    description: str
+    """Where they come from, for people."""
+
+
+def open_sources(config: DataConfig) -> Sources:
+    """Find and split the documents that `config` names; raises ValueError naming the flag or file."""
+    held = None
+    if config.dataset_name:
+        train, held, description = _from_hub(config)
+    elif config.train_file:
+        files = find_files(config.train_file, "--train_file")
+        train = load_files(files, "--train_file", config.streaming)
+        description = f"{config.train_file} ({len(files)} files)" if len(files) > 1 else config.train_file
+    else:
+        train, description = _builtin(config)
+    if config.validation_file:
+        files = find_files(config.validation_file, "--validation_file", "validation")
+        held = load_files(files, "--validation_file")
+        description += f", validation {config.validation_file}"
+    if isinstance(train, IterableDataset):
+        train, held = _split_stream(train, held, config)
+    elif held is None:
+        train, held = split_training(train, config.validation_split_percentage, f"{_flag(config)} {description}")
+    return Sources(_first(train, config.max_train_samples), _first(held, config.max_eval_samples), description)
+
+
+def training_source(config: DataConfig) -> str:
+    """Flag and value that name the training text, for error messages."""
+    return f"{_flag(config)} {config.dataset_name or config.train_file}"
+
+
+def builtin_corpus() -> Dataset:
+    """The built-in corpus, with the columns `text` and `name`."""
+    names, texts = zip(*corpus_documents(), strict=True)
+    return Dataset.from_dict({"text": texts, "name": names})
+
+
+def load_data_set(source: str, name: str, config_name: str | None, split: str | None = None, **options):
+    """`datasets.load_dataset`, also of a folder that `save_to_disk` wrote: all its splits, or one.
+
+    Raises ValueError that names `source` where it cannot be loaded.
+    """
+    if is_saved(name):
+        return load_saved(name, source, split, options.get("streaming", False))
+    if not os.path.exists(os.path.expanduser(name)) and not is_hub_name(name):
+        raise ValueError(f"{' '.join(source.split())} is neither a folder nor a data set's name on the Hub: check it.")
+    writable_cache()
+    if os.path.isdir(name):
+        options["cache_dir"] = cache_for(files_under(name))
+        name = plain_name(name)
+    try:
+        return load_dataset(name, config_name, split=split, **options)
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        if isinstance(error, SplitsVerificationError):
+            raise ValueError(
+                f"{source} has other splits or numbers of rows than its README.md says, as an incomplete copy has: "
+                "copy the rest, or name its files instead."
+            ) from error
+        if "Config name is missing" in str(error):
+            names = str(error).splitlines()[1].partition(": ")[2]
+            raise ValueError(
+                f"{source} has several configurations: name one of {names} (dataset_config_name)."
+            ) from error
+        if "scripts are no longer supported" in str(error):
+            raise ValueError(
+                f"{source} is made by a program ({str(error).split()[-1]}), which is not run: name its files instead."
+            ) from error
+        cause = error.__cause__ or error
+        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        if isinstance(cause, OSError) and cause.errno in DISK_ERRORS:
+            raise ValueError(
+                f"{source} could not be stored, {cause.filename or 'the cache'} cannot be written ({cause.strerror}): "
+                "name a folder with room in HF_HOME."
+            ) from error
+        raise ValueError(f"{source} could not be loaded, check its name and the connection: {reason}") from error
+
+
+def _builtin(config: DataConfig) -> tuple[Dataset, str]:
+    if config.streaming:
+        warnings.warn("--streaming is ignored: the built-in corpus is read as a whole.", stacklevel=2)
+    return builtin_corpus(), "built-in corpus"
+
+
+def _from_hub(config: DataConfig):
+    name = config.dataset_name
+    source = f"--dataset_name {name}" + (f" ({config.dataset_config_name})" if config.dataset_config_name else "")
+    splits = load_data_set(source, name, config.dataset_config_name, streaming=config.streaming)
+    if "train" not in splits:
+        raise ValueError(f"{source} has no split 'train' among {', '.join(splits)}: name its files with --train_file.")
+    held = text_column(splits["validation"], source) if "validation" in splits else None
+    return text_column(splits["train"], source), held, source.removeprefix("--dataset_name ")
+
+
+def split_training(documents: Dataset, percentage: float, source: str) -> tuple[Dataset, Dataset]:
+    """Training and validation documents, by hash of their text or name; ValueError that names `source` without both.
+
+    A single document is parted at a blank line.
+    """
+    key = "name" if "name" in documents.column_names else "text"
+    keys = (row[key] for row in documents.select_columns([key]))
+    train, held = split_documents(keys, percentage)
+    if not train:
+        raise ValueError(f"{source} holds no text: give a file with text.")
+    if held:
+        return documents.select(train).select_columns(["text"]), documents.select(held).select_columns(["text"])
+    parts = _part_at_blank_line(documents[train[0]]["text"], percentage)
+    if parts is None:
+        raise ValueError(
+            f"{source} holds one document, which cannot be split into training and validation: add documents or, with "
+            "--train_file, pass --validation_file."
+        )
+    return Dataset.from_dict({"text": parts[:1]}), Dataset.from_dict({"text": parts[1:]})
+
+
+def _part_at_blank_line(text: str, percentage: float) -> tuple[str, str] | None:
+    """Head and tail of one long text, the tail about `percentage` of it; None if no blank line splits it.
+
+    A book in one file is the usual case: its paragraphs stay together as one document on each side.
+    """
+    target = round(len(text) * (1 - percentage / 100))
+    # Blank lines before the first word and behind the last one split nothing.
+    blank = re.compile(r"\n[ \t\r]*+\n\s*+").finditer(text, len(text) - len(text.lstrip()), len(text.rstrip()))
+    cut = min((match.end() for match in blank), key=lambda position: abs(position - target), default=None)
+    return None if cut is None else (text[:cut], text[cut:])
+
+
+def _split_stream(train: IterableDataset, held: Dataset | IterableDataset | None, config: DataConfig):
+    percentage = config.validation_split_percentage
+    if held is None:
+        held = train.filter(_is_held_out, fn_kwargs={"percentage": percentage})
+        train = train.filter(_is_for_training, fn_kwargs={"percentage": percentage})
+    if isinstance(held, IterableDataset):
+        count = config.max_eval_samples or _VALIDATION_DOCUMENTS_OF_A_STREAM
+        texts = [row["text"] for row in islice(read_stream(held, training_source(config)), count)]
+        if not texts:
+            raise ValueError(
+                f"--streaming found no document to hold out among {percentage:g} % of {_flag(config)}: "
+                "raise --validation_split_percentage or pass --validation_file."
+            )
+        held = Dataset.from_dict({"text": texts})
+    return train, held
+
+
+def _is_held_out(row: dict, percentage: float) -> bool:
+    return held_out(row["text"] or "", percentage)
+
+
+def _is_for_training(row: dict, percentage: float) -> bool:
+    return not held_out(row["text"] or "", percentage)
+
+
+def _first(documents, count: int | None):
+    if count is None:
+        return documents
+    if isinstance(documents, IterableDataset):
+        return documents.take(count)
+    return documents.select(range(min(count, len(documents))))
+
+
+def _flag(config: DataConfig) -> str:
+    return "--dataset_name" if config.dataset_name else "--train_file"
