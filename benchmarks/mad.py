@@ -26,10 +26,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import benchmarks.peers  # noqa: F401  registers its models
-from benchmarks.quality import finish
-from benchmarks.quality_models import SPARSE, fields_of_model
-from benchmarks.quality_results import append, read_lines
+import benchmarks.quality.peers  # noqa: F401  registers its models
+from benchmarks.quality.models import SPARSE, fields_of_model
+from benchmarks.quality.program import finish
+from benchmarks.quality.results import append, read_lines
 from hope_hf.cli.process import set_up_cpu
 from hope_hf.cli.results import provenance
 from hope_hf.evaluation.arguments import Arguments

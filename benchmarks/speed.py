@@ -49,7 +49,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measuring import Calls, Decoder, held_bytes, in_turn, peak_growth, read, seconds, train_step
-from benchmarks.quality_models import HOPE, LLAMA, LLAMA_CONV, RECURRENT_PEERS, SIZES, build
+from benchmarks.quality.models import HOPE, LLAMA, LLAMA_CONV, RECURRENT_PEERS, SIZES, build
 from hope_hf import PRESETS, HopeConfig, HopeForCausalLM, HopeModel
 from hope_hf.model.inputs import Documents
 from hope_hf.plan.simulate import simulate

@@ -97,9 +97,9 @@ def flags_of(program: str) -> set[str]:
         # Takes folders only.
         importlib.import_module(program)
         return set()
-    # A benchmark's parser is made in its main; some extend that of another.
-    shared = re.findall(r"from benchmarks\.(\w+) import", (ROOT / program).read_text(encoding="utf-8"))
-    files = [ROOT / program, *(ROOT / f"benchmarks/{name}.py" for name in shared)]
+    # A benchmark's parser is made in the program or in a module that it imports.
+    shared = re.findall(r"from benchmarks\.([\w.]+) import", (ROOT / program).read_text(encoding="utf-8"))
+    files = [ROOT / program, *(ROOT / f"benchmarks/{name.replace('.', '/')}.py" for name in shared)]
     return {flag for file in files for flag in re.findall(r'"(--\w+)"', file.read_text(encoding="utf-8"))}
 
 

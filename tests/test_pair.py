@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.quality_models import SIZES, build
+from benchmarks.quality.models import SIZES, build
 from hope_hf.data import read_mixture
 from hope_hf.training.parsing import parse
 

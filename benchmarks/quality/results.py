@@ -23,9 +23,8 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from benchmarks.quality_models import MODELS, Model, Size, build
-from benchmarks.quality_plan import Job, Matrix, Rates
-from benchmarks.variants import VARIANTS
+from benchmarks.quality.models import MODELS, VARIANTS, Model, Size, build
+from benchmarks.quality.plan import Job, Matrix, Rates
 
 # The same for every model.
 FLAGS = {

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from benchmarks.quality_models import FROZEN, HOPE, RECURRENT_PEERS, Size
+from benchmarks.quality.models import FROZEN, HOPE, RECURRENT_PEERS, Size
 
 FIRST_SEED = 1
 
@@ -154,25 +154,3 @@ def _wanted(matrix: Matrix, size: str, losses: Losses) -> Iterable[Job | None]:
             for model in (HOPE, FROZEN, best_recurrent_peer(matrix, size, text, losses)):
                 if model in done:
                     yield job_at_best_rates(matrix, size, text, model, seed, losses)
-
-
-def outline(matrix: Matrix, losses: Losses, plan: Plan) -> list[tuple[Job, bool]]:
-    """All runs that `plan` has left, and whether each is already known.
-
-    The others wait for results: their learning rate, or which recurrent peer is the better one, is a guess (the middle
-    rate, the first peer; a search does not go on).
-    """
-    known, pretended, left = set(plan(matrix, losses)), dict(losses), []
-    while ready := plan(matrix, pretended):
-        for job in ready:
-            left.append((job, job in known))
-            size = matrix.sizes[job.size]
-            distance = _from_middle(job.rates.matrices, size.learning_rates)
-            distance += _from_middle(job.rates.vectors, size.vector_learning_rates)
-            order = RECURRENT_PEERS.index(job.model) if job.model in RECURRENT_PEERS else 0
-            pretended[job] = distance + order / 10
-    return left
-
-
-def _from_middle(rate: float | None, rates: Sequence[float | None]) -> float:
-    return abs(rates.index(rate) - len(rates) // 2) if rate in rates else math.inf

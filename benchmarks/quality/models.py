@@ -1,11 +1,7 @@
 """The models of benchmarks/quality.py at its sizes, all of a size with the same number of parameters within 2 %.
 
-python benchmarks/quality_models.py [--sizes small] [--steps 5]
-
-prints their parameters and the CPU seconds of one training step on one thread, on random tokens.
-
 HOPE's three levels step every step: the paper's slowest level steps some 2,000 times in a training, which is not
-possible with periods of several steps in runs this short (benchmarks/ablation.py measures their cost). Most of a
+possible with periods of several steps in runs this short (`--ablation` measures their cost). Most of a
 block's parameters are its mixer's (small 94 %, medium 92 %): fewer heads with wider levels are worse. For the gated
 DeltaNet, more heads with a narrower MLP are worse (docs/log). Every model has the width, the heads of 64, the tied
 vocabulary and (but for Mamba-2, whose blocks have no MLP) the layers of HOPE. One number of each is chosen so that the
@@ -20,33 +16,26 @@ parameters match:
 | hope_hybrid | HOPE with sparse attention in the last of four (or of all) layers | width of its three levels |
 | hope_hybrid_frozen | the same, `memory_learning_rate_max=0` | width of its three levels |
 | llama | transformers' Llama | width of its MLP |
-| llama_conv | the same with width-4 convolutions on q, k and v (`benchmarks/peers.py`) | width of its MLP |
+| llama_conv | the same with width-4 convolutions on q, k and v (`peers.py`) | width of its MLP |
 | mamba2 | Mamba-2, expansion 2, one group, about twice as many blocks | state size |
 | gated_deltanet | Qwen3-Next, all layers gated DeltaNets (values twice as wide as keys) | width of its MLP |
 | kimi_linear | Kimi Linear, all layers Kimi Delta Attention, heads of the stream's width | width of its MLP |
 
 Initial values are transformers' own but for the recurrent peers, which get those of their authors. Mamba-2's maps
 have the standard deviation 1 / sqrt(3 width) instead of 0.1: after 120 steps of `small` on the built-in corpus at
-4e-3, seed 1, the loss is 4.453 instead of 4.604 (4.472 with 0.02). For the gated DeltaNet see `benchmarks/peers.py`.
+4e-3, seed 1, the loss is 4.453 instead of 4.604 (4.472 with 0.02). For the gated DeltaNet see `peers.py`.
 """
 
-import argparse
 import hashlib
 import json
-import sys
-import time
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import benchmarks.peers  # noqa: F401  registers its models
+import benchmarks.quality.peers  # noqa: F401  registers its models
 import hope_hf  # noqa: F401  registers HOPE
-from benchmarks.variants import VARIANTS
 
 HEAD_DIM = 64
 TOLERANCE = 0.02
@@ -121,24 +110,60 @@ SIZES["deep"] = replace(
     more_seeds=(),
     hybrid_memory_heads=6,
 )
-# CPU seconds on one thread, as this file prints them (torch 2.13); for estimates only.
-SECONDS_PER_STEP = {
-    "small": {"hope": 0.75, "hope_frozen": 0.73, "hope_attention": 0.38, "llama": 0.34, "llama_conv": 0.38}
-    | {"mamba2": 0.86, "gated_deltanet": 0.71, "kimi_linear": 1.2}
-    | {"hope_sparse": 0.58, "hope_hybrid": 0.58, "hope_hybrid_frozen": 0.56},
-    "deep": {"hope": 1.10, "hope_frozen": 1.15, "hope_attention": 0.76, "llama": 0.65, "llama_conv": 0.70}
-    | {"mamba2": 1.66, "gated_deltanet": 1.24, "kimi_linear": 2.6}
-    | {"hope_sparse": 1.23, "hope_hybrid": 1.15, "hope_hybrid_frozen": 1.13},
-    "medium": {"hope": 4.35, "hope_frozen": 4.41, "hope_attention": 2.43, "llama": 2.12, "llama_conv": 2.31}
-    | {"mamba2": 4.70, "gated_deltanet": 3.54, "kimi_linear": 5.0}
-    | {"hope_sparse": 2.97, "hope_hybrid": 2.88, "hope_hybrid_frozen": 3.03},
-}
+# Wider levels and one head less than `small`: an ablation tests the levels, too.
+ABLATION = replace(
+    SIZES["small"],
+    memory_heads=4,
+    level_intermediate_size=53,
+    learning_rates=(1.6e-2,),
+    more_seeds=(1, 2),
+)
 # 8 blocks of 16 tokens, 64 compressed keys and a window of 64 in blocks of 512
 SPARSE = {"sparse_block_size": 16, "sparse_compress_stride": 8, "sparse_top_k": 8, "sparse_window": 64}
 HOPE, FROZEN, LLAMA, LLAMA_CONV = "hope", "hope_frozen", "llama", "llama_conv"
 RECURRENT_PEERS = ("mamba2", "gated_deltanet", "kimi_linear")
 WITH_ATTENTION = ("hope_attention", "hope_sparse", "hope_hybrid", "hope_hybrid_frozen")
 MODELS = (HOPE, FROZEN, *WITH_ATTENTION, LLAMA, LLAMA_CONV, *RECURRENT_PEERS)
+
+
+def paper(**rule) -> dict:
+    """The paper's rule with these of its fields changed."""
+    return {"memory_rule": "paper", "paper_rule": rule}
+
+
+# HOPE with one ingredient removed, added or changed: fields of `HopeConfig` that differ from the default.
+# `level_periods` count in optimizer steps and `level_intermediate_sizes` in thirds of all levels together. Variants of
+# the paper's rule are to be compared with `paper`.
+VARIANTS = {
+    "keys_and_values_from_memories": {"memory_projections": ["k", "v"]},
+    "keys_from_memories": {"memory_projections": ["k"]},
+    "values_from_memories": {"memory_projections": ["v"]},
+    "projection_memories_at_full_rate": {"memory_projections": ["k", "v"], "projection_memory_rate": 1.0},
+    "no_value_gate": {"memory_value_gate": False},
+    "no_retention": {"retention_bias": [16.0, 16.0]},
+    "horizons_spread": {"retention_bias": [1.0, 8.0]},
+    "longer_horizons_spread": {"retention_bias": [3.0, 8.0]},
+    "small_learning_rate": {"memory_learning_rate_bias": [-3.0, -3.0]},
+    "spread_learning_rates": {"memory_learning_rate_bias": [-3.0, 3.0]},
+    "largest_learning_rate_1_99": {"memory_learning_rate_max": 1.99},
+    "heads_of_the_streams_width": {"num_memory_heads": 2},
+    "chunks_of_16": {"memory_chunk_size": 16},
+    "chunks_of_128": {"memory_chunk_size": 128},
+    "one_level": {"level_periods": [1], "level_intermediate_sizes": [3]},
+    "clocks_1_2_4": {"level_periods": [1, 2, 4], "level_intermediate_sizes": [1, 1, 1]},
+    "clocks_1_4_16": {"level_periods": [1, 4, 16], "level_intermediate_sizes": [1, 1, 1]},
+    "levels_side_by_side": {"level_variant": "independent"},
+    "four_layers": {"num_hidden_layers": 4, "num_memory_heads": 2, "level_intermediate_sizes": [26, 26, 26]},
+    "paper": paper(),
+    "paper_no_erasing": paper(erase="none"),
+    "paper_no_unit_targets": paper(target_norm=False),
+    "paper_retention_to_zero": paper(decay_to="zero"),
+    "paper_read_before_the_write": paper(read_mode="exclusive"),
+    "paper_depth_2": paper(depth=2),
+    "paper_depth_2_frozen_inner_layer": paper(depth=2, inner_rate=0.0),
+    "paper_depth_2_inner_layer_at_full_rate": paper(depth=2, inner_rate=1.0),
+    "paper_depth_2_erasing_in_both_layers": paper(depth=2, erase="both"),
+}
 
 
 @dataclass(frozen=True)
@@ -275,39 +300,3 @@ def fields_of_model(config) -> dict:
 
 def _config(model_type: str, overrides: dict):
     return AutoConfig.for_model(model_type, **overrides)
-
-
-def seconds_per_step(model: Model, size: Size, steps: int) -> float:
-    """CPU seconds of forward, backward and AdamW, the least of `steps` after one to warm up."""
-    torch.manual_seed(0)
-    network = model.new().train()
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
-    input_ids = torch.randint(size.vocab_size, (size.per_device_train_batch_size, size.block_size))
-    seconds = []
-    for _ in range(steps + 1):
-        start = time.process_time()
-        network(input_ids=input_ids, labels=input_ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seconds.append(time.process_time() - start)
-    return min(seconds[1:])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--steps", type=int, default=5)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    print("| size | model | parameters | CPU seconds per step |\n|---|---|---|---|")
-    for size in options.sizes:
-        for name in options.models:
-            model = build(name, SIZES[size])
-            seconds = seconds_per_step(model, SIZES[size], options.steps)
-            print(f"| {size} | {name} | {model.parameters:,} | {seconds:.2f} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

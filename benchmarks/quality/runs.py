@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks import quality_results as results
-from benchmarks.quality_models import build
-from benchmarks.quality_plan import Job, Matrix, Plan, ready_jobs
-from benchmarks.quality_texts import Text
+from benchmarks.quality import results
+from benchmarks.quality.models import build
+from benchmarks.quality.plan import Job, Matrix, Plan, ready_jobs
+from benchmarks.quality.texts import Text
 
-PROGRAM = Path(__file__).with_name("train_peer.py")
+PROGRAM = Path(__file__).with_name("train.py")
 CHECKPOINT_EVERY = 50
 
 

@@ -7,7 +7,7 @@
 | kimi_delta | Kimi Linear with Kimi Delta Attention and a dense MLP in every layer |
 
 Importing this module registers them with the Auto classes, so that run_clm.py's trainer takes them by name
-(`benchmarks/train_peer.py`).
+(`train.py`).
 """
 
 import math

@@ -1,0 +1,1 @@
+"""HOPE and other sequence models of its size, trained alike; `benchmarks/quality.py` is the program."""
