@@ -15,7 +15,7 @@ for name in ("triton", "fla-core", "flash-attn", "mamba-ssm", "causal-conv1d", "
     except m.PackageNotFoundError: print(name, "is not installed")'
   # A wrong kernel is a result, too: the times are taken all the same.
   python -m pytest -q -p no:cacheprovider -m "kernels or gpu" tests/model || true
-  flags=(--presets pilot mid --models hope hope_triton hope_torch llama mamba2 gated_deltanet --tokens_per_step 32768
+  flags=(--presets pilot mid --models hope hope_torch llama mamba2 gated_deltanet --tokens_per_step 32768
     --lengths 2048 8192 32768 --contexts 2048 8192 --new_tokens 32)
   timeout 420 python benchmarks/speed.py peers --device cuda --output_dir "$out" "${flags[@]}" || true
   python benchmarks/speed.py peers --report --output_dir "$out"

@@ -23,7 +23,7 @@
 
 Seconds are CPU seconds of all threads of the process, on a GPU wall-clock seconds. A row holds one value per round.
 Peers have HOPE's width, depth, vocabulary and parameters (`quality/models.py`). On a CPU they run transformers' torch
-code; on a GPU they take the kernels that are installed. `hope_triton` and `hope_torch` are HOPE under that
+code; on a GPU they take the kernels that are installed. `hope_fla` and `hope_torch` are HOPE under that
 HOPE_KERNELS.
 """
 
@@ -63,7 +63,7 @@ WIDTH, LAYERS = 256, 4
 MEASURES = {
     "step": "s", "speed": "tokens/s", "mfu": "%", "prefill": "s", "token": "ms", "cache": "MiB", "peak": "MiB",
 }  # fmt: skip
-KERNELS = {"hope_triton": {"HOPE_KERNELS": "triton"}, "hope_torch": {"HOPE_KERNELS": "torch"}}
+KERNELS = {"hope_fla": {"HOPE_KERNELS": "fla"}, "hope_torch": {"HOPE_KERNELS": "torch"}}
 # transformers' Mamba-2 without kernels builds a tensor of 256 x heads x state numbers per token.
 MOST_TOKENS = {("mamba2", "cpu"): 8192}
 SPARSE, SDPA = "sparse_attention", "full_attention"

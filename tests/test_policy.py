@@ -67,7 +67,7 @@ LAZY_ROOMS = {"hope_hf/cli", "hope_hf/training", "hope_hf/evaluation", "hope_hf/
 LAZY = dict.fromkeys(("matplotlib", "wandb", "evaluate", "lm_eval", "jinja2", "deepspeed"), LAZY_ROOMS)
 LAZY |= dict.fromkeys(("fla", "triton"), {"hope_hf/model"})
 # These files are Triton's kernels: it is loaded with them, and they with the first call.
-TRITON = "hope_hf/model/triton_"
+TRITON = "hope_hf/model/memory_triton_kernels"
 
 PUBLIC = [
     "PRESETS", "HopeCache", "HopeConfig", "HopeForCausalLM", "HopeForQuestionAnswering",
@@ -327,8 +327,8 @@ BROKEN = [
     (imports_the_faces_of_other_rooms, "run_clm.py", "from hope_hf.training.run import main"),
     (imports_heavy_packages_late, "hope_hf/training/x.py", "import wandb"),
     (imports_heavy_packages_late, "hope_hf/model/x.py", "import triton"),
-    (imports_heavy_packages_late, "hope_hf/model/x.py", "from .triton_tiles import product"),
-    (imports_heavy_packages_late, "hope_hf/model/triton_x.py", "import fla"),
+    (imports_heavy_packages_late, "hope_hf/model/x.py", "from .memory_triton_kernels import product"),
+    (imports_heavy_packages_late, "hope_hf/model/memory_triton_kernels.py", "import fla"),
     (imports_only_what_its_room_may, "hope_hf/optim/x.py", "def f():\n    from hope_hf.plan import plan_running"),
     (imports_heavy_packages_late, "hope_hf/training/x.py", "class A:\n    from matplotlib import pyplot"),
     (imports_flat_siblings_in_the_model, "hope_hf/model/x.py", "from . import continuum"),

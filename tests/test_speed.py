@@ -40,7 +40,7 @@ def test_peers_have_hopes_parameters(preset):
 
 def test_every_model_has_every_measure(tmp_path, capsys):
     words = ["peers", "--output_dir", str(tmp_path), "--lengths", "64", "--rounds", "1", "--new_tokens", "2"]
-    models = ["hope_triton", "hope", *PEERS]
+    models = ["hope_fla", "hope", *PEERS]
     speed.main([*words, "--vocab_size", "320", "--models", *models])
     rows = [row for row in rows_of(tmp_path) if row["measure"] != "note"]
     found = {(row["model"], row["tokens"], row["measure"]) for row in rows}
@@ -54,7 +54,7 @@ def test_every_model_has_every_measure(tmp_path, capsys):
     assert all(cache[name, 128] == cache[name, 64] for name in models[1:] if name != "llama")
     # what cannot run says why, and the others go on
     printed = capsys.readouterr().out
-    assert "hope_triton, 64 tokens: ValueError: " in printed and "the model is on a CPU" in printed
+    assert "hope_fla, 64 tokens: ValueError: " in printed and "the model is on a CPU" in printed
     speed.main([*words, "--report"])
     assert capsys.readouterr().out == printed and (tmp_path / "speed.png").stat().st_size > 10_000
 

@@ -1,13 +1,14 @@
-"""Which code computes: kernels of a GPU where they can run, torch's operators elsewhere.
+"""Which code computes: kernels of a GPU, torch's operators, or the plain code that is read.
 
-`HOPE_KERNELS` in the environment asks for it:
+The environment variable `HOPE_KERNELS` chooses:
 
 | value | what runs |
 |---|---|
-| `auto` (default) | on a GPU the first kernel that can, else torch's operators, and the reason is counted |
-| `torch` | torch's operators |
+| `auto` (default) | on a GPU flash-linear-attention's kernels where they can, else `torch`; the reason is counted |
+| `torch` | torch's operators, with backward passes written by hand |
+| `plain` | the plain code on every device, to change a rule in one file: no kernel and no fast path runs |
 | `fla` | the kernels of flash-linear-attention, or a ValueError that says why they cannot |
-| `triton` | HOPE's own kernels, likewise |
+| `triton` | EXPERIMENTAL, never run on a GPU: HOPE's own kernels of `memory_projections`, or a ValueError |
 """
 
 import os
@@ -21,18 +22,18 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 VARIABLE = "HOPE_KERNELS"
-KERNELS = ("auto", "torch", "fla", "triton")
+KERNELS = ("auto", "torch", "plain", "fla", "triton")
 
 
 class Kernel(NamedTuple):
-    """One way to compute something: what runs, and what asks why it cannot (`None`: it can)."""
+    """A function, and a question: why can it not run (`None`: it can)?"""
 
     run: Callable
     obstacle: Callable[[], str | None]
 
 
 def asked_kernels() -> str:
-    """The value of `HOPE_KERNELS`; ValueError where it is unknown."""
+    """The value of `HOPE_KERNELS`; ValueError for an unknown one."""
     asked = os.environ.get(VARIABLE, "auto")
     if asked not in KERNELS:
         raise ValueError(f"{VARIABLE}={asked} is unknown: set it to {', '.join(KERNELS[:-1])} or {KERNELS[-1]}.")
@@ -40,8 +41,8 @@ def asked_kernels() -> str:
 
 
 def operand_dtype(hidden_states: torch.Tensor) -> torch.dtype:
-    """To what kernels of a GPU round their operands: the dtype that a linear map of `hidden_states` has."""
-    # not asked of its weights, which may be quantised, or on no device until they are needed
+    """The dtype to which kernels of a GPU round their operands: that of a linear map's output for `hidden_states`."""
+    # not read off the map's weights, which may be quantised or on the meta device
     kind = hidden_states.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_states.dtype
 
@@ -49,11 +50,11 @@ def operand_dtype(hidden_states: torch.Tensor) -> torch.dtype:
 def choose(
     name: str, asked: str, kernels: dict[str, Kernel], otherwise: Callable, fallbacks: Counter, device: torch.device
 ) -> Callable:
-    """What computes `name`: one of the kernels, or `otherwise`.
+    """The function that computes `name`: one of the kernels, or `otherwise`.
 
     Args:
-        asked: the value of `HOPE_KERNELS`.
-        kernels: the fastest first.
+        asked: the value of `HOPE_KERNELS`, not `plain`.
+        kernels: by value of `HOPE_KERNELS`.
         fallbacks: counts `(name, reason)` where torch's operators replace kernels on a GPU.
 
     Raises:
@@ -61,17 +62,12 @@ def choose(
     """
     if asked == "torch" or asked == "auto" and device.type != "cuda":
         return otherwise
-    reasons = []
-    for kernel, (run, obstacle) in kernels.items():
-        if asked not in ("auto", kernel):
-            continue
-        reason = obstacle()
-        if reason is None:
-            return run
-        reasons.append(reason)
+    run, obstacle = kernels["fla" if asked == "auto" else asked]
+    reason = obstacle()
+    if reason is None:
+        return run
     if asked != "auto":
-        raise ValueError(f"{VARIABLE}={asked} cannot compute the {name}: {reasons[0]}. Set {VARIABLE}=auto or torch.")
-    reason = "; ".join(reasons)
+        raise ValueError(f"{VARIABLE}={asked} cannot compute the {name}: {reason}. Set {VARIABLE}=auto or torch.")
     logger.warning_once(f"HOPE computes the {name} without kernels of the GPU: {reason}.")
     fallbacks[name, reason] += 1
     return otherwise

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from .backends import asked_kernels
+
 IGNORED = -100
 # Of the weight's gradient at a time: where it is added up or rounded, torch holds a second copy in float32.
 _ROWS = 8192
@@ -93,8 +95,9 @@ class HopeHead(nn.Linear):
         if labels is None:
             return super().forward(hidden_states)
         # A kind of tensor that torch does not have, as a quantised one, may know no other product than a linear map's.
-        # The tracer cannot ask.
-        if not torch.compiler.is_compiling() and type(self.weight).__module__.partition(".")[0] != "torch":
+        has_other_weight = type(self.weight).__module__.partition(".")[0] != "torch"
+        # The tracer can ask neither.
+        if not torch.compiler.is_compiling() and (has_other_weight or asked_kernels() == "plain"):
             logits = super().forward(hidden_states).flatten(0, -2)
             wide = torch.promote_types(logits.dtype, torch.float32)
             return F.cross_entropy(logits.to(wide), labels.flatten(), ignore_index=IGNORED, reduction="sum")

@@ -1,11 +1,11 @@
 """The scan of the delta rule by the kernels of flash-linear-attention (arXiv 2412.06464), the extra `hope_hf[gpu]`.
 
-Where no memory remakes keys or values, the deviation S of the content memory is the state of a gated DeltaNet that
-writes what the initial weights do not know yet:
+Without memories that project keys or values, the deviation S of the content memory is the state of a gated DeltaNet
+whose targets are the values minus the reads of the initial weights:
 
     S_t = alpha_t S_{t-1} + eta_t k_t^T (v_t - k_t W_0 - k_t alpha_t S_{t-1}),     read: q_t S_t + q_t W_0 + d v_t
 
-All chunks pass through convolution and norms at once. A document within a row is a sequence of its own.
+Convolution and norms take all chunks at once. A document within a row is a sequence of its own.
 """
 
 import importlib.metadata
@@ -21,7 +21,7 @@ from .chunks import ScanPiece, whole
 from .memory_delta import DeltaMemories
 from .memory_scan import ScanInputs, ScanState, make_streams, unit, written_values
 
-# of what the kernels keep of a head on chip
+# head width that fits the chip
 _WIDEST = 256
 
 
@@ -44,7 +44,7 @@ def obstacle(inputs: ScanInputs, memories) -> str | None:
 
 
 def _defect(device: torch.device) -> str | None:
-    """What flash-linear-attention refuses in its backward pass: its issue 640."""
+    """Why flash-linear-attention refuses its backward pass: its issue 640."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return None
     found = TorchVersion(importlib.metadata.version("triton"))
@@ -65,18 +65,43 @@ def scan_fla(
     """`memory_scan.scan_plain` of a content memory alone; the kernels' operands are rounded to `dtype`."""
     piece = whole(pieces)
     keys, values, queries, tail = make_streams(inputs, memories, state, piece)
-    keys, queries, values = unit(keys), unit(queries), written_values(inputs, values, piece)
+    values = written_values(inputs, values, piece)
+    streams = unit(queries), unit(keys), values
+    reads, after = read_content(*streams, inputs, memories, *state.current, pieces, need_state, dtype)
+    return reads, ScanState((after,), (), tail) if need_state else None
+
+
+def read_content(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    inputs: ScanInputs,
+    memories: DeltaMemories,
+    current: torch.Tensor,
+    pieces: list[ScanPiece],
+    need_state: bool,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Reads of the content memory [b, S, D], and its deviation [b, D, D] after the last token where it is needed.
+
+    Args:
+        queries, keys: of norm 1 [b, S, D].
+        values: as they are written [b, S, D].
+        inputs: for the gates.
+        current: the deviation before the first token [b, D, D].
+        dtype: to which the kernels' operands are rounded.
+    """
     operands = [part.to(dtype) for part in (queries, keys, values - keys @ memories.initial)]
-    gates = [inputs.log_retention, inputs.rate]
-    (current,), bounds = state.current, None
-    if piece.keeps is not None:
+    gates, bounds = [inputs.log_retention, inputs.rate], None
+    if pieces[0].keeps is not None:
         # the kernels take sequences of unequal lengths one after the other, as one row
+        slots = pieces[-1].stop
         begins = torch.stack([part.keeps.view(-1).logical_not() for part in pieces], dim=1)
         first = begins[:, 0].clone()
         begins[:, 0] = True
         row, index = begins.nonzero(as_tuple=True)
         starts = torch.tensor([part.start for part in pieces], device=row.device)
-        bounds = F.pad(row * piece.stop + starts[index], (0, 1), value=len(begins) * piece.stop)
+        bounds = F.pad(row * slots + starts[index], (0, 1), value=len(begins) * slots)
         # a row's first sequence goes on from its state, unless a document begins there
         continues = (index == 0) & ~first[row]
         current = torch.where(continues[:, None, None], current[row], 0.0)
@@ -86,7 +111,7 @@ def scan_fla(
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
     except ImportError as error:
         raise ImportError(f"flash-linear-attention does not load ({error}): set {VARIABLE}=torch") from error
-    one_token = piece.stop == 1 and not torch.is_grad_enabled()
+    one_token = pieces[-1].stop == 1 and not torch.is_grad_enabled()
     run = fused_recurrent_gated_delta_rule if one_token else chunk_gated_delta_rule
     # axes [rows, tokens, heads, ...] with a head in every row
     reads, after = run(
@@ -97,10 +122,10 @@ def scan_fla(
         output_final_state=need_state,
         cu_seqlens=bounds,
     )
-    reads = reads.reshape(inputs.query.shape).to(queries.dtype) + memories.unwritten(queries, values)
+    reads = reads.reshape(queries.shape).to(queries.dtype) + memories.unwritten(queries, values)
     if not need_state:
         return reads, None
     if bounds is not None:
-        # of each row's last sequence
+        # the state of each row's last sequence
         after = after[torch.bincount(row, minlength=len(begins)).cumsum(0) - 1]
-    return reads, ScanState((after.squeeze(1),), (), tail)
+    return reads, after.squeeze(1)

@@ -22,8 +22,6 @@ from .backends import Kernel, asked_kernels, choose, operand_dtype
 from .cache_file import map_state
 from .chunks import ChunkPlan
 from .configuration_hope import HopeConfig, PaperRule
-from .delta_triton import obstacle as obstacle_to_triton
-from .delta_triton import scan_triton
 from .layers import HopeRMSNorm, LearnedFactors, ShortConvolution
 from .memory_delta import DeltaMemories
 from .memory_diagnostics import contribution, gate_values, memory_statistics
@@ -32,6 +30,8 @@ from .memory_gpu import obstacle as obstacle_to_fla
 from .memory_gpu import scan_fla
 from .memory_paper import PaperMemories
 from .memory_scan import Memories, ScanInputs, ScanState, scan, scan_plain
+from .memory_triton import obstacle as obstacle_to_triton
+from .memory_triton import scan_triton
 
 # standard deviation of a memory's output layer at initialisation, times 1 / sqrt(its input width)
 _OUTPUT_STD = 0.05
@@ -209,13 +209,15 @@ class SelfModifyingTitans(nn.Module):
         operands = operand_dtype(hidden_states)
         with torch.autocast(hidden_states.device.type, enabled=False):
             memories = self.memories(batch_size, inputs.query.dtype)
+            run = self.choose_scan(inputs, memories, operands)
             reads, after = scan(
-                self.choose_scan(inputs, memories, operands),
+                run,
                 inputs,
                 memories,
                 None if state is None else map_state(lambda tensor: tensor.flatten(0, 1), state),
                 plan.pieces,
-                self.config.recompute_chunks,
+                # kernels of a GPU keep little themselves, and are fastest on a whole text
+                self.config.recompute_chunks if run in (scan_plain, scan_fused) else 0,
                 need_state,
             )
             reads = reads.unflatten(0, (batch_size, heads)).transpose(1, 2)
@@ -231,7 +233,7 @@ class SelfModifyingTitans(nn.Module):
 
     def choose_scan(self, inputs: ScanInputs, memories: Memories, operands: torch.dtype) -> Callable:
         """What computes `memory_scan.scan_plain` here; kernels of a GPU round their operands to the dtype given."""
-        if torch.compiler.is_compiling():
+        if self.kernels == "plain" or torch.compiler.is_compiling():
             return scan_plain
         kernels = {
             "fla": Kernel(partial(scan_fla, dtype=operands), partial(obstacle_to_fla, inputs, memories)),

@@ -175,8 +175,9 @@ class HopeSparseAttention(nn.Module):
             query, held = query.to(dtype), SparseKeys(*(part.to(dtype) for part in held))
             at = torch.arange(query.shape[3], device=query.device)
             at = (at + base if isinstance(base, int) else at + base[:, None]).expand(len(query), -1)
-            # the tracer meets no loop over what was selected
-            if isinstance(base, int) and query.shape[3] > 1 and not torch.compiler.is_compiling():
+            # the plain path for the tracer, which meets no loop over what was selected
+            is_plain = self.kernels == "plain" or torch.compiler.is_compiling()
+            if isinstance(base, int) and query.shape[3] > 1 and not is_plain:
                 reads, chosen = self.choose_reads(query, base, operands)(query, weights, held, base, first, self.sizes)
             else:
                 first = torch.zeros_like(at) if first is None else first
@@ -225,7 +226,7 @@ class HopeSparseAttention(nn.Module):
         weights = StreamWeights(taps[:, None, None], query_norm, self.k_norm(raw.dtype))
         sizes = StreamSizes(config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps)
         with torch.autocast(raw.device.type, enabled=False):
-            if torch.compiler.is_compiling() or raw.shape[1] == 1:
+            if self.kernels == "plain" or torch.compiler.is_compiling() or raw.shape[1] == 1:
                 (piece,) = convolution_pieces(blocks, raw.shape[1], reach, raw.shape[1])
                 return make_streams(raw, tail, weights, block_positions, piece, sizes)
             pieces = convolution_pieces(blocks, raw.shape[1], reach, TILE)

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from hope_hf.model.delta_triton import scan_triton
+from hope_hf.model import memory_triton
 
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int8: "*i8", torch.int32: "*i32",
@@ -68,18 +68,24 @@ def compile_launch(function, *args, about, done, warmup=None, grid=None, **kwarg
         print(json.dumps({**about, **compiled(source, options), "flags": flags}), flush=True)
 
 
+def without_content(queries, keys, values, inputs, memories, current, *_):
+    """In place of `memory_gpu.read_content`, whose kernels are not ours."""
+    return queries + keys + values, current
+
+
 def compile_scan(width: int, made: str, is_ragged: bool, dtype: torch.dtype, done: set) -> None:
     """Compiles what a scan with its backward pass launches."""
     pieces = (ragged_pieces if is_ragged else plain_pieces)(64)
     inputs, memories, state, pieces, _ = in_float32(*problem(pieces, made=made, width=width))
     about = {"width": width, "made": made, "ragged": is_ragged, "dtype": str(dtype)}
     JITFunction.run = lambda *args, **kwargs: compile_launch(*args, about=about, done=done, **kwargs)
-    reads, after = partial(scan_triton, dtype=dtype)(inputs, memories, state, pieces)
+    reads, after = partial(memory_triton.scan_triton, dtype=dtype)(inputs, memories, state, pieces)
     (reads.sum() + after.current[0].sum()).backward()
 
 
 if __name__ == "__main__":
     done = set()
+    memory_triton.read_content = without_content
     for argument in sys.argv[1:]:
         width, made, cut, dtype = argument.split(",")
         compile_scan(int(width), made, cut == "ragged", getattr(torch, dtype), done=done)

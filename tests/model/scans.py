@@ -81,10 +81,13 @@ def in_float32(inputs, memories, state, pieces, leaves, device="cpu"):
     return of(inputs), of(memories), of(state), [of(piece) for piece in pieces], [narrow[id(leaf)] for leaf in leaves]
 
 
-def largest_error(run, arguments, need_state=True, device="cpu"):
-    """Of what `run` returns in float32, against the plain scan in float64: of each tensor's norm."""
-    expected = results(scan_plain, *arguments, need_state=need_state)
-    found = results(run, *in_float32(*arguments, device=device), need_state=need_state)
+def largest_error(run, arguments, need_state=True, device="cpu", unread=True):
+    """The largest error of what `run` returns in float32 against the plain scan in float64, over each tensor's norm.
+
+    `unread`: whether the content memory at the chunk's start counts, which nothing reads.
+    """
+    expected = results(scan_plain, *arguments, need_state=need_state, unread=unread)
+    found = results(run, *in_float32(*arguments, device=device), need_state=need_state, unread=unread)
     errors = [
         # what is below is nothing beside the others, and may be zero
         (ours.cpu() - theirs).norm() / theirs.norm().clamp(min=1e-9)
@@ -94,10 +97,13 @@ def largest_error(run, arguments, need_state=True, device="cpu"):
     return float(torch.stack(errors).amax())
 
 
-def results(run, inputs, memories, state, pieces, leaves, need_state=True):
+def results(run, inputs, memories, state, pieces, leaves, need_state=True, unread=True):
     """What a scan returns, and the gradients of all leaves for a random weighting of it."""
     reads, after = run(inputs, memories, state, pieces, need_state)
-    made = [reads, *after.current, *after.chunk_start, after.conv_tail] if need_state else [reads]
+    made = [reads]
+    if need_state:
+        starts = [part if unread else part[..., : -reads.shape[-1]] for part in after.chunk_start]
+        made += [*after.current, *starts, after.conv_tail]
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(part.shape, generator=generator, dtype=torch.float64) for part in made]
     if not torch.is_grad_enabled():

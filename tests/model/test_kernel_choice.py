@@ -1,13 +1,14 @@
-"""Which code computes: what `HOPE_KERNELS` says, what stands in the way, and what is counted."""
+"""Which code computes: what `HOPE_KERNELS` says, why kernels cannot run, what is counted, and the plain path."""
 
 import importlib.util
 from collections import Counter
 
 import pytest
 import torch
+from mixers import MIXERS
 
 from hope_hf import HopeConfig, HopeForCausalLM
-from hope_hf.model import memory_gpu
+from hope_hf.model import loss, memory_gpu, memory_mixer, sparse_attention
 from hope_hf.model.backends import Kernel, choose
 from hope_hf.model.sparse_branches import SparseSizes
 from hope_hf.model.sparse_gpu import obstacle
@@ -27,19 +28,18 @@ def chosen(asked, device, to_fla, to_triton):
 
 @pytest.mark.parametrize("asked, device, to_fla, to_triton, expected", [
     ("auto", GPU, None, None, "fla"),
-    ("auto", GPU, "it is Monday", None, "triton"),
-    ("auto", GPU, "it is Monday", "it rains", "operators"),
+    ("auto", GPU, "it is Monday", None, "operators"),
     ("auto", CPU, None, None, "operators"),
     ("torch", GPU, None, None, "operators"),
     ("fla", CPU, None, "it rains", "fla"),
-    ("triton", CPU, None, None, "triton"),
+    ("triton", CPU, "it is Monday", None, "triton"),
 ])  # fmt: skip
 def test_what_runs(asked, device, to_fla, to_triton, expected):
     run, counted = chosen(asked, device, to_fla, to_triton)
     assert run == expected
     # torch's operators are no fallback where nothing else was to be expected
     is_fallback = expected == "operators" and to_fla
-    assert counted == ({("memory_scan", "it is Monday; it rains"): 1} if is_fallback else {})
+    assert counted == ({("memory_scan", "it is Monday"): 1} if is_fallback else {})
 
 
 def test_a_fallback_from_kernels_that_were_asked_for_is_an_error():
@@ -49,7 +49,7 @@ def test_a_fallback_from_kernels_that_were_asked_for_is_an_error():
 
 def test_an_unknown_value(monkeypatch, tiny_config):
     monkeypatch.setenv("HOPE_KERNELS", "cuda")
-    with pytest.raises(ValueError, match="HOPE_KERNELS=cuda is unknown: set it to auto, torch, fla or triton."):
+    with pytest.raises(ValueError, match="HOPE_KERNELS=cuda is unknown: set it to auto, torch, plain, fla or triton."):
         HopeForCausalLM(tiny_config())
 
 
@@ -59,10 +59,11 @@ OBSTACLES = {
     "fla, the paper's rule": ("fla", {"memory_rule": "paper"}, torch.float32, "no kernels for memory_rule='paper'"),
     "fla, memories that remake": ("fla", {"memory_projections": ["k"]}, torch.float32, "for memory_projections"),
     "fla, wide heads": ("fla", {"head_dim": 272, "num_attention_heads": 1}, torch.float32, "wider than 256"),
-    "triton, no GPU": ("triton", {"head_dim": 16}, torch.float32, "the model is on a CPU"),
-    "triton, float64": ("triton", {}, torch.float64, "the model is float64"),
+    "triton, no GPU": ("triton", {"memory_projections": ["k"]}, torch.float32, "the model is on a CPU"),
+    "triton, float64": ("triton", {"memory_projections": ["k"]}, torch.float64, "the model is float64"),
     "triton, the paper's rule": ("triton", {"memory_rule": "paper"}, torch.float32, "know memory_rule='paper'"),
-    "triton, heads": ("triton", {"head_dim": 48}, torch.float32, "are 16, 32, 64 or 128 wide, not 48"),
+    "triton, nothing to project": ("triton", {}, torch.float32, "are for memory_projections, and the model has none"),
+    "triton, heads": ("triton", {"memory_projections": ["v"], "head_dim": 48}, torch.float32, "128 wide, not 48"),
 }
 
 
@@ -100,16 +101,13 @@ def test_gradients_of_the_keys_of_earlier_calls_are_torchs():
         assert "earlier calls" not in (obstacle(queries, 16, sizes) or "")
 
 
-@pytest.mark.parametrize("asked, reason", [
-    ("fla", r"flash-linear-attention is not installed \(pip install 'hope_hf\[gpu\]'\)"),
-    ("triton", r"Triton is not installed \(pip install triton\)"),
-])  # fmt: skip
-def test_a_missing_library(monkeypatch, tiny_model, asked, reason):
+@pytest.mark.parametrize("asked, options", [("fla", {}), ("triton", {"memory_projections": ["k"]})])
+def test_a_missing_library(monkeypatch, tiny_model, asked, options):
     monkeypatch.setenv("HOPE_KERNELS", asked)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=reason):
-        tiny_model(head_dim=16)(torch.tensor([[1, 2, 3]]))
+    with pytest.raises(ValueError, match=r"flash-linear-attention is not installed \(pip install 'hope_hf\[gpu\]'\)"):
+        tiny_model(**options)(torch.tensor([[1, 2, 3]]))
 
 
 @pytest.mark.parametrize("capability, triton, tilelang, refused", [
@@ -130,3 +128,48 @@ def test_every_config_has_kernels_or_a_reason():
     """The default configuration is the one that kernels compute."""
     config = HopeConfig()
     assert config.memory_rule == "delta" and not config.memory_projections
+
+
+def test_kernels_take_a_whole_text_and_torchs_operators_recompute_groups_of_chunks(monkeypatch, tiny_model):
+    calls = []
+
+    def counted(*args):
+        calls.append(args[3][-1].stop)
+        return memory_mixer.scan_plain(*args)
+
+    def slots_scanned():
+        calls.clear()
+        # chunks of 4 tokens: groups of 2, 2 and 1
+        model = tiny_model(num_hidden_layers=1, recompute_chunks=2).train()
+        model(torch.zeros(1, 20, dtype=torch.long), use_cache=False).logits.sum().backward()
+        return calls
+
+    monkeypatch.setattr(memory_mixer, "scan_fused", counted)
+    # forward, then backward
+    assert slots_scanned() == [8, 8, 4] + [8, 8]
+    monkeypatch.setattr(memory_mixer, "choose", lambda *args: lambda *scanned: counted(*scanned))
+    assert slots_scanned() == [20]
+
+
+@pytest.mark.parametrize("options", MIXERS.values(), ids=MIXERS)
+def test_the_plain_path_equals_the_fast_one_and_runs_no_fast_code(monkeypatch, tiny_model, options):
+    input_ids = torch.randint(64, (2, 37), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(15), torch.arange(22)]).expand(2, -1)
+
+    def results():
+        model = tiny_model(torch.float64, **options)
+        found = model(input_ids, labels=input_ids, position_ids=positions, use_cache=False, skip_logits=True).loss
+        found.backward()
+        made = model.generate(input_ids[:, :9], max_new_tokens=5, do_sample=False)
+        return made, found.detach(), *(parameter.grad for parameter in model.parameters())
+
+    made, *fast = results()
+    for module, name in (
+        (memory_mixer, "choose"), (sparse_attention, "choose"), (sparse_attention, "make_streams_tiled"),
+        (loss, "linear_cross_entropy"),
+    ):  # fmt: skip
+        monkeypatch.delattr(module, name)
+    monkeypatch.setenv("HOPE_KERNELS", "plain")
+    made_plainly, *plain = results()
+    assert torch.equal(made_plainly, made)
+    torch.testing.assert_close(plain, fast, rtol=1e-9, atol=1e-12)

@@ -1,16 +1,14 @@
-"""The scan of the delta rule by two Triton kernels: memories that remake streams, then the content memory.
+"""The scan of memories that project keys and values, with HOPE's own Triton kernels. EXPERIMENTAL: never run on a GPU.
 
-Memories that remake keys and values are written with these, and know nothing of the content memory: their scan comes
-first (`triton_projection`). What needs no memory is made for all slots at once. Under the keys and values that come
-out, the content memory is a gated delta rule whose targets are what its initial weights do not know yet, `V - K W_0`
-(`triton_content`). Reads add `q W_0 + d v`.
+The memories that project are written with the keys and values that they make, and do not depend on the content memory.
+So their scan comes first, in one kernel (`memory_triton_kernels`); keys and values that no memory projects are made
+for all slots at once. The content memory is then a gated delta rule under these keys and values, which
+flash-linear-attention's kernels compute (`memory_gpu.read_content`).
 
-Axes: b sequences times heads, S slots, N tiles, R memories that remake streams, D head width, K width of the
+Axes: b sequences times heads, S slots, N time tiles, R memories that project, D head width, K kernel size of the
 convolution.
 """
 
-import importlib.util
-import os
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -21,6 +19,8 @@ from torch.autograd.function import once_differentiable
 from .chunks import ScanPiece, whole
 from .layers import convolve
 from .memory_delta import DeltaMemories, step_token
+from .memory_gpu import obstacle as obstacle_to_fla
+from .memory_gpu import read_content
 from .memory_scan import ScanInputs, ScanState, unit, written_values
 
 _WIDTHS = (16, 32, 64, 128)
@@ -28,42 +28,33 @@ _WIDTHS = (16, 32, 64, 128)
 
 def obstacle(inputs: ScanInputs, memories) -> str | None:
     """Why the kernels cannot compute this scan; `None` if they can."""
-    query = inputs.query
     if not isinstance(memories, DeltaMemories):
         return "Triton's kernels do not know memory_rule='paper'"
-    if query.dtype == torch.float64:
-        return "the model is float64"
-    if query.shape[-1] not in _WIDTHS:
-        return f"heads of Triton's kernels are 16, 32, 64 or 128 wide, not {query.shape[-1]}"
-    if query.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return "the model is on a CPU"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed (pip install triton)"
-    return None
+    if not memories.remade:
+        return "Triton's kernels are for memory_projections, and the model has none (set HOPE_KERNELS=fla)"
+    if inputs.query.shape[-1] not in _WIDTHS:
+        return f"heads of Triton's kernels are 16, 32, 64 or 128 wide, not {inputs.query.shape[-1]}"
+    return obstacle_to_fla(inputs, memories._replace(remade=()))
 
 
 class _Tiles(NamedTuple):
-    """Runs of at most C slots, of which none crosses the start of a document."""
+    """Time tiles: runs of at most C slots that do not cross the start of a document or of a chunk."""
 
     # C
     size: int
     # first slot of every tile, and S: int32 [N + 1]
     bounds: torch.Tensor
-    # 0 where a document begins at the tile; 1 after the last: float32 [b, N + 1]
+    # 0 where a document begins at the tile, else 1; 1 after the last: float32 [b, N + 1]
     keeps: torch.Tensor
-    # where the state of the chunk's start lies: before the call at 0, before tile n at n + 1: int32 [b, N]
+    # index into the states of the chunk's start: 0 = before the call, n + 1 = before tile n: int32 [b, N]
     starts: torch.Tensor
-    # tiles of the chunk that began with each state: int32 [b, N + 1]
+    # number of tiles of the chunk that began with each state: int32 [b, N + 1]
     counts: torch.Tensor
-    # whether the last chunk is closed: bool [b, 1, 1]
+    # whether the last chunk ends with the call: bool [b, 1, 1, 1]
     closed: torch.Tensor
 
     @classmethod
-    def of(cls, pieces: list[ScanPiece], rows: int, size: int, device: torch.device, has_chunks: bool) -> "_Tiles":
-        """`has_chunks`: whether states at starts of chunks are read."""
-        if not has_chunks and pieces[0].keeps is None:
-            # tiles may lie across chunks
-            pieces = [pieces[-1]._replace(start=0)]
+    def of(cls, pieces: list[ScanPiece], rows: int, size: int, device: torch.device) -> "_Tiles":
         bounds = [start for piece in pieces for start in range(piece.start, piece.stop, size)]
         tiles = len(bounds)
         first = torch.tensor([bounds.index(piece.start) for piece in pieces], device=device)
@@ -80,15 +71,15 @@ class _Tiles(NamedTuple):
         counts = torch.zeros(rows, tiles + 1, dtype=torch.long, device=device)
         counts.scatter_add_(1, starts, torch.ones_like(starts))
         bounds = torch.tensor([*bounds, pieces[-1].stop], dtype=torch.int32, device=device)
-        return cls(size, bounds, keeps, starts.int(), counts.int(), closes[:, -1, None, None])
+        return cls(size, bounds, keeps, starts.int(), counts.int(), closes[:, -1, None, None, None])
 
     @property
     def number(self) -> int:
         return len(self.bounds) - 1
 
-    def room(self, start: torch.Tensor, current: torch.Tensor, saves: bool = True) -> torch.Tensor:
-        """Room for the states of all tiles [b, N + 2, R, D, D], of two if not saved, with those of earlier calls."""
-        states = current.new_empty(len(current), self.number + 2 if saves else 2, *current.shape[1:])
+    def states(self, start: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
+        """Memory for the states of all tiles [b, N + 2, R, D, D]; the two of earlier calls are filled in."""
+        states = current.new_empty(len(current), self.number + 2, *current.shape[1:])
         states[:, 0] = start
         states[:, 1] = current * self.keeps[:, 0, None, None, None]
         return states
@@ -108,70 +99,20 @@ def _on(device: torch.device):
 
 
 def tile_size(width: int, dtype: torch.dtype) -> int:
-    """Slots of a tile, the most with which little is spilled (`tests/model/test_offline_kernels.py`)."""
+    """Slots of a tile: the most with few register spills (`tests/model/test_offline_kernels.py`)."""
     return 16 if width > 64 or dtype == torch.float32 else 32
 
 
 def _launch(width: int, is_backward: bool) -> dict[str, int]:
-    """Warps and stages. One stage: loads that wait for what the program itself has stored must not be hoisted."""
+    """Warps and stages. One stage: a load of what the program itself has stored must not be hoisted."""
     return {"num_warps": 8 if width > (32 if is_backward else 64) else 4, "num_stages": 1}
 
 
-class _Content(torch.autograd.Function):
-    """Reads [b, S, D] of unit queries and keys and targets, the state after them, and that of the last chunk's start.
-
-    States are [b, 1, D, D].
-    """
-
-    @staticmethod
-    def forward(ctx, tiles, has_chunks, has_backward, queries, keys, targets, rate, log_retention, current, start):
-        from .triton_content import content_forward
-
-        rows, slots, width = queries.shape
-        keep = has_backward and any(ctx.needs_input_grad)
-        saves = keep or has_chunks
-        states = tiles.room(start, current, saves)
-        reads = torch.empty_like(queries, dtype=torch.float32)
-        shape = (rows, tiles.number, tiles.size, tiles.size) if keep else (0,)
-        inverses = queries.new_empty(shape)
-        with _on(queries.device):
-            content_forward[(rows,)](
-                queries, keys, targets, rate, log_retention, tiles.bounds, tiles.keeps, states, inverses, reads,
-                tiles.number, slots, states.shape[1], int(saves),
-                D=width, C=tiles.size, LEVELS=tiles.size.bit_length() - 1, SAVES=keep, DT=_triton_type(queries.dtype),
-                **_launch(width, False),
-            )  # fmt: skip
-        if keep:
-            ctx.tiles, ctx.has_chunks = tiles, has_chunks
-            ctx.save_for_backward(queries, keys, targets, rate, log_retention, states, inverses)
-            ctx.set_materialize_grads(False)
-        return reads, states[:, -1].clone(), tiles.opened(states) if has_chunks else None
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_reads, grad_after, grad_opened):
-        from .triton_content import content_backward
-
-        tiles = ctx.tiles
-        queries, keys, targets, rate, log_retention, states, inverses = ctx.saved_tensors
-        rows, slots, width = queries.shape
-        opened, grad_opened, grad_start = _opened_gradient(tiles, grad_opened, states)
-        grad_state = _own(grad_after, states[:, 0])
-        grad_reads = torch.zeros_like(queries) if grad_reads is None else grad_reads.contiguous()
-        grads = [torch.empty_like(part) for part in (queries, keys, targets, rate, log_retention)]
-        with _on(queries.device):
-            content_backward[(rows,)](
-                queries, keys, targets, rate, log_retention, tiles.bounds, tiles.keeps, states, inverses,
-                grad_reads, opened, grad_opened, grad_state, *grads, tiles.number, slots,
-                D=width, C=tiles.size, DT=_triton_type(queries.dtype), **_launch(width, True),
-            )  # fmt: skip
-        return None, None, None, *grads, grad_state * tiles.keeps[:, 0, None, None, None], grad_start
-
-
 class _Projection(torch.autograd.Function):
-    """Keys and values [b, S, D], rows of the convolution [R, b, K - 1 + S, D], and two states as of `_Content`.
+    """Keys and values [b, S, D], rows of the convolution [R, b, K - 1 + S, D], and two states [b, R, D, D].
 
-    `fixed` is the stream that no memory remakes, if there is one.
+    The states are the one after the last token and the one at the start of the last chunk. `fixed` is the key or value
+    that no memory projects, if there is one.
     """
 
     @staticmethod
@@ -179,7 +120,7 @@ class _Projection(torch.autograd.Function):
         ctx, tiles, dtype, remade, factors, inside, tails, has_backward,
         given, fixed, taps, tail, rate, log_retention, value_norm, current, start,
     ):  # fmt: skip
-        from .triton_projection import projection_forward
+        from .memory_triton_kernels import projection_forward
 
         number, rows, slots, width = given.shape
         reach = taps.shape[2] - 1
@@ -188,11 +129,11 @@ class _Projection(torch.autograd.Function):
         raw.scatter_(2, _tail_rows(tails, tail), tail)
         keys = fixed if "k" not in remade else torch.empty_like(given[0])
         values = fixed if "v" not in remade else torch.empty_like(given[0])
-        states = tiles.room(start, current)
+        states = tiles.states(start, current)
         alike = len(set(factors)) == 1
         inverses = given.new_empty(rows, tiles.number, 1 if alike else number, tiles.size, tiles.size, dtype=dtype)
         flags = {
-            "K_REMADE": "k" in remade, "V_REMADE": "v" in remade, "NORMED": value_norm is not None,
+            "K_PROJECTED": "k" in remade, "V_PROJECTED": "v" in remade, "NORMED": value_norm is not None,
             "MASKED": inside is not None, "ALIKE": alike, "K": reach + 1, "D": width, "C": tiles.size,
             "DT": _triton_type(dtype),
         }  # fmt: skip
@@ -209,13 +150,13 @@ class _Projection(torch.autograd.Function):
             ctx.save_for_backward(*saved, raw, keys, values, states, inverses)
             ctx.set_materialize_grads(False)
         outputs = (keys, values, raw, states[:, -1].clone(), tiles.opened(states))
-        # an input that is returned must be said to be one
+        # autograd does not take an input as an output
         return tuple(part.clone() if part is fixed else part for part in outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_keys, grad_values, grad_raw, grad_after, grad_opened):
-        from .triton_projection import projection_backward
+        from .memory_triton_kernels import projection_backward
 
         tiles = ctx.tiles
         saved = ctx.saved_tensors
@@ -255,7 +196,7 @@ def _triton_type(dtype: torch.dtype):
 
 
 def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
-    """A tensor for an argument that a kernel does not read."""
+    """A kernel takes a tensor for every argument, also for one that it does not read."""
     return other if tensor is None else tensor
 
 
@@ -267,7 +208,7 @@ def _own(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 
 
 def _opened_gradient(tiles: _Tiles, grad: torch.Tensor | None, states: torch.Tensor) -> tuple:
-    """Of the last chunk's start: its place, its gradient [b, R, D, D], and what of this is of an earlier call."""
+    """The last chunk's start: its index or -1, its gradient, and the part [b, R, D, D] for the state passed in."""
     if grad is None:
         return torch.full_like(tiles.starts[:, -1], -1), states, None
     place = tiles.starts[:, -1]
@@ -276,13 +217,13 @@ def _opened_gradient(tiles: _Tiles, grad: torch.Tensor | None, states: torch.Ten
 
 
 def _tail_rows(tails: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
-    """Which rows of the padded streams are the tail of earlier calls; of the tail's shape [R, b, K - 1, D]."""
+    """Rows of the padded streams that the tail of earlier calls fills, in the tail's shape [R, b, K - 1, D]."""
     around = torch.arange(tail.shape[2], device=tails.device)
     return (tails.long()[:, None] + around)[None, :, :, None].expand_as(tail)
 
 
 def _convolution_gradients(raw, taps, inside, tails, grad_mixed, grad_raw, tail):
-    """Of the taps [R, b, K, D] and of the tail of earlier calls [R, b, K - 1, D]."""
+    """Gradients of the taps [R, b, K, D] and of the tail of earlier calls [R, b, K - 1, D]."""
     reach, slots = tail.shape[2], grad_mixed.shape[2]
     grad_taps = torch.empty_like(taps)
     grad_padded = torch.zeros_like(raw) if grad_raw is None else grad_raw.clone()
@@ -294,7 +235,7 @@ def _convolution_gradients(raw, taps, inside, tails, grad_mixed, grad_raw, tail)
         grad_padded[:, :, tap : tap + slots].addcmul_(taps[:, :, tap, None], part)
     index = _tail_rows(tails, tail)
     moved = grad_padded.gather(2, index)
-    # rows before the first slot are the tail, too, but where it lies elsewhere
+    # the first rows hold the tail, too, unless `tails` places it elsewhere
     return grad_taps, moved + grad_padded.scatter(2, index, 0.0)[:, :, :reach]
 
 
@@ -306,19 +247,21 @@ def scan_triton(
     need_state: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, ScanState | None]:
-    """`memory_scan.scan_plain` of memories under the delta rule; operands of products are rounded to `dtype`."""
+    """`memory_scan.scan_plain` of memories that project; operands of products are rounded to `dtype`.
+
+    In the state that is returned, the content memory's columns of `chunk_start` hold its weights after the call:
+    nothing reads them.
+    """
     if pieces[-1].stop == 1 and not torch.is_grad_enabled():
         reads, state = step_token(inputs, memories, state, pieces[0])
         return reads, state if need_state else None
-    piece, (rows, _, width) = whole(pieces), inputs.query.shape
-    has_backward, remade = torch.is_grad_enabled(), memories.remade
-    tiles = _Tiles.of(pieces, rows, tile_size(width, dtype), inputs.query.device, bool(remade))
-    names = ("k", "v", "q")
+    piece, (rows, slots, width) = whole(pieces), inputs.query.shape
+    remade, names = memories.remade, ("k", "v", "q")
+    tiles = _Tiles.of(pieces, rows, tile_size(width, dtype), inputs.query.device)
     raw = dict(zip(names, inputs[:3], strict=True))
     tails, taps = (dict(zip(names, part.chunk(3, dim=-1), strict=True)) for part in (state.conv_tail, memories.taps))
     # [b, D, M D] to [b, M, D, D]
-    current, *start = (part[0].unflatten(-1, (-1, width)).movedim(-2, 1) for part in state[:2] if part)
-    start = start[0] if start else torch.zeros_like(current)
+    current, start = (weights.unflatten(-1, (-1, width)).movedim(-2, 1) for (weights,) in state[:2])
 
     fixed = [name for name in names if name not in remade]
     parts = (torch.cat([of[name] for name in fixed], dim=-1) for of in (raw, tails, taps))
@@ -329,42 +272,31 @@ def scan_triton(
         streams[name] = unit(streams[name])
     if "v" in fixed:
         streams["v"] = written_values(inputs, streams["v"], piece)
-    gates = (inputs.rate.contiguous(), inputs.log_retention.contiguous())
-    afters = []
-    if remade:
-        other = [streams[name].contiguous() for name in "kv" if name in fixed]
-        masks = None
-        if piece.inside is not None:
-            masks = piece.inside.squeeze(-1).transpose(0, 1).to(torch.int8).contiguous()
-        begin = torch.zeros(rows, dtype=torch.int32, device=tiles.bounds.device)
-        if piece.tail_in is not None and piece.tail_in.shape[1]:
-            begin = piece.tail_in[:, 0, 0].int()
-        streams["k"], streams["v"], padded, after, opened = _Projection.apply(
-            tiles, dtype, remade, memories.rate_factors[:-1], masks, begin, has_backward,
-            torch.stack([raw[name] for name in remade]), other[0] if other else None,
-            torch.stack([taps[name].squeeze(2).transpose(0, 1) for name in remade]),
-            torch.stack([tails[name] for name in remade]), *gates,
-            None if inputs.value_norm is None or "v" in fixed else inputs.value_norm.contiguous(),
-            current[:, :-1], start[:, :-1],
-        )  # fmt: skip
-        afters.append((after, opened))
-        for index, name in enumerate(remade):
-            rows_after = padded[index, :, inputs.query.shape[1] :]
-            if piece.tail_out is not None:
-                rows_after = padded[index].gather(1, piece.tail_out.expand_as(rows_after))
-            after_tails[name] = rows_after
-    keys, values, queries = (streams[name] for name in names[:3])
-    targets = values - keys @ memories.initial
-    operands = [part.to(dtype).contiguous() for part in (queries, keys, targets)]
-    weights = current[:, -1:], start[:, -1:]
-    reads, *after = _Content.apply(tiles, bool(remade), has_backward, *operands, *gates, *weights)
-    reads = reads + memories.unwritten(queries, values)
+    masks = None
+    if piece.inside is not None:
+        masks = piece.inside.squeeze(-1).transpose(0, 1).to(torch.int8).contiguous()
+    begin = torch.zeros(rows, dtype=torch.int32, device=tiles.bounds.device)
+    if piece.tail_in is not None and piece.tail_in.shape[1]:
+        begin = piece.tail_in[:, 0, 0].int()
+    keys, values, padded, after, opened = _Projection.apply(
+        tiles, dtype, remade, memories.rate_factors[:-1], masks, begin, torch.is_grad_enabled(),
+        torch.stack([raw[name] for name in remade]),
+        next((streams[name].contiguous() for name in "kv" if name in fixed), None),
+        torch.stack([taps[name].squeeze(2).transpose(0, 1) for name in remade]),
+        torch.stack([tails[name] for name in remade]),
+        inputs.rate.contiguous(), inputs.log_retention.contiguous(),
+        None if inputs.value_norm is None or "v" in fixed else inputs.value_norm.contiguous(),
+        current[:, :-1], start[:, :-1],
+    )  # fmt: skip
+    given = streams["q"], keys, values, inputs, memories, current[:, -1]
+    reads, content = read_content(*given, pieces, need_state, dtype)
     if not need_state:
         return reads, None
-    afters.append(after)
-    current, opened = (
-        None if parts[-1] is None else torch.cat(parts, dim=1).movedim(1, -2).flatten(-2)
-        for parts in zip(*afters, strict=True)
-    )
-    chunk_start = (torch.where(tiles.closed, current, opened),) if remade else ()
-    return reads, ScanState((current,), chunk_start, torch.cat([after_tails[name] for name in names], dim=-1))
+    for index, name in enumerate(remade):
+        rows_after = padded[index, :, slots:]
+        if piece.tail_out is not None:
+            rows_after = padded[index].gather(1, piece.tail_out.expand_as(rows_after))
+        after_tails[name] = rows_after
+    weights = (after, torch.where(tiles.closed, after, opened))
+    current, opened = (torch.cat([part, content[:, None]], dim=1).movedim(1, -2).flatten(-2) for part in weights)
+    return reads, ScanState((current,), (opened,), torch.cat([after_tails[name] for name in names], dim=-1))

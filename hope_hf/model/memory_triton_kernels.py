@@ -1,32 +1,24 @@
-"""Triton kernels of the memories that remake keys and values (equation 83 of arXiv 2512.24695). Needs Triton.
+"""Triton kernels of the memories that project keys and values (equation 83 of arXiv 2512.24695). Needs Triton.
 
-A program per sequence and head walks over the tiles. It remakes the raw streams at the weights of the chunk's start,
-mixes tokens by the convolution, and writes the tile into every such memory (`triton_tiles` has the equations):
+A program per sequence and head walks over its time tiles of C tokens. It projects the raw streams at the weights of
+the chunk's start, mixes tokens by the convolution, and writes the tile into every such memory:
 
     x (I + S_start)  ->  convolution  ->  SiLU  ->  k / |k|, v or n v / |v|  ->  S of each memory, with U = V - K
 
-What a program has just written and reads again, by other threads, lies behind a barrier: rows of the convolution, and
-states, which stay in the caches of the chip and of which registers hold one at a time.
+With `T_t` the sum of log alpha within the tile up to token t, and memories that act on rows:
 
-Axes: b rows (sequences times heads), R memories that remake streams, S slots, N tiles, K width of the convolution. The
-states of a row are [N + 2, R, D, D]: at 0 the chunk's start that earlier calls left, at n + 1 that before tile n.
+    (I + rho L) A = e^T K S - U,     L_ti = e^(T_t - T_i) eta_i (k_t . k_i) for i < t
+    S <- e^(T_C) S - (eta e^(T_C - T) K)^T rho A
+
+Operands of products are rounded to DT; sums, gates, the solve and states are float32. A transposed left operand of a
+product is read from memory, never made from a product's result, which Triton 3.4 to 3.7.0 gets wrong on Hopper GPUs.
+A barrier stands between a write of a program and a read of it by other threads of that program: rows of the
+convolution, and states, which stay in the chip's caches while registers hold one of them.
+
+Axes: b rows (sequences times heads), R memories that project, S slots, N time tiles, K kernel size of the convolution,
+D head width. The states of a row are [N + 2, R, D, D]: the chunk's start of earlier calls at 0, the state before tile
+n at n + 1.
 """
-
-from .triton_tiles import (
-    decay,
-    decay_turned,
-    errors,
-    product,
-    read_gates,
-    read_rows,
-    read_turned,
-    strictly_lower,
-    tile,
-    turned,
-    unit_lower_inverse,
-    write_rows,
-    written_gradients,
-)
 
 try:
     import triton
@@ -39,8 +31,105 @@ _EPSILON = tl.constexpr(1e-6)
 
 
 @triton.jit
+def product(a, b, DT: tl.constexpr):
+    """`a @ b` in float32, of operands rounded to DT; float32 operands as three products of tf32."""
+    return tl.dot(a.to(DT), b.to(DT), input_precision="tf32x3")
+
+
+@triton.jit
+def tile(rows, columns, WIDTH: tl.constexpr):
+    """Offsets [rows, columns] into a matrix of that width; its transpose with the shapes of the indices swapped."""
+    return rows[:, None] * WIDTH + columns[None, :]
+
+
+@triton.jit
+def turned(rows, columns, WIDTH: tl.constexpr):
+    """Offsets [columns, rows] of the transpose of a matrix of that width."""
+    return rows[None, :] * WIDTH + columns[:, None]
+
+
+@triton.jit
+def read_rows(pointer, rows, live, columns, WIDTH: tl.constexpr):
+    """The rows of a matrix; rows that are not live read as 0."""
+    return tl.load(pointer + tile(rows, columns, WIDTH), mask=live[:, None], other=0.0)
+
+
+@triton.jit
+def read_turned(pointer, rows, live, columns, WIDTH: tl.constexpr):
+    """The transpose of `read_rows`, read by its addresses."""
+    return tl.load(pointer + turned(rows, columns, WIDTH), mask=live[None, :], other=0.0)
+
+
+@triton.jit
+def write_rows(pointer, rows, live, columns, WIDTH: tl.constexpr, x):
+    """The inverse of `read_rows`."""
+    tl.store(pointer + tile(rows, columns, WIDTH), x.to(pointer.dtype.element_ty), mask=live[:, None])
+
+
+@triton.jit
+def read_gates(rate, log_retention, rows, live):
+    """eta, T [C] and T_C; both are 0 for a slot that is not live, which then neither writes nor forgets."""
+    logs = tl.load(log_retention + rows, mask=live, other=0.0)
+    return tl.load(rate + rows, mask=live, other=0.0), tl.cumsum(logs, 0), tl.sum(logs, 0)
+
+
+@triton.jit
+def decay(total, C: tl.constexpr):
+    """e^(T_t - T_i) for i <= t, else 0. The mask comes before the exponential, which overflows above the diagonal."""
+    c = tl.arange(0, C)
+    return tl.exp(tl.where(c[:, None] >= c[None, :], total[:, None] - total[None, :], float("-inf")))
+
+
+@triton.jit
+def decay_turned(total, C: tl.constexpr):
+    """The transpose of `decay`."""
+    c = tl.arange(0, C)
+    return tl.exp(tl.where(c[:, None] <= c[None, :], total[None, :] - total[:, None], float("-inf")))
+
+
+@triton.jit
+def strictly_lower(x, C: tl.constexpr):
+    """`x` below the diagonal, else 0."""
+    c = tl.arange(0, C)
+    return tl.where(c[:, None] > c[None, :], x, 0.0)
+
+
+@triton.jit
+def unit_lower_inverse(lower, C: tl.constexpr, LEVELS: tl.constexpr):
+    """`(I + lower)^-1` of a strictly lower triangular [C, C], `C = 2^LEVELS`, in float32.
+
+    The inverse of a block of 2 is a change of sign. Blocks are then merged two by two: the corner of a pair with
+    inverses P and Q is -Q corner P. Powers of larger blocks would cancel where keys are alike.
+    """
+    c = tl.arange(0, C)
+    same = c[:, None] // 2 == c[None, :] // 2
+    inverse = tl.where(c[:, None] == c[None, :], 1.0, 0.0) - tl.where(same, lower, 0.0)
+    for level in range(1, LEVELS):
+        row, column = c[:, None] >> level, c[None, :] >> level
+        corner = tl.where((row != column) & ((row >> 1) == (column >> 1)), lower, 0.0)
+        merged = tl.dot(inverse, corner, input_precision="tf32x3")
+        inverse -= tl.dot(merged, inverse, input_precision="tf32x3")
+    return inverse
+
+
+@triton.jit
+def errors(keys, state, targets, kept, inverse, rho, DT: tl.constexpr):
+    """rho A [C, D]."""
+    right = kept[:, None] * product(keys, state, DT) - targets
+    return rho * product(inverse, right, DT)
+
+
+@triton.jit
+def written_gradients(keys, errors, grad, scale, DT: tl.constexpr):
+    """Gradients of errors and keys [C, D] and scale [C] of `S - (scale K)^T errors`, from its result's gradient."""
+    grad_errors = -scale[:, None] * product(keys, grad, DT)
+    grad_written = -product(errors, tl.trans(grad.to(DT)), DT)
+    return grad_errors, scale[:, None] * grad_written, tl.sum(grad_written * keys, 1)
+
+
+@triton.jit
 def _mixed(raw, taps, inside, c, live, d, slots, K: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr):
-    """Convolution [C, D] of one stream, of which `raw` is the row K - 1 before the tile, with `taps` [K, D]."""
+    """Convolution [C, D] of one stream with `taps` [K, D]; `raw` points to the row K - 1 before the tile."""
     mixed = read_rows(raw + (K - 1) * D, c, live, d, D) * tl.load(taps + (K - 1) * D + d)[None, :]
     for tap in tl.static_range(K - 1):
         term = read_rows(raw + tap * D, c, live, d, D) * tl.load(taps + tap * D + d)[None, :]
@@ -55,7 +144,7 @@ def _stream(
     raw, taps, inside, norms, c, live, d, slots,
     K: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """Convolution and SiLU of one stream, divided by its norm where UNIT, then times `norms` [S] where NORMED."""
+    """Convolution and SiLU of one stream; then UNIT divides it by its norm, and NORMED multiplies by `norms` [S]."""
     mixed = _mixed(raw, taps, inside, c, live, d, slots, K, D, MASKED)
     x = mixed * tl.sigmoid(mixed)
     if UNIT:
@@ -70,7 +159,7 @@ def _stream_gradient(
     grad, raw, taps, inside, norms, grad_mixed, grad_norms, c, live, d, slots,
     K: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """Through `_stream`: gradients of what the convolution makes, and of `norms`, into those places."""
+    """Write the gradients of the convolution's output and of `norms`, from the gradient of `_stream`'s result."""
     mixed = _mixed(raw, taps, inside, c, live, d, slots, K, D, MASKED)
     gate = tl.sigmoid(mixed)
     if UNIT:
@@ -92,28 +181,30 @@ def projection_forward(
     given, taps, inside, norms, rate, log_retention, factors, bounds, keeps, starts, tails,
     raw, keys, values, states, inverses,
     batch, tiles, slots,
-    K_REMADE: tl.constexpr, V_REMADE: tl.constexpr, NORMED: tl.constexpr, MASKED: tl.constexpr, ALIKE: tl.constexpr,
+    K_PROJECTED: tl.constexpr, V_PROJECTED: tl.constexpr, NORMED: tl.constexpr, MASKED: tl.constexpr,
+    ALIKE: tl.constexpr,
     K: tl.constexpr, D: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """Keys and values [b, S, D] of the streams `given` [R, b, S, D]. Tensors are float32.
 
     Args:
         taps: [R, b, K, D].
-        inside: which taps reach a token of the same document, where MASKED [b, K - 1, S].
-        norms: of the values [b, S], where NORMED.
+        inside: with MASKED, which taps reach a token of the same document [b, K - 1, S].
+        norms: with NORMED, norms of the values [b, S].
         rate, log_retention: eta, log alpha [b, S].
         factors: rho of the memories [R]; ALIKE: all are one.
-        bounds, keeps: as in `triton_content`.
-        starts: place of the state of the chunk's start, for every tile [b, N].
-        tails: where the tail of earlier calls lies among rows of `raw` [b].
-        raw: [R, b, K - 1 + S, D], written but for the tail.
-        keys, values: written where the stream is remade, else read.
-        states: [b, N + 2, R, D, D]: 0 and 1 are read, the others written.
+        bounds: first slot of every tile, and S [N + 1].
+        keeps: 0 where a document begins at a tile, else 1; 1 after the last [b, N + 1].
+        starts: index of the chunk's start among the states, for every tile [b, N].
+        tails: first row of `raw` that the tail of earlier calls fills [b].
+        raw: [R, b, K - 1 + S, D], written except for the tail.
+        keys, values: written where a memory projects them, else read.
+        states: [b, N + 2, R, D, D]; 0 and 1 are read, the others written.
         inverses: (I + rho L)^-1 in DT, written [b, N, 1 or R, C, C].
         batch, tiles, slots: b, N, S.
     """
     row = tl.program_id(0).to(tl.int64)
-    memories: tl.constexpr = K_REMADE + V_REMADE
+    memories: tl.constexpr = K_PROJECTED + V_PROJECTED
     groups: tl.constexpr = 1 if ALIKE else memories
     c, d = tl.arange(0, C), tl.arange(0, D)
     taps += row * K * D
@@ -122,7 +213,7 @@ def projection_forward(
     starts += row * tiles
     states += row * (tiles + 2) * memories * D * D
     inverses += row * tiles * groups * C * C
-    # from one stream to the next
+    # strides from one stream to the next
     given_size = batch.to(tl.int64) * slots * D
     raw_size = batch.to(tl.int64) * (K - 1 + slots) * D
     taps_size = batch * K * D
@@ -130,7 +221,7 @@ def projection_forward(
     for n in range(tiles):
         first = tl.load(bounds + n)
         live = c < tl.load(bounds + n + 1) - first
-        # the tile among slots and among rows of the convolution, of all sequences and heads
+        # first slot of the tile, and its first row of the convolution, over all sequences and heads
         at = row * slots + first
         raw_at = raw + (at + row * (K - 1)) * D
         start = states + tl.load(starts + n) * memories * D * D
@@ -140,10 +231,10 @@ def projection_forward(
             x += product(x, tl.load(start + m * D * D + tile(d, d, D)), DT)
             write_rows(raw_at + m * raw_size + (K - 1) * D, c, into, d, D, x)
         tl.debug_barrier()
-        if K_REMADE:
+        if K_PROJECTED:
             key = _stream(raw_at, taps, inside + first, norms, c, live, d, slots, K, D, MASKED, True, False)
             write_rows(keys + at * D, c, live, d, D, key)
-        if V_REMADE:
+        if V_PROJECTED:
             v: tl.constexpr = memories - 1
             value = _stream(
                 raw_at + v * raw_size, taps + v * taps_size, inside + first, norms + at, c, live, d, slots,
@@ -180,7 +271,7 @@ def _given_gradients(
     given, grad_mixed, grad_raw, grad_given, taps, inside, bounds, tail, state, row, n, count, slots,
     K: tl.constexpr, D: tl.constexpr, C: tl.constexpr, MASKED: tl.constexpr, TAILED: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """Of the state [D, D] that has remade tiles n to n + count of a stream; of the stream, into `grad_given`."""
+    """Gradient of the state [D, D] that projects tiles n to n + count; writes the gradient of `given`."""
     c, d = tl.arange(0, C), tl.arange(0, D)
     state_turned = tl.load(state + turned(d, d, D))
     grad_state = tl.zeros([D, D], tl.float32)
@@ -211,23 +302,24 @@ def projection_backward(
     raw, keys, values, states, inverses, opened, grad_opened, grad_raw,
     grad_keys, grad_values, grad_state, grad_first, grad_mixed, grad_given, grad_norms, grad_rate, grad_log_retention,
     batch, tiles, slots,
-    K_REMADE: tl.constexpr, V_REMADE: tl.constexpr, NORMED: tl.constexpr, MASKED: tl.constexpr, ALIKE: tl.constexpr,
+    K_PROJECTED: tl.constexpr, V_PROJECTED: tl.constexpr, NORMED: tl.constexpr, MASKED: tl.constexpr,
+    ALIKE: tl.constexpr,
     TAILED: tl.constexpr, K: tl.constexpr, D: tl.constexpr, C: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """Gradients through `projection_forward`, with what it has written.
 
     Args:
-        counts: tiles whose chunk began with each state [b, N + 1].
-        opened: the place among the states whose gradient `grad_opened` [b, R, D, D] has a part of its own [b].
-        grad_raw: [R, b, K - 1 + S, D], where TAILED.
-        grad_keys, grad_values: [b, S, D]; in place those of the streams that are not remade.
-        grad_state: of the state after the last tile [b, R, D, D]; then of the state before the first.
-        grad_first: of the chunk's start that earlier calls left [b, R, D, D].
-        grad_mixed: of what the convolutions make [R, b, S, D].
+        counts: number of tiles whose chunk began with each state [b, N + 1].
+        opened: index of the state [b] to which `grad_opened` [b, R, D, D] is added, or -1.
+        grad_raw: with TAILED, [R, b, K - 1 + S, D].
+        grad_keys, grad_values: [b, S, D]; added to in place for streams that no memory projects.
+        grad_state: gradient of the state after the last tile [b, R, D, D]; in the end, of that before the first.
+        grad_first: gradient of the chunk's start of earlier calls [b, R, D, D].
+        grad_mixed: gradient of the convolutions' output [R, b, S, D].
         grad_given, grad_norms, grad_rate, grad_log_retention: as the inputs.
     """
     row = tl.program_id(0).to(tl.int64)
-    memories: tl.constexpr = K_REMADE + V_REMADE
+    memories: tl.constexpr = K_PROJECTED + V_PROJECTED
     groups: tl.constexpr = 1 if ALIKE else memories
     v: tl.constexpr = memories - 1
     c, d = tl.arange(0, C), tl.arange(0, D)
@@ -245,13 +337,13 @@ def projection_backward(
     taps_size = batch * K * D
     tail = tl.load(tails + row)
     place = tl.load(opened + row)
-    # after the first tile comes the chunk that earlier calls began
+    # the last iteration, n = -1, is the chunk that earlier calls began
     for back in tl.range(tiles + 1, disable_licm=True):
         n = tiles - 1 - back
         if n >= 0:
             first = tl.load(bounds + n)
             live = c < tl.load(bounds + n + 1) - first
-            # the tile among slots and among rows of the convolution, of all sequences and heads
+            # first slot of the tile, and its first row of the convolution, over all sequences and heads
             at = row * slots + first
             raw_at = raw + (at + row * (K - 1)) * D
             step, total, last = read_gates(rate + at, log_retention + at, c, live)
@@ -316,7 +408,7 @@ def projection_backward(
             tl.store(grad_log_retention + at + c, tl.cumsum(grad_total, 0, reverse=True) + grad_last, mask=live)
             tl.debug_barrier()
 
-            if K_REMADE:
+            if K_PROJECTED:
                 _stream_gradient(
                     grad_key, raw_at, taps, inside + first, norms, grad_mixed + at * D, grad_norms, c, live, d, slots,
                     K, D, MASKED, True, False,
@@ -324,7 +416,7 @@ def projection_backward(
             else:
                 write_rows(grad_keys + at * D, c, live, d, D, grad_key)
             tl.debug_barrier()
-            if V_REMADE:
+            if V_PROJECTED:
                 grad_value = read_rows(grad_values + at * D, c, live, d, D)
                 _stream_gradient(
                     grad_value, raw_at + v * raw_size, taps + v * taps_size, inside + first, norms + at,
@@ -333,7 +425,7 @@ def projection_backward(
                 )  # fmt: skip
             tl.debug_barrier()
 
-        # of the chunk's start, when all of the chunk's tiles are done
+        # gradient of the chunk's start, once all tiles of the chunk are done
         count = tl.load(counts + n + 1)
         if count > 0:
             for m in range(memories):
