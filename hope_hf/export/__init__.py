@@ -1,7 +1,6 @@
 """A trained HOPE as a folder for the Hub, and its upload: `python -m hope_hf.export DIR --to OUT`."""
 
-from .errors import ExportFailed
-from .folder import export_folder
+from .folder import ExportFailed, export_folder
 from .network import upload
 from .run import main
 

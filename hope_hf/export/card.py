@@ -6,10 +6,8 @@ import re
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
-from .evaluation_facts import EvaluationFacts, language_modeling_result
-from .markdown import as_code_block, as_text
-from .public import printable
-from .training_facts import TrainingFacts
+from .facts import EvaluationFacts, TrainingFacts, language_modeling_result
+from .public import as_code_block, as_text, printable
 
 PROMPT = "Once upon a time"
 

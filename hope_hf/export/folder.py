@@ -1,20 +1,47 @@
-"""The folder to upload: written under a temporary name, checked, and then renamed."""
+"""The folder to upload: read from a saved HOPE, written under a temporary name, checked, and then renamed."""
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hope_hf.cli.files import share_weights
+from hope_hf.cli.flags import ModelArguments
+from hope_hf.cli.models import is_hope, load_config
+from hope_hf.cli.process import one_line
 from hope_hf.cli.results import RESULTS_FILE
+from hope_hf.cli.weights import load_model
 
-from .card import model_card
-from .check import check_export
-from .evaluation_facts import read_evaluation
-from .source import load_source
-from .training_facts import read_training
+from .card import model_card, usage_code
+from .facts import read_evaluation, read_training
 
 DEFAULT_LICENSE = "apache-2.0"
+TOLERANCE = 1e-6
+# Longer than two memory chunks of every named size, so that the memories are read after a write.
+ROWS, TOKENS = 2, 160
+
+BEFORE = """\
+import sys
+sys.modules["hope_hf"] = None
+"""
+AFTER = """
+import torch
+from safetensors.torch import load_file, save_file
+with torch.no_grad():
+    logits = model(load_file("input.safetensors")["input_ids"]).logits
+save_file({"logits": logits}, "output.safetensors")
+"""
+
+
+class ExportFailed(RuntimeError):
+    """The export did not pass its check, or the upload failed: one sentence for the user."""
 
 
 def export_folder(
@@ -56,3 +83,77 @@ def export_folder(
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{out} cannot be written: {getattr(error, 'strerror', None) or error}.") from error
     return printed
+
+
+def load_source(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model, on the CPU, in its saved precision and in evaluation mode, and its tokenizer.
+
+    Raises ValueError with one sentence if the folder holds no HOPE, or an incomplete one.
+    """
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} holds no config.json: name the folder of a finished run or of another saved HOPE.")
+    config = load_config(str(folder), "model_name_or_path", ModelArguments())
+    if not is_hope(config):
+        raise ValueError(f"{folder} holds a {config.model_type} and no HOPE: upload it with its own push_to_hub.")
+    model = load_model(str(folder), config, str(folder), dtype="auto")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    # The tokenizers library raises a bare Exception for a file that it cannot read.
+    except Exception as error:
+        reason = one_line(error)
+        if "trust_remote_code" in reason:
+            reason = "its own needs code that tokenizer_config.json names, which an export does not run."
+        raise ValueError(f"{folder} holds no tokenizer that loads, save one in it: {reason}") from error
+    # The check and every user of the export run the code that these name; a model names its own when it is saved.
+    model.config.auto_map = None
+    tokenizer.init_kwargs.pop("auto_map", None)
+    return model, tokenizer
+
+
+def check_export(folder: Path, repo_id: str, model: PreTrainedModel) -> str:
+    """Run the card's example where `hope_hf` cannot be imported, and compare the loaded model's logits with `model`'s.
+
+    Returns:
+        What the example printed.
+
+    Raises:
+        ExportFailed: the example does not run, or the logits differ by more than 1e-6 (relative to the largest, if
+            that is above 1).
+    """
+    example = usage_code((folder / "README.md").read_text(encoding="utf-8"))
+    example = example.replace(json.dumps(repo_id), json.dumps(str(folder.resolve())))
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(model.config.vocab_size, (ROWS, TOKENS), generator=generator)
+    with torch.no_grad():
+        expected = model(input_ids).logits.float()
+    with TemporaryDirectory() as place:
+        save_file({"input_ids": input_ids}, Path(place) / "input.safetensors")
+        run = subprocess.run(
+            [sys.executable, "-c", BEFORE + example + AFTER],
+            cwd=place,
+            env=_environment(place),
+            # An example that waits for input must fail.
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        if run.returncode:
+            reason = (run.stderr.strip().splitlines() or [f"exit status {run.returncode}"])[-1]
+            raise ExportFailed(f"The example on the card does not run where hope_hf is not installed: {reason}")
+        logits = load_file(Path(place) / "output.safetensors")["logits"].float()
+    difference = (logits - expected).abs().max().item()
+    # NaN must fail, too.
+    if not difference <= TOLERANCE * max(1.0, expected.abs().max().item()):
+        raise ExportFailed(f"The exported model's logits differ by {difference:.1e} from those of the original.")
+    return run.stdout
+
+
+def _environment(cache: str) -> dict[str, str]:
+    """This process's environment, but offline, with an empty cache and without paths to packages or code."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "PYTHONPATH" and not name.startswith(("HF_", "HUGGING", "TRANSFORMERS_"))
+    }
+    # The last digits of sums depend on the number of threads.
+    return kept | {"HF_HOME": cache, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}

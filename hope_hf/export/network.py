@@ -7,7 +7,7 @@ from huggingface_hub import HfApi, get_session, get_token
 
 from hope_hf.cli.process import one_line
 
-from .errors import ExportFailed
+from .folder import ExportFailed
 
 CARD = "README.md"
 # Without it a silent connection would block forever.

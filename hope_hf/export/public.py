@@ -1,5 +1,9 @@
-"""Makes commands, names and tables safe to publish: what is not known to be public is left out."""
+"""Makes commands, names and tables safe to publish, and writes text from outside as Markdown.
 
+What is not known to be public is left out.
+"""
+
+import html
 import re
 import shlex
 from pathlib import PureWindowsPath
@@ -73,3 +77,21 @@ def without_folders(text: str, flags: dict) -> str:
 def _is_plain(value: str) -> bool:
     """Whether it is a number or a switch."""
     return re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?|true|false", value, re.IGNORECASE | re.ASCII) is not None
+
+
+def as_text(value: object) -> str:
+    """`value` on one line, in which no letter is markup, HTML or the edge of a table's cell."""
+    # Underscores within a word mark nothing.
+    return re.sub(r"[\\`*~$|\[\]]|(?<![^\W_])_+|_+(?![^\W_])", _escaped, html.escape(printable(value), quote=False))
+
+
+def as_code_block(line: object) -> str:
+    """`line` on one line as a block of code."""
+    code = printable(line)
+    # The fence is longer than any of the code's.
+    fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", code))])
+    return f"{fence}\n{code}\n{fence}"
+
+
+def _escaped(found: re.Match) -> str:
+    return "".join(f"\\{letter}" for letter in found[0])

@@ -12,8 +12,7 @@ from hope_hf.cli.parser import Parser
 from hope_hf.cli.process import complain
 from hope_hf.cli.program import program
 
-from .errors import ExportFailed
-from .folder import DEFAULT_LICENSE, export_folder
+from .folder import DEFAULT_LICENSE, ExportFailed, export_folder
 from .network import upload
 
 

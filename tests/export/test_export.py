@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from hope_hf import HopeForCausalLM
 from hope_hf.export import folder, main
 from hope_hf.export.card import model_card, usage_code
-from hope_hf.export.training_facts import read_training
+from hope_hf.export.facts import read_training
 
 TEXT_FILES = {".md", ".json", ".py"}
 
