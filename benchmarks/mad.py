@@ -32,7 +32,7 @@ from benchmarks.quality.program import finish
 from benchmarks.quality.results import append, read_lines
 from hope_hf.cli.process import set_up_cpu
 from hope_hf.cli.results import provenance
-from hope_hf.evaluation.arguments import Arguments
+from hope_hf.evaluation.flags import Arguments
 from hope_hf.evaluation.synthetic.model import small_model
 from hope_hf.evaluation.synthetic.suite import synthetic
 

@@ -13,7 +13,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 
 from hope_hf.data import prepare, tokenizer
-from hope_hf.evaluation.arguments import FLAGS as EVALUATION_FLAGS
+from hope_hf.evaluation.flags import FLAGS as EVALUATION_FLAGS
 from hope_hf.export import run as export
 from hope_hf.plan import parsing as plan
 from hope_hf.step.arguments import FLAGS

@@ -22,8 +22,8 @@ from hope_hf.data import prepare as prepare_program
 from hope_hf.data import tokenizer as tokenizer_program
 from hope_hf.data import train_tokenizer
 from hope_hf.evaluation import sample, suites
-from hope_hf.evaluation.arguments import GROUPS as EVALUATION_FLAGS
-from hope_hf.evaluation.arguments import reads
+from hope_hf.evaluation.flags import GROUPS as EVALUATION_FLAGS
+from hope_hf.evaluation.flags import suite
 from hope_hf.evaluation.held_out import held_out_documents
 from hope_hf.evaluation.result import SuiteResult
 from hope_hf.export import folder as export_folder
@@ -129,7 +129,7 @@ def prepared(place, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(trainer, "_steps", lambda *begun: False)
     for name, read in (("perplexity", lambda args, _: held_out_documents(args)), ("sample", sample._prompts)):
-        light = reads(*suites.SUITES[name].reads)(lambda *given, read=read: SuiteResult(text=str(read(*given))))
+        light = suite(*suites.SUITES[name].reads)(lambda *given, read=read: SuiteResult(text=str(read(*given))))
         monkeypatch.setitem(suites.SUITES, name, light)
     monkeypatch.setattr(export_folder, "check_export", lambda *made: "")
     monkeypatch.setattr(export_program, "upload", lambda *made: "nowhere")

@@ -26,7 +26,7 @@ from hope_hf.data import (
     train_tokenizer,
     vocabulary,
 )
-from hope_hf.evaluation import parsing as evaluation
+from hope_hf.evaluation import flags as evaluation
 from hope_hf.evaluation.held_out import held_out_documents
 from hope_hf.evaluation.suites import SUITES
 from hope_hf.plan import main as plan

@@ -1,5 +1,25 @@
 """The evaluation: `main(argv)` is what `run_eval.py` calls."""
 
-from .run import main
+from hope_hf.cli.process import complain
+from hope_hf.cli.program import program
+
+from .flags import parse
+
+
+@program
+def main(argv: list[str]) -> int:
+    """Parse `argv`, run the suites, report. Returns 0, 1 if a suite could not run, 2 after a mistake in the flags.
+
+    A ValueError is one sentence for the user; any other exception is a bug or machine failure and keeps its traceback.
+    """
+    try:
+        # Not at the top: they import models and data sets.
+        from .session import begin
+        from .suites import SUITES
+
+        return begin(parse(argv, SUITES))
+    except ValueError as error:
+        return complain(error, 2)
+
 
 __all__ = ["main"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from hope_hf.cli.files import read_small
 from hope_hf.cli.process import MISTAKES
 
-from .arguments import Arguments
+from .flags import Arguments
 from .saved_reports import is_count
 
 # Complete ones: a folder that is still written has another name.

@@ -9,10 +9,9 @@ from pathlib import Path
 from hope_hf.cli.files import replace_text
 from hope_hf.cli.results import Row, can_draw, draw_or_warn, markdown_table
 
-from .arguments import Arguments
 from .display import dots
-from .numbers import Key, Number, numbers
-from .result import SuiteResult
+from .flags import Arguments
+from .result import Key, Number, SuiteResult, numbers
 from .saved_reports import find_report, read_report
 
 # Flags that do not change what is measured.

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from hope_hf.cli.program import LOG_SECONDS, LogLines
 from hope_hf.cli.results import Row, as_label
 
-from .numbers import Number
+from .result import Number
 
 # Longer names of a heat map's columns are written at an angle.
 MOST_LETTERS = 9

@@ -18,8 +18,6 @@ from datasets.table import CastError
 
 from hope_hf.cli.process import one_line, warn_once
 
-from .templates import TooCostly
-
 # Answers to one question: lm-eval makes a list of them all.
 MOST_REPEATS = 1000
 # The names of columns that a sentence lists.
@@ -115,8 +113,6 @@ def _check(task, limit: int | None, shots: int | None) -> list[int]:
             text = task.doc_to_text(document)
             choices = None if task.config.doc_to_choice is None else task.doc_to_choice(document)
             target = task.doc_to_target(document)
-        except TooCostly:
-            raise
         except Exception as error:
             raise BadDocuments(_failure(task, split, error, number, document)) from error
         if problem := _problem(task, text, choices, target):

@@ -1,50 +1,68 @@
 """Selects lm-eval's tasks: by name, by YAML file, or by name with the user's local copies of their data."""
 
+import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from functools import lru_cache
 from pathlib import Path
+
+from transformers import dynamic_module_utils
 
 from hope_hf.cli.parser import nearest
 from hope_hf.cli.process import one_line
 from hope_hf.data import cache_for, plain_name
 
-from .arguments import Arguments
 from .documents import check_documents, reading_failed
-from .paper_row import written_out
-from .parsing import names
-from .task_code import check_files
-from .task_names import names_of_others
-from .templates import TooCostly
+from .flags import Arguments, names
+from .result import Row
 
 # lm-eval merges the fields of a group's member into the task of that name. The group itself is not reported.
 LOCAL = "local data"
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
+# lm-eval's task -> the columns of the table: name, lm-eval's metric, and whether it is one of the accuracies.
+COLUMNS = {
+    "wikitext": [("wiki ppl", "word_perplexity", False)],
+    "lambada_openai": [("lambada ppl", "perplexity", False), ("lambada acc", "acc", True)],
+    "piqa": [("piqa acc", "acc", True)],
+    "hellaswag": [("hellaswag acc_n", "acc_norm", True)],
+    "winogrande": [("winogrande acc", "acc", True)],
+    "arc_easy": [("arc-e acc", "acc", True)],
+    "arc_challenge": [("arc-c acc_n", "acc_norm", True)],
+    "social_iqa": [("siqa acc", "acc", True)],
+    "boolq": [("boolq acc", "acc", True)],
+}
+# The name of all nine together, and the paper's name of one.
+ALIASES = {"paper": tuple(COLUMNS), "siqa": ("social_iqa",)}
 
 
 def find_tasks(args: Arguments):
     """lm-eval's task manager, and the list of `tasks` for `lm_eval.simple_evaluate`.
 
-    Names of the tasks of other suites are skipped if these run too. Raises ValueError for
-    unknown names and missing files; so does the manager's `load` for tasks that cannot be loaded.
+    Raises ValueError for unknown names, missing files, and files that are not trusted; so does the manager's `load`
+    for tasks that cannot be loaded.
     """
-    others = names_of_others(args, "zero_shot")
-    asked = [name for name in names("paper" if args.tasks is None else args.tasks) if name not in others]
+    asked = names("paper" if args.tasks is None else args.tasks)
     if not asked:
         raise ValueError("--tasks names none of lm-eval's tasks: name some, such as piqa, or write paper.")
     asked = written_out(asked)
     files = [name for name in asked if Path(name).suffix in (".yaml", ".yml")]
+    for name in files:
+        if not Path(name).is_file():
+            raise ValueError(f"--tasks {name} does not exist: name a task of lm-eval or a YAML file of one.")
+        # Functions, metrics, prompts, templates and tokenizers in a file are code, or name code that is downloaded.
+        if not args.trust_remote_code:
+            raise ValueError(
+                f"--tasks {name} is no task of lm-eval's own, and a task file can run code: read it and the files "
+                "that it includes, then give --trust_remote_code."
+            )
     # A copy, since `load` is replaced below.
     manager = copy(_listed(len(files) < len(asked), args.tokenizer_name or args.model_name_or_path))
     for name in asked:
-        if name in files and not Path(name).is_file():
-            raise ValueError(f"--tasks {name} does not exist: name a task of lm-eval or a YAML file of one.")
-        if name in files:
-            check_files(Path(name), args.trust_remote_code)
         if name not in files and name not in manager.task_index:
-            known = [*manager.all_tasks, *others]
-            raise ValueError(f"--tasks {name} is not a task of lm-eval{nearest(name, known, most=3)}")
+            raise ValueError(f"--tasks {name} is not a task of lm-eval{nearest(name, manager.all_tasks, most=3)}")
     if args.data_dir is not None:
         asked = [spec for name in asked for spec in _on_local_data(manager, name, Path(args.data_dir), args)]
     _load_in_sentences(manager, args)
@@ -58,6 +76,25 @@ def _listed(include_defaults: bool, pretrained: str | None):
 
     # Some tasks (RULER) cut their texts with the model's tokenizer.
     return TaskManager(include_defaults=include_defaults, metadata={"pretrained": pretrained})
+
+
+@contextmanager
+def without_foreign_code(trusted: bool) -> Iterator[None]:
+    """Inside, without `trusted`, code that comes with a model or tokenizer raises ValueError.
+
+    Some of lm-eval's tasks (RULER) load the model's tokenizer and trust its code.
+    """
+    def refuse(name, *args, **kwargs):
+        raise ValueError(
+            f"--tasks would run {name}, code of a model or tokenizer: read that code, then give --trust_remote_code."
+        )
+
+    theirs = dynamic_module_utils.get_class_in_module
+    dynamic_module_utils.get_class_in_module = theirs if trusted else refuse
+    try:
+        yield
+    finally:
+        dynamic_module_utils.get_class_in_module = theirs
 
 
 def _on_local_data(manager, name: str, folder: Path, args: Arguments) -> list[dict]:
@@ -110,17 +147,12 @@ def overrides(name: str, config: dict, folder: Path, args: Arguments) -> dict:
 
 def _load_in_sentences(manager, args: Arguments):
     """Make the manager's `load` raise a one-sentence error: tasks run their own code on the data."""
-    from jinja2.exceptions import SecurityError
-
-    hub = "the Hub's cache (--offline)" if args.offline else "the Hub"
-    load, place = manager.load, f"--data_dir {args.data_dir}" if args.data_dir else hub
+    load, place = manager.load, "the Hub's cache (--offline)" if args.offline else "the Hub"
+    place = f"--data_dir {args.data_dir}" if args.data_dir else place
 
     def load_or_say(tasks):
         try:
             found = load(tasks)
-        # `guarded` raises a better error.
-        except (SecurityError, TooCostly):
-            raise
         except Exception as error:
             if failure := reading_failed(error):
                 raise failure from error
@@ -130,3 +162,27 @@ def _load_in_sentences(manager, args: Arguments):
         return found
 
     manager.load = load_or_say
+
+
+def written_out(tasks: list[str]) -> list[str]:
+    """The names with the aliases replaced, each once. Raises ValueError for `all`: lm-eval has thousands."""
+    if "all" in tasks:
+        raise ValueError("--tasks all is no task: write paper for the nine of the paper, or name tasks of lm-eval.")
+    return list(dict.fromkeys(name for task in tasks for name in ALIASES.get(task, (task,))))
+
+
+def paper_row(rows: list[Row]) -> Row | None:
+    """The paper's row from zero_shot's rows, accuracies in percent; None where a task is missing.
+
+    `average` is the mean of the eight accuracies, with the standard error of independent ones.
+    """
+    found = {(row["task"], row["metric"]): row for row in rows}
+    columns = [(name, (task, metric), counts) for task in COLUMNS for name, metric, counts in COLUMNS[task]]
+    if not all(key in found for _, key, _ in columns):
+        return None
+    row = {name: found[key]["value"] * (100 if counts else 1) for name, key, counts in columns}
+    averaged = [found[key] for _, key, counts in columns if counts]
+    row["average"] = 100 * math.fsum(one["value"] for one in averaged) / len(averaged)
+    errors = [one["value_stderr"] for one in averaged]
+    row["average_stderr"] = None if None in errors else 100 * math.hypot(*errors) / len(errors)
+    return row

@@ -10,7 +10,7 @@ from hope_hf.cli.flags import TextArguments
 from hope_hf.cli.process import MISTAKES, one_line, warn_once
 from hope_hf.data import DataConfig, find_files, load_files, validation_texts
 
-from .arguments import Arguments
+from .flags import Arguments
 
 RUN_FILE = "run.json"
 # Flags that name a text, and those that say which part of it is held out.

@@ -7,11 +7,11 @@ from pathlib import Path
 from hope_hf.cli.files import replace_text
 from hope_hf.cli.results import RESULTS_FILE, can_draw, draw_or_warn
 
-from .arguments import Arguments
 from .checkpoints import FOLDER, Checkpoint
 from .compare import different_flags
 from .display import small_curves
-from .numbers import Number, numbers
+from .flags import Arguments
+from .result import Number, numbers
 from .saved_reports import read_report
 
 FILE = "over_tokens.json"

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from hope_hf import HopeCache
 
-from .arguments import MODEL, TEXT, Arguments, reads
 from .display import progress
+from .flags import MODEL, TEXT, Arguments, parse_lengths, suite
 from .held_out import held_out_documents
-from .parsing import parse_lengths
 from .result import Row, SuiteResult, summary_row
 from .streams import PIECE, memory_mixers, memory_states
 from .subject import Subject
@@ -22,7 +21,7 @@ DEFAULT_STRESS_LENGTHS = "1k,16k"
 LIMITED_STRESS_LENGTHS = "1k"
 
 
-@reads(*MODEL, *TEXT, "lengths", "samples_per_length", "limit", "seed")
+@suite(*MODEL, *TEXT, "lengths", "samples_per_length", "limit", "seed", needs_memory=True)
 def memory(args: Arguments, subject: Subject) -> SuiteResult:
     """Learning rates and horizons per head on held-out text, and the largest state under unusual inputs.
 

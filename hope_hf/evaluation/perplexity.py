@@ -12,13 +12,21 @@ from torch import Tensor
 from hope_hf.cli.results import next_token_accuracy
 from hope_hf.data import bytes_per_id
 
-from .arguments import MODEL, TEXT, Arguments, reads
 from .display import curves, progress
+from .flags import MODEL, TEXT, Arguments, parse_lengths, suite
 from .held_out import HeldOut, held_out_documents
-from .losses import bits_per_byte, document_scores, mean_of_blocks
-from .parsing import parse_lengths
 from .result import Row, SuiteResult, summary_row
-from .streams import PIECE, Scores, carried_scores, frozen_memories, memory_states, window_scores
+from .streams import (
+    PIECE,
+    Scores,
+    bits_per_byte,
+    carried_scores,
+    document_scores,
+    frozen_memories,
+    mean_of_blocks,
+    memory_states,
+    window_scores,
+)
 from .subject import Subject, require_finite
 
 RESET_EVERY = 256
@@ -35,7 +43,7 @@ LABELS = {
 }
 
 
-@reads(*MODEL, *TEXT, "lengths", "samples_per_length", "limit", "batch_size")
+@suite(*MODEL, *TEXT, "lengths", "samples_per_length", "limit", "batch_size")
 def perplexity(args: Arguments, subject: Subject) -> SuiteResult:
     """Loss, perplexity and bits per byte of the held-out documents, and loss by position in the long ones.
 

@@ -5,7 +5,7 @@ import torch
 from hope_hf.cli.files import read_small
 from hope_hf.cli.process import one_line
 
-from .arguments import MODEL, TEXT, Arguments, reads
+from .flags import MODEL, TEXT, Arguments, suite
 from .held_out import held_out_documents
 from .result import SuiteResult
 from .subject import Subject, require_finite
@@ -17,7 +17,7 @@ NEW_TOKENS = 64
 LARGEST = 1 << 20
 
 
-@reads(*MODEL, *TEXT, "prompts", "max_new_tokens", "limit", "seed")
+@suite(*MODEL, *TEXT, "prompts", "max_new_tokens", "limit", "seed")
 def sample(args: Arguments, subject: Subject) -> SuiteResult:
     """Greedy and sampled (temperature 0.8, top 50) continuations of `--prompts`, or of held-out documents' beginnings.
 

@@ -1,23 +1,31 @@
-"""What one command evaluates: a model, the checkpoints of a run, or nothing but reports that are compared."""
+"""What one command does: it evaluates a model or the checkpoints of a run, or compares reports."""
 
+import atexit
+import os
+import traceback
 from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+
+import datasets
+import torch
+import torch.distributed as dist
 
 from hope_hf.cli.flags import check_output
-from hope_hf.cli.process import complain, is_first_process, set_up_cpu
+from hope_hf.cli.process import complain, go_offline, is_first_process, memory_is_full, one_line, set_up_cpu
 
-from .arguments import Arguments
-from .checkpoints import Checkpoint, find_checkpoints
+from .checkpoints import Checkpoint, as_checkpoint, find_checkpoints
 from .compare import FILE as COMPARISON
 from .compare import as_page, compare, write_comparison
 from .display import hide_foreign_bars, show_progress
-from .evaluate import evaluate
+from .documents import BadDocuments
+from .flags import Arguments, names
 from .history import draw_history, is_done, report_folder
-from .offline import leave_the_hub
-from .parsing import names
-from .processes import are_several, join_processes
-from .report_folder import free_folder
+from .report import Report, archive, archive_folder, as_json, as_markdown, free_folder, summary
+from .result import SuiteResult, numbers
 from .saved_reports import run_name
-from .suites import IN_PROCESSES, OVER_CHECKPOINTS, WITHOUT_SUBJECT
+from .subject import Subject, load_subject
+from .suites import SUITES, with_own_tasks
 from .tracking import Trackers
 
 
@@ -26,9 +34,10 @@ def begin(args: Arguments) -> int:
     if args.compare:
         return _compare(args)
     _set_up(args)
-    together = OVER_CHECKPOINTS & set(names(args.suite))
-    if together and len(names(args.suite)) > 1:
-        raise ValueError(f"--suite {min(together)} reads all checkpoints at once: run it without the other suites.")
+    asked = names(args.suite)
+    together = [name for name in asked if SUITES[name].over_checkpoints]
+    if together and len(asked) > 1:
+        raise ValueError(f"--suite {together[0]} reads all checkpoints at once: run it without the other suites.")
     checkpoints = [] if together else find_checkpoints(args)
     name = run_name(checkpoints[0].path if checkpoints else args.model_name_or_path or "synthetic")
     with Trackers(args.report_to, name, args.output_dir) as trackers:
@@ -37,24 +46,35 @@ def begin(args: Arguments) -> int:
 
 def _set_up(args: Arguments):
     if args.offline:
-        leave_the_hub()
+        go_offline()
+        # datasets read the environment when it was imported.
+        datasets.config.HF_HUB_OFFLINE = True
     set_up_cpu(args.cpu_threads)
     if not show_progress():
         hide_foreign_bars()
     asked = names(args.suite)
-    wanting = [name for name in asked if name not in WITHOUT_SUBJECT]
+    wanting = [name for name in asked if SUITES[name].loads_model]
     if wanting and not args.model_name_or_path:
         raise ValueError(f"--suite {wanting[0]} needs a model: name it with --model_name_or_path.")
-    if are_several():
-        alone = [name for name in asked if name not in IN_PROCESSES]
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        alone = [name for name in asked if not SUITES[name].in_processes]
         if alone:
             raise ValueError(f"--suite {alone[0]} runs in one process: start it with python run_eval.py.")
-        join_processes()
+        _join_processes()
+
+
+def _join_processes():
+    """Connect to the processes that the launcher started; each has its own accelerator where there are several."""
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
+    # The processes exchange answers only, so gloo works for every device. The slowest one may take any time.
+    dist.init_process_group("gloo", timeout=timedelta(weeks=52))
+    atexit.register(dist.destroy_process_group)
 
 
 def _each(args: Arguments, checkpoints: list[Checkpoint], trackers: Trackers) -> int:
-    """Evaluate those without a report in `--output_dir`, and draw all that are there."""
-    if set(names(args.suite)) <= WITHOUT_SUBJECT:
+    """Evaluate the checkpoints that have no report in `--output_dir`, and draw the numbers of all reports there."""
+    if not any(SUITES[name].loads_model for name in names(args.suite)):
         raise ValueError(f"--suite {args.suite} trains its own models: leave --checkpoints out.")
     if not args.output_dir:
         raise ValueError("Several checkpoints need a folder for their reports: name it with --output_dir.")
@@ -67,7 +87,7 @@ def _each(args: Arguments, checkpoints: list[Checkpoint], trackers: Trackers) ->
         own = replace(args, model_name_or_path=checkpoint.path, output_dir=str(report_folder(args, checkpoint)))
         try:
             status = max(status, evaluate(own, trackers))
-        # Broken, or deleted by the run in the meantime: the others are evaluated.
+        # The checkpoint is broken, or the run has deleted it: the others are evaluated.
         except ValueError as error:
             status = complain(error, 1)
     if is_first_process():
@@ -90,3 +110,79 @@ def _compare(args: Arguments) -> int:
 def _say(text: str):
     if is_first_process():
         print(text, flush=True)
+
+
+def evaluate(args: Arguments, trackers: Trackers) -> int:
+    """Load the model, run the suites of `--suite` and write the report after each.
+
+    Returns 0, 1 if a suite could not run, or 2 if its documents do not fit. Raises ValueError for a folder that cannot
+    be written, and a model that cannot be loaded.
+    """
+    kept = archive_folder(args.archive_dir, args.model_name_or_path) if args.archive_dir else None
+    asked = names(args.suite)
+    report = Report(args if is_first_process() else replace(args, output_dir=None), asked)
+    try:
+        if any(SUITES[name].loads_model for name in asked):
+            report.subject = load_subject(args)
+        status = _run_suites(args, asked, report)
+        if report.results and is_first_process():
+            status = max(status, _finish(args, report, trackers, kept))
+    finally:
+        report.close()
+    return status
+
+
+def _finish(args: Arguments, report: Report, trackers: Trackers, kept: Path | None) -> int:
+    print(summary(report.results), flush=True)
+    try:
+        if kept:
+            print(f"Archived: {archive(as_json(report.record), kept)}")
+        if report.folder:
+            print(f"Report: {report.write()}")
+            checkpoint = as_checkpoint(args.model_name_or_path or "")
+            trackers.log(numbers(report.record["results"]), report.pictures, checkpoint)
+    except ValueError as error:
+        return complain(error, 1)
+    return 0
+
+
+def _run_suites(args: Arguments, asked: list[str], report: Report) -> int:
+    """Run the suites that are missing in the report, and add their results to it; returns the exit status."""
+    status = 0
+    for index, name in enumerate(asked, 1):
+        if name in report.results:
+            continue
+        if is_first_process():
+            print(f"Suite {index} of {len(asked)}: {name} ...", flush=True)
+        try:
+            result = _run(name, args, report.subject)
+        # Whatever fails in a suite or a library, the other suites are worth running.
+        except Exception as error:
+            report.failed[name] = _sentence(name, error)
+            complain(report.failed[name], 1)
+            status = max(status, 2 if isinstance(error, BadDocuments) else 1)
+            continue
+        if is_first_process():
+            print(f"\n{as_markdown(name, result)}", flush=True)
+        report.add(name, result)
+    return status
+
+
+def _run(name: str, args: Arguments, subject: Subject | None) -> SuiteResult:
+    if SUITES[name].needs_memory and not subject.has_memory:
+        raise ValueError(
+            f"--suite {name} looks into self-modifying memories, and {args.model_name_or_path} "
+            f"({subject.model.config.model_type}) has none: leave it out."
+        )
+    return SUITES[name](with_own_tasks(args, name), subject)
+
+
+def _sentence(name: str, error: Exception) -> str:
+    if memory_is_full(error):
+        reason = str(error).splitlines()[0] if str(error) else "MemoryError"
+        return f"--suite {name}: the memory does not hold it, lower --batch_size or --lengths ({reason})."
+    if isinstance(error, ValueError):
+        return one_line(error)
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{Path(place.filename).name}, line {place.lineno}"
+    return f"--suite {name} failed: {type(error).__name__}: {one_line(error)} ({where})."

@@ -1,4 +1,4 @@
-"""Losses of every token of a text, read once with the state carried, or in independent windows."""
+"""Losses of every token of a text: with the state carried, with frozen memories, or in independent windows."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -13,8 +13,15 @@ from transformers import PreTrainedModel
 from hope_hf import HopeCache
 from hope_hf.cli.models import is_hope
 
+from .display import progress
+from .flags import Arguments
+from .result import Row, mean_and_stderr
+from .subject import Subject
+
 # Tokens of one forward pass over a long text: bounds the memory that logits take.
 PIECE = 1024
+# Standard errors are those of means over this many neighbouring tokens: single tokens are not independent.
+BLOCK = 256
 
 
 class Scores(NamedTuple):
@@ -122,3 +129,35 @@ def _score(logits: Tensor, targets: Tensor) -> Scores:
     """Scores from logits [B, T, vocab_size] and targets [B, T]."""
     flat = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten().to(logits.device), reduction="none")
     return Scores(flat.view(targets.shape).cpu(), logits.argmax(-1).cpu())
+
+
+def document_scores(args: Arguments, subject: Subject, documents: list[Tensor], name: str) -> list[Scores]:
+    """Scores of every token but the first of each document, read by itself; `name` is shown beside the bar."""
+    longest = subject.longest_input
+    # Sorted by length: less padding.
+    order = sorted(range(len(documents)), key=lambda index: len(documents[index]))
+    groups = [order[start : start + args.rows] for start in range(0, len(order), args.rows)]
+    found: dict[int, Scores] = {}
+    for group in progress(groups, name):
+        rows = [documents[index] for index in group]
+        if longest is None or len(rows[-1]) <= longest:
+            padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+            scores = carried_scores(subject.model, padded, [len(row) for row in rows])
+            parts = [Scores(*(part[i, : len(row) - 1] for part in scores)) for i, row in enumerate(rows)]
+        else:
+            parts = [window_scores(subject.model, row, longest, longest // 2, args.rows) for row in rows]
+        found |= zip(group, parts, strict=True)
+    return [found[index] for index in range(len(documents))]
+
+
+def mean_of_blocks(losses: Tensor) -> tuple[float, float | None]:
+    """Mean loss and the standard error of means over blocks of neighbours; [T] or [n, T]."""
+    mean = float(losses.double().mean())
+    blocks = [float(part.double().mean()) for row in torch.atleast_2d(losses) for part in row.split(BLOCK)]
+    return mean, mean_and_stderr(blocks)[1]
+
+
+def bits_per_byte(loss: float, stderr: float | None, tokens_per_byte: float) -> Row:
+    """From a mean loss in nats per token and its standard error."""
+    factor = tokens_per_byte / math.log(2)
+    return {"bits_per_byte": loss * factor, "bits_per_byte_stderr": stderr and stderr * factor}

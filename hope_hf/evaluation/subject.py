@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hope_hf.cli.models import build_model, is_hope, load_config
 from hope_hf.data import check_vocabulary, document_start, load_tokenizer
 
-from .arguments import Arguments
+from .flags import Arguments
 
 
 @dataclass

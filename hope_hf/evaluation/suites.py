@@ -1,10 +1,12 @@
-"""The table of suites: name -> function of (arguments, subject). Later ones are added here."""
+"""The table of suites: each one declares what it offers. A new suite is a file and a line here."""
 
-from .continual.class_suite import class_incremental
-from .continual.suite import continual
+from dataclasses import replace
+
+from .continual.class_incremental import class_incremental
+from .continual.segments import continual
+from .flags import LM_EVAL, Arguments, names
 from .memory import memory
-from .needle.suite import needle
-from .passkey import passkey
+from .needle.retrieval import needle, passkey
 from .perplexity import perplexity
 from .sample import sample
 from .synthetic.suite import synthetic
@@ -21,11 +23,18 @@ SUITES = {
     "class_incremental": class_incremental,
     "sample": sample,
 }
-# These train models of their own, or load several: the subject is None for them.
-WITHOUT_SUBJECT = frozenset({"synthetic", "continual"})
-# These read all checkpoints at once.
-OVER_CHECKPOINTS = frozenset({"continual"})
-# These read self-modifying memories.
-NEEDS_MEMORY = frozenset({"memory"})
-# These divide their work among the processes of a launcher.
-IN_PROCESSES = frozenset({"zero_shot"})
+
+
+def with_own_tasks(args: Arguments, suite: str) -> Arguments:
+    """The arguments for one of the suites in `--suite`: `--tasks` without the names that the others define.
+
+    A name that none of them defines stays for zero_shot; where that does not run, every suite refuses the name.
+    """
+    if args.tasks is None:
+        return args
+    running = names(args.suite)
+    others = {task for other in running if other != suite for task in SUITES[other].tasks}
+    own = [task for task in names(args.tasks) if task in SUITES[suite].tasks or task not in others]
+    if LM_EVAL in running and suite != LM_EVAL:
+        own = [task for task in own if task in SUITES[suite].tasks]
+    return replace(args, tasks=",".join(own))

@@ -9,8 +9,8 @@ from hope_hf.cli.parser import nearest
 from hope_hf.cli.process import one_line
 
 from .checkpoints import Checkpoint
-from .numbers import Key, Number
-from .parsing import names
+from .flags import names
+from .result import Key, Number
 
 
 def tracker_names(report_to: str) -> list[str]:

@@ -5,6 +5,7 @@ import math
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 
@@ -13,15 +14,12 @@ import torch.distributed as dist
 from hope_hf.cli.process import is_first_process, memory_is_full
 from hope_hf.cli.program import LogLines
 
-from .arguments import AUTO, MODEL, Arguments, reads
 from .display import show_progress
 from .documents import reading_failed
-from .harness_tasks import LOCAL, find_tasks
-from .paper_row import paper_row
-from .processes import answer_together
+from .flags import AUTO, MODEL, Arguments, suite
+from .harness_tasks import LOCAL, find_tasks, paper_row, without_foreign_code
 from .result import Row, SuiteResult, summary_row
 from .subject import Subject
-from .task_code import guarded
 
 # lm-eval finds a batch size by passes over rows of the model's longest input.
 LONGEST_TRIED = 16_384
@@ -29,7 +27,9 @@ LONGEST_TRIED = 16_384
 OF_CHOICES = ("acc", "acc_norm", "acc_bytes", "acc_mutual_info")
 
 
-@reads(*MODEL, "tasks", "num_fewshot", "max_length", "log_samples", "data_dir", "limit", "batch_size")
+@suite(
+    *MODEL, "tasks", "num_fewshot", "max_length", "log_samples", "data_dir", "limit", "batch_size", in_processes=True
+)
 def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
     """The tasks of `--tasks`: a row per metric, with lm-eval's standard error and the number of documents, and the
     paper's row where its tasks are among them.
@@ -40,14 +40,13 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
     """
     try:
         import lm_eval
-        from jinja2.exceptions import SecurityError
         from lm_eval.models.huggingface import HFLM
     except ImportError as error:
         raise ValueError(f"--suite zero_shot needs lm-eval ({error}): pip install hope_hf[eval].") from None
     # loaded again, not the subject's own: lm-eval changes it
     tokenizer = args.tokenizer_name or args.model_name_or_path
     _check_length(args, subject)
-    with _as_quiet_as_the_house(), guarded(args.trust_remote_code):
+    with _as_quiet_as_the_house(), without_foreign_code(args.trust_remote_code):
         manager, tasks = find_tasks(args)
         model = HFLM(
             pretrained=subject.model,
@@ -78,7 +77,7 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
                     f"--num_fewshot {args.num_fewshot} is more than the examples that a task has: lower it."
                 ) from None
             # Sentences already, or machine failures.
-            if isinstance(error, ValueError | SecurityError) or memory_is_full(error):
+            if isinstance(error, ValueError) or memory_is_full(error):
                 raise
             if failure := reading_failed(error):
                 raise failure from error
@@ -100,6 +99,20 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
         for row in table
     ]
     return SuiteResult(tables, logs=logs, summary=shown)
+
+
+def answer_together(answer: Callable[[list], list], requests: list) -> list:
+    """`answer(requests)`: every process computes a part, and all processes get all answers, in order.
+
+    lm-eval's requests with the same first argument (the context) go to one process, which reads it once.
+    """
+    contexts = dict.fromkeys(request.args[0] for request in requests)
+    owners = {context: index % dist.get_world_size() for index, context in enumerate(contexts)}
+    mine = [request for request in requests if owners[request.args[0]] == dist.get_rank()]
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, answer(mine) if mine else [])
+    queues = [iter(part) for part in parts]
+    return [next(queues[owners[request.args[0]]]) for request in requests]
 
 
 def _check_length(args: Arguments, subject: Subject):

@@ -9,8 +9,8 @@ from transformers import GPT2Config, LlamaConfig, OPTConfig, T5Config
 from hope_hf import HopeConfig
 from hope_hf.cli.parser import _OURS, flag_of, nearest
 from hope_hf.data import prepare, tokenizer
-from hope_hf.evaluation import parsing as evaluation_parsing
-from hope_hf.evaluation.arguments import FLAGS as EVALUATION_FLAGS
+from hope_hf.evaluation import flags as evaluation_flags
+from hope_hf.evaluation.flags import FLAGS as EVALUATION_FLAGS
 from hope_hf.evaluation.suites import SUITES
 from hope_hf.export.run import make_parser as make_export_parser
 from hope_hf.plan.arguments import FLAGS as PLAN_FLAGS
@@ -44,7 +44,7 @@ def test_dashes_are_read_as_underscores_in_every_program(parser, words, name, va
 def test_dashes_are_read_as_underscores_by_the_run_and_the_evaluation(tmp_path):
     run = training_parsing.parse([f"--output-dir={tmp_path}/r", "--checkpoint-hook", "a-b", "--no-tf32"])
     assert (run.output_dir, run.checkpoint_hook, run.tf32) == (f"{tmp_path}/r", "a-b", False)
-    assert evaluation_parsing.parse(["--model-name-or-path", "a-b"], SUITES).model_name_or_path == "a-b"
+    assert evaluation_flags.parse(["--model-name-or-path", "a-b"], SUITES).model_name_or_path == "a-b"
 
 
 def test_an_error_names_one_spelling():
@@ -123,8 +123,8 @@ def test_every_usual_name_leads_to_a_flag_or_field():
     "program, words, sentence",
     [
         (training_parsing.parse, ["--train_file", "{0}", "{1}"], "--train_file takes one value, and '{1}' is another"),
-        (evaluation_parsing.parse, ["--validation_file", "{0}", "{1}"], "quote the pattern (--validation_file"),
-        (evaluation_parsing.parse, ["{folder}"], "{folder} is a folder: write --model_name_or_path {folder}"),
+        (evaluation_flags.parse, ["--validation_file", "{0}", "{1}"], "quote the pattern (--validation_file"),
+        (evaluation_flags.parse, ["{folder}"], "{folder} is a folder: write --model_name_or_path {folder}"),
         (training_parsing.parse, ["--device", "cpu"], "There is no flag --device: the launch file chooses devices"),
     ],
 )
@@ -133,6 +133,6 @@ def test_a_value_too_many_and_a_folder_name_the_flag(tmp_path, program, words, s
     for file in files:
         Path(file).touch()
     words = [word.format(*files, folder=tmp_path) for word in words]
-    options = (SUITES,) if program is evaluation_parsing.parse else ()
+    options = (SUITES,) if program is evaluation_flags.parse else ()
     with pytest.raises(ValueError, match=re.escape(sentence.format(*files, folder=tmp_path))):
         program(words, *options)

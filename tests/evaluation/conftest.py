@@ -8,7 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from hope_hf import HopeConfig, HopeForCausalLM
 from hope_hf.data import train_tokenizer
-from hope_hf.evaluation.arguments import Arguments
+from hope_hf.evaluation.flags import Arguments
 from hope_hf.evaluation.subject import load_subject
 
 WORDS = "the memory of a model reads and writes while it learns what was said before in this long text".split()

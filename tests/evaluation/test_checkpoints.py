@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from hope_hf.evaluation import main, tracking
-from hope_hf.evaluation.archive import archive
-from hope_hf.evaluation.arguments import FLAGS, Arguments
 from hope_hf.evaluation.checkpoints import as_checkpoint, find_checkpoints, parse_checkpoints
-from hope_hf.evaluation.numbers import Key, Number, numbers
+from hope_hf.evaluation.flags import FLAGS, Arguments
+from hope_hf.evaluation.report import archive
+from hope_hf.evaluation.result import Key, Number, numbers
 
 ROOT = Path(__file__).parents[2]
 
@@ -156,7 +156,7 @@ def test_trackers_get_the_numbers_and_pictures(run, tmp_path, monkeypatch):
     row, end = sent
     assert end == "end" and (row["step"], row["tokens"]) == (10, 640)
     assert row["passkey/Passkey/length 160, depth 1/loss"] > 0
-    assert row["passkey_exact"] == ("picture", str(tmp_path / "eval" / "passkey_exact.png"))
+    assert row["needle_passkey"] == ("picture", str(tmp_path / "eval" / "needle_passkey.png"))
 
 
 def test_a_tracker_that_fails_is_told_and_the_report_is_kept(run, tmp_path, monkeypatch, capsys):

@@ -8,8 +8,8 @@ import warnings
 import pytest
 
 from hope_hf.evaluation import main
-from hope_hf.evaluation.arguments import Arguments
 from hope_hf.evaluation.compare import as_page, compare, write_comparison
+from hope_hf.evaluation.flags import Arguments
 
 
 @pytest.fixture

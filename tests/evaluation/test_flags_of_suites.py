@@ -7,9 +7,8 @@ from dataclasses import fields
 
 import pytest
 
-from hope_hf.evaluation.arguments import ALWAYS, FLAGS, Arguments
+from hope_hf.evaluation.flags import ALWAYS, FLAGS, Arguments, parse
 from hope_hf.evaluation.held_out import held_out_documents
-from hope_hf.evaluation.parsing import parse
 from hope_hf.evaluation.subject import load_subject
 from hope_hf.evaluation.suites import SUITES
 
@@ -74,8 +73,12 @@ def test_flags_that_are_read_give_no_warning():
 
 @pytest.mark.parametrize(
     ("tasks", "suite"),
-    [("piqa", "zero_shot"), ("parity", "synthetic"), ("mk-niah-1,a.yaml", "needle,zero_shot"), (",", "zero_shot")],
-)
+    [
+        ("piqa", "zero_shot"), ("parity", "synthetic"), ("passkey", "needle"),
+        ("mk-niah-1,a.yaml", "needle,zero_shot"),
+        (",", "zero_shot"),
+    ],
+)  # fmt: skip
 def test_tasks_choose_their_suites(tasks, suite):
     assert parse(["--tasks", tasks], SUITES).suite == suite
     assert parse(["--tasks", tasks, "--suite", "sample,zero_shot"], SUITES).suite == "sample,zero_shot"

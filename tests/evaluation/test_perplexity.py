@@ -6,9 +6,8 @@ import math
 import pytest
 import torch
 
-from hope_hf.evaluation.losses import BLOCK
 from hope_hf.evaluation.perplexity import perplexity
-from hope_hf.evaluation.streams import carried_scores, frozen_memories, window_scores
+from hope_hf.evaluation.streams import BLOCK, carried_scores, frozen_memories, window_scores
 from hope_hf.evaluation.subject import load_subject
 
 

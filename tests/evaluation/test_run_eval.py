@@ -5,17 +5,19 @@ import os
 import sys
 from functools import partial
 
+import datasets
 import pytest
 import torch
+import transformers
+from huggingface_hub import constants
 
 from hope_hf.cli.folder_lock import FolderLock
 from hope_hf.cli.results import markdown_table
 from hope_hf.data import DataConfig
 from hope_hf.data.documents import open_sources
 from hope_hf.evaluation import main
-from hope_hf.evaluation.arguments import FLAGS, Arguments, reads
+from hope_hf.evaluation.flags import FLAGS, Arguments, parse, parse_depths, parse_lengths, suite
 from hope_hf.evaluation.held_out import held_out_documents
-from hope_hf.evaluation.parsing import parse, parse_depths, parse_lengths
 from hope_hf.evaluation.suites import SUITES
 
 
@@ -40,7 +42,7 @@ def test_a_whole_report(folders, text_file, tmp_path, capsys):
     assert len(record["results"]["sample"]["samples"]["samples"]) == 2
     page = (output / "results.md").read_text()
     assert "limited to 2 samples" in page
-    for name in ("loss_by_position.png", "passkey_exact.png", "passkey_generated.png"):
+    for name in ("loss_by_position.png", "needle_passkey.png"):
         assert (output / name).exists() and name in page
     assert "### Loss by position" in shown and "| 161-300" in shown
     # Something is said before each suite, and the summary comes last, every score beside chance.
@@ -49,13 +51,13 @@ def test_a_whole_report(folders, text_file, tmp_path, capsys):
     assert last.startswith("## summary") and last in shown.split("--- 2, sampled")[1]
     assert page.index("## summary") < page.index("## perplexity")
     rows = [row for suite in ("perplexity", "passkey") for row in record["results"][suite]["summary"]]
-    assert len(rows) == 8 and all(row["chance"] is not None for row in rows)
+    assert len(rows) == 6 and all(row["chance"] is not None for row in rows)
     (text,) = next(iter(record["results"]["perplexity"]["tables"].values()))
     # The first two documents, of which the second is longer than the longest length.
     assert text["documents"] == 2 and 300 < text["n"] < 2 * 300
     assert "Continuations come after '>>>'.\n--- 1, greedy\n" in shown and "--- 1, sampled\n" in shown
     assert sorted(path.name for path in output.iterdir()) == [
-        "loss_by_position.png", "passkey_exact.png", "passkey_generated.png", "results.json", "results.md"
+        "loss_by_position.png", "needle_passkey.png", "results.json", "results.md"
     ]  # fmt: skip
 
 
@@ -140,6 +142,15 @@ def test_a_validation_file_is_no_stream(text_file):
         held_out_documents(Arguments(validation_file=str(text_file), streaming=True))
 
 
+def test_offline_nothing_is_asked_of_the_hub(monkeypatch, capsys):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    assert not transformers.utils.hub.is_offline_mode()
+    assert main(["--suite", "sample", "--offline"]) == 2
+    assert transformers.utils.hub.is_offline_mode() and datasets.config.HF_HUB_OFFLINE
+
+
 def test_the_synthetic_suite_needs_no_model(tmp_path, capsys):
     flags = ["--suite", "synthetic", "--tasks", "aa", "--max_train_steps", 2, "--limit", 4, "--cpu_threads", 1]
     assert main([*map(str, flags), "--output_dir", str(tmp_path / "report"), "--device", "cpu"]) == 0
@@ -194,7 +205,7 @@ def test_a_report_is_never_overwritten(folders, text_file, tmp_path, capsys):
 
 
 def test_a_killed_evaluation_keeps_its_numbers_and_goes_on(folders, text_file, tmp_path, capsys, monkeypatch):
-    @reads(*FLAGS)
+    @suite(*FLAGS)
     def killed(args, subject):
         record = json.loads((tmp_path / "results.json").read_text())
         assert list(record["results"]) == ["sample"] and record["unfinished"] == ["perplexity"]
@@ -211,7 +222,7 @@ def test_a_killed_evaluation_keeps_its_numbers_and_goes_on(folders, text_file, t
     assert evaluate(folders["hope"], *command[1:], "--output_dir", tmp_path) == 0
     assert json.loads((tmp_path / "results.json").read_text()) == before
     with monkeypatch.context() as patch:
-        patch.setitem(SUITES, "sample", reads(*FLAGS)(lambda args, subject: pytest.fail("it has run before")))
+        patch.setitem(SUITES, "sample", suite(*FLAGS)(lambda args, subject: pytest.fail("it has run before")))
         assert evaluate(*command, "--output_dir", tmp_path) == 0
     record = json.loads((tmp_path / "results.json").read_text())
     assert list(record["results"]) == ["sample", "perplexity"] and record["unfinished"] == []
@@ -231,7 +242,7 @@ def test_another_evaluation_in_the_folder_is_left_alone(folders, text_file, tmp_
 
 @pytest.mark.parametrize("error", [AssertionError("x"), KeyError("ctx"), ZeroDivisionError(), OSError(28, "full")])
 def test_any_error_of_a_suite_is_its_own_line(folders, text_file, tmp_path, capsys, monkeypatch, error):
-    @reads(*FLAGS)
+    @suite(*FLAGS)
     def fails(args, subject):
         raise error
 

@@ -14,9 +14,9 @@ import yaml
 
 from hope_hf.evaluation import harness_tasks, main
 from hope_hf.evaluation.documents import BadDocuments
-from hope_hf.evaluation.harness_tasks import find_tasks, overrides
+from hope_hf.evaluation.harness_tasks import find_tasks, overrides, without_foreign_code
+from hope_hf.evaluation.suites import with_own_tasks
 from hope_hf.evaluation.synthetic.suite import asked_tasks
-from hope_hf.evaluation.task_code import guarded
 from hope_hf.evaluation.zero_shot import rows, zero_shot
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +83,12 @@ def tasks(texts, tmp_path_factory) -> Path:
         task = {"task": name, **shared, **own, "dataset_kwargs": {"data_files": {"test": str(data)}}}
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))
     return folder
+
+
+@pytest.fixture
+def trusting(arguments):
+    """Build `Arguments` that trust task files."""
+    return partial(arguments, trust_remote_code=True)
 
 
 @pytest.fixture(scope="module")
@@ -169,13 +175,13 @@ def numbers(found: list[dict]) -> list[float]:
 
 
 @pytest.mark.processes
-def test_digits_are_those_of_lm_eval_on_the_path(folders, tasks, paths, subject, arguments, tmp_path):
+def test_digits_are_those_of_lm_eval_on_the_path(folders, tasks, paths, subject, trusting, tmp_path):
     environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", "-c", BY_PATH, folders["hope"], str(tasks)]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     theirs = json.loads(done.stdout.splitlines()[-1])
-    args = arguments(model_name_or_path=folders["hope"], tasks=paths, batch_size="3", limit=5)
+    args = trusting(model_name_or_path=folders["hope"], tasks=paths, batch_size="3", limit=5)
     ours = table(zero_shot(args, subject()))
     assert {row["metric"] for row in ours} >= {"acc", "acc_norm", "perplexity", "word_perplexity", "chrf"}
     assert len(ours) == sum("," in key and "_stderr" not in key for found in theirs.values() for key in found)
@@ -207,9 +213,9 @@ def test_what_stands_right_of_a_text_changes_none_of_its_logits(subject):
     assert not torch.allclose(padded[0, 5:], otherwise[0, 5:], atol=1e-2)
 
 
-def test_the_size_of_batches_changes_no_score(folders, paths, subject, arguments):
+def test_the_size_of_batches_changes_no_score(folders, paths, subject, trusting):
     one, four = (
-        table(zero_shot(arguments(model_name_or_path=folders["hope"], tasks=paths, batch_size=str(size)), subject()))
+        table(zero_shot(trusting(model_name_or_path=folders["hope"], tasks=paths, batch_size=str(size)), subject()))
         for size in (1, 4)
     )
     assert numbers(one) == pytest.approx(numbers(four), rel=1e-5)
@@ -217,7 +223,7 @@ def test_the_size_of_batches_changes_no_score(folders, paths, subject, arguments
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("warm_python")
-def test_two_processes_give_the_digits_of_one(folders, paths, subject, arguments, tmp_path):
+def test_two_processes_give_the_digits_of_one(folders, paths, subject, trusting, tmp_path):
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]),
         "ACCELERATE_USE_CPU": "true",
@@ -225,13 +231,14 @@ def test_two_processes_give_the_digits_of_one(folders, paths, subject, arguments
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
     launcher += [str(ROOT / "accelerate_configs" / "ddp.yaml"), "--num_processes", "2", str(ROOT / "run_eval.py")]
     flags = ["--model_name_or_path", folders["hope"], "--suite", "zero_shot", "--tasks", paths, "--batch_size", "3"]
+    flags += ["--trust_remote_code"]
     flags += ["--cpu_threads", "1", "--device", "cpu", "--output_dir", str(tmp_path / "two")]
     done = subprocess.run([*launcher, *flags], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("## zero_shot") == done.stdout.count("Report: ") == 1
     record = json.loads((tmp_path / "two" / "results.json").read_text())
     (two,) = record["results"]["zero_shot"]["tables"].values()
-    one = table(zero_shot(arguments(model_name_or_path=folders["hope"], tasks=paths, batch_size="3"), subject()))
+    one = table(zero_shot(trusting(model_name_or_path=folders["hope"], tasks=paths, batch_size="3"), subject()))
     assert [(row["task"], row["metric"]) for row in two] == [(row["task"], row["metric"]) for row in one]
     # a row rounds differently in another batch
     assert numbers(two) == pytest.approx(numbers(one), rel=1e-6)
@@ -247,8 +254,8 @@ def test_other_suites_run_in_one_process(folders, suite, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("shots", [None, 2])
-def test_files_stand_for_the_hub_and_all_else_is_lm_evals(folders, piqa, subject, arguments, shots):
-    args = partial(arguments, model_name_or_path=folders["hope"], num_fewshot=shots)
+def test_files_stand_for_the_hub_and_all_else_is_lm_evals(folders, piqa, subject, trusting, shots):
+    args = partial(trusting, model_name_or_path=folders["hope"], num_fewshot=shots)
     stock = zero_shot(args(tasks="piqa", data_dir=str(piqa)), subject())
     included = zero_shot(args(tasks=str(piqa / "mine.yaml")), subject())
     assert numbers(table(stock)) == numbers(table(included))
@@ -278,14 +285,14 @@ def test_the_papers_row_has_its_order_and_the_average_of_eight_accuracies(folder
 
 
 def test_the_papers_row_needs_all_tasks_and_names_may_be_the_papers():
-    from hope_hf.evaluation.paper_row import paper_row, written_out
+    from hope_hf.evaluation.harness_tasks import paper_row, written_out
 
     assert paper_row([{"task": "piqa", "metric": "acc", "value": 0.5, "value_stderr": 0.1}]) is None
     assert written_out(["siqa", "copa"]) == ["social_iqa", "copa"] and len(written_out(["paper", "piqa"])) == 9
 
 
-def test_longer_sequences_are_cut(folders, tasks, subject, arguments):
-    args = partial(arguments, model_name_or_path=folders["hope"], tasks=str(tasks / "rolling.yaml"))
+def test_longer_sequences_are_cut(folders, tasks, subject, trusting):
+    args = partial(trusting, model_name_or_path=folders["hope"], tasks=str(tasks / "rolling.yaml"))
     short, whole = (table(zero_shot(args(max_length=size), subject())) for size in (16, None))
     assert short[0]["value"] != whole[0]["value"]
     with pytest.raises(ValueError, match="--max_length 1,000 is more than the model's 512 positions"):
@@ -301,8 +308,6 @@ def test_flags_of_lm_eval_are_ignored_with_a_word_elsewhere(folders, text_file):
 
 
 def test_examples_change_the_question(folders, piqa, subject, arguments):
-    from hope_hf.evaluation import processes
-
     asked = []
 
     def recording(answer, requests):
@@ -311,7 +316,7 @@ def test_examples_change_the_question(folders, piqa, subject, arguments):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hope_hf.evaluation.zero_shot.answer_together", recording)
-        patch.setattr(processes.dist, "is_initialized", lambda: True)
+        patch.setattr("torch.distributed.is_initialized", lambda: True)
         for shots in (0, 2):
             args = arguments(model_name_or_path=folders["hope"], tasks="piqa", data_dir=str(piqa), num_fewshot=shots)
             zero_shot(args, subject())
@@ -365,23 +370,24 @@ def test_local_data_replaced_by_a_file_of_the_same_time_are_read_anew(tmp_path, 
         assert rows["test"]["goal"][:] == [word]
 
 
-def test_a_number_of_examples_that_the_task_forbids_is_told(folders, tasks, subject, arguments):
-    args = arguments(model_name_or_path=folders["hope"], tasks=str(tasks / "until.yaml"), num_fewshot=1, limit=1)
+def test_a_number_of_examples_that_the_task_forbids_is_told(folders, tasks, subject, trusting):
+    args = trusting(model_name_or_path=folders["hope"], tasks=str(tasks / "until.yaml"), num_fewshot=1, limit=1)
     with pytest.warns(UserWarning, match="--num_fewshot plays no part in until: lm-eval defines it for 0"):
         zero_shot(args, subject())
 
 
 def test_each_suite_takes_the_tasks_it_knows(piqa, arguments, monkeypatch):
-    args = partial(arguments, suite="synthetic,zero_shot", model_name_or_path="x")
-    both = args(tasks="aa,piqa,mqar-4")
-    assert [task.name for task in asked_tasks(both)] == ["aa", "mqar-4"]
-    assert find_tasks(both)[1] == ["piqa"]
+    def seen(suite, tasks):
+        return with_own_tasks(arguments(suite="synthetic,zero_shot", model_name_or_path="x", tasks=tasks), suite)
+
+    assert [task.name for task in asked_tasks(seen("synthetic", "aa,piqa,mqar-4"))] == ["aa", "mqar-4"]
+    assert find_tasks(seen("zero_shot", "aa,piqa,mqar-4"))[1] == ["piqa"]
     with pytest.raises(ValueError, match="--tasks names no synthetic task: choose among parity, "):
-        asked_tasks(args(tasks="piqa"))
+        asked_tasks(seen("synthetic", "piqa"))
     with pytest.raises(ValueError, match="--tasks names none of lm-eval's tasks"):
-        find_tasks(args(tasks="aa"))
-    with pytest.raises(ValueError, match="--tasks paritty is not a task of lm-eval; did you mean parity?"):
-        find_tasks(args(tasks="aa,paritty"))
+        find_tasks(seen("zero_shot", "aa"))
+    with pytest.raises(ValueError, match="--tasks paritty is not a task of lm-eval"):
+        find_tasks(seen("zero_shot", "aa,paritty"))
 
 
 def test_more_shots_than_examples(folders, piqa, capsys):
@@ -417,7 +423,7 @@ def test_more_shots_than_examples(folders, piqa, capsys):
         (["--tasks", "piqa", "--data_dir", "{data}/broken"], 1, "cannot be loaded from --data_dir"),
         (["--tasks", "piqa", "--data_dir", "{data}/columns"], 2, "validation.jsonl has no column goal, which the"),
         (
-            ["--tasks", "{data}/mine.yaml", "--data_dir", "{data}"],
+            ["--tasks", "{data}/mine.yaml", "--data_dir", "{data}", "--trust_remote_code"],
             1,
             "mine.yaml, a group or a file: name single tasks",
         ),
@@ -457,7 +463,7 @@ def test_documents_are_checked_before_the_model_is_asked(piqa, nine, arguments, 
     kept = [{key: value for key, value in row.items() if value is not None} for row in rows]
     file.write_text("".join(json.dumps(row) + "\n" for row in kept))
     args = arguments(suite="zero_shot", tasks=task, data_dir=str(nine), model_name_or_path="x")
-    with guarded(trusted=False):
+    with without_foreign_code(trusted=False):
         manager, tasks = find_tasks(args)
         if not sentence:
             assert manager.load(tasks)
@@ -477,9 +483,9 @@ def test_examples_are_read_from_their_own_file(folders, piqa, capsys):
     assert "piqa_train.jsonl has no column goal, which the task reads" in capsys.readouterr().err
 
 
-def test_repeats_have_a_bound(tasks, arguments):
+def test_repeats_have_a_bound(tasks, trusting):
     (tasks / "often.yaml").write_text(f"include: {tasks / 'choice.yaml'}\nrepeats: 99999999\n")
-    args = arguments(suite="zero_shot", tasks=str(tasks / "often.yaml"), model_name_or_path="x")
+    args = trusting(suite="zero_shot", tasks=str(tasks / "often.yaml"), model_name_or_path="x")
     manager, found = find_tasks(args)
     with pytest.raises(BadDocuments, match="repeats is 99999999: give 1 to 1,000"):
         manager.load(found)

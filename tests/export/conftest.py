@@ -10,7 +10,7 @@ import torch
 from hope_hf import HopeConfig, HopeForCausalLM
 from hope_hf.cli.results import provenance
 from hope_hf.data import train_tokenizer
-from hope_hf.evaluation import arguments, report
+from hope_hf.evaluation import flags, report
 from hope_hf.evaluation.result import SuiteResult
 from hope_hf.evaluation.subject import Subject
 from hope_hf.export import main
@@ -66,11 +66,11 @@ def write_results(trained):
             "memory": SuiteResult({"Gates": [{"layer": index, "rate": 0.5} for index in range(50)]}),
             "synthetic": SuiteResult({"Synthetic tasks": [{"task": "parity", "accuracy": 1.0}]}),
         }
-        flags = arguments.Arguments(
+        args = flags.Arguments(
             model_name_or_path=str(trained), validation_file=text, output_dir=str(folder), limit=limit
         )
         subject = Subject(HopeForCausalLM.from_pretrained(trained), None)
-        record = report.make_record(flags, subject, results, {}, 1.0)
+        record = report.make_record(args, subject, results, {}, 1.0)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "results.json").write_text(report.as_json(record))
         return folder / "results.json"

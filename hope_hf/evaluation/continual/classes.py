@@ -12,7 +12,10 @@ from pathlib import Path
 from hope_hf.cli.files import read_small
 from hope_hf.cli.process import one_line
 
+DATA_SETS = ("clinc150", "banking77")
 BANKING_GROUPS = 7
+# Per group: 1.0 for every example of the test that was right, else 0.0.
+Hits = list[list[float]]
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,3 @@ def _grouped(file: Path, domains: dict[str, list[str]], splits: dict[str, list[t
     examples = [[Example(text, number[label]) for text, label in rows] for rows in splits.values()]
     by_group = [[[one for one in split if one.label in members] for members in classes] for split in examples]
     return ClassGroups(list(domains), [label.replace("_", " ") for label in labels], classes, *by_group)
-
-
-DATA_SETS = ("clinc150", "banking77")

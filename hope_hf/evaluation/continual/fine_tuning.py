@@ -13,10 +13,8 @@ from hope_hf.optim import build_optimizer
 
 from ..display import progress
 from ..subject import Subject
-from .classes import ClassGroups, Example
-from .in_context import questions
-from .labels import context_of, label_of, read
-from .matrix import Matrix
+from .classes import ClassGroups, Example, Hits
+from .in_context import context_of, label_of, questions, read
 
 STEPS, BATCH_SIZE, LEARNING_RATE = 100, 16, 5e-4
 WEIGHT_DECAY, BETAS, EPSILON, MAX_GRAD_NORM = 0.1, (0.9, 0.95), 1e-8, 1.0
@@ -26,11 +24,11 @@ IGNORED = -100
 
 def learn_by_fine_tuning(
     subject: Subject, groups: ClassGroups, steps: int, batch_size: int, rate: float, rows: int, seed: int, name: str
-) -> Matrix:
-    """`steps` of AdamW on each group's examples, one group after the other, with questions after each.
+) -> tuple[list[Hits], dict[str, Hits]]:
+    """The hits after `steps` of AdamW on each group's examples, one group after the other, and those of the control.
 
-    Levels of HOPE step by their own clocks, as in run_clm.py. The bound, `joint`, is another copy that learns all
-    groups' examples together for as many steps. Raises ValueError where the loss is not finite.
+    Levels of HOPE step by their own clocks, as in run_clm.py. The control, `joint`, is another copy that learns
+    all groups' examples together for as many steps. Raises ValueError where the loss is not finite.
     """
     count, hits = len(groups.names), []
     with progress(None, name, 2 * steps * count) as bar:
@@ -41,7 +39,7 @@ def learn_by_fine_tuning(
         together = _Learner(subject, groups, batch_size, rate, seed, bar)
         together.train([example for part in groups.train for example in part], steps * count)
         joint = together.questions(count, rows)
-    return Matrix(groups.names, [len(one) for one in groups.classes], hits, {"joint": joint})
+    return hits, {"joint": joint}
 
 
 class _Learner:

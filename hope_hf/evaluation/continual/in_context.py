@@ -1,20 +1,30 @@
-"""Classes learned from examples in the context alone: the weights stay, the model's own state carries them."""
+"""Classes learned from examples in the context: the weights stay, and the model's state holds what was learned.
 
+A label is chosen without a new head: the one whose words are the likeliest after the sentence.
+"""
+
+import copy
 import random
 from collections import Counter
 
+import torch
+from torch import Tensor
+
+from hope_hf import HopeCache
+from hope_hf.cli.models import is_hope
+
 from ..display import progress
-from ..streams import frozen_memories
-from ..subject import Subject
-from .classes import ClassGroups, Example, first_of_each_class
-from .labels import choose, context_of, label_of, read
-from .matrix import Hits, Matrix
+from ..streams import PIECE, frozen_memories
+from ..subject import Subject, require_finite
+from .classes import ClassGroups, Example, Hits, first_of_each_class
 
 SHOTS = 1
 
 
-def learn_in_context(subject: Subject, groups: ClassGroups, shots: int, rows: int, seed: int, name: str) -> Matrix:
-    """Read `shots` examples of every class, group after group; answer questions after each group.
+def learn_in_context(
+    subject: Subject, groups: ClassGroups, shots: int, rows: int, seed: int, name: str
+) -> tuple[list[Hits], dict[str, Hits]]:
+    """The hits after reading `shots` examples of every class, group after group, and those of the controls.
 
     Controls: `joint`, the same examples in a drawn order, and for a model with memories `frozen`, which keeps them at
     their initial state. Raises ValueError for a model whose positions do not hold the examples.
@@ -37,7 +47,7 @@ def learn_in_context(subject: Subject, groups: ClassGroups, shots: int, rows: in
                 cache = read(subject, [subject.start, *_tokens(subject, groups, everything)])
                 controls["frozen"] = questions(subject, cache, groups, len(shown), rows)
             bar.update()
-    return Matrix(groups.names, [len(one) for one in groups.classes], hits, controls)
+    return hits, controls
 
 
 def questions(subject: Subject, cache, groups: ClassGroups, seen: int, rows: int) -> Hits:
@@ -77,3 +87,80 @@ def _require_room(subject: Subject, groups: ClassGroups, examples: list[Example]
             f"The examples of all classes and a question take {need:,} tokens, and the model has {bound:,} positions "
             "(max_position_embeddings): lower --num_fewshot, or leave the in-context task out of --tasks."
         )
+
+
+def context_of(subject: Subject, example: Example) -> list[int]:
+    """Tokens of the sentence, up to where its label stands."""
+    return subject.encode(f"Query: {example.text}\nIntent:")
+
+
+def label_of(subject: Subject, label: str) -> list[int]:
+    """Tokens of a label and the end of its line: one that begins another is told apart."""
+    return subject.encode(f" {label}\n")
+
+
+@torch.no_grad()
+def read(subject: Subject, tokens: list[int], cache=None):
+    """A cache of one row after `tokens`, which follow those of `cache`; the given one may be changed."""
+    if cache is None:
+        cache = HopeCache(subject.model.config) if is_hope(subject.model.config) else None
+    for start in range(0, len(tokens), PIECE):
+        ids = torch.tensor([tokens[start : start + PIECE]], device=subject.model.device)
+        outputs = subject.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache = outputs.past_key_values
+    return cache
+
+
+@torch.no_grad()
+def choose(subject: Subject, prefix, contexts: list[list[int]], candidates: list[list[int]], rows: int) -> list[int]:
+    """The likeliest of `candidates` after each of `contexts`, which follow `prefix`: a cache of one row, unchanged.
+
+    At most about `rows` rows are read at once.
+    """
+    chosen: dict[int, int] = {}
+    together = max(1, rows // len(candidates))
+    # Of one length, so that nothing is padded.
+    for size in sorted({len(context) for context in contexts}):
+        alike = [index for index, context in enumerate(contexts) if len(context) == size]
+        for start in range(0, len(alike), together):
+            part = alike[start : start + together]
+            ids = torch.tensor([contexts[index] for index in part], device=subject.model.device)
+            cache = _repeated(prefix, len(part))
+            outputs = subject.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            scores = _first(outputs.logits, candidates) + _rest(
+                subject, outputs.past_key_values, len(part), candidates, rows
+            )
+            require_finite(scores, "class_incremental: the scores of labels")
+            chosen |= zip(part, scores.argmax(1).tolist(), strict=True)
+    return [chosen[index] for index in range(len(contexts))]
+
+
+def _first(logits: Tensor, candidates: list[list[int]]) -> Tensor:
+    """Log-probabilities of the candidates' first tokens, [B, C]; logits [B, 1, V]."""
+    return logits[:, -1].float().log_softmax(-1)[:, [candidate[0] for candidate in candidates]].cpu()
+
+
+def _rest(subject: Subject, cache, batch: int, candidates: list[list[int]], rows: int) -> Tensor:
+    """Summed log-probabilities of the candidates' tokens after their first, [B, C]; `cache` has B rows."""
+    found = []
+    together = max(1, rows // batch)
+    for start in range(0, len(candidates), together):
+        part = candidates[start : start + together]
+        tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(one) for one in part], batch_first=True)
+        counted = torch.arange(tokens.shape[1]) < torch.tensor([len(one) for one in part])[:, None]
+        # What stands right of a label cannot change it. Rows: all candidates of the first context, then the second's.
+        ids = tokens.repeat(batch, 1).to(subject.model.device)
+        logits = subject.model(
+            input_ids=ids[:, :-1], past_key_values=_repeated(cache, len(part)), use_cache=True
+        ).logits
+        scores = logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0].cpu()
+        scores = scores.where(counted[:, 1:].repeat(batch, 1), 0.0).sum(1)
+        found.append(scores.view(batch, len(part)))
+    return torch.cat(found, 1)
+
+
+def _repeated(cache, times: int):
+    """A copy of a cache with every row repeated."""
+    cache = copy.deepcopy(cache)
+    cache.batch_repeat_interleave(times)
+    return cache

@@ -1,16 +1,23 @@
-"""Segments of a stream: texts of a mixture file cut to their limits, or what a run holds out of each corpus."""
+"""Segments of a stream: the loss of each by every checkpoint of a run, what was forgotten and what was regained."""
 
+import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from hope_hf.data import Corpus, Needed, passing, read_mixture
 
-from ..arguments import Arguments
+from ..checkpoints import Checkpoint, find_checkpoints
+from ..display import small_curves
+from ..flags import MODEL, TEXT, Arguments, suite
 from ..held_out import held_out_documents
-from ..subject import Subject
+from ..result import Number, Row, SuiteResult, summary_row
+from ..streams import bits_per_byte, document_scores, mean_of_blocks
+from ..subject import Subject, load_subject, require_finite
 
 
 @dataclass(frozen=True)
@@ -98,3 +105,139 @@ def _segment(name: str, texts: Iterable[str], subject: Subject, most: int | None
 def _require_several(source: str, count: int) -> None:
     if count < 2:
         raise ValueError(f"{source} has one segment: forgetting needs two or more.")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Losses of all tokens of a segment by each checkpoint, [C, T] in nats, and its bytes."""
+
+    name: str
+    losses: Tensor
+    num_bytes: int
+
+    def number(self, losses: Tensor) -> dict[str, float | None]:
+        """Mean of losses, or differences, [T] and bits per byte, with their errors."""
+        loss, stderr = mean_of_blocks(losses)
+        bits = bits_per_byte(loss, stderr, len(losses) / self.num_bytes)
+        return {"loss": loss, "loss_stderr": stderr, **bits}
+
+
+@suite(*MODEL, *TEXT, "segments", "batch_size", loads_model=False, over_checkpoints=True)
+def continual(args: Arguments, subject=None) -> SuiteResult:
+    """Loss and bits per byte of every segment by each checkpoint of a run.
+
+    forgetting: a segment's loss less the lowest by an earlier checkpoint. backward_transfer: how much the loss fell
+    from the checkpoint that ended the segment to the last one, if a stream read the segments in their order for equal
+    numbers of steps. The suite loads the checkpoints itself. Raises ValueError for fewer than two of them.
+    """
+    open_segments = segment_opener(args)
+    checkpoints = find_checkpoints(args)
+    if len(checkpoints) < 2:
+        raise ValueError(
+            "--suite continual needs two checkpoints or more: name a pattern, such as --model_name_or_path "
+            "'runs/x/checkpoint-*'."
+        )
+    first = load_subject(replace(args, model_name_or_path=checkpoints[0].path))
+    segments = open_segments(first)
+    losses = [_losses(args, checkpoint, segments) for checkpoint in checkpoints]
+    measured = [
+        Measured(segment.name, torch.stack([row[index] for row in losses]), segment.num_bytes)
+        for index, segment in enumerate(segments)
+    ]
+    rows = by_checkpoint(checkpoints, measured)
+    bits = [
+        {"step": one.step, "tokens": one.tokens}
+        | {row["segment"]: row["bits_per_byte"] for row in rows if row["step"] == one.step}
+        for one in checkpoints
+    ]
+    tables = {
+        "Bits per byte": bits,
+        "Loss, forgetting and backward transfer, nats per token": transfer(checkpoints, measured),
+        "Segments by checkpoint": rows,
+    }
+    mean = tables["Loss, forgetting and backward transfer, nats per token"][-1]
+    found = [
+        summary_row("loss of the last checkpoint", mean["last"], None, math.log(first.model.config.vocab_size)),
+        summary_row("forgetting", mean["forgetting"], None),
+    ]
+    return SuiteResult(tables, {"continual.png": partial(draw, rows)}, summary=found)
+
+
+def by_checkpoint(checkpoints: list[Checkpoint], measured: list[Measured]) -> list[Row]:
+    """A row for every checkpoint and segment; no forgetting at the first checkpoint."""
+    rows = []
+    for index, checkpoint in enumerate(checkpoints):
+        for segment in measured:
+            row = {"step": checkpoint.step, "tokens": checkpoint.tokens, "segment": segment.name}
+            row |= {"n": segment.losses.shape[1], **segment.number(segment.losses[index])}
+            gone = forgetting(segment, index)["loss"] if index else None
+            rows.append(row | {"forgetting": gone and gone[0], "forgetting_stderr": gone and gone[1]})
+    return rows
+
+
+def forgetting(segment: Measured, index: int) -> dict[str, tuple[float, float | None]]:
+    """Loss and bits per byte of a checkpoint less those of the best earlier one, paired by token."""
+    best = int(segment.losses[:index].double().mean(1).argmin())
+    found = segment.number(segment.losses[index] - segment.losses[best])
+    return {name: (found[name], found[f"{name}_stderr"]) for name in ("loss", "bits_per_byte")}
+
+
+def transfer(checkpoints: list[Checkpoint], measured: list[Measured]) -> list[Row]:
+    """A row for every segment and one of their means."""
+    last = checkpoints[-1].step
+    rows = []
+    for index, segment in enumerate(measured):
+        # The first checkpoint after the segment's share of the stream.
+        end = next(i for i, one in enumerate(checkpoints) if one.step * len(measured) >= last * (index + 1))
+        gain = segment.number(segment.losses[end] - segment.losses[-1])
+        gone, error = forgetting(segment, len(checkpoints) - 1)["loss"]
+        means = segment.losses.double().mean(1)
+        best = int(means[:-1].argmin())
+        is_last = index == len(measured) - 1
+        rows.append(
+            {
+                "segment": segment.name,
+                "first": float(means[0]),
+                "best_earlier": float(means[best]),
+                "best_step": f"{checkpoints[best].step:,}",
+                "last": float(means[-1]),
+                "forgetting": gone,
+                "forgetting_stderr": error,
+                "ends_at": f"{checkpoints[end].step:,}",
+                "backward_transfer": None if is_last else gain["loss"],
+                "backward_transfer_stderr": None if is_last else gain["loss_stderr"],
+            }
+        )
+    means = {name: _mean([row[name] for row in rows]) for name in ("first", "best_earlier", "last")}
+    means |= {"segment": "mean", "best_step": "", "ends_at": ""}
+    for name in ("forgetting", "backward_transfer"):
+        means |= {name: _mean([row[name] for row in rows]), f"{name}_stderr": None}
+    return [*rows, {name: means[name] for name in rows[0]}]
+
+
+def draw(rows: list[Row], path: Path):
+    """Bits per byte and forgetting of each segment over tokens, or over steps where these are not known."""
+    unit = "step" if any(row["tokens"] is None for row in rows) else "tokens"
+    panels = {"bits per byte": {}, "forgetting: loss above the best earlier checkpoint": {}}
+    for title, name in zip(panels, ("bits_per_byte", "forgetting"), strict=True):
+        for row in rows:
+            if row[name] is not None:
+                point = (row[unit], Number(row[name], row[f"{name}_stderr"]))
+                panels[title].setdefault(row["segment"], []).append(point)
+    small_curves(path, panels, unit)
+
+
+def _losses(args: Arguments, checkpoint: Checkpoint, segments: list[Segment]) -> list[Tensor]:
+    subject = load_subject(replace(args, model_name_or_path=checkpoint.path))
+    found = []
+    for segment in segments:
+        name = f"continual: {Path(checkpoint.path).name}, {segment.name}"
+        losses = torch.cat([scores.losses for scores in document_scores(args, subject, segment.documents, name)])
+        require_finite(losses, f"continual: the losses of {checkpoint.path} on {segment.name}")
+        found.append(losses)
+    return found
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -1,21 +1,109 @@
 """Samples of a task at one length and depth, as tokens."""
 
+import re
+import textwrap
+from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from random import Random
 
+from ..flags import Arguments
+from ..held_out import held_out_documents
 from ..subject import Subject
-from .haystack import Haystack
 from .tasks import NeedleTask, Wording
 
 # As in RULER: needles without a depth of their own lie at 40 evenly spaced ones.
 DEPTHS = [round(100 * index / 39) / 100 for index in range(40)]
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+# A text without sentences, such as code, is cut at words into pieces of at most so many characters.
+LONGEST_SENTENCE = 400
+# Characters of a token: enough of a long text is read for every length.
+CHARACTERS = 16
+
+
+class Haystack:
+    """Sentences as lists of tokens, each with the separator before it."""
+
+    def __init__(self, sentences: list[list[int]], source: str, before: str, separator: str):
+        """`source`: for the message of a text that is too short. `before`: between the instructions and the text.
+        `separator`: before every needle."""
+        self._sentences, self._source = sentences, source
+        self.before, self.separator = before, separator
+        self._ends = list(accumulate(map(len, sentences)))
+
+    def around(self, needles: list[list[int]], depths: list[float], room: int) -> list[int]:
+        """`room` tokens of the text with the needles before the sentences that begin nearest to their depths.
+
+        `depths` are from 0 (before the first sentence) to 1 (after the last). Raises ValueError where the text has
+        fewer tokens.
+        """
+        tokens = [token for sentence in self._sentences[: bisect_left(self._ends, room) + 1] for token in sentence]
+        if len(tokens) < room:
+            raise ValueError(
+                f"--lengths asks for {room:,} tokens around the needles, and the text ({self._source}) has "
+                f"{len(tokens):,}: lower it or give a longer text with --validation_file."
+            )
+        begins = [0, *(end for end in self._ends if end < room), room]
+        places = [min(begins, key=lambda begin, depth=depth: abs(begin - depth * room)) for depth in depths]
+        hidden = sorted(zip(places, needles, strict=True), key=lambda pair: pair[0])
+        cuts = pairwise([0, *(place for place, _ in hidden), room])
+        woven = []
+        for (start, end), needle in zip(cuts, [*(needle for _, needle in hidden), []], strict=True):
+            woven += tokens[start:end] + needle
+        return woven
+
+
+class Filler(Haystack):
+    """The same sentences again and again, before the needle and after it, cut at any token."""
+
+    def __init__(self, tokens: list[int]):
+        super().__init__([tokens], "", "", "")
+
+    def around(self, needles: list[list[int]], depths: list[float], room: int) -> list[int]:
+        """`room` tokens of the filler around a single needle."""
+        (needle,), (depth,), (tokens,) = needles, depths, self._sentences
+        before = round(room * depth)
+        left, right = ((tokens * (count // len(tokens) + 1))[:count] for count in (before, room - before))
+        return left + needle + right
+
+
+def filler(subject: Subject, longest: int, args: Arguments | None = None) -> Haystack:
+    """The filler of pass keys."""
+    return Filler(subject.encode(f"{NOISE} "))
+
+
+def noise(subject: Subject, longest: int, args: Arguments | None = None) -> Haystack:
+    """Five short sentences again and again, for texts of up to `longest` tokens."""
+    sentence = subject.encode(f"\n{NOISE}")
+    return Haystack([sentence] * (longest // len(sentence) + 1), "the noise", "", "\n")
+
+
+def text(subject: Subject, longest: int, args: Arguments) -> Haystack:
+    """The held-out documents, or `--validation_file`, one after another with their white space as single spaces."""
+    held = held_out_documents(args)
+    found, characters = [], 0
+    for sentence in _sentences(held.texts):
+        found.append(sentence)
+        characters += len(sentence)
+        if characters > CHARACTERS * longest:
+            break
+    return Haystack([subject.encode(f" {sentence}") for sentence in found], held.source, "\n", " ")
+
+
+HAYSTACKS = {"filler": filler, "noise": noise, "text": text}
+
+
+def _sentences(documents: list[str]):
+    for document in documents:
+        for sentence in re.split(r"(?<=[.!?])\s+", " ".join(document.split())):
+            yield from textwrap.wrap(sentence, LONGEST_SENTENCE)
 
 
 @dataclass(frozen=True)
 class Sample:
     """A prompt and its answer.
 
-    prompt, answer: token ids; all samples of one length have prompts of one length.
+    prompt, answer: token ids.
     spans: where each of the `values` stands in the answer.
     """
 
@@ -30,6 +118,7 @@ def make_samples(
 ) -> list[Sample]:
     """A sample per seed; prompt and longest answer have exactly `length` tokens together, the start token counted.
 
+    All prompts have one length. Only in a filler every answer's own prompt fills the rest of `length`.
     `depth` is that of the first needle asked for, where each has a key of its own, and of one of them otherwise; the
     other depths are drawn. Values of one key are expected in the order of the text. Keys, values and the other depths
     depend on task and seed alone. Raises ValueError where the length is too short.
@@ -45,7 +134,8 @@ def make_samples(
     reserved = max(len(answer) for _, _, (answer, _) in drawn)
     samples = []
     for wording, depths, (answer, spans) in drawn:
-        prompt = _prompt(subject, task, wording, haystack, depths, length - reserved)
+        size = length - (len(answer) if isinstance(haystack, Filler) else reserved)
+        prompt = _prompt(subject, task, wording, haystack, depths, size)
         samples.append(Sample(prompt, answer, spans, wording.answers))
     return samples
 
@@ -66,9 +156,8 @@ def _prompt(
     subject: Subject, task: NeedleTask, wording: Wording, haystack: Haystack, depths: list[float], length: int
 ) -> list[int]:
     """A prompt of exactly `length` tokens."""
-    before, separator = (wording.before, "\n") if task.haystack == "noise" else (f"{wording.before}\n", " ")
-    before, question = subject.encode(before), subject.encode(wording.question)
-    needles = [subject.encode(separator + needle) for needle in wording.needles]
+    before, question = subject.encode(wording.before + haystack.before), subject.encode(wording.question)
+    needles = [subject.encode(haystack.separator + needle) for needle in wording.needles]
     room = length - 1 - len(before) - sum(map(len, needles)) - len(question)
     if room < 0:
         raise ValueError(

@@ -1,10 +1,9 @@
-"""The tasks, as RULER defines them (Hsieh et al. 2024): needles, haystack and question of each."""
+"""Needles, haystack and question of each task. All but `passkey` are RULER's (Hsieh et al. 2024)."""
 
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
-
-from .words import distinct, number, uuid4, word
 
 NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
 BEFORE = (
@@ -23,6 +22,48 @@ QUESTION_ONE = (
     "\nWhat is the special magic {kind} for {query} mentioned in the provided text? "
     "The special magic {kind} for {query} mentioned in the provided text is"
 )
+PASS_KEY = "The pass key is {key}. Remember it. {key} is the pass key. "
+PASS_KEY_QUESTION = "What is the pass key? The pass key is"
+PASS_KEY_DIGITS = 5
+
+ADJECTIVES = (
+    "ancient bitter brave bright broken calm careful cheap clean clever cold common curly dark deep dry dusty eager "
+    "early empty fair faint fancy fierce flat fresh gentle giant grand happy heavy hollow honest hungry icy jolly "
+    "large late lazy light lonely loud lucky mellow narrow noisy odd pale plain polite proud quick quiet rapid rare "
+    "rough round rusty salty sharp shiny silent simple sleepy slow smooth soft solid sour steep sticky strange sweet "
+    "tall tame thick thin tidy tiny tough vast warm weary wild wise young"
+).split()
+NOUNS = (
+    "anchor apple arrow badge barrel basket beach bell bench bird blanket boat bottle branch bridge bucket button "
+    "cabin candle canyon carpet castle chair cherry circle cloud coat coin comet cradle crown desert door drum eagle "
+    "engine farm feather fence field flute forest fountain garden ginger glove hammer harbor hat hill horse island "
+    "jacket kettle key ladder lake lamp lantern leaf lemon letter meadow mirror mountain needle ocean orange paddle "
+    "paper pencil piano pillow planet pocket puzzle rabbit ribbon river rocket saddle sailor shell shovel spoon stone "
+    "table tiger tower tunnel violin wagon wheel window"
+).split()
+
+
+def word(generator: Random) -> str:
+    """A key such as `quiet-harbor`."""
+    return f"{generator.choice(ADJECTIVES)}-{generator.choice(NOUNS)}"
+
+
+def number(generator: Random, digits: int = 7) -> str:
+    """A number of that many digits."""
+    return str(generator.randrange(10 ** (digits - 1), 10**digits))
+
+
+def uuid4(generator: Random) -> str:
+    """A random UUID of 36 characters."""
+    return str(uuid.UUID(int=generator.getrandbits(128), version=4))
+
+
+def distinct(draw, count: int, generator: Random) -> list[str]:
+    """`count` different ones of `draw(generator)`."""
+    found = {}
+    while len(found) < count:
+        found[draw(generator)] = None
+    return list(found)
 
 
 @dataclass(frozen=True)
@@ -44,7 +85,7 @@ class NeedleTask:
     """`keys` keys with `values` values each are hidden; all values of `queries` of the keys are asked for.
 
     name: as in `--tasks`.
-    haystack: `noise`, five sentences again and again, or `text`.
+    haystack: a key of `samples.HAYSTACKS`.
     kind, draw: what a value is, and how one is drawn.
     """
 
@@ -55,6 +96,11 @@ class NeedleTask:
     keys: int = 1
     values: int = 1
     queries: int = 1
+
+    @property
+    def title(self) -> str:
+        """The name of its table."""
+        return self.name
 
     @property
     def needles(self) -> int:
@@ -80,8 +126,27 @@ class NeedleTask:
         answers = [value for key in keys[: self.queries] for value in values_of[key]]
         return Wording(before.format(kind=self.kind), needles, question.format(kind=self.kind, query=query), answers)
 
+    def score(self, text: str, values: list[str]) -> float:
+        """RULER's score of an answer: the share of the expected strings that are in it, whatever their case."""
+        return sum(value.lower() in text.lower() for value in values) / len(values)
 
-TASKS = {
+
+class PassKey(NeedleTask):
+    """A number is hidden in filler text that is cut at any token. The answer must begin with the number."""
+
+    title = "Passkey"
+
+    def word(self, generator: Random) -> Wording:
+        """Draw one sample's number."""
+        key = number(generator, PASS_KEY_DIGITS)
+        return Wording("", [PASS_KEY.format(key=key)], PASS_KEY_QUESTION, [key])
+
+    def score(self, text: str, values: list[str]) -> float:
+        """1 for an answer that begins with the number, else 0."""
+        return float(text.strip().startswith(values[0]))
+
+
+RULER = {
     task.name: task
     for task in (
         NeedleTask("s-niah-1", "noise"),
@@ -92,6 +157,7 @@ TASKS = {
         NeedleTask("mq-niah", "text", keys=4, queries=4),
     )
 }
+TASKS = {**RULER, "passkey": PassKey("passkey", "filler")}
 
 
 def listed(words: list[str]) -> str:

@@ -5,19 +5,20 @@ that sees only the model's last state. Differences: fresh samples, width 64 by d
 samples of the share of right symbols, while MAD averages over symbols' classes.
 """
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .last_state_decoder import LastStateDecoder
-from .mad_fuzzy import draw_fuzzy_recall
 from .task import Batch, LogitsOf, Task
 
 # The table that is memorised is part of the task: the same in every run.
 TABLE_SEED = 20240326
+# Symbols of a key or a value in fuzzy recall.
+LONGEST_WORD = 3
 
 
 def draw_in_context_recall(
@@ -91,6 +92,88 @@ def memorised_table(symbols: int) -> Tensor:
     keys, values = (symbols - 1) // 2, symbols - 1 - (symbols - 1) // 2
     order = torch.randperm(values, generator=torch.Generator().manual_seed(TABLE_SEED))
     return keys + order[:keys]
+
+
+def draw_fuzzy_recall(
+    rows: int, generator: torch.Generator, bin: int | None, *, symbols: int = 16, length: int = 128
+) -> Batch:
+    """Keys of 1 to 3 different symbols with values of 1 to 3, the last pair a repetition; [rows, length].
+
+    The lower symbols are for keys, the next ones for values, and the last is a filler that pads the row on the left. A
+    key has one value within a row. The values of keys that have occurred before are scored; test keys have three
+    symbols. In training, keys have all lengths and every next token is scored.
+    """
+    chance = random.Random(int(torch.randint(2**62, (), generator=generator)))
+    training = bin is None
+    samples = [fuzzy_sample(chance, training, symbols, length + 1) for _ in range(rows)]
+    tokens = torch.tensor([tokens for tokens, _ in samples])
+    mask = torch.ones_like(tokens, dtype=torch.bool) if training else torch.tensor([asked for _, asked in samples])
+    return Batch(tokens[:, :-1], tokens[:, 1:], mask[:, 1:])
+
+
+def fuzzy_sample(chance: random.Random, training: bool, symbols: int, length: int) -> tuple[list[int], list[bool]]:
+    """Tokens of a row, and which of them are asked; both `length` long."""
+    filler = symbols - 1
+    key_symbols, value_symbols = range(filler // 2), range(filler // 2, filler)
+
+    def new_key() -> tuple[int, ...]:
+        size = chance.randint(1, LONGEST_WORD) if training else LONGEST_WORD
+        return tuple(chance.sample(key_symbols, size))
+
+    def new_value() -> tuple[int, ...]:
+        return tuple(chance.sample(value_symbols, chance.randint(1, LONGEST_WORD)))
+
+    asked_key, asked_value = new_key(), new_value()
+    repeated = len(asked_key) + len(asked_value)
+    values = {asked_key: asked_value}
+    tokens, asked, seen = [], [], set()
+
+    def write(key: tuple[int, ...]):
+        if key not in values:
+            values[key] = new_value()
+        value = values[key]
+        tokens.extend(key + value)
+        asked.extend([False] * len(key) + [key in seen] * len(value))
+        seen.add(key)
+
+    # From here on the pair that is asked at the end is written, if it has not occurred yet; there is room for it.
+    due = chance.randrange(length - 1 - repeated - 4 * LONGEST_WORD)
+    while len(tokens) < length - 1 - repeated - 2 * LONGEST_WORD:
+        write(asked_key if len(tokens) >= due and asked_key not in seen else new_key())
+    write(asked_key)
+    padding = length - len(tokens)
+    return [filler] * padding + tokens, [False] * padding + asked
+
+
+class LastStateDecoder(nn.Module):
+    """A causal language model without its head, and a small network that reads its last state at every position.
+
+    The auto-encoder of MAD (Poli et al. 2024): state plus sinusoidal position, two layers as wide as the model, then
+    logits. The model's own head is not used.
+    """
+
+    def __init__(self, model: nn.Module, length: int, symbols: int):
+        super().__init__()
+        width = model.config.hidden_size
+        self.model = model
+        self.register_buffer("positions", sinusoids(length, width).to(model.dtype), persistent=False)
+        self.decoder = nn.Sequential(
+            nn.RMSNorm(width), nn.Linear(width, width), nn.GELU(),
+            nn.RMSNorm(width), nn.Linear(width, width), nn.GELU(),
+            nn.RMSNorm(width), nn.Linear(width, symbols),
+        ).to(model.dtype)  # fmt: skip
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits [B, T, symbols] of the symbols at all positions, from token ids [B, T] with T at most `length`."""
+        states = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        return self.decoder(states[:, -1:] + self.positions[: input_ids.shape[1]])
+
+
+def sinusoids(length: int, width: int) -> Tensor:
+    """Sines and cosines of wave lengths from 2 pi to 10,000 times that, [length, width] float32; width is even."""
+    frequencies = 10_000.0 ** -torch.linspace(0, 1, width // 2)
+    angles = torch.arange(length)[:, None] * frequencies
+    return torch.cat([angles.sin(), angles.cos()], -1)
 
 
 @dataclass(frozen=True)

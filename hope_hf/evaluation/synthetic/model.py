@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from hope_hf import PRESETS
 from hope_hf.cli.models import build_config, build_model, parse_overrides
 
-from ..arguments import Arguments
+from ..flags import Arguments
 
 _WIDEST_CELL = 40
 # Width 64 and 2 layers for every architecture; only the fields that it has are set.

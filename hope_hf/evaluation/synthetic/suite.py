@@ -7,21 +7,26 @@ import time
 
 import torch
 
-from ..arguments import Arguments, reads
-from ..parsing import parse_lengths
+from ..flags import Arguments, chosen_tasks, parse_lengths, suite
 from ..result import Row, SuiteResult, mean_and_stderr, summary_row
 from ..subject import choose_device
-from ..task_names import own_tasks
+from .associative_recall import associative_recall
+from .formal_languages import formal_languages
+from .mad import mad
 from .model import describe, small_model
 from .task import Task, chance
-from .tasks import known_tasks
 from .training import TEST_STREAM, fixed_samples, score_samples, train
 
 
-@reads(
+def known_tasks(lengths: list[int] | None = None) -> dict[str, Task]:
+    """All tasks by name; `lengths` are the longest words of the formal languages' bins; other tasks ignore them."""
+    return {**formal_languages(lengths), **associative_recall(), **mad()}
+
+
+@suite(
     "tasks", "lengths", "max_train_steps", "learning_rate", "ema_decay", "num_seeds", "limit", "batch_size",
     "seed", "model_type", "config_name", "config_overrides",
-    "dtype", "trust_remote_code", "attn_implementation",
+    "dtype", "trust_remote_code", "attn_implementation", tasks=known_tasks(), loads_model=False,
 )  # fmt: skip
 def synthetic(args: Arguments, subject=None) -> SuiteResult:
     """Train `--num_seeds` models per task and test them: a row per task and bin.
@@ -52,7 +57,7 @@ def asked_tasks(args: Arguments) -> list[Task]:
             batch_size=args.given_rows,
             samples=min(args.limit, tasks[name].samples) if args.limit else None,
         )
-        for name in own_tasks(args, "synthetic", tasks)
+        for name in chosen_tasks(args, "synthetic", tasks)
     ]
 
 

@@ -12,12 +12,18 @@ import torch
 from transformers import LlamaConfig
 
 from hope_hf.evaluation import main
-from hope_hf.evaluation.continual import class_suite
+from hope_hf.evaluation.continual.class_incremental import (
+    Matrix,
+    average,
+    backward_transfer,
+    class_incremental,
+    forgetting,
+    rows,
+    summary,
+)
 from hope_hf.evaluation.continual.classes import BANKING_GROUPS, ClassGroups, Example, banking77, clinc150, open_groups
 from hope_hf.evaluation.continual.fine_tuning import learn_by_fine_tuning
-from hope_hf.evaluation.continual.in_context import learn_in_context
-from hope_hf.evaluation.continual.labels import choose, context_of, label_of, read
-from hope_hf.evaluation.continual.matrix import Matrix, average, backward_transfer, forgetting, rows, summary
+from hope_hf.evaluation.continual.in_context import choose, context_of, label_of, learn_in_context, read
 from hope_hf.evaluation.subject import Subject
 
 
@@ -27,6 +33,10 @@ def groups() -> ClassGroups:
     labels = ["reads", "writes", "learns", "long text"]
     train = [[Example(f"it {labels[c]} {n}", c) for n in range(3) for c in classes] for classes in ((0, 1), (2, 3))]
     return ClassGroups(["one", "two"], labels, [range(0, 2), range(2, 4)], train, [part[:4] for part in train])
+
+
+def matrix_of(groups, found) -> Matrix:
+    return Matrix(groups.names, [len(one) for one in groups.classes], *found)
 
 
 @pytest.fixture
@@ -100,16 +110,16 @@ def test_the_likeliest_label_is_that_of_whole_forward_passes(subject, groups, ki
 
 def test_the_matrix_grows_with_the_groups_and_has_its_controls(subject, groups):
     loaded = subject("hope")
-    matrix = learn_in_context(loaded, groups, 1, 64, 0, "x")
+    matrix = matrix_of(groups, learn_in_context(loaded, groups, 1, 64, 0, "x"))
     assert [len(row) for row in matrix.hits] == [1, 2] and set(matrix.controls) == {"joint", "frozen"}
-    assert set(learn_in_context(subject("llama"), groups, 1, 64, 0, "x").controls) == {"joint"}
+    assert set(learn_in_context(subject("llama"), groups, 1, 64, 0, "x")[1]) == {"joint"}
     assert [row["chance"] for row in rows(matrix)] == [0.5, 0.25, 0.25, 0.25]
 
 
 def test_fine_tuning_learns_a_group_forgets_it_and_leaves_the_model_as_it_was(subject, groups):
     loaded = subject("llama")
     before = {name: value.clone() for name, value in loaded.model.state_dict().items()}
-    matrix = learn_by_fine_tuning(loaded, groups, 30, 8, 2e-2, 64, 0, "x")
+    matrix = matrix_of(groups, learn_by_fine_tuning(loaded, groups, 30, 8, 2e-2, 64, 0, "x"))
     assert all(torch.equal(value, before[name]) for name, value in loaded.model.state_dict().items())
     assert matrix.accuracy(0, 0) > 0.5 and matrix.accuracy(1, 1) > 0.5
     assert forgetting(matrix) == matrix.accuracy(0, 0) - matrix.accuracy(1, 0) > 0
@@ -178,7 +188,7 @@ def learned(subject):
     classes = [range(0, 2), range(2, 4), range(4, 6)]
     examples = [[Example(f"what is number {label}?", label) for label in part] for part in classes]
     groups = ClassGroups(["a", "b", "c"], labels, classes, examples, examples)
-    return lambda kind: learn_in_context(Subject(kind(tokenizer), tokenizer), groups, 1, 64, 0, "x")
+    return lambda kind: matrix_of(groups, learn_in_context(Subject(kind(tokenizer), tokenizer), groups, 1, 64, 0, "x"))
 
 
 def test_a_model_that_keeps_everything_scores_all_and_forgets_nothing(learned):
@@ -232,7 +242,7 @@ def test_a_whole_report(folders, data, tmp_path):
 
 def test_what_cannot_be_learned(subject, arguments, data, groups):
     def ask(kind="llama", **options):
-        class_suite.class_incremental(arguments(tasks="clinc150-in-context", **options), subject(kind))
+        class_incremental(arguments(tasks="clinc150-in-context", **options), subject(kind))
 
     with pytest.raises(ValueError, match="needs --data_dir: a folder with clinc150_full.json"):
         ask()
@@ -243,7 +253,7 @@ def test_what_cannot_be_learned(subject, arguments, data, groups):
     with pytest.raises(ValueError, match="take .* tokens, and the model has 160 positions .*: lower --num_fewshot"):
         ask("gpt2", data_dir=str(data), num_fewshot=2)
     with pytest.raises(ValueError, match="--tasks clinc is none of clinc150-in-context, "):
-        class_suite.class_incremental(arguments(tasks="clinc", data_dir=str(data)), subject("llama"))
+        class_incremental(arguments(tasks="clinc", data_dir=str(data)), subject("llama"))
     (data / "clinc150_domains.json").unlink()
     with pytest.raises(ValueError, match="has no clinc150_domains.json: copy the data set's file there"):
         ask(data_dir=str(data))

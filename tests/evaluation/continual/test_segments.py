@@ -9,8 +9,7 @@ import yaml
 
 from hope_hf.evaluation import main
 from hope_hf.evaluation.checkpoints import Checkpoint
-from hope_hf.evaluation.continual.segments import cut
-from hope_hf.evaluation.continual.suite import Measured, by_checkpoint, forgetting, transfer
+from hope_hf.evaluation.continual.segments import Measured, by_checkpoint, cut, forgetting, transfer
 from hope_hf.evaluation.perplexity import perplexity
 
 

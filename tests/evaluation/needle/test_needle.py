@@ -2,19 +2,19 @@
 
 import math
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hope_hf.evaluation.needle import haystack
-from hope_hf.evaluation.needle.samples import make_samples
-from hope_hf.evaluation.needle.scoring import share_found
-from hope_hf.evaluation.needle.suite import needle
-from hope_hf.evaluation.needle.tasks import TASKS, listed
+from hope_hf.evaluation.needle.retrieval import needle, passkey
+from hope_hf.evaluation.needle.samples import NOISE, filler, make_samples, noise
+from hope_hf.evaluation.needle.samples import text as haystack
+from hope_hf.evaluation.needle.tasks import RULER, TASKS, listed
+from hope_hf.evaluation.streams import Scores
 from hope_hf.evaluation.subject import Subject
+from hope_hf.evaluation.suites import with_own_tasks
 
 CHANCE = "Tasks, and the scores of chance"
 QUESTION = re.compile(r"What (?:is|are all) the special magic \w+ for (.*?) mentioned in .* provided text (?:is|are)")
@@ -87,8 +87,8 @@ FAST = dict(lengths="1300", depths="0,0.5", samples_per_length=2, max_new_tokens
 
 def test_a_model_that_copies_solves_every_task(stubbed, text):
     result = needle(text(**FAST), stubbed(Copier))
-    assert list(result.tables) == [CHANCE, *TASKS]
-    for name in TASKS:
+    assert list(result.tables) == [CHANCE, *RULER]
+    for name in RULER:
         rows = result.tables[name]
         assert [row["depth"] for row in rows] == [0, 0.5]
         for row in rows:
@@ -98,8 +98,8 @@ def test_a_model_that_copies_solves_every_task(stubbed, text):
 def test_a_uniform_model_scores_the_chance_that_is_printed(stubbed, text):
     result = needle(text(**FAST), stubbed(Stub))
     chances = {row["task"]: row for row in result.tables[CHANCE]}
-    assert list(chances) == list(TASKS)
-    for name in TASKS:
+    assert list(chances) == list(RULER)
+    for name in RULER:
         for row in result.tables[name]:
             assert row["loss"] == pytest.approx(chances[name]["chance_loss"], rel=1e-6)
             assert row["generated"] == row["exact"] == 0.0
@@ -108,18 +108,18 @@ def test_a_uniform_model_scores_the_chance_that_is_printed(stubbed, text):
 def test_chance_is_the_probability_of_the_values_under_a_uniform_model(stubbed, text):
     loaded = stubbed(Stub)
     (row,) = needle(text(tasks="s-niah-1", samples_per_length=1, max_new_tokens=1), loaded).tables[CHANCE]
-    found = haystack.noise(loaded, 1300)
+    found = noise(loaded, 1300)
     (sample,) = make_samples(loaded, TASKS["s-niah-1"], found, 1300, 0.0, range(42, 43))
     tokens = len(loaded.encode(f" {sample.values[0]}"))
     assert row["chance"] == pytest.approx(math.exp(-row["chance_loss"] * tokens)) and tokens > 1
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", RULER)
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
 def test_what_lies_where(stubbed, text, name, depth):
     loaded, task = stubbed(Stub), TASKS[name]
-    filler = haystack.noise(loaded, 2000) if task.haystack == "noise" else haystack.text(text(), loaded, 2000)
-    samples = make_samples(loaded, task, filler, 2000, depth, range(3))
+    around = noise(loaded, 2000) if task.haystack == "noise" else haystack(loaded, 2000, text())
+    samples = make_samples(loaded, task, around, 2000, depth, range(3))
     assert len({len(sample.prompt) for sample in samples}) == 1
     assert max(len(sample.prompt) + len(sample.answer) for sample in samples) == 2000
     for sample in samples:
@@ -141,22 +141,22 @@ def test_what_lies_where(stubbed, text, name, depth):
 
 def test_a_needle_stands_between_sentences(stubbed, text):
     loaded = stubbed(Stub)
-    filler = haystack.text(text(), loaded, 1500)
-    (sample,) = make_samples(loaded, TASKS["s-niah-2"], filler, 1500, 0.5, range(1))
+    around = haystack(loaded, 1500, text())
+    (sample,) = make_samples(loaded, TASKS["s-niah-2"], around, 1500, 0.5, range(1))
     before, _, after = loaded.tokenizer.decode(sample.prompt).partition("One of the special magic")
     assert before.rstrip().endswith(".") and after.partition(". ")[2].startswith(("The model", "It writes"))
 
 
 def test_samples_repeat_with_their_seed_and_differ_otherwise(stubbed):
     loaded = stubbed(Stub)
-    filler = haystack.noise(loaded, 1000)
-    samples = make_samples(loaded, TASKS["s-niah-1"], filler, 1000, 0.5, range(2))
-    assert samples == make_samples(loaded, TASKS["s-niah-1"], filler, 1000, 0.5, range(2))
+    around = noise(loaded, 1000)
+    samples = make_samples(loaded, TASKS["s-niah-1"], around, 1000, 0.5, range(2))
+    assert samples == make_samples(loaded, TASKS["s-niah-1"], around, 1000, 0.5, range(2))
     assert samples[0].values != samples[1].values
 
 
 def test_all_expected_strings_count_wherever_they_stand():
-    assert share_found("they are ABC and 12", ["abc", "34"]) == 0.5
+    assert TASKS["mq-niah"].score("they are ABC and 12", ["abc", "34"]) == 0.5
 
 
 def test_memories_have_a_frozen_control_and_pictures(subject, text, tmp_path):
@@ -189,10 +189,100 @@ def test_what_cannot_be_asked(subject, stubbed, text, arguments, tmp_path):
     )
 
 
-def test_suites_share_the_flag_of_tasks():
-    from hope_hf.evaluation.task_names import own_tasks
+def test_suites_share_the_flag_of_tasks(arguments):
+    def seen(suites, tasks):
+        return with_own_tasks(arguments(suite=suites, tasks=tasks), "needle").tasks
 
-    args = SimpleNamespace(suite="needle,synthetic", tasks="aa,s-niah-1")
-    assert own_tasks(args, "needle", TASKS) == ["s-niah-1"]
+    assert seen("needle,synthetic", "aa,s-niah-1") == "s-niah-1" and seen("needle,synthetic", "x") == "x"
     with pytest.raises(ValueError, match="--tasks names no needle task"):
-        own_tasks(SimpleNamespace(suite="needle,zero_shot", tasks="piqa"), "needle", TASKS)
+        needle(arguments(tasks=seen("needle,zero_shot", "piqa")), None)
+
+
+# Pass keys.
+
+
+@pytest.mark.parametrize("length", [150, 256, 1000])
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+def test_a_pass_key_has_its_length_and_depth(subject, length, depth):
+    loaded = subject()
+    (sample,) = make_samples(loaded, TASKS["passkey"], filler(loaded, length), length, depth, range(3, 4))
+    (key,) = sample.values
+    text = loaded.tokenizer.decode(sample.prompt, skip_special_tokens=True)
+    assert len(sample.prompt) + len(sample.answer) == length and sample.prompt[0] == loaded.start
+    assert loaded.tokenizer.decode(sample.answer) == f" {key}" and len(key) == 5
+    assert text.count(key) == 2 and text.endswith("The pass key is")
+    before, _, after = text.partition("The pass key is")
+    after = after[: after.index("What is")]
+    assert (len(before) == 0) == (depth == 0.0)
+    assert (NOISE[:20] in after) == (depth < 1.0)
+
+
+def test_pass_keys_differ_by_seed_and_repeat(subject):
+    loaded = subject()
+    first, second, third, fourth = (
+        make_samples(loaded, TASKS["passkey"], filler(loaded, 200), 200, 0.5, range(seed, seed + 1))[0].values
+        for seed in (1, 2, 3, 1)
+    )
+    assert first == fourth and first != second != third != first
+
+
+def test_pass_keys_of_a_model_that_copies_and_of_one_that_errs_once(subject, arguments, monkeypatch):
+    loaded, module = subject(), "hope_hf.evaluation.needle.retrieval.carried_scores"
+
+    def copies(model, input_ids, *rest):
+        return Scores(torch.zeros(input_ids.shape[0], input_ids.shape[1] - 1), input_ids[:, 1:].clone())
+
+    monkeypatch.setattr(module, copies)
+    rows = passkey(arguments(lengths="200,256", depths="0,1", samples_per_length=3), loaded).tables["Passkey"]
+    assert [(row["length"], row["depth"], row["n"]) for row in rows] == [
+        (200, 0.0, 3), (200, 1.0, 3), (256, 0.0, 3), (256, 1.0, 3)
+    ]  # fmt: skip
+    assert all(row["exact"] == 1.0 and row["loss"] == 0.0 for row in rows)
+
+    def errs_in_the_last_digit(model, input_ids, *rest):
+        scores = copies(model, input_ids)
+        scores.guesses[0, -1] += 1
+        return scores
+
+    monkeypatch.setattr(module, errs_in_the_last_digit)
+    rows = passkey(arguments(lengths="200", depths="0", samples_per_length=4, batch_size=4), loaded).tables["Passkey"]
+    assert rows[0]["exact"] < 1.0
+
+
+def test_an_untrained_model_finds_no_pass_key(subject, arguments, tmp_path):
+    for kind in ("hope", "llama"):
+        result = passkey(arguments(lengths="160", depths="0.5", samples_per_length=2), subject(kind))
+        (row,) = result.tables["Passkey"]
+        assert row["exact"] == row["generated"] == 0.0 and row["loss"] > 1.0
+        assert ("frozen" in row) == (kind == "hope")
+        for name, draw in result.pictures.items():
+            draw(tmp_path / name)
+            assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_text_as_long_as_the_models_positions(subject, arguments):
+    loaded = subject("gpt2")
+    (row,) = passkey(arguments(lengths="160", depths="0.5", samples_per_length=1), loaded).tables["Passkey"]
+    assert row["n"] == 1 and row["generated"] == 0.0
+    # A tokenizer with longer tokens leaves fewer of the positions to the answer.
+    assert len(loaded.encode(loaded.continued(torch.full((1, 157), loaded.start), 6)[0])) <= 3
+
+
+def test_losses_that_are_no_numbers(subject, arguments):
+    broken = subject("llama")
+    with torch.no_grad():
+        broken.model.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="passkey: the model's losses are not finite"):
+        passkey(arguments(lengths="160", depths="0.5", samples_per_length=1), broken)
+
+
+def test_an_answer_must_begin_with_the_pass_key():
+    score = TASKS["passkey"].score
+    assert [score(text, ["12345"]) for text in (" 12345", "12399", "is 12345")] == [1.0, 0.0, 0.0]
+
+
+def test_lengths_that_do_not_suit_pass_keys(subject, arguments):
+    with pytest.raises(ValueError, match="--lengths is too short for the needles .* of passkey: give at least"):
+        passkey(arguments(lengths="20"), subject())
+    with pytest.raises(ValueError, match="the model has 512 positions"):
+        passkey(arguments(lengths="1k"), subject("llama"))

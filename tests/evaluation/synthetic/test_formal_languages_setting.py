@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hope_hf.evaluation.parsing import parse
+from hope_hf.evaluation.flags import parse
 from hope_hf.evaluation.suites import SUITES
 from hope_hf.evaluation.synthetic.suite import synthetic
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from hope_hf import HopeConfig, HopeForCausalLM
-from hope_hf.evaluation.synthetic.last_state_decoder import LastStateDecoder, sinusoids
-from hope_hf.evaluation.synthetic.mad import draw_in_context_recall, mad, memorised_table
+from hope_hf.evaluation.synthetic.mad import LastStateDecoder, draw_in_context_recall, mad, memorised_table, sinusoids
 
 
 def drawn(name: str, bin: int | None = 0, rows: int = 60, seed: int = 0):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hope_hf.evaluation.arguments import Arguments
+from hope_hf.evaluation.flags import Arguments
 from hope_hf.evaluation.synthetic import training
 from hope_hf.evaluation.synthetic.formal_languages import LANGUAGES, draw
 from hope_hf.evaluation.synthetic.model import describe, small_model

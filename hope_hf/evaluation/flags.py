@@ -1,0 +1,332 @@
+"""Flags of `run_eval.py`, and how a command line becomes checked `Arguments`.
+
+The flags of the model and the text are those of `run_clm.py`.
+"""
+
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from hope_hf.cli.flags import (
+    COUNT,
+    LONGEST,
+    ROWS,
+    SEED,
+    THREADS,
+    Bounds,
+    ModelArguments,
+    TextArguments,
+    check_streaming,
+    flag,
+    warn_of_ignored_share,
+)
+from hope_hf.cli.parser import Parser, named_flags, nearest
+from hope_hf.cli.process import warn_once
+from hope_hf.cli.recipe import replaced, split_recipe
+
+# The `--batch_size` that lm-eval finds by trying.
+AUTO = "auto"
+# The suite of every task that no suite defines.
+LM_EVAL = "zero_shot"
+
+
+@dataclass
+class SuiteArguments:
+    """What is measured."""
+
+    _argument_group_name = "suites"
+
+    suite: str = flag(
+        "perplexity,sample",
+        "Suites with commas: perplexity, passkey, needle, memory, synthetic, zero_shot, continual, "
+        "class_incremental, sample.",
+    )
+    lengths: str | None = flag(None, "Lengths in tokens with commas between them; k is 1,024 (1k,2k,4k).")
+    depths: str = flag("0,0.25,0.5,0.75,1", "passkey, needle: position of the key, from 0 (first) to 1 (last).")
+    samples_per_length: int = flag(
+        4,
+        "passkey, needle: samples per length and depth. perplexity: texts per longest length.",
+        least=1,
+        most=10_000,
+    )
+    samples_per_class: int = flag(2, "class_incremental: test sentences of each class.", **COUNT)
+    tasks: str | None = flag(
+        None,
+        "Tasks with commas between them. synthetic, needle, class_incremental: their own (default: all); zero_shot: "
+        "lm-eval's, YAML files, or paper for the nine of the paper (default).",
+    )
+    num_fewshot: int | None = flag(
+        None,
+        "Examples in the context. zero_shot: default the task's own; class_incremental: of each class (default: 1).",
+        least=0,
+        most=1000,
+    )
+    max_length: int | None = flag(
+        None, "zero_shot: the most tokens of a sequence (default: the model's positions).", least=2, most=LONGEST
+    )
+    log_samples: bool = flag(False, "zero_shot: write every document, request and answer to --output_dir.")
+    data_dir: str | None = flag(
+        None,
+        "Folder of data. zero_shot: TASK_SPLIT.jsonl (.json, .parquet), not the Hub; class_incremental: its files.",
+    )
+    limit: int | None = flag(None, "Use at most N samples of everything; marked in the report.", **COUNT)
+    max_train_steps: int | None = flag(
+        None,
+        "Steps of training. synthetic: default the task's own; class_incremental: of each group (default: 100).",
+        **COUNT,
+    )
+    learning_rate: float | None = flag(
+        None,
+        "synthetic: peak learning rate (default: the task's own); class_incremental: of fine-tuning (default: 5e-4).",
+        above=0,
+        below=1,
+    )
+    ema_decay: float = flag(
+        0.0,
+        "synthetic: decay per step of a moving mean of the weights, tested as well (0: none).",
+        least=0,
+        below=1,
+    )
+    num_seeds: int = flag(1, "synthetic: models trained per task, with seeds --seed, --seed + 1, ...", **COUNT)
+    segments: str | None = flag(
+        None,
+        "continual: a YAML file with a corpus for each segment, in the keys of --dataset_mixture (default: what the "
+        "run's --dataset_mixture or --train_shards hold out).",
+    )
+    prompts: str | None = flag(None, "sample: a text file with one prompt a line (default: the text's beginnings).")
+    max_new_tokens: int | None = flag(
+        None, "Tokens of each continuation (default: sample 64, needle 128).", least=1, most=1_000_000
+    )
+
+
+@dataclass
+class RunArguments:
+    """How it is measured, and where the report goes."""
+
+    _argument_group_name = "run"
+
+    output_dir: str | None = flag(None, "Folder of results.json, results.md and pictures (default: print only).")
+    checkpoints: str | None = flag(
+        None, "Evaluate checkpoints of the run in --model_name_or_path: all, or every:N steps; those done are skipped."
+    )
+    compare: list[str] | None = flag(
+        None, "Evaluate nothing: set these reports side by side (folders or files; the differences are to the first)."
+    )
+    archive_dir: str | None = flag(None, "Keep every report as RUN/TIME.json in this folder; nothing is overwritten.")
+    report_to: str = flag("none", "Trackers of numbers and pictures: none, wandb, tensorboard, with commas.")
+    batch_size: str | None = flag(
+        None, "Rows per forward pass (default: 8; synthetic: the task's own); zero_shot: auto, as many as fit."
+    )
+    offline: bool = flag(False, "Ask the Hub for nothing: models, tokenizers and data are local or in its cache.")
+    dtype: Literal["float32", "bfloat16", "float64"] = flag("float32", "Type of the weights.")
+    device: str | None = flag(None, "cpu, cuda, cuda:1, ... (default: the accelerator, if there is one).")
+    seed: int = flag(42, "Seed of samples, and of models that are trained.", **SEED)
+    cpu_threads: int | None = flag(None, "Threads (default: OMP_NUM_THREADS, or all cores).", **THREADS)
+
+
+@dataclass
+class Arguments(ModelArguments, TextArguments, SuiteArguments, RunArguments):
+    """All flags of an evaluation, flat."""
+
+    _argument_group_name = None
+
+    @property
+    def given_rows(self) -> int | None:
+        """`--batch_size` where it is a number."""
+        return None if self.batch_size in (None, AUTO) else int(self.batch_size)
+
+    @property
+    def rows(self) -> int:
+        """Rows per forward pass of a loaded model."""
+        return self.given_rows or 8
+
+    @property
+    def texts_per_length(self) -> int:
+        """`--samples_per_length`, and no more than `--limit`."""
+        return min(self.samples_per_length, self.limit or self.samples_per_length)
+
+
+# What a suite that loads a model, and one that reads the held-out text, take from the command line.
+MODEL = ("model_name_or_path", "tokenizer_name", "trust_remote_code", "attn_implementation", "dtype")
+TEXT = (
+    "dataset_name", "dataset_config_name", "train_file", "dataset_mixture", "train_shards", "validation_file",
+    "validation_split_percentage", "max_eval_samples", "streaming", "trust_remote_code",
+)  # fmt: skip
+# What the program itself reads, whatever is measured.
+ALWAYS = frozenset(
+    "suite output_dir checkpoints compare archive_dir report_to offline device cpu_threads model_name_or_path".split()
+)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A suite of measurements, and what it offers.
+
+    measure: `measure(args, subject) -> SuiteResult`. It writes nothing; a mistake raises ValueError of one sentence.
+    reads: the flags that it reads. Others that are given are warned of.
+    tasks: the names of `--tasks` that the suite defines.
+    loads_model: whether the program loads the model, as `subject`. Other suites train models or load several.
+    needs_memory: whether it measures self-modifying memories.
+    over_checkpoints: whether it reads all checkpoints of a run at once.
+    in_processes: whether several processes can share its work.
+    """
+
+    measure: Callable
+    reads: frozenset[str]
+    tasks: Collection[str] = ()
+    loads_model: bool = True
+    needs_memory: bool = False
+    over_checkpoints: bool = False
+    in_processes: bool = False
+
+    def __call__(self, args: Arguments, subject=None):
+        """As `measure`."""
+        return self.measure(args, subject)
+
+
+def suite(*reads: str, **offers) -> Callable[[Callable], Suite]:
+    """Decorates the function of a suite: the flags that it reads, and the other fields of `Suite`."""
+    return lambda measure: Suite(measure, frozenset(reads), **offers)
+
+
+GROUPS = (ModelArguments, TextArguments, SuiteArguments, RunArguments)
+FLAGS = tuple(f.name for group in GROUPS for f in fields(group))
+# Flags that a recipe of run_clm.py may contain.
+TRAINING_ONLY = ("max_train_samples", "preprocessing_num_workers")
+
+
+def parse(argv: list[str], suites: dict[str, Suite]) -> Arguments:
+    """Read `[recipe.yaml] --flag value ...`; flags override the recipe, the recipe overrides the defaults.
+
+    `--tasks` without `--suite` chooses the suites that define these tasks. Raises ValueError with one sentence that
+    names the flag or file and the fix.
+    """
+    if argv and os.path.isdir(argv[0]):
+        raise ValueError(f"{argv[0]} is a folder: write --model_name_or_path {argv[0]}, or a YAML file as first word.")
+    recipe, argv = split_recipe(argv, FLAGS)
+    usage = "%(prog)s [recipe.yaml] --model_name_or_path DIR --suite NAMES [flags]"
+    parser = Parser(GROUPS, prog="run_eval.py", usage=usage, allow_abbrev=False)
+    recipe = replaced(recipe, named_flags(parser, argv, FLAGS))
+    named = named_flags(parser, recipe + argv, FLAGS)
+    groups = parser.parse_args_into_dataclasses(recipe + argv, look_for_args_file=False)
+    args = Arguments(**{f.name: getattr(group, f.name) for group in groups for f in fields(group)})
+    if "tasks" in named and "suite" not in named:
+        owners = [next((n for n, one in suites.items() if task in one.tasks), LM_EVAL) for task in names(args.tasks)]
+        args.suite = ",".join(dict.fromkeys(owners)) or LM_EVAL
+    _check(args, suites)
+    _warn_of_ignored(args, named, suites)
+    return args
+
+
+def names(text: str) -> list[str]:
+    """The words of a list with commas, in order, each once."""
+    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+
+
+def chosen_tasks(args: Arguments, suite: str, known: Collection[str]) -> list[str]:
+    """The names of `--tasks`; all `known` ones without the flag. Raises ValueError for no name and unknown ones."""
+    if args.tasks is None:
+        return list(known)
+    chosen = names(args.tasks)
+    if strange := [name for name in chosen if name not in known]:
+        raise ValueError(f"--tasks {strange[0]} is none of {', '.join(known)}{nearest(strange[0], known)}")
+    if not chosen:
+        raise ValueError(f"--tasks names no {suite} task: choose among {', '.join(known)}.")
+    return chosen
+
+
+def parse_lengths(text: str) -> list[int]:
+    """`1k,2k,65536` as ascending numbers of tokens (k is 1,024). Raises ValueError naming --lengths."""
+    lengths = set()
+    for word in names(text.lower()):
+        number, factor = (word[:-1], 1024) if word.endswith("k") else (word, 1)
+        # Python refuses to read thousands of digits.
+        if not number.isdecimal() or len(number) > 20 or not int(number):
+            raise ValueError(f"--lengths {text!r} has {word!r}: write whole numbers of tokens, such as 512,1k,64k.")
+        lengths.add(int(number) * factor)
+    if not lengths:
+        raise ValueError("--lengths is empty: write whole numbers of tokens, such as 512,1k,64k.")
+    if max(lengths) > LONGEST:
+        raise ValueError(f"--lengths {text!r} has more than {LONGEST:,} tokens: lower it.")
+    return sorted(lengths)
+
+
+def parse_depths(text: str) -> list[float]:
+    """`0,0.5,1` as ascending numbers from 0 to 1. Raises ValueError naming --depths."""
+    try:
+        depths = sorted({float(word) for word in names(text)})
+    except ValueError:
+        depths = []
+    if not depths or not all(0 <= depth <= 1 for depth in depths):
+        raise ValueError(f"--depths {text!r} must be numbers from 0 to 1 with commas between them, such as 0,0.5,1.")
+    return depths
+
+
+def parse_checkpoints(text: str | None) -> int:
+    """`all` or `every:N` as the number that divides the steps. Raises ValueError naming --checkpoints."""
+    if text in (None, "all"):
+        return 1
+    word, _, number = text.partition(":")
+    # Python refuses to read thousands of digits.
+    if word != "every" or not number.isdecimal() or len(number) > 20 or not int(number):
+        raise ValueError(f"--checkpoints {text!r} is neither all nor every:N, such as every:1000.")
+    return int(number)
+
+
+def _check_batch_size(text: str | None) -> None:
+    bounds = Bounds(**ROWS)
+    # Python refuses to read thousands of digits.
+    if text not in (None, AUTO) and not (text.isdecimal() and len(text) < 20 and bounds.admit(int(text))):
+        raise ValueError(f"--batch_size is {text!r}: give a whole number {bounds.words()}, or auto.")
+
+
+def _check(args: Arguments, suites):
+    asked = names(args.suite)
+    if not asked:
+        raise ValueError(f"--suite {args.suite!r} is empty: choose among {', '.join(suites)}.")
+    for name in asked:
+        if name not in suites:
+            raise ValueError(f"--suite {name} is none of {', '.join(suites)}{nearest(name, suites)}")
+    if args.log_samples and LM_EVAL in asked and not args.output_dir:
+        raise ValueError("--log_samples writes files: name their folder with --output_dir.")
+    _check_batch_size(args.batch_size)
+    parse_checkpoints(args.checkpoints)
+    if args.report_to != "none" and not args.output_dir:
+        raise ValueError("--report_to needs a folder for pictures and the trackers' files: name it with --output_dir.")
+    if args.checkpoints and not args.model_name_or_path:
+        raise ValueError("--checkpoints needs a run: name its folder with --model_name_or_path.")
+    if args.lengths is not None:
+        parse_lengths(args.lengths)
+    parse_depths(args.depths)
+    if args.model_name_or_path and (args.config_name or args.config_overrides or args.model_type):
+        flag = next(name for name in ("config_name", "config_overrides", "model_type") if getattr(args, name))
+        raise ValueError(
+            f"--{flag} shapes models that the synthetic suite trains and --model_name_or_path loads one: "
+            "run them one after the other."
+        )
+    for name in ("dataset_name", "dataset_mixture", "train_shards"):
+        if args.validation_file and getattr(args, name):
+            raise ValueError(f"--{name} and --validation_file both name the text: give one of them.")
+    check_streaming(args)
+
+
+def _warn_of_ignored(args: Arguments, named: set[str], suites):
+    if args.compare:
+        for name in sorted(named - {"compare", "output_dir"}):
+            warn_once(f"--{name} is ignored: --compare evaluates nothing.")
+        return
+    asked = names(args.suite)
+    readers = {name: [suite for suite in suites if name in suites[suite].reads] for name in FLAGS}
+    for name in sorted(named - ALWAYS):
+        if readers[name] and not set(readers[name]) & set(asked):
+            warn_once(f"--{name} is ignored: it is for --suite {' or '.join(readers[name])}.")
+    if args.batch_size == AUTO and set(asked) != {LM_EVAL}:
+        warn_once("--batch_size auto is for --suite zero_shot: the other suites take their default.")
+    for name in TRAINING_ONLY:
+        if name in named:
+            warn_once(f"--{name} is ignored: it says how run_clm.py reads its training text.")
+    if args.prompts and set(asked) == {"sample"}:
+        for name in sorted(named & set(TEXT) - {"trust_remote_code"}):
+            warn_once(f"--{name} is ignored: --prompts is given.")
+    warn_of_ignored_share(args, named)

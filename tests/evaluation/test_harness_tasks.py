@@ -1,0 +1,110 @@
+"""Task files of lm-eval can run code: refused without `--trust_remote_code`, run with it."""
+
+import json
+
+import pytest
+import yaml
+from lm_eval.tasks import TaskManager
+
+from hope_hf.evaluation import main
+from hope_hf.evaluation.harness_tasks import find_tasks, without_foreign_code
+
+
+@pytest.fixture
+def task_file(tmp_path):
+    """`task_file(text, name)` writes a task with these lines; its code leaves the file `ran`."""
+    (tmp_path / "data.jsonl").write_text(json.dumps({"goal": "a b", "sol": "c"}) + "\n")
+    code = f"open({str(tmp_path / 'ran')!r}, 'w').close()\ndef target(doc): return doc['sol']\n"
+    (tmp_path / "code.py").write_text(code)
+
+    def write(lines: str, name: str = "task"):
+        fields = {
+            "task": name, "dataset_path": "json", "test_split": "test", "output_type": "loglikelihood",
+            "dataset_kwargs": {"data_files": {"test": str(tmp_path / "data.jsonl")}}, "doc_to_text": "{{goal}}",
+        }  # fmt: skip
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(fields) + lines + "\n")
+        return path
+
+    return write
+
+
+ACC = "\nmetric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "doc_to_target: !function code.target" + ACC,
+        "doc_to_target: '{{sol}}'\nprocess_docs: !function os.system" + ACC,
+        "fewshot_config: {samples: !function code.target}",
+        "metric_list: [{metric: owner/metric}]",
+        "metric_list: [{metric: acc, hf_evaluate: true}]",
+        "use_prompt: prompts.yaml:mine",
+        "generation_kwargs: {custom_generate: owner/x, trust_remote_code: true}",
+        "metadata: {tokenizer: owner/x}",
+        "unsafe_code: false",
+        "x: [{dataset_path: pandas}]",
+        "doc_to_target: !function code.target\ndoc_to_target: '{{sol}}'",
+        "<<: {doc_to_target: !function code.target}\ndoc_to_target: '{{sol}}'",
+        "metadata: !!set {!function code.target: null}",
+        "metadata: !!omap [a: !function code.target]",
+        "metadata: !!pairs [a: !function code.target]",
+        "nobody_knows: [{deep: [!function code.target]}]",
+        "metadata: {!function code.target: 1}",
+        "metadata: {a: !<!function> code.target}",
+        "metadata: &a {a: !function code.target}",
+        "a: !!python/object/apply:os.system [x]",
+        "doc_to_target: '{{ cycler.__init__.__globals__.os.getcwd() }}'" + ACC,
+    ],
+)
+def test_no_line_of_a_file_runs_code(task_file, tmp_path, arguments, lines):
+    path = task_file(lines)
+    for file in (path, task_file(f"include: {path.name}", "outer")):
+        for tasks in (str(file), f"piqa,{file}"):
+            with pytest.raises(ValueError, match=f"^--tasks .*{file.name} is no task .*give --trust_remote_code"):
+                find_tasks(arguments(tasks=tasks))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_folder_of_tasks_is_no_task(task_file, tmp_path, arguments, monkeypatch):
+    task_file("doc_to_target: !function code.target" + ACC)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: TaskManager(include_defaults=False))
+    for name in (tmp_path, tmp_path / "task"):
+        with pytest.raises(ValueError, match="is not a task of lm-eval"):
+            find_tasks(arguments(tasks=str(name), model_name_or_path=str(tmp_path)))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_code_runs_where_it_is_trusted(task_file, tmp_path, arguments):
+    path = task_file("doc_to_target: !function code.target" + ACC)
+    manager, tasks = find_tasks(arguments(tasks=str(path), trust_remote_code=True))
+    manager.load(tasks)
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("lines", ["a: [", "include: missing.yaml", "include: {a: b}", "a: !!python/x 1"])
+def test_what_cannot_be_read_is_one_sentence(task_file, arguments, lines):
+    manager, tasks = find_tasks(arguments(tasks=str(task_file(lines)), trust_remote_code=True))
+    with pytest.raises(ValueError, match=r"^--tasks .*task.yaml[^\n]*$"):
+        manager.load(tasks)
+
+
+def test_code_of_a_tokenizer_is_not_run_by_lm_evals_own_functions(tmp_path):
+    """RULER's functions load the tokenizer with `trust_remote_code=True`."""
+    from transformers import AutoTokenizer
+
+    (tmp_path / "config.json").write_text('{"model_type": "none"}')
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Own: pass\n")
+    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["own.Own", null]}}')
+    with without_foreign_code(trusted=False), pytest.raises(ValueError, match="would run Own, code of a model or"):
+        AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=True)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_program_refuses_a_task_file(folders, task_file, tmp_path, capsys):
+    path = task_file("doc_to_target: !function code.target" + ACC)
+    assert main(["--model_name_or_path", folders["hope"], "--suite", "zero_shot", "--tasks", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --tasks {path} is no task") and error.count("\n") == 1, error
+    assert not (tmp_path / "ran").exists()
