@@ -52,11 +52,11 @@ from benchmarks.measuring import Calls, Decoder, held_bytes, in_turn, peak_growt
 from benchmarks.quality.models import HOPE, LLAMA, LLAMA_CONV, RECURRENT_PEERS, SIZES, build
 from hope_hf import PRESETS, HopeConfig, HopeForCausalLM, HopeModel
 from hope_hf.model.inputs import Documents
+from hope_hf.plan.launch import STRATEGIES, Launch, StepOptions
 from hope_hf.plan.simulate import simulate
-from hope_hf.plan.step import StepOptions
-from hope_hf.plan.strategy import STRATEGIES, Launch
+from hope_hf.step.flops import flops_per_token
+from hope_hf.step.gpus import peak_flops
 from hope_hf.step.recompute import parse_recomputed, recompute_activations
-from hope_hf.training.watch.telemetry import flops_per_token, peak_flops
 
 MIB = 2**20
 WIDTH, LAYERS = 256, 4

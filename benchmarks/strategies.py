@@ -32,8 +32,8 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from hope_hf.plan.launch import Launch
 from hope_hf.plan.parsing import parse
-from hope_hf.plan.strategy import Launch
 from hope_hf.plan.verdict import Setting, settings
 from hope_hf.training.watch.trace import read_events
 

@@ -15,15 +15,13 @@ from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
 
 from hope_hf import PRESETS, HopeConfig
 from hope_hf.plan.activations import activations
-from hope_hf.plan.communication import traffic
-from hope_hf.plan.gpus import GIB
-from hope_hf.plan.memory import Memory, memory
+from hope_hf.plan.launch import STRATEGIES, Launch, StepOptions
+from hope_hf.plan.memory import Bytes, Memory, memory, state_bytes
 from hope_hf.plan.parsing import Question, parse
 from hope_hf.plan.shapes import shapes_of
-from hope_hf.plan.states import ADAM_MOMENTS, Bytes, state_bytes
-from hope_hf.plan.step import StepOptions
-from hope_hf.plan.strategy import STRATEGIES, Launch
+from hope_hf.plan.traffic import traffic
 from hope_hf.plan.verdict import settings, verdict
+from hope_hf.step.gpus import GIB
 from hope_hf.step.recompute import Recomputed
 
 ROOT = Path(__file__).parents[1]
@@ -164,7 +162,7 @@ def mistakes() -> str:
 
         **A 200 Gbit/s link counted as 200 GB/s.** 200 Gbit/s are 25 GB/s.
 
-        **GPT-2's Adam state.** It is {ADAM_MOMENTS * gpt2.count / GB:.1f} GB of fp32 moments, not 2.
+        **GPT-2's Adam state.** It is {Bytes().optimizer * gpt2.count / GB:.1f} GB of fp32 moments, not 2.
 
         **The largest model of eight GPUs of 80 GB.** At {Bytes().total} bytes per parameter they hold {ddp:.0f} B
         parameters under DDP and {full:.0f} B under FSDP, not 20 and 160, and nothing else.

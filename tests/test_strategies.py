@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.strategies import KEPT, plan, sent_bytes, strategies
-from hope_hf.plan.communication import traffic
-from hope_hf.plan.strategy import STRATEGIES, Launch
+from hope_hf.plan.launch import STRATEGIES, Launch
+from hope_hf.plan.traffic import traffic
 
 pytestmark = pytest.mark.benchmarks
 

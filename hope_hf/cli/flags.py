@@ -15,6 +15,8 @@ from .process import warn_once
 LARGEST = 10**9
 # The most tokens of one text: the longest trained on or evaluated so far, and still within a machine's memory.
 LONGEST = 2**24
+# Ten times the largest in use; the trainer of tokenizers reserves memory for all entries at once.
+LARGEST_VOCABULARY = 10_000_000
 
 # Bounds that several flags share.
 COUNT = {"least": 1}

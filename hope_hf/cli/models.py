@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import find_adapter_config_file
 
-from .flags import ModelArguments
+from .flags import LARGEST_VOCABULARY, ModelArguments
 from .parser import nearest
 from .process import MISTAKES, one_line
 from .recipe import load_yaml
@@ -101,6 +101,16 @@ def parse_overrides(text: str | None) -> dict:
     # RecursionError: thousands of nested brackets.
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"--config_overrides {text!r} cannot be read: {one_line(error)}.") from None
+
+
+def named_vocabulary(text: str | None) -> int | None:
+    """The `vocab_size` of `--config_overrides`; ValueError unless it is a whole number of entries, or not there."""
+    size = parse_overrides(text).get("vocab_size")
+    if size is not None and (type(size) is not int or not 1 <= size <= LARGEST_VOCABULARY):
+        raise ValueError(
+            f"--config_overrides: vocab_size is {size!r}, give a whole number from 1 to {LARGEST_VOCABULARY:,}."
+        )
+    return size
 
 
 def is_hope(config) -> bool:

@@ -17,6 +17,9 @@ import torch
 RESULTS_FILE = "results.json"
 SCHEMA_VERSION = 1
 
+IGNORED = -100
+"""The label of a token that is not predicted."""
+
 Row = dict[str, str | int | float | None]
 _PACKAGES = (
     "hope_hf", "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "evaluate", "lm_eval"

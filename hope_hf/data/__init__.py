@@ -23,7 +23,6 @@ from .mixture import Corpus, read_mixture
 from .sources import validation_texts
 from .vocabulary import (
     DEFAULT_VOCAB_SIZE,
-    LARGEST_VOCABULARY,
     bytes_per_id,
     check_vocabulary,
     load_tokenizer,
@@ -33,7 +32,6 @@ from .vocabulary import (
 
 __all__ = [
     "DEFAULT_VOCAB_SIZE",
-    "LARGEST_VOCABULARY",
     "Corpus",
     "Data",
     "DataConfig",

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hope_hf.cli.results import IGNORED
+
 from .config import DataConfig
 from .loader import Layout, Prefetched
-from .packing import IGNORED, Block, collate
+from .packing import Block, collate
 from .sources import Opened, open_mixture, open_shards, open_synthetic, open_text
 from .vocabulary import bytes_per_id
 

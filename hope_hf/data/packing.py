@@ -28,11 +28,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hope_hf.cli.program import lines_of_datasets
+from hope_hf.cli.results import IGNORED
 
 from .cache import cache_errors
 from .encoding import make_encoder
 
-IGNORED = -100
 _BAR = "Tokenizing"
 # Bytes of text.
 _READ_TOGETHER = 1 << 21

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from hope_hf.cli.flags import COUNT, check_output, flag
+from hope_hf.cli.flags import COUNT, LARGEST_VOCABULARY, check_output, flag
 from hope_hf.cli.parser import Parser
 from hope_hf.cli.process import complain, warn_once
 from hope_hf.cli.program import program
@@ -23,7 +23,7 @@ from hope_hf.cli.program import program
 from .corpora import BYTES_PER_TOKEN, Needed, passing
 from .files import find_files, load_files
 from .mixture import Corpus, read_mixture
-from .vocabulary import DEFAULT_VOCAB_SIZE, LARGEST_VOCABULARY, SMALLEST_VOCABULARY, save_tokenizer, train_tokenizer
+from .vocabulary import DEFAULT_VOCAB_SIZE, SMALLEST_VOCABULARY, save_tokenizer, train_tokenizer
 
 SEED = 0
 

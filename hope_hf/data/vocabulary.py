@@ -21,8 +21,6 @@ DEFAULT_VOCAB_SIZE = 4096
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
 SMALLEST_VOCABULARY = 256 + 2
-# Ten times the largest in use; the trainer reserves memory for all entries at once.
-LARGEST_VOCABULARY = 10_000_000
 _LONGEST_WORD = 1 << 10
 # What byte-level BPE takes for one word: letters, digits, other signs or spaces.
 _ONE_WORD = re.compile(r"[^\W\d_]+|\d+|[^\w\s]+|_+|\s+")

@@ -80,7 +80,7 @@ def build_optimizer(
                 "optimizer": rule,
                 "level": level,
                 "period_tokens": periods.get(level, 0),
-                "period_steps": max(1, round(periods.get(level, 0) / tokens_per_step)),
+                "period_steps": period_steps(periods.get(level, 0), tokens_per_step),
                 "lr": (vector_learning_rate if is_vector else learning_rate) * factor,
                 "weight_decay": decay if decays else 0.0,
                 **RULES[rule].settings(own.betas or betas, eps),
@@ -96,6 +96,17 @@ def rules_of(model: nn.Module, name: str) -> dict[str, str]:
     """
     kinds = _Kinds(model)
     return {own_name: kinds.rule(own_name, parameter, name) for own_name, parameter in model.named_parameters()}
+
+
+def period_steps(period: int, tokens_per_step: int) -> int:
+    """Optimizer steps between two updates of a level whose period is given in tokens; 1 for a period of 0."""
+    return max(1, round(period / tokens_per_step))
+
+
+def periods_of(model: nn.Module) -> dict[str, int]:
+    """Tokens between two updates of each parameter, by its name; 0 for a parameter of no level."""
+    periods, level_of = _levels(model)
+    return {name: periods.get(level_of.get(parameter), 0) for name, parameter in model.named_parameters()}
 
 
 def _levels(model: nn.Module) -> tuple[dict[int, int], dict[nn.Parameter, int]]:

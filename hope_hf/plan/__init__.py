@@ -1,7 +1,17 @@
 """Memory, time and cost of a run: `python -m hope_hf.plan` beforehand, `plan_running` once it has started."""
 
-from .run import main
-from .running import Planned, plan_running
-from .step import StepOptions
+from .launch import STRATEGIES, UNSHARDED, Launch, StepOptions, Strategy, fsdp_strategy, zero_strategy
+from .run import Planned, main, plan_running
 
-__all__ = ["Planned", "StepOptions", "main", "plan_running"]
+__all__ = [
+    "STRATEGIES",
+    "UNSHARDED",
+    "Launch",
+    "Planned",
+    "StepOptions",
+    "Strategy",
+    "fsdp_strategy",
+    "main",
+    "plan_running",
+    "zero_strategy",
+]

@@ -15,8 +15,8 @@ from typing import Literal
 
 from hope_hf.step.recompute import MIXERS, Recomputed
 
+from .launch import Launch
 from .shapes import Shapes
-from .strategy import Launch
 
 Mode = Literal["fp32", "autocast", "cast"]
 # Bytes per token and entry of the vocabulary while the loss is differentiated: log-softmax and the gradients of it and
@@ -215,3 +215,29 @@ def _by_matrices(shapes: Shapes, tokens: int, low: int) -> list[Block]:
             in_mixer = not MIXERS.isdisjoint(weight.name.split("."))
             sizes.setdefault(weight.unit, [0, 0])[in_mixer] += tokens * low * sum(weight.shape)
     return [Block(*size) for size in sizes.values()]
+
+
+def cache_bytes(config, tokens: int) -> int:
+    """fp32 bytes that one sequence carries after `tokens` tokens: HOPE's memories and tails, keys and values.
+
+    Memories have the same size after any number of tokens: the weights now, and where the rule or memories that remake
+    streams read them those of the chunk's start.
+    """
+    if config.model_type == "hope":
+        width, heads = config.head_dim, config.num_memory_heads or 0
+        layers = config.paper_rule["depth"] if config.memory_rule == "paper" else 1
+        copies = 2 if config.memory_rule == "paper" or config.memory_projections else 1
+        memories = copies * layers * (len(config.memory_projections) + 1) * width**2
+        memory = heads * (memories + 3 * (config.conv_kernel_size - 1) * width)
+        keys = 2 * tokens * (config.num_key_value_heads or 0) * width
+        # whole blocks, their compressed keys, the convolutions' tail, and an int64
+        slots = math.ceil(tokens / config.sparse_block_size) * config.sparse_block_size
+        compressed, groups = slots // config.sparse_compress_stride, config.num_key_value_heads or 0
+        tail = (config.conv_kernel_size - 1) * ((config.num_attention_heads or 0) + 2 * groups) * width
+        sparse = 2 * (slots + compressed) * groups * width + tail + 2
+        of_kind = {"hope_memory": memory, "sparse_attention": sparse, "full_attention": keys}
+        return 4 * sum(of_kind[kind] for kind in config.layer_types)
+    layers = config.num_hidden_layers
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 4 * layers * 2 * tokens * heads * head

@@ -1,13 +1,43 @@
-"""Peak memory of one process, by arithmetic: states, gathered blocks and activations at four moments of a step."""
+"""Peak memory of one process, by arithmetic: states, gathered blocks and activations at four moments of a step.
+
+The states are weights, gradients and optimizer. Rajbhandari et al. 2020 (arXiv 1910.02054) count 16 bytes a parameter
+under Adam: weights and gradients 4 (or 2) each, two moments of 4. A strategy divides those that it shares out.
+"""
 
 from dataclasses import dataclass
 
+from hope_hf.optim import RULES
 from hope_hf.step.recompute import parse_recomputed
 
 from .activations import Activations, activations
+from .launch import GRADIENTS, OPTIMIZER, WEIGHTS, Launch, StepOptions, Strategy
 from .shapes import Shapes
-from .states import level_periods, optimizer_bytes, shard_bytes
-from .strategy import GRADIENTS, OPTIMIZER, WEIGHTS, Launch
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes per parameter. Here weights, gradients and moments are fp32 under every mixed precision."""
+
+    weights: float = 4
+    gradients: float = 4
+    optimizer: float = RULES["adamw"].state_bytes
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer
+
+
+def state_bytes(parameters: float, strategy: Strategy, parts: int, each: Bytes = Bytes()) -> float:  # noqa: B008
+    """Weights, gradients and optimizer of one process, of a model cut evenly into `parts`."""
+    sizes = {WEIGHTS: each.weights, GRADIENTS: each.gradients, OPTIMIZER: each.optimizer}
+    return parameters * sum(size / (parts if kind in strategy.shared else 1) for kind, size in sizes.items())
+
+
+def shard_bytes(shapes: Shapes, parts: int, by_rows: bool, each=lambda weight: 4) -> int:
+    """Bytes of the largest part of all parameters; `each`: bytes per element of a parameter."""
+    if by_rows:
+        return sum(-(-w.shape[0] // parts) * (w.count // w.shape[0]) * each(w) for w in shapes.weights)
+    return -(-sum(w.count * each(w) for w in shapes.weights) // parts)
 
 
 @dataclass(frozen=True)
@@ -36,20 +66,17 @@ class Memory:
         return sum(self.split.values())
 
 
-def memory(config, shapes: Shapes, launch: Launch, step, per_node: int = 8) -> Memory:
-    """The peak of one optimizer step.
-
-    Args:
-        step: `StepOptions`.
-        per_node: processes of one machine.
-    """
+def memory(config, shapes: Shapes, launch: Launch, step: StepOptions, per_node: int = 8) -> Memory:
+    """The peak of one optimizer step, with `per_node` processes on one machine."""
     recomputed = parse_recomputed(step.checkpointing)
     kept = activations(config, shapes, launch, step.batch_size, step.block_size, recomputed)
     tokens = step.batch_size * step.block_size * step.accumulation * launch.world_size
-    states = _states(config, shapes, launch, step, tokens)
+    states = _states(shapes, launch, step, tokens)
     compute = launch.compute_bytes
     block = shapes.largest_block * compute if launch.strategy.gathers else 0
-    between = _between_batches(shapes, launch, step) if step.accumulation > 1 else 0
+    whole = launch.whole_gradients(step.reduce_dtype)
+    holds_whole = whole is not None and step.accumulation > 1 and not step.sync_each_batch
+    between = whole.itemsize * shapes.count if holds_whole else 0
     # Gradients as a process holds them while it works on a batch: of the batches before, and of this one.
     before = states["gradients"] if step.accumulation > 1 and not between else 0
     after = 0 if between else states["gradients"]
@@ -81,10 +108,9 @@ def memory(config, shapes: Shapes, launch: Launch, step, per_node: int = 8) -> M
     )
 
 
-def _states(config, shapes: Shapes, launch: Launch, step, tokens: int) -> dict[str, int]:
+def _states(shapes: Shapes, launch: Launch, step: StepOptions, tokens: int) -> dict[str, int]:
     """Weights, gradients and optimizer of the largest part, and what an engine keeps beside them."""
     shared, by_rows = launch.strategy.shared, launch.strategy.engine == "fsdp2"
-    periods = level_periods(config)
 
     def part(kind: str, each=lambda weight: 4) -> int:
         return shard_bytes(shapes, launch.parts if kind in shared else 1, by_rows, each)
@@ -94,7 +120,7 @@ def _states(config, shapes: Shapes, launch: Launch, step, tokens: int) -> dict[s
     states = {
         "weights": part(WEIGHTS, lambda weight: 2 if halves else 4),
         "gradients": part(GRADIENTS, lambda weight: 2 if halves else 4),
-        "optimizer": part(OPTIMIZER, lambda weight: optimizer_bytes(weight, step.optimizer, periods, tokens)),
+        "optimizer": part(OPTIMIZER, lambda weight: weight.optimizer_bytes(step.optimizer, tokens)),
     }
     if launch.strategy.engine == "plain" and launch.world_size > 1:
         # DDP reduces gradients in buckets, which are not the gradients themselves.
@@ -103,17 +129,6 @@ def _states(config, shapes: Shapes, launch: Launch, step, tokens: int) -> dict[s
         # DeepSpeed's optimizer has its own copy of the weights that it updates.
         states["buckets"] = shard_bytes(shapes, launch.parts, False)
     return states
-
-
-def _between_batches(shapes: Shapes, launch: Launch, step) -> int:
-    """Without `--sync_each_batch` FSDP adds up the gradients of the whole model, instead of a process's part."""
-    if not launch.strategy.engine.startswith("fsdp") or not launch.strategy.gathers or step.sync_each_batch:
-        return 0
-    if launch.precision == "no":
-        return 4 * shapes.count
-    # Version 1 adds them up as they were computed, version 2 as they will be summed over processes.
-    size = launch.compute_bytes if launch.strategy.engine == "fsdp1" else step.reduce_dtype.itemsize
-    return size * shapes.count
 
 
 def _at_loss(shapes: Shapes, launch: Launch, states: dict, kept: Activations, compute: int) -> dict[str, int]:

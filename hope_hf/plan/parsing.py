@@ -9,24 +9,21 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hope_hf import PRESETS
-from hope_hf.cli.models import build_config, load_config, parse_overrides
+from hope_hf.cli.models import build_config, load_config, named_vocabulary
 from hope_hf.cli.parser import Parser, named_flags
 from hope_hf.cli.process import warn_once
 from hope_hf.cli.recipe import replaced, without
 from hope_hf.optim import RULES
+from hope_hf.step.arguments import LONGEST_DEFAULT_BLOCK, check_block_size
+from hope_hf.step.gpus import Gpu, parse_gpus
 from hope_hf.step.recipe import split_run_recipe
 from hope_hf.step.recompute import Recomputed, parse_recomputed
 
 from .arguments import FLAGS, GROUPS, Arguments
-from .gpus import Gpu, parse_gpus
+from .launch import Launch, StepOptions, read_launch_file
 from .shapes import Shapes, shapes_of
-from .step import StepOptions
-from .strategy import Launch, read_launch_file
 
-LONGEST_DEFAULT_BLOCK = 1024
 SHAPES_A_MODEL = {"model_type", "config_name", "config_overrides"}
-# As `hope_hf.data.LARGEST_VOCABULARY`.
-LARGEST_VOCABULARY = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -107,8 +104,7 @@ def _recomputed(args: Arguments, launch: Launch) -> str:
     asked = parse_recomputed(args.gradient_checkpointing)
     if launch.checkpointing and asked.part != "none":
         warn_once("fsdp_activation_checkpointing in the launch file is ignored: --gradient_checkpointing decides.")
-    every_block = launch.checkpointing and asked.part == "none" or asked == Recomputed("block")
-    return "block" if every_block else args.gradient_checkpointing
+    return "block" if asked == Recomputed("block") else launch.recomputes(args.gradient_checkpointing)
 
 
 def _config(args: Arguments):
@@ -126,11 +122,7 @@ def _config(args: Arguments):
 
 
 def _vocabulary(args: Arguments) -> int:
-    size = parse_overrides(args.config_overrides).get("vocab_size")
-    if size is not None and (type(size) is not int or not 1 <= size <= LARGEST_VOCABULARY):
-        raise ValueError(
-            f"--config_overrides: vocab_size is {size!r}, give a whole number from 1 to {LARGEST_VOCABULARY:,}."
-        )
+    size = named_vocabulary(args.config_overrides)
     kind = args.model_type or "hope"
     if size is None and args.config_name in PRESETS or args.config_name is None and kind == "hope":
         size = size or PRESETS[args.config_name or "tiny"].get("vocab_size")
@@ -143,14 +135,9 @@ def _vocabulary(args: Arguments) -> int:
 
 
 def _block_size(args: Arguments, config) -> int:
-    longest = getattr(config, "max_position_embeddings", None)
     if args.block_size is None:
-        return min(LONGEST_DEFAULT_BLOCK, longest or LONGEST_DEFAULT_BLOCK)
-    if longest is not None and args.block_size > longest:
-        raise ValueError(
-            f"--block_size {args.block_size} is longer than the model's {longest} positions "
-            "(max_position_embeddings): choose shorter blocks."
-        )
+        return min(LONGEST_DEFAULT_BLOCK, getattr(config, "max_position_embeddings", None) or LONGEST_DEFAULT_BLOCK)
+    check_block_size(args.block_size, config)
     return args.block_size
 
 

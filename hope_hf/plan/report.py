@@ -1,10 +1,11 @@
-"""The plan as text and as JSON."""
+"""The plan as text, as JSON and as a picture."""
 
 from hope_hf.cli.results import Row, markdown_table
+from hope_hf.step.flops import flops_per_token
+from hope_hf.step.gpus import GIB
 from hope_hf.step.recompute import parse_recomputed
 
-from .flops import cache_bytes, flops_per_token
-from .gpus import GIB
+from .activations import cache_bytes
 from .parsing import Question
 from .simulate import Simulation
 from .verdict import Setting, Verdict
@@ -51,7 +52,7 @@ def as_text(question: Question, rows: list[Setting], verdicts: list[Verdict], fo
 
 def _heading(question: Question) -> str:
     step, launch, shapes = question.step, question.launch, question.shapes
-    flops = flops_per_token(question.config, shapes, step.block_size)
+    flops = flops_per_token(shapes.model, step.block_size)
     recomputed = "" if parse_recomputed(step.checkpointing).part == "none" else f", recomputed: {step.checkpointing}"
     return (
         f"{question.config.model_type}, {shapes.count:,} parameters (largest block {shapes.largest_block:,}), "
@@ -113,8 +114,7 @@ def as_json(question: Question, rows: list[Setting], verdicts: list[Verdict], fo
         "model_type": question.config.model_type,
         "parameters": question.shapes.count,
         "largest_block": question.shapes.largest_block,
-        "shapes_from": "config" if question.shapes.is_formula else "meta device",
-        "flops_per_token": flops_per_token(question.config, question.shapes, question.step.block_size),
+        "flops_per_token": flops_per_token(question.shapes.model, question.step.block_size),
         "state_bytes_per_sequence": cache_bytes(question.config, question.step.block_size),
         "world_size": question.launch.world_size,
         "mixed_precision": question.launch.precision,
@@ -154,3 +154,28 @@ def as_json(question: Question, rows: list[Setting], verdicts: list[Verdict], fo
             for one in verdicts
         },
     }
+
+
+def draw(rows: list[Setting], verdicts: list[Verdict], path: str) -> None:
+    """Write the picture; ValueError where matplotlib is missing or the file cannot be written."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install 'hope_hf[plot]'.") from None
+    figure = Figure(figsize=(1.2 * len(rows) + 3, 4.5), layout="constrained")
+    axes = figure.subplots()
+    names = [row.name for row in rows]
+    floor = [0.0] * len(rows)
+    for category in dict.fromkeys(name for row in rows for name in row.memory.split):
+        sizes = [row.memory.split.get(category, 0) / GIB for row in rows]
+        axes.bar(names, sizes, bottom=floor, label=category)
+        floor = [low + size for low, size in zip(floor, sizes, strict=True)]
+    for index, one in enumerate(verdicts):
+        axes.axhline(one.usable / GIB, color=f"C{index}", linestyle="--", label=f"usable, {one.gpu.name}")
+    axes.set_ylabel("GiB per process, by arithmetic")
+    axes.tick_params(axis="x", rotation=30)
+    axes.legend(fontsize="small", bbox_to_anchor=(1, 1), loc="upper left")
+    try:
+        figure.savefig(path, dpi=130)
+    except OSError as error:
+        raise ValueError(f"--plot {path} cannot be written: {error.strerror}.") from None

@@ -1,12 +1,51 @@
-"""Entry of the command line: parse, count, simulate, answer."""
+"""What the planner answers: a command line, and a run that has started (`run_clm.py --dry_run`)."""
 
 import json
+from dataclasses import dataclass, replace
 
 from hope_hf.cli.models import is_hope
 from hope_hf.cli.process import complain, one_line
 from hope_hf.cli.program import program
 
+from .launch import Launch, StepOptions
+from .memory import memory
 from .parsing import Question, parse
+from .shapes import shapes_of
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Bytes of a run that has started.
+
+    Attributes:
+        peak: of the device of the process with the largest part.
+        is_estimate: whether its activations are only estimated.
+        weights, optimizer: of the whole model, weights in fp32.
+        offloaded: in the memory of one machine, of all its processes.
+        is_shared_out: whether processes hold parts of the model.
+        whole_gradients: of one process between accumulated batches, without `--sync_each_batch`.
+    """
+
+    peak: int
+    is_estimate: bool
+    weights: int
+    optimizer: int
+    offloaded: int
+    is_shared_out: bool
+    whole_gradients: int
+
+
+def plan_running(config, launch: Launch, step: StepOptions, per_node: int) -> Planned:
+    """The plan of a run under the launch of its engine, with `per_node` processes on this machine."""
+    shapes = shapes_of(config, step.trust_remote_code)
+    step = replace(step, checkpointing=launch.recomputes(step.checkpointing))
+    tokens = step.batch_size * step.block_size * step.accumulation * launch.world_size
+    optimizer = sum(weight.count * weight.optimizer_bytes(step.optimizer, tokens) for weight in shapes.weights)
+    found = memory(config, shapes, launch, step, per_node)
+    return Planned(
+        found.peak, found.is_estimate, 4 * shapes.count, optimizer, found.host, bool(launch.strategy.shared),
+        found.between_batches,
+    )  # fmt: skip
 
 
 @program
@@ -24,8 +63,7 @@ def main(argv: list[str]) -> int:
 
 def _answer(question: Question) -> None:
     # Not at the top: misspelled flags answer before the simulation's parts are imported.
-    from .plot import draw
-    from .report import as_json, as_text
+    from .report import as_json, as_text, draw
     from .simulate import Simulation, can_simulate, simulate
     from .verdict import require_a_fit, settings, verdict
 

@@ -28,13 +28,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from hope_hf.optim import LevelClock, build_optimizer
+from hope_hf.step.launch_file import LOW_PRECISION
 from hope_hf.step.objective import can_skip_logits, summed_loss
 from hope_hf.step.recompute import parse_recomputed, recompute_activations
 
-from .step import StepOptions
-from .strategy import Launch
+from .launch import Launch, StepOptions
 
-LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # accelerate's names of a mesh's axes.
 MESH = ("dp_replicate", "dp_shard_cp")
 # Fields of configurations with the rate of dropout on attention's weights.

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass, replace
 
-from .communication import Traffic, traffic
-from .flops import flops_per_token
-from .gpus import GIB, Gpu, peak_flops, usable
+from hope_hf.step.flops import flops_per_token
+from hope_hf.step.gpus import GIB, Gpu
+
+from .launch import SETTINGS, STRATEGIES, Launch, StepOptions
 from .memory import Memory, memory
 from .parsing import Question
 from .simulate import Simulation
-from .step import StepOptions
-from .strategy import SETTINGS, STRATEGIES, Launch
+from .traffic import Traffic, traffic
 
 # What is suggested, in this order: the first costs the least time.
 SUGGESTED = ("ddp", "shard_grad_op", "full_shard", "fsdp_offload")
@@ -88,11 +88,10 @@ def _setting(question: Question, launch: Launch) -> Setting:
 
 def verdict(question: Question, rows: list[Setting], gpu: Gpu, simulation: Simulation | None) -> Verdict:
     """The answer for a GPU; `rows` as `settings` returns them."""
-    args, asked, room = question.args, rows[0], usable(gpu)
+    args, asked, room = question.args, rows[0], gpu.usable
     peak = simulation.peak if simulation else asked.memory.peak
-    flops = flops_per_token(question.config, question.shapes, question.step.block_size)
-    peak_rate = peak_flops(gpu, question.launch.precision)
-    per_second = question.launch.world_size * peak_rate * args.mfu / flops
+    flops = flops_per_token(question.shapes.model, question.step.block_size)
+    per_second = question.launch.world_size * gpu.peak_flops(question.launch.precision) * args.mfu / flops
     days = None if question.total_tokens is None else question.total_tokens / per_second / (24 * HOURS)
     cost = None
     if days is not None and args.price_per_gpu_hour is not None:

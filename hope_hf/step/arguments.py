@@ -10,6 +10,8 @@ from hope_hf.cli.flags import COUNT, LONGEST, OR_NONE, ROWS, SEED, THREADS, Mode
 from hope_hf.optim import RULES
 from hope_hf.step.recompute import recomputing_flag
 
+LONGEST_DEFAULT_BLOCK = 1024
+
 
 @dataclass
 class DataArguments(TextArguments):
@@ -167,3 +169,13 @@ class Arguments(ModelArguments, DataArguments, OptimizationArguments, RunArgumen
 
 GROUPS = (ModelArguments, DataArguments, OptimizationArguments, RunArguments)
 FLAGS = tuple(f.name for group in GROUPS for f in fields(group))
+
+
+def check_block_size(block_size: int, config) -> None:
+    """ValueError where rows of `--block_size` tokens are longer than the model's positions."""
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and block_size > longest:
+        raise ValueError(
+            f"--block_size {block_size} is longer than the model's {longest} positions (max_position_embeddings): "
+            "choose shorter blocks."
+        )

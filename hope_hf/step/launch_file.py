@@ -8,8 +8,13 @@ import os
 import reprlib
 from pathlib import Path
 
+import torch
+
 from hope_hf.cli.parser import nearest
 from hope_hf.cli.recipe import read_yaml
+
+LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Dtypes by accelerate's names of mixed precisions."""
 
 # Of files that earlier versions of accelerate have written.
 OF_OLD_FILES = ("fp16", "dynamo_backend")

@@ -5,8 +5,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from hope_hf.cli.results import next_token_accuracy
-from hope_hf.step.objective import IGNORED
+from hope_hf.cli.results import IGNORED, next_token_accuracy
 
 
 @torch.no_grad()

@@ -4,9 +4,10 @@ import torch
 
 from hope_hf.optim import warn_short_levels
 from hope_hf.step.arguments import Arguments
+from hope_hf.step.gpus import GIB
 
 from .engines.base import Engine
-from .engines.placement import GIB, device_name
+from .engines.placement import device_name
 
 
 def run_card(args: Arguments, engine: Engine, run) -> str:
@@ -46,7 +47,7 @@ def _gradients(args: Arguments, engine: Engine, model) -> str:
     """What a process holds between accumulated batches, under an engine that would hold whole gradients there."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     whole = sum(parameter.numel() for parameter in trained) * engine.whole_gradients.itemsize
-    part = sum(parameter.nbytes for parameter in trained) / engine.parts
+    part = sum(parameter.nbytes for parameter in trained) / engine.launch().parts
     batches = f"between {args.gradient_accumulation_steps} batches"
     if args.sync_each_batch:
         return f"sharded {batches}: {part / GIB:.3g} GiB a rank (whole: {whole / GIB:.3g})"

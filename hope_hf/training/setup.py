@@ -8,11 +8,12 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 import hope_hf
-from hope_hf.cli.models import build_config, build_model, is_hope, load_config, parse_overrides
+from hope_hf.cli.flags import LARGEST_VOCABULARY
+from hope_hf.cli.models import build_config, build_model, is_hope, load_config, named_vocabulary
 from hope_hf.cli.process import warn_once
-from hope_hf.data import DEFAULT_VOCAB_SIZE, LARGEST_VOCABULARY, Data, DataConfig, build_data, disable_progress_bars
+from hope_hf.data import DEFAULT_VOCAB_SIZE, Data, DataConfig, build_data, disable_progress_bars
 from hope_hf.optim import LevelClock, build_optimizer
-from hope_hf.step.arguments import FLAGS, Arguments
+from hope_hf.step.arguments import FLAGS, LONGEST_DEFAULT_BLOCK, Arguments, check_block_size
 from hope_hf.step.recompute import parse_recomputed, recompute_activations
 
 from .engines.base import Engine
@@ -23,7 +24,6 @@ from .push import check_push
 from .watch.profile import check_profiled
 
 SYNTHETIC = "synthetic"
-LONGEST_DEFAULT_BLOCK = 1024
 MOST_WARM_UP_STEPS = 1000
 
 
@@ -62,11 +62,7 @@ def build_all(args: Arguments, engine: Engine, data_state: dict | None) -> Run:
     """
     accelerator = engine.accelerator
     pretrained = load_config(args.model_name_or_path, "model_name_or_path", args) if args.model_name_or_path else None
-    vocab_size = pretrained.vocab_size if pretrained else parse_overrides(args.config_overrides).get("vocab_size")
-    if vocab_size is not None and (type(vocab_size) is not int or not 1 <= vocab_size <= LARGEST_VOCABULARY):
-        raise ValueError(
-            f"--config_overrides: vocab_size is {vocab_size!r}, give a whole number from 1 to {LARGEST_VOCABULARY:,}."
-        )
+    vocab_size = pretrained.vocab_size if pretrained else named_vocabulary(args.config_overrides)
     if vocab_size is None and args.dataset_name == SYNTHETIC and not args.tokenizer_name:
         vocab_size = DEFAULT_VOCAB_SIZE
     wanted = data_config(args, accelerator, pretrained, vocab_size)
@@ -111,7 +107,7 @@ def _check_model(args: Arguments, pretrained, vocab_size: int | None, block_size
     `pretrained`: the config of a loaded model, or None; `vocab_size`: None where the tokenizer decides it.
     """
     config = pretrained or build_config(args, None, vocab_size or LARGEST_VOCABULARY, hope_hf.PRESETS)
-    _check_length(block_size, config)
+    check_block_size(block_size, config)
     _check_carry(args, config)
     if args.push_to_hub:
         check_push(args, config)
@@ -174,15 +170,6 @@ def data_config(args: Arguments, accelerator: Accelerator, pretrained, vocab_siz
     values["vocab_size"] = vocab_size
     values["dataloader_pin_memory"] = args.dataloader_pin_memory and accelerator.device.type == "cuda"
     return DataConfig(**values)
-
-
-def _check_length(block_size: int, config):
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and block_size > longest:
-        raise ValueError(
-            f"--block_size {block_size} is longer than the model's {longest} positions (max_position_embeddings): "
-            "choose shorter blocks."
-        )
 
 
 def _check_carry(args: Arguments, config):

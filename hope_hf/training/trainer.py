@@ -11,6 +11,7 @@ import transformers
 from accelerate.utils import send_to_device, set_seed
 
 from hope_hf.step.arguments import Arguments
+from hope_hf.step.flops import flops_per_token
 from hope_hf.step.objective import can_skip_logits, check_token_ids, count_valid, model_inputs, summed_loss
 
 from .card import run_card
@@ -38,7 +39,6 @@ from .push import push
 from .setup import Run, build_all
 from .state import TrainState
 from .watch.monitor import Monitor, Silence
-from .watch.telemetry import flops_per_token
 from .watch.tracking import tracker_names
 
 MOST_SKIPS_IN_A_ROW = 10

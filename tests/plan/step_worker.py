@@ -19,9 +19,8 @@ from transformers import AutoConfig
 
 import hope_hf  # noqa: F401
 from hope_hf.optim import own_part
+from hope_hf.plan.launch import STRATEGIES, Launch, StepOptions
 from hope_hf.plan.simulate import Step, make_mesh
-from hope_hf.plan.step import StepOptions
-from hope_hf.plan.strategy import STRATEGIES, Launch
 
 
 def held(step: Step) -> int:

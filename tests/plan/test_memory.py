@@ -1,23 +1,24 @@
-"""Peaks by arithmetic against the simulated step, and what moves them."""
+"""Bytes of states as in the literature, peaks by arithmetic against the simulated step, and what moves them."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from models import small_config
-from transformers import LlamaConfig, Qwen2Config
+from transformers import GPT2Config, LlamaConfig, Qwen2Config
 
-from hope_hf import HopeConfig, HopeModel
+from hope_hf import HopeCache, HopeConfig, HopeForCausalLM, HopeModel
 from hope_hf.model.inputs import Documents
-from hope_hf.plan.activations import _sparse, activations
-from hope_hf.plan.memory import memory
-from hope_hf.plan.shapes import shapes_of
+from hope_hf.plan.activations import _sparse, activations, cache_bytes
+from hope_hf.plan.launch import STRATEGIES, Launch, StepOptions, fsdp_strategy
+from hope_hf.plan.memory import Bytes, memory, shard_bytes, state_bytes
+from hope_hf.plan.shapes import Shapes, Weight, shapes_of
 from hope_hf.plan.simulate import simulate
-from hope_hf.plan.step import StepOptions
-from hope_hf.plan.strategy import STRATEGIES, Launch, fsdp
 from hope_hf.step.recompute import Recomputed
 
 LLAMA_7B = LlamaConfig()
+SEVEN_B = 7e9
+PURE_BF16 = Bytes(weights=2, gradients=2)
 
 
 def plan(config, key: str, world: int, precision: str = "no", parts: int | None = None, **options):
@@ -96,7 +97,7 @@ def test_whole_gradients_lie_between_accumulated_batches():
 def test_whole_gradients_have_the_dtype_in_which_they_are_added_up():
     shapes, step = shapes_of(LLAMA_7B), StepOptions(1, 256, accumulation=4)
     for old, dtype, size in ((False, "float32", 4), (False, "bfloat16", 2), (True, "float32", 2)):
-        launch = Launch(fsdp(old, False, 1, False), 8, 8, "bf16")
+        launch = Launch(fsdp_strategy(old, False, 1, False), 8, 8, "bf16")
         found = memory(LLAMA_7B, shapes, launch, replace(step, reduce_dtype=getattr(torch, dtype)))
         assert found.between_batches == size * shapes.count
 
@@ -175,3 +176,54 @@ def test_what_sparse_attention_keeps(groups):
     assert output.requires_grad
     found = sum(storage.nbytes() for storage in saved.values()) / tokens + 8 * config.sparse_top_k * groups
     assert found == pytest.approx(_sparse(config, "fp32"), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gigabytes"),
+    [("ddp", 112), ("zero1", 63), ("zero2", 38.5), ("zero3", 14), ("full_shard", 14), ("shard_grad_op", 14)],
+)
+def test_7b_with_adam_on_8_ranks_in_fp32(strategy, gigabytes):
+    assert state_bytes(SEVEN_B, STRATEGIES[strategy], 8) == pytest.approx(gigabytes * 1e9)
+
+
+def test_7b_with_bf16_weights():
+    assert state_bytes(SEVEN_B, STRATEGIES["ddp"], 8, PURE_BF16) == pytest.approx(84e9)
+    assert state_bytes(SEVEN_B, STRATEGIES["full_shard"], 8, PURE_BF16) == pytest.approx(10.5e9)
+    # Ours stay fp32 under every mixed precision.
+    assert state_bytes(SEVEN_B, STRATEGIES["full_shard"], 8) == pytest.approx(14e9)
+
+
+def test_gpt2():
+    parameters = shapes_of(GPT2Config()).count
+    assert parameters == 124_439_808
+    for strategy, parts, gigabytes in (("ddp", 4, 1.991), ("full_shard", 4, 0.498), ("full_shard", 8, 0.249)):
+        assert state_bytes(parameters, STRATEGIES[strategy], parts) / 1e9 == pytest.approx(gigabytes, abs=5e-4)
+    # Two moments, not 2 GB.
+    assert 8 * parameters / 1e9 == pytest.approx(1.0, abs=5e-3)
+
+
+def test_the_largest_part_has_whole_rows():
+    shapes = Shapes((Weight("a", (10, 3), 0, 0, {}), Weight("b", (1,), 0, 0, {})), False)
+    assert shard_bytes(shapes, 4, by_rows=True) == 4 * (3 * 3 + 1)
+    assert shard_bytes(shapes, 4, by_rows=False) == 31
+    assert shard_bytes(shapes, 1, by_rows=True) == 4 * 31
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"memory_rule": "paper"}, {"memory_projections": ["k", "v"]}, {"layer_types": ["full_attention"] * 2}]
+    + [{"layer_types": ["sparse_attention"] * 2}],
+)
+@pytest.mark.parametrize("tokens", [5, 64, 70])
+def test_state_of_a_sequence_is_the_caches(fields, tokens, tiny_config):
+    config = tiny_config(**fields)
+    cache = HopeCache(config)
+    with torch.no_grad():
+        HopeForCausalLM(config).eval()(torch.zeros(1, tokens, dtype=torch.long), past_key_values=cache)
+    held = 0
+    for layer in cache.layers:
+        state = getattr(layer, "state", None)
+        tensors = [layer.keys, layer.values] if state is None else [*state]
+        flat = [part for tensor in tensors for part in (tensor if isinstance(tensor, tuple) else (tensor,))]
+        held += sum(part.nbytes for part in flat)
+    assert cache_bytes(config, tokens) == held

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from models import BATCHES, SMALL, small_config
 
 from hope_hf import PRESETS, HopeConfig
+from hope_hf.plan.launch import STRATEGIES, Launch, StepOptions
 from hope_hf.plan.simulate import can_simulate, simulate
-from hope_hf.plan.step import StepOptions
-from hope_hf.plan.strategy import STRATEGIES, Launch
 
 WORKER = Path(__file__).with_name("step_worker.py")
 

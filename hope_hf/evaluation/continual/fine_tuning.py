@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from hope_hf.cli.results import IGNORED
 from hope_hf.optim import build_optimizer
 
 from ..display import progress
@@ -18,8 +19,6 @@ from .in_context import context_of, label_of, questions, read
 
 STEPS, BATCH_SIZE, LEARNING_RATE = 100, 16, 5e-4
 WEIGHT_DECAY, BETAS, EPSILON, MAX_GRAD_NORM = 0.1, (0.9, 0.95), 1e-8, 1.0
-# Of cross-entropy: not a target.
-IGNORED = -100
 
 
 def learn_by_fine_tuning(

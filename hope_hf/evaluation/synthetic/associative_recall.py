@@ -9,9 +9,10 @@ from functools import partial
 
 import torch
 
+from hope_hf.cli.results import IGNORED
+
 from .task import Batch, Task
 
-IGNORED = -100
 PAIRS = (4, 8, 16, 32, 64)
 # Tokens per pair: two when written, two when asked, and as many blanks between those asked.
 TOKENS_PER_PAIR = 8

@@ -18,12 +18,11 @@ from transformers import PreTrainedModel
 
 from hope_hf.cli.files import share_weights
 from hope_hf.optim import RULES, LevelClock
+from hope_hf.plan import STRATEGIES, Launch, Strategy
 from hope_hf.step.arguments import Arguments
+from hope_hf.step.launch_file import LOW_PRECISION
 
 from .loss_scaling import LossScaling, TorchScaling
-
-LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Dtypes by accelerate's name of the mixed precision."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +79,20 @@ class Engine:
     """Whether it shards a model on the meta device, whose values are set afterwards (`--init sharded`)."""
     shards_weights = False
     """Whether a process holds only a part of the weights."""
-    parts = 1
-    """Processes that share out one replica of the weights and their gradients."""
     whole_gradients: torch.dtype | None = None
     """In which dtype a process adds up whole gradients between accumulated batches, beyond its part of those of a
     step; None where it does not."""
 
     def __init__(self, accelerator: Accelerator | None = None):
         self.accelerator = accelerator
+
+    def launch(self) -> Launch:
+        """How the processes share out the model, as the planner reads it from a launch file."""
+        return self._launch(STRATEGIES["ddp"], 1)
+
+    def _launch(self, strategy: Strategy, parts: int, checkpointing: bool = False) -> Launch:
+        accelerator = self.accelerator
+        return Launch(strategy, accelerator.num_processes, parts, accelerator.mixed_precision, checkpointing)
 
     def adopt(self, model: PreTrainedModel, optimizer: LevelClock) -> "Engine":
         """Take model and optimizer as they are, without wrapping them."""

@@ -15,9 +15,9 @@ from accelerate.utils import DistributedType, GradientAccumulationPlugin, InitPr
 
 from hope_hf.cli.process import warn_once
 from hope_hf.step.arguments import Arguments
-from hope_hf.step.launch_file import check_launch_file
+from hope_hf.step.launch_file import LOW_PRECISION, check_launch_file
 
-from .base import LOW_PRECISION, Engine
+from .base import Engine
 from .cpu import cpu_accelerator
 from .fsdp1 import FSDP1
 from .fsdp2 import FSDP2

@@ -7,9 +7,11 @@ from transformers import PreTrainedModel
 
 from hope_hf.cli.process import warn_once
 from hope_hf.optim import LevelClock
+from hope_hf.plan import UNSHARDED, Launch, fsdp_strategy
 from hope_hf.step.arguments import Arguments
+from hope_hf.step.launch_file import LOW_PRECISION
 
-from .base import LOW_PRECISION, Engine, Slice, dtype_name
+from .base import Engine, Slice, dtype_name
 from .meta import is_on_meta, make_real
 
 
@@ -42,29 +44,33 @@ class FSDP1(Engine):
             # Torch would add each step's gradients to those of the step before.
             warn_once("fsdp_offload_params is ignored: parameters are on the CPU already.")
             plugin.cpu_offload = CPUOffload(offload_params=False)
-        if self._strategy is not ShardingStrategy.NO_SHARD:
-            self.whole_gradients = torch.float32
-            self.parts = accelerator.num_processes
-        if self._strategy is ShardingStrategy.HYBRID_SHARD:
-            self.parts = torch.get_device_module(accelerator.device).device_count()
+        is_mixed = accelerator.mixed_precision != "no"
+        self._reduce_dtype = getattr(torch, args.fsdp_reduce_dtype) if is_mixed else torch.float32
+        self.whole_gradients = self.launch().whole_gradients(self._reduce_dtype)
         if args.sync_each_batch and args.gradient_accumulation_steps > 1 and plugin.cpu_offload.offload_params:
             # It would train on the gradients of the last batch alone.
             raise ValueError(
                 "--sync_each_batch: version 1 of FSDP cannot add up offloaded gradients: leave it out, or take "
                 "accelerate_configs/fsdp_offload.yaml."
             )
-        self._reduce_dtype = torch.float32
         plugin.limit_all_gathers = args.fsdp_limit_all_gathers
-        if accelerator.mixed_precision != "no":
-            if self.whole_gradients is not None:
-                # Torch casts them where it reduces them.
-                self.whole_gradients = LOW_PRECISION[accelerator.mixed_precision]
-            self._reduce_dtype = getattr(torch, args.fsdp_reduce_dtype)
+        if is_mixed:
             plugin.mixed_precision_policy = MixedPrecision(
                 param_dtype=LOW_PRECISION[accelerator.mixed_precision],
                 reduce_dtype=self._reduce_dtype,
                 buffer_dtype=torch.float32,
             )
+
+    def launch(self) -> Launch:
+        plugin, processes = self.accelerator.state.fsdp_plugin, self.accelerator.num_processes
+        if self._strategy is ShardingStrategy.NO_SHARD:
+            return self._launch(UNSHARDED, 1, plugin.activation_checkpointing)
+        # torch shards a hybrid over the devices of a machine.
+        is_hybrid = self._strategy is ShardingStrategy.HYBRID_SHARD
+        parts = torch.get_device_module(self.accelerator.device).device_count() if is_hybrid else processes
+        keeps = self._strategy is ShardingStrategy.SHARD_GRAD_OP
+        strategy = fsdp_strategy(True, keeps, processes // parts, plugin.cpu_offload.offload_params)
+        return self._launch(strategy, parts, plugin.activation_checkpointing)
 
     def prepare(self, model: PreTrainedModel, optimizer: LevelClock) -> nn.Module:
         # The parameters stay the same objects, whatever is wrapped around their modules.

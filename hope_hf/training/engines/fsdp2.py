@@ -11,9 +11,11 @@ from transformers import PreTrainedModel
 
 from hope_hf.cli.process import warn_once
 from hope_hf.optim import LevelClock, own_part
+from hope_hf.plan import Launch, fsdp_strategy
 from hope_hf.step.arguments import Arguments
+from hope_hf.step.launch_file import LOW_PRECISION
 
-from .base import LOW_PRECISION, Engine, Slice, dtype_name
+from .base import Engine, Slice, dtype_name
 from .meta import is_on_meta
 
 
@@ -25,12 +27,10 @@ class FSDP2(Engine):
 
     def __init__(self, accelerator, args: Arguments):
         super().__init__(accelerator)
-        mesh = accelerator.torch_device_mesh
-        replicas = mesh["dp_replicate"].size() if mesh is not None and "dp_replicate" in mesh.mesh_dim_names else 1
-        self.name = f"FSDP2, {replicas} replicas" if replicas > 1 else "FSDP2"
-        self.parts = accelerator.num_processes // replicas
-        self.whole_gradients = torch.float32
-        if isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
+        launch = self.launch()
+        self.name = f"FSDP2, {launch.replicas} replicas" if launch.replicas > 1 else "FSDP2"
+        self.whole_gradients = launch.whole_gradients(getattr(torch, args.fsdp_reduce_dtype))
+        if launch.strategy.offloads:
             self.name += ", offloaded to the CPU"
         self._prefetch = args.fsdp_prefetch
         if args.init == "sharded" and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
@@ -39,11 +39,17 @@ class FSDP2(Engine):
         if not args.fsdp_limit_all_gathers:
             warn_once("--fsdp_limit_all_gathers is ignored: it is a setting of FSDP's version 1.")
         if accelerator.mixed_precision != "no":
-            self.whole_gradients = getattr(torch, args.fsdp_reduce_dtype)
             # By default accelerate would reduce gradients in the low precision too.
             accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
                 param_dtype=LOW_PRECISION[accelerator.mixed_precision], reduce_dtype=self.whole_gradients
             )
+
+    def launch(self) -> Launch:
+        plugin, mesh = self.accelerator.state.fsdp_plugin, self.accelerator.torch_device_mesh
+        replicas = mesh["dp_replicate"].size() if mesh is not None and "dp_replicate" in mesh.mesh_dim_names else 1
+        offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+        strategy = fsdp_strategy(False, not plugin.reshard_after_forward, replicas, offloads)
+        return self._launch(strategy, self.accelerator.num_processes // replicas, plugin.activation_checkpointing)
 
     def prepare(self, model: PreTrainedModel, optimizer: LevelClock) -> nn.Module:
         plugin = self.accelerator.state.fsdp_plugin
@@ -62,7 +68,7 @@ class FSDP2(Engine):
 
     def _make_shards_real(self):
         """Give the shards of a model on the meta device memory, without values, and the optimizer these shards."""
-        offloads = isinstance(self.accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
+        offloads = bool(self.launch().strategy.offloads)
         device = torch.device("cpu") if offloads else self.accelerator.device
         self.wrapped._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
         self.wrapped.tie_weights()

@@ -10,11 +10,10 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from hope_hf.optim import own_part
+from hope_hf.step.gpus import GIB
 
 from .base import dtype_name
 from .host import free_host_memory
-
-GIB = 2**30
 
 
 def local_part(tensor: Tensor) -> Tensor:

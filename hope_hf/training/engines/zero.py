@@ -19,9 +19,11 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from hope_hf.cli.files import read_small
 from hope_hf.cli.process import warn_once
 from hope_hf.optim import LevelClock
+from hope_hf.plan import Launch, zero_strategy
 from hope_hf.step.arguments import Arguments
+from hope_hf.step.launch_file import LOW_PRECISION
 
-from .base import LOW_PRECISION, Engine, Slice, dtype_name, split_state
+from .base import Engine, Slice, dtype_name, split_state
 from .loss_scaling import DeepSpeedScaling
 from .meta import is_on_meta, make_real
 
@@ -90,6 +92,11 @@ class Zero(Engine):
         self._low_precision = any(config.get(name, {}).get("enabled") is True for name in LOW_PRECISION)
         # Then its fp32 weights are sharded.
         self.shards_weights = self.stage == 3 or self._low_precision
+
+    def launch(self) -> Launch:
+        devices = [(self._options.get(f"offload_{name}") or {}).get("device") for name in ("optimizer", "param")]
+        strategy = zero_strategy(self.stage, *(device == "cpu" for device in devices))
+        return self._launch(strategy, self.accelerator.num_processes)
 
     def prepare(self, model: PreTrainedModel, optimizer: LevelClock) -> nn.Module:
         if self.stage == 3:

@@ -12,10 +12,11 @@ from hope_hf.cli.models import build_model
 from hope_hf.cli.process import MISTAKES
 from hope_hf.cli.weights import weight_files
 from hope_hf.step.arguments import Arguments
+from hope_hf.step.gpus import GIB
 
 from ..checkpoints.weights import WholeWeights
 from ..engines.base import Engine
-from ..engines.placement import GIB, free_memory
+from ..engines.placement import free_memory
 from .values import build_on_meta
 
 # In which all models train.

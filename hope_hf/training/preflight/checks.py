@@ -4,9 +4,9 @@ import os
 from collections.abc import Callable
 
 from hope_hf.step.arguments import Arguments
+from hope_hf.step.gpus import GIB
 from hope_hf.step.recompute import Recomputed, parse_recomputed
 
-from ..engines.placement import GIB
 from .credentials import wandb_credentials
 from .facts import Facts
 from .result import Result

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
+from hope_hf.plan import Planned
 from hope_hf.step.arguments import Arguments
 
 from ..engines.placement import free_memory
@@ -22,28 +23,6 @@ class Room:
     device: int | None
     host: int | None
     disk: int
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Planned bytes.
-
-    Attributes:
-        peak: of one process's device.
-        is_estimate: whether the planner has only estimated its activations.
-        weights, optimizer: of the whole model.
-        offloaded: in this machine's memory, of all its processes.
-        is_shared_out: whether processes hold parts of the model.
-        whole_gradients: of one process between accumulated batches, without `--sync_each_batch`.
-    """
-
-    peak: int
-    is_estimate: bool
-    weights: int
-    optimizer: int
-    offloaded: int
-    is_shared_out: bool
-    whole_gradients: int
 
 
 @dataclass(frozen=True)
@@ -79,7 +58,7 @@ class Facts:
     in_parts: bool
     gpus: list[Gpu] | str
     room: Room
-    sizes: Sizes
+    sizes: Planned
     text: Text
     in_use: bool
     held: int

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from hope_hf.cli.folder_lock import is_locked
-from hope_hf.plan import StepOptions, plan_running
+from hope_hf.plan import Planned, StepOptions, plan_running
 from hope_hf.step.arguments import Arguments
 
 from ..checkpoints.run_folder import RunFolder
@@ -16,7 +16,7 @@ from ..process import leave, prepare_process
 from ..trainer import Training, begin
 from ..watch.tracking import tracker_names
 from .checks import CHECKS
-from .facts import Facts, Room, Sizes, Text, held_bytes, local_processes, own_gpus, read_room
+from .facts import Facts, Room, Text, held_bytes, local_processes, own_gpus, read_room
 from .gpus import Gpu, ask_gpus
 from .result import Report, Result
 from .step import take_step
@@ -86,7 +86,7 @@ def _facts(
     )
 
 
-def _sizes(args: Arguments, engine: Engine, training: Training) -> Sizes:
+def _sizes(args: Arguments, engine: Engine, training: Training) -> Planned:
     options = StepOptions(
         batch_size=args.per_device_train_batch_size,
         block_size=training.run.plan.block_size,
@@ -97,13 +97,4 @@ def _sizes(args: Arguments, engine: Engine, training: Training) -> Sizes:
         reduce_dtype=getattr(torch, args.fsdp_reduce_dtype),
         trust_remote_code=args.trust_remote_code,
     )
-    planned = plan_running(training.run.model.config, engine.accelerator, options, local_processes())
-    return Sizes(
-        peak=planned.memory.peak,
-        is_estimate=planned.memory.is_estimate,
-        weights=planned.weights,
-        optimizer=planned.optimizer,
-        offloaded=planned.memory.host,
-        is_shared_out=planned.is_shared_out,
-        whole_gradients=planned.memory.between_batches,
-    )
+    return plan_running(training.run.model.config, engine.launch(), options, local_processes())

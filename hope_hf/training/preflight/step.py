@@ -6,10 +6,10 @@ import torch
 
 from hope_hf.cli.process import memory_is_full
 from hope_hf.step.arguments import Arguments
+from hope_hf.step.gpus import GIB
 
 from ..engines.base import Engine, Update
 from ..engines.neighbours import NeighbourWatch, find_neighbours
-from ..engines.placement import GIB
 from ..trainer import Training, rehearse
 from ..watch.telemetry import peak_memory_gib
 from .checks import COMFORTABLE, smaller_steps

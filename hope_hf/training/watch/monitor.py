@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 
 from hope_hf.cli.process import wished_threads
 from hope_hf.step.arguments import Arguments
+from hope_hf.step.gpus import peak_flops
 
 from ..engines.base import Engine, Update
 from ..state import Progress
@@ -18,7 +19,6 @@ from .telemetry import (
     initial_state_gradients,
     level_rows,
     memory_statistics,
-    peak_flops,
     peak_memory_gib,
     utilization_meter,
 )

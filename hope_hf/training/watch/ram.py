@@ -6,9 +6,10 @@ from pathlib import Path
 import torch
 
 from hope_hf.cli.process import memory_is_full
+from hope_hf.step.gpus import GIB
 
 from ..engines.base import Engine
-from ..engines.placement import GIB, free_memory, size_in_bytes
+from ..engines.placement import free_memory, size_in_bytes
 from .telemetry import peak_memory_gib
 
 

@@ -9,12 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from hope_hf.cli.flops import TF32_SHARE, attention_flops_per_token
-
-from ..engines.placement import device_name
-
-# Dense bf16 matrix FLOP/s; an unknown device gets no MFU rather than a wrong one.
-PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12}
+from hope_hf.step.gpus import GIB
 
 
 class Stopwatch:
@@ -65,9 +60,9 @@ class Stopwatch:
 def peak_memory_gib(device: torch.device) -> float:
     """Largest memory so far of this process: reserved by torch on a GPU, resident on a CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device) / 2**30
+        return torch.cuda.max_memory_reserved(device) / GIB
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
 
 
 def utilization_meter(device: torch.device) -> Callable[[], int] | None:
@@ -87,27 +82,6 @@ def utilization_meter(device: torch.device) -> Callable[[], int] | None:
     except Exception:
         return None
     return read
-
-
-def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Peak matrix FLOP/s of one device, or None where it is not known; `precision`: "no", "bf16" or "fp16"."""
-    if device.type != "cuda":
-        return None
-    name = device_name(device)
-    share = TF32_SHARE if precision == "no" else 1
-    known = (flops for key, flops in PEAK_FLOPS.items() if all(word in name for word in key.split()))
-    return next((share * flops for flops in known), None)
-
-
-def flops_per_token(model: nn.Module, sequence_length: int) -> int:
-    """FLOPs of forward and backward per token: the model's own count, else 6 per parameter outside the embeddings,
-    and attention's products."""
-    if hasattr(model, "flops_per_token"):
-        return model.flops_per_token(sequence_length)
-    embedding = model.get_input_embeddings().weight
-    tied = model.get_output_embeddings().weight is embedding
-    read = 6 * (model.num_parameters() - (0 if tied else embedding.numel()))
-    return read + 3 * attention_flops_per_token(model.config, sequence_length)
 
 
 def self_modifying_mixers(model: nn.Module) -> dict[int, nn.Module]:

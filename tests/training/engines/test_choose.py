@@ -30,7 +30,8 @@ def arguments(batches: int) -> Arguments:
 
 def fsdp1(strategy: str, args: Arguments, offload: bool = False) -> FSDP1:
     plugin = SimpleNamespace(
-        sharding_strategy=ShardingStrategy[strategy], use_orig_params=True, cpu_offload=CPUOffload(offload)
+        sharding_strategy=ShardingStrategy[strategy], use_orig_params=True, cpu_offload=CPUOffload(offload),
+        activation_checkpointing=False,
     )
     accelerator = SimpleNamespace(
         device=torch.device("cuda"), num_processes=8, mixed_precision="bf16", distributed_type=DistributedType.FSDP,
@@ -74,7 +75,7 @@ def test_an_engine_without_whole_gradients_says_so_once(engine, batches, reason,
 def test_a_sharding_engine_reduces_every_batch(recwarn):
     args = arguments(4)
     engine = fsdp1("FULL_SHARD", args)
-    assert (engine.parts, engine.whole_gradients) == (8, torch.bfloat16)
+    assert (engine.launch().parts, engine.whole_gradients) == (8, torch.bfloat16)
     _reduce_each_batch(args, engine)
     assert GradientState().plugin_kwargs == {"num_steps": 4, "sync_each_batch": True} and not recwarn.list
 

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from hope_hf.plan import Planned
 from hope_hf.step.arguments import Arguments
 from hope_hf.training.engines.base import Update
 from hope_hf.training.preflight import checks
 from hope_hf.training.preflight.checks import ALLOCATOR, CHECKS
-from hope_hf.training.preflight.facts import Facts, Room, Sizes, Text
+from hope_hf.training.preflight.facts import Facts, Room, Text
 from hope_hf.training.preflight.gpus import Gpu
 from hope_hf.training.preflight.step import judge
 
@@ -25,7 +26,7 @@ FACTS = Facts(
     in_parts=False,
     gpus=[GPU],
     room=Room(device=80 * GIB, host=100 * GIB, disk=100 * GIB),
-    sizes=Sizes(
+    sizes=Planned(
         peak=40 * GIB, is_estimate=False, weights=4 * GIB, optimizer=8 * GIB, offloaded=0, is_shared_out=True,
         whole_gradients=0,
     ),  # fmt: skip

@@ -7,10 +7,10 @@ import pytest
 import torch
 from training_runs import GPT2, HOPE, LLAMA, curve, forget_the_end
 
-from hope_hf import plan
 from hope_hf.cli.folder_lock import FolderLock
 from hope_hf.training import trainer
 from hope_hf.training.preflight import facts as facts_module
+from hope_hf.training.preflight import run as preflight
 from hope_hf.training.preflight.checks import CHECKS
 
 LINE = re.compile(r"(ok|warn|fail) +(\w+) +(.+)")
@@ -63,8 +63,8 @@ def test_it_takes_the_first_step_of_the_run_and_makes_no_folder(dry, run, tmp_pa
 
 
 def test_the_plan_has_the_flags_of_the_step(dry, monkeypatch):
-    asked, plan_running = [], plan.plan_running
-    monkeypatch.setattr(plan, "plan_running", lambda *given: asked.append(given[2]) or plan_running(*given))
+    asked, plan_running = [], preflight.plan_running
+    monkeypatch.setattr(preflight, "plan_running", lambda *given: asked.append(given[2]) or plan_running(*given))
     with pytest.warns(UserWarning, match="--sync_each_batch is ignored"):
         dry("a", "--sync_each_batch", "--gradient_accumulation_steps", "2")
     assert asked[0].sync_each_batch and asked[0].accumulation == 2

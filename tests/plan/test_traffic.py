@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from hope_hf.plan.communication import traffic
-from hope_hf.plan.strategy import STRATEGIES, Launch
+from hope_hf.plan.launch import STRATEGIES, Launch
+from hope_hf.plan.traffic import traffic
 
 P = 7e9
 BF16 = {"gather_bytes": 2, "reduce_bytes": 2}

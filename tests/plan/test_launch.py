@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hope_hf.plan.strategy import ALL, STRATEGIES, read_launch_file
+from hope_hf.plan.launch import ALL, STRATEGIES, read_launch_file
 
 CONFIGS = Path(__file__).parents[2] / "accelerate_configs"
 EXPECTED = {

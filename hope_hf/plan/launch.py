@@ -3,7 +3,11 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
+from hope_hf.step.launch_file import LOW_PRECISION
 from hope_hf.step.launch_file import read as read_content
+from hope_hf.step.recompute import parse_recomputed
 
 from .arguments import MOST_PROCESSES
 
@@ -87,12 +91,43 @@ class Launch:
         wide = self.precision == "no" or (self.strategy.engine == "deepspeed" and self.precision == "bf16")
         return 4 if wide else 2
 
+    def whole_gradients(self, reduce_dtype: torch.dtype) -> torch.dtype | None:
+        """In which dtype FSDP adds up the gradients of the whole model between accumulated batches.
+
+        None where a process adds up only the gradients that it keeps. `reduce_dtype`: of the sum over processes.
+        """
+        if not (self.strategy.engine.startswith("fsdp") and self.strategy.gathers):
+            return None
+        if self.precision == "no":
+            return torch.float32
+        # Version 1 adds gradients up as they were computed, version 2 as it sums them over processes.
+        return LOW_PRECISION[self.precision] if self.strategy.engine == "fsdp1" else reduce_dtype
+
+    def recomputes(self, flag: str) -> str:
+        """`--gradient_checkpointing`; where it says none, what the launch file asks for."""
+        return "block" if self.checkpointing and parse_recomputed(flag).part == "none" else flag
+
     def under(self, strategy: Strategy, per_node: int) -> "Launch":
         """The same processes under another strategy; a hybrid shares out inside nodes of `per_node` processes."""
         parts = 1 if not strategy.shared else self.world_size
         if strategy.is_hybrid:
             parts = self.parts if self.strategy.is_hybrid else min(per_node, self.world_size)
         return replace(self, strategy=strategy, parts=parts)
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """The flags of `run_clm.py` on which a step's memory depends."""
+
+    batch_size: int
+    block_size: int
+    accumulation: int = 1
+    checkpointing: str = "none"
+    optimizer: str = "adamw"
+    sync_each_batch: bool = False
+    reduce_dtype: torch.dtype = torch.float32
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
 
 
 def read_launch_file(path: str | None, world_size: int | None, gradient_accumulation_steps: int) -> Launch:
@@ -165,11 +200,11 @@ def _fsdp(path, content, processes, accumulation) -> tuple[Strategy, int, bool]:
     if old and named == "NO_SHARD":
         strategy, parts = UNSHARDED, 1
     else:
-        strategy = fsdp(old, keeps, replicas, _is_true(config.get("fsdp_offload_params", False)))
+        strategy = fsdp_strategy(old, keeps, replicas, _is_true(config.get("fsdp_offload_params", False)))
     return strategy, parts, _is_true(config.get("fsdp_activation_checkpointing", False))
 
 
-def fsdp(old: bool, keeps_gathered: bool, replicas: int, offloads: bool) -> Strategy:
+def fsdp_strategy(old: bool, keeps_gathered: bool, replicas: int, offloads: bool) -> Strategy:
     """FSDP, of version 1 if `old`."""
     key = "hybrid_shard" if replicas > 1 else "shard_grad_op" if keeps_gathered else "full_shard"
     strategy = STRATEGIES["fsdp_offload" if offloads else key]
@@ -207,10 +242,10 @@ def _deepspeed(path, content, processes, accumulation) -> tuple[Strategy, int, b
         )
     stage = int(config.get("zero_stage", 2))
     optimizer, weights = (config.get(f"offload_{name}_device") == "cpu" for name in ("optimizer", "param"))
-    return zero(stage, optimizer, weights), processes, False
+    return zero_strategy(stage, optimizer, weights), processes, False
 
 
-def zero(stage: int, offloads_optimizer: bool, offloads_weights: bool) -> Strategy:
+def zero_strategy(stage: int, offloads_optimizer: bool, offloads_weights: bool) -> Strategy:
     """DeepSpeed's stage; it offloads weights in stage 3 alone."""
     offloads = {OPTIMIZER, GRADIENTS} if offloads_optimizer else set()
     if offloads_weights and stage == 3:

@@ -6,7 +6,7 @@ other.
 
 from dataclasses import dataclass
 
-from .strategy import GRADIENTS, Launch
+from .launch import GRADIENTS, Launch
 
 # DeepSpeed's stage3_max_reuse_distance: what is used again within so many parameters stays gathered.
 REUSE_DISTANCE = 1_000_000_000

@@ -1,0 +1,114 @@
+"""An engine's own launch is the one that the planner reads from the launch file."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from training_runs import reset_accelerate
+
+from hope_hf import HopeConfig
+from hope_hf.plan import StepOptions, plan_running
+from hope_hf.plan.launch import read_launch_file
+from hope_hf.plan.memory import memory
+from hope_hf.plan.shapes import shapes_of
+from hope_hf.step.arguments import Arguments
+from hope_hf.training.engines.base import Engine
+from hope_hf.training.engines.fsdp1 import FSDP1
+from hope_hf.training.engines.fsdp2 import FSDP2
+from hope_hf.training.engines.zero import Zero
+
+ARGS = Arguments(output_dir="a")
+
+
+@pytest.fixture(autouse=True)
+def _state():
+    reset_accelerate()
+    yield
+    reset_accelerate()
+
+
+def accelerator(kind: str, processes: int, precision: str = "no", mesh: dict | None = None, **state):
+    """What an engine reads of an Accelerator on GPUs."""
+    axes = None
+    if mesh is not None:
+        sizes = {name: SimpleNamespace(size=lambda size=size: size) for name, size in mesh.items()}
+        axes = type("Mesh", (dict,), {"mesh_dim_names": tuple(mesh)})(sizes)
+    return SimpleNamespace(
+        device=torch.device("cuda"), distributed_type=DistributedType[kind], num_processes=processes,
+        mixed_precision=precision, torch_device_mesh=axes, state=SimpleNamespace(**state),
+    )  # fmt: skip
+
+
+def plain(kind: str, processes: int, precision: str = "no") -> Engine:
+    return Engine(accelerator(kind, processes, precision))
+
+
+def fsdp(engine: type[Engine], processes: int = 8, mesh: dict | None = None, **options) -> Engine:
+    plugin = FullyShardedDataParallelPlugin(**options)
+    return engine(accelerator("FSDP", processes, mesh=mesh, fsdp_plugin=plugin), ARGS)
+
+
+def zero(stage: int, device: str = "none") -> Engine:
+    offload = {f"offload_{name}": {"device": device} for name in ("optimizer", "param")}
+    plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": stage, **offload}})
+    return Zero(accelerator("DEEPSPEED", 8, deepspeed_plugin=plugin), ARGS)
+
+
+SHARDED = {"fsdp_version": 2, "reshard_after_forward": True}
+RUNNING = {
+    "single": lambda: plain("NO", 1),
+    "single_bf16": lambda: plain("NO", 1, "bf16"),
+    "ddp": lambda: plain("MULTI_GPU", 8),
+    "fsdp2": lambda: fsdp(FSDP2, **SHARDED),
+    "fsdp1": lambda: fsdp(FSDP1, fsdp_version=1, use_orig_params=True, sharding_strategy="FULL_SHARD"),
+    "fsdp_offload": lambda: fsdp(FSDP2, cpu_offload=True, **SHARDED),
+    "fsdp_hybrid": lambda: fsdp(FSDP2, 4, {"dp_replicate": 2, "dp_shard_cp": 2}, **SHARDED),
+    "deepspeed_zero2": lambda: zero(2),
+    "deepspeed_zero3": lambda: zero(3),
+    "deepspeed_zero3_offload": lambda: zero(3, "cpu"),
+}
+
+
+@pytest.mark.parametrize("name", RUNNING)
+def test_the_launch_of_an_engine_is_that_of_its_file(name):
+    launch = RUNNING[name]().launch()
+    written = read_launch_file(f"accelerate_configs/{name}.yaml", launch.world_size, 1)
+    assert launch == written
+
+
+@pytest.mark.parametrize(
+    ("strategy", "key", "parts"),
+    [("SHARD_GRAD_OP", "shard_grad_op", 8), ("HYBRID_SHARD", "hybrid_shard", 4), ("NO_SHARD", "ddp", 1)],
+)
+def test_strategies_of_version_1(strategy, key, parts, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    launch = fsdp(FSDP1, fsdp_version=1, use_orig_params=True, sharding_strategy=strategy).launch()
+    assert (launch.strategy.key, launch.strategy.engine, launch.parts) == (key, "fsdp1", parts)
+
+
+@pytest.mark.parametrize("named", ["none", "mixer"])
+def test_blocks_that_the_launch_file_recomputes_are_planned(named):
+    launch = fsdp(FSDP2, activation_checkpointing=True, **SHARDED).launch()
+    config, step = HopeConfig.from_preset("tiny"), StepOptions(1, 256, checkpointing=named)
+    blocks = StepOptions(1, 256, checkpointing="block")
+    same = plan_running(config, launch, step, 8) == plan_running(config, launch, blocks, 8)
+    assert launch.checkpointing and same is (named == "none")
+
+
+def test_sizes_are_those_of_the_whole_model():
+    config = HopeConfig.from_preset("pilot")
+    step = StepOptions(batch_size=2, block_size=512)
+    sharded, replicas = (RUNNING[name]().launch() for name in ("fsdp2", "ddp"))
+    planned, shapes = plan_running(config, sharded, step, per_node=8), shapes_of(config)
+    assert planned.weights == 4 * shapes.count and planned.is_shared_out
+    # Slow levels have a sum of gradients besides Adam's moments.
+    assert 8 * shapes.count < planned.optimizer < 12 * shapes.count
+    assert planned.peak == memory(config, shapes, sharded, step, 8).peak
+    assert planned.peak < plan_running(config, replicas, step, per_node=8).peak
+    held, reduced = (
+        plan_running(config, sharded, StepOptions(2, 512, accumulation=4, sync_each_batch=sync), per_node=8)
+        for sync in (False, True)
+    )
+    assert held.whole_gradients == 4 * shapes.count and reduced.whole_gradients == 0
+    assert reduced.peak < held.peak
