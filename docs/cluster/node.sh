@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One machine's part of a run of several: joins the others, and begins again until the run is complete.
+# The script of one machine of several: joins the others, and starts again until the run is complete.
 #   NODES=2 GPUS=8 NODE=0 HEAD=node1 RUN=/shared/runs/llama bash docs/cluster/node.sh recipes/llama_7b.yaml [flags]
 # slurm.sh and kubernetes.yaml set these variables:
 #   NODES, GPUS  machines, and GPUs of each
@@ -12,22 +12,22 @@ set -u
 PORT=${PORT:-29500}
 LAUNCH_FILE=${LAUNCH_FILE:-accelerate_configs/multi_node_fsdp.yaml}
 PRECISION=${PRECISION:-bf16}
-# It gives up after so many starts in a row that left no new checkpoint.
+# The script ends after this many starts in a row without a new checkpoint.
 STARTS=${STARTS:-5}
-# Between two starts: the launchers of the others end, and with them the place where all met.
+# Pause between two starts, in which the other launchers end and the first machine's store with them.
 PAUSE_SECONDS=${PAUSE_SECONDS:-10}
-# How long a start waits for machines that are not there yet, or no more.
+# How long a start waits for machines that have not started yet or are lost.
 MEET_SECONDS=${MEET_SECONDS:-600}
 
-# The last collectives of every rank, written beside the run when one of them waits longer than --ddp_timeout.
+# Writes the last collectives of every rank beside the run when a collective waits longer than --ddp_timeout.
 export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-20000}
 export TORCH_FR_DUMP_TEMP_FILE=${TORCH_FR_DUMP_TEMP_FILE:-$RUN/collectives_rank}
 export TORCH_NCCL_DUMP_ON_TIMEOUT=1
-# A process whose collective failed ends, instead of waiting on: torch's default, which an image may have changed.
+# A process whose collective failed ends and does not wait. This is torch's default, which an image may change.
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=3
-# Names the network and the rings that NCCL chose, once, in the log.
+# The log names the network and the rings that NCCL chose, once.
 export NCCL_DEBUG=${NCCL_DEBUG:-INFO} NCCL_DEBUG_SUBSYS=${NCCL_DEBUG_SUBSYS:-INIT,NET}
-# Seconds that processes have for a checkpoint after SIGTERM; below the scheduler's own.
+# Seconds for a checkpoint after SIGTERM; must be below the scheduler's grace time.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-110}
 
 is_complete() {
@@ -38,10 +38,10 @@ newest_checkpoint() {
   find "$RUN" -maxdepth 1 -name 'checkpoint-*' | sort -V | tail -n 1
 }
 
-# The first machine has the store where all meet; without this, whichever thinks that HEAD is its own name.
+# The first machine holds the store; without this, any machine that resolves HEAD to itself would.
 is_host=$([ "$NODE" -eq 0 ] && echo true || echo false)
 launcher= stopping=
-# A shell passes no signal on by itself.
+# A shell does not pass signals on by itself.
 trap 'stopping=1; [ -z "$launcher" ] || kill -TERM "$launcher" 2>/dev/null' TERM INT
 
 mkdir -p "$RUN"
@@ -60,13 +60,13 @@ while ! is_complete; do
   launcher=$!
   wait "$launcher"
   status=$?
-  # A signal has ended the waiting, not the launcher.
+  # The signal ended the wait, not the launcher.
   while kill -0 "$launcher" 2>/dev/null; do
     wait "$launcher"
     status=$?
   done
   is_complete && exit 0
-  # The scheduler wants the machine back: 75 asks it to start the run again.
+  # The scheduler stops this machine: status 75 asks it to start the run again.
   [ -z "$stopping" ] || exit 75
   [ "$(newest_checkpoint)" = "$before" ] || starts=0
   echo "node $NODE: the launcher ended with status $status, and the run is not complete: starting again" >&2

@@ -22,7 +22,7 @@ def _in_the_repository(monkeypatch):
 
 @pytest.mark.parametrize("page", planned.PAGES)
 def test_the_page_is_what_the_script_writes(page):
-    assert (ROOT / page).read_text(encoding="utf-8") == planned.rendered(page)
+    assert (ROOT / page).read_text(encoding="utf-8") == planned.rendered(page), "run python docs/planned.py"
 
 
 def test_every_recipe_has_a_row():
