@@ -234,7 +234,7 @@ def table(rows: list[dict], ranges: bool = False) -> str:
             own, cells = found.get((models[0], tokens, measure)), []
             for model in models:
                 values = found.get((model, tokens, measure))
-                cells.append("" if values is None else f"{statistics.median(values):.3g}")
+                cells.append("" if values is None else number(statistics.median(values)))
                 if own and values and model != models[0] and statistics.median(values):
                     each = [mine / other for mine, other in zip(own, values, strict=False)]
                     spread = f"; {min(each):.2f} to {max(each):.2f}" if ranges and len(each) > 1 else ""
@@ -242,6 +242,11 @@ def table(rows: list[dict], ranges: bool = False) -> str:
             lines.append(f"| {measure}, {unit} | {tokens:,} | {' | '.join(cells)} |")
     notes = {f"{row['model']}, {row['tokens']:,} tokens: {row['note']}": None for row in rows if "note" in row}
     return "\n".join([*lines, *([""] if notes else []), *notes])
+
+
+def number(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def report(rows: list[dict], picture: Path) -> None:

@@ -1,0 +1,54 @@
+"""docs/results.md has the figures of docs/results/*.jsonl, and README has those of docs/results.md."""
+
+import importlib.util
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SPEC = importlib.util.spec_from_file_location("tables", ROOT / "docs/results/tables.py")
+tables = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(tables)
+README, PAGE = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/results.md"))
+
+
+def row(start: str) -> list[str]:
+    """The cells of the row of README's table whose first cell has these words, without marks."""
+    (found,) = [line for line in README.splitlines() if re.match(rf"\| [^|]*{re.escape(start)}", line)]
+    return [cell.strip() for cell in found.replace("*", "").strip("| ").split("|")]
+
+
+def test_the_page_is_what_the_script_writes():
+    assert tables.rendered() == PAGE
+
+
+@pytest.mark.parametrize("text", tables.TEXTS)
+def test_readmes_losses_are_means_of_three_seeds(text):
+    """HOPE's, the paper's rule's, and those of the recurrent peer with the lowest mean."""
+    losses = {name: tables.losses(key, text).values() for name, key in tables.SMALL.items()}
+    means = {name: statistics.mean(found) for name, found in losses.items() if len(found) == 3}
+    best = min(means.keys() & tables.PEERS.keys(), key=means.get)
+    delta, paper, peer = row(tables.TEXTS[text])[1:4]
+    assert delta == tables.spread(losses["HOPE"], 3) and peer == f"{tables.spread(losses[best], 3)} {best}"
+    assert paper == tables.spread(losses["HOPE, the paper's rule"], 3)
+
+
+def test_readmes_recall_is_that_of_the_seeds():
+    models = {"HOPE": 1, "HOPE, the paper's rule": 2, "gated DeltaNet": 3}
+    for name, column in models.items():
+        rows = [row for row in tables.read("mad") if (row["model"], row["settings"]) == tables.RECALL[name]]
+        seeds = {row["seed"]: row["accuracy"] for row in rows if (row["task"], row["learning_rate"]) == ("mqar", 3e-3)}
+        shares = " / ".join(f"{100 * seeds[seed][-1]:.0f}" for seed in sorted(seeds))
+        assert row("64 key-value pairs")[column].startswith(f"{shares} %")
+
+
+def test_readmes_other_figures_stand_on_the_page():
+    without_ranges = " ".join(re.sub(r" \([\d.]+ to [\d.]+\)", "", PAGE).split())
+    assert f"a training step takes {row('CPU time of a training step')[1]} of Llama's CPU time" in without_ranges
+    for figure in ("4.5 to 4.9 %", "1.9 %"):
+        assert figure in README and figure in PAGE
+    trainings = dict(tables.MEDIUM)
+    hope, mamba = (tables.losses(trainings[name], "builtin")[1] for name in ("HOPE", "Mamba-2"))
+    assert f"{100 * (1 - hope / mamba):.1f} % ahead of Mamba-2" in " ".join(README.split())
