@@ -1,5 +1,6 @@
 """Small files: read and replaced whole; names read from other files; permissions of files that libraries write."""
 
+import json
 import os
 import re
 import secrets
@@ -47,6 +48,19 @@ def read_small(path: str | Path, most: int = SMALL) -> str:
     if len(content) > most:
         raise ValueError(f"it has more than {most:,} bytes")
     return content.decode("utf-8")
+
+
+def read_object(path: Path, named: str, fix: str) -> dict:
+    """The JSON object of a small file. Raises ValueError that begins with `named` and names the file and the fix."""
+    try:
+        value = json.loads(read_small(path))
+        if not isinstance(value, dict):
+            raise ValueError("it holds no JSON object")
+    # RecursionError: thousands of nested brackets.
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{named} {path} cannot be read, {fix}: {reason}.") from None
+    return value
 
 
 def copy_rights(file: Path, to: Path) -> None:

@@ -1,10 +1,7 @@
-"""Builds the data of a training loop from a `DataConfig`: source, documents, tokens, blocks, loader.
-
-Every kind of source takes the first steps by itself and ends as `Opened`; the last ones are here, the same for all.
-"""
+"""The data of a training loop from a `DataConfig`: the opened source, its batches and its measures."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,27 +12,23 @@ from hope_hf.cli.results import IGNORED
 
 from .config import DataConfig
 from .loader import Layout, Prefetched
-from .packing import Block, collate
-from .sources import Opened, open_mixture, open_shards, open_synthetic, open_text
+from .packing import Block, Indexed, collate
+from .sources import open_source
 from .vocabulary import bytes_per_id
 
 
-class ValidationBatches(Sequence):
+class ValidationBatches(Indexed):
     """Every token of the validation documents once, in order; all ranks see the same batches.
 
     The last batch may have fewer rows, and its last row is padded (labels -100). Batches are made when they are read.
     """
 
     def __init__(self, blocks: Sequence[Block], layout: Layout, padding: int, positions: bool):
+        super().__init__(-(-len(blocks) // layout.batch_size))
         self.blocks, self.block_size, self.batch_size = blocks, layout.block_size, layout.batch_size
         self.padding, self.positions = padding, positions
 
-    def __len__(self) -> int:
-        return -(-len(self.blocks) // self.batch_size)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
+    def _make(self, index: int) -> dict[str, Tensor]:
         rows = range(index * self.batch_size, min((index + 1) * self.batch_size, len(self.blocks)))
         return collate([self.blocks[row] for row in rows], self.block_size, self.padding, self.positions)
 
@@ -66,32 +59,24 @@ def build_data(config: DataConfig, *, rank: int = 0, world_size: int = 1, state:
     `state`: one that `Data.train` yielded on this rank; the training data continue exactly after its batch. Raises
     ValueError with one sentence that names the flag or file.
     """
-    opened = _opener(config)(config)
+    opened = open_source(config)
     carry = config.document_boundary == "carry"
     layout = Layout(config.block_size, config.per_device_train_batch_size, rank, world_size, carry)
     positions = opened.is_text and not carry
     validation = ValidationBatches(opened.validation, layout, opened.tokenizer.eos_token_id, positions)
-    loader = opened.train(layout, state)
+    identity = (*opened.identity, len(opened.tokenizer), config.block_size, config.document_boundary, config.seed)
     return Data(
         tokenizer=opened.tokenizer,
-        train=Prefetched(loader, config.dataloader_num_workers, config.dataloader_pin_memory),
+        train=Prefetched(
+            opened.train(layout, state=state), config.dataloader_num_workers, config.dataloader_pin_memory
+        ),
         validation=validation,
         block_size=config.block_size,
         validation_bytes_per_token=_bytes_per_token(validation, opened.tokenizer) if opened.is_text else 1.0,
         train_tokens=opened.train_tokens,
-        fingerprint=_hash(
-            *opened.identity, len(opened.tokenizer), config.block_size, config.document_boundary, config.seed
-        ),
+        fingerprint=hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest(),
         description=opened.description,
     )
-
-
-def _opener(config: DataConfig) -> Callable[[DataConfig], Opened]:
-    if config.train_shards:
-        return open_shards
-    if config.dataset_mixture:
-        return open_mixture
-    return open_synthetic if config.dataset_name == "synthetic" else open_text
 
 
 def _bytes_per_token(validation: ValidationBatches, tokenizer: PreTrainedTokenizerBase) -> float:
@@ -103,7 +88,3 @@ def _bytes_per_token(validation: ValidationBatches, tokenizer: PreTrainedTokeniz
         scored = labels[labels != IGNORED]
         total, count = total + int(table[scored].sum()), count + scored.numel()
     return total / count
-
-
-def _hash(*parts) -> str:
-    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()

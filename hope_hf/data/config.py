@@ -3,33 +3,15 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from hope_hf.cli.flags import TEXT_SOURCES
+from hope_hf.cli.flags import TEXT_SOURCES, TextArguments
 
 
 @dataclass
-class DataConfig:
-    """Sources, tokenizer and batches of a run. Without any source: the built-in corpus."""
+class DataConfig(TextArguments):
+    """Text, tokenizer and batches of a run. Without any text: the built-in corpus."""
 
-    dataset_name: str | None = None
-    """Hub name or folder; `synthetic` gives seeded random tokens."""
-    dataset_config_name: str | None = None
-    train_file: str | None = None
-    """A .txt, .json, .jsonl or .parquet file, or a glob pattern of files of one kind."""
-    dataset_mixture: str | None = None
-    """A YAML file of corpora, see `hope_hf.data.mixture`."""
-    train_shards: str | None = None
-    """A folder that `python -m hope_hf.data.prepare` wrote."""
-    validation_file: str | None = None
-    validation_split_percentage: float = 5.0
-    """Share of the training documents held out where the source has no validation set."""
-    max_train_samples: int | None = None
-    """Use the first N training documents (rows of `block_size` for `synthetic`)."""
-    max_eval_samples: int | None = None
-    streaming: bool = False
     shuffle_buffer_size: int = 10_000
     """Documents of a stream that are shuffled together; 1 keeps its order, as does the boundary `carry`."""
-    preprocessing_num_workers: int | None = None
-
     tokenizer_name: str | None = None
     """Folder or Hub name. Without it a byte-level BPE is trained on the training documents, of `vocab_size` or 4,096
     entries; a Hub data set always needs one."""

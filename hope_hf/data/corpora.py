@@ -31,6 +31,7 @@ _SHUFFLED = 1_000
 _READ_TOGETHER = 100
 # All documents are tokenized up to so many, and one in `_SAMPLED` of the others; the estimate may err by the surplus.
 _TOKENIZED, _SAMPLED, _SURPLUS = 1_000, 16, 1.02
+_HELD_OUT_OF_A_STREAM = 256
 
 
 @dataclass(frozen=True)
@@ -55,44 +56,36 @@ class Needed:
     most_documents: int | None = None
 
 
-def fetch(corpus: Corpus, needed: Needed, tokenizer: PreTrainedTokenizerBase | None, source: str) -> Dataset:
-    """The documents that are read, also those that do not pass. tokenizer: counts tokens, where they are needed.
-
-    Raises ValueError that names `source`.
-    """
-    files, what = _identity(corpus, needed, tokenizer)
-    return cached_texts(files, what, _read(corpus, needed, tokenizer, source))
-
-
-def missing_bytes(corpus: Corpus, needed: Needed, tokenizer: PreTrainedTokenizerBase) -> int:
-    """About how many bytes `fetch` will write into the cache, as far as the corpus's limit tells."""
-    fetched = cache_path(*_identity(corpus, needed, tokenizer)).exists()
-    return 0 if fetched else BYTES_PER_TOKEN * (corpus.max_tokens or 0)
-
-
 def _identity(corpus: Corpus, needed: Needed, tokenizer: PreTrainedTokenizerBase | None) -> tuple[list[str], tuple]:
+    """What the fetched documents depend on, as `cached_texts` takes it; tokens are counted only where they limit."""
     folder = Path(corpus.dataset_name)
     files = [str(path) for path in sorted(folder.rglob("*")) if path.is_file()] if folder.is_dir() else []
     counted_by = tokenizer_hash(tokenizer) if needed.tokens is not None else None
     return files, (replace(corpus, weight=None), needed, counted_by)
 
 
-def _read(corpus: Corpus, needed: Needed, tokenizer, source: str) -> Iterator[pa.Array]:
-    stream: IterableDataset = load_data_set(
-        f"{source} (split {corpus.split})",
+def _text_of(corpus: Corpus, name: str, **options) -> Dataset | IterableDataset:
+    """The text of the corpus's data set; `name`: what errors call it."""
+    dataset = load_data_set(
+        f"{name} (split {corpus.split})",
         corpus.dataset_name,
         corpus.dataset_config_name,
-        split=corpus.split,
         data_dir=corpus.data_dir,
-        streaming=True,
+        split=corpus.split,
+        **options,
     )
-    stream = text_column(stream, source, corpus.text_column)
+    return text_column(dataset, name, corpus.text_column)
+
+
+def _fetched(corpus: Corpus, needed: Needed, tokenizer, name: str) -> Iterator[pa.Array]:
+    """The documents that are read, also those that do not pass."""
+    stream = _text_of(corpus, name, streaming=True)
     if needed.seed is not None:
         # By name, too: two corpora of one data set must not be drawn alike.
         seed = stable_seed(needed.seed, *corpus.name.encode()) % 2**32
         stream = stream.shuffle(seed=seed, buffer_size=_SHUFFLED)
     count = _Count(corpus, needed, tokenizer)
-    rows = read_stream(stream, source)
+    rows = read_stream(stream, name)
     with tqdm(unit="B", unit_scale=True, desc=f"Fetching {corpus.name}", disable=None) as bar:
         while not count.is_enough and (texts := [row["text"] for row in islice(rows, _READ_TOGETHER)]):
             texts = list(count.until_enough(texts))
@@ -105,7 +98,7 @@ class _Count:
 
     def __init__(self, corpus: Corpus, needed: Needed, tokenizer: PreTrainedTokenizerBase | None):
         self._needed, self._encode = needed, make_encoder(tokenizer) if needed.tokens is not None else None
-        self._judge = Judge(corpus.filters)
+        self._judge = Judge(corpus)
         self._documents = self._held = self._size = self._sampled_size = self._sampled_tokens = 0
 
     @property
@@ -142,9 +135,6 @@ class _Count:
             self._sampled_size += size
             self._sampled_tokens += sum(map(len, self._encode([text])))
         self._documents += 1
-
-
-_HELD_OUT_OF_A_STREAM = 256
 
 
 @dataclass
@@ -203,10 +193,12 @@ def passing(
     """
     source = f"{flag} {corpus.name}"
     if corpus.streaming and needed is not None:
-        documents = fetch(corpus, needed, tokenizer, f"{source}: {corpus.dataset_name}")
+        name = f"{source}: {corpus.dataset_name}"
+        documents = cached_texts(*_identity(corpus, needed, tokenizer), _fetched(corpus, needed, tokenizer, name))
     else:
         documents = _load(corpus, source)
-    kept, dropped = keep(_texts(documents), corpus.filters)
+    batches = documents.select_columns(["text"]).iter(_READ_TOGETHER)
+    kept, dropped = keep((text for rows in batches for text in rows["text"]), corpus)
     if not kept:
         reasons = ", ".join(f"{reason} {count}" for reason, count in dropped.items())
         raise ValueError(
@@ -247,7 +239,11 @@ def check_cache(
     shards: a folder for their shards, which are counted where it is on the same disk.
     """
     streams = [corpus for corpus in corpora if corpus.streaming]
-    needed = sum(missing_bytes(corpus, needed_of(corpus, percentage, seed), tokenizer) for corpus in streams)
+    needed = sum(
+        BYTES_PER_TOKEN * (corpus.max_tokens or 0)
+        for corpus in streams
+        if not cache_path(*_identity(corpus, needed_of(corpus, percentage, seed), tokenizer)).exists()
+    )
     if not needed:
         return
     cache = writable_cache()
@@ -269,20 +265,7 @@ def _load(corpus: Corpus, source: str) -> Dataset:
         return load_files(paths, f"{source}: files", column=corpus.text_column)
     if corpus.dataset_name == BUILTIN:
         return builtin_corpus()
-    name = f"{source}: {corpus.dataset_name}"
-    dataset = load_data_set(
-        f"{name} (split {corpus.split})",
-        corpus.dataset_name,
-        corpus.dataset_config_name,
-        data_dir=corpus.data_dir,
-        split=corpus.split,
-    )
-    return text_column(dataset, name, corpus.text_column)
-
-
-def _texts(documents: Dataset):
-    for rows in documents.select_columns(["text"]).iter(_READ_TOGETHER):
-        yield from rows["text"]
+    return _text_of(corpus, f"{source}: {corpus.dataset_name}")
 
 
 def _drawn(corpus: Corpus, count: int, seed: int):

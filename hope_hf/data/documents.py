@@ -28,6 +28,7 @@ _LEFT_OUT = frozenset(
     "idlelib tkinter turtledemo ensurepip distutils lib2to3 encodings pydoc_data".split()
 )
 _GENERATED = ("config-", "_sysconfigdata")
+_VALIDATION_DOCUMENTS_OF_A_STREAM = 256
 
 
 def corpus_documents() -> list[tuple[str, str]]:
@@ -46,15 +47,9 @@ def corpus_documents() -> list[tuple[str, str]]:
     topics = root / "pydoc_data" / "topics.py"
     if not documents or not topics.is_file():
         raise ValueError(f"This Python has no standard library sources in {root}: name a text with --train_file.")
-    for name, text in _read_topics(topics).items():
-        documents[f"pydoc_data/topics/{name}"] = text
+    (table,) = (node.value for node in ast.parse(topics.read_text("utf-8")).body if isinstance(node, ast.Assign))
+    documents |= {f"pydoc_data/topics/{name}": text for name, text in ast.literal_eval(table).items()}
     return [(name, documents[name]) for name in sorted(documents) if documents[name].strip()]
-
-
-def _read_topics(path: Path) -> dict[str, str]:
-    module = ast.parse(path.read_text(encoding="utf-8"))
-    (table,) = (node.value for node in module.body if isinstance(node, ast.Assign))
-    return ast.literal_eval(table)
 
 
 def held_out(key: str, percentage: float) -> bool:
@@ -85,9 +80,6 @@ def _share(key: str) -> float:
     return int.from_bytes(digest, "big") / 2**64
 
 
-_VALIDATION_DOCUMENTS_OF_A_STREAM = 256
-
-
 @dataclass
 class Sources:
     """Documents as data sets with the one column `text`."""
@@ -108,7 +100,9 @@ def open_sources(config: DataConfig) -> Sources:
         train = load_files(files, "--train_file", config.streaming)
         description = f"{config.train_file} ({len(files)} files)" if len(files) > 1 else config.train_file
     else:
-        train, description = _builtin(config)
+        if config.streaming:
+            warnings.warn("--streaming is ignored: the built-in corpus is read as a whole.", stacklevel=2)
+        train, description = builtin_corpus(), "built-in corpus"
     if config.validation_file:
         files = find_files(config.validation_file, "--validation_file", "validation")
         held = load_files(files, "--validation_file")
@@ -171,12 +165,6 @@ def load_data_set(source: str, name: str, config_name: str | None, split: str | 
         raise ValueError(f"{source} could not be loaded, check its name and the connection: {reason}") from error
 
 
-def _builtin(config: DataConfig) -> tuple[Dataset, str]:
-    if config.streaming:
-        warnings.warn("--streaming is ignored: the built-in corpus is read as a whole.", stacklevel=2)
-    return builtin_corpus(), "built-in corpus"
-
-
 def _from_hub(config: DataConfig):
     name = config.dataset_name
     source = f"--dataset_name {name}" + (f" ({config.dataset_config_name})" if config.dataset_config_name else "")
@@ -223,8 +211,9 @@ def _part_at_blank_line(text: str, percentage: float) -> tuple[str, str] | None:
 def _split_stream(train: IterableDataset, held: Dataset | IterableDataset | None, config: DataConfig):
     percentage = config.validation_split_percentage
     if held is None:
-        held = train.filter(_is_held_out, fn_kwargs={"percentage": percentage})
-        train = train.filter(_is_for_training, fn_kwargs={"percentage": percentage})
+        whole = train
+        held = whole.filter(lambda row: held_out(row["text"] or "", percentage))
+        train = whole.filter(lambda row: not held_out(row["text"] or "", percentage))
     if isinstance(held, IterableDataset):
         count = config.max_eval_samples or _VALIDATION_DOCUMENTS_OF_A_STREAM
         texts = [row["text"] for row in islice(read_stream(held, training_source(config)), count)]
@@ -235,14 +224,6 @@ def _split_stream(train: IterableDataset, held: Dataset | IterableDataset | None
             )
         held = Dataset.from_dict({"text": texts})
     return train, held
-
-
-def _is_held_out(row: dict, percentage: float) -> bool:
-    return held_out(row["text"] or "", percentage)
-
-
-def _is_for_training(row: dict, percentage: float) -> bool:
-    return not held_out(row["text"] or "", percentage)
 
 
 def _first(documents, count: int | None):

@@ -9,7 +9,6 @@ is read, so the other columns may be of any type and may differ between files.
 """
 
 import glob
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -21,24 +20,194 @@ import pyarrow.parquet
 from datasets import Dataset, Features, IterableDataset, Value, concatenate_datasets
 from datasets.exceptions import DatasetGenerationError
 
-from hope_hf.cli.files import is_inside, read_small
+from hope_hf.cli.files import is_inside, read_object
 
 from .cache import cached_texts
 from .json_files import check_json, json_columns, json_texts
 from .vocabulary import END_OF_TEXT
 
+_KINDS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4", ".7z", ".tar", ".tgz")
+# The files of a folder that `save_to_disk` wrote.
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+# What datasets, pyarrow and json raise for the content of a file; RuntimeError: for example, too deep nesting.
+_WRONG_CONTENT = (
+    DatasetGenerationError, OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError
+)  # fmt: skip
+# Rows of a table, and characters of short documents, that are read together.
+_ROWS = 100
+_CHARACTERS = 1 << 20
+# Characters of a .txt document that is read as several, and of each of these.
 LONGEST = 1 << 24
 PART = 1 << 17
 _LONGEST_LINE = 1 << 16
 _BREAKS = [re.compile(pattern) for pattern in (r"\n[ \t\r]*+\n", r"\n", r"\s")]
 
 
-class UndecodableByte(ValueError):
-    """A file is not UTF-8."""
+class UnreadableText(ValueError):
+    """A file cannot be read as text; the message is for the user."""
 
-    def __init__(self, place: int):
-        super().__init__(f"byte {place}")
-        self.place = place
+
+class UndecodableByte(ValueError):
+    """A file is not UTF-8 from the byte `args[0]` on."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a table."""
+
+    names: list[str]
+    strings: list[str]
+    """Those of strings or, in JSON, of nothing."""
+    texts: list[str]
+    """Those that are the text where no other is, whatever its name: neither dates nor empty."""
+
+
+def find_files(name: str, flag: str, split: str = "train") -> list[str]:
+    """The files that a path or glob pattern names, sorted; none is empty, all are of one kind.
+
+    A name that exists is that file, whatever characters it has, and so are the folders at its beginning. A folder is
+    one of `Dataset.save_to_disk`; where it has splits, it means its `split`. Raises ValueError naming `flag` and file.
+    """
+    if os.path.isdir(name):
+        if not is_saved(name):
+            example = os.path.join(name, "*.txt")
+            raise ValueError(f"{flag} {name} is a folder: name its files, for example {example}")
+        paths = saved_files(name, f"{flag} {name}", split)
+    elif os.path.exists(name):
+        paths = [name]
+    else:
+        paths = sorted(filter(os.path.isfile, _matches(name)))
+    if not paths:
+        kind = "matches no file" if glob.has_magic(name) else "does not exist"
+        raise ValueError(f"{flag} {name} {kind}: check the path.")
+    for path in paths:
+        _check(path, flag)
+    if len({kind_of(path) for path in paths}) > 1:
+        raise ValueError(f"{flag} {name} matches files of several kinds: name those of one kind, such as '*.txt'.")
+    return paths
+
+
+def load_files(
+    paths: list[str], flag: str, streaming: bool = False, column: str | None = None
+) -> Dataset | IterableDataset:
+    """The documents of files of one kind, as the one column `text`. Raises ValueError naming the file.
+
+    column: the one that holds the text (default: see `text_column`); .txt files have none.
+
+    Only the beginning of a stream is read here: read the rest with `read_stream`.
+    """
+    if kind_of(paths[0]) == "text":
+        column = None
+    else:
+        for path in paths:
+            # All others must have the first one's.
+            column = choose_column(_columns_of(path, flag), f"{flag} {path}", column)
+    if streaming:
+        options = {"paths": paths, "flag": flag, "column": column}
+        return IterableDataset.from_generator(_rows, Features({"text": Value("string")}), gen_kwargs=options)
+    return cached_texts(paths, column, (texts for path in paths for texts in _read_texts(path, flag, column)))
+
+
+def read_stream(rows: Iterable[dict], source: str) -> Iterator[dict]:
+    """`rows` of a stream; ValueError that names `source` (flag and files) if reading fails."""
+    try:
+        yield from rows
+    except UnreadableText:
+        raise
+    except _WRONG_CONTENT as error:
+        raise ValueError(
+            f"{source} cannot be read to its end, check the file or the connection: {_first_line(error)}"
+        ) from error
+
+
+def text_column(
+    dataset: Dataset | IterableDataset, source: str, column: str | None = None
+) -> Dataset | IterableDataset:
+    """Only the text column of a data set, renamed `text`: see `choose_column`.
+
+    A stream of unknown columns is read to its first row.
+    """
+    if dataset.features is None:
+        row = next(iter(dataset), {})
+        names, strings = list(row), [name for name, value in row.items() if isinstance(value, str)]
+    else:
+        names, schema = list(dataset.features), dataset.features.arrow_schema
+        strings = [name for name in names if _is_string(schema.field(name).type)]
+    name = choose_column(Columns(names, strings, strings), source, column)
+    dataset = dataset.select_columns([name])
+    return dataset if name == "text" else dataset.rename_column(name, "text")
+
+
+def choose_column(columns: Columns, source: str, column: str | None = None) -> str:
+    """The text's column: `column`, or the one of the name `text`, or the only one of strings.
+
+    Raises ValueError naming `source` if there is no such column, or more than one.
+    """
+    names = ", ".join(sorted(columns.names))
+    if column is not None and column not in columns.strings:
+        raise ValueError(f"{source} has no column {column!r} of strings among {names}.")
+    if column is not None:
+        return column
+    if "text" in columns.strings:
+        return "text"
+    if "text" in columns.names:
+        raise ValueError(f"{source} has no column 'text' of strings: give every row a text in quotes.")
+    if len(columns.texts) != 1:
+        raise ValueError(f"{source} has no column 'text' among {names}: rename the one that holds the text.")
+    return columns.texts[0]
+
+
+def kind_of(path: str) -> str | None:
+    """The kind of a file by the end of its name: text, json, parquet or arrow."""
+    return _KINDS.get(Path(path).suffix.lower())
+
+
+def is_saved(folder: str) -> bool:
+    """Whether `save_to_disk` wrote it, of one data set or of several splits."""
+    return any(os.path.isfile(os.path.join(folder, name)) for name in (_STATE, _SPLITS))
+
+
+def load_saved(folder: str, source: str, split: str | None = None, streaming: bool = False):
+    """All its splits as a dict, or one, mapped into memory; a data set without splits is `train`.
+
+    Raises ValueError that names `source`.
+    """
+    if split is None:
+        return {split: load_saved(folder, source, split, streaming) for split in _splits(folder, source) or ["train"]}
+    files = saved_files(folder, source, split)
+    try:
+        dataset = concatenate_datasets([Dataset.from_file(file) for file in files])
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{source} cannot be read, save the data set again: {error}") from error
+    return dataset.to_iterable_dataset(num_shards=len(files)) if streaming else dataset
+
+
+def saved_files(folder: str, source: str, split: str) -> list[str]:
+    """The .arrow files of a data set, or of its `split` where it has splits. Raises ValueError that names `source`."""
+    path, splits = Path(folder), _splits(folder, source)
+    if splits and split not in splits:
+        raise ValueError(f"{source} has no split {split!r}: name one of its folders, {', '.join(splits)}.")
+    if splits:
+        path = path / split
+    state = read_object(path / _STATE, f"{source}:", "save the data set again")
+    try:
+        names = [entry["filename"] for entry in state["_data_files"]]
+    except (KeyError, TypeError):
+        names = [None]
+    if not names or not all(is_inside(name) and (path / name).is_file() for name in names):
+        raise ValueError(f"{source}: {path / _STATE} names files that are not there: save the data set again.")
+    return [str(path / name) for name in names]
+
+
+def _splits(folder: str, source: str) -> list[str]:
+    file = Path(folder) / _SPLITS
+    if not file.is_file():
+        return []
+    splits = read_object(file, f"{source}:", "save the data set again").get("splits")
+    if not isinstance(splits, list) or not splits or not all(map(is_inside, splits)):
+        raise ValueError(f"{source}: {file} names no splits: save the data set again.")
+    return splits
 
 
 def documents_of_text(path: str) -> Iterator[str]:
@@ -79,50 +248,48 @@ def _cut(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-_KINDS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
-ENDINGS = ", ".join(_KINDS)
-# What pyarrow and json raise for the content of a file; RuntimeError: for example, too deep nesting.
-_WRONG_CONTENT = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError)
-_ROWS = 100
-# Characters of short documents that are read together.
-_CHARACTERS = 1 << 20
+def _matches(pattern: str) -> Iterator[str]:
+    # Of the folders that exist no character is meant as a pattern.
+    folder = os.path.dirname(pattern)
+    while folder and not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    return glob.iglob(glob.escape(folder) + pattern[len(folder) :], recursive=True)
 
 
-class UnreadableText(ValueError):
-    """A file cannot be read as text; the message is for the user."""
+def _check(path: str, flag: str) -> None:
+    ending = Path(path).suffix.lower()
+    if ending in _COMPRESSED:
+        raise ValueError(f"{flag} {path} is compressed: unpack it, and name the files that were in it.")
+    if kind_of(path) is None:
+        raise ValueError(f"{flag} {path} is none of {', '.join(_KINDS)}: convert or rename it.")
+    if not os.access(path, os.R_OK):
+        raise ValueError(f"{flag} {path} cannot be read: check its permissions.")
+    if os.path.getsize(path) == 0:
+        raise ValueError(f"{flag} {path} is empty: give a file with text.")
+    if kind_of(path) == "json":
+        check_json(path, flag)
 
 
-@dataclass(frozen=True)
-class Columns:
-    """The columns of a table."""
-
-    names: list[str]
-    strings: list[str]
-    """Those of strings or, in JSON, of nothing."""
-    texts: list[str]
-    """Those that are the text where no other is, whatever its name: neither dates nor empty."""
-
-
-def kind_of(path: str) -> str | None:
-    """The kind of a file by the end of its name: text, json, parquet or arrow."""
-    return _KINDS.get(Path(path).suffix.lower())
-
-
-def columns_of(path: str, flag: str) -> Columns | None:
-    """The columns of a file; None for plain text, which has none. Raises UnreadableText."""
+def _columns_of(path: str, flag: str) -> Columns:
+    """The columns of a file, which is no plain text. Raises UnreadableText."""
     kind = kind_of(path)
-    if kind == "text":
-        return None
     with _InSentences(path, flag):
         if kind == "json":
             return Columns(*json_columns(path))
         with pa.memory_map(path) as file:
             schema = _parquet(file).schema_arrow if kind == "parquet" else pa.ipc.open_stream(file).schema
-        strings = [field.name for field in schema if is_string(field.type)]
+        strings = [field.name for field in schema if _is_string(field.type)]
         return Columns(schema.names, strings, strings)
 
 
-def read_texts(path: str, flag: str, column: str | None) -> Iterator[pa.Array]:
+def _is_string(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds strings, in whichever way."""
+    if pa.types.is_dictionary(kind):
+        return _is_string(kind.value_type)
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+
+
+def _read_texts(path: str, flag: str, column: str | None) -> Iterator[pa.Array]:
     """The texts of a file in their order, as arrays of strings. Raises UnreadableText where reading fails.
 
     column: the one that holds the text; None for plain text.
@@ -132,13 +299,6 @@ def read_texts(path: str, flag: str, column: str | None) -> Iterator[pa.Array]:
             # pyarrow's readers do not check that strings are UTF-8.
             texts.validate(full=True)
             yield texts
-
-
-def is_string(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds strings, in whichever way."""
-    if pa.types.is_dictionary(kind):
-        return is_string(kind.value_type)
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
 
 class _InSentences:
@@ -153,9 +313,9 @@ class _InSentences:
     def __exit__(self, _, error, trace):
         if isinstance(error, UnreadableText) or not isinstance(error, _WRONG_CONTENT):
             return
-        name, reason = f"{self.flag} {self.path}", (str(error).strip() or type(error).__name__).splitlines()[0]
+        name, reason = f"{self.flag} {self.path}", _first_line(error)
         if isinstance(error, UndecodableByte):
-            raise UnreadableText(f"{name} is not UTF-8 text (byte {error.place}): convert it.") from error
+            raise UnreadableText(f"{name} is not UTF-8 text (byte {error.args[0]}): convert it.") from error
         if isinstance(error, UnicodeDecodeError) or "UTF8" in reason:
             raise UnreadableText(f"{name} is not UTF-8 text: convert it.") from error
         if isinstance(error, OSError) and error.errno:
@@ -194,194 +354,9 @@ def _arrow_texts(path: str, column: str) -> Iterator[pa.Array]:
 _READERS = {"text": _text, "json": json_texts, "parquet": _parquet_texts, "arrow": _arrow_texts}
 
 
-_STATE, _SPLITS = "state.json", "dataset_dict.json"
-
-
-def is_saved(folder: str) -> bool:
-    """Whether it is such a folder, of one data set or of several splits."""
-    return any(os.path.isfile(os.path.join(folder, name)) for name in (_STATE, _SPLITS))
-
-
-def load_saved(folder: str, source: str, split: str | None = None, streaming: bool = False):
-    """All its splits as a dict, or one, mapped into memory; a data set without splits is `train`.
-
-    Raises ValueError that names `source`.
-    """
-    if split is None:
-        return {split: load_saved(folder, source, split, streaming) for split in _splits(folder, source) or ["train"]}
-    files = saved_files(folder, source, split)
-    try:
-        dataset = concatenate_datasets([Dataset.from_file(file) for file in files])
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{source} cannot be read, save the data set again: {error}") from error
-    return dataset.to_iterable_dataset(num_shards=len(files)) if streaming else dataset
-
-
-def saved_files(folder: str, source: str, split: str) -> list[str]:
-    """The .arrow files of a data set, or of its `split` where it has splits. Raises ValueError that names `source`."""
-    path, splits = Path(folder), _splits(folder, source)
-    if splits and split not in splits:
-        raise ValueError(f"{source} has no split {split!r}: name one of its folders, {', '.join(splits)}.")
-    if splits:
-        path = path / split
-    state = _read_json(path / _STATE, source)
-    try:
-        names = [entry["filename"] for entry in state["_data_files"]]
-    except (KeyError, TypeError):
-        names = [None]
-    if not names or not all(is_inside(name) and (path / name).is_file() for name in names):
-        raise ValueError(f"{source}: {path / _STATE} names files that are not there: save the data set again.")
-    return [str(path / name) for name in names]
-
-
-def _splits(folder: str, source: str) -> list[str]:
-    file = Path(folder) / _SPLITS
-    if not file.is_file():
-        return []
-    document = _read_json(file, source)
-    splits = document.get("splits") if isinstance(document, dict) else None
-    if not isinstance(splits, list) or not splits or not all(map(is_inside, splits)):
-        raise ValueError(f"{source}: {file} names no splits: save the data set again.")
-    return splits
-
-
-def _read_json(file: Path, source: str) -> object:
-    try:
-        return json.loads(read_small(file))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{source}: {file} cannot be read, save the data set again: {error}") from error
-
-
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4", ".7z", ".tar", ".tgz")
-# What datasets and pyarrow raise for the content of a file; RuntimeError: for example, too deep nesting.
-_UNREADABLE = (DatasetGenerationError, OSError, ValueError, TypeError, RuntimeError)
-
-
-def find_files(name: str, flag: str, split: str = "train") -> list[str]:
-    """The files that a path or glob pattern names, sorted; none is empty, all are of one kind.
-
-    A name that exists is that file, whatever characters it has, and so are the folders at its beginning. A folder is
-    one of `Dataset.save_to_disk`; where it has splits, it means its `split`. Raises ValueError naming `flag` and file.
-    """
-    if os.path.isdir(name):
-        if not is_saved(name):
-            example = os.path.join(name, "*.txt")
-            raise ValueError(f"{flag} {name} is a folder: name its files, for example {example}")
-        paths = saved_files(name, f"{flag} {name}", split)
-    elif os.path.exists(name):
-        paths = [name]
-    else:
-        paths = sorted(filter(os.path.isfile, _matches(name)))
-    if not paths:
-        kind = "matches no file" if glob.has_magic(name) else "does not exist"
-        raise ValueError(f"{flag} {name} {kind}: check the path.")
-    for path in paths:
-        _check(path, flag)
-    if len({kind_of(path) for path in paths}) > 1:
-        raise ValueError(f"{flag} {name} matches files of several kinds: name those of one kind, such as '*.txt'.")
-    return paths
-
-
-def load_files(
-    paths: list[str], flag: str, streaming: bool = False, column: str | None = None
-) -> Dataset | IterableDataset:
-    """The documents of files of one kind, as the one column `text`. Raises ValueError naming the file.
-
-    column: the one that holds the text (default: see `text_column`); .txt files have none.
-
-    Only the beginning of a stream is read here: read the rest with `read_stream`.
-    """
-    column = _column(paths, flag, column)
-    if streaming:
-        options = {"paths": paths, "flag": flag, "column": column}
-        return IterableDataset.from_generator(_rows, Features({"text": Value("string")}), gen_kwargs=options)
-    return cached_texts(paths, column, (texts for path in paths for texts in read_texts(path, flag, column)))
-
-
-def read_stream(rows: Iterable[dict], source: str) -> Iterator[dict]:
-    """`rows` of a stream; ValueError that names `source` (flag and files) if reading fails."""
-    try:
-        yield from rows
-    except UnreadableText:
-        raise
-    except _UNREADABLE as error:
-        raise ValueError(
-            f"{source} cannot be read to its end, check the file or the connection: {_first_line(error)}"
-        ) from error
-
-
-def text_column(
-    dataset: Dataset | IterableDataset, source: str, column: str | None = None
-) -> Dataset | IterableDataset:
-    """Only the text column of a data set, renamed `text`: see `choose_column`.
-
-    A stream of unknown columns is read to its first row.
-    """
-    if dataset.features is None:
-        row = next(iter(dataset), {})
-        names, strings = list(row), [name for name, value in row.items() if isinstance(value, str)]
-    else:
-        names, schema = list(dataset.features), dataset.features.arrow_schema
-        strings = [name for name in names if is_string(schema.field(name).type)]
-    name = choose_column(Columns(names, strings, strings), source, column)
-    dataset = dataset.select_columns([name])
-    return dataset if name == "text" else dataset.rename_column(name, "text")
-
-
-def choose_column(columns: Columns, source: str, column: str | None = None) -> str:
-    """The text's column: `column`, or the one of the name `text`, or the only one of strings.
-
-    Raises ValueError naming `source` if there is no such column, or more than one.
-    """
-    names = ", ".join(sorted(columns.names))
-    if column is not None and column not in columns.strings:
-        raise ValueError(f"{source} has no column {column!r} of strings among {names}.")
-    if column is not None:
-        return column
-    if "text" in columns.strings:
-        return "text"
-    if "text" in columns.names:
-        raise ValueError(f"{source} has no column 'text' of strings: give every row a text in quotes.")
-    if len(columns.texts) != 1:
-        raise ValueError(f"{source} has no column 'text' among {names}: rename the one that holds the text.")
-    return columns.texts[0]
-
-
-def _matches(pattern: str) -> Iterator[str]:
-    # Of the folders that exist no character is meant as a pattern.
-    folder = os.path.dirname(pattern)
-    while folder and not os.path.isdir(folder):
-        folder = os.path.dirname(folder)
-    return glob.iglob(glob.escape(folder) + pattern[len(folder) :], recursive=True)
-
-
-def _check(path: str, flag: str) -> None:
-    ending = Path(path).suffix.lower()
-    if ending in _COMPRESSED:
-        raise ValueError(f"{flag} {path} is compressed: unpack it, and name the files that were in it.")
-    if kind_of(path) is None:
-        raise ValueError(f"{flag} {path} is none of {ENDINGS}: convert or rename it.")
-    if not os.access(path, os.R_OK):
-        raise ValueError(f"{flag} {path} cannot be read: check its permissions.")
-    if os.path.getsize(path) == 0:
-        raise ValueError(f"{flag} {path} is empty: give a file with text.")
-    if kind_of(path) == "json":
-        check_json(path, flag)
-
-
-def _column(paths: list[str], flag: str, column: str | None) -> str | None:
-    """The text's column in the first file, which all others must have."""
-    if kind_of(paths[0]) == "text":
-        return None
-    chosen = choose_column(columns_of(paths[0], flag), f"{flag} {paths[0]}", column)
-    for path in paths[1:]:
-        choose_column(columns_of(path, flag), f"{flag} {path}", chosen)
-    return chosen
-
-
 def _rows(paths: list[str], flag: str, column: str | None) -> Iterator[dict[str, str | None]]:
     for path in paths:
-        for texts in read_texts(path, flag, column):
+        for texts in _read_texts(path, flag, column):
             yield from ({"text": text.as_py()} for text in texts)
 
 

@@ -1,6 +1,6 @@
 """The rows of a JSON file: objects one after another, a list of objects or strings, or columns as pandas writes them.
 
-Objects one after another are read piece by piece, the other forms as a whole.
+Objects one after another are read a few megabytes at a time, the other forms as a whole.
 """
 
 import io
@@ -12,38 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json
 
-# Bytes checked of each file: enough to find common mistakes, in negligible time.
-_HEAD = 1 << 20
+# Bytes checked of each file before pyarrow reads it: enough to find common mistakes, in negligible time.
+_CHECKED = 1 << 20
 # Arrow's own limit for columns is one less; at about ten thousand levels its parser runs out of stack.
 _DEEPEST = 64
-# The closing quote may come after the head.
+# The closing quote may come after the bytes that are checked.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-
-
-def check_json(path: str, flag: str) -> None:
-    """Raises ValueError where the file does not begin with rows, holds no string, or is nested too deep.
-
-    This includes a file of only `null`, on which pyarrow's reader crashes with a segmentation fault.
-    """
-    with open(path, "rb") as file:
-        head = file.read(_HEAD).removeprefix(b"\xef\xbb\xbf").lstrip()
-    if not head.startswith((b"{", b"[")) or b'"' not in head:
-        raise ValueError(
-            f'{flag} {path} holds no rows with text: write one object such as {{"text": "..."}} a line, or a list of '
-            "them."
-        )
-    if _depth(_STRING.sub(b"", head)) > _DEEPEST:
-        raise ValueError(
-            f"{flag} {path} nests lists and objects more than {_DEEPEST} deep: leave out the column that does."
-        )
-
-
-def _depth(brackets: bytes) -> int:
-    characters = np.frombuffer(brackets, np.uint8)
-    opened, closed = (np.isin(characters, list(kind)) for kind in (b"{[", b"}]"))
-    return int((opened.astype(np.int32) - closed).cumsum().max(initial=0))
-
-
 # Bytes read together, and up to how many where an object does not end with its line.
 _BYTES = 8 << 20
 _MOST_BYTES = 256 << 20
@@ -53,10 +27,30 @@ _SPACE = re.compile(r"\s*")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d([ T][\d:.,]+ ?(Z|[+-][\d:]+)?)?")
 
 
+def check_json(path: str, flag: str) -> None:
+    """Raises ValueError where the file does not begin with rows, holds no string, or is nested too deep.
+
+    Such content, as a file of only `null`, ends the process in pyarrow's reader with a segmentation fault.
+    """
+    with open(path, "rb") as file:
+        head = file.read(_CHECKED).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not head.startswith((b"{", b"[")) or b'"' not in head:
+        raise ValueError(
+            f'{flag} {path} holds no rows with text: write one object such as {{"text": "..."}} a line, or a list of '
+            "them."
+        )
+    brackets = np.frombuffer(_STRING.sub(b"", head), np.uint8)
+    opened, closed = (np.isin(brackets, list(kind)) for kind in (b"{[", b"}]"))
+    if int((opened.astype(np.int32) - closed).cumsum().max(initial=0)) > _DEEPEST:
+        raise ValueError(
+            f"{flag} {path} nests lists and objects more than {_DEEPEST} deep: leave out the column that does."
+        )
+
+
 def json_columns(path: str) -> tuple[list[str], list[str], list[str]]:
     """Names of the columns of the first rows: all; those of strings or nothing; those of strings that are no dates."""
     values: dict[str, list] = {}
-    for row in (_whole(path) or _first_rows(path)[0])[:_ROWS]:
+    for row in _first_rows(path)[0][:_ROWS]:
         for name, value in row.items():
             values.setdefault(name, []).append(value)
     strings = [name for name, found in values.items() if all(isinstance(value, str | None) for value in found)]
@@ -65,10 +59,11 @@ def json_columns(path: str) -> tuple[list[str], list[str], list[str]]:
 
 def json_texts(path: str, column: str) -> Iterator[pa.Array]:
     """The strings of a column, as arrays."""
-    rows = _whole(path)
-    if rows is not None:
-        yield pa.array([_string(row.get(column)) for row in rows], pa.string())
+    rows, is_whole = _first_rows(path)
+    if is_whole:
+        yield _strings(rows, column)
         return
+    del rows
     schema = pa.schema([(column, pa.string())])
     options = pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
     with open(path, "rb") as file:
@@ -84,7 +79,7 @@ def json_texts(path: str, column: str) -> Iterator[pa.Array]:
                     # It refuses half of a surrogate pair, which json.dumps writes of scraped text.
                     rows, are_all = _decoded(lines, len(lines)) if "surrogate" in str(error) else ([], False)
                     if are_all:
-                        texts = [pa.array([_string(row.get(column)) for row in rows], pa.string())]
+                        texts = [_strings(rows, column)]
                         break
                     # The last object may go on behind its line.
                     more = file.read(len(lines)) if len(lines) < _MOST_BYTES else b""
@@ -94,24 +89,12 @@ def json_texts(path: str, column: str) -> Iterator[pa.Array]:
             yield from texts
 
 
-def _whole(path: str) -> list[dict] | None:
-    """The rows of a file that is one list or one object of columns; None for objects one after another."""
+def _first_rows(path: str) -> tuple[list[dict], bool]:
+    """All rows of a file that is one list or one object of columns, and True; else the first rows, and False."""
     with open(path, encoding="utf-8-sig") as file:
         if _SPACE.sub("", file.read(_ROWS))[:1] == "[":
             file.seek(0)
-            return [_object({"text": row} if isinstance(row, str) else row) for row in json.load(file)]
-    rows, are_all = _first_rows(path)
-    if not are_all or len(rows) != 1 or not rows[0]:
-        return None
-    # pandas writes {"text": {"0": "first", "1": "second"}} or {"text": ["first", "second"]}.
-    columns = [list(values.values()) if isinstance(values, dict) else values for values in rows[0].values()]
-    if not all(isinstance(values, list) for values in columns) or len(set(map(len, columns))) > 1:
-        return None
-    return [dict(zip(rows[0], row, strict=True)) for row in zip(*columns, strict=True)]
-
-
-def _first_rows(path: str) -> tuple[list[dict], bool]:
-    """The objects at the beginning of a file, and whether there are no others."""
+            return [_object({"text": row} if isinstance(row, str) else row) for row in json.load(file)], True
     with open(path, "rb") as file:
         head = file.read(_BYTES) + file.readline()
         try:
@@ -119,10 +102,18 @@ def _first_rows(path: str) -> tuple[list[dict], bool]:
         except ValueError:
             # The first object may be longer.
             rows, are_all = _decoded(head + file.read(_MOST_BYTES))
-        return rows, are_all and not file.read(1)
+        are_all = are_all and not file.read(1)
+    if not are_all or len(rows) != 1 or not rows[0]:
+        return rows, False
+    # pandas writes {"text": {"0": "first", "1": "second"}} or {"text": ["first", "second"]}.
+    columns = [list(values.values()) if isinstance(values, dict) else values for values in rows[0].values()]
+    if not all(isinstance(values, list) and values for values in columns) or len(set(map(len, columns))) > 1:
+        return rows, False
+    return [dict(zip(rows[0], row, strict=True)) for row in zip(*columns, strict=True)], True
 
 
 def _decoded(head: bytes, most: int = _ROWS) -> tuple[list[dict], bool]:
+    """The objects at the beginning of some bytes, at most `most`, and whether there is nothing behind them."""
     text, rows, decoder = head.decode("utf-8-sig", errors="replace"), [], json.JSONDecoder()
     place = _SPACE.match(text).end()
     while place < len(text) and len(rows) < most:
@@ -144,8 +135,10 @@ def _object(row: object) -> dict:
     return row
 
 
-def _string(text: object) -> str | None:
-    if not isinstance(text, str | None):
-        raise TypeError(f"a text is {json.dumps(text)[:40]} instead of a string")
+def _strings(rows: list[dict], column: str) -> pa.Array:
+    texts = [row.get(column) for row in rows]
+    for text in texts:
+        if not isinstance(text, str | None):
+            raise TypeError(f"a text is {json.dumps(text)[:40]} instead of a string")
     # Halves of surrogate pairs are no characters.
-    return text and text.encode("utf-8", errors="replace").decode()
+    return pa.array([text and text.encode("utf-8", errors="replace").decode() for text in texts], pa.string())

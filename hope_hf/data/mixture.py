@@ -41,63 +41,6 @@ _MOST_WORDS = 2_000
 _LEAST_SHARE = 0.08
 
 
-@dataclass(frozen=True)
-class Filters:
-    """The conditions of one corpus; lengths in characters."""
-
-    min_length: int | None = None
-    max_length: int | None = None
-    deduplicate: bool = False
-    """Keep the first of documents whose texts are equal."""
-    language: str | None = None
-    """One of `LANGUAGES`: keep documents that seem to be in it, by the share of its most common words."""
-
-
-def keep(texts: Iterable[str | None], filters: Filters) -> tuple[list[int], Counter]:
-    """Indices of the documents that pass, and how many were dropped by each condition."""
-    kept, dropped, judge = [], Counter(), Judge(filters)
-    for index, text in enumerate(texts):
-        reason = judge.reason(text)
-        if reason is None:
-            kept.append(index)
-        else:
-            dropped[reason] += 1
-    return kept, dropped
-
-
-def seems_to_be(text: str, language: str) -> bool:
-    """Whether no language has more of its common words in the text, and these are enough for running text."""
-    words = [match.group().lower() for match in islice(re.finditer(r"[^\W\d_]+", text), _MOST_WORDS)]
-    counts = {name: sum(word in common for word in words) for name, common in _WORDS.items()}
-    return bool(words) and counts[language] == max(counts.values()) and counts[language] >= _LEAST_SHARE * len(words)
-
-
-class Judge:
-    """Says of one document after the other whether it passes."""
-
-    def __init__(self, filters: Filters):
-        self._filters = filters
-        self._seen: set[bytes] = set()
-
-    def reason(self, text: str | None) -> str | None:
-        """Why the next document is dropped; None where it passes."""
-        filters = self._filters
-        if not text or text.isspace():
-            return "blank"
-        if filters.min_length is not None and len(text) < filters.min_length:
-            return "min_length"
-        if filters.max_length is not None and len(text) > filters.max_length:
-            return "max_length"
-        if filters.language is not None and not seems_to_be(text, filters.language):
-            return "language"
-        if filters.deduplicate:
-            digest = blake2b(text.encode("utf-8", errors="surrogatepass"), digest_size=16).digest()
-            if digest in self._seen:
-                return "deduplicate"
-            self._seen.add(digest)
-        return None
-
-
 BUILTIN = "builtin"
 _SOURCES = ("dataset_name", "files", "shards")
 _OF_A_DATA_SET = ("dataset_config_name", "data_dir", "split", "streaming")
@@ -142,12 +85,9 @@ class Corpus:
     """In characters."""
     max_length: int | None = None
     deduplicate: bool = False
+    """Keep the first of documents whose texts are equal."""
     language: str | None = None
-
-    @property
-    def filters(self) -> Filters:
-        """The conditions for its documents."""
-        return Filters(self.min_length, self.max_length, self.deduplicate, self.language)
+    """One of `LANGUAGES`: keep documents that seem to be in it, by the share of its most common words."""
 
     def facts(self) -> dict:
         """The keys that differ from their defaults, JSON-able."""
@@ -157,7 +97,7 @@ class Corpus:
 def read_mixture(path: str, flag: str = "The mixture") -> list[Corpus]:
     """The corpora of a mixture file, in its order.
 
-    Raises ValueError that names the file with `flag`, the corpus and the mend.
+    Raises ValueError that names the file with `flag`, the corpus and the fix.
     """
     source = f"{flag} {path}"
     document = read_yaml(path, source)
@@ -249,3 +189,48 @@ def _fits(value: object, kind: object) -> bool:
     if kind == float | None:
         return is_weight(value)
     return isinstance(value, str) and value != ""
+
+
+def keep(texts: Iterable[str | None], corpus: Corpus) -> tuple[list[int], Counter]:
+    """Indices of the documents that pass the corpus's filters, and how many were dropped by each filter."""
+    kept, dropped, judge = [], Counter(), Judge(corpus)
+    for index, text in enumerate(texts):
+        reason = judge.reason(text)
+        if reason is None:
+            kept.append(index)
+        else:
+            dropped[reason] += 1
+    return kept, dropped
+
+
+def seems_to_be(text: str, language: str) -> bool:
+    """Whether no language has more of its common words in the text, and these are enough for running text."""
+    words = [match.group().lower() for match in islice(re.finditer(r"[^\W\d_]+", text), _MOST_WORDS)]
+    counts = {name: sum(word in common for word in words) for name, common in _WORDS.items()}
+    return bool(words) and counts[language] == max(counts.values()) and counts[language] >= _LEAST_SHARE * len(words)
+
+
+class Judge:
+    """Decides for one document after another whether it passes the corpus's corpus."""
+
+    def __init__(self, corpus: Corpus):
+        self._corpus = corpus
+        self._seen: set[bytes] = set()
+
+    def reason(self, text: str | None) -> str | None:
+        """Why the next document is dropped; None where it passes."""
+        corpus = self._corpus
+        if not text or text.isspace():
+            return "blank"
+        if corpus.min_length is not None and len(text) < corpus.min_length:
+            return "min_length"
+        if corpus.max_length is not None and len(text) > corpus.max_length:
+            return "max_length"
+        if corpus.language is not None and not seems_to_be(text, corpus.language):
+            return "language"
+        if corpus.deduplicate:
+            digest = blake2b(text.encode("utf-8", errors="surrogatepass"), digest_size=16).digest()
+            if digest in self._seen:
+                return "deduplicate"
+            self._seen.add(digest)
+        return None

@@ -1,7 +1,7 @@
 """Documents to tokens, tokens to blocks of one length, blocks to batches.
 
-Every document is preceded by the EOS token, which is also where its positions start again (of a tokenizer that puts
-another token before prompts by that one, see `hope_hf.data.encoding`):
+Every document is preceded by the EOS token, where its positions start again (or by the BOS token of a tokenizer that
+puts one before prompts, see `hope_hf.data.encoding`):
 
     tokens     <eos> a0 a1 a2 <eos> b0 b1 ...
     positions    0    1  2  3   0    1  2 ...
@@ -9,7 +9,7 @@ another token before prompts by that one, see `hope_hf.data.encoding`):
 A model whose memories restart at <eos> still learns both ends: a2 predicts <eos> from its own document, and <eos>
 predicts b0 from a fresh memory, as generation from an empty prompt and evaluation harnesses do. No target is masked.
 
-Blocks are consecutive pieces of `block_size` tokens; a block that begins inside a document is read from a fresh memory
+Blocks are consecutive runs of `block_size` tokens. A block that begins inside a document is read from a fresh memory
 (its positions start at 0), unless boundaries are carried.
 
 A batch: `input_ids` and `labels` int64 [B, T] (labels not shifted; -100 only in the padding of the last validation
@@ -18,9 +18,12 @@ block), and with document_boundary "reset" `position_ids` int64 [B, T].
 
 import bisect
 import hashlib
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+import numpy as np
 import torch
 from datasets import Dataset, Features, Value
 from datasets import List as ListFeature
@@ -76,37 +79,49 @@ def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase, num_workers
     return TokenStream(tokens)
 
 
-class TokenStream:
-    """The documents' tokens one after another, on disk if the data set is, read piece by piece."""
+class Stream:
+    """The tokens of documents one after another, stored in parts of which only what is asked for is read."""
+
+    def __init__(self, sizes: Sequence[int]):
+        self._ends = list(accumulate(sizes))
+        self._length = self._ends[-1] if self._ends else 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Tokens start..stop-1 as int64, fewer at the end of the stream."""
+        stop, found = min(stop, self._length), []
+        index = bisect.bisect_right(self._ends, start)
+        while start < stop:
+            begin = self._ends[index - 1] if index else 0
+            part = self._read_part(index, start - begin, min(stop, self._ends[index]) - begin)
+            found.append(torch.from_numpy(part.astype(np.int64)))
+            start += len(part)
+            index += 1
+        return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
+
+    @abstractmethod
+    def _read_part(self, index: int, start: int, stop: int) -> np.ndarray:
+        """Tokens start..stop-1 of a part."""
+
+
+class TokenStream(Stream):
+    """The tokens of a data set of token lists, which stay on disk if the data set is there."""
 
     def __init__(self, documents: Dataset):
         self._documents = documents
         columns = documents.data.column("input_ids").chunks if len(documents) else []
-        self._pieces = [column.flatten().to_numpy() for column in columns]
-        self._ends = torch.tensor([len(piece) for piece in self._pieces], dtype=torch.int64).cumsum(0).tolist()
-        lengths = [torch.tensor(column.value_lengths().to_numpy(), dtype=torch.int64) for column in columns]
-        ends = torch.cat(lengths).cumsum(0) if lengths else torch.zeros(0, dtype=torch.int64)
-        self.starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends[:-1]]) if len(ends) else ends
+        self._parts = [column.flatten().to_numpy() for column in columns]
+        super().__init__(list(map(len, self._parts)))
+        lengths = [column.value_lengths().to_numpy() for column in columns]
+        ends = np.concatenate([[0], *lengths]).astype(np.int64).cumsum()
+        self.starts = torch.from_numpy(ends[:-1])
         """int64 [documents]: position of every document's EOS."""
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
 
     def head(self, documents: int) -> "TokenStream":
         """The first documents."""
         return TokenStream(self._documents.select(range(documents)))
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Tokens start..stop-1 as int64, fewer at the end of the stream."""
-        parts = []
-        index = bisect.bisect_right(self._ends, start)
-        while index < len(self._pieces) and start < stop:
-            piece_start = self._ends[index] - len(self._pieces[index])
-            part = self._pieces[index][start - piece_start : stop - piece_start]
-            parts.append(torch.tensor(part, dtype=torch.int64))
-            start += len(part)
-            index += 1
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
     def block(self, start: int, length: int) -> Block:
         """The `length` tokens from `start` on, fewer at the end of the stream."""
@@ -116,42 +131,73 @@ class TokenStream:
     def digest(self) -> str:
         """A hash of the tokens, the same for the same text and tokenizer wherever it is stored."""
         state = hashlib.blake2b(digest_size=16)
-        for piece in self._pieces:
-            state.update(piece)
+        for part in self._parts:
+            state.update(part)
         return state.hexdigest()
 
+    def _read_part(self, index: int, start: int, stop: int) -> np.ndarray:
+        return self._parts[index][start:stop]
 
-class TokenBlocks(Sequence):
-    """A stream cut into blocks of `block_size` tokens; the incomplete last one only with `keep_last`."""
 
-    def __init__(self, stream: TokenStream, block_size: int, keep_last: bool = False):
-        self.stream, self.block_size = stream, block_size
-        self._count = -(-len(stream) // block_size) if keep_last else len(stream) // block_size
+@dataclass(frozen=True)
+class CorpusTokens:
+    """The tokens of one corpus; `weight`: its share of the training tokens relative to the others', None: its size."""
+
+    name: str
+    train: Stream
+    validation: Stream
+    weight: float | None
+
+
+class Indexed(Sequence):
+    """A sequence of `count` items, each made by `_make` when it is read."""
+
+    def __init__(self, count: int):
+        self._count = count
 
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, index: int) -> Block:
+    def __getitem__(self, index: int):
         if not 0 <= index < self._count:
             raise IndexError(index)
+        return self._make(index)
+
+
+class TokenBlocks(Indexed):
+    """A stream cut into blocks of `block_size` tokens; the incomplete last one only with `keep_last`."""
+
+    def __init__(self, stream: Stream, block_size: int, keep_last: bool = False):
+        super().__init__(-(-len(stream) // block_size) if keep_last else len(stream) // block_size)
+        self.stream, self.block_size = stream, block_size
+
+    def _make(self, index: int) -> Block:
         return self.stream.block(index * self.block_size, self.block_size)
 
 
-class RandomBlocks(Sequence):
+class RandomBlocks(Indexed):
     """Blocks of uniformly random tokens: the same for the same seed and index."""
 
     def __init__(self, count: int, block_size: int, vocab_size: int, seed: int):
-        self.count, self.block_size, self.vocab_size, self.seed = count, block_size, vocab_size, seed
+        super().__init__(count)
+        self.block_size, self.vocab_size, self.seed = block_size, vocab_size, seed
 
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Block:
-        if not 0 <= index < self.count:
-            raise IndexError(index)
+    def _make(self, index: int) -> Block:
         generator = torch.Generator().manual_seed(stable_seed(self.seed, index))
         tokens = torch.randint(self.vocab_size, (self.block_size,), generator=generator)
         return Block(tokens, torch.zeros(1, dtype=torch.int64))
+
+
+class JoinedBlocks(Indexed):
+    """The blocks of several sequences, one sequence after another."""
+
+    def __init__(self, sequences: Sequence[Sequence[Block]]):
+        self._sequences, self._ends = sequences, list(accumulate(map(len, sequences)))
+        super().__init__(self._ends[-1])
+
+    def _make(self, index: int) -> Block:
+        which = bisect.bisect_right(self._ends, index)
+        return self._sequences[which][index - self._ends[which] + len(self._sequences[which])]
 
 
 def collate(blocks: list[Block], block_size: int, padding: int, restart: bool) -> dict[str, Tensor]:

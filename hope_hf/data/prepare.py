@@ -21,7 +21,7 @@ from datasets import Dataset, disable_progress_bars
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from hope_hf.cli.files import is_unfinished, replace_text
+from hope_hf.cli.files import is_unfinished, read_object, replace_text
 from hope_hf.cli.flags import COUNT, SEED, THREADS, check_output, flag
 from hope_hf.cli.folder_lock import LOCK_FILE, FolderLock
 from hope_hf.cli.parser import Parser
@@ -33,7 +33,7 @@ from .corpora import Documents, check_cache, open_corpus, require_as_many, warn_
 from .encoding import document_start, make_encoder
 from .mixture import read_mixture
 from .shard_writer import PROGRESS, Encoded, EncodingPool, Progress, Written, encoded, write_shards
-from .shards import FORMAT, KINDS, MANIFEST, PARTS, TOKENIZER, dtype_of, file_hash, read_manifest, read_object
+from .shards import FORMAT, KINDS, MANIFEST, PARTS, TOKENIZER, dtype_of, file_hash, read_manifest
 from .tokenizer import drawn, text_bytes
 from .vocabulary import load_tokenizer, save_tokenizer, tokenizer_hash
 

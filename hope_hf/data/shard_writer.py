@@ -28,6 +28,10 @@ from .shards import COUNT, FILE, FLAG, HASH, Kind, check_fields, shard_name
 from .vocabulary import load_tokenizer
 
 PROGRESS = "progress.jsonl"
+# Text that is encoded together: enough for all threads, little enough to wait for.
+CHARACTERS = 1 << 20
+_READ_TOGETHER = 8
+_encode: Encode
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ class Progress:
             flush_to_disk(file)
 
     def forget(self, part: str, first: int) -> None:
-        """Forget the shards of a part from number `first` on; `rewrite` puts it on the disk."""
+        """Forget the shards of a part from number `first` on; `rewrite` removes them from the file."""
         kept = {written.file for written in self.of(part)[:first]}
         self._written = [written for written in self._written if written.part != part or written.file in kept]
 
@@ -145,14 +149,12 @@ class Encoded:
 def write_shards(
     folder: Path, part: str, batches: Iterator[Encoded], progress: Progress, shard_tokens: int, max_tokens: int | None
 ) -> None:
-    """Write the rest of a part: from the documents behind the noted shards to the last one.
+    """Write the rest of a part: `batches` are its documents behind those of the shards in `progress`.
 
-    A shard ends with the documents that were read together when it has `shard_tokens`; the part ends with the
-    document that makes it `max_tokens`.
+    A shard ends with the batch that makes it `shard_tokens`, the part with the document that makes it `max_tokens`.
     """
     done = progress.of(part)
-    tokens = sum(written.tokens for written in done)
-    index = len(done)
+    tokens, index = sum(written.tokens for written in done), len(done)
     (folder / part).parent.mkdir(exist_ok=True)
     shard = _OpenShard(folder, part, index)
     for batch in batches:
@@ -200,12 +202,6 @@ def _up_to(batch: Encoded, tokens: int) -> Encoded:
     begins = np.cumsum([0, *batch.lengths[:-1]])
     count = int((begins < tokens).sum())
     return Encoded(batch.tokens[: sum(batch.lengths[:count])], batch.lengths[:count], batch.text_bytes[:count])
-
-
-# Text that is encoded together: enough for all threads, little enough to wait for.
-CHARACTERS = 1 << 20
-_READ_TOGETHER = 8
-_encode: Encode
 
 
 class EncodingPool(ProcessPoolExecutor):

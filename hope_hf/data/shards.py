@@ -9,29 +9,24 @@
 A document begins at each EOS token; it may end in the next shard. `hope_hf.data.shard_writer` writes them.
 """
 
-import bisect
 import hashlib
-import json
 import os
 import re
 import reprlib
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hope_hf.cli.files import is_inside, read_small
+from hope_hf.cli.files import is_inside, read_object
 
 from .config import DataConfig
 from .encoding import document_start
 from .mixture import check_weights, is_corpus_name, is_weight
-from .packing import Block
+from .packing import Block, CorpusTokens, Stream
 from .vocabulary import check_vocabulary, highest_id, load_tokenizer, tokenizer_hash
 
 MANIFEST = "manifest.json"
@@ -40,6 +35,10 @@ FORMAT = 1
 KINDS = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 PARTS = ("train", "validation")
 _LARGEST = 2**62
+# Read and hashed at the beginning of a run: seconds. Larger folders are checked by size, and by `prepare`.
+_HASHED_AT_ONCE = 1 << 30
+_READ_TOGETHER = 1 << 22
+_AGAIN = "repeat the python -m hope_hf.data.prepare that wrote the folder, it writes what is broken again"
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,10 @@ FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 _OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 _LIST = Kind("a list", lambda value: isinstance(value, list))
 _SIDE = {"shards": [{"file": FILE, "tokens": COUNT, "sha256": HASH}]}
-_CORPUS = {"weight": Kind("null or a weight", lambda value: value is None or is_weight(value))}
+_CORPUS = {
+    "weight": Kind("null or a weight", lambda value: value is None or is_weight(value)),
+    **dict.fromkeys(PARTS, _SIDE),
+}
 # What is read again; the rest of the file is for people.
 _MANIFEST = {
     "dtype": Kind(" or ".join(KINDS), lambda value: isinstance(value, str) and value in KINDS),
@@ -82,26 +84,20 @@ def read_manifest(folder: Path, flag: str) -> dict:
         raise ValueError(f"{flag} {path} is not of this version: prepare the shards again.")
     try:
         check_fields(manifest, _MANIFEST)
-        _check_corpora(manifest["corpora"])
+        corpora = manifest["corpora"]
+        if not corpora:
+            raise ValueError("corpora is empty")
+        for name, corpus in corpora.items():
+            if not is_corpus_name(name):
+                raise ValueError(f"corpora has the name {reprlib.repr(name)}")
+            check_fields(corpus, _CORPUS, f"corpora.{name}")
+        check_weights({name: corpus["weight"] for name, corpus in corpora.items()}, "it")
         largest = int(np.iinfo(KINDS[manifest["dtype"]]).max)
         if manifest["eos_token_id"] > largest:
             raise ValueError(f"eos_token_id is {manifest['eos_token_id']}, more than {manifest['dtype']} holds")
     except ValueError as error:
         raise ValueError(f"{flag} {path} was not written by prepare, {error}: prepare the shards again.") from None
     return manifest
-
-
-def read_object(path: Path, flag: str, fix: str) -> dict:
-    """The JSON object of a small file. Raises ValueError that names the flag, the file and the fix."""
-    try:
-        value = json.loads(read_small(path))
-        if not isinstance(value, dict):
-            raise ValueError("it holds no JSON object")
-    # RecursionError: thousands of nested brackets.
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{flag} {path} cannot be read, {fix}: {reason}.") from None
-    return value
 
 
 def check_fields(value: object, kinds: "dict | list | Kind", name: str = "") -> None:
@@ -135,22 +131,6 @@ def shard_name(part: str, index: int) -> str:
     return f"{part}-{index:05}.bin"
 
 
-def _check_corpora(corpora: dict) -> None:
-    if not corpora:
-        raise ValueError("corpora is empty")
-    for name, corpus in corpora.items():
-        if not is_corpus_name(name):
-            raise ValueError(f"corpora has the name {reprlib.repr(name)}")
-        check_fields(corpus, {**_CORPUS, **dict.fromkeys(PARTS, _SIDE)}, f"corpora.{name}")
-    check_weights({name: corpus["weight"] for name, corpus in corpora.items()}, "it")
-
-
-# Read and hashed at the beginning of a run: seconds. Larger folders are checked by size, and by `prepare`.
-_HASHED_AT_ONCE = 1 << 30
-_READ_TOGETHER = 1 << 22
-_AGAIN = "repeat the python -m hope_hf.data.prepare that wrote the folder, it mends what is broken"
-
-
 @dataclass(frozen=True)
 class Shard:
     """One file of tokens."""
@@ -160,29 +140,23 @@ class Shard:
     sha256: str
 
 
-class ShardedStream:
+class ShardedStream(Stream):
     """The tokens of shards one after another; only what is read is loaded, and no file is kept open.
 
     length: tokens of the stream, if it ends before the last shard does.
     """
 
     def __init__(self, shards: Sequence[Shard], kind: np.dtype, eos: int, length: int | None = None):
+        super().__init__([shard.tokens for shard in shards])
+        self._length = self._length if length is None else length
         self._shards, self._kind, self._eos = list(shards), kind, eos
-        self._highest = int(np.iinfo(kind).max)
-        self._ends = list(accumulate(shard.tokens for shard in shards))
-        self._length = sum(shard.tokens for shard in shards) if length is None else length
+        self.highest_id = int(np.iinfo(kind).max)
+        """A higher id, which the vocabulary lacks, is an error where it is read."""
 
     @staticmethod
     def join(streams: Sequence["ShardedStream"]) -> "ShardedStream":
         """Whole streams of one folder, one after another."""
         return streams[0]._with([shard for stream in streams for shard in stream._shards], None)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def refuse_above(self, highest: int) -> None:
-        """From now on a higher id, which the vocabulary lacks, is an error where it is read."""
-        self._highest = highest
 
     def head(self, documents: int | None) -> "ShardedStream":
         """The first documents; all for None."""
@@ -196,23 +170,6 @@ class ShardedStream:
             begun += len(begins)
         return self
 
-    def read(self, start: int, stop: int) -> Tensor:
-        """Tokens start..stop-1 as int64, fewer at the end of the stream.
-
-        Raises ValueError that names the shard where it has become unreadable or shorter, or has a wrong id.
-        """
-        stop = min(stop, self._length)
-        parts = []
-        index = bisect.bisect_right(self._ends, start)
-        while start < stop:
-            shard = self._shards[index]
-            begin = self._ends[index] - shard.tokens
-            part = self._read_shard(shard, start - begin, min(stop - begin, shard.tokens))
-            parts.append(torch.from_numpy(part.astype(np.int64)))
-            start += len(part)
-            index += 1
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
-
     def block(self, start: int, length: int) -> Block:
         """The `length` tokens from `start` on, fewer at the end of the stream."""
         tokens = self.read(start, start + length)
@@ -223,37 +180,29 @@ class ShardedStream:
         parts = repr(([shard.sha256 for shard in self._shards], self._length))
         return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
 
-    def _read_shard(self, shard: Shard, start: int, stop: int) -> np.ndarray:
+    def _read_part(self, index: int, start: int, stop: int) -> np.ndarray:
+        """Raises ValueError that names the shard where it has become unreadable or shorter, or has a wrong id."""
+        path = self._shards[index].path
         # Read, not mapped: a map keeps a descriptor for each of a thousand shards, and a file that was cut meanwhile
         # would kill the process.
         try:
-            part = np.fromfile(shard.path, self._kind, stop - start, offset=start * self._kind.itemsize)
+            part = np.fromfile(path, self._kind, stop - start, offset=start * self._kind.itemsize)
         except OSError as error:
-            raise ValueError(f"The shard {shard.path} cannot be read any more: {error.strerror}.") from error
+            raise ValueError(f"The shard {path} cannot be read any more: {error.strerror}.") from error
         if len(part) < stop - start:
-            raise ValueError(f"The shard {shard.path} was cut while it was in use: {_AGAIN}.")
+            raise ValueError(f"The shard {path} was cut while it was in use: {_AGAIN}.")
         # About a microsecond for a block, where a pass over all shards would take minutes.
-        if len(part) and part.max() > self._highest:
+        if len(part) and part.max() > self.highest_id:
             raise ValueError(
-                f"The shard {shard.path} holds the id {part.max()}, and the tokenizer's ids end at {self._highest}: "
+                f"The shard {path} holds the id {part.max()}, and the tokenizer's ids end at {self.highest_id}: "
                 "prepare the shards again."
             )
         return part
 
     def _with(self, shards: list[Shard], length: int | None) -> "ShardedStream":
         stream = ShardedStream(shards, self._kind, self._eos, length)
-        stream.refuse_above(self._highest)
+        stream.highest_id = self.highest_id
         return stream
-
-
-@dataclass(frozen=True)
-class ShardedCorpus:
-    """One corpus of a folder of shards."""
-
-    name: str
-    train: ShardedStream
-    validation: ShardedStream
-    weight: float | None
 
 
 @dataclass(frozen=True)
@@ -263,7 +212,8 @@ class ShardFolder:
     path: Path
     flag: str
     manifest: dict
-    corpora: list[ShardedCorpus]
+    corpora: list[CorpusTokens]
+    """Their streams are `ShardedStream`."""
 
     def tokenizer(self, config: DataConfig) -> PreTrainedTokenizerBase:
         """That of `--tokenizer_name`, which must be the shards' own, or the one in the folder."""
@@ -281,17 +231,14 @@ class ShardFolder:
                 f"{self.flag} {self.path} was made with another tokenizer than {tokenizer.name_or_path}: pass "
                 f"--tokenizer_name {self.path / TOKENIZER}, or prepare the shards again."
             )
-        eos = self.manifest["eos_token_id"]
-        start = document_start(tokenizer)
+        eos, start = self.manifest["eos_token_id"], document_start(tokenizer)
         if eos != start:
             raise ValueError(
                 f"{self.flag} {self.path / MANIFEST} has eos_token_id {eos}, and the tokenizer begins documents with "
                 f"{start}: prepare the shards again."
             )
-        highest = highest_id(tokenizer)
         for corpus in self.corpora:
-            corpus.train.refuse_above(highest)
-            corpus.validation.refuse_above(highest)
+            corpus.train.highest_id = corpus.validation.highest_id = highest_id(tokenizer)
 
 
 def open_folder(path: str, flag: str) -> ShardFolder:
@@ -299,20 +246,17 @@ def open_folder(path: str, flag: str) -> ShardFolder:
     folder = Path(path)
     manifest = read_manifest(folder, flag)
     kind, eos = KINDS[manifest["dtype"]], manifest["eos_token_id"]
-    corpora = [
-        ShardedCorpus(
-            name,
-            *(ShardedStream(_shards(folder, corpus[part]), kind, eos) for part in PARTS),
-            corpus["weight"],
-        )
-        for name, corpus in manifest["corpora"].items()
-    ]
-    shards = [shard for part in _parts(manifest) for shard in _shards(folder, part)]
-    for shard in shards:
+    corpora, every = [], []
+    for name, corpus in manifest["corpora"].items():
+        sides = [[Shard(folder / s["file"], s["tokens"], s["sha256"]) for s in corpus[p]["shards"]] for p in PARTS]
+        every += [shard for side in sides for shard in side]
+        corpora.append(CorpusTokens(name, *(ShardedStream(side, kind, eos) for side in sides), corpus["weight"]))
+    for shard in every:
         _check_size(shard, kind, folder, flag)
-    if sum(shard.tokens for shard in shards) * kind.itemsize <= _HASHED_AT_ONCE:
-        for shard in shards:
-            _check_hash(shard, flag)
+    if sum(shard.tokens for shard in every) * kind.itemsize <= _HASHED_AT_ONCE:
+        for shard in every:
+            if file_hash(shard.path) != shard.sha256:
+                raise ValueError(f"{flag}: {shard.path} has changed since it was written (SHA-256): {_AGAIN}.")
     return ShardFolder(folder, flag, manifest, corpora)
 
 
@@ -320,11 +264,6 @@ def file_hash(path: Path) -> str:
     """SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _check_hash(shard: Shard, flag: str) -> None:
-    if file_hash(shard.path) != shard.sha256:
-        raise ValueError(f"{flag}: {shard.path} has changed since it was written (SHA-256): {_AGAIN}.")
 
 
 def _check_size(shard: Shard, kind: np.dtype, folder: Path, flag: str) -> None:
@@ -339,12 +278,3 @@ def _check_size(shard: Shard, kind: np.dtype, folder: Path, flag: str) -> None:
     size, expected = status.st_size, shard.tokens * kind.itemsize
     if size != expected:
         raise ValueError(f"{flag}: {shard.path} has {size} bytes instead of {expected}: {_AGAIN}.")
-
-
-def _parts(manifest: dict) -> Iterator[dict]:
-    for corpus in manifest["corpora"].values():
-        yield from (corpus[part] for part in PARTS)
-
-
-def _shards(folder: Path, part: dict) -> list[Shard]:
-    return [Shard(folder / shard["file"], shard["tokens"], shard["sha256"]) for shard in part["shards"]]

@@ -1,9 +1,12 @@
-"""Every source of training data, opened: its blocks, the loader of batches, and its validation text."""
+"""Every source of training data, opened: blocks of tokens in an order, or a stream of documents, and validation text.
 
-import bisect
+A new source is a flag in `hope_hf.cli.flags` and two functions in the table `SOURCES`.
+"""
+
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import accumulate, islice
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from datasets import Dataset, IterableDataset, concatenate_datasets
@@ -16,12 +19,14 @@ from .corpora import Documents, check_cache, held_out_documents, open_corpus, re
 from .documents import open_sources, training_source
 from .encoding import document_start, make_encoder
 from .files import find_files
-from .loader import BlockLoader, Layout, Shuffle, StreamLoader
+from .loader import BlockLoader, Shuffle, StreamLoader
 from .mixture import BUILTIN, Corpus, read_mixture
 from .order import Mixed, Shuffled
-from .packing import Block, RandomBlocks, TokenBlocks, TokenStream, stable_seed, tokenize
-from .shards import ShardedCorpus, ShardedStream, open_folder
+from .packing import Block, CorpusTokens, JoinedBlocks, RandomBlocks, TokenBlocks, TokenStream, stable_seed, tokenize
+from .shards import ShardedStream, open_folder
 from .vocabulary import DEFAULT_VOCAB_SIZE, check_vocabulary, load_tokenizer, train_tokenizer
+
+_TOKENIZER_BYTES = 32_000_000
 
 
 @dataclass
@@ -29,8 +34,8 @@ class Opened:
     """Training and validation data of all ranks, tokenized or about to be."""
 
     tokenizer: PreTrainedTokenizerBase
-    train: Callable[[Layout, dict | None], BlockLoader | StreamLoader]
-    """The loader of one rank, which continues after the state if there is one."""
+    train: Callable[..., BlockLoader | StreamLoader]
+    """`train(layout, state=state)`: the loader of one rank, which continues after the state if it is not None."""
     train_tokens: int | None
     """Tokens of one epoch; None for a stream."""
     validation: Sequence[Block]
@@ -42,27 +47,91 @@ class Opened:
     """False for random tokens, which have no bytes and no documents."""
 
 
-_TOKENIZER_BYTES = 32_000_000
-
-
 def open_text(config: DataConfig) -> Opened:
     """A data set, files or the built-in corpus; tokenized here, or while training if it is a stream."""
     sources = open_sources(config)
     tokenizer = choose_tokenizer(config, sources.train)
     held = tokenize(sources.validation, tokenizer, config.preprocessing_num_workers)
     if len(held) < 2:
-        fix = "give a file with text" if config.validation_file else "pass --validation_file"
-        raise ValueError(f"{_source_flag(config)} gave no validation text: {fix}.")
-    kind = _streamed if isinstance(sources.train, IterableDataset) else _packed
-    train, tokens, identity, extent = kind(config, sources.train, tokenizer)
+        named, fix = training_source(config), "pass --validation_file"
+        if config.validation_file:
+            named, fix = f"--validation_file {config.validation_file}", "give a file with text"
+        raise ValueError(f"{named} gave no validation text: {fix}.")
+    carry = config.document_boundary == "carry"
+    if isinstance(sources.train, IterableDataset):
+        # Rows that carry their memories on read a text in its order.
+        shuffle = Shuffle(1 if carry else config.shuffle_buffer_size, config.seed)
+        options = {"shuffle": shuffle, "source": training_source(config)}
+        train = partial(StreamLoader, sources.train, make_encoder(tokenizer), **options)
+        tokens, identity, size = None, _stream_identity(config), "streamed"
+    else:
+        stream = tokenize(sources.train, tokenizer, config.preprocessing_num_workers)
+        _require_a_block(config, stream)
+        blocks = TokenBlocks(stream, config.block_size)
+        train = partial(BlockLoader, blocks, Shuffled(len(blocks), config.seed), positions=not carry)
+        tokens, identity, size = len(stream), stream.digest(), _size(stream)
     return Opened(
         tokenizer=tokenizer,
         train=train,
         train_tokens=tokens,
         validation=TokenBlocks(held, config.block_size, keep_last=True),
         identity=(identity, held.digest()),
-        description=f"{sources.description}: {extent}; validation {describe(held)}",
+        description=f"{sources.description}: {size}; validation {_size(held)}",
     )
+
+
+def open_synthetic(config: DataConfig) -> Opened:
+    """Rows of seeded random tokens, for measuring speed. Every row is one document, so no boundary is marked."""
+    tokenizer = load_tokenizer(config.tokenizer_name) if config.tokenizer_name else train_tokenizer([], 258)
+    vocab_size = config.vocab_size or (len(tokenizer) if config.tokenizer_name else DEFAULT_VOCAB_SIZE)
+    check_vocabulary(tokenizer, vocab_size)
+    rows, held_rows = config.max_train_samples or 1 << 20, config.max_eval_samples or 32
+    blocks = RandomBlocks(rows, config.block_size, vocab_size, stable_seed(config.seed, 0))
+    return Opened(
+        tokenizer=tokenizer,
+        train=partial(BlockLoader, blocks, Shuffled(rows, config.seed), positions=False),
+        train_tokens=rows * config.block_size,
+        validation=RandomBlocks(held_rows, config.block_size, vocab_size, stable_seed(config.seed, 1)),
+        identity=("synthetic", rows, vocab_size),
+        description=f"synthetic: {rows:,} rows of random tokens below {vocab_size:,}",
+        is_text=False,
+    )
+
+
+def open_mixture(config: DataConfig) -> Opened:
+    """The corpora of `--dataset_mixture`, tokenized here unless they are shards."""
+    corpora = read_mixture(config.dataset_mixture, "--dataset_mixture")
+    from_hub = any(corpus.dataset_name not in (None, BUILTIN) for corpus in corpora)
+    if not config.tokenizer_name and (from_hub or all(corpus.shards for corpus in corpora)):
+        raise _needs_tokenizer(f"--dataset_mixture {config.dataset_mixture}")
+    tokenizer = choose_tokenizer(config, None) if config.tokenizer_name else None
+    share, count = config.validation_split_percentage, config.max_eval_samples
+    check_cache(corpora, share, config.seed, tokenizer)
+    documents = {
+        corpus.name: open_corpus(corpus, share, count, config.seed, tokenizer)
+        for corpus in corpora
+        if not corpus.shards
+    }
+    if tokenizer is None:
+        tokenizer = choose_tokenizer(config, concatenate_datasets([part.train for part in documents.values()]))
+    parts = [
+        _tokenized(documents[corpus.name], tokenizer, config.preprocessing_num_workers)
+        if corpus.name in documents
+        else _sharded(corpus, tokenizer, config)
+        for corpus in corpora
+    ]
+    return _mixed(config, tokenizer, parts, config.dataset_mixture)
+
+
+def open_shards(config: DataConfig) -> Opened:
+    """The corpora of a folder of shards, with the weights that they were prepared with."""
+    folder = open_folder(config.train_shards, "--train_shards")
+    tokenizer = folder.tokenizer(config)
+    parts = [
+        CorpusTokens(corpus.name, corpus.train, corpus.validation.head(config.max_eval_samples), corpus.weight)
+        for corpus in folder.corpora
+    ]
+    return _mixed(config, tokenizer, parts, config.train_shards)
 
 
 def choose_tokenizer(config: DataConfig, documents: Dataset | IterableDataset | None) -> PreTrainedTokenizerBase:
@@ -70,10 +139,7 @@ def choose_tokenizer(config: DataConfig, documents: Dataset | IterableDataset | 
     if config.tokenizer_name:
         tokenizer = load_tokenizer(config.tokenizer_name, config.trust_remote_code)
     elif config.dataset_name:
-        raise ValueError(
-            f"--dataset_name {config.dataset_name} needs a --tokenizer_name: a folder or Hub name, or one made with "
-            "python -m hope_hf.data.tokenizer."
-        )
+        raise _needs_tokenizer(f"--dataset_name {config.dataset_name}")
     else:
         tokenizer = train_tokenizer(_sample(documents), config.vocab_size or DEFAULT_VOCAB_SIZE)
     if config.vocab_size is not None:
@@ -81,49 +147,16 @@ def choose_tokenizer(config: DataConfig, documents: Dataset | IterableDataset | 
     return tokenizer
 
 
-def require_a_block(config: DataConfig, tokens: int, text: str = "the training text") -> None:
-    """Raise ValueError where the training text fills no block."""
-    if tokens < config.block_size:
-        raise ValueError(
-            f"--block_size {config.block_size} is longer than {text} of {tokens} tokens: lower it or add text."
-        )
-
-
-def describe(stream: TokenStream) -> str:
-    """Size of a token stream, for people."""
-    return f"{len(stream.starts):,} documents, {len(stream):,} tokens"
-
-
-def _packed(config: DataConfig, documents: Dataset, tokenizer: PreTrainedTokenizerBase):
-    stream = tokenize(documents, tokenizer, config.preprocessing_num_workers)
-    require_a_block(config, len(stream))
-    blocks, positions = TokenBlocks(stream, config.block_size), config.document_boundary == "reset"
-    order = Shuffled(len(blocks), config.seed)
-
-    def train(layout, state):
-        return BlockLoader(blocks, order, layout, positions, state)
-
-    return train, len(stream), stream.digest(), describe(stream)
-
-
-def _streamed(config: DataConfig, documents: IterableDataset, tokenizer: PreTrainedTokenizerBase):
-    encode = make_encoder(tokenizer)
-
-    def train(layout, state):
-        # Rows that carry their memories on read a text in its order.
-        buffer = 1 if layout.carry else config.shuffle_buffer_size
-        return StreamLoader(documents, encode, layout, Shuffle(buffer, config.seed), state, training_source(config))
-
-    return train, None, _stream_identity(config), "streamed"
+def _needs_tokenizer(source: str) -> ValueError:
+    return ValueError(
+        f"{source} needs a --tokenizer_name: a folder or Hub name, or one made with python -m hope_hf.data.tokenizer."
+    )
 
 
 def _sample(documents: Dataset | IterableDataset) -> Iterator[str]:
     """Enough text for a small vocabulary: documents evenly spread over the source (the first ones of a stream)."""
-    if isinstance(documents, IterableDataset):
-        stride = 1
-    else:
-        read = documents.data.nbytes
-        stride = max(1, -(-read // _TOKENIZER_BYTES))
+    is_stream = isinstance(documents, IterableDataset)
+    stride = 1 if is_stream else max(1, -(-documents.data.nbytes // _TOKENIZER_BYTES))
     budget = _TOKENIZER_BYTES
     for row in islice(documents, 0, None, stride):
         if budget <= 0:
@@ -138,130 +171,47 @@ def _stream_identity(config: DataConfig) -> str:
     names = (
         "dataset_name dataset_config_name validation_split_percentage max_train_samples shuffle_buffer_size "
         "tokenizer_name"
-    ).split()
-    named = {name: value for name, value in asdict(config).items() if name in names}
-    files = find_files(config.train_file, "--train_file") if config.train_file else []
-    return repr((sorted(named.items(), key=str), [(Path(file).name, Path(file).stat().st_size) for file in files]))
-
-
-def _source_flag(config: DataConfig) -> str:
-    if config.validation_file:
-        return f"--validation_file {config.validation_file}"
-    return f"--dataset_name {config.dataset_name}" if config.dataset_name else f"--train_file {config.train_file}"
-
-
-_ROWS = 1 << 20
-_VALIDATION_ROWS = 32
-
-
-def open_synthetic(config: DataConfig) -> Opened:
-    """Rows of uniformly random tokens. Every row is one document, so there is no boundary to mark."""
-    tokenizer = load_tokenizer(config.tokenizer_name) if config.tokenizer_name else train_tokenizer([], 258)
-    vocab_size = config.vocab_size or (len(tokenizer) if config.tokenizer_name else DEFAULT_VOCAB_SIZE)
-    check_vocabulary(tokenizer, vocab_size)
-    rows = config.max_train_samples or _ROWS
-    blocks = RandomBlocks(rows, config.block_size, vocab_size, stable_seed(config.seed, 0))
-    held_rows = config.max_eval_samples or _VALIDATION_ROWS
-    order = Shuffled(rows, config.seed)
-    return Opened(
-        tokenizer=tokenizer,
-        train=lambda layout, state: BlockLoader(blocks, order, layout, False, state),
-        train_tokens=rows * config.block_size,
-        validation=RandomBlocks(held_rows, config.block_size, vocab_size, stable_seed(config.seed, 1)),
-        identity=("synthetic", rows, vocab_size),
-        description=f"synthetic: {rows:,} rows of random tokens below {vocab_size:,}",
-        is_text=False,
     )
+    named = sorted(((name, getattr(config, name)) for name in names.split()), key=str)
+    files = find_files(config.train_file, "--train_file") if config.train_file else []
+    return repr((named, [(Path(file).name, Path(file).stat().st_size) for file in files]))
 
 
-@dataclass
-class Part:
-    """The tokens of one corpus."""
-
-    name: str
-    train: TokenStream | ShardedStream
-    validation: TokenStream | ShardedStream
-    weight: float | None
+def _require_a_block(config: DataConfig, stream: TokenStream | ShardedStream, text: str = "the training text") -> None:
+    if len(stream) < config.block_size:
+        raise ValueError(
+            f"--block_size {config.block_size} is longer than {text} of {len(stream)} tokens: lower it or add text."
+        )
 
 
-class JoinedBlocks(Sequence):
-    """The blocks of several sequences, one sequence after another."""
-
-    def __init__(self, sequences: Sequence[Sequence[Block]]):
-        self._sequences = sequences
-        self._ends = list(accumulate(map(len, sequences)))
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def __getitem__(self, index: int) -> Block:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        which = bisect.bisect_right(self._ends, index)
-        return self._sequences[which][index - self._ends[which] + len(self._sequences[which])]
+def _size(stream: TokenStream) -> str:
+    return f"{len(stream.starts):,} documents, {len(stream):,} tokens"
 
 
-def open_mixture(config: DataConfig) -> Opened:
-    """The corpora of `--dataset_mixture`, tokenized here unless they are shards."""
-    corpora = read_mixture(config.dataset_mixture, "--dataset_mixture")
-    _require_tokenizer(config, corpora)
-    tokenizer = choose_tokenizer(config, None) if config.tokenizer_name else None
-    check_cache(corpora, config.validation_split_percentage, config.seed, tokenizer)
-    share, count = config.validation_split_percentage, config.max_eval_samples
-    documents = {
-        corpus.name: open_corpus(corpus, share, count, config.seed, tokenizer)
-        for corpus in corpora
-        if not corpus.shards
-    }
-    if tokenizer is None:
-        texts = concatenate_datasets([part.train for part in documents.values()])
-        tokenizer = choose_tokenizer(config, texts)
-    parts = [
-        _tokenized(documents[corpus.name], tokenizer, config.preprocessing_num_workers)
-        if corpus.name in documents
-        else _sharded(corpus, tokenizer, config)
-        for corpus in corpora
-    ]
-    return _mix(config, tokenizer, parts, config.dataset_mixture)
-
-
-def open_shards(config: DataConfig) -> Opened:
-    """The corpora of a folder of shards, with the weights that they were prepared with."""
-    folder = open_folder(config.train_shards, "--train_shards")
-    tokenizer = folder.tokenizer(config)
-    parts = [
-        Part(corpus.name, corpus.train, corpus.validation.head(config.max_eval_samples), corpus.weight)
-        for corpus in folder.corpora
-    ]
-    return _mix(config, tokenizer, parts, config.train_shards)
-
-
-def _mix(config: DataConfig, tokenizer: PreTrainedTokenizerBase, parts: list[Part], source: str) -> Opened:
+def _mixed(config: DataConfig, tokenizer: PreTrainedTokenizerBase, parts: list[CorpusTokens], source: str) -> Opened:
     carry = config.document_boundary == "carry"
     if carry and len(parts) > 1:
         raise ValueError(
             f"--document_boundary carry reads one text from its beginning to its end, and {source} mixes "
             f"{len(parts)}: use --document_boundary reset."
         )
+    for part in parts:
+        _require_a_block(config, part.train, f"the corpus {part.name}")
     trains = [TokenBlocks(part.train, config.block_size) for part in parts]
-    for part, blocks in zip(parts, trains, strict=True):
-        if not len(blocks):
-            require_a_block(config, len(part.train), f"the corpus {part.name}")
     weights = [part.weight for part in parts]
     order = Mixed(list(map(len, trains)), None if None in weights else weights, config.seed)
     held = [TokenBlocks(part.validation, config.block_size, keep_last=True) for part in parts if len(part.validation)]
     if not held:
         raise ValueError(f"{source} gave no validation text: raise --validation_split_percentage.")
-    blocks = JoinedBlocks(trains)
-    tokens = len(blocks) * config.block_size
     _warn_of_repeats(parts, trains, order)
+    blocks = JoinedBlocks(trains)
+    tokens, held_tokens = len(blocks) * config.block_size, sum(len(part.validation) for part in parts)
     shares = ", ".join(
         f"{part.name} {share / len(order):.1%}" for part, share in zip(parts, order.shares, strict=True)
     )
-    held_tokens = sum(len(part.validation) for part in parts)
     return Opened(
         tokenizer=tokenizer,
-        train=lambda layout, state: BlockLoader(blocks, order, layout, not carry, state),
+        train=partial(BlockLoader, blocks, order, positions=not carry),
         train_tokens=tokens,
         validation=JoinedBlocks(held),
         identity=tuple((part.train.digest(), part.validation.digest(), part.weight) for part in parts),
@@ -269,7 +219,7 @@ def _mix(config: DataConfig, tokenizer: PreTrainedTokenizerBase, parts: list[Par
     )
 
 
-def _warn_of_repeats(parts: list[Part], trains: list[TokenBlocks], order: Mixed) -> None:
+def _warn_of_repeats(parts: list[CorpusTokens], trains: list[TokenBlocks], order: Mixed) -> None:
     """Name the corpora that an epoch reads more than once."""
     times = {
         part.name: share / len(blocks)
@@ -279,19 +229,10 @@ def _warn_of_repeats(parts: list[Part], trains: list[TokenBlocks], order: Mixed)
     }
     if times:
         listed = ", ".join(f"{name} {count:.1f} times" for name, count in times.items())
-        warn_once(f"An epoch of {len(order)} blocks reads {listed}: memories learn less from text that they know.")
+        warn_once(f"An epoch of {len(order)} blocks reads {listed}: repeated text teaches the model less.")
 
 
-def _require_tokenizer(config: DataConfig, corpora: list[Corpus]) -> None:
-    of_the_hub = any(corpus.dataset_name not in (None, BUILTIN) for corpus in corpora)
-    if not config.tokenizer_name and (of_the_hub or all(corpus.shards for corpus in corpora)):
-        raise ValueError(
-            f"--dataset_mixture {config.dataset_mixture} needs a --tokenizer_name: a folder or Hub name, or one made "
-            "with python -m hope_hf.data.tokenizer."
-        )
-
-
-def _tokenized(documents: Documents, tokenizer: PreTrainedTokenizerBase, workers: int | None) -> Part:
+def _tokenized(documents: Documents, tokenizer: PreTrainedTokenizerBase, workers: int | None) -> CorpusTokens:
     corpus = documents.corpus
     train = tokenize(documents.train, tokenizer, workers)
     if corpus.max_tokens is not None:
@@ -299,54 +240,85 @@ def _tokenized(documents: Documents, tokenizer: PreTrainedTokenizerBase, workers
         # The document that makes the limit is read whole.
         train = train.head(int((train.starts < corpus.max_tokens).sum()))
         warn_of_excess(corpus, len(train))
-    return Part(corpus.name, train, tokenize(documents.validation, tokenizer, workers), corpus.weight)
+    return CorpusTokens(corpus.name, train, tokenize(documents.validation, tokenizer, workers), corpus.weight)
 
 
-def _sharded(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Part:
+def _sharded(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> CorpusTokens:
     folder = open_folder(corpus.shards, f"corpus {corpus.name}: shards")
     folder.check_tokenizer(tokenizer)
-    trains = [part.train for part in folder.corpora]
-    validations = [part.validation.head(config.max_eval_samples) for part in folder.corpora]
-    return Part(corpus.name, ShardedStream.join(trains), ShardedStream.join(validations), corpus.weight)
+    train = ShardedStream.join([part.train for part in folder.corpora])
+    held = ShardedStream.join([part.validation.head(config.max_eval_samples) for part in folder.corpora])
+    return CorpusTokens(corpus.name, train, held, corpus.weight)
+
+
+def _texts_of_text(config: DataConfig) -> tuple[dict[str, list[str]], str]:
+    sources = open_sources(config)
+    return {"text": sources.validation["text"][:]}, sources.description
+
+
+def _texts_of_mixture(config: DataConfig) -> tuple[dict[str, list[str]], str]:
+    found, share, count = {}, config.validation_split_percentage, config.max_eval_samples
+    for corpus in read_mixture(config.dataset_mixture, "--dataset_mixture"):
+        if corpus.shards:
+            parts = _decoded(corpus.shards, f"corpus {corpus.name}: shards", config)
+            found[corpus.name] = [text for texts in parts.values() for text in texts]
+        else:
+            found[corpus.name] = held_out_documents(corpus, share, count, config.seed)["text"][:]
+    return found, config.dataset_mixture
+
+
+def _texts_of_shards(config: DataConfig) -> tuple[dict[str, list[str]], str]:
+    return _decoded(config.train_shards, "--train_shards", config), config.train_shards
+
+
+def _decoded(path: str, flag: str, config: DataConfig) -> dict[str, list[str]]:
+    """The validation documents of each corpus in a folder of shards."""
+    folder = open_folder(path, flag)
+    # The shards' own, whatever the tokenizer of the model that reads the text.
+    tokenizer = folder.tokenizer(DataConfig(trust_remote_code=config.trust_remote_code))
+    # A document's text lies between the token that begins it and EOS, which may be the one that begins the next.
+    end = None if document_start(tokenizer) == tokenizer.eos_token_id else -1
+    found = {}
+    for corpus in folder.corpora:
+        stream = corpus.validation.head(config.max_eval_samples)
+        whole = stream.block(0, len(stream))
+        documents = whole.tokens.tensor_split(whole.starts[1:])
+        found[corpus.name] = [
+            tokenizer.decode(document[1:end], clean_up_tokenization_spaces=False) for document in documents
+        ]
+    return found
+
+
+@dataclass(frozen=True)
+class Source:
+    """One kind of text."""
+
+    open: Callable[[DataConfig], Opened]
+    texts: Callable[[DataConfig], tuple[dict[str, list[str]], str]]
+    """See `validation_texts`."""
+
+
+SOURCES = {
+    "train_shards": Source(open_shards, _texts_of_shards),
+    "dataset_mixture": Source(open_mixture, _texts_of_mixture),
+}
+"""By the flag that names the text; all other text is a data set, files or the built-in corpus."""
+_TEXT = Source(open_text, _texts_of_text)
+
+
+def open_source(config: DataConfig) -> Opened:
+    """Open what the flags name. Raises ValueError that names the flag or file."""
+    return open_synthetic(config) if config.dataset_name == "synthetic" else _source(config).open(config)
 
 
 def validation_texts(config: DataConfig) -> tuple[dict[str, list[str]], str]:
     """The held-out documents of each corpus, and where they come from, for people.
 
-    Text that is not of a mixture is one corpus, called `text`. Of shards it is what their tokens say. The first
+    Text that is not of a mixture is one corpus, called `text`. Tokens of shards are decoded. The first
     `max_eval_samples` documents of each corpus are read. Raises ValueError that names the flag or file.
     """
-    if config.train_shards:
-        return _of_shards(config.train_shards, "--train_shards", config), config.train_shards
-    if config.dataset_mixture:
-        return _of_mixture(config), config.dataset_mixture
-    sources = open_sources(config)
-    return {"text": sources.validation["text"][:]}, sources.description
+    return _source(config).texts(config)
 
 
-def _of_mixture(config: DataConfig) -> dict[str, list[str]]:
-    found = {}
-    for corpus in read_mixture(config.dataset_mixture, "--dataset_mixture"):
-        if corpus.shards:
-            parts = _of_shards(corpus.shards, f"corpus {corpus.name}: shards", config)
-            found[corpus.name] = [text for texts in parts.values() for text in texts]
-        else:
-            share, count = config.validation_split_percentage, config.max_eval_samples
-            found[corpus.name] = held_out_documents(corpus, share, count, config.seed)["text"][:]
-    return found
-
-
-def _of_shards(path: str, flag: str, config: DataConfig) -> dict[str, list[str]]:
-    folder = open_folder(path, flag)
-    # The shards' own, whatever the tokenizer of the model that reads the text.
-    tokenizer = folder.tokenizer(DataConfig(trust_remote_code=config.trust_remote_code))
-    return {corpus.name: _decoded(corpus, config.max_eval_samples, tokenizer) for corpus in folder.corpora}
-
-
-def _decoded(corpus: ShardedCorpus, count: int | None, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    stream = corpus.validation.head(count)
-    whole = stream.block(0, len(stream))
-    # A document's text lies between the token that begins it and EOS, which may be the one that begins the next.
-    end = None if document_start(tokenizer) == tokenizer.eos_token_id else -1
-    documents = whole.tokens.tensor_split(whole.starts[1:])
-    return [tokenizer.decode(document[1:end], clean_up_tokenization_spaces=False) for document in documents]
+def _source(config: DataConfig) -> Source:
+    return next((source for flag, source in SOURCES.items() if getattr(config, flag)), _TEXT)

@@ -47,7 +47,7 @@ def test_read_crosses_documents_and_stored_pieces():
     # Written in pieces of two rows, as a data set on disk is.
     pieces = together.map(lambda rows: rows, batched=True, writer_batch_size=2)
     stream = TokenStream(pieces)
-    assert len(stream._pieces) == 2
+    assert len(stream._parts) == 2
     assert stream.read(0, 709).tolist() == list(range(709))
     assert stream.read(4, 7).tolist() == [4, 5, 6]
     assert stream.read(700, 800).tolist() == list(range(700, 709))

@@ -1,281 +1,409 @@
-"""Sources: which documents a flag gives, which are held out, and the errors for bad input."""
+"""Mixtures and shards as data of a run: shares, ranks, resuming, and what is refused."""
 
 import json
 import os
+import re
+import shutil
+import time
+from itertools import islice
 
 import pytest
-from datasets import Dataset
+import torch
+import yaml
+from four_corpora import prepare_words, sentence
+from tokenizers.processors import TemplateProcessing
 
-from hope_hf.data.config import DataConfig
-from hope_hf.data.documents import corpus_documents, held_out, open_sources, split_documents
+from hope_hf.data import DataConfig, build_data, load_tokenizer, save_tokenizer, train_tokenizer, validation_texts
+from hope_hf.data.prepare import main
+from hope_hf.data.shards import MANIFEST, file_hash, open_folder
 
-TEXTS = [f"Document {index}: " + "words and more words. " * (index % 5 + 1) for index in range(60)]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-def write(folder, kind, texts=TEXTS, column="text"):
-    file = folder / f"texts.{kind}"
-    if kind == "txt":
-        file.write_text("\n<|endoftext|>\n".join(texts), encoding="utf-8")
-    elif kind == "parquet":
-        Dataset.from_dict({column: texts, "number": list(range(len(texts)))}).to_parquet(file)
-    else:
-        rows = [json.dumps({column: text, "number": index}) for index, text in enumerate(texts)]
-        file.write_text("\n".join(rows) if kind == "jsonl" else f"[{','.join(rows)}]", encoding="utf-8")
-    return str(file)
+T = 16
 
 
-def read(documents):
-    return [row["text"].strip() for row in documents]
+@pytest.fixture(params=["mixture", "shards"])
+def config(request, mixture, shards):
+    """Builds the configuration of the same corpora, tokenized by the run or before it."""
+    sources = {
+        "mixture": {"dataset_mixture": str(mixture), "tokenizer_name": str(mixture.parent / "tokenizer")},
+        "shards": {"train_shards": str(shards)},
+    }
+    defaults = {"block_size": T, "per_device_train_batch_size": 4, "validation_split_percentage": 10}
+    return lambda **values: DataConfig(**{**defaults, **sources[request.param], **values})
 
 
-@pytest.mark.parametrize("kind", ["txt", "json", "jsonl", "parquet"])
-@pytest.mark.parametrize("streaming", [False, True])
-def test_every_kind_of_file_gives_the_same_split(tmp_path, kind, streaming):
-    file = write(tmp_path, kind)
-    sources = open_sources(DataConfig(train_file=file, streaming=streaming, validation_split_percentage=20))
-    train, held = read(sources.train), read(sources.validation)
-    assert sorted(train + held) == sorted(text.strip() for text in TEXTS)
-    assert 0 < len(held) < len(train)
-    if kind != "txt":
-        assert set(held) == {text.strip() for text in TEXTS if held_out(text, 20)}
+def rows_of(config, count, rank=0, world_size=1, state=None):
+    data = build_data(config, rank=rank, world_size=world_size, state=state)
+    return [(batch["input_ids"], state) for batch, state in islice(data.train, count)]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_validation_file_leaves_all_documents_to_training(tmp_path, streaming):
-    train, held = write(tmp_path, "jsonl"), write(tmp_path, "txt", ["only this"])
-    sources = open_sources(DataConfig(train_file=train, validation_file=held, streaming=streaming))
-    assert len(read(sources.train)) == len(TEXTS) and read(sources.validation) == ["only this"]
+def text_in_order(blocks, tokenizer):
+    """The text of all blocks one after another."""
+    return tokenizer.decode(torch.cat([blocks[index].tokens for index in range(len(blocks))]))
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_sample_limits_count_documents_after_the_split(tmp_path, streaming):
-    config = DataConfig(
-        train_file=write(tmp_path, "jsonl"),
-        streaming=streaming,
-        validation_split_percentage=20,
-        max_train_samples=7,
-        max_eval_samples=2,
+def test_shards_are_the_mixture(mixture, shards):
+    tokens = {"block_size": T, "validation_split_percentage": 10}
+    raw = build_data(
+        DataConfig(dataset_mixture=str(mixture), tokenizer_name=str(mixture.parent / "tokenizer"), **tokens)
     )
-    sources = open_sources(config)
-    assert len(read(sources.train)) == 7 and len(read(sources.validation)) == 2
-    assert not any(held_out(row["text"], 20) for row in sources.train)
+    prepared = build_data(DataConfig(train_shards=str(shards), **tokens))
+    assert raw.train_tokens == prepared.train_tokens
+    assert raw.validation_bytes_per_token == prepared.validation_bytes_per_token
+    for (batch, state), (other, other_state) in islice(zip(raw.train, prepared.train, strict=True), 50):
+        assert state == other_state and all(torch.equal(batch[name], other[name]) for name in batch)
+    assert len(raw.validation) == len(prepared.validation)
+    for batch, other in zip(raw.validation, prepared.validation, strict=True):
+        assert all(torch.equal(batch[name], other[name]) for name in batch)
 
 
-def test_a_glob_gives_one_document_per_text_file(tmp_path):
-    for index, text in enumerate(TEXTS[:10]):
-        (tmp_path / f"{index}.txt").write_text(text)
-    sources = open_sources(DataConfig(train_file=str(tmp_path / "*.txt")))
-    assert sorted(read(sources.train) + read(sources.validation)) == sorted(text.strip() for text in TEXTS[:10])
+def test_tokens_have_the_shares_of_the_weights(config):
+    data = build_data(config())
+    texts = [data.tokenizer.decode(row) for batch, _ in islice(data.train, 100) for row in batch["input_ids"]]
+    corpora = [found.group() for text in texts if (found := re.search("[A-D]", text))]
+    for corpus, weight in zip("ABCD", (0.4, 0.3, 0.2, 0.1), strict=True):
+        assert abs(corpora.count(corpus) / len(corpora) - weight) < 0.05
 
 
-def test_one_long_text_is_parted_at_a_blank_line_near_its_end(tmp_path):
-    text = "\n\n".join(f"Speaker {index}:\nThis is what I say." for index in range(200))
-    (tmp_path / "play.txt").write_text(text)
-    sources = open_sources(DataConfig(train_file=str(tmp_path / "play.txt"), validation_split_percentage=10))
-    (head,), (tail,) = [[row["text"] for row in part] for part in (sources.train, sources.validation)]
-    assert head + tail == text and tail.startswith("Speaker 1")
-    assert 0.09 < len(tail) / len(text) < 0.11
+def test_limits_and_filters_hold_for_what_is_read(config, mixture):
+    data = build_data(config())
+    text = text_in_order(data.train.loader.blocks, data.tokenizer)
+    assert "Short." not in text and text.count(sentence(1, 3)) == 1
+    # A few are cut: a corpus ends with its last whole block.
+    assert 69 <= sum(sentence(2, number) in text for number in range(120)) <= 70
 
 
-def test_line_ends_and_blank_lines_of_any_system_are_kept(tmp_path):
-    (tmp_path / "play.txt").write_bytes(b"\xef\xbb\xbfone\r\n \r\ntwo\r\n\r\nthree\r\n")
-    sources = open_sources(DataConfig(train_file=str(tmp_path / "play.txt"), validation_split_percentage=20))
-    assert [row["text"] for row in sources.train] == ["one\r\n \r\ntwo\r\n\r\n"]
-    assert [row["text"] for row in sources.validation] == ["three\r\n"]
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_read_together_what_one_process_reads_and_no_block_twice(config, world_size):
+    batches = 12
+    single = rows_of(config(per_device_train_batch_size=4), batches)
+    ranks = [
+        rows_of(config(per_device_train_batch_size=4 // world_size), batches, rank, world_size)
+        for rank in range(world_size)
+    ]
+    for step, (rows, state) in enumerate(single):
+        together = torch.stack([ranks[rank][step][0] for rank in range(world_size)], dim=1).flatten(0, 1)
+        assert torch.equal(together, rows)
+        assert all(ranks[rank][step][1] == state for rank in range(world_size))
 
 
-def test_the_only_string_column_is_the_text(tmp_path):
-    sources = open_sources(DataConfig(train_file=write(tmp_path, "jsonl", column="page")))
-    assert len(read(sources.train)) + len(read(sources.validation)) == len(TEXTS)
+def test_resume_is_exact_across_epochs(config):
+    data = build_data(config())
+    whole = rows_of(config(), 3 * data.train.batches_per_epoch)
+    for cut in (1, 7, data.train.batches_per_epoch, len(whole) - 5):
+        state = json.loads(json.dumps(whole[cut - 1][1]))
+        resumed = rows_of(config(), 5, state=state)
+        assert all(torch.equal(rows, again) for (rows, _), (again, _) in zip(whole[cut:], resumed, strict=False))
 
 
-def test_changed_files_are_read_anew(tmp_path):
-    for texts in (["first a", "first b"], ["second a", "second b"]):
-        for kind in ("txt", "jsonl"):
-            sources = open_sources(DataConfig(train_file=write(tmp_path, kind, texts)))
-            assert sorted(read(sources.train) + read(sources.validation)) == texts
+def test_the_seed_draws_order_and_limited_documents(config, request):
+    first, other = build_data(config(seed=1)), build_data(config(seed=2))
+    assert first.fingerprint != other.fingerprint == build_data(config(seed=2)).fingerprint
+    assert not torch.equal(next(iter(first.train))[0]["input_ids"], next(iter(other.train))[0]["input_ids"])
 
 
-def test_a_folder_of_files_is_a_data_set(tmp_path):
-    folder = tmp_path / "set"
-    folder.mkdir()
-    Dataset.from_dict({"text": TEXTS[:6]}).to_parquet(folder / "train.parquet")
-    Dataset.from_dict({"text": TEXTS[6:8]}).to_parquet(folder / "validation.parquet")
-    sources = open_sources(DataConfig(dataset_name=str(folder)))
-    assert (len(sources.train), len(sources.validation)) == (6, 2)
+def test_validation_documents_are_not_trained_on_and_can_be_fewer(config):
+    data = build_data(config())
+    held = text_in_order(data.validation.blocks, data.tokenizer)
+    trained = text_in_order(data.train.loader.blocks, data.tokenizer)
+    documents = [sentence(corpus, number) for corpus in range(3) for number in range(120)]
+    held_out = [document for document in documents if document in held]
+    assert len(held_out) > 10 and not any(document in trained for document in held_out)
+    assert len(build_data(config(max_eval_samples=1)).validation) < len(build_data(config()).validation)
 
 
-def test_split_is_by_content_and_leaves_no_side_empty():
-    keys = [f"key {index}" for index in range(400)]
-    train, held = split_documents(keys, 10)
-    assert sorted(train + held) == list(range(400)) and 20 < len(held) < 60
-    # Another order or a removed document moves no other one.
-    _, reversed_held = split_documents(keys[:0:-1], 10)
-    assert {keys[index] for index in held} - {keys[0]} == {keys[:0:-1][index] for index in reversed_held}
-    for percentage in (0.001, 99.999):
-        for parts in split_documents(["a", "b", "a", "b", " "], percentage):
-            assert len(parts) == 2
-    assert split_documents(["a", "a"], 50)[1] == []
+def test_memories_are_not_carried_from_corpus_to_corpus(config):
+    with pytest.raises(ValueError, match="--document_boundary carry reads one text .* mixes 4: use"):
+        build_data(config(document_boundary="carry"))
 
 
-def test_builtin_corpus_has_sources_and_reference_but_no_tests():
-    documents = dict(corpus_documents())
-    assert {"asyncio/events.py", "json/decoder.py", "pydoc_data/topics/while"} <= documents.keys()
-    assert not any("/test" in name or "site-packages" in name for name in documents)
-    assert list(documents) == sorted(documents)
-    assert 5e6 < sum(map(len, documents.values())) < 2e7
+def test_one_corpus_can_be_carried_on(mixture, tmp_path):
+    path = tmp_path / "one.yaml"
+    path.write_text(f"corpora: {{book: {{files: {mixture.parent}/book.txt}}}}")
+    config = DataConfig(
+        dataset_mixture=str(path),
+        tokenizer_name=str(mixture.parent / "tokenizer"),
+        document_boundary="carry",
+        block_size=T,
+        per_device_train_batch_size=2,
+    )
+    data = build_data(config)
+    text = "".join(data.tokenizer.decode(batch["input_ids"][0]) for batch, _ in islice(data.train, 60))
+    assert sentence(3, 5) + "\n\n" + sentence(3, 6) in text
 
 
-def test_builtin_corpus_is_split_by_name():
-    sources = open_sources(DataConfig())
-    held = {name for name, _ in corpus_documents() if held_out(name, 5)}
-    assert len(sources.validation) == len(held)
-    assert set(read(sources.train)).isdisjoint(text for text in read(sources.validation) if len(text) > 200)
+def test_shards_are_a_corpus_of_a_mixture(mixture, shards, tmp_path):
+    path = tmp_path / "with_shards.yaml"
+    path.write_text(
+        f"corpora: {{prepared: {{shards: {shards}, weight: 3}}, "
+        f"book: {{files: {mixture.parent}/book.txt, weight: 1}}}}"
+    )
+    data = build_data(DataConfig(dataset_mixture=str(path), tokenizer_name=str(shards / "tokenizer"), block_size=T))
+    assert "prepared 75.0%, book 25.0%" in data.description
+    other = tmp_path / "other"
+    save_tokenizer(train_tokenizer(["other words"], 270), other)
+    with pytest.raises(ValueError, match="corpus prepared: shards .* was made with another tokenizer than"):
+        build_data(DataConfig(dataset_mixture=str(path), tokenizer_name=str(other), block_size=T))
 
 
-def test_streaming_the_builtin_corpus_warns_that_it_is_ignored():
-    with pytest.warns(UserWarning, match="--streaming is ignored"):
-        open_sources(DataConfig(streaming=True, max_train_samples=1))
-
-
-def with_readme(folder, metadata):
-    """A data set of one file, and what its README.md says of it."""
-    write(folder, "jsonl")
-    (folder / "README.md").write_text(f"---\n{metadata}\n---\n")
-    return {"dataset_name": str(folder)}
-
-
-def bad_file(folder, name, content):
-    file = folder / name
-    file.write_bytes(content)
-    return {"train_file": str(file)}
-
-
-BAD = {
-    "missing": (lambda d: {"train_file": f"{d}/none.txt"}, "--train_file .*none.txt does not exist"),
-    "missing validation": (
-        lambda d: bad_file(d, "a.txt", b"x") | {"validation_file": f"{d}/none.txt"},
-        "--validation_file .*none.txt does not exist",
-    ),
-    "no match": (lambda d: {"train_file": f"{d}/*.txt"}, r"--train_file .*\*.txt matches no file"),
-    "folder": (lambda d: {"train_file": str(d)}, "is a folder: name its files"),
-    "empty": (lambda d: bad_file(d, "a.txt", b""), "a.txt is empty"),
-    "empty json": (lambda d: bad_file(d, "a.jsonl", b""), "a.jsonl is empty"),
-    "blank": (lambda d: bad_file(d, "a.txt", b" \n\n \n"), "a.txt holds no text"),
-    "blank rows": (lambda d: bad_file(d, "a.jsonl", b'{"text": ""}\n{"text": " "}'), "a.jsonl holds no text"),
-    "not utf-8": (lambda d: bad_file(d, "a.txt", b"caf\xe9 au lait"), r"a.txt is not UTF-8 text \(byte 3\)"),
-    "broken json": (lambda d: bad_file(d, "a.jsonl", b'{"text": "a"}\n{"text": "b'), "a.jsonl cannot be read as json"),
-    "broken parquet": (lambda d: bad_file(d, "a.parquet", b"PAR1 no more"), "a.parquet cannot be read as parquet"),
-    "other kind": (lambda d: bad_file(d, "a.csv", b"text\na\nb"), "a.csv is none of .txt, .json, .jsonl, .parquet"),
-    "one document": (lambda d: bad_file(d, "a.txt", b"word " * 99), "a.txt holds one document.*--validation_file"),
-    "one row": (
-        lambda d: bad_file(d, "a.jsonl", b'{"text": "alone"}'),
-        "a.jsonl holds one document.*--validation_file",
-    ),
-    "no text column": (
-        lambda d: bad_file(d, "a.jsonl", b'{"a": "x", "b": "y", "c": 1}\n'),
-        "a.jsonl has no column 'text' among a, b, c",
-    ),
-    "numbers only": (lambda d: bad_file(d, "a.jsonl", b'{"text": 1}\n{"text": 2}'), "a.jsonl has no column 'text'"),
-    "broken stream": (
-        lambda d: bad_file(d, "a.jsonl", b'{"text": "a') | {"streaming": True},
-        "a.jsonl cannot be read as json",
-    ),
-    "stream without text": (
-        lambda d: bad_file(d, "a.jsonl", b'{"a": "x", "b": "y"}\n') | {"streaming": True},
-        "a.jsonl has no column 'text' among a, b",
-    ),
-    "null": (lambda d: bad_file(d, "a.json", b"null"), "a.json holds no rows with text"),
-    "scalar": (lambda d: bad_file(d, "a.json", b"3"), "a.json holds no rows with text"),
-    "list of scalars": (lambda d: bad_file(d, "a.json", b"[1, 2]"), "a.json holds no rows with text"),
-    "list of one scalar": (lambda d: bad_file(d, "a.json", b'[{"text": "a"}, 3]'), "a.json cannot be read as json"),
-    "empty list": (lambda d: bad_file(d, "a.json", b"[]"), "a.json holds no rows with text"),
-    "nested": (
-        lambda d: bad_file(d, "a.jsonl", b'{"text": "a", "b": ' + b"[" * 20000 + b"]" * 20000 + b"}\n"),
-        "a.jsonl nests lists and objects more than 64 deep",
-    ),
-    "no data set": (lambda d: {"dataset_name": f"{d}/nothing"}, "--dataset_name .*nothing is neither a folder"),
-    "part of a data set": (
-        lambda d: with_readme(d, "dataset_info: {splits: [{name: train, num_examples: 61}]}"),
-        "--dataset_name .* other splits or numbers of rows than its README.md says.* or name its files",
-    ),
-    "data set without a split": (
-        lambda d: with_readme(d, "dataset_info: {splits: [{name: train}, {name: test}]}"),
-        "--dataset_name .* other splits or numbers of rows than its README.md says.* or name its files",
-    ),
-    "several configurations": (
-        lambda d: with_readme(d, "configs: [{config_name: de, data_files: t*}, {config_name: en, data_files: t*}]"),
-        r"--dataset_name .* has several configurations: name one of \['de', 'en'\] \(dataset_config_name\)",
-    ),
-    "stream without validation": (
-        lambda d: bad_file(d, "a.txt", b"x") | {"streaming": True, "validation_split_percentage": 1e-9},
-        "--streaming found no document to hold out.*--validation_file",
-    ),
-}
-
-
-def test_a_data_set_replaced_by_files_of_the_same_time_is_read_anew(tmp_path):
-    (tmp_path / "set").mkdir()
-    for word in ("alpha", "omega"):
-        file = write(tmp_path, "jsonl", [f"{word} {index}" for index in range(60)])
-        os.utime(file, (1, 1))
-        os.replace(file, tmp_path / "set" / "train.jsonl")
-        sources = open_sources(DataConfig(dataset_name=str(tmp_path / "set")))
-        assert read(sources.train)[0].startswith(word)
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_told_in_one_sentence(tmp_path, case):
-    make, message = BAD[case]
-    with pytest.raises(ValueError, match=message) as caught:
-        open_sources(DataConfig(**make(tmp_path)))
-    assert "\n" not in str(caught.value)
-
-
-def test_files_of_several_kinds_are_refused(tmp_path):
-    write(tmp_path, "txt"), write(tmp_path, "jsonl")
-    with pytest.raises(ValueError, match="files of several kinds"):
-        open_sources(DataConfig(train_file=str(tmp_path / "texts.*")))
-
-
-def test_a_file_without_read_permission_is_named(tmp_path, monkeypatch):
-    options = bad_file(tmp_path, "a.txt", b"secret")
-    # The tests may run as a superuser, who may read every file.
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(ValueError, match="a.txt cannot be read: check its permissions"):
-        open_sources(DataConfig(**options))
+def test_a_corpus_that_is_read_again_is_named(mixture, tmp_path):
+    path = tmp_path / "mix.yaml"
+    notes, pages = (f"{mixture.parent}/{name}" for name in ("notes/*.txt", "pages.jsonl"))
+    path.write_text(f"corpora: {{notes: {{files: {notes}, weight: 9}}, pages: {{files: {pages}, weight: 1, "
+                    "text_column: page}}")  # fmt: skip
+    with pytest.warns(UserWarning, match=r"An epoch of \d+ blocks reads notes 2\.\d times"):
+        build_data(
+            DataConfig(dataset_mixture=str(path), tokenizer_name=str(mixture.parent / "tokenizer"), block_size=T)
+        )
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    "settings, sentence",
     [
-        ({"dataset_name": "x", "train_file": "y"}, "--dataset_name and --train_file"),
-        ({"dataset_config_name": "x"}, "--dataset_config_name belongs to"),
-        ({"document_boundary": "keep"}, "--document_boundary is reset or carry"),
-        ({"block_size": 1}, "--block_size must be at least 2"),
+        ("files: {}/none/*.txt", "corpus a: files .*none/.* matches no file"),
+        ("files: {}/pages.jsonl, text_column: body", "corpus a: files .* has no column 'body' of strings among kind,"),
+        ("files: {}/book.txt, text_column: page", "corpus a has text_column, and .*book.txt has no columns: leave it"),
+        ("files: {}/pages.jsonl", "corpus a: files .* has no column 'text' among kind, page"),
+        ("files: {}/book.txt, min_length: 1000000", "corpus a has no document to read .min_length 1.: check its"),
+        ("files: {}/rows.jsonl, max_documents: 500", "corpus a has 7. training documents, fewer than max_documents"),
+        ("files: {}/rows.jsonl, max_tokens: 500000", "corpus a has .* tokens, fewer than max_tokens 500000: lower"),
+        ("shards: {}", "corpus a: shards .* has no manifest.json: finish it with python -m hope_hf.data.prepare"),
+        ("dataset_name: '{}/nowhere'", "corpus a: .*nowhere .split train. is neither a folder"),
     ],
 )
-def test_values_that_make_no_sense_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        DataConfig(**options)
+def test_a_corpus_that_cannot_be_read_is_named(mixture, tmp_path, monkeypatch, settings, sentence):
+    path = tmp_path / "mix.yaml"
+    path.write_text(f"corpora: {{a: {{{settings.format(mixture.parent)}}}}}")
+    with pytest.raises(ValueError, match=sentence):
+        build_data(
+            DataConfig(dataset_mixture=str(path), tokenizer_name=str(mixture.parent / "tokenizer"), block_size=T)
+        )
 
 
-def test_a_corrupt_parquet_stream_is_told_in_one_sentence(tmp_path):
-    file = tmp_path / "texts.parquet"
-    Dataset.from_dict({"text": [f"{index} " * 50 for index in range(5000)]}).to_parquet(file)
-    content = bytearray(file.read_bytes())
-    content[100:5100] = bytes(5000)
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match=r"--train_file .*texts.parquet cannot be read as parquet, write it again"):
-        open_sources(DataConfig(train_file=str(file), streaming=True))
+def test_the_program_of_a_data_set_is_named_and_not_run(mixture, tmp_path):
+    folder = tmp_path / "programmed"
+    folder.mkdir()
+    (folder / "programmed.py").write_text(f"open('{tmp_path}/ran', 'w')")
+    (folder / "train.jsonl").write_text('{"text": "a"}\n')
+    path = tmp_path / "mix.yaml"
+    path.write_text(f"corpora: {{a: {{dataset_name: {folder}}}}}")
+    with pytest.raises(ValueError, match="corpus a: .* is made by a program .programmed.py., which is not run: name"):
+        build_data(DataConfig(dataset_mixture=str(path), tokenizer_name=str(mixture.parent / "tokenizer")))
+    assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["a\nb", "~nobody/data", "a/b/c", "missing/folder/"])
-def test_a_name_that_no_data_set_can_have_is_one_line(name):
-    with pytest.raises(ValueError, match=r"^--dataset_name [^\n]*is neither a folder nor a data set.s name"):
-        open_sources(DataConfig(dataset_name=name))
+def test_an_empty_split_is_named(tmp_path, mixture):
+    (tmp_path / "empty.jsonl").write_text('{"text": " "}\n{"text": ""}\n')
+    path = tmp_path / "mix.yaml"
+    path.write_text(f"corpora: {{a: {{files: {tmp_path}/empty.jsonl}}}}")
+    with pytest.raises(ValueError, match="corpus a has no document to read .blank 2.: check its split and filters"):
+        build_data(DataConfig(dataset_mixture=str(path), tokenizer_name=str(mixture.parent / "tokenizer")))
+
+
+def test_a_corpus_shorter_than_a_block_is_named(mixture):
+    tokenizer = str(mixture.parent / "tokenizer")
+    with pytest.raises(ValueError, match="--block_size 5000 is longer than the corpus notes of 3... tokens"):
+        build_data(DataConfig(dataset_mixture=str(mixture), tokenizer_name=tokenizer, block_size=5000))
+
+
+def test_corpora_of_the_hub_need_a_tokenizer(tmp_path, shards):
+    path = tmp_path / "mix.yaml"
+    path.write_text(f"corpora: {{a: {{shards: {shards}}}}}")
+    with pytest.raises(ValueError, match="--dataset_mixture .* needs a --tokenizer_name"):
+        build_data(DataConfig(dataset_mixture=str(path), block_size=T))
+
+
+@pytest.fixture
+def copy(shards, tmp_path):
+    """A copy of the shards that a test may break."""
+    return shutil.copytree(shards, tmp_path / "shards")
+
+
+def test_a_changed_shard_is_named(copy):
+    path = copy / "rows" / "train-00001.bin"
+    data = bytearray(path.read_bytes())
+    data[0] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"--train_shards: .*train-00001.bin has changed .*: repeat the python -m"):
+        build_data(DataConfig(train_shards=str(copy), block_size=T))
+
+
+def first_shard(manifest):
+    return manifest["corpora"]["rows"]["train"]["shards"][0]
+
+
+def test_a_shard_that_is_cut_or_missing_is_named(copy):
+    path = copy / "rows" / "train-00001.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(ValueError, match=r"train-00001.bin has \d+ bytes instead of \d+: repeat the python -m"):
+        build_data(DataConfig(train_shards=str(copy), block_size=T))
+    path.unlink()
+    with pytest.raises(ValueError, match=r"train-00001.bin is missing: repeat the python -m"):
+        build_data(DataConfig(train_shards=str(copy), block_size=T))
+
+
+def test_no_shard_stays_open(shards):
+    stream = open_folder(str(shards), "--train_shards").corpora[0].train
+    before = len(os.listdir("/dev/fd"))
+    assert len(stream.read(0, len(stream))) == len(stream)
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def test_a_shard_that_is_cut_or_lost_in_use_is_named(copy):
+    stream = open_folder(str(copy), "--train_shards").corpora[0].train
+    path = copy / "notes" / "train-00001.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(ValueError, match="The shard .*train-00001.bin was cut while it was in use: repeat the python"):
+        stream.read(0, len(stream))
+    path.unlink()
+    with pytest.raises(ValueError, match="The shard .*train-00001.bin cannot be read any more: No such file"):
+        stream.read(0, len(stream))
+
+
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        (lambda found: found.update(format=0), "is not of this version"),
+        (lambda found: found.pop("corpora"), "corpora is missing"),
+        (lambda found: found.update(corpora=[]), r"corpora is \[\], not an object"),
+        (lambda found: found.update(corpora={}), "corpora is empty"),
+        (lambda found: found.update(dtype=["uint16"]), r"dtype is \['uint16'\], not uint16 or uint32"),
+        (lambda found: found.update(tokenizer="x"), "tokenizer is 'x', not an object"),
+        (lambda found: found["tokenizer"].update(sha256=1), "tokenizer.sha256 is 1, not a SHA-256"),
+        (lambda found: found.update(eos_token_id=True), "eos_token_id is True, not a whole number"),
+        (lambda found: found.update(eos_token_id=10**12), "eos_token_id is 10+, more than uint16 holds"),
+        (lambda found: found.update(eos_token_id=5), "has eos_token_id 5, and the tokenizer begins documents with 0"),
+        (lambda found: found["corpora"].update({"../x": {}}), "corpora has the name '../x'"),
+        (lambda found: found["corpora"].update({"\x1b[31m": {}}), r"corpora has the name '\\x1b\[31m'"),
+        (lambda found: found["corpora"]["rows"].update(weight=None), "it gives no weight to rows"),
+        (lambda found: found["corpora"]["rows"].update(weight=1e308), r"rows.weight is 1e\+308, not null or a weight"),
+        (lambda found: found["corpora"]["rows"].update(train=3), "corpora.rows.train is 3, not an object"),
+        (lambda found: first_shard(found).update(file="../x"), r"train.shards\[0\].file is '../x', not the name of a"),
+        (lambda found: first_shard(found).update(tokens=-1), r"shards\[0\].tokens is -1, not a whole number from 0"),
+        (lambda found: first_shard(found).update(tokens="9"), r"shards\[0\].tokens is '9', not a whole number from 0"),
+    ],
+)
+def test_a_broken_manifest_is_named(copy, change, sentence):
+    manifest = json.loads((copy / MANIFEST).read_text())
+    change(manifest)
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=rf"--train_shards .*manifest.json .*{sentence}.*: prepare the shards again"):
+        build_data(DataConfig(train_shards=str(copy), block_size=T))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "[" * 100_000, "9" * 5_000, '{"format": NaN', "\xff"])
+def test_a_manifest_that_is_no_json_object_is_named(copy, content):
+    (copy / MANIFEST).write_text(content, encoding="latin-1")
+    with pytest.raises(ValueError, match="--train_shards .*manifest.json cannot be read, prepare the shards again: "):
+        open_folder(str(copy), "--train_shards")
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "rows/train-00001.bin"])
+def test_a_pipe_in_the_place_of_a_file_is_named(copy, name):
+    (copy / name).unlink()
+    os.mkfifo(copy / name)
+    with pytest.raises(ValueError, match=f"--train_shards.* .*{name} .*prepare"):
+        open_folder(str(copy), "--train_shards")
+
+
+def test_a_shard_that_is_a_link_out_of_the_folder_is_named(copy, tmp_path):
+    shard = copy / "rows" / "train-00001.bin"
+    shutil.move(shard, tmp_path / "outside.bin")
+    shard.symlink_to(tmp_path / "outside.bin")
+    with pytest.raises(ValueError, match="--train_shards: .*train-00001.bin is no file of the folder's own, but"):
+        open_folder(str(copy), "--train_shards")
+
+
+def test_an_id_beyond_the_vocabulary_is_named_where_it_is_read(copy):
+    manifest = json.loads((copy / MANIFEST).read_text())
+    shard = first_shard(manifest)
+    data = bytearray((copy / shard["file"]).read_bytes())
+    data[40:42] = b"\xff\xff"
+    (copy / shard["file"]).write_bytes(data)
+    shard["sha256"] = file_hash(copy / shard["file"])
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    data = build_data(DataConfig(train_shards=str(copy), block_size=T))
+    with pytest.raises(ValueError, match=f"The shard .*{shard['file']} holds the id 65535, and the tokenizer's ids"):
+        rows_of(DataConfig(train_shards=str(copy), block_size=T), 2 * data.train.batches_per_epoch)
+
+
+def test_another_tokenizer_is_refused(shards, tmp_path):
+    save_tokenizer(train_tokenizer(["other words"], 270), tmp_path / "other")
+    with pytest.raises(ValueError, match="--train_shards .* was made with another tokenizer than .*other: pass"):
+        build_data(DataConfig(train_shards=str(shards), tokenizer_name=str(tmp_path / "other"), block_size=T))
+
+
+def test_what_is_no_folder_of_shards_is_named(tmp_path):
+    with pytest.raises(ValueError, match="--train_shards .*none is no folder: name one that python -m hope_hf.data"):
+        build_data(DataConfig(train_shards=str(tmp_path / "none"), block_size=T))
+
+
+def test_100_gb_of_tokens_open_at_once(copy):
+    tokens = 50_000_000_000
+    manifest = json.loads((copy / MANIFEST).read_text())
+    (shard,) = manifest["corpora"]["book"]["train"]["shards"][:1]
+    shard["tokens"] = tokens
+    manifest["corpora"]["book"]["train"]["shards"] = [shard]
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    with (copy / shard["file"]).open("r+b") as file:
+        # Sparse: it takes no room on the disk.
+        file.truncate(2 * tokens)
+    begin = time.monotonic()
+    data = build_data(DataConfig(train_shards=str(copy), block_size=2048, per_device_train_batch_size=4))
+    batch, _ = next(iter(data.train))
+    assert time.monotonic() - begin < 5
+    assert batch["input_ids"].shape == (4, 2048) and data.train_tokens > tokens - 2048
+
+
+@pytest.fixture
+def tokenizer_name(mixture) -> str:
+    return str(mixture.parent / "tokenizer")
+
+
+def held_out(**config) -> dict[str, list[str]]:
+    return validation_texts(DataConfig(**config, validation_split_percentage=10))[0]
+
+
+def test_of_a_mixture_and_of_its_shards(mixture, shards, tokenizer_name):
+    """Corpus by corpus the same documents, and together the tokens that a run evaluates."""
+    of_mixture, of_shards = held_out(dataset_mixture=str(mixture)), held_out(train_shards=str(shards))
+    assert list(of_mixture) == list(of_shards) == ["notes", "rows", "pages", "book"]
+    assert of_mixture == of_shards and all(of_mixture.values())
+    data = build_data(DataConfig(train_shards=str(shards), block_size=16))
+    ids = [data.tokenizer(text)["input_ids"] for texts in of_shards.values() for text in texts]
+    # Every document begins with an EOS token.
+    assert sum(len(row) + 1 for row in ids) == sum(len(block.tokens) for block in data.validation.blocks)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_first_documents_of_every_corpus(mixture, shards, count):
+    whole, some = held_out(train_shards=str(shards)), held_out(train_shards=str(shards), max_eval_samples=count)
+    assert some == {name: texts[:count] for name, texts in whole.items()}
+    assert some == held_out(dataset_mixture=str(mixture), max_eval_samples=count)
+
+
+def test_shards_inside_a_mixture_are_one_corpus(mixture, shards, tmp_path):
+    corpora = {"old": {"shards": str(shards)}, "pages": yaml.safe_load(mixture.read_text())["corpora"]["pages"]}
+    file = tmp_path / "mix.yaml"
+    file.write_text(yaml.safe_dump({"corpora": {name: corpora[name] | {"weight": 1} for name in corpora}}))
+    found, whole = held_out(dataset_mixture=str(file)), held_out(train_shards=str(shards))
+    assert found == {"old": sum(whole.values(), []), "pages": whole["pages"]}
+
+
+def test_of_shards_whose_documents_begin_as_prompts_do(mixture, tmp_path):
+    tokenizer = load_tokenizer(str(mixture.parent / "tokenizer"))
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    template = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = template
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    words = prepare_words(mixture, tmp_path / "shards")
+    words[words.index("--tokenizer_name") + 1] = str(tmp_path / "tokenizer")
+    assert main(words) == 0
+    assert held_out(train_shards=str(tmp_path / "shards")) == held_out(dataset_mixture=str(mixture))
+    block = build_data(DataConfig(train_shards=str(tmp_path / "shards"), block_size=500)).validation.blocks[0]
+    assert (block.tokens[block.starts] == tokenizer.bos_token_id).all() and len(block.starts) > 1
+    assert (block.tokens[block.starts[1:] - 1] == tokenizer.eos_token_id).all()
+
+
+def test_other_text_is_one_corpus():
+    texts, source = validation_texts(DataConfig(max_eval_samples=2))
+    assert list(texts) == ["text"] and len(texts["text"]) == 2 and source == "built-in corpus"

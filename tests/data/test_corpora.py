@@ -70,9 +70,7 @@ def test_a_stream_is_read_no_further_than_its_documents(words, read):
 
 
 def test_a_stream_that_ends_before_its_limit_is_named(words):
-    with pytest.raises(
-        ValueError, match="corpus web has 4... training documents, fewer than max_documents 90000"
-    ):
+    with pytest.raises(ValueError, match="corpus web has 4... training documents, fewer than max_documents 90000"):
         open_corpus(web(max_documents=90_000), 5, None, 42)
 
 
@@ -132,7 +130,5 @@ def test_a_full_cache_is_foreseen(words, tmp_path, monkeypatch, capsys, read):
 
 def test_a_limit_that_one_document_far_exceeds_says_so():
     warn_of_excess(Corpus("book", max_tokens=1_000), 1_090)
-    with pytest.warns(
-        UserWarning, match="corpus book gives 90,000 tokens where max_tokens is 1,000: its last"
-    ):
+    with pytest.warns(UserWarning, match="corpus book gives 90,000 tokens where max_tokens is 1,000: its last"):
         warn_of_excess(Corpus("book", max_tokens=1_000), 90_000)
