@@ -138,6 +138,6 @@ def named_flags(parser: Parser, words: list[str], flags: Collection[str]) -> set
                 f"--{before[-1]} takes one value, and {word!r} is another: if the shell has put the files' names in "
                 f"place of a pattern, quote the pattern (--{before[-1]} '*.txt')."
             )
-        raise ValueError(f"The word {word!r} follows no flag: write --flag {word}, or a YAML file as first word.")
+        raise ValueError(f"Unexpected argument {word!r}: write --flag {word}, or a YAML file as first word.")
     named = [flag_of(word) for word in words if word.startswith("--")]
     return {name.removeprefix("no_") if name not in flags else name for name in named}

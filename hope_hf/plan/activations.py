@@ -50,7 +50,7 @@ class Activations:
     Attributes:
         blocks: of all blocks, as they are kept.
         one_block: of the largest block, as the backward pass through it needs them.
-        in_backward: of all blocks that the backward pass has yet to leave, at most, with what it computes again.
+        in_backward: largest sum, during the backward pass, of the blocks it has not finished, with recomputed ones.
         loss: of the last norm, the logits and their gradients.
         weight_copies: of weights, which autocast keeps.
         is_estimate: whether the block is of an architecture that is not written down here.

@@ -154,7 +154,7 @@ def test_an_ignored_flag_warns(words, sentence):
         (["--learnin_rate", "1"], "no flag --learnin_rate; did you mean --learning_rate?"),
         (["--learnin-rate=1"], "did you mean --learning_rate?"),
         (["--max_train_step", "1"], "did you mean --max_train_steps?"),
-        (["--seed", "1", "more"], "'more' follows no flag"),
+        (["--seed", "1", "more"], "Unexpected argument 'more'"),
         (["--seed", "one"], "--seed"),
         (["--optimizer", "sgd"], "--optimizer"),
         (["--lr_scheduler_type", "cosin"], "--lr_scheduler_type"),

@@ -67,7 +67,7 @@ def score(logits: Tensor, batch: Batch) -> Tensor:
 
 
 def chance(batch: Batch, vocab_size: int) -> float:
-    """The expected score of one who says every symbol alike, and puts each into a set or not alike."""
+    """The expected score of a uniform guess, over symbols or over membership of each symbol in a set."""
     if batch.targets.dim() == 3:
         return float((0.5 ** (batch.mask.sum(1).double() * vocab_size)).mean())
     return 1 / vocab_size
