@@ -188,7 +188,7 @@ STATIC_LAYER_TYPE_MAPPING.setdefault("sparse_attention", HopeStaticSparseLayer)
 
 def is_memory_layer(layer: CacheLayerMixin) -> bool:
     """Whether a layer of a cache is a `HopeMemoryLayer`, or sparse: of this file, or of another copy of it."""
-    return any(kind.__name__ == HopeMemoryLayer.__name__ for kind in type(layer).__mro__)
+    return hasattr(layer, "state_class")
 
 
 def level_layers(config: HopeConfig, is_static: bool = False) -> list[HopeMemoryLayer]:
@@ -201,7 +201,7 @@ def level_layers(config: HopeConfig, is_static: bool = False) -> list[HopeMemory
 def past_of(cache: Cache | None) -> Past | None:
     """What the memories of a cache have read."""
     layers = () if cache is None else cache.layers
-    return next((layer.past for layer in layers if is_memory_layer(layer)), None)
+    return next((layer.past for layer in layers if hasattr(layer, "state_class")), None)
 
 
 class CarriedKeys:

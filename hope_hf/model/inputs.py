@@ -13,13 +13,14 @@ from typing import NamedTuple
 
 import torch
 from torch.fx.experimental.symbolic_shapes import has_static_value
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .cache_hope import is_memory_layer, level_layers, past_of
+from .cache_hope import level_layers, past_of
+from .chunks import Past
 from .configuration_hope import HopeConfig
-from .continuum import keeps_state
+from .continuum import CONTINUA, keeps_state
 from .memory_scan import ScanState
 from .sparse_attention import SparseState
 
@@ -56,26 +57,36 @@ def check_mask_values(mask: torch.Tensor) -> bool:
 
 
 def read_documents(
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | dict | None,
     position_ids: torch.Tensor | None,
-    boundaries: dict[str, torch.Tensor],
-    shape: tuple[int, int],
-    device: torch.device,
+    arguments: Mapping,
+    hidden_states: torch.Tensor,
     cache: Cache | None,
+    has_state: bool,
 ) -> Documents:
     """Padding and positions of a call.
 
     Args:
-        attention_mask: [B, columns seen + T], or `None` where it says nothing.
+        attention_mask: as given to the model: [B, columns seen + T], softmax attention's own of other shapes, or the
+            masks that `generate` makes for a cache of fixed length.
         position_ids: [B or 1, T].
-        boundaries: see `boundaries_of`.
-        shape: (B, T).
+        arguments: the call's others, of which `BOUNDARIES` tell where documents begin.
+        hidden_states: [B, T, hidden_size].
         cache: as it is before the call.
+        has_state: whether layers keep a state, which needs a mask of columns.
 
     Raises:
         ValueError: what is given does not fit the call, or contradicts itself.
     """
+    shape, device = hidden_states.shape[:2], hidden_states.device
+    boundaries = boundaries_of(arguments) if arguments else {}
     padding = numbered = None
+    if isinstance(attention_mask, dict):
+        attention_mask = attention_mask.get("hope_memory")
+    elif attention_mask is not None and has_state:
+        check_mask(attention_mask, *shape, 0 if cache is None else cache.get_seq_length())
+    elif getattr(attention_mask, "ndim", None) != 2:
+        attention_mask = None
     if attention_mask is not None:
         # Unlike in transformers' mask for recurrent models, a call of one token may be padding, too: a chunked prefill
         # can end on it. In a compiled or exported graph, which must serve every mask, any may be.
@@ -229,8 +240,8 @@ def check_labels(labels: torch.Tensor, vocab_size: int) -> None:
             )
 
 
-def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -> None:
-    """Refuse a cache that is not of this model, or not of these rows; give an empty `DynamicCache()` its layers.
+def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -> Past | None:
+    """What layers with a state have read; give an empty `DynamicCache()` its layers.
 
     Args:
         hidden_states: [B, T, hidden_size], what is read next.
@@ -243,19 +254,22 @@ def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -
         # made without a config, it would append layers for keys and values
         layers.extend(DynamicCache(config=config).layers)
         cache.layer_class_to_replicate = None
-    # compared, as the tracer of torch 2.11 breaks its graph at `bool(layers)`
-    has_layers = layers is not None and len(layers) > 0
-    of_levels = level_layers(config, is_static=has_layers and cache.is_compileable)
-    if of_levels and has_layers and len(layers) == config.num_hidden_layers and not cache.get_seq_length():
-        layers.extend(of_levels)
-    if layers is None or len(layers) != config.num_hidden_layers + len(of_levels):
+    number = -1 if layers is None else len(layers)
+    expected = config.num_hidden_layers
+    if CONTINUA[config.level_variant].state_class is not None:
+        expected *= 2
+        if number == config.num_hidden_layers and not cache.get_seq_length():
+            layers.extend(level_layers(config, cache.is_compileable))
+            number = expected
+    if number != expected:
         held = "no layers" if layers is None else f"{len(layers)} layers"
         raise ValueError(
             f"past_key_values is a {type(cache).__name__} of {held}, and the model has {config.num_hidden_layers}: "
             "give a HopeCache(model.config)"
         )
     for layer, kind in zip(layers, config.layer_types, strict=False):
-        if not _is_of_kind(layer, kind):
+        state_class = getattr(layer, "state_class", None)
+        if (None if state_class is None else state_class.__name__) != _STATES.get(kind):
             raise ValueError(
                 f"past_key_values is a {type(cache).__name__} with a {type(layer).__name__} where this model has a "
                 f"layer of type '{kind}': give a HopeCache(model.config)"
@@ -264,12 +278,13 @@ def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -
             _check_memories(layer.state, config, hidden_states.dtype)
         if kind == "sparse_attention" and layer.state is not None:
             _check_sparse(layer.state, config)
-    past = past_of(cache)
+    past = next((layer.past for layer in layers if hasattr(layer, "state_class")), None)
     if past is not None and len(past.seen) != len(hidden_states):
         raise ValueError(
             f"past_key_values holds {len(past.seen)} sequences, and the input {len(hidden_states)}: choose rows with "
             "batch_select_indices or batch_repeat_interleave"
         )
+    return past
 
 
 def check_recomputing(cache: Cache, is_carried: bool, blocks: Iterable[GradientCheckpointingLayer]) -> None:
@@ -294,12 +309,6 @@ def check_recomputing(cache: Cache, is_carried: bool, blocks: Iterable[GradientC
 
 # of the states of a layer, whichever copy of the code made it
 _STATES = {"hope_memory": ScanState.__name__, "sparse_attention": SparseState.__name__}
-
-
-def _is_of_kind(layer: CacheLayerMixin, kind: str) -> bool:
-    if not is_memory_layer(layer):
-        return kind not in _STATES
-    return layer.state_class.__name__ == _STATES.get(kind)
 
 
 def _check_sparse(state: SparseState, config: HopeConfig) -> None:

@@ -65,12 +65,6 @@ class ShortConvolution(nn.Module):
         init.uniform_(self.weight, -bound, bound)
 
 
-def pad_streams(raw: torch.Tensor, tail: torch.Tensor, piece: ScanPiece) -> torch.Tensor:
-    """The streams of a piece [b, C, X] with the tail of earlier calls [b, K - 1, X] in front, where it belongs."""
-    padded = torch.cat([tail, raw], dim=1)
-    return padded if piece.tail_in is None else padded.scatter(1, piece.tail_in.expand_as(tail), tail)
-
-
 def tail_after(padded: torch.Tensor, tail: torch.Tensor, piece: ScanPiece) -> torch.Tensor:
     """What the next piece needs of padded streams, of the shape of `tail`."""
     if piece.tail_out is None:
@@ -83,12 +77,14 @@ def convolve(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal depthwise convolution within each document [b, C, 3 D], and the inputs that the next piece needs."""
     reach, length = tail.shape[1], raw.shape[1]
-    padded = pad_streams(raw, tail, piece)
+    padded = torch.cat([tail, raw], dim=1)
+    if piece.tail_in is not None:
+        padded = padded.scatter(1, piece.tail_in.expand_as(tail), tail)
     mixed = taps[reach] * padded[:, reach:]
     for tap in range(reach):
         term = padded[:, tap : tap + length]
         mixed = mixed + taps[tap] * (term if piece.inside is None else term * piece.inside[tap])
-    return mixed, tail_after(padded, tail, piece)
+    return mixed, padded[:, length:] if piece.tail_out is None else padded.gather(1, piece.tail_out.expand_as(tail))
 
 
 def convolve_padded(padded: torch.Tensor, taps: torch.Tensor, piece: ScanPiece) -> torch.Tensor:

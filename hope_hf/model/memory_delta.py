@@ -19,8 +19,10 @@ order k, v; the content memory last), side by side as columns.
 from typing import NamedTuple
 
 import torch
+from transformers import initialization as init
 
 from .chunks import ScanPiece
+from .configuration_hope import HopeConfig
 from .memory_scan import (
     ScanInputs,
     ScanState,
@@ -30,7 +32,6 @@ from .memory_scan import (
     make_streams,
     restart,
     unit,
-    written_values,
 )
 
 
@@ -48,9 +49,34 @@ class DeltaMemories(NamedTuple):
     # rho of each memory; 1 of the content memory, which is the last
     rate_factors: tuple[float, ...]
 
+    shares_input = False
+    queries_begin_as_keys = True
+    divides_reads = True
+    has_decay_rate = True
+    has_value_share = True
+    has_value_gate = True
+
     @property
     def reads_chunk_start(self) -> bool:
         return bool(self.remade)
+
+    @staticmethod
+    def initial_shapes(config: HopeConfig) -> dict[str, tuple[int, ...]]:
+        """Of the content memory alone: the others begin at the identity."""
+        return {"weight": (config.num_memory_heads, config.head_dim, config.head_dim)}
+
+    @staticmethod
+    def reset_initial(name: str, weight: torch.Tensor) -> None:
+        """0: small random weights are noise in the reads, and delay how recall begins (docs/log)."""
+        init.zeros_(weight)
+
+    @staticmethod
+    def options(config: HopeConfig) -> None:
+        return None
+
+    @classmethod
+    def of(cls, taps, remade, initial, value_share, rate_factors, options: None) -> "DeltaMemories":
+        return cls(taps, remade, *initial, value_share, rate_factors)
 
     def fresh(self) -> tuple[torch.Tensor]:
         """The deviation of having read nothing."""
@@ -109,11 +135,15 @@ def step_token(
 ) -> tuple[torch.Tensor, ScanState]:
     """`memory_scan.scan_piece` of a piece of one token: reads [b, 1, D], and the state after it."""
     initial, width = memories.initial, inputs.query.shape[-1]
-    state = restart(memories, state, piece)
+    if piece.keeps is not None:
+        state = restart(memories, state, piece)
     key, value, query, tail = make_streams(inputs, memories, state, piece)
-    value = written_values(inputs, value, piece)
     (current,) = state.current
-    pair = unit(torch.cat([key, query], dim=1))
+    if inputs.value_norm is None:
+        pair = unit(torch.cat([key, query], dim=1))
+    else:
+        pair, value = unit(torch.cat([key, query, value], dim=1)).split((2, 1), dim=1)
+        value = value * inputs.value_norm.unsqueeze(-1)
     key, query = pair.split(1, dim=1)
     retention = inputs.log_retention.exp().unsqueeze(-1)
     # k W' and q W' with the decayed weights W' = W_0 + alpha S

@@ -33,22 +33,23 @@ def unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
     padded = _BASE
     while padded < size:
         padded *= 2
-    # One row more than a matrix has: the blocks along all diagonals lie at equal distances, and are one batch.
-    matrix, inverse = lower.new_zeros(2, batch, padded + 1, padded).unbind(0)
+    # Each matrix has one row more than columns: the blocks along all diagonals then lie at equal distances in memory,
+    # and form one batch.
+    both = lower.new_zeros(2, batch, padded + 1, padded)
+    (matrix, inverse), second = both.unbind(0), both.stride(0)
     matrix[:, :size, :size] = lower
-
-    def blocks(of: torch.Tensor, width: int, distance: int, row: int, column: int) -> torch.Tensor:
-        shape = (batch * padded // distance, width, width)
-        return of.as_strided(shape, (distance * (padded + 1), padded, 1), of.storage_offset() + row * padded + column)
-
-    corner = blocks(matrix, _BASE, _BASE, 0, 0).contiguous()
+    shape, strides = (batch * padded // _BASE, _BASE, _BASE), (_BASE * (padded + 1), padded, 1)
+    corner = both.as_strided(shape, strides).contiguous()
     start = torch.eye(_BASE, dtype=lower.dtype, device=lower.device) - corner
-    blocks(inverse, _BASE, _BASE, 0, 0).copy_(torch.baddbmm(start, start, torch.bmm(corner, corner)))
+    both.as_strided(shape, strides, second).copy_(torch.baddbmm(start, start, torch.bmm(corner, corner)))
     width = _BASE
     while width < padded:
-        first, second = (blocks(inverse, width, 2 * width, at, at) for at in (0, width))
-        product = torch.bmm(second, blocks(matrix, width, 2 * width, width, 0))
-        torch.neg(torch.bmm(product, first), out=blocks(inverse, width, 2 * width, width, 0))
+        # blocks of the matrix below the diagonal, and those of the inverse above, beside and below
+        shape, strides = (batch * padded // (2 * width), width, width), (2 * width * (padded + 1), padded, 1)
+        below = width * padded
+        upper_left, lower_right = (both.as_strided(shape, strides, second + at) for at in (0, below + width))
+        product = torch.bmm(lower_right, both.as_strided(shape, strides, below))
+        torch.neg(torch.bmm(product, upper_left), out=both.as_strided(shape, strides, second + below))
         width *= 2
     return inverse[:, :size, :size]
 
@@ -380,7 +381,6 @@ def scan_fused(
     # Under `no_grad` a leaf still says that it needs a gradient.
     options = (pieces, memories.remade, memories.rate_factors, need_state, torch.is_grad_enabled())
     # where nothing reads the chunk's start, the weights of now stand for it
-    start = chunk_start[0] if memories.reads_chunk_start else current
+    start = chunk_start[0] if chunk_start else current
     reads, current, start, tail = _Scan.apply(*options, *inputs, *weights, current, start, tail)
-    chunk_start = (start,) if memories.reads_chunk_start else ()
-    return reads, ScanState((current,), chunk_start, tail) if need_state else None
+    return reads, ScanState((current,), (start,) if chunk_start else (), tail) if need_state else None

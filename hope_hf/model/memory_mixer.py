@@ -19,9 +19,8 @@ from torch import nn
 from transformers import initialization as init
 
 from .backends import Kernel, asked_kernels, choose, operand_dtype
-from .cache_file import map_state
 from .chunks import ChunkPlan
-from .configuration_hope import HopeConfig, PaperRule
+from .configuration_hope import HopeConfig
 from .layers import HopeRMSNorm, LearnedFactors, ShortConvolution
 from .memory_delta import DeltaMemories
 from .memory_diagnostics import contribution, gate_values, memory_statistics
@@ -33,9 +32,9 @@ from .memory_scan import Memories, ScanInputs, ScanState, scan, scan_plain
 from .memory_triton import obstacle as obstacle_to_triton
 from .memory_triton import scan_triton
 
-# standard deviation of a memory's output layer at initialisation, times 1 / sqrt(its input width)
-_OUTPUT_STD = 0.05
-_INNER_GAIN = 2.0
+# Each `HopeConfig.memory_rule` by its class, and the scans with a backward pass by hand of those that have one.
+RULES = {"delta": DeltaMemories, "paper": PaperMemories}
+FAST_SCANS = {DeltaMemories: scan_fused}
 # between which softplus(dt_bias) and exp(A_log) are drawn
 _TIME_STEPS = (0.001, 0.1)
 _DECAY_RATES = (0.01, 16.0)
@@ -53,15 +52,11 @@ class InitialMemory(nn.Module):
 
     def __init__(self, config: HopeConfig):
         super().__init__()
-        heads, width, memories = config.num_memory_heads, config.head_dim, len(config.memory_projections) + 1
-        if config.memory_rule == "delta":
-            self.layers = ("weight",)
-            self.weight = nn.Parameter(torch.empty(heads, width, width))
-            return
-        self.layers = ("inner", "outer")[-config.paper_rule["depth"] :]
-        if config.paper_rule["depth"] == 2:
-            self.inner = nn.Parameter(torch.empty(heads, memories, width, width))
-        self.outer = nn.Parameter(torch.empty(heads, memories, width, width))
+        self.rule = RULES[config.memory_rule]
+        shapes = self.rule.initial_shapes(config)
+        self.layers = tuple(shapes)
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
 
     def forward(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """In the order in which they act."""
@@ -70,18 +65,9 @@ class InitialMemory(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """0 under the delta rule. Under the paper's, outer layers small and inner layers orthogonal."""
-        for name, layer in self.named_parameters(recurse=False):
-            if name == "inner":
-                # LAPACK has no QR in half precision
-                dtype = torch.promote_types(layer.dtype, torch.float32)
-                noise = torch.randn(layer.shape, dtype=dtype, device=layer.device)
-                init.copy_(layer, _INNER_GAIN * torch.linalg.qr(noise).Q)
-            elif name == "weight":
-                # Small random weights are noise in the reads, and delay how recall begins (docs/log).
-                init.zeros_(layer)
-            else:
-                init.normal_(layer, std=_OUTPUT_STD / layer.shape[-1] ** 0.5)
+        """As the rule says."""
+        for name, weight in self.named_parameters(recurse=False):
+            self.rule.reset_initial(name, weight)
 
 
 class MemoryGates(nn.Module):
@@ -98,12 +84,12 @@ class MemoryGates(nn.Module):
     def __init__(self, config: HopeConfig):
         super().__init__()
         self.config = config
-        heads = config.num_memory_heads
-        has_value_gate = config.memory_rule == "delta" and config.memory_value_gate
+        heads, rule = config.num_memory_heads, RULES[config.memory_rule]
+        has_value_gate = rule.has_value_gate and config.memory_value_gate
         self.gate_proj = nn.Linear(config.hidden_size, (3 if has_value_gate else 2) * heads, bias=False)
         self.learning_rate_bias = nn.Parameter(torch.empty(heads))
-        # The paper's rule has alpha = sigmoid(-a - dt_bias).
-        self.A_log = nn.Parameter(torch.empty(heads)) if config.memory_rule == "delta" else None
+        # without it alpha = sigmoid(-a - dt_bias)
+        self.A_log = nn.Parameter(torch.empty(heads)) if rule.has_decay_rate else None
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self.value_bias = nn.Parameter(torch.empty(heads)) if has_value_gate else None
 
@@ -158,8 +144,11 @@ class SelfModifyingTitans(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         width, inner = config.hidden_size, config.num_memory_heads * config.head_dim
-        self.paper_rule = PaperRule(**config.paper_rule) if config.memory_rule == "paper" else None
-        shared = config.memory_projections if config.memory_rule == "paper" else []
+        self.rule = rule = RULES[config.memory_rule]
+        self.rule_options = rule.options(config)
+        self.remade = tuple(config.memory_projections)
+        self.rate_factors = (float(config.projection_memory_rate),) * len(self.remade) + (1.0,)
+        shared = self.remade if rule.shares_input else ()
         self.in_proj = nn.Linear(width, inner, bias=False) if shared else None
         self.k_proj = None if "k" in shared else nn.Linear(width, inner, bias=False)
         self.v_proj = None if "v" in shared else nn.Linear(width, inner, bias=False)
@@ -169,16 +158,16 @@ class SelfModifyingTitans(nn.Module):
         self.k_conv1d = ShortConvolution(config, config.num_memory_heads)
         self.v_conv1d = ShortConvolution(config, config.num_memory_heads)
         self.q_conv1d = ShortConvolution(config, config.num_memory_heads)
-        if config.memory_rule == "delta":
+        if rule.queries_begin_as_keys:
             # A token then reads first of all what was written under tokens like it (docs/log). Tuples: an attribute
             # that is a module would be registered twice.
             self.q_proj.begins_as, self.q_conv1d.begins_as = (self.k_proj,), (self.k_conv1d,)
         self.initial_memory = InitialMemory(config)
         # share [H] of a token's own value in its read: `D` of Mamba-2
-        self.value_share = LearnedFactors(config.num_memory_heads) if config.memory_rule == "delta" else None
+        self.value_share = LearnedFactors(config.num_memory_heads) if rule.has_value_share else None
         self.gates = MemoryGates(config)
-        # The gated DeltaNet divides queries by the square root of their width; here the norm's epsilon grows instead.
-        eps = config.rms_norm_eps * (config.head_dim if config.memory_rule == "delta" else 1)
+        # the same as dividing: the norm's epsilon grows
+        eps = config.rms_norm_eps * (config.head_dim if rule.divides_reads else 1)
         self.o_norm = HopeRMSNorm(config.head_dim, eps)
         self.kernels = asked_kernels()
         # why no kernel of a GPU ran, and how often
@@ -204,28 +193,30 @@ class SelfModifyingTitans(nn.Module):
         Returns:
             The mixer's output [B, T, hidden_size], and the new state.
         """
-        inputs = self.scan_inputs(hidden_states, plan)
         batch_size, heads = len(hidden_states), self.config.num_memory_heads
+        inputs = self.scan_inputs(hidden_states, plan)
         operands = operand_dtype(hidden_states)
+        if state is not None:
+            current, chunk_start, tail = state
+            current, chunk_start = (tuple(x.flatten(0, 1) for x in part) for part in (current, chunk_start))
+            state = ScanState(current, chunk_start, tail.flatten(0, 1))
         with torch.autocast(hidden_states.device.type, enabled=False):
             memories = self.memories(batch_size, inputs.query.dtype)
             run = self.choose_scan(inputs, memories, operands)
-            reads, after = scan(
-                run,
-                inputs,
-                memories,
-                None if state is None else map_state(lambda tensor: tensor.flatten(0, 1), state),
-                plan.pieces,
-                # kernels of a GPU keep little themselves, and are fastest on a whole text
-                self.config.recompute_chunks if run in (scan_plain, scan_fused) else 0,
-                need_state,
-            )
+            # kernels of a GPU keep little themselves, and are fastest on a whole text
+            recompute = self.config.recompute_chunks if run in (scan_plain, *FAST_SCANS.values()) else 0
+            reads, after = scan(run, inputs, memories, state, plan.pieces, recompute, need_state)
             reads = reads.unflatten(0, (batch_size, heads)).transpose(1, 2)
-            normed = self.o_norm(plan.to_tokens(reads))
+            if plan.slot_of_token is not None:
+                reads = plan.to_tokens(reads)
+            normed = self.o_norm(reads)
         gate = F.silu(self.g_proj(hidden_states))
         output = self.o_proj(normed.flatten(2).to(gate.dtype) * gate)
         if after is not None:
-            after = map_state(lambda tensor: tensor.unflatten(0, (batch_size, heads)), after)
+            current, chunk_start, tail = after
+            shape = (batch_size, heads)
+            current, chunk_start = (tuple(x.unflatten(0, shape) for x in part) for part in (current, chunk_start))
+            after = ScanState(current, chunk_start, tail.unflatten(0, shape))
         return output, after
 
     # asked of the mixer, which may be of another copy of the code
@@ -239,47 +230,40 @@ class SelfModifyingTitans(nn.Module):
             "fla": Kernel(partial(scan_fla, dtype=operands), partial(obstacle_to_fla, inputs, memories)),
             "triton": Kernel(partial(scan_triton, dtype=operands), partial(obstacle_to_triton, inputs, memories)),
         }
-        otherwise = scan_fused if self.config.memory_rule == "delta" else scan_plain
+        otherwise = FAST_SCANS.get(self.rule, scan_plain)
         return choose("memory_scan", self.kernels, kernels, otherwise, self.kernel_fallbacks, inputs.query.device)
 
     def scan_inputs(self, hidden_states: torch.Tensor, plan: ChunkPlan) -> ScanInputs:
         """What the scan reads, from `hidden_states` [B, T, hidden_size], on the slots of the plan."""
-        heads = self.config.num_memory_heads
+        heads, in_slots = self.config.num_memory_heads, plan.token_of_slot is not None
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-
-        def stream(projection: nn.Linear) -> torch.Tensor:
-            x = plan.to_slots(projection(hidden_states)).to(dtype).unflatten(-1, (heads, -1))
-            return x.transpose(1, 2).flatten(0, 1)
-
-        def gate(values: torch.Tensor | None) -> torch.Tensor | None:
-            if values is None:
-                return None
-            values = plan.to_slots(values).transpose(1, 2)
-            if plan.valid is not None:
-                # padding neither writes nor forgets
-                values = torch.where(plan.valid[:, None], values, 0.0)
-            return values.flatten(0, 1)
-
-        shared = None if self.in_proj is None else stream(self.in_proj)
-        key, value = (
-            shared if projection is None else stream(projection) for projection in (self.k_proj, self.v_proj)
-        )
-        return ScanInputs(key, value, stream(self.q_proj), *(gate(values) for values in self.gates(hidden_states)))
+        made = []
+        for projection in (self.in_proj, self.k_proj, self.v_proj, self.q_proj):
+            if projection is None:
+                # keys and values without a map of their own take what `in_proj` made
+                made.append(made[0] if made else None)
+                continue
+            x = projection(hidden_states)
+            x = (plan.to_slots(x) if in_slots else x).to(dtype).unflatten(-1, (heads, -1))
+            made.append(x.transpose(1, 2).flatten(0, 1))
+        gates = []
+        for gate in self.gates(hidden_states):
+            if gate is not None:
+                gate = (plan.to_slots(gate) if in_slots else gate).transpose(1, 2)
+                if plan.valid is not None:
+                    # padding neither writes nor forgets
+                    gate = torch.where(plan.valid[:, None], gate, 0.0)
+                gate = gate.flatten(0, 1)
+            gates.append(gate)
+        return ScanInputs(*made[1:], *gates)
 
     def memories(self, batch_size: int, dtype: torch.dtype) -> Memories:
         """The memories of `batch_size` sequences, as the scan takes them."""
-        config = self.config
         taps = torch.cat([conv(dtype) for conv in (self.k_conv1d, self.v_conv1d, self.q_conv1d)], dim=-1)
         taps = taps.unsqueeze(1).expand(-1, batch_size, -1, -1).flatten(1, 2).unsqueeze(2)
-        initial = tuple(per_sequence(layer, batch_size) for layer in self.initial_memory(dtype))
-        remade = tuple(config.memory_projections)
-        factors = (float(config.projection_memory_rate),) * len(remade) + (1.0,)
-        if config.memory_rule == "paper":
-            return PaperMemories(taps, remade, initial, taps.new_tensor(factors), self.paper_rule)
-        share = per_sequence(self.value_share(dtype)[:, None, None], batch_size)
-        return DeltaMemories(taps, remade, *initial, share, factors)
-
-
-def per_sequence(per_head: torch.Tensor, batch_size: int) -> torch.Tensor:
-    """[H, ...] to [B * H, ...]."""
-    return per_head.unsqueeze(0).expand(batch_size, *(-1,) * per_head.ndim).flatten(0, 1)
+        # [H, ...] of heads to [b, ...]
+        initial = tuple(x.expand(batch_size, *x.shape).flatten(0, 1) for x in self.initial_memory(dtype))
+        share = None
+        if self.value_share is not None:
+            share = self.value_share(dtype).expand(batch_size, -1).flatten()[:, None, None]
+        return self.rule.of(taps, self.remade, initial, share, self.rate_factors, self.rule_options)

@@ -17,10 +17,14 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from transformers import initialization as init
 
-from .configuration_hope import PaperRule
+from .configuration_hope import HopeConfig, PaperRule
 from .memory_scan import NORM_EPSILON, ScanState, Tokens, decay_matrix, unit
 
+# standard deviation of a memory's output layer at initialisation, times 1 / sqrt(its input width)
+_OUTPUT_STD = 0.05
+_INNER_GAIN = 2.0
 # Below this norm of the hidden activation its normalisation is treated as a constant scale, or the error explodes.
 _HIDDEN_NORM_FLOOR = 0.1
 
@@ -43,9 +47,38 @@ class PaperMemories(NamedTuple):
     rate_factors: torch.Tensor
     rule: PaperRule
 
-    @property
-    def reads_chunk_start(self) -> bool:
-        return True
+    shares_input = True
+    queries_begin_as_keys = False
+    divides_reads = False
+    has_decay_rate = False
+    has_value_share = False
+    has_value_gate = False
+    reads_chunk_start = True
+
+    @staticmethod
+    def initial_shapes(config: HopeConfig) -> dict[str, tuple[int, ...]]:
+        """Of all memories, [H, N, D, D] each."""
+        shape = (config.num_memory_heads, len(config.memory_projections) + 1, config.head_dim, config.head_dim)
+        return dict.fromkeys(("inner", "outer")[-config.paper_rule["depth"] :], shape)
+
+    @staticmethod
+    def reset_initial(name: str, weight: torch.Tensor) -> None:
+        """Small outer layers, orthogonal inner layers."""
+        if name == "outer":
+            init.normal_(weight, std=_OUTPUT_STD / weight.shape[-1] ** 0.5)
+            return
+        # LAPACK has no QR in half precision
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        noise = torch.randn(weight.shape, dtype=dtype, device=weight.device)
+        init.copy_(weight, _INNER_GAIN * torch.linalg.qr(noise).Q)
+
+    @staticmethod
+    def options(config: HopeConfig) -> PaperRule:
+        return PaperRule(**config.paper_rule)
+
+    @classmethod
+    def of(cls, taps, remade, initial, value_share: None, rate_factors, options: PaperRule) -> "PaperMemories":
+        return cls(taps, remade, initial, taps.new_tensor(rate_factors), options)
 
     def fresh(self) -> Weights:
         """The state of having read nothing."""

@@ -10,13 +10,14 @@ Tokens are rows. All tensors are float32, or float64 where the model is.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from .chunks import ScanPiece
+from .configuration_hope import HopeConfig
 from .layers import convolve
 
 # Added to squared norms of keys and queries, as in transformers' and flash-linear-attention's gated DeltaNet.
@@ -70,7 +71,22 @@ class Tokens(NamedTuple):
 
 
 class Memories(Protocol):
-    """The memories of a layer under one rule: those that remake streams in the order k, v, and the content memory."""
+    """The memories of a layer under one rule: those that remake streams in the order k, v, and the content memory.
+
+    `memory_mixer` builds a layer after the class attributes and static methods of its rule.
+    """
+
+    # whether the keys and values that memories remake come from one linear map
+    shares_input: ClassVar[bool]
+    # whether queries are made at first as keys are
+    queries_begin_as_keys: ClassVar[bool]
+    # whether a read is divided by the square root of the head width before its normalisation
+    divides_reads: ClassVar[bool]
+    # whether heads learn a rate of forgetting (`A_log`), and a share of the token's own value in its read
+    has_decay_rate: ClassVar[bool]
+    has_value_share: ClassVar[bool]
+    # whether `HopeConfig.memory_value_gate` applies
+    has_value_gate: ClassVar[bool]
 
     # of the convolutions on k, v and q side by side, oldest first [K, b, 1, 3 D]
     taps: torch.Tensor
@@ -78,6 +94,30 @@ class Memories(Protocol):
     remade: tuple[str, ...]
     # whether anything is read at the weights of the chunk's start
     reads_chunk_start: bool
+
+    @staticmethod
+    def initial_shapes(config: HopeConfig) -> dict[str, tuple[int, ...]]:
+        """Shapes of the learned initial weights by parameter name, in the order in which they act."""
+
+    @staticmethod
+    def reset_initial(name: str, weight: torch.Tensor) -> None:
+        """Give one of the learned initial weights its value before training."""
+
+    @staticmethod
+    def options(config: HopeConfig) -> Any:
+        """The options of the rule itself."""
+
+    @classmethod
+    def of(cls, taps, remade: tuple[str, ...], initial, value_share, rate_factors: tuple[float, ...], options):
+        """The memories of a call.
+
+        Args:
+            taps: [K, b, 1, 3 D].
+            initial: the learned initial weights [b, ...].
+            value_share: [b, 1, 1], or `None` where the rule has none.
+            rate_factors: factor on the learning rate of each memory.
+            options: as `options` gave them.
+        """
 
     def fresh(self) -> tuple[torch.Tensor, ...]:
         """The weights of having read nothing."""
@@ -124,10 +164,8 @@ def decay_matrix(rows: torch.Tensor, columns: torch.Tensor, strict: bool = False
     return (rows.unsqueeze(-1) - columns.unsqueeze(-2)).add_(mask).exp_()
 
 
-def select_rows(rows: torch.Tensor | bool, chosen: tuple, other: tuple) -> tuple:
+def select_rows(rows: torch.Tensor, chosen: tuple, other: tuple) -> tuple:
     """`chosen` in the rows [b, 1, 1] where `rows` is true, `other` elsewhere; tuples of tensors [b, ...]."""
-    if isinstance(rows, bool):
-        return chosen if rows else other
     return tuple(torch.where(rows.view(-1, *(1,) * (a.ndim - 1)), a, b) for a, b in zip(chosen, other, strict=True))
 
 
@@ -152,8 +190,6 @@ def written_values(inputs: ScanInputs, values: torch.Tensor, piece: ScanPiece) -
 
 def restart(memories: Memories, state: ScanState, piece: ScanPiece) -> ScanState:
     """The state before a piece, with fresh weights in the rows in which a document begins."""
-    if piece.keeps is None:
-        return state
     fresh = memories.fresh()
     current, chunk_start = (select_rows(piece.keeps, weights, fresh[: len(weights)]) for weights in state[:2])
     return state._replace(current=current, chunk_start=chunk_start)
@@ -163,15 +199,20 @@ def close_piece(
     state: ScanState, piece: ScanPiece, current: tuple[torch.Tensor, ...], tail: torch.Tensor
 ) -> ScanState:
     """The state after a piece that has begun in `state` and left the weights `current`."""
-    kept = len(state.chunk_start)
-    return ScanState(current, select_rows(piece.closes, current[:kept], state.chunk_start), tail)
+    chunk_start = current[: len(state.chunk_start)]
+    if not isinstance(piece.closes, bool):
+        chunk_start = select_rows(piece.closes, chunk_start, state.chunk_start)
+    elif not piece.closes:
+        chunk_start = state.chunk_start
+    return ScanState(current, chunk_start, tail)
 
 
 def scan_piece(
     inputs: ScanInputs, memories: Memories, state: ScanState, piece: ScanPiece
 ) -> tuple[torch.Tensor, ScanState]:
     """One piece: make keys and values, write them, and read at every token [b, C, D]."""
-    state = restart(memories, state, piece)
+    if piece.keeps is not None:
+        state = restart(memories, state, piece)
     keys, values, queries, tail = make_streams(inputs, memories, state, piece)
     gates = (gate[:, piece.start : piece.stop] for gate in (inputs.rate, inputs.log_retention))
     tokens = Tokens(unit(keys), written_values(inputs, values, piece), unit(queries), *gates)
@@ -209,6 +250,9 @@ def scan(
     """
     stride = recompute if recompute and torch.is_grad_enabled() else len(pieces)
     state = fresh_state(memories) if state is None else state
+    if stride >= len(pieces):
+        reads, state = run(inputs, memories, state, pieces, need_state)
+        return reads, state if need_state else None
     groups = [pieces[index : index + stride] for index in range(0, len(pieces), stride)]
     parts = inputs.split([group[-1].stop - group[0].start for group in groups])
     reads = []
@@ -222,4 +266,4 @@ def scan(
                 run, part, memories, state, group, True, use_reentrant=False, preserve_rng_state=False
             )
         reads.append(read)
-    return reads[0] if len(reads) == 1 else torch.cat(reads, dim=1), state if need_state else None
+    return torch.cat(reads, dim=1), state if need_state else None

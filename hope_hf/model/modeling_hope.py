@@ -23,18 +23,16 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import HopeAttention
-from .cache_hope import HopeCache, carried_layers, past_of
+from .cache_hope import HopeCache, carried_layers
 from .chunks import Past, plan_chunks, plan_slots
 from .configuration_hope import HopeConfig
 from .continuum import CONTINUA, ContinuumMemory, LevelMix, has_chunks, keeps_state
 from .generation_hope import HopeGenerationMixin
 from .inputs import (
     Documents,
-    boundaries_of,
     check_cache,
     check_inputs,
     check_labels,
-    check_mask,
     check_recomputing,
     create_attention_mask,
     outside_where_cut_anew,
@@ -200,6 +198,9 @@ class HopeModel(HopePreTrainedModel):
         # CODEPATH: 'hope_memory' layers in HOPE, 'full_attention' layers in Hope-Attention, both in hybrids.
         self.rotary_emb = LlamaRotaryEmbedding(config) if config.has_positions else None
         self.gradient_checkpointing = False
+        # read by every call
+        self.has_state, self.has_chunks = keeps_state(config), has_chunks(config)
+        self.has_attention, self.has_sparse_attention = config.has_attention, config.has_sparse_attention
         self.post_init()
 
     @outside_where_cut_anew
@@ -230,26 +231,20 @@ class HopeModel(HopePreTrainedModel):
         Raises:
             ValueError: what is given does not fit the model, the cache or the tokens.
         """
+        cache, past = past_key_values, None
         check_inputs(self.config, input_ids, inputs_embeds)
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
-        if past_key_values is not None:
-            check_cache(past_key_values, self.config, inputs_embeds)
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if cache is not None:
+            past = check_cache(cache, self.config, hidden_states)
         elif use_cache:
-            past_key_values = HopeCache(self.config)
-        hidden_states = self._read(inputs_embeds, input_ids, attention_mask, position_ids, past_key_values, **kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
-
-    def _read(self, hidden_states, input_ids, attention_mask, position_ids, cache, **kwargs) -> torch.Tensor:
-        """All blocks. States are written into the cache here, outside the blocks."""
-        context, past = {"need_state": cache is not None}, None
-        has_state, boundaries = keeps_state(self.config), boundaries_of(kwargs)
-        documents = self._documents(hidden_states, has_state, attention_mask, position_ids, cache, boundaries)
-        if has_state:
-            plans, past = self._plans(hidden_states, input_ids, documents, cache)
+            cache = HopeCache(self.config)
+        documents = read_documents(attention_mask, position_ids, kwargs, hidden_states, cache, self.has_state)
+        context = {"need_state": cache is not None}
+        if self.has_state:
+            plans, past = self._plans(hidden_states, input_ids, documents, past, cache is not None)
             context |= plans
         # CODEPATH: 'full_attention' layers in Hope-Attention and in hybrids.
-        if self.config.has_attention:
+        if self.has_attention:
             context |= kwargs | self._attention_arguments(hidden_states, attention_mask, documents, cache)
         layers = () if cache is None else cache.layers
         if cache is not None and torch.is_grad_enabled():
@@ -260,38 +255,26 @@ class HopeModel(HopePreTrainedModel):
                 # what attention writes by itself, a block that is recomputed would write again
                 layers, context["cache"] = carried, None
         for block in self.layers:
-            # of the mixer, and of levels that keep a state
-            places = layers[block.layer_idx :: self.config.num_hidden_layers]
-            states = [getattr(place, "state", None) for place in places]
+            # the mixer's layer, then that of the block's levels if they keep a state
+            cache_layers = layers[block.layer_idx :: self.config.num_hidden_layers]
+            states = [getattr(layer, "state", None) for layer in cache_layers]
             hidden_states, *states = block(hidden_states, *states, **context)
-            for place, state in zip(places, states, strict=False):
+            for layer, state in zip(cache_layers, states, strict=False):
                 if state is not None:
-                    place.update_state(state, past)
-        return hidden_states
+                    layer.update_state(state, past)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=cache)
 
-    def _documents(self, hidden_states, has_state: bool, attention_mask, position_ids, cache, boundaries) -> Documents:
-        """What the arguments of this call say of padding and documents."""
-        shape = hidden_states.shape[:2]
-        if isinstance(attention_mask, dict):
-            # made by `generate` for a cache of fixed length
-            attention_mask = attention_mask.get("hope_memory")
-        elif attention_mask is not None and has_state:
-            check_mask(attention_mask, *shape, 0 if cache is None else cache.get_seq_length())
-        elif getattr(attention_mask, "ndim", None) != 2:
-            # softmax attention's own
-            attention_mask = None
-        return read_documents(attention_mask, position_ids, boundaries, shape, hidden_states.device, cache)
-
-    def _plans(self, hidden_states, input_ids, documents: Documents, cache) -> tuple[dict, Past]:
-        """Documents, padding, chunks and blocks of this call, and what was read after it."""
+    def _plans(
+        self, hidden_states, input_ids, documents: Documents, past: Past | None = None, has_cache: bool = False
+    ) -> tuple[dict, Past]:
+        """Documents, padding, chunks and blocks of this call, and what was read after it; `past` is before it."""
         shape, device = hidden_states.shape[:2], hidden_states.device
-        told = documents.padding, documents.position_ids
-        call = shape, device, past_of(cache), *told, input_ids, cache is not None
+        call = shape, device, past, documents.padding, documents.position_ids, input_ids, has_cache
         plans = {}
-        if has_chunks(self.config):
+        if self.has_chunks:
             plans["plan"] = plan_chunks(self.config, *call)
         # CODEPATH: 'sparse_attention' layers alone and in hybrids.
-        if self.config.has_sparse_attention:
+        if self.has_sparse_attention:
             plans["blocks"] = blocks = plan_slots(self.config.sparse_block_size, *call)
             positions = blocks.position
             if positions is None:

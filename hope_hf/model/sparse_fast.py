@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from transformers.models.llama.modeling_llama import rotate_half
 
 from .chunks import ScanPiece
-from .layers import convolution_gradients, convolve_padded, pad_streams, tail_after
+from .layers import convolution_gradients, convolve_padded, tail_after
 from .sparse_branches import SparseKeys, SparseSizes, StreamSizes, StreamWeights, select_blocks
 
 # slots of a tile
@@ -455,7 +455,10 @@ def _exact(weights: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
 def _mixed(raw, tail, taps, width: int, angles, piece: ScanPiece) -> tuple:
     """Of a tile: the padded streams, heads after the convolutions [B, n, heads, D], and angles [B or 1, n, 1, D]."""
     cut = slice(piece.start, piece.stop)
-    padded = pad_streams(raw[:, cut], tail, piece).to(taps.dtype)
+    padded = torch.cat([tail, raw[:, cut]], dim=1)
+    if piece.tail_in is not None:
+        padded = padded.scatter(1, piece.tail_in.expand_as(tail), tail)
+    padded = padded.to(taps.dtype)
     mixed = convolve_padded(padded, taps, piece).unflatten(-1, (-1, width))
     return padded, mixed, [part[:, cut, None].to(taps.dtype) for part in angles]
 

@@ -144,7 +144,7 @@ def test_kernels_take_a_whole_text_and_torchs_operators_recompute_groups_of_chun
         model(torch.zeros(1, 20, dtype=torch.long), use_cache=False).logits.sum().backward()
         return calls
 
-    monkeypatch.setattr(memory_mixer, "scan_fused", counted)
+    monkeypatch.setitem(memory_mixer.FAST_SCANS, memory_mixer.RULES["delta"], counted)
     # forward, then backward
     assert slots_scanned() == [8, 8, 4] + [8, 8]
     monkeypatch.setattr(memory_mixer, "choose", lambda *args: lambda *scanned: counted(*scanned))

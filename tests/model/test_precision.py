@@ -67,8 +67,9 @@ def seen(monkeypatch):
 
     for name in products:
         monkeypatch.setattr(torch.linalg if name == "solve_triangular" else torch, name, recorded_product(name))
-    for name in ("scan_fused", "scan_plain"):
-        monkeypatch.setattr(memory_mixer, name, recorded(getattr(memory_mixer, name)))
+    fast = {rule: recorded(scan) for rule, scan in memory_mixer.FAST_SCANS.items()}
+    monkeypatch.setattr(memory_mixer, "FAST_SCANS", fast)
+    monkeypatch.setattr(memory_mixer, "scan_plain", recorded(memory_mixer.scan_plain))
     return dtypes
 
 
