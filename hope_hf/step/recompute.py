@@ -40,8 +40,8 @@ NAMES = {
 def recomputing_flag():
     """The dataclass field of the flag, a string; without a value it means `block`."""
     text = (
-        "Recompute activations in the backward pass (less memory, more time): none, block (every block; also without a "
-        "value), mixer (attention or memories of every block) or every:N (every N-th block)."
+        "Recompute activations in the backward pass (less memory, more time): none, block (every block; also without "
+        "a value), mixer (attention or memories of every block) or every:N (every N-th block)."
     )
     return field(default="none", metadata={"help": text, "action": Checked, "nargs": "?", "const": "block"})
 
