@@ -1,15 +1,17 @@
 """Validation: loss, perplexity, accuracy and bits per byte, weighted by token over all processes."""
 
 import math
+from functools import cache
 from itertools import islice
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
+from torch import Tensor
 
+from hope_hf.cli.results import IGNORED, next_token_accuracy
 from hope_hf.step.objective import count_valid, loss_of_logits, model_inputs
 
-from .accuracy import right_tokens
 from .process import sum_over_processes
 
 
@@ -47,3 +49,21 @@ def evaluate(model, data, accelerator: Accelerator) -> dict[str, float]:
     if bytes_per_token:
         row["eval/bits_per_byte"] = loss / math.log(2) / bytes_per_token
     return row
+
+
+@torch.no_grad()
+def right_tokens(logits: Tensor, labels: Tensor) -> float:
+    """How many valid tokens are the most probable one.
+
+    logits [B, T, V]; labels [B, T] not shifted.
+    """
+    predictions, references = logits[:, :-1].argmax(dim=-1).cpu().flatten(), labels[:, 1:].cpu().flatten()
+    valid = references != IGNORED
+    if not valid.any():
+        return 0.0
+    accuracy = _metric().compute(predictions=predictions[valid].numpy(), references=references[valid].numpy())
+    return accuracy["accuracy"] * int(valid.sum())
+
+
+# One for all batches: making it takes longer than using it.
+_metric = cache(next_token_accuracy)

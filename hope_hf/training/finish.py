@@ -1,20 +1,24 @@
-"""The end of a run: model and tokenizer in the output folder, a sample, the curves, and how to load it all."""
+"""The end of a run: model and tokenizer in the output folder, a sample, the curves, how to load it, and the upload."""
 
 import json
+import shutil
 import warnings
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
 
 from hope_hf.cli.process import one_line
 from hope_hf.cli.results import draw_or_warn
+from hope_hf.export import ExportFailed, export_folder, upload
 from hope_hf.step.arguments import Arguments
 
 from .checkpoints.manifest import read_manifest
 from .checkpoints.weights import read_weights, take_parts
 from .engines.base import Engine
+from .parsing import repo_id
 from .watch.plot import draw_curves
 from .watch.tracking import METRICS_FILE
 
@@ -111,3 +115,26 @@ def loading_lines(model, folder: Path) -> str:
         f"tokenizer = transformers.AutoTokenizer.from_pretrained({path})\n"
         f"model = transformers.AutoModelForCausalLM.from_pretrained({path})"
     )
+
+
+PLACE = ".hub-"
+"""Begins the name of the folder for an upload, in the run's folder."""
+
+
+def push(args: Arguments):
+    """Export the finished run in `--output_dir` and upload it; any failure is a warning."""
+    try:
+        for left in Path(args.output_dir).glob(f"{PLACE}*"):
+            # Of a process that was killed.
+            shutil.rmtree(left, ignore_errors=True)
+        with TemporaryDirectory(dir=args.output_dir, prefix=PLACE) as place:
+            out = Path(place) / "export"
+            export_folder(Path(args.output_dir), out, repo_id(args))
+            print(f"Uploaded to {upload(out, repo_id(args), args.hub_private_repo)}", flush=True)
+    except (ValueError, ExportFailed, OSError) as error:
+        reason = str(error).rstrip(".")
+        warnings.warn(
+            f"--push_to_hub failed and the run in {args.output_dir} is complete: {reason}; "
+            "the same command tries again.",
+            stacklevel=2,
+        )

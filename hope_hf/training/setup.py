@@ -1,8 +1,9 @@
-"""Data, model, optimizer and plan of a run, built and checked before anything is written."""
+"""Data, model, optimizer and plan of a run, built and checked before anything is written, and the run's card."""
 
 import math
 from dataclasses import dataclass, fields
 
+import huggingface_hub
 import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel
@@ -12,15 +13,23 @@ from hope_hf.cli.flags import LARGEST_VOCABULARY
 from hope_hf.cli.models import build_config, build_model, is_hope, load_config, named_vocabulary
 from hope_hf.cli.process import warn_once
 from hope_hf.data import DEFAULT_VOCAB_SIZE, Data, DataConfig, build_data, disable_progress_bars
-from hope_hf.optim import LevelClock, build_optimizer
+from hope_hf.optim import LevelClock, build_optimizer, warn_short_levels
 from hope_hf.step.arguments import FLAGS, LONGEST_DEFAULT_BLOCK, Arguments, check_block_size
+from hope_hf.step.gpus import GIB
 from hope_hf.step.recompute import parse_recomputed, recompute_activations
 
 from .engines.base import Engine
-from .initial.host_memory import build_fake, built_bytes, check_host_memory
-from .initial.values import DrawnValues, StoredValues, build_on_meta, pretrained_values
+from .engines.placement import device_name
+from .initial import (
+    DrawnValues,
+    StoredValues,
+    build_fake,
+    build_on_meta,
+    built_bytes,
+    check_host_memory,
+    pretrained_values,
+)
 from .process import shows_bars
-from .push import check_push
 from .watch.profile import check_profiled
 
 SYNTHETIC = "synthetic"
@@ -110,7 +119,7 @@ def _check_model(args: Arguments, pretrained, vocab_size: int | None, block_size
     check_block_size(block_size, config)
     _check_carry(args, config)
     if args.push_to_hub:
-        check_push(args, config)
+        _check_push(args, config)
     if pretrained:
         return
     if vocab_size is None:
@@ -172,6 +181,14 @@ def data_config(args: Arguments, accelerator: Accelerator, pretrained, vocab_siz
     return DataConfig(**values)
 
 
+def _check_push(args: Arguments, config):
+    """ValueError for a model that is no HOPE, a warning where there is no login yet."""
+    if not is_hope(config):
+        raise ValueError(f"--push_to_hub uploads a HOPE and this is a {config.model_type}: train without it.")
+    if huggingface_hub.get_token() is None:
+        warn_once("--push_to_hub finds no login: run `hf auth login` before the training ends.")
+
+
 def _check_carry(args: Arguments, config):
     if args.document_boundary != "carry":
         return
@@ -185,3 +202,52 @@ def _check_carry(args: Arguments, config):
             "--document_boundary carry would keep the keys and values of all tokens for the layers with attention: "
             "use --document_boundary reset."
         )
+
+
+def run_card(args: Arguments, engine: Engine, run) -> str:
+    """The card as text, of the trainer's `Run` before it is prepared. Warns, on rank 0, of levels that rarely step."""
+    model, optimizer, data, plan = run.model, run.optimizer, run.data, run.plan
+    accelerator = engine.accelerator
+    mixed = accelerator.mixed_precision
+    accumulates_whole = args.gradient_accumulation_steps > 1 and engine.whole_gradients is not None
+    warmup = f"of which {plan.warmup_steps:,}" if plan.warmup_steps < plan.total_steps else "all of them"
+    rows = {
+        "model": f"{model.config.model_type}, {model.num_parameters():,} parameters"
+        + (f", from {args.model_name_or_path}" if args.model_name_or_path else f", {_size(args)}"),
+        "data": data.description,
+        "batch": f"{plan.tokens_per_step:,} tokens per step = {args.per_device_train_batch_size} rows x "
+        f"{plan.block_size:,} tokens x {args.gradient_accumulation_steps} accumulated x "
+        f"{accelerator.num_processes} process(es)",
+        "steps": f"{plan.total_steps:,}, {warmup} warm-up; {plan.total_tokens:,} tokens",
+        "optimizer": f"{args.optimizer}, learning rate {args.learning_rate:g}"
+        + (f" (vectors {args.vector_learning_rate:g})" if args.vector_learning_rate is not None else "")
+        + f", {args.lr_scheduler_type}, weight decay {args.weight_decay:g}, clip {args.max_grad_norm:g}",
+        "engine": engine.name,
+        **({"gradients": _gradients(args, engine, model)} if accumulates_whole else {}),
+        "device": f"{device_name(accelerator.device)}, {torch.get_num_threads()} thread(s) per process, "
+        f"precision {'fp32' if mixed == 'no' else f'{mixed} mixed'}",
+    }
+    for level, report in sorted(optimizer.level_report().items()):
+        updates = plan.total_steps // report["period_steps"]
+        rows[f"level {level}"] = f"every {report['period_steps']} step(s), {updates} updates"
+    if accelerator.is_main_process:
+        warn_short_levels(optimizer, plan.total_steps)
+    rows["output"] = args.output_dir
+    width = max(len(name) for name in rows)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
+
+
+def _gradients(args: Arguments, engine: Engine, model) -> str:
+    """What a process holds between accumulated batches, under an engine that would hold whole gradients there."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    whole = sum(parameter.numel() for parameter in trained) * engine.whole_gradients.itemsize
+    part = sum(parameter.nbytes for parameter in trained) / engine.launch().parts
+    batches = f"between {args.gradient_accumulation_steps} batches"
+    if args.sync_each_batch:
+        return f"sharded {batches}: {part / GIB:.3g} GiB a rank (whole: {whole / GIB:.3g})"
+    return f"whole {batches}: {whole / GIB:.3g} GiB a rank; --sync_each_batch: {part / GIB:.3g} GiB"
+
+
+def _size(args: Arguments) -> str:
+    name = args.config_name or ("tiny" if args.model_type in (None, "hope") else "default size")
+    return f"new: {name}" + (f" with {args.config_overrides}" if args.config_overrides else "")

@@ -14,8 +14,6 @@ from hope_hf.step.arguments import Arguments
 from hope_hf.step.flops import flops_per_token
 from hope_hf.step.objective import can_skip_logits, check_token_ids, count_valid, model_inputs, summed_loss
 
-from .card import run_card
-from .carry import CarriedMemory
 from .checkpoints.hook import CheckpointHook
 from .checkpoints.manifest import last_good
 from .checkpoints.optimizer import load_optimizer
@@ -23,21 +21,16 @@ from .checkpoints.reader import find_checkpoint
 from .checkpoints.run_folder import RunFolder, require_same_run
 from .checkpoints.weights import load_weights
 from .checkpoints.writer import CheckpointWriter
-from .engines.audit import write_audit
 from .engines.base import Engine, Update
 from .engines.choose import make_engine
-from .engines.guard import OneSidedError, check_same_on_all
-from .engines.neighbours import NeighbourWatch, find_neighbours
-from .engines.placement import rank_lines
+from .engines.guard import NeighbourWatch, OneSidedError, check_same_on_all, find_neighbours
+from .engines.placement import rank_lines, write_audit
 from .evaluate import evaluate
-from .finish import finish, show
-from .finite import require_finite_weights, weights_are_finite
-from .initial.host_memory import is_fake
-from .initial.values import checkpoint_values
+from .finish import finish, push, show
+from .initial import checkpoint_values, is_fake
 from .process import StopSignal, leave, prepare_process, sum_over_processes
-from .push import push
-from .setup import Run, build_all
-from .state import TrainState
+from .setup import Run, build_all, run_card
+from .state import CarriedMemory, TrainState
 from .watch.monitor import Monitor, Silence
 from .watch.tracking import tracker_names
 
@@ -45,7 +38,7 @@ MOST_SKIPS_IN_A_ROW = 10
 
 
 class TrainingDiverged(RuntimeError):
-    """Loss, gradient or weights are not finite, and more steps would not mend it."""
+    """Loss, gradient or weights are not finite, and more steps would not help."""
 
 
 @dataclass
@@ -292,3 +285,20 @@ def _diverged(what: str, args: Arguments) -> TrainingDiverged:
         f"{what}: lower --learning_rate (now {args.learning_rate:g}){also} or raise --num_warmup_steps; last good "
         f"checkpoint: {last_good(args.output_dir)}."
     )
+
+
+@torch.no_grad()
+def weights_are_finite(engine: Engine) -> bool:
+    """The same on all processes, which all call it. Buffers do not count: some hold infinities on purpose."""
+    slices = (part for part in engine.weight_slices() if not engine.trained.keys().isdisjoint(part.names))
+    broken = any(not part.tensors["weight"].isfinite().all() for part in slices)
+    return not any(sum_over_processes(engine.accelerator, broken))
+
+
+def require_finite_weights(engine: Engine, source: object) -> None:
+    """ValueError, on all processes, where weights that came from `source` are not finite."""
+    if not weights_are_finite(engine):
+        raise ValueError(
+            f"{source} holds weights that are not finite, its run has diverged: begin from an earlier checkpoint "
+            "(--model_name_or_path), with a lower --learning_rate and a new --output_dir."
+        )

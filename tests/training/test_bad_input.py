@@ -12,7 +12,7 @@ from training_runs import HOPE, HOPE_ATTENTION, HOPE_HYBRID, LLAMA, make_tokeniz
 from hope_hf.data import sources
 from hope_hf.training import main, setup
 from hope_hf.training.parsing import parse
-from hope_hf.training.watch import heartbeat
+from hope_hf.training.watch import process_files
 from hope_hf.training.watch.monitor import Monitor
 
 
@@ -264,7 +264,7 @@ def test_a_disk_that_fills_up_between_checkpoints(run, capsys, monkeypatch):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(heartbeat.Heartbeat, "beat", full)
+    monkeypatch.setattr(process_files.Heartbeat, "beat", full)
     status, _ = run("a")
     assert status == 2
     complaint = capsys.readouterr().err

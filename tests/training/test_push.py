@@ -13,7 +13,7 @@ from training_runs import HOPE, LLAMA
 
 from hope_hf.export import ExportFailed
 from hope_hf.step.arguments import Arguments
-from hope_hf.training import push
+from hope_hf.training import finish
 
 ROOT = Path(__file__).parents[2]
 SHORT = ["--max_train_steps", "2"]
@@ -65,9 +65,9 @@ def test_whatever_fails_is_a_warning(monkeypatch, tmp_path, error):
     def fail(*arguments):
         raise error
 
-    monkeypatch.setattr(push, "export_folder", fail)
+    monkeypatch.setattr(finish, "export_folder", fail)
     with pytest.warns(UserWarning) as caught:
-        push.push(Arguments(output_dir=str(tmp_path), push_to_hub=True))
+        finish.push(Arguments(output_dir=str(tmp_path), push_to_hub=True))
     (warning,) = caught
     reason = str(error).rstrip(".")
     assert f"--push_to_hub failed and the run in {tmp_path} is complete: {reason};" in str(warning.message)

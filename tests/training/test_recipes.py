@@ -9,12 +9,11 @@ import yaml
 from training_runs import ROOT, curve, make_tokenizer
 
 from hope_hf import HopeConfig
-from hope_hf.training import setup
-from hope_hf.training.initial import host_memory
+from hope_hf.training import initial, setup
 from hope_hf.training.parsing import DEMO_RECIPE, parse
 from hope_hf.training.preflight import run as preflight
 from hope_hf.training.preflight.checks import CHECKS
-from hope_hf.training.preflight.facts import Room
+from hope_hf.training.preflight.facts import FreeMemory
 
 RECIPES = {file.stem: file for file in sorted((ROOT / "recipes").glob("*.yaml"))}
 SECOND = {"mid_4096": "mid", "target_8192": "target"}
@@ -153,9 +152,9 @@ def test_the_dry_run_of_a_large_recipe_up_to_its_step(name, run, capsys, texts, 
     """
 
     # A machine that does not hold the model.
-    monkeypatch.setattr(host_memory, "free_memory", lambda device: 2**20)
-    room = Room(device=2**30, host=2**30, disk=2**44)
-    monkeypatch.setattr(preflight, "read_room", lambda *run: room)
+    monkeypatch.setattr(initial, "free_memory", lambda device: 2**20)
+    room = FreeMemory(device=2**30, host=2**30, disk=2**44)
+    monkeypatch.setattr(preflight, "read_free_memory", lambda *run: room)
     flags = [*own_sizes(name), "--dataloader_num_workers", "0"]
     if name in SECOND:
         first = HopeConfig.from_preset(SECOND[name], vocab_size=32_000)

@@ -10,11 +10,10 @@ from training_runs import HOPE, LLAMA, curve, forget_the_end
 from transformers import get_scheduler
 
 from hope_hf.training import trainer
-from hope_hf.training.carry import CarriedMemory
 from hope_hf.training.checkpoints.manifest import MANIFEST, Manifest
 from hope_hf.training.checkpoints.reader import SavedRun
 from hope_hf.training.process import QUIT, StopSignal
-from hope_hf.training.state import TrainState
+from hope_hf.training.state import CarriedMemory, TrainState
 
 SAVES = ["--checkpointing_steps", "2", "--eval_steps", "3", "--max_train_steps", "5"]
 

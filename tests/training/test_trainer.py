@@ -11,8 +11,8 @@ from training_runs import HOPE, LLAMA, curve
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hope_hf.training import finish, trainer
-from hope_hf.training.carry import CarriedMemory
 from hope_hf.training.engines.base import Engine
+from hope_hf.training.state import CarriedMemory
 
 
 def test_run_leaves_a_model_that_loads_and_metrics_of_every_kind(run, tmp_path, capsys):

@@ -11,8 +11,7 @@ from hope_hf.plan import UNSHARDED, Launch, fsdp_strategy
 from hope_hf.step.arguments import Arguments
 from hope_hf.step.launch_file import LOW_PRECISION
 
-from .base import Engine, Slice, dtype_name
-from .meta import is_on_meta, make_real
+from .base import Engine, Slice, dtype_name, is_on_meta, make_real
 
 
 class FSDP1(Engine):

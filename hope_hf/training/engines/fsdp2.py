@@ -15,8 +15,7 @@ from hope_hf.plan import Launch, fsdp_strategy
 from hope_hf.step.arguments import Arguments
 from hope_hf.step.launch_file import LOW_PRECISION
 
-from .base import Engine, Slice, dtype_name
-from .meta import is_on_meta
+from .base import Engine, Slice, dtype_name, is_on_meta
 
 
 class FSDP2(Engine):

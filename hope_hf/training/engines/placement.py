@@ -1,8 +1,10 @@
-"""Where the run is: which process has which device, which part of the model, and how much free memory."""
+"""Where the run is: the device of each process, its slices of the model, and how much free memory it has."""
 
+import os
 import socket
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
 
 import torch
 from accelerate import Accelerator
@@ -12,8 +14,7 @@ from torch import Tensor, nn
 from hope_hf.optim import own_part
 from hope_hf.step.gpus import GIB
 
-from .base import dtype_name
-from .host import free_host_memory
+from .base import Engine, dtype_name
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -58,3 +59,92 @@ def rank_lines(accelerator: Accelerator, model: nn.Module) -> list[str]:
         f"{socket.gethostname()}): {place}, {'?' if free is None else f'{free / GIB:.1f}'} GiB free, holds {held}"
     )
     return gather_object([line])
+
+
+def free_host_memory(system: Path = Path("/")) -> int | None:
+    """Bytes that this process may still take; None if the system does not report them.
+
+    Args:
+        system: the folder that has `proc` and `sys`.
+    """
+    rooms = [*_machine(system), *_cgroups(system)]
+    return max(0, min(rooms)) if rooms else None
+
+
+def _machine(system: Path) -> Iterator[int]:
+    for line in _lines(system / "proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            yield int(line.split()[1]) * 1024
+
+
+def _cgroups(system: Path) -> Iterator[int]:
+    """Of each group with a limit, from the process's own to the outermost that is visible: all of them count."""
+    for line in _lines(system / "proc/self/cgroup"):
+        number, controllers, own = line.split(":", 2)
+        if number == "0":
+            root, limit, used, total = "sys/fs/cgroup", "memory.max", "memory.current", ""
+        elif "memory" in controllers.split(","):
+            # Version 1; its fields with the subgroups' share begin with total.
+            root, limit, used = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            total = "total_"
+        else:
+            continue
+        # In a container the own group may be named from outside, and is then the root that is mounted here.
+        path = PurePosixPath(own.lstrip("/"))
+        for group in (path, *path.parents):
+            folder = system / root / group
+            most, held = _lines(folder / limit), _lines(folder / used)
+            if not held or most in ([], ["max"]):
+                continue
+            # As MemAvailable does: the kernel drops cached pages of files before it refuses memory.
+            stat = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat"))
+            cached = sum(int(stat.get(f"{total}{kind}_file", 0)) for kind in ("active", "inactive"))
+            yield int(most[0]) - int(held[0]) + cached
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+
+
+HEADER = "name kind shape start end copy dtype compute reduce device trained".split()
+
+
+def write_audit(folder: str | os.PathLike, engine: Engine) -> None:
+    """`parameters_rank<N>.tsv`: a row for each parameter and buffer of the model, with the columns of `HEADER`.
+
+    - name, shape: of the whole tensor, as in the unwrapped model; names of tied parameters are joined by " = ".
+    - start, end: the elements of the flattened tensor that this process holds; equal if none.
+    - copy: whether another process counts them: rows without it, of all processes, make the model.
+    - dtype: as stored; compute: in the forward pass; reduce: of gradients summed over processes, "-" for none.
+    """
+    rows = ["\t".join(map(str, row)) for row in (HEADER, *_parameters(engine), *_buffers(engine))]
+    file = Path(folder) / f"parameters_rank{engine.accelerator.process_index}.tsv"
+    file.write_text("\n".join(rows) + "\n", encoding="utf-8")
+
+
+def _parameters(engine: Engine) -> Iterator[tuple]:
+    compute = engine.compute_dtype()
+    for part in engine.weight_slices():
+        name, held = part.names[0], part.tensors["weight"]
+        if name not in engine.trained:
+            continue
+        dtype, trained = dtype_name(held.dtype), engine.trained[name]
+        reduce = engine.reduce_dtype(name) if trained else None
+        yield (
+            " = ".join(part.names), "parameter", list(part.shape), part.start, part.start + held.numel(), part.is_copy,
+            dtype, compute or dtype, "-" if reduce is None else dtype_name(reduce), held.device, trained,
+        )  # fmt: skip
+
+
+def _buffers(engine: Engine) -> Iterator[tuple]:
+    copy = not engine.accelerator.is_main_process
+    for name, buffer in engine.buffers().items():
+        compute = engine.buffer_dtype() if buffer.is_floating_point() else None
+        dtype = dtype_name(buffer.dtype)
+        yield (
+            name, "buffer", list(buffer.shape), 0, buffer.numel(), copy,
+            dtype, dtype if compute is None else dtype_name(compute), "-", buffer.device, False,
+        )  # fmt: skip

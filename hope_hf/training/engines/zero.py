@@ -23,9 +23,8 @@ from hope_hf.plan import Launch, zero_strategy
 from hope_hf.step.arguments import Arguments
 from hope_hf.step.launch_file import LOW_PRECISION
 
-from .base import Engine, Slice, dtype_name, split_state
+from .base import Engine, Slice, dtype_name, is_on_meta, make_real, split_state
 from .loss_scaling import DeepSpeedScaling
-from .meta import is_on_meta, make_real
 
 # DeepSpeed's names of settings that the flags decide.
 FLAGS_OF_KEYS = {

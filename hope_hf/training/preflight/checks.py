@@ -1,20 +1,20 @@
-"""The checks, one function each: `(facts) -> Result`, of one process. `CHECKS` is their order on the console."""
+"""The checks of a dry run, `(facts) -> Result` of one process, and the report over all. `CHECKS` is their order."""
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 from hope_hf.step.arguments import Arguments
 from hope_hf.step.gpus import GIB
 from hope_hf.step.recompute import Recomputed, parse_recomputed
 
-from .credentials import wandb_credentials
-from .facts import Facts
-from .result import Result
+from .facts import Facts, Gpu
 
 # Of what is free: beyond it the allocator's gaps and the system's own needs may not fit any more.
 COMFORTABLE = 0.9
-# Percent of a GPU that another program uses, of its time or memory, that is more than a desktop's.
-IDLE = 10
+BUSY, USED = 10, 2 * GIB
+"""Percent of the time, and bytes, of a GPU that another program uses: more than a desktop's."""
 WARM, HOT = 80, 90
 """Degrees Celsius of a GPU that does nothing yet; data-centre GPUs slow down at about 85 to 95."""
 # Muennighoff et al. 2023 (arXiv 2305.16264): up to four passes over the same text are nearly as good as new text.
@@ -22,6 +22,37 @@ MOST_EPOCHS = 4
 EXPANDABLE = "expandable_segments:True"
 # The second is torch's older name.
 ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+
+
+LEVELS = ("ok", "warn", "fail")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one process finds.
+
+    Attributes:
+        text: the reason, and after a colon or semicolon the fix.
+        strain: which of several equal levels is the worst: the largest.
+    """
+
+    level: Literal["ok", "warn", "fail"]
+    text: str
+    strain: float = 0.0
+
+
+def worst(results: list[Result]) -> Result:
+    """The worst over all processes, in order of their ranks; it names its rank where the processes differ."""
+    rank = max(range(len(results)), key=lambda rank: (LEVELS.index(results[rank].level), results[rank].strain))
+    found = results[rank]
+    if all(result.text == found.text for result in results):
+        return found
+    return Result(found.level, f"{found.text} (rank {rank})", found.strain)
+
+
+def line(name: str, result: Result) -> str:
+    """A check's line on the console."""
+    return f"{result.level:<4}  {name:<9}  {result.text}"
 
 
 def check_processes(facts: Facts) -> Result:
@@ -48,19 +79,13 @@ def check_run(facts: Facts) -> Result:
 
 
 def check_trackers(facts: Facts) -> Result:
-    """`--report_to`; nothing is sent."""
-    names = facts.trackers
-    if "wandb" not in names:
-        return Result("ok", ", ".join(names) or "none besides metrics.jsonl")
-    mode = os.environ.get("WANDB_MODE", "online")
-    if mode in ("offline", "dryrun"):
-        return Result("ok", "wandb offline: `wandb sync` sends the run later")
-    if mode == "disabled":
+    """`--report_to`; nothing is sent, and whether W&B has a key it says itself when the run starts."""
+    names, mode = facts.trackers, os.environ.get("WANDB_MODE", "online")
+    if "wandb" in names and mode == "disabled":
         return Result("warn", "WANDB_MODE is disabled, so W&B records nothing: unset it or write offline")
-    found = wandb_credentials()
-    if found is None:
-        return Result("fail", "wandb finds no key: run `wandb login`, or set WANDB_MODE=offline")
-    return Result("ok", f"wandb has a key ({found}); it was not tried")
+    if "wandb" in names and mode in ("offline", "dryrun"):
+        return Result("ok", "wandb offline: `wandb sync` sends the run later")
+    return Result("ok", ", ".join(names) or "none besides metrics.jsonl")
 
 
 def check_data(facts: Facts) -> Result:
@@ -102,7 +127,7 @@ def check_disk(facts: Facts) -> Result:
     each = sizes.weights + (0 if args.save_only_model else sizes.optimizer)
     count = max(3, args.save_total_limit + 1)
     # At the end the weights are written once more.
-    need, free = count * each + sizes.weights - facts.held, facts.room.disk
+    need, free = count * each + sizes.weights - facts.held, facts.free.disk
     reason = f"{count} checkpoints of {_gib(each)} and the weights need {_gib(max(0, need))} more, {_gib(free)} free"
     if need > free:
         return Result("fail", f"{reason}: free space, lower --save_total_limit or choose another disk", need / free)
@@ -113,7 +138,7 @@ def check_disk(facts: Facts) -> Result:
 
 def check_host(facts: Facts) -> Result:
     """The machine's memory: every process may first build the model there, and checkpoints pass through it."""
-    sizes, free = facts.sizes, facts.room.host
+    sizes, free = facts.sizes, facts.free.host
     built = 0 if facts.args.init == "sharded" else facts.local_processes * sizes.weights
     # The first process gathers the whole weights for a checkpoint; a background one is a copy of what is here.
     saved = 0 if facts.in_parts else sizes.weights
@@ -130,27 +155,25 @@ def check_host(facts: Facts) -> Result:
 
 def check_gpus(facts: Facts) -> Result:
     """Whether the process's GPU is idle and cool."""
-    gpus = facts.gpus
+    gpu = facts.gpu
     if not facts.on_gpu:
-        if isinstance(gpus, str) or not gpus:
+        if gpu is None:
             return Result("ok", "none, the run uses the CPU")
         return Result(
             "warn",
-            f"the run uses the CPU and the machine has {len(gpus)} GPU(s), {gpus[0].name}: install torch for them, or "
-            "take a launch file without use_cpu",
+            "the run uses the CPU and the machine has a GPU: install torch for it, or take a launch file without "
+            "use_cpu",
         )
-    if isinstance(gpus, str):
-        return Result("warn", f"idle and cool or not is unknown, {gpus}: repair the driver's tools")
-    (gpu,) = gpus
-    words = f"{gpu.name}: {_percent(gpu.busy)} busy, {_mib(gpu.used)} of {_mib(gpu.total)} used, "
-    words += "? C" if gpu.temperature is None else f"{gpu.temperature} C"
-    if gpu.temperature is not None and gpu.temperature >= HOT:
+    if not isinstance(gpu, Gpu):
+        return Result("warn", f"idle and cool or not is unknown ({gpu}): pip install nvidia-ml-py, or compare by hand")
+    words = f"{gpu.busy} % busy, {_gib(gpu.used)} used, {gpu.temperature} C"
+    if gpu.temperature >= HOT:
         return Result("fail", f"{words}: too hot to begin, look at its cooling", gpu.temperature)
-    if gpu.busy is not None and gpu.busy > IDLE or gpu.used and gpu.total and 100 * gpu.used > IDLE * gpu.total:
+    if gpu.busy > BUSY or gpu.used > USED:
         return Result("warn", f"{words}: another program uses it, end that one (nvidia-smi names it)", 1e3)
-    if gpu.temperature is not None and gpu.temperature >= WARM:
+    if gpu.temperature >= WARM:
         return Result("warn", f"{words}: hot without work, it will slow down; look at its cooling", gpu.temperature)
-    return Result("ok", words, gpu.temperature or 0.0)
+    return Result("ok", words, gpu.temperature)
 
 
 def check_allocator(facts: Facts) -> Result:
@@ -168,22 +191,22 @@ def check_memory(facts: Facts) -> Result:
     sizes = facts.sizes
     how = "estimated" if sizes.is_estimate else "planned"
     whole = f"give --sync_each_batch ({_gib(sizes.whole_gradients)} are whole gradients between batches)"
-    mend = ", ".join(([whole] if sizes.whole_gradients else []) + smaller_steps(facts.args))
+    fix = ", ".join(([whole] if sizes.whole_gradients else []) + smaller_steps(facts.args))
     if facts.on_gpu:
-        return _fits(sizes.peak, facts.room.device, f"a step, {how},", mend)
+        return _fits(sizes.peak, facts.free.device, f"a step, {how},", fix)
     count = facts.local_processes
-    return _fits(count * sizes.peak, facts.room.host, f"a step of {count} process(es), {how},", mend)
+    return _fits(count * sizes.peak, facts.free.host, f"a step of {count} process(es), {how},", fix)
 
 
 def smaller_steps(args: Arguments) -> list[str]:
     """What makes a step's memory smaller, without what is so already."""
-    mends = {
+    ways = {
         "lower --per_device_train_batch_size": args.per_device_train_batch_size > 1,
         "lower --block_size": True,
         "give --gradient_checkpointing": parse_recomputed(args.gradient_checkpointing) != Recomputed("block"),
         "see `python -m hope_hf.plan`": True,
     }
-    return [words for words, helps in mends.items() if helps]
+    return [words for words, helps in ways.items() if helps]
 
 
 CHECKS: dict[str, Callable[[Facts], Result]] = {
@@ -199,24 +222,16 @@ CHECKS: dict[str, Callable[[Facts], Result]] = {
 }
 
 
-def _fits(need: int, free: int | None, what: str, mend: str) -> Result:
+def _fits(need: int, free: int | None, what: str, fix: str) -> Result:
     if free is None:
         return Result("warn", f"{what} needs {_gib(need)}, and the system does not say what is free: compare by hand")
     reason = f"{what} needs {_gib(need)} of {_gib(free)} free"
     if need > free:
-        return Result("fail", f"{reason}: {mend}", need / free)
+        return Result("fail", f"{reason}: {fix}", need / free)
     if need > COMFORTABLE * free:
-        return Result("warn", f"{reason}, almost all: {mend}", need / free)
+        return Result("warn", f"{reason}, almost all: {fix}", need / free)
     return Result("ok", reason, need / free)
 
 
 def _gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB"
-
-
-def _mib(size: int | None) -> str:
-    return "? MiB" if size is None else f"{size:,} MiB"
-
-
-def _percent(share: int | None) -> str:
-    return "? %" if share is None else f"{share} %"

@@ -2,22 +2,30 @@
 
 import os
 import shutil
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 
+from hope_hf.cli.process import one_line
 from hope_hf.plan import Planned
 from hope_hf.step.arguments import Arguments
 
 from ..engines.placement import free_memory
-from .gpus import Gpu
 
 
 @dataclass(frozen=True)
-class Room:
+class Gpu:
+    """A GPU before the run uses it: percent of the last second in which it computed, bytes used, degrees Celsius."""
+
+    busy: int
+    used: int
+    temperature: int
+
+
+@dataclass(frozen=True)
+class FreeMemory:
     """Free bytes before the run has taken any; None where the system does not say."""
 
     device: int | None
@@ -43,7 +51,7 @@ class Facts:
         local_processes: on this machine.
         on_gpu: whether the run computes on one.
         in_parts: whether every process saves its own part of the weights.
-        gpus: this process's own; without one all of the machine; or why they are not known.
+        gpu: this process's, or why nothing is known about it; None on a machine without one.
         in_use: whether another process trains in the folder.
         held: bytes of the checkpoints in the folder.
         continues: the checkpoint to continue from.
@@ -56,8 +64,8 @@ class Facts:
     local_processes: int
     on_gpu: bool
     in_parts: bool
-    gpus: list[Gpu] | str
-    room: Room
+    gpu: Gpu | str | None
+    free: FreeMemory
     sizes: Planned
     text: Text
     in_use: bool
@@ -67,26 +75,29 @@ class Facts:
     total_steps: int
 
 
-def read_room(args: Arguments, accelerator: Accelerator) -> Room:
+def read_gpu() -> Gpu | str | None:
+    """`Facts.gpu`, asked before this process uses it; needs nvidia-ml-py."""
+    if not torch.cuda.is_available():
+        return "torch does not see it" if shutil.which("nvidia-smi") else None
+    own = int(os.environ.get("LOCAL_RANK", "0"))
+    try:
+        return Gpu(torch.cuda.utilization(own), torch.cuda.device_memory_used(own), torch.cuda.temperature(own))
+    # The driver has its own error types.
+    except Exception as error:
+        return one_line(error)
+
+
+def read_free_memory(args: Arguments, accelerator: Accelerator) -> FreeMemory:
     """This process's free memory and disk."""
     folder = Path(args.output_dir).absolute()
     nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
     disk = shutil.disk_usage(nearest).free
-    return Room(free_memory(accelerator.device), free_memory(torch.device("cpu")), disk)
+    return FreeMemory(free_memory(accelerator.device), free_memory(torch.device("cpu")), disk)
 
 
 def local_processes() -> int:
     """Processes of the run on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def own_gpus(gpus: list[Gpu] | str, device: torch.device) -> list[Gpu] | str:
-    """Of the machine's GPUs that of this process; all of them where it has none."""
-    if device.type != "cuda" or isinstance(gpus, str):
-        return gpus
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    own = [gpu for gpu in gpus if gpu.uuid.removeprefix("GPU-") == uuid]
-    return own or f"nvidia-smi does not list {device} of {socket.gethostname()}"
 
 
 def held_bytes(output_dir: str) -> int:

@@ -1,25 +1,30 @@
 """Prepare the run as `train` does, check it, take one step, say what was found, and leave no trace of it."""
 
-from dataclasses import replace
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from hope_hf.cli.folder_lock import is_locked
+from hope_hf.cli.process import memory_is_full
 from hope_hf.plan import Planned, StepOptions, plan_running
 from hope_hf.step.arguments import Arguments
+from hope_hf.step.gpus import GIB
 
 from ..checkpoints.run_folder import RunFolder
-from ..engines.base import Engine
+from ..engines.base import Engine, Update
 from ..engines.choose import make_engine
-from ..initial.host_memory import is_fake
+from ..engines.guard import NeighbourWatch, find_neighbours
+from ..initial import is_fake
 from ..process import leave, prepare_process
-from ..trainer import Training, begin
+from ..trainer import Training, begin, rehearse
+from ..watch.telemetry import peak_memory_gib
 from ..watch.tracking import tracker_names
-from .checks import CHECKS
-from .facts import Facts, Room, Text, held_bytes, local_processes, own_gpus, read_room
-from .gpus import Gpu, ask_gpus
-from .result import Report, Result
-from .step import take_step
+from .checks import CHECKS, COMFORTABLE, LEVELS, Result, line, smaller_steps, worst
+from .facts import Facts, FreeMemory, Gpu, Text, held_bytes, local_processes, read_free_memory, read_gpu
 
 # On the CPU a step that does not fit would end other programs, too; a GPU only refuses it.
 FORBID_THE_STEP = ("host", "memory")
@@ -27,26 +32,25 @@ FORBID_THE_STEP = ("host", "memory")
 
 def dry_run(args: Arguments) -> int:
     """Returns 0, or 1 if a check fails. Raises ValueError as `train` does."""
-    # Before this process uses its GPU.
-    gpus = ask_gpus()
+    gpu = read_gpu()
     trackers = tracker_names(args.report_to)
     engine = make_engine(args, trackers)
     if not engine.fills_shards:
         args = replace(args, init="whole")
     accelerator = engine.accelerator
     prepare_process(args, accelerator)
-    room = read_room(args, accelerator)
+    free = read_free_memory(args, accelerator)
     training = begin(args, engine, RunFolder(args.output_dir, accelerator, only_looks=True))
     report = Report(accelerator, accelerator.print)
     if training is None:
         report.add("run", Result("warn", f"{args.output_dir} is complete: choose another --output_dir for a new run"))
     else:
-        facts = _facts(args, engine, training, trackers, own_gpus(gpus, accelerator.device), room)
+        facts = _facts(args, engine, training, trackers, gpu, free)
         for name, check in CHECKS.items():
             report.add(name, check(facts))
         does_not_fit = not facts.on_gpu and "fail" in (report.levels[name] for name in FORBID_THE_STEP)
         if does_not_fit or is_fake(training.run.model):
-            report.add("step", Result("warn", "not taken, because the memory does not hold it: mend that first"))
+            report.add("step", Result("warn", "not taken, because the memory does not hold it: fix that first"))
         else:
             found = take_step(args, engine, training)
             if found is None:
@@ -58,7 +62,7 @@ def dry_run(args: Arguments) -> int:
 
 
 def _facts(
-    args: Arguments, engine: Engine, training: Training, trackers: list[str], gpus: list[Gpu] | str, room: Room
+    args: Arguments, engine: Engine, training: Training, trackers: list[str], gpu: Gpu | str | None, free: FreeMemory
 ) -> Facts:
     accelerator, run = engine.accelerator, training.run
     data, step = run.data, training.start_step
@@ -69,8 +73,8 @@ def _facts(
         local_processes=local_processes(),
         in_parts=engine.saves_parts(args),
         on_gpu=accelerator.device.type == "cuda",
-        gpus=gpus,
-        room=room,
+        gpu=gpu,
+        free=free,
         sizes=_sizes(args, engine, training),
         text=Text(
             rows=None if data.train_tokens is None else data.train_tokens // data.block_size,
@@ -98,3 +102,64 @@ def _sizes(args: Arguments, engine: Engine, training: Training) -> Planned:
         trust_remote_code=args.trust_remote_code,
     )
     return plan_running(training.run.model.config, engine.launch(), options, local_processes())
+
+
+class Report:
+    """Prints one line per check on rank 0; all processes add each result, and know them all."""
+
+    def __init__(self, accelerator: Accelerator, say: Callable[[str], None]):
+        self._accelerator, self._say = accelerator, say
+        self.levels: dict[str, str] = {}
+
+    def add(self, name: str, own: Result) -> None:
+        """The result of this process."""
+        found = worst([Result(**result) for result in gather_object([asdict(own)])])
+        self.levels[name] = found.level
+        self._say(line(name, found))
+
+    @property
+    def status(self) -> int:
+        """1 if a check failed."""
+        return int("fail" in self.levels.values())
+
+    def summary(self, output_dir: str) -> str:
+        """The last line."""
+        counts = ", ".join(f"{list(self.levels.values()).count(level)} {level}" for level in LEVELS)
+        return f"Dry run: {counts}; nothing was written to {output_dir}."
+
+
+def take_step(args: Arguments, engine: Engine, training: Training) -> Result | None:
+    """None where this process runs out of memory, which it says itself: the others only see it go."""
+    device, rank = engine.accelerator.device, engine.accelerator.process_index
+    start = time.perf_counter()
+    try:
+        with NeighbourWatch(find_neighbours()):
+            loss, update = rehearse(args, engine, training)
+    except (RuntimeError, MemoryError) as error:
+        if not memory_is_full(error):
+            raise
+        reason = str(error).partition(". ")[0].splitlines()[0]
+        fix = ", ".join(smaller_steps(args))
+        print(line("step", Result("fail", f"out of memory ({reason}): {fix} (rank {rank})")), flush=True)
+        return None
+    total = torch.cuda.get_device_properties(device).total_memory / GIB if device.type == "cuda" else None
+    return judge(args, loss, update, time.perf_counter() - start, peak_memory_gib(device), total)
+
+
+def judge(args: Arguments, loss: float, update: Update, seconds: float, peak: float, total: float | None) -> Result:
+    """Of a step that was taken.
+
+    Args:
+        loss: nats per token.
+        peak, total: GiB of this process so far, and of its GPU; None on the CPU.
+    """
+    figures = f"loss {loss:.4g}, gradient norm {update.grad_norm:.3g}"
+    if update.outcome == "skipped":
+        fix = "look at the weights and data, or take bf16 or no mixed precision"
+        return Result("fail", f"{figures}, so nothing was updated: {fix}", peak)
+    if update.outcome == "overflowed":
+        figures += f", update left out (fp16 began at loss scale {update.loss_scale:g}, the run lowers it)"
+    figures += f", {seconds:.1f} s (a first step is slow), peak {peak:.2f} GiB"
+    if total is not None and peak > COMFORTABLE * total:
+        return Result("warn", f"{figures} of {total:.2f}, almost all: {', '.join(smaller_steps(args))}", peak)
+    return Result("ok", figures, peak)

@@ -9,20 +9,15 @@ from hope_hf.step.gpus import peak_flops
 
 from ..engines.base import Engine, Update
 from ..state import Progress
-from .heartbeat import Heartbeat
-from .kernels import KernelReport
+from .model_report import KernelReport, SparseReport, initial_state_gradients, level_rows, memory_statistics
+from .process_files import Heartbeat, RamReport
 from .profile import StepProfile
-from .ram import RamReport
-from .sparse import SparseReport
 from .telemetry import (
     Stopwatch,
-    initial_state_gradients,
-    level_rows,
-    memory_statistics,
+    ThreadLimit,
     peak_memory_gib,
     utilization_meter,
 )
-from .threads import ThreadLimit
 from .tracking import Tracker, eval_line, train_line
 
 

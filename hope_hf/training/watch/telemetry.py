@@ -1,4 +1,4 @@
-"""Measurements of a run: speed, memory, and the activity of the model's memories and levels."""
+"""Measurements of a process: speed, memory, FLOPs, and threads where other programs need the cores."""
 
 import resource
 import sys
@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
 
 from hope_hf.step.gpus import GIB
 
@@ -84,53 +83,32 @@ def utilization_meter(device: torch.device) -> Callable[[], int] | None:
     return read
 
 
-def self_modifying_mixers(model: nn.Module) -> dict[int, nn.Module]:
-    """Mixers that report on their memories, by layer."""
-    return {m.layer_idx: m for m in model.modules() if hasattr(m, "statistics") and hasattr(m, "layer_idx")}
+SLOWER = 10
+"""Times as slow as the fastest step."""
+IN_A_ROW = 3
+SHORTEST = 1.0
+"""Seconds of a step that is worth it."""
 
 
-@contextmanager
-def memory_statistics(model: nn.Module, rows: dict[str, float | Tensor], enabled: bool):
-    """While open, the first forward pass adds `memory/<layer>/<name>` to `rows`, taken from the batch's first row."""
-    handles = []
+class ThreadLimit:
+    """Halves this process's threads after steps that were far slower than the fastest one; `say` tells the user."""
 
-    def record(layer, mixer):
-        def hook(module, arguments, keywords):
-            # Recomputation in backward calls this again, after the handle is removed: only the first call counts.
-            hidden_states = arguments[0] if arguments else keywords["hidden_states"]
-            if f"memory/{layer}/state_norm_ratio" in rows:
-                return
-            with torch.no_grad():
-                statistics = mixer.statistics(hidden_states[:1].detach())
-            rows.update({f"memory/{layer}/{name}": value for name, value in statistics.items()})
+    def __init__(self, say: Callable[[str], None]):
+        self._say = say
+        self._fastest = float("inf")
+        self._slow = 0
 
-        return hook
-
-    if enabled:
-        for layer, mixer in self_modifying_mixers(model).items():
-            handles.append(mixer.register_forward_pre_hook(record(layer, mixer), with_kwargs=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def initial_state_gradients(engine) -> dict[str, float]:
-    """Per layer, the gradient norm of its memories' initial states: the teach signal, before clipping."""
-    rows = {}
-    for layer, mixer in self_modifying_mixers(engine.model).items():
-        states = [m for m in mixer.modules() if getattr(m, "is_initial_state", False)]
-        norm = engine.gradient_norm([parameter for state in states for parameter in state.parameters()])
-        if norm is not None:
-            rows[f"memory/{layer}/initial_state_grad_norm"] = norm
-    return rows
-
-
-def level_rows(optimizer, tokens_per_step: int) -> dict[str, int]:
-    """Per CMS level: its updates so far and the tokens seen since the last one."""
-    rows = {}
-    for level, report in optimizer.level_report().items():
-        rows[f"level/{level}/updates"] = report["updates"]
-        rows[f"level/{level}/tokens_since_update"] = report["steps_since_update"] * tokens_per_step
-    return rows
+    def step_ends(self, seconds: float) -> None:
+        """`seconds`: of a step, without waiting for data."""
+        self._fastest = min(self._fastest, seconds)
+        is_slow = seconds > max(SLOWER * self._fastest, SHORTEST)
+        self._slow = self._slow + 1 if is_slow else 0
+        threads = torch.get_num_threads()
+        if self._slow < IN_A_ROW or threads == 1:
+            return
+        self._slow = 0
+        torch.set_num_threads(threads // 2)
+        self._say(
+            f"warning: the last {IN_A_ROW} steps took over {SLOWER} times as long as the fastest, so another program "
+            f"may need the cores: {threads // 2} thread(s) from here on, and not {threads} (--cpu_threads)."
+        )

@@ -1,4 +1,4 @@
-"""`python -m hope_hf.training.checkpoint info|verify|consolidate DIR`."""
+"""`python -m hope_hf.training.checkpoints info|verify|consolidate DIR`."""
 
 import subprocess
 import sys
@@ -63,6 +63,6 @@ def test_mistakes_are_one_sentence(tmp_path, monkeypatch, capsys, words, sentenc
 @pytest.mark.processes
 @pytest.mark.usefixtures("warm_python")
 def test_it_runs_as_a_module(output_dir):
-    command = [sys.executable, "-m", "hope_hf.training.checkpoint", "verify", str(output_dir)]
+    command = [sys.executable, "-m", "hope_hf.training.checkpoints", "verify", str(output_dir)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "checkpoint-5 is whole" in done.stdout, done.stderr

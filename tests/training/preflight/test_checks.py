@@ -4,19 +4,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from hope_hf.plan import Planned
 from hope_hf.step.arguments import Arguments
 from hope_hf.training.engines.base import Update
-from hope_hf.training.preflight import checks
 from hope_hf.training.preflight.checks import ALLOCATOR, CHECKS
-from hope_hf.training.preflight.facts import Facts, Room, Text
-from hope_hf.training.preflight.gpus import Gpu
-from hope_hf.training.preflight.step import judge
+from hope_hf.training.preflight.facts import Facts, FreeMemory, Gpu, Text, read_gpu
+from hope_hf.training.preflight.run import judge
 
 GIB = 2**30
 ARGS = Arguments(output_dir="runs/x")
-GPU = Gpu("0", "GPU-1", "H100", 0, 10, 80_000, 35)
+GPU = Gpu(busy=0, used=10, temperature=35)
 FACTS = Facts(
     args=ARGS,
     trackers=[],
@@ -24,8 +23,8 @@ FACTS = Facts(
     local_processes=4,
     on_gpu=True,
     in_parts=False,
-    gpus=[GPU],
-    room=Room(device=80 * GIB, host=100 * GIB, disk=100 * GIB),
+    gpu=GPU,
+    free=FreeMemory(device=80 * GIB, host=100 * GIB, disk=100 * GIB),
     sizes=Planned(
         peak=40 * GIB, is_estimate=False, weights=4 * GIB, optimizer=8 * GIB, offloaded=0, is_shared_out=True,
         whole_gradients=0,
@@ -40,16 +39,16 @@ FACTS = Facts(
 
 
 def facts(**changes) -> Facts:
-    """FACTS with other fields, also those of its room, sizes, text and flags."""
+    """FACTS with other fields, also those of its free memory, sizes, text and flags."""
     found = FACTS
-    for part in ("room", "sizes", "text", "args"):
+    for part in ("free", "sizes", "text", "args"):
         own = {name: changes.pop(name) for name in list(changes) if hasattr(getattr(found, part), name)}
         found = replace(found, **{part: replace(getattr(found, part), **own)})
     return replace(found, **changes)
 
 
 def gpu(**changes) -> dict:
-    return {"gpus": [replace(GPU, **changes)]}
+    return {"gpu": replace(GPU, **changes)}
 
 
 CASES = [
@@ -86,17 +85,15 @@ CASES = [
     ("host", {"async_save": True, "offloaded": 20 * GIB, "is_shared_out": False}, "ok", "needs 36.00 GiB"),
     ("host", {"on_gpu": False}, "fail", "needs 164.00 GiB"),
     ("host", {"host": None}, "warn", "does not say what is free"),
-    ("gpus", {}, "ok", "H100: 0 % busy, 10 MiB of 80,000 MiB used, 35 C"),
-    ("gpus", gpu(busy=None, used=None, total=None, temperature=None), "ok", "H100: ? % busy"),
+    ("gpus", {}, "ok", "0 % busy, 0.00 GiB used, 35 C"),
     ("gpus", gpu(busy=50), "warn", "another program uses it"),
-    ("gpus", gpu(used=20_000), "warn", "another program uses it"),
+    ("gpus", gpu(used=20 * GIB), "warn", "another program uses it"),
     ("gpus", gpu(temperature=82), "warn", "hot without work"),
     ("gpus", gpu(temperature=90), "fail", "too hot to begin"),
     ("gpus", gpu(temperature=95, busy=50), "fail", "too hot to begin"),
-    ("gpus", {"gpus": "there is no nvidia-smi"}, "warn", "there is no nvidia-smi"),
-    ("gpus", {"gpus": "there is no nvidia-smi", "on_gpu": False}, "ok", "none, the run uses the CPU"),
-    ("gpus", {"gpus": [], "on_gpu": False}, "ok", "none, the run uses the CPU"),
-    ("gpus", {"on_gpu": False}, "warn", "the run uses the CPU and the machine has 1 GPU(s), H100"),
+    ("gpus", {"gpu": "no driver"}, "warn", "idle and cool or not is unknown (no driver): pip install nvidia-ml-py"),
+    ("gpus", {"gpu": None, "on_gpu": False}, "ok", "none, the run uses the CPU"),
+    ("gpus", {"on_gpu": False}, "warn", "the run uses the CPU and the machine has a GPU"),
     ("allocator", {"on_gpu": False}, "ok", "not used on the CPU"),
     ("allocator", {}, "warn", "export PYTORCH_ALLOC_CONF=expandable_segments:True"),
     ("memory", {}, "ok", "a step, planned, needs 40.00 GiB of 80.00 GiB free"),
@@ -119,7 +116,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch):
-    for name in (*ALLOCATOR, "WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL", "NETRC"):
+    for name in (*ALLOCATOR, "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -141,28 +138,29 @@ def test_the_allocator_is_set_by_either_variable(name, monkeypatch):
     assert CHECKS["allocator"](FACTS).level == "warn"
 
 
-def trackers() -> checks.Result:
-    return CHECKS["trackers"](facts(trackers=["tensorboard", "wandb"]))
-
-
-def test_a_key_of_wandb_is_found_and_never_shown(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    missing = trackers()
-    assert missing.level == "fail" and "wandb login" in missing.text
-    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password hidden\n")
-    assert trackers().level == "ok" and ".netrc" in trackers().text
-    # Of another server.
-    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org:8080")
-    assert trackers().level == "fail"
-    monkeypatch.setenv("WANDB_API_KEY", "hidden")
-    assert trackers().level == "ok" and "hidden" not in trackers().text
-
-
-@pytest.mark.parametrize(("mode", "level"), [("offline", "ok"), ("disabled", "warn"), ("online", "fail")])
-def test_wandb_needs_no_key_where_it_sends_nothing(tmp_path, monkeypatch, mode, level):
-    monkeypatch.setenv("HOME", str(tmp_path))
+@pytest.mark.parametrize(("mode", "level"), [("offline", "ok"), ("disabled", "warn"), ("online", "ok")])
+def test_what_wandb_will_do_is_said(monkeypatch, mode, level):
     monkeypatch.setenv("WANDB_MODE", mode)
-    assert trackers().level == level
+    assert CHECKS["trackers"](facts(trackers=["tensorboard", "wandb"])).level == level
+
+
+def test_a_process_asks_about_its_own_gpu_before_it_uses_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert read_gpu() is None
+    (tmp_path / "nvidia-smi").touch(0o755)
+    assert read_gpu() == "torch does not see it"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    for name, factor in (("utilization", 1), ("device_memory_used", 10), ("temperature", 20)):
+        monkeypatch.setattr(torch.cuda, name, lambda own, factor=factor: factor * own)
+    assert read_gpu() == Gpu(busy=3, used=30, temperature=60)
+
+    def fail(own):
+        raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+
+    monkeypatch.setattr(torch.cuda, "temperature", fail)
+    assert read_gpu() == "nvidia-ml-py does not seem to be installed"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 from hope_hf.cli import results
 from hope_hf.training.watch import plot
+from hope_hf.training.watch.plot import LAYER_PANELS, SHARES, SPARSE_PANELS
 from hope_hf.training.watch.tracking import read_metrics
 
 
@@ -84,3 +85,82 @@ def test_metrics_that_are_no_file_are_refused(tmp_path):
 def test_folder_without_metrics(tmp_path, capsys):
     assert plot.main([str(tmp_path)]) == 2
     assert "holds no metrics.jsonl" in capsys.readouterr().err
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A folder with rows of two layers and three levels."""
+    rows = []
+    for step in (1, 2, 3):
+        row = {"step": step, "tokens": 100 * step}
+        for layer in (0, 1):
+            keys = [key for _, keys in LAYER_PANELS for key in keys]
+            row |= {f"memory/{layer}/{key}": step + layer / 10 for key in keys}
+        row |= {f"level/{level}/updates": step // (level + 1) for level in range(3)}
+        rows.append(row)
+    # Not finite gradients are null.
+    rows[1]["memory/0/initial_state_grad_norm"] = None
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def test_memory_png_shows_every_key_of_every_layer_and_level(run, monkeypatch, capsys):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *arguments, **options: figures.append(figure))
+    assert plot.main([str(run), "--memory"]) == 0
+    assert capsys.readouterr().out == f"{run}/memory.png\n"
+    lines = [[line.get_ydata() for line in axis.lines] for axis in figures[0].axes]
+    assert [len(panel) for panel in lines] == [2, 2, 4, 2, 2, 3]
+    assert list(lines[0][1]) == [1.1, 2.1, 3.1] and list(lines[4][0]) == [1, 3]
+    assert list(lines[5][1]) == [0, 1, 1]
+
+
+def test_memory_png_shows_sparse_attention_where_there_is_some(run, monkeypatch):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    for row in rows:
+        keys = [key for _, keys in SPARSE_PANELS for key in keys]
+        row |= {f"sparse/{layer}/{key}": row["step"] for layer in (1, "all") for key in (*keys, *SHARES)}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *arguments, **options: figures.append(figure))
+    assert plot.main([str(run), "--memory"]) == 0
+    panels = [axis for axis in figures[0].axes if axis.has_data()]
+    # one layer has it; its share of the three branches is drawn over all layers
+    assert [len(axis.lines) for axis in panels] == [2, 2, 4, 2, 2, 2, 2, 3, 3]
+    assert panels[-2].get_title() == "sparse attention: shares of the branches"
+    assert list(panels[5].lines[0].get_ydata()) == [1, 2, 3]
+
+
+def test_a_run_of_one_row_shows_its_points(run, monkeypatch):
+    file = run / "metrics.jsonl"
+    file.write_text(file.read_text().splitlines()[0] + "\n")
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *arguments, **options: figures.append(figure))
+    assert plot.main([str(run), "--memory"]) == 0
+    assert {line.get_marker() for axis in figures[0].axes for line in axis.lines} == {"o"}
+
+
+def test_memory_png_is_written(run):
+    assert plot.main([str(run), "--memory"]) == 0
+    assert (run / "memory.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (["{run}", "{run}", "--memory"], "--memory draws one run: name one folder."),
+        (["{llama}", "--memory"], "has no rows of memories or levels: name a run of a HOPE."),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(run, capsys, words, sentence):
+    llama = run / "llama"
+    llama.mkdir()
+    (llama / "metrics.jsonl").write_text('{"step": 1, "tokens": 10, "train/loss": 3.0}\n')
+    assert plot.main([word.format(run=run, llama=llama) for word in words]) == 2
+    assert sentence in capsys.readouterr().err and not (llama / "memory.png").exists()
+
+
+def test_without_matplotlib_it_says_what_to_install(run, monkeypatch):
+    monkeypatch.setattr(results, "find_spec", lambda name: None)
+    with pytest.warns(UserWarning, match="matplotlib is not installed"):
+        assert plot.main([str(run), "--memory"]) == 1

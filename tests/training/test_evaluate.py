@@ -2,7 +2,7 @@
 
 import torch
 
-from hope_hf.training.accuracy import right_tokens
+from hope_hf.training.evaluate import right_tokens
 
 
 def test_right_tokens_are_those_that_are_ranked_first():

@@ -2,7 +2,7 @@
 
 import torch
 
-from hope_hf.training.watch.threads import ThreadLimit
+from hope_hf.training.watch.telemetry import ThreadLimit
 
 
 def test_threads_are_halved_after_steps_that_are_far_slower(monkeypatch):

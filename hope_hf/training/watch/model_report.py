@@ -1,10 +1,64 @@
-"""What the layers of sparse attention do: `sparse/<layer>/<name>` of a step's tokens, over all processes."""
+"""What a model's modules report: memories, levels, sparse attention, and kernels of a GPU that were not used."""
 
 from collections import Counter
 from contextlib import contextmanager
 
+import torch
 from accelerate.utils import gather_object
-from torch import nn
+from torch import Tensor, nn
+
+
+def self_modifying_mixers(model: nn.Module) -> dict[int, nn.Module]:
+    """Mixers that report on their memories, by layer."""
+    return {m.layer_idx: m for m in model.modules() if hasattr(m, "statistics") and hasattr(m, "layer_idx")}
+
+
+@contextmanager
+def memory_statistics(model: nn.Module, rows: dict[str, float | Tensor], enabled: bool):
+    """While open, the first forward pass adds `memory/<layer>/<name>` to `rows`, taken from the batch's first row."""
+    handles = []
+
+    def record(layer, mixer):
+        def hook(module, arguments, keywords):
+            # Recomputation in backward calls this again, after the handle is removed: only the first call counts.
+            hidden_states = arguments[0] if arguments else keywords["hidden_states"]
+            if f"memory/{layer}/state_norm_ratio" in rows:
+                return
+            with torch.no_grad():
+                statistics = mixer.statistics(hidden_states[:1].detach())
+            rows.update({f"memory/{layer}/{name}": value for name, value in statistics.items()})
+
+        return hook
+
+    if enabled:
+        for layer, mixer in self_modifying_mixers(model).items():
+            handles.append(mixer.register_forward_pre_hook(record(layer, mixer), with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def initial_state_gradients(engine) -> dict[str, float]:
+    """Per layer, the gradient norm of its memories' initial states: the teach signal, before clipping."""
+    rows = {}
+    for layer, mixer in self_modifying_mixers(engine.model).items():
+        states = [m for m in mixer.modules() if getattr(m, "is_initial_state", False)]
+        norm = engine.gradient_norm([parameter for state in states for parameter in state.parameters()])
+        if norm is not None:
+            rows[f"memory/{layer}/initial_state_grad_norm"] = norm
+    return rows
+
+
+def level_rows(optimizer, tokens_per_step: int) -> dict[str, int]:
+    """Per CMS level: its updates so far and the tokens seen since the last one."""
+    rows = {}
+    for level, report in optimizer.level_report().items():
+        rows[f"level/{level}/updates"] = report["updates"]
+        rows[f"level/{level}/tokens_since_update"] = report["steps_since_update"] * tokens_per_step
+    return rows
+
 
 # Of all layers together.
 ALL = "all"
@@ -99,3 +153,39 @@ def _quantile(counts: Counter[int], share: float) -> int:
         if below >= wanted:
             return value
     return 0
+
+
+def count_fallbacks(model: nn.Module) -> Counter[tuple[str, str]]:
+    """Calls by what was computed and why no kernel did it, over all modules of this process."""
+    total = Counter()
+    for module in model.modules():
+        total.update(getattr(module, "kernel_fallbacks", {}))
+    return total
+
+
+class KernelReport:
+    """Fallbacks of all processes, row by row and at the end."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._has_kernels = any(hasattr(module, "kernel_fallbacks") for module in model.modules())
+        self._total: Counter[tuple[str, str]] = Counter()
+
+    def rows(self) -> dict[str, int]:
+        """`kernel/<what>/fallbacks` since the last call; all processes call this together."""
+        if not self._has_kernels:
+            return {}
+        before, self._total = self._total, Counter()
+        for part in gather_object([count_fallbacks(self._model)]):
+            self._total.update(part)
+        rows = Counter()
+        for what, reason in self._total:
+            rows[f"kernel/{what}/fallbacks"] += self._total[what, reason] - before[what, reason]
+        return dict(rows)
+
+    def table(self) -> str:
+        """The rows so far added up, with reasons; empty where every kernel ran."""
+        if not self._total:
+            return ""
+        lines = [f"| {what} | {count:,} | {reason} |" for (what, reason), count in self._total.most_common()]
+        return "\n".join(["Without kernels of the GPU:", "", "| what | calls | why |", "|---|---|---|", *lines])

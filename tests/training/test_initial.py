@@ -10,12 +10,15 @@ import pytest
 import torch
 from checkpoint_run import CONFIG
 from safetensors.torch import load_file, save_file
+from torch import nn
 from training_runs import GPT2, HOPE, HOPE_HYBRID, LLAMA, ROOT
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from hope_hf import HopeConfig
 from hope_hf.step.arguments import Arguments
+from hope_hf.training import initial
 from hope_hf.training.engines.base import Engine
-from hope_hf.training.initial import host_memory, values
+from hope_hf.training.initial import draw_by_block
 
 # Every model of the plan twice, whole and sharded: what the process holds, its random numbers and a step are compared.
 COMPARE = """
@@ -108,7 +111,7 @@ def test_an_engine_that_cannot_names_the_launch_files_that_can(run, capsys, tmp_
 
 @pytest.mark.parametrize(("model", "free"), [(HOPE, 2**18), (LLAMA, 2**16)], ids=["hope", "llama"])
 def test_a_model_beyond_the_memory_is_refused_before_it_is_built(run, capsys, tmp_path, monkeypatch, model, free):
-    monkeypatch.setattr(host_memory, "free_memory", lambda device: free)
+    monkeypatch.setattr(initial, "free_memory", lambda device: free)
     monkeypatch.setattr("hope_hf.training.setup.build_model", None)
     status, _ = run("a", model=model)
     assert status == 2 and not (tmp_path / "a").exists()
@@ -117,17 +120,17 @@ def test_a_model_beyond_the_memory_is_refused_before_it_is_built(run, capsys, tm
 
 
 def everyone(monkeypatch, *rows) -> None:
-    monkeypatch.setattr(host_memory, "gather_object", lambda own: list(rows))
+    monkeypatch.setattr(initial, "gather_object", lambda own: list(rows))
 
 
 def test_the_processes_of_each_machine_count(monkeypatch):
     engine = Engine()
     engine.fills_shards = True
     everyone(monkeypatch, ("a", 20), ("a", 20), ("b", 10))
-    host_memory.check_host_memory(10, engine)
+    initial.check_host_memory(10, engine)
     everyone(monkeypatch, ("a", 20), ("a", 19), ("b", None))
     with pytest.raises(ValueError, match=r"2 process\(es\) on a build all of it: .*; give --init sharded\."):
-        host_memory.check_host_memory(10, engine)
+        initial.check_host_memory(10, engine)
 
 
 def test_weights_that_stay_in_their_file_need_no_memory(tmp_path):
@@ -135,8 +138,8 @@ def test_weights_that_stay_in_their_file_need_no_memory(tmp_path):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **CONFIG), dtype=dtype)
         model.save_pretrained(tmp_path / str(dtype))
         args = Arguments(model_name_or_path=str(tmp_path / str(dtype)))
-        assert host_memory.built_bytes(args, model.config, False) == size * model.num_parameters()
-        assert host_memory.built_bytes(args, model.config, True) == 4 * model.num_parameters()
+        assert initial.built_bytes(args, model.config, False) == size * model.num_parameters()
+        assert initial.built_bytes(args, model.config, True) == 4 * model.num_parameters()
 
 
 def test_weights_in_another_form_are_refused(tmp_path):
@@ -144,9 +147,114 @@ def test_weights_in_another_form_are_refused(tmp_path):
     config = AutoConfig.for_model("mixtral", **CONFIG | {"num_local_experts": 2, "num_key_value_heads": 2})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "theirs")
     args = Arguments(model_name_or_path=str(tmp_path / "theirs"))
-    model = values.build_on_meta(args, config)
+    model = initial.build_on_meta(args, config)
     with pytest.raises(ValueError, match=r"in a form that --init sharded does not read: save the model again"):
-        values.pretrained_values(args, config, model)
+        initial.pretrained_values(args, config, model)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "ours", save_original_format=False)
     args = Arguments(model_name_or_path=str(tmp_path / "ours"))
-    values.pretrained_values(args, config, values.build_on_meta(args, config))
+    initial.pretrained_values(args, config, initial.build_on_meta(args, config))
+
+
+SMALL_LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
+SMALL_HOPE = {"hidden_size": 32, "num_hidden_layers": 3, "head_dim": 16, "level_intermediate_sizes": [16, 16]}
+SMALL_HOPE |= {"level_periods": [64, 128]}
+CONFIGS = {
+    "hope": lambda: HopeConfig(vocab_size=90, **SMALL_HOPE),
+    "hope of the paper": lambda: HopeConfig(vocab_size=90, memory_rule="paper", **SMALL_HOPE),
+    "hope-attention": lambda: HopeConfig(vocab_size=90, layer_types=["full_attention"] * 3, **SMALL_HOPE),
+    "llama": lambda: LlamaConfig(vocab_size=90, **SMALL_LLAMA),
+    "llama, tied": lambda: LlamaConfig(vocab_size=90, tie_word_embeddings=True, **SMALL_LLAMA),
+    "gpt2": lambda: AutoConfig.for_model("gpt2", vocab_size=90, n_embd=32, n_layer=3, n_head=2, n_positions=16),
+    "mamba2": lambda: AutoConfig.for_model(
+        "mamba2", vocab_size=90, hidden_size=32, num_hidden_layers=3, num_heads=4, head_dim=16, state_size=8
+    ),
+    "mixtral": lambda: AutoConfig.for_model(
+        "mixtral", vocab_size=90, num_key_value_heads=2, num_local_experts=2, **SMALL_LLAMA
+    ),
+}
+
+
+def drawn(model_of, config) -> tuple[dict, PreTrainedModel]:
+    """Values by name, and the model they were drawn for."""
+    values = {}
+    example = model_of(config)
+    roots = {type(own): name for name, own in example.named_modules() if isinstance(own, PreTrainedModel)}
+    torch.manual_seed(1)
+    model = draw_by_block(lambda: model_of(config), lambda name, own: values.update({name: own.clone()}), roots)
+    return values, model
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_values_and_random_numbers_are_those_of_the_ordinary_way(name):
+    values, left = drawn(AutoModelForCausalLM.from_config, CONFIGS[name]())
+    random = torch.get_rng_state()
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]())
+    assert torch.equal(torch.get_rng_state(), random)
+    for parameter, expected in model.named_parameters():
+        assert torch.equal(values[parameter], expected), parameter
+    assert values.keys() - dict(model.named_parameters()).keys() == {*model.all_tied_weights_keys}
+    assert all(parameter.is_meta for parameter in left.parameters())
+    for (_, own), (buffer, expected) in zip(left.named_buffers(), model.named_buffers(), strict=True):
+        assert torch.equal(own, expected), buffer
+
+
+def test_queries_begin_as_keys():
+    values, _ = drawn(AutoModelForCausalLM.from_config, CONFIGS["hope"]())
+    for name in ("proj", "conv1d"):
+        keys, queries = (values[f"model.layers.1.mixer.{which}_{name}.weight"] for which in "kq")
+        assert keys.std() > 0 and torch.equal(keys, queries)
+
+
+def test_a_block_is_freed_when_the_next_one_begins(monkeypatch):
+    init_weights = PreTrainedModel._init_weights
+
+    def watch(root, module):
+        held.append(sum(parameter.numel() for parameter in root.parameters() if not parameter.is_meta))
+        init_weights(root, module)
+
+    held = []
+    monkeypatch.setattr(PreTrainedModel, "_init_weights", watch)
+    _, model = drawn(LlamaForCausalLM, CONFIGS["llama"]())
+    # The ordinary model comes first.
+    held = held[len(held) // 2 :]
+    assert max(held) == sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+
+
+class Unset(LlamaForCausalLM):
+    """Its head keeps the values of its construction."""
+
+    def _init_weights(self, module):
+        if module is not self.lm_head:
+            super()._init_weights(module)
+
+
+class Added(LlamaForCausalLM):
+    """A block gets a parameter after its initialisation."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers[1].scale = nn.Parameter(torch.ones(3))
+
+
+class Late(LlamaForCausalLM):
+    """Changes its blocks after all others."""
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if module is self.lm_head:
+            self.model.layers[0].mlp.up_proj.weight.zero_()
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(Unset, "lm_head.weight"), (Added, "model.layers.1.scale"), (Late, "model.layers.0.mlp.up_proj.weight")],
+)
+def test_values_that_come_from_elsewhere_are_refused(model, name):
+    before = PreTrainedModel._initialize_weights
+    with pytest.raises(ValueError, match=f"--init sharded cannot draw {name}, .*: leave --init out"):
+        drawn(model, CONFIGS["llama"]())
+    assert PreTrainedModel._initialize_weights is before
+    # Nothing is freed in later models.
+    assert not any(parameter.is_meta for parameter in LlamaForCausalLM(CONFIGS["llama"]()).parameters())

@@ -1,10 +1,14 @@
-"""What a run says of its layers of sparse attention."""
+"""Rows of sparse attention, and of operators that replaced kernels of a GPU."""
 
+from collections import Counter
+
+import pytest
 import torch
-from training_runs import HOPE_SPARSE
+from training_runs import HOPE, HOPE_SPARSE
 
-from hope_hf.training.watch import sparse
-from hope_hf.training.watch.sparse import SparseReport, summary
+from hope_hf.model import memory_mixer
+from hope_hf.training.watch import model_report
+from hope_hf.training.watch.model_report import SparseReport, summary
 
 SIZES = dict(sparse_block_size=8, sparse_compress_stride=4, sparse_top_k=3, sparse_window=8)
 
@@ -72,7 +76,7 @@ def test_what_is_computed_again_in_the_backward_pass_counts_once(tiny_model):
 
 
 def test_a_collapsed_gate_is_said_once(tiny_model, monkeypatch):
-    monkeypatch.setattr(sparse, "STEPS", 3)
+    monkeypatch.setattr(model_report, "STEPS", 3)
     model = sparse_model(tiny_model)
     mixer = model.model.layers[1].mixer
     report, said = SparseReport(model), []
@@ -115,3 +119,52 @@ def test_parts_of_several_lengths_add_up():
     assert rows["selected_distance_median"] == 48 and rows["selected_distance_p95"] == 48
     assert (rows["gate_entropy_min"], rows["gate_max"], rows["k_max"], rows["rows"]) == (0.1, 0.9, 5, 4)
     assert rows["gate_entropy_mean"] == 0.5 and rows["share_compressed"] == 0.5
+
+
+NAME = "kernel/memory_scan/fallbacks"
+
+
+@pytest.fixture
+def refused(monkeypatch):
+    """Every scan of a mixer counts as one that the kernels refused, for one of two reasons in turn."""
+    reasons = []
+
+    def choose(name, asked, kernels, otherwise, fallbacks, device):
+        reasons.append("it is Monday" if len(reasons) % 2 else "it rains")
+        fallbacks[name, reasons[-1]] += 1
+        return otherwise
+
+    monkeypatch.setattr(memory_mixer, "choose", choose)
+    return reasons
+
+
+def test_a_run_counts_them_and_ends_with_the_reasons(run, refused, capfd):
+    status, rows = run("a", "--logging_steps", "2", model=HOPE)
+    printed = capfd.readouterr().out
+    assert status == 0
+    counts = [row[NAME] for row in rows if "train/loss" in row]
+    # two layers, in the steps 1, 2, 3 and 4, 5 and 6, 7 and 8
+    assert counts == [2, 2, 4, 4, 4]
+    assert "| memory_scan |" in printed and "it is Monday" in printed and "it rains" in printed
+
+
+def test_a_run_without_them_says_nothing(run, capfd):
+    status, rows = run("a", model=HOPE)
+    assert status == 0 and "kernels" not in capfd.readouterr().out
+    assert not any(NAME in row for row in rows)
+
+
+def test_those_of_all_processes_and_layers_count(monkeypatch, tiny_model):
+    model = tiny_model()
+    report = model_report.KernelReport(model)
+    mixers = [layer.mixer for layer in model.model.layers]
+    other = Counter({("memory_scan", "another GPU"): 5})
+    monkeypatch.setattr(model_report, "gather_object", lambda own: [*own, other])
+    assert report.table() == ""
+    for mixer in mixers:
+        mixer.kernel_fallbacks["memory_scan", "it rains"] += 1
+    assert report.rows() == {NAME: 7}
+    mixers[0].kernel_fallbacks["memory_scan", "it rains"] += 1
+    assert report.rows() == {NAME: 1}
+    lines = report.table().splitlines()
+    assert lines[-2:] == ["| memory_scan | 5 | another GPU |", "| memory_scan | 3 | it rains |"]

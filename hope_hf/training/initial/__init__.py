@@ -1,1 +1,0 @@
-"""How a run gets its first weights when no process holds the whole model (`--init sharded`)."""
