@@ -4,13 +4,14 @@ import glob
 import json
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from hope_hf.cli.files import read_small
 from hope_hf.cli.process import MISTAKES
 
-from .flags import Arguments
+from .flags import Arguments, parse_checkpoints
 from .saved_reports import is_count
 
 # Complete ones: a folder that is still written has another name.
@@ -33,8 +34,7 @@ def as_checkpoint(path: str) -> Checkpoint:
     found = FOLDER.fullmatch(os.path.basename(os.path.normpath(path)))
     if not found:
         return Checkpoint(path, None, None)
-    step, folder = int(found[1]), Path(path)
-    return Checkpoint(path, step, _tokens_in(folder / "trainer.json") or _tokens_at(folder.parent, step))
+    return Checkpoint(path, int(found[1]), _tokens(Path(path), int(found[1])))
 
 
 def find_checkpoints(args: Arguments) -> list[Checkpoint]:
@@ -66,33 +66,14 @@ def find_checkpoints(args: Arguments) -> list[Checkpoint]:
     return chosen
 
 
-def parse_checkpoints(text: str | None) -> int:
-    """`all` or `every:N` as the number that divides the steps. Raises ValueError naming --checkpoints."""
-    if text in (None, "all"):
-        return 1
-    word, _, number = text.partition(":")
-    # Python refuses to read thousands of digits.
-    if word != "every" or not number.isdecimal() or len(number) > 20 or not int(number):
-        raise ValueError(f"--checkpoints {text!r} is neither all nor every:N, such as every:1000.")
-    return int(number)
-
-
-def _tokens_in(file: Path) -> int | None:
-    try:
-        return _count(json.loads(read_small(file))["progress"]["tokens"])
+def _tokens(folder: Path, step: int) -> int | None:
+    """The tokens that a checkpoint's own file holds, or the run's metrics."""
+    found = None
     # A checkpoint of the model alone has no such file.
-    except MISTAKES:
-        return None
-
-
-def _tokens_at(run: Path, step: int) -> int | None:
-    try:
-        rows = map(json.loads, read_small(run / "metrics.jsonl", METRICS).splitlines())
-        return next((_count(row["tokens"]) for row in rows if row["step"] == step), None)
+    with suppress(*MISTAKES):
+        found = json.loads(read_small(folder / "trainer.json"))["progress"]["tokens"]
     # The last row of a run that was killed may be cut off.
-    except MISTAKES:
-        return None
-
-
-def _count(value: object) -> int | None:
-    return value if is_count(value) else None
+    with suppress(*MISTAKES):
+        rows = map(json.loads, read_small(folder.parent / "metrics.jsonl", METRICS).splitlines()) if not found else ()
+        found = next((row["tokens"] for row in rows if row["step"] == step), found)
+    return found if is_count(found) else None

@@ -32,17 +32,15 @@ def check_documents(tasks: Iterable, limit: int | None, num_fewshot: int | None)
     """Read the first `limit` documents of every task as lm-eval will, without a model.
 
     `num_fewshot`: that of the flag, which tasks that fix 0 ignore. Returns the chance of a right answer in every task
-    with choices: the mean of one over their number.
-
-    Raises BadDocuments, which names task, file and column, for columns that are missing, labels that are none of the
-    choices, and text that is none.
+    with choices. Raises BadDocuments, which names task, file and column, for columns that are missing, labels that are
+    none of the choices, and text that is no text.
     """
     from lm_eval.api.task import ConfigurableTask
 
     chances = {}
     with _same_random_numbers():
         for task in tasks:
-            # Other classes are Python's, and only they know how they read.
+            # The code of other classes does not tell which columns it reads.
             if isinstance(task, ConfigurableTask):
                 own = task.config.num_fewshot
                 numbers = _check(task, limit, own if own == 0 or num_fewshot is None else num_fewshot)
@@ -60,8 +58,10 @@ def reading_failed(error: Exception) -> BadDocuments | None:
     while trace:
         owner = trace.tb_frame.f_locals.get("self")
         if isinstance(owner, ConfigurableTask) and getattr(owner, "dataset", None) is not None:
-            task, place = owner, _SPLIT_OF.get(trace.tb_frame.f_code.co_name, lambda task: None)(owner) or place
-            if "fs_doc" in trace.tb_frame.f_locals:
+            task, method = owner, trace.tb_frame.f_code.co_name
+            if method in ("training_docs", "validation_docs", "test_docs"):
+                place = getattr(task.config, method.replace("_docs", "_split")) or place
+            if method == "fewshot_docs" or "fs_doc" in trace.tb_frame.f_locals:
                 place = _examples(owner)
         trace = trace.tb_next
     if task is None:
@@ -83,15 +83,6 @@ def _different_columns(error: BaseException | None) -> BadDocuments | None:
     found, wanted = set(error.table_column_names), set(error.requested_column_names)
     names = ", ".join(sorted(map(str, found ^ wanted)))
     return BadDocuments(f"The files of a task of --tasks differ in their columns ({names}): give all the same.")
-
-
-# lm-eval's method -> the split that it reads.
-_SPLIT_OF = {
-    "training_docs": lambda task: task.config.training_split,
-    "validation_docs": lambda task: task.config.validation_split,
-    "test_docs": lambda task: task.config.test_split,
-    "fewshot_docs": lambda task: task.fewshot_cfg.split,
-}
 
 
 def _check(task, limit: int | None, shots: int | None) -> list[int]:
@@ -126,7 +117,7 @@ def _check(task, limit: int | None, shots: int | None) -> list[int]:
 
 
 def _columns_read(task) -> set[str]:
-    """The columns that the templates of a task name; functions of Python say nothing of theirs."""
+    """The columns that the templates of a task name. Python functions do not tell theirs."""
     import lm_eval.utils
     from jinja2.meta import find_undeclared_variables
 
@@ -236,7 +227,7 @@ def _listed(names: Iterable[str]) -> str:
 
 @contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    """Some functions of tasks draw random numbers: afterwards the generators stand where they stood before."""
+    """Restore the random generators afterwards: some functions of tasks draw numbers."""
     pythons, numpys = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:

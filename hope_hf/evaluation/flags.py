@@ -45,10 +45,7 @@ class SuiteArguments:
     lengths: str | None = flag(None, "Lengths in tokens with commas between them; k is 1,024 (1k,2k,4k).")
     depths: str = flag("0,0.25,0.5,0.75,1", "passkey, needle: position of the key, from 0 (first) to 1 (last).")
     samples_per_length: int = flag(
-        4,
-        "passkey, needle: samples per length and depth. perplexity: texts per longest length.",
-        least=1,
-        most=10_000,
+        4, "passkey, needle: samples per length and depth. perplexity: texts per longest length.", least=1, most=10_000
     )
     samples_per_class: int = flag(2, "class_incremental: test sentences of each class.", **COUNT)
     tasks: str | None = flag(
@@ -83,10 +80,7 @@ class SuiteArguments:
         below=1,
     )
     ema_decay: float = flag(
-        0.0,
-        "synthetic: decay per step of a moving mean of the weights, tested as well (0: none).",
-        least=0,
-        below=1,
+        0.0, "synthetic: decay per step of a moving mean of the weights, tested as well (0: none).", least=0, below=1
     )
     num_seeds: int = flag(1, "synthetic: models trained per task, with seeds --seed, --seed + 1, ...", **COUNT)
     segments: str | None = flag(
@@ -147,13 +141,13 @@ class Arguments(ModelArguments, TextArguments, SuiteArguments, RunArguments):
         return min(self.samples_per_length, self.limit or self.samples_per_length)
 
 
-# What a suite that loads a model, and one that reads the held-out text, take from the command line.
+# The flags that a suite reads for its model.
 MODEL = ("model_name_or_path", "tokenizer_name", "trust_remote_code", "attn_implementation", "dtype")
-TEXT = (
-    "dataset_name", "dataset_config_name", "train_file", "dataset_mixture", "train_shards", "validation_file",
-    "validation_split_percentage", "max_eval_samples", "streaming", "trust_remote_code",
-)  # fmt: skip
-# What the program itself reads, whatever is measured.
+# The flags of a text: which name it, and which say what part of it is held out.
+NAMING = ("dataset_name", "train_file", "dataset_mixture", "train_shards", "validation_file")
+SHARE = ("dataset_config_name", "validation_split_percentage", "max_eval_samples", "streaming")
+TEXT = (*NAMING, *SHARE, "trust_remote_code")
+# The flags that the program itself reads.
 ALWAYS = frozenset(
     "suite output_dir checkpoints compare archive_dir report_to offline device cpu_threads model_name_or_path".split()
 )
@@ -274,13 +268,6 @@ def parse_checkpoints(text: str | None) -> int:
     return int(number)
 
 
-def _check_batch_size(text: str | None) -> None:
-    bounds = Bounds(**ROWS)
-    # Python refuses to read thousands of digits.
-    if text not in (None, AUTO) and not (text.isdecimal() and len(text) < 20 and bounds.admit(int(text))):
-        raise ValueError(f"--batch_size is {text!r}: give a whole number {bounds.words()}, or auto.")
-
-
 def _check(args: Arguments, suites):
     asked = names(args.suite)
     if not asked:
@@ -290,7 +277,10 @@ def _check(args: Arguments, suites):
             raise ValueError(f"--suite {name} is none of {', '.join(suites)}{nearest(name, suites)}")
     if args.log_samples and LM_EVAL in asked and not args.output_dir:
         raise ValueError("--log_samples writes files: name their folder with --output_dir.")
-    _check_batch_size(args.batch_size)
+    rows, bounds = args.batch_size, Bounds(**ROWS)
+    # Python refuses to read thousands of digits.
+    if rows not in (None, AUTO) and not (rows.isdecimal() and len(rows) < 20 and bounds.admit(int(rows))):
+        raise ValueError(f"--batch_size is {rows!r}: give a whole number {bounds.words()}, or auto.")
     parse_checkpoints(args.checkpoints)
     if args.report_to != "none" and not args.output_dir:
         raise ValueError("--report_to needs a folder for pictures and the trackers' files: name it with --output_dir.")
@@ -299,12 +289,12 @@ def _check(args: Arguments, suites):
     if args.lengths is not None:
         parse_lengths(args.lengths)
     parse_depths(args.depths)
-    if args.model_name_or_path and (args.config_name or args.config_overrides or args.model_type):
-        flag = next(name for name in ("config_name", "config_overrides", "model_type") if getattr(args, name))
-        raise ValueError(
-            f"--{flag} shapes models that the synthetic suite trains and --model_name_or_path loads one: "
-            "run them one after the other."
-        )
+    for name in ("config_name", "config_overrides", "model_type"):
+        if args.model_name_or_path and getattr(args, name):
+            raise ValueError(
+                f"--{name} shapes models that the synthetic suite trains and --model_name_or_path loads one: "
+                "run them one after the other."
+            )
     for name in ("dataset_name", "dataset_mixture", "train_shards"):
         if args.validation_file and getattr(args, name):
             raise ValueError(f"--{name} and --validation_file both name the text: give one of them.")

@@ -84,6 +84,7 @@ def without_foreign_code(trusted: bool) -> Iterator[None]:
 
     Some of lm-eval's tasks (RULER) load the model's tokenizer and trust its code.
     """
+
     def refuse(name, *args, **kwargs):
         raise ValueError(
             f"--tasks would run {name}, code of a model or tokenizer: read that code, then give --trust_remote_code."

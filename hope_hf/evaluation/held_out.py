@@ -4,18 +4,16 @@ import json
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_type_hints
 
 from hope_hf.cli.files import read_small
 from hope_hf.cli.flags import TextArguments
 from hope_hf.cli.process import MISTAKES, one_line, warn_once
 from hope_hf.data import DataConfig, find_files, load_files, validation_texts
 
-from .flags import Arguments
+from .flags import NAMING, SHARE, Arguments
 
 RUN_FILE = "run.json"
-# Flags that name a text, and those that say which part of it is held out.
-NAMING = ("dataset_name", "train_file", "dataset_mixture", "train_shards", "validation_file")
-SHARE = ("dataset_config_name", "validation_split_percentage", "max_eval_samples", "streaming")
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,8 @@ class HeldOut:
 def held_out_documents(args: Arguments) -> HeldOut:
     """All of `--validation_file`, or the documents that `run_clm.py` holds out with the same data flags.
 
-    Without any of these flags, the flags are those of the model's own run, where its folder has them. Of a stream, and
-    with `--max_eval_samples` of every corpus, it is the first ones. Raises ValueError if there is no text.
+    Without any of these flags, the flags are those of the model's own run, if its folder has them. Of a stream the
+    first documents are read, and with `--max_eval_samples` the first of every corpus. Raises ValueError without text.
     """
     if (run := _run_of(args)) is None:
         return _read(args)
@@ -56,29 +54,21 @@ def _run_of(args: Arguments) -> Path | None:
 
 
 def _text_of(run: Path, args: Arguments) -> dict:
-    """The flags of the text in a run's file; of the share that is held out, those given now come first."""
-    defaults = TextArguments()
+    """The flags of the text in a run's file; flags of `SHARE` that are given now override the run's."""
+    defaults, kinds = TextArguments(), get_type_hints(TextArguments)
     try:
         identity = json.loads(read_small(run))["identity"]
         found = {name: identity.get(name, getattr(defaults, name)) for name in (*NAMING, *SHARE)}
-        _check(found)
+        for name, value in found.items():
+            if not isinstance(value, kinds[name] | int if kinds[name] is float else kinds[name]):
+                raise ValueError(f"{name} is {value!r:.80}")
+        if not 0 < found["validation_split_percentage"] < 100 or (found["max_eval_samples"] or 1) < 1:
+            raise ValueError("the share held out is out of its bounds")
     except MISTAKES as error:
         warn_once(f"{run} does not say the run's text ({one_line(error)}): the built-in corpus is read.")
         return {}
     given = {name: getattr(args, name) for name in SHARE if getattr(args, name) != getattr(defaults, name)}
     return found | given
-
-
-def _check(flags: dict) -> None:
-    kinds = dict.fromkeys(NAMING, str | None) | {
-        "dataset_config_name": str | None, "validation_split_percentage": int | float,
-        "max_eval_samples": int | None, "streaming": bool,
-    }  # fmt: skip
-    for name, kind in kinds.items():
-        if not isinstance(flags[name], kind):
-            raise ValueError(f"{name} is {flags[name]!r:.80}")
-    if not 0 < flags["validation_split_percentage"] < 100 or (flags["max_eval_samples"] or 1) < 1:
-        raise ValueError("the share held out is out of its bounds")
 
 
 def _read(args: Arguments) -> HeldOut:
@@ -91,17 +81,8 @@ def _read(args: Arguments) -> HeldOut:
     elif args.dataset_name == "synthetic":
         raise ValueError("--dataset_name synthetic is not text: name one with --validation_file.")
     else:
-        config = DataConfig(
-            dataset_name=args.dataset_name,
-            dataset_config_name=args.dataset_config_name,
-            train_file=args.train_file,
-            dataset_mixture=args.dataset_mixture,
-            train_shards=args.train_shards,
-            validation_split_percentage=args.validation_split_percentage,
-            max_eval_samples=args.max_eval_samples,
-            streaming=args.streaming,
-            trust_remote_code=args.trust_remote_code,
-        )
+        flags = (*NAMING, *SHARE, "trust_remote_code")
+        config = DataConfig(**{name: getattr(args, name) for name in flags if name != "validation_file"})
         found, named = validation_texts(config)
         source = f"{named}, held-out documents"
     rows = [(text, corpus) for corpus, texts in found.items() for text in texts if text and not text.isspace()]

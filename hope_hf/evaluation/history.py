@@ -40,15 +40,12 @@ def report_folder(args: Arguments, checkpoint: Checkpoint) -> Path:
 def draw_history(output_dir: str) -> list[Path]:
     """Draw `over_tokens_<suite>.png` of all reports in the folder and write their numbers; returns the pictures.
 
-    The horizontal axis are steps where a checkpoint's tokens are not known. Raises ValueError if they cannot be
-    written.
+    The horizontal axis is steps where a checkpoint's tokens are not known. Raises ValueError for a failing write.
     """
     folder = Path(output_dir)
-    reports = []
-    for path in folder.glob(f"checkpoint-*/{RESULTS_FILE}"):
-        if found := FOLDER.fullmatch(path.parent.name):
-            reports.append((int(found[1]), read_report(path, "--output_dir")))
-    reports.sort(key=lambda report: report[0])
+    found = {FOLDER.fullmatch(path.parent.name): path for path in folder.glob(f"checkpoint-*/{RESULTS_FILE}")}
+    paths = sorted((int(name[1]), path) for name, path in found.items() if name)
+    reports = [(step, read_report(path, "--output_dir")) for step, path in paths]
     places = [{"step": step, "tokens": (record["model"] or {}).get("tokens")} for step, record in reports]
     unit = "step" if any(place["tokens"] is None for place in places) else "tokens"
     # suite -> panel -> curve -> points
@@ -64,11 +61,8 @@ def draw_history(output_dir: str) -> list[Path]:
         replace_text(folder / FILE, json.dumps(rows, indent=1) + "\n")
     except OSError as error:
         raise ValueError(f"--output_dir {folder} cannot be written: {error.strerror}.") from None
-    pictures = []
-    for suite, panels in suites.items() if can_draw() else ():
-        pictures.append(draw_or_warn(partial(_draw, panels, unit), folder / f"over_tokens_{suite}.png"))
-    return [picture for picture in pictures if picture]
-
-
-def _draw(panels: dict, unit: str, path: Path):
-    small_curves(path, panels, unit)
+    draws = {
+        folder / f"over_tokens_{suite}.png": partial(small_curves, panels=panels, x_label=unit)
+        for suite, panels in suites.items()
+    }
+    return [path for path, draw in draws.items() if can_draw() and draw_or_warn(draw, path)]

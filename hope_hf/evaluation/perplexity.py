@@ -47,12 +47,12 @@ LABELS = {
 def perplexity(args: Arguments, subject: Subject) -> SuiteResult:
     """Loss, perplexity and bits per byte of the held-out documents, and loss by position in the long ones.
 
-    Every document follows one end-of-text token. By position: texts of the longest of `--lengths` tokens, read
-    in one pass with the state carried (`loss`), with the memories frozen at their initial state (`frozen`), with a
-    state reset at every multiple of 256 tokens (`reset_256`), and in sliding windows that give every token at least
-    half a window of context (`window`: the second-largest length, at most 2,048 and the model's positions; a text
-    longer than the model's positions has no `loss`). Losses in nats per token; `x_minus_loss` is the gain of the
-    carried state over the control x. With `--limit` documents are cut at the longest of `--lengths` or 2,048 tokens.
+    Every document follows one end-of-text token. By position: texts of the longest of `--lengths` tokens, read in one
+    pass with the state carried (`loss`; none for a text longer than the model's positions) and by the controls:
+    memories frozen at their initial state (`frozen`), a new state at every multiple of 256 tokens (`reset_256`), and
+    sliding windows with at least half a window of context (`window`: the second-largest length, at most 2,048 and the
+    model's positions). Losses in nats per token; `x_minus_loss` is the gain of the carried state over the control x.
+    With `--limit` documents are cut at the longest of `--lengths` or 2,048 tokens.
     """
     held = held_out_documents(args).head(args.limit)
     ids = [subject.encode(text) for text in held.texts]
@@ -62,9 +62,7 @@ def perplexity(args: Arguments, subject: Subject) -> SuiteResult:
         held = replace(held, texts=[subject.tokenizer.decode(row) for row in ids])
     documents = [torch.tensor([subject.start, *row]) for row in ids]
     whole, *parts = by_corpus(args, subject, held, documents)
-    tables = {f"Text: {held.source}": [whole]}
-    if parts:
-        tables["By corpus"] = parts
+    tables = {f"Text: {held.source}": [whole]} | ({"By corpus": parts} if parts else {})
     positions = by_position(args, subject, documents)
     # Two tables that fit a terminal.
     gains = [name for name in positions[0] if "_minus_loss" in name or name.startswith("state_")]
@@ -101,18 +99,16 @@ class Part(NamedTuple):
 def by_corpus(args: Arguments, subject: Subject, held: HeldOut, documents: list[Tensor]) -> list[Row]:
     """A row of all documents, each read by itself from its beginning, and a row of every corpus if there are several.
 
-    Every token counts alike.
+    Every token has the same weight.
     """
     found = document_scores(args, subject, documents, "perplexity: documents")
     require_finite(torch.cat([scores.losses for scores in found]), "perplexity: the model's losses on the text")
-    tokens = [document[1:] for document in documents]
     sizes = [len(text.encode("utf-8")) for text in held.texts]
+    tokens = [document[1:] for document in documents]
     parts = sorted(map(Part, held.corpora, tokens, found, sizes), key=lambda part: len(part.tokens))
     names = list(dict.fromkeys(held.corpora))
-    rows = [_row(parts)]
-    if len(names) > 1:
-        rows += [{"corpus": name, **_row([part for part in parts if part.corpus == name])} for name in names]
-    return rows
+    of_corpus = {name: [part for part in parts if part.corpus == name] for name in names if len(names) > 1}
+    return [_row(parts), *({"corpus": name, **_row(own)} for name, own in of_corpus.items())]
 
 
 def _row(parts: list[Part]) -> Row:
@@ -190,8 +186,7 @@ def _edges(args: Arguments, subject: Subject, documents: list[Tensor]) -> list[i
     longest_document = max(len(document) for document in documents) - 1
     if args.lengths is None:
         longest = min(longest_document, subject.longest_input or math.inf)
-        known = [length for length in DEFAULT_LENGTHS if length <= longest]
-        return known or [longest_document]
+        return [length for length in DEFAULT_LENGTHS if length <= longest] or [longest_document]
     edges = parse_lengths(args.lengths)
     if edges[-1] > longest_document:
         raise ValueError(
@@ -219,8 +214,7 @@ def _carried(
     pieces = len({*range(PIECE, edges[-1], PIECE), *edges})
     total = math.ceil(len(streams) / args.rows) * pieces
     losses, held = [], []
-    what = "perplexity: by position" + (", memories frozen" if sizes is None else "")
-    with progress(None, what, total) as bar:
+    with progress(None, "perplexity: by position" + (", memories frozen" if sizes is None else ""), total) as bar:
         for start in range(0, len(streams), args.rows):
             batch, found = streams[start : start + args.rows], {}
 

@@ -5,7 +5,8 @@ The folder is written again when a suite has ended, so a killed evaluation loses
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import count
@@ -24,6 +25,9 @@ from .result import SuiteResult
 from .saved_reports import read_report, run_name
 from .subject import Subject
 
+# The fields of a `SuiteResult` that a report holds.
+RECORDED = ("tables", "samples", "text", "summary")
+
 
 def as_markdown(name: str, result: SuiteResult) -> str:
     """One suite's section: its tables and text, as on the terminal."""
@@ -36,7 +40,7 @@ def as_markdown(name: str, result: SuiteResult) -> str:
 
 
 def summary(results: dict[str, SuiteResult]) -> str:
-    """The numbers of all suites that say most, as a section; empty where there are none."""
+    """The main numbers of all suites, as a section; empty where there are none."""
     rows: list[Row] = [{"suite": name, **row} for name, result in results.items() for row in result.summary]
     return f"## summary\n\n{markdown_table(rows)}\n" if rows else ""
 
@@ -59,20 +63,10 @@ def make_record(
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": round(seconds, 1),
         **provenance(),
-        "results": {name: _as_record(result) for name, result in results.items()},
+        "results": {name: {field: getattr(one, field) for field in RECORDED} for name, one in results.items()},
         "failed": failed,
         "unfinished": list(unfinished),
     }
-
-
-def _as_record(result: SuiteResult) -> dict:
-    return {"tables": result.tables, "samples": result.samples, "text": result.text, "summary": result.summary}
-
-
-def from_record(record: dict) -> dict[str, SuiteResult]:
-    """The results in a record, without their pictures and logs."""
-    fields = ("tables", "samples", "text", "summary")
-    return {name: SuiteResult(**{field: one[field] for field in fields}) for name, one in record["results"].items()}
 
 
 def as_json(record: dict) -> str:
@@ -126,10 +120,10 @@ def _describe(args: Arguments, subject: Subject | None) -> dict | None:
 
 
 class Report:
-    """What an evaluation has found so far, and its files if there is `--output_dir`.
+    """The results of an evaluation so far, and its files if there is `--output_dir`.
 
-    Raises ValueError where the folder cannot be written. Of an unfinished report of the same evaluation in the
-    folder the results are taken over; beside any other one, the files go to a folder of their own, named by the time.
+    The results of an unfinished report of the same evaluation in the folder are taken over. Beside any other report
+    the files go to a folder of their own, named by the time. Raises ValueError where the folder cannot be written.
     """
 
     def __init__(self, args: Arguments, asked: list[str]):
@@ -160,8 +154,10 @@ class Report:
             lock.acquire()
         self._lock, self.folder = lock, folder
         if before:
-            self.results, self._before = from_record(before), before["seconds"]
-            self._drawn = {name: [file for file in before["pictures"].get(name, ())] for name in self.results}
+            for name, one in before["results"].items():
+                self.results[name] = SuiteResult(**{field: one[field] for field in RECORDED})
+                self._drawn[name] = list(before["pictures"].get(name, ()))
+            self._before = before["seconds"]
             print(f"{folder / RESULTS_FILE} is unfinished: {', '.join(self.results)} are taken from it.", flush=True)
 
     @property
@@ -235,17 +231,23 @@ def free_folder(output_dir: str, file: str) -> Path:
 
 def _by_time(folder: Path) -> Path:
     """A new folder in this one, named by the time. Raises ValueError where it cannot be made."""
+    path = _make_by_time(folder, "", Path.mkdir, "--output_dir")
+    print(f"--output_dir {folder} holds a report already: this one goes to {path}.", flush=True)
+    return path
+
+
+def _make_by_time(folder: Path, ending: str, make: Callable[[Path], object], flag: str) -> Path:
+    """Make `<UTC time><ending>` in the folder, or `<UTC time>-2<ending>` ... where there is one already; its path."""
+    time = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         for number in count(1):
-            path = folder / (f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}" + (f"-{number}" if number > 1 else ""))
-            try:
-                path.mkdir()
-                print(f"--output_dir {folder} holds a report already: this one goes to {path}.", flush=True)
+            path = folder / (time + (f"-{number}" if number > 1 else "") + ending)
+            with suppress(FileExistsError):
+                make(path)
                 return path
-            except FileExistsError:
-                continue
     except OSError as error:
-        raise ValueError(f"--output_dir {folder} cannot be written: {error.strerror}.") from None
+        raise ValueError(f"{flag} {folder} cannot be written: {error.strerror}.") from None
 
 
 def archive_folder(archive_dir: str, model: str | None) -> Path:
@@ -256,17 +258,10 @@ def archive_folder(archive_dir: str, model: str | None) -> Path:
 
 
 def archive(text: str, folder: Path) -> Path:
-    """Write a report's text to `<UTC time>.json` in the folder, or `-2.json` ... where there is one already."""
-    time = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for number in count(1):
-            path = folder / (f"{time}.json" if number == 1 else f"{time}-{number}.json")
-            try:
-                with path.open("x", encoding="utf-8") as file:
-                    file.write(text)
-                return path
-            except FileExistsError:
-                continue
-    except OSError as error:
-        raise ValueError(f"--archive_dir {folder} cannot be written: {error.strerror}.") from None
+    """Write a report's text to `<UTC time>.json` in the folder; nothing is overwritten."""
+
+    def write(path: Path):
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+
+    return _make_by_time(folder, ".json", write, "--archive_dir")

@@ -26,7 +26,7 @@ class SuiteResult:
     samples: name -> rows that are written into the report.
     logs: file name without ending -> rows for a file of JSON lines beside it.
     text: shown and written as it is.
-    summary: the few numbers that say most, from `summary_row`.
+    summary: the main numbers, from `summary_row`.
     """
 
     tables: dict[str, list[Row]] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class SuiteResult:
 
 
 def summary_row(number: str, value: float, stderr: float | None, chance: float | None = None) -> Row:
-    """A number of a suite; `chance`: its value without any knowledge, None where that means nothing."""
+    """A number of a suite; `chance`: its value for a uniform guess, None where there is no such value."""
     return {"number": number, "value": value, "value_stderr": stderr, "chance": chance}
 
 

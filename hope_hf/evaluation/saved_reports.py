@@ -18,7 +18,7 @@ def find_report(run: str, flag: str) -> Path:
     Raises ValueError naming `flag`.
     """
     path = Path(run)
-    # A pipe is told when it is read.
+    # A pipe is refused when it is read.
     if path.exists() and not path.is_dir():
         return path
     # Archived reports are named by their time.
@@ -54,15 +54,15 @@ def _check(record: dict):
     """Raise ValueError for the first field that is not of its kind; add the fields that older reports lack."""
     for name, value in (("model", None), ("seconds", 0.0), ("unfinished", []), ("pictures", {})):
         record.setdefault(name, value)
-    _require(record, "config", dict)
-    _require(record, "seconds", int | float)
-    model = _require(record, "model", dict | None) or {}
+    kinds = {"config": dict, "seconds": int | float, "model": dict | None, "unfinished": list, "pictures": dict}
+    for name, kind in kinds.items():
+        _require(record, name, kind)
     for name in ("step", "tokens"):
-        if not is_count(model.get(name, 0)):
-            raise ValueError(f"{name} of model is {model[name]!r}")
-    if not all(isinstance(name, str) for name in _require(record, "unfinished", list)):
+        if not is_count((record["model"] or {}).get(name, 0)):
+            raise ValueError(f"{name} of model is {record['model'][name]!r}")
+    if not all(isinstance(name, str) for name in record["unfinished"]):
         raise ValueError("unfinished is no list of names")
-    for suite, files in _require(record, "pictures", dict).items():
+    for suite, files in record["pictures"].items():
         if not isinstance(files, list) or not all(is_inside(file) for file in files):
             raise ValueError(f"pictures of {suite} is no list of files")
     for suite, result in _require(record, "results", dict).items():

@@ -30,16 +30,16 @@ class Scores(NamedTuple):
     losses: Tensor
     """Negative log-likelihood in nats, float32."""
     guesses: Tensor
-    """The likeliest token in its place, int64."""
+    """The token with the largest logit, int64."""
 
 
 @contextmanager
 def frozen_memories(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, all memories of a HOPE stay at their learned initial state: the control for what they carry."""
+    """Inside, all memories of a HOPE stay at their learned initial state: the control for all that they store."""
 
     def neither_write_nor_forget(gates, arguments, values):
         rate, log_retention, value_norm = values
-        # a read holds a share of the token's own value, which stays
+        # A read includes a share of the token's own value, which stays.
         return torch.zeros_like(rate), torch.zeros_like(log_retention), value_norm
 
     handles = [mixer.gates.register_forward_hook(neither_write_nor_forget) for mixer in memory_mixers(model).values()]
@@ -70,11 +70,11 @@ def carried_scores(
     after_piece: Callable[[int, object], None] | None = None,
     edges: list[int] = (),
 ) -> Scores:
-    """Scores [B, T-1], each token given all before it; no token is read twice.
+    """Scores [B, T-1], each token given all tokens before it. No token is read twice.
 
     Args:
         input_ids: [B, T] of rows that begin a document each, padded on the right.
-        lengths: tokens of each row without its padding (default: T). Scores of padding mean nothing.
+        lengths: tokens of each row without its padding (default: T). Scores of padding are undefined.
         after_piece: called with the number of tokens read and the cache, after every forward pass.
         edges: numbers of tokens at which a forward pass must end, besides the multiples of `PIECE`.
     """
@@ -117,7 +117,7 @@ def window_scores(model: PreTrainedModel, input_ids: Tensor, window: int, stride
     for first in range(0, len(rows), batch_size):
         batch = rows[first : first + batch_size]
         padded = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True)
-        # causal: what follows a row cannot change it, so no mask is needed
+        # Causal: padding on the right changes no score, so no mask is needed.
         found = _score(model(input_ids=padded.to(model.device)).logits[:, :-1], padded[:, 1:])
         for index, row in enumerate(batch, first):
             fresh = slice(0 if index == 0 else window - stride - 1, len(row) - 1)

@@ -43,10 +43,10 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
         from lm_eval.models.huggingface import HFLM
     except ImportError as error:
         raise ValueError(f"--suite zero_shot needs lm-eval ({error}): pip install hope_hf[eval].") from None
-    # loaded again, not the subject's own: lm-eval changes it
+    # Loaded again, since lm-eval changes it.
     tokenizer = args.tokenizer_name or args.model_name_or_path
     _check_length(args, subject)
-    with _as_quiet_as_the_house(), without_foreign_code(args.trust_remote_code):
+    with _own_output(), without_foreign_code(args.trust_remote_code):
         manager, tasks = find_tasks(args)
         model = HFLM(
             pretrained=subject.model,
@@ -76,7 +76,7 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
                 raise ValueError(
                     f"--num_fewshot {args.num_fewshot} is more than the examples that a task has: lower it."
                 ) from None
-            # Sentences already, or machine failures.
+            # One sentence already, or a failure of the machine.
             if isinstance(error, ValueError) or memory_is_full(error):
                 raise
             if failure := reading_failed(error):
@@ -142,9 +142,7 @@ def rows(found: dict) -> list[Row]:
                 continue
             stderr = scores.get(f"{metric}_stderr,{answers}")
             if not math.isfinite(value):
-                raise ValueError(
-                    f"zero_shot: {metric} of {task} is {value}: check the model's weights or --dtype."
-                )
+                raise ValueError(f"zero_shot: {metric} of {task} is {value}: check the model's weights or --dtype.")
             result.append(
                 {
                     "task": task,
@@ -161,10 +159,10 @@ def rows(found: dict) -> list[Row]:
 
 
 @contextmanager
-def _as_quiet_as_the_house():
-    """Show lm-eval's bars and notes on a terminal; in a log, a line of its bars from time to time.
+def _own_output():
+    """Show lm-eval's bars and notes on a terminal, in a log a line of a bar from time to time, warnings as one line.
 
-    Its warnings are one line each. Only the first process shows them.
+    Only the first process shows them.
     """
     shown = is_first_process() and show_progress()
     sentences = logging.StreamHandler(sys.stderr) if is_first_process() else logging.NullHandler()

@@ -1,1 +1,1 @@
-"""What a model forgets: texts by the checkpoints of a run, and classes that come one group after another."""
+"""Continual learning: segments of a stream by the checkpoints of a run, and classes that come in groups."""

@@ -65,7 +65,6 @@ def class_incremental(args: Arguments, subject: Subject) -> SuiteResult:
     return SuiteResult({"Class-incremental learning": summaries, **tables}, pictures, summary=scores)
 
 
-
 @dataclass(frozen=True)
 class Matrix:
     """What a model knew after each group: the matrix R[i][j].

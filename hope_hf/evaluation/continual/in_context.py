@@ -90,12 +90,12 @@ def _require_room(subject: Subject, groups: ClassGroups, examples: list[Example]
 
 
 def context_of(subject: Subject, example: Example) -> list[int]:
-    """Tokens of the sentence, up to where its label stands."""
+    """Tokens of the sentence, up to the place of its label."""
     return subject.encode(f"Query: {example.text}\nIntent:")
 
 
 def label_of(subject: Subject, label: str) -> list[int]:
-    """Tokens of a label and the end of its line: one that begins another is told apart."""
+    """Tokens of a label and a line break, so that no label is the beginning of another one."""
     return subject.encode(f" {label}\n")
 
 
@@ -148,7 +148,7 @@ def _rest(subject: Subject, cache, batch: int, candidates: list[list[int]], rows
         part = candidates[start : start + together]
         tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(one) for one in part], batch_first=True)
         counted = torch.arange(tokens.shape[1]) < torch.tensor([len(one) for one in part])[:, None]
-        # What stands right of a label cannot change it. Rows: all candidates of the first context, then the second's.
+        # Causal: padding on the right changes no score. Rows: all candidates of the first context, then the second's.
         ids = tokens.repeat(batch, 1).to(subject.model.device)
         logits = subject.model(
             input_ids=ids[:, :-1], past_key_values=_repeated(cache, len(part)), use_cache=True

@@ -30,10 +30,9 @@ class Segment:
 
 
 def segment_opener(args: Arguments) -> Callable[[Subject], list[Segment]]:
-    """What reads the segments, in their order, once there is a tokenizer.
+    """A function that reads the segments with a tokenizer: those of `--segments`, or the held-out text of each corpus.
 
-    Those of `--segments`, or what a run holds out of each corpus of its `--dataset_mixture` or `--train_shards`.
-    Raises ValueError where nothing names them, they cannot be read, or there are fewer than two.
+    Raises ValueError where nothing names segments, they cannot be read, or there are fewer than two.
     """
     if args.segments is not None:
         corpora = read_mixture(args.segments, "--segments")
@@ -49,12 +48,10 @@ def segment_opener(args: Arguments) -> Callable[[Subject], list[Segment]]:
             "--suite continual needs --segments: name a file with a corpus for each segment, or the run's "
             "--dataset_mixture or --train_shards."
         )
-    held = held_out_documents(args)
-    names = list(dict.fromkeys(held.corpora))
-    _require_several(held.source, len(names))
-    parts = {
-        name: [text for text, corpus in zip(held.texts, held.corpora, strict=True) if corpus == name] for name in names
-    }
+    held, parts = held_out_documents(args), {}
+    for text, corpus in zip(held.texts, held.corpora, strict=True):
+        parts.setdefault(corpus, []).append(text)
+    _require_several(held.source, len(parts))
     return lambda subject: [_segment(name, texts, subject) for name, texts in parts.items()]
 
 
@@ -150,14 +147,15 @@ def continual(args: Arguments, subject=None) -> SuiteResult:
         | {row["segment"]: row["bits_per_byte"] for row in rows if row["step"] == one.step}
         for one in checkpoints
     ]
+    transfers = transfer(checkpoints, measured)
     tables = {
         "Bits per byte": bits,
-        "Loss, forgetting and backward transfer, nats per token": transfer(checkpoints, measured),
+        "Loss, forgetting and backward transfer, nats per token": transfers,
         "Segments by checkpoint": rows,
     }
-    mean = tables["Loss, forgetting and backward transfer, nats per token"][-1]
+    vocab_size, mean = first.model.config.vocab_size, transfers[-1]
     found = [
-        summary_row("loss of the last checkpoint", mean["last"], None, math.log(first.model.config.vocab_size)),
+        summary_row("loss of the last checkpoint", mean["last"], None, math.log(vocab_size)),
         summary_row("forgetting", mean["forgetting"], None),
     ]
     return SuiteResult(tables, {"continual.png": partial(draw, rows)}, summary=found)

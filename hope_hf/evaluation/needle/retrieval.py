@@ -128,9 +128,7 @@ def measure(subject: Subject, task: NeedleTask, samples: list[Sample], batch_siz
         for start in range(0, len(alike), batch_size):
             batch = alike[start : start + batch_size]
             said = subject.continued(torch.tensor([sample.prompt for sample in batch]), new_tokens)
-            columns["generated"] += [
-                task.score(text, sample.values) for text, sample in zip(said, batch, strict=True)
-            ]
+            columns["generated"] += [task.score(text, sample.values) for text, sample in zip(said, batch, strict=True)]
             exact, losses = teacher_forced(subject, batch)
             columns["exact"] += exact
             columns["loss"] += losses

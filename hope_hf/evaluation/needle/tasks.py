@@ -117,9 +117,7 @@ class NeedleTask:
         keys = distinct(word, self.keys, generator)
         values = distinct(self.draw, self.needles, generator)
         values_of = {key: values[i * self.values : (i + 1) * self.values] for i, key in enumerate(keys)}
-        needles = [
-            NEEDLE.format(kind=self.kind, key=key, value=value) for key in keys for value in values_of[key]
-        ]
+        needles = [NEEDLE.format(kind=self.kind, key=key, value=value) for key in keys for value in values_of[key]]
         one = self.answers == 1
         before, question = (BEFORE_ONE, QUESTION_ONE) if one else (BEFORE, QUESTION)
         query = listed(keys[: self.queries])

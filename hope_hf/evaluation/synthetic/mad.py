@@ -6,8 +6,6 @@ samples of the share of right symbols, while MAD averages over symbols' classes.
 """
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -176,26 +174,18 @@ def sinusoids(length: int, width: int) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], -1)
 
 
-@dataclass(frozen=True)
-class _Basic:
-    draw: Callable
-    symbols: int
-    length: int
-    attach: Callable = LogitsOf
-
-
-BASIC = {
-    "mad-compression": _Basic(draw_compression, 16, 32, partial(LastStateDecoder, length=32, symbols=16)),
-    "mad-recall": _Basic(draw_in_context_recall, 16, 128),
-    "mad-fuzzy-recall": _Basic(draw_fuzzy_recall, 16, 128),
-    "mad-selective-copying": _Basic(draw_selective_copying, 16, 256),
-    "mad-memorisation": _Basic(draw_memorisation, 256, 32),
-}
-
-
 def mad() -> dict[str, Task]:
     """The five tasks by name, in MAD's basic sizes."""
+    decoder = partial(LastStateDecoder, length=32, symbols=16)
+    # Name -> (draw, symbols, tokens, what is attached to the model).
+    basic = {
+        "mad-compression": (draw_compression, 16, 32, decoder),
+        "mad-recall": (draw_in_context_recall, 16, 128, LogitsOf),
+        "mad-fuzzy-recall": (draw_fuzzy_recall, 16, 128, LogitsOf),
+        "mad-selective-copying": (draw_selective_copying, 16, 256, LogitsOf),
+        "mad-memorisation": (draw_memorisation, 256, 32, LogitsOf),
+    }
     return {
-        name: Task(name, basic.symbols, (str(basic.length),), basic.draw, basic.attach, 2000, 64)
-        for name, basic in BASIC.items()
+        name: Task(name, symbols, (str(length),), draw, attach, 2000, 64)
+        for name, (draw, symbols, length, attach) in basic.items()
     }

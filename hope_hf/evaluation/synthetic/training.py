@@ -36,11 +36,11 @@ class Trained:
 def train(task: Task, model: nn.Module, seed: int, device: torch.device) -> Trained:
     """AdamW on fresh samples, warm-up then a cosine to a tenth of the rate.
 
-    Stops early once all check samples of every bin are right. They are drawn separately from those trained on and
-    tested. With an `ema_decay` the weights of the step or their mean may pass: a count found early is lost again, and
-    one that drifts is right by the mean only. A language of few words has no separate samples: the check uses the
-    tested words, the longer bin's included, as in Irie et al. 2023. Raises ValueError that names the task if the loss
-    is not finite.
+    Stops early once all check samples of every bin are right. They are drawn separately from the samples of training
+    and test. With an `ema_decay` the weights of the step or their mean may pass: training may lose an exact count
+    again, and the mean may count right where single steps drift. A language of few words has no separate samples: the
+    check uses the tested words, the longer bin's included, as in Irie et al. 2023. Raises ValueError that names the
+    task if the loss is not finite.
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
