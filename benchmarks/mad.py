@@ -4,12 +4,12 @@
     python benchmarks/mad.py --tasks mad-recall mqar --models hope llama
     python benchmarks/mad.py --report                           the tables only
 
-Models of width 64 and two layers (Mamba-2: four), trained on fresh samples as `run_eval.py --suite synthetic` trains
-them: the same steps, batches and samples for every model, about as many parameters (one number of each is fitted; the
-rest of HOPE is its config's default). `hope_frozen` is the control: only convolutions and levels.
-`hope_hybrid` has sparse attention in its second layer, of which the window reaches over the whole text; that of
-`hope_hybrid_quarter` reads a quarter of 512 tokens in 8 blocks and a window of 64. Learning rates are tried in order,
-the later ones if the earlier ones left mistakes. Finished trainings are appended to the results file and not repeated.
+Models of width 64 and two layers (Mamba-2: four) train on fresh samples as `run_eval.py --suite synthetic` trains
+them: the same steps, batches and samples for every model, and about as many parameters (one number of each is fitted;
+the rest of HOPE is its config's default). `hope_frozen` is the control: only convolutions and levels learn.
+`hope_hybrid` has sparse attention in its second layer, with a window that covers the whole text; `hope_hybrid_quarter`
+reads a quarter of 512 tokens, in 8 blocks and a window of 64. Learning rates are tried in order, a later one only if
+the earlier ones left mistakes. Finished trainings are appended to the results file and not repeated.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import time
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -29,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import benchmarks.quality.peers  # noqa: F401  registers its models
 from benchmarks.quality.models import SPARSE, fields_of_model
 from benchmarks.quality.program import finish
-from benchmarks.quality.results import append, read_lines
+from benchmarks.quality.results import append, read_rows
 from hope_hf.cli.process import set_up_cpu
 from hope_hf.cli.results import provenance
 from hope_hf.evaluation.flags import Arguments
@@ -40,6 +41,9 @@ from hope_hf.evaluation.synthetic.suite import synthetic
 UNTIED = {"tie_word_embeddings": False}
 HOPE = UNTIED | {"level_intermediate_sizes": [32, 32, 32]}
 HYBRID = HOPE | {"layer_types": ["hope_memory", "sparse_attention"], "level_intermediate_sizes": [56, 56, 56]}
+MAMBA = {"num_hidden_layers": 4, "state_size": 52, "initializer_range": round((3 * 64) ** -0.5, 3)}
+DELTANET = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 2}
+DELTANET |= {"linear_num_value_heads": 4, "intermediate_size": 164}
 MODELS = {
     "hope": ("hope", HOPE),
     "hope_frozen": ("hope", HOPE | {"memory_learning_rate_max": 0.0}),
@@ -47,27 +51,16 @@ MODELS = {
     "hope_hybrid_quarter": ("hope", HYBRID | SPARSE),
     "llama": ("llama", UNTIED | {"intermediate_size": 256}),
     "llama_conv": ("llama_conv", UNTIED | {"intermediate_size": 252}),
-    "mamba2": (
-        "mamba2",
-        UNTIED | {"num_hidden_layers": 4, "state_size": 52, "initializer_range": round((3 * 64) ** -0.5, 3)},
-    ),
-    "gated_deltanet": (
-        "gated_deltanet",
-        UNTIED
-        | {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 2}
-        | {"linear_num_value_heads": 4, "intermediate_size": 164},
-    ),
+    "mamba2": ("mamba2", UNTIED | MAMBA),
+    "gated_deltanet": ("gated_deltanet", UNTIED | DELTANET),
 }
 # Rows per step and the most steps; a training ends earlier if 1,024 unseen samples are right.
-TASKS = {
-    "mad-compression": (32, 1000),
-    "mad-recall": (32, 1000),
-    "mad-fuzzy-recall": (32, 1000),
-    "mad-selective-copying": (32, 1000),
-    "mad-memorisation": (32, 1000),
-    "mqar": (32, 1000),
-}
+NAMES = ("compression", "recall", "fuzzy-recall", "selective-copying", "memorisation")
+TASKS = dict.fromkeys((*(f"mad-{name}" for name in NAMES), "mqar"), (32, 1000))
 LEARNING_RATES = (3e-3, 1e-2)
+
+# The result of a training: the accuracy at each of the task's lengths, or None if it diverged.
+Accuracies = list[float] | None
 
 
 @dataclass(frozen=True)
@@ -105,22 +98,19 @@ class Job:
 
 
 def measure(job: Job) -> dict:
-    """Train and test; the row for the results file. `accuracy` has a number per length, or is None where the
-    training diverged."""
+    """Train and test; the row for the results file, with `"accuracy": None` where the training diverged."""
     start = time.perf_counter()
     try:
         lengths = synthetic(job.arguments).tables["Synthetic tasks"]
-        row = lengths[0] | {"accuracy": [length["accuracy"] for length in lengths]}
+        accuracy, row = [length["accuracy"] for length in lengths], lengths[0]
     except ValueError as error:
         if "the loss became" not in str(error):
             raise
-        row = {"accuracy": None, "steps": None, "parameters": None, "n": None}
+        accuracy, row = None, {}
     origin = provenance()
     return asdict(job) | {
-        "accuracy": row["accuracy"],
-        "steps": row["steps"],
-        "parameters": row["parameters"],
-        "n": row["n"],
+        "accuracy": accuracy,
+        **{name: row.get(name) for name in ("steps", "parameters", "n")},
         "seconds": round(time.perf_counter() - start, 3),
         "settings": job.settings,
         "commit": origin["git"]["commit"],
@@ -130,35 +120,27 @@ def measure(job: Job) -> dict:
     }
 
 
-# The result of a training: the accuracy at each of the task's lengths, or None if it diverged.
-Accuracies = list[float] | None
-
-
 def load(path: Path, jobs: list[Job]) -> dict[Job, Accuracies]:
     """The accuracies of the finished ones of these trainings; ValueError for a line that is no row."""
-    rows = {}
     expected = {job: job.settings for job in jobs}
-    for number, line in enumerate(read_lines(path), 1):
-        try:
-            row = json.loads(line)
-            job = Job(row["task"], row["model"], row["learning_rate"], row["seed"])
-            if row["settings"] == expected.get(job):
-                shares = row["accuracy"]
-                rows[job] = None if shares is None else [float(share) for share in shares]
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"--results {path}: line {number} is not a finished training: remove it.") from None
-    return rows
+
+    def read(row: dict) -> tuple[Job, str, Accuracies]:
+        shares = row["accuracy"]
+        job = Job(row["task"], row["model"], row["learning_rate"], row["seed"])
+        return job, row["settings"], None if shares is None else [float(share) for share in shares]
+
+    rows = read_rows(path, read, "training")
+    return {job: accuracies for job, settings, accuracies in rows if settings == expected.get(job)}
 
 
 def unsolved(jobs: list[Job], rows: dict[Job, Accuracies]) -> list[Job]:
     """Unfinished `jobs` whose task no learning rate solves with every seed."""
-    seeds = {job.seed for job in jobs}
+    seeds, rates = {job.seed for job in jobs}, {job.learning_rate for job in rows}
 
     def solved(job: Job, rate: float) -> bool:
         done = [rows.get(replace(job, learning_rate=rate, seed=seed)) for seed in seeds]
         return all(accuracies is not None and min(accuracies) == 1 for accuracies in done)
 
-    rates = {job.learning_rate for job in rows}
     return [job for job in jobs if job not in rows and not any(solved(job, rate) for rate in rates)]
 
 
@@ -170,11 +152,9 @@ def table(rows: dict[Job, Accuracies]) -> str:
         for job, accuracies in rows.items():
             if (job.task, job.model) == (task, model):
                 by_rate.setdefault(job.learning_rate, []).append(accuracies)
-        if not by_rate:
-            return "missing"
         finished = {rate: seeds for rate, seeds in by_rate.items() if None not in seeds}
         if not finished:
-            return "diverged"
+            return "diverged" if by_rate else "missing"
         rate, seeds = max(finished.items(), key=lambda item: sum(map(sum, item[1])) / len(item[1]))
         return f"{by_length(seeds)} ({rate:g})"
 
@@ -196,9 +176,8 @@ def by_length(seeds: list[list[float]]) -> str:
 
 def main(argv: list[str]) -> int:
     """Train what is left and print the table. Returns 0, 2 after a mistake of the user."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--learning_rates", nargs="+", type=float, default=list(LEARNING_RATES))
@@ -209,39 +188,17 @@ def main(argv: list[str]) -> int:
     return finish(_main, parser.parse_args(argv))
 
 
-def train_all(pool: Executor, path: Path, jobs: list[Job], rates: list[float]) -> None:
-    """Train what is left of `jobs`, one learning rate after the other, and append a row as each of them ends."""
-    for rate in rates:
-        left = unsolved([job for job in jobs if job.learning_rate == rate], load(path, jobs))
-        for done in as_completed([pool.submit(measure, job) for job in left]):
-            row = done.result()
-            append(path, row)
-            print(line(row), flush=True)
-
-
-def line(row: dict) -> str:
-    """A finished training as a line for the terminal."""
-    accuracy = "diverged" if row["accuracy"] is None else by_length([row["accuracy"]])
-    name = f"{row['task']} {row['model']}, learning rate {row['learning_rate']:g}, seed {row['seed']}"
-    return f"{name}: {accuracy} after {row['steps']} steps, {row['seconds'] / 60:.1f} min"
-
-
 def _main(options: argparse.Namespace) -> int:
     if options.parallel < 1 or not all(0 < rate < 1 for rate in options.learning_rates):
         raise ValueError("--parallel must be at least 1, and --learning_rates lie between 0 and 1.")
-    jobs = [
-        Job(task, model, rate, seed)
-        for seed in options.seeds
-        for task in options.tasks
-        for model in options.models
-        for rate in options.learning_rates
-    ]
+    named = product(options.seeds, options.tasks, options.models, options.learning_rates)
+    jobs = [Job(task, model, rate, seed) for seed, task, model, rate in named]
     if not options.report:
         # Not forked: torch already has threads.
         processes = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(options.parallel, processes, set_up_cpu, (1,)) as pool:
             try:
-                train_all(pool, options.results, jobs, options.learning_rates)
+                _train_all(pool, options.results, jobs, options.learning_rates)
             except BaseException:
                 # otherwise the pool finishes all running and waiting trainings first
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -250,6 +207,19 @@ def _main(options: argparse.Namespace) -> int:
                 raise
     print(table(load(options.results, jobs)))
     return 0
+
+
+def _train_all(pool: Executor, path: Path, jobs: list[Job], rates: list[float]) -> None:
+    """Train what is left of `jobs`, one learning rate after the other, and append a row as each of them ends."""
+    for rate in rates:
+        left = unsolved([job for job in jobs if job.learning_rate == rate], load(path, jobs))
+        running = {pool.submit(measure, job): job for job in left}
+        for done in as_completed(running):
+            row, job = done.result(), running[done]
+            append(path, row)
+            accuracy = "diverged" if row["accuracy"] is None else by_length([row["accuracy"]])
+            name = f"{job.task} {job.model}, learning rate {rate:g}, seed {job.seed}"
+            print(f"{name}: {accuracy} after {row['steps']} steps, {row['seconds'] / 60:.1f} min", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ Launch files for one process run on one rank, the others on more. A row is two s
 with 4 accumulated batches, and what hope_hf.plan says of them. On a machine without GPUs ranks are CPU processes.
 Columns:
 
-- peak: GiB of the largest process, as its heartbeat has it; "more": without what the program's imports take; planned:
+- peak: GiB of the largest process, as its heartbeat has it. "more": without what the program's imports take. planned:
   by arithmetic, on a CPU with what would be offloaded.
-- tokens/s: over all ranks, median of the steps after the first two; "of DDP": on as many ranks; "of one": over that of
-  one process.
+- tokens/s: over all ranks, median of the steps after the first two. "of DDP": over DDP's on as many ranks. "of one":
+  over that of one process.
 - set-up: seconds from the launch to the first step.
-- sent: MB (10^6) of a process in a step, of fp32. The collectives are those of a profiled step, and a ring sends each.
+- sent: MB (10^6) per process and step, of fp32. The collectives are those of a profiled step; a ring sends each.
 """
 
 import argparse
@@ -38,12 +38,12 @@ from hope_hf.plan.verdict import Setting, settings
 from hope_hf.training.watch.trace import read_events
 
 ROOT = Path(__file__).resolve().parents[1]
+# Launch files that the others are compared with.
 FIRST = ("single", "single_bf16", "ddp")
-"""Launch files that the others are compared with."""
+# A setting that the comments of a launch file name.
 KEPT = "fsdp2, fsdp_reshard_after_forward: false"
-"""A setting that the comments of a launch file name."""
+# By accumulated batches; the last step is profiled.
 STEPS = {1: 6, 4: 3}
-"""By accumulated batches; the last one is profiled."""
 ROWS = 2
 FP32 = 4
 MACHINE = {} if torch.cuda.is_available() else {
@@ -56,7 +56,7 @@ COLUMNS += ("sent, 1 batch", "planned", "sent, 4", "planned")
 
 @dataclass(frozen=True)
 class Run:
-    """What one run left. Bytes, seconds and tokens a second."""
+    """The result of one run, in bytes, tokens per second and seconds."""
 
     peak: float
     speed: float
@@ -74,7 +74,7 @@ def strategies(folder: Path) -> dict[str, Path]:
 
 
 def start(file: Path, ranks: int, flags: list[str]) -> tuple[float, str | None]:
-    """Launch run_clm.py on as many machines as the file says; when it began, and the sentence that refused it."""
+    """Launch run_clm.py on as many machines as the file names; when it began, and the error message if it refused."""
     machines = yaml.safe_load(file.read_text(encoding="utf-8"))["num_machines"]
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
     command += ["--num_processes", str(ranks)]
@@ -83,14 +83,10 @@ def start(file: Path, ranks: int, flags: list[str]) -> tuple[float, str | None]:
             command += ["--main_process_port", str(server.getsockname()[1])]
     began, launched = time.time(), []
     for machine in range(machines):
-        rank = ["--machine_rank", str(machine)] if machines > 1 else []
-        launched.append(
-            subprocess.Popen(
-                [*command, *rank, str(ROOT / "run_clm.py"), *flags],
-                env=os.environ | MACHINE | {"PYTHONPATH": str(ROOT)},
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )
-        )  # fmt: skip
+        words = [*command, *(["--machine_rank", str(machine)] if machines > 1 else []), str(ROOT / "run_clm.py")]
+        env = os.environ | MACHINE | {"PYTHONPATH": str(ROOT)}
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        launched.append(subprocess.Popen([*words, *flags], env=env, **output))
     outputs = [process.communicate()[0] for process in launched]
     if not any(process.returncode for process in launched):
         return began, None
@@ -101,13 +97,13 @@ def start(file: Path, ranks: int, flags: list[str]) -> tuple[float, str | None]:
 
 
 def measure(file: Path, ranks: int, batches: int, model: list[str], launch: Launch | None) -> Run | str:
-    """One run, or the sentence that refused it."""
+    """One run, or the error message of a run that refused."""
     steps = STEPS[batches]
     with tempfile.TemporaryDirectory() as folder:
         flags = [*model, "--gradient_accumulation_steps", str(batches), "--max_train_steps", str(steps)]
         flags += ["--profile_steps", str(steps), "--output_dir", f"{folder}/run", "--logging_steps", "1"]
         flags += ["--dataset_name", "synthetic", "--max_train_samples", "400", "--max_eval_samples", "2"]
-        flags += ["--eval_steps", "0", "--checkpointing_steps", "0"] + ([] if not MACHINE else ["--cpu_threads", "1"])
+        flags += ["--eval_steps", "0", "--checkpointing_steps", "0", *(["--cpu_threads", "1"] if MACHINE else [])]
         began, refused = start(file, ranks, flags)
         if refused:
             return refused
@@ -141,7 +137,7 @@ def sent_bytes(events: list[dict], launch: Launch) -> float:
 
 
 def plan(file: Path, ranks: int, batches: int, model: list[str]) -> tuple[Launch, Setting] | None:
-    """Of the same run; None where the planner refuses the launch, as the run does."""
+    """The planner's launch and setting of the same run; None if the planner refuses the launch, as the run does."""
     words = [*model, "--accelerate_config", str(file), "--world_size", str(ranks), "--no_simulate"]
     try:
         question = parse([*words, "--gradient_accumulation_steps", str(batches)])
@@ -153,11 +149,8 @@ def plan(file: Path, ranks: int, batches: int, model: list[str]) -> tuple[Launch
 def imports() -> float:
     """Resident bytes of a process that has imported the trainer."""
     code = "import hope_hf.training.trainer, resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | MACHINE | {"PYTHONPATH": str(ROOT)}, check=True,
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    return 1024 * int(done.stdout)
+    env = os.environ | MACHINE | {"PYTHONPATH": str(ROOT)}
+    return 1024 * int(subprocess.check_output([sys.executable, "-c", code], env=env, text=True))
 
 
 def row(name: str, file: Path, ranks: int, model: list[str], base: float, speeds: dict) -> str:
@@ -197,7 +190,7 @@ def main(argv: list[str] | None = None) -> None:
         for ranks in options.ranks:
             for name, file in files.items():
                 content = yaml.safe_load(file.read_text(encoding="utf-8"))
-                # Files for one process start one, and sharing out needs two.
+                # Files for one process start one, and sharding needs two.
                 fits = (ranks == 1) == (content["distributed_type"] == "NO")
                 if fits and (options.strategies is None or name in options.strategies):
                     print(row(name, file, ranks, model, base, speeds), flush=True)

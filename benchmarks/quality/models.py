@@ -1,11 +1,10 @@
 """The models of benchmarks/quality.py at its sizes, all of a size with the same number of parameters within 2 %.
 
 HOPE's three levels step every step: the paper's slowest level steps some 2,000 times in a training, which is not
-possible with periods of several steps in runs this short (`--ablation` measures their cost). Most of a
-block's parameters are its mixer's (small 94 %, medium 92 %): fewer heads with wider levels are worse. For the gated
-DeltaNet, more heads with a narrower MLP are worse (docs/log). Every model has the width, the heads of 64, the tied
-vocabulary and (but for Mamba-2, whose blocks have no MLP) the layers of HOPE. One number of each is chosen so that the
-parameters match:
+possible with periods of several steps in runs this short (`--ablation` measures the cost of clocks). A block's mixer
+has most of its parameters (small 94 %, medium 92 %): fewer heads with wider levels are worse. For the gated DeltaNet,
+more heads with a narrower MLP are worse (docs/log). Every model has HOPE's width, heads of 64, tied vocabulary and
+layers (but for Mamba-2, whose blocks have no MLP). One number of each model is fitted so that the parameters match:
 
 | model | what it is | fitted |
 |---|---|---|
@@ -19,7 +18,7 @@ parameters match:
 | llama_conv | the same with width-4 convolutions on q, k and v (`peers.py`) | width of its MLP |
 | mamba2 | Mamba-2, expansion 2, one group, about twice as many blocks | state size |
 | gated_deltanet | Qwen3-Next, all layers gated DeltaNets (values twice as wide as keys) | width of its MLP |
-| kimi_linear | Kimi Linear, all layers Kimi Delta Attention, heads of the stream's width | width of its MLP |
+| kimi_linear | Kimi Linear, all layers Kimi Delta Attention | width of its MLP |
 
 Initial values are transformers' own but for the recurrent peers, which get those of their authors. Mamba-2's maps
 have the standard deviation 1 / sqrt(3 width) instead of 0.1: after 120 steps of `small` on the built-in corpus at
@@ -49,23 +48,23 @@ class Size:
     num_hidden_layers: int
     vocab_size: int
     memory_heads: int
-    """Of HOPE's mixer; with the levels' width they divide a block's parameters."""
+    """Heads of HOPE's mixer; with the levels' width they divide a block's parameters."""
     level_intermediate_size: int
-    """Of HOPE's three levels."""
+    """Width of each of HOPE's three levels."""
     parameters: int
-    """To which the peers are fitted; not HOPE's own, so that dividing those anew changes no peer."""
+    """Number to which the peers are fitted. HOPE's own may differ, so that a change of HOPE changes no peer."""
     mamba_layers: int
     max_train_steps: int
     learning_rates: tuple[float, ...]
-    """Each model counts at its best of these."""
+    """The search begins with these; each model is compared at its best rate."""
     more_seeds: tuple[int, ...] = ()
     """Beside seed 1, for HOPE, its frozen twin and the best recurrent peer."""
     vector_learning_rates: tuple[float | None, ...] = (None,)
-    """Of norms, biases and taps, chosen like the others; None: that of matrices."""
+    """Of norms, biases and convolutions, chosen like the others; None: that of matrices."""
     block_size: int = 512
     per_device_train_batch_size: int = 8
     hybrid_memory_heads: int | None = None
-    """Beside sparse attention, which has fewer parameters than memories: more, so that levels stay about as wide."""
+    """Heads of memories in hybrids: more than `memory_heads`, since sparse attention has fewer parameters."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -101,7 +100,7 @@ SIZES = {
         hybrid_memory_heads=13,
     ),
 }
-# three layers of memories and one of sparse attention in hybrids
+# Its hybrids have three layers of memories and one of sparse attention.
 SIZES["deep"] = replace(
     SIZES["small"],
     num_hidden_layers=4,
@@ -177,19 +176,19 @@ class Model:
 
     @property
     def identity(self) -> str:
-        """A hash of the finished config, defaults included: models with different hashes differ."""
+        """A hash of the whole config, defaults included: models with different hashes differ."""
         values = fields_of_model(_config(self.model_type, json.loads(self.overrides)))
         return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
     def new(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        """It, with random weights."""
+        """The model with random weights."""
         return AutoModelForCausalLM.from_config(_config(self.model_type, json.loads(self.overrides)), dtype=dtype)
 
 
 @cache
 def build(name: str, size: Size) -> Model:
     """The model `name` of MODELS or VARIANTS at a size, its parameters within 2 % of the size's (but for variants)."""
-    # Variants of HOPE are not fitted: they differ from it only in one ingredient.
+    # Variants are not fitted: they differ from HOPE in one ingredient only.
     is_hope = name in (HOPE, FROZEN, *VARIANTS)
     model = _model(name, size, size.level_intermediate_size if is_hope else _fitted(name, size))
     assert name in VARIANTS or abs(model.parameters / size.parameters - 1) < TOLERANCE, (name, size, model.parameters)
@@ -294,7 +293,7 @@ def fields_of_model(config) -> dict:
     values.pop("transformers_version", None)
     if "sparse_attention" in (values.get("layer_types") or ()):
         return values
-    # no part of the model, and younger than most results
+    # no part of the model, and newer than most results
     return {name: value for name, value in values.items() if not name.startswith("sparse_")}
 
 

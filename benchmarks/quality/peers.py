@@ -38,8 +38,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from hope_hf.model.layers import ShortConvolution
 
-# Its tensors of decays grow with the chunk times the width: chunks of 16 give the same values and gradients as those
-# of 64 (to 3e-6) in a quarter of the time.
+# Chunks of 16 give the same values and gradients as those of 64 (to 3e-6) in a quarter of the time.
 modeling_kimi_linear.chunk_kimi_delta_attention = partial(
     modeling_kimi_linear.chunk_kimi_delta_attention, chunk_size=16
 )
@@ -52,15 +51,15 @@ class LlamaConvConfig(LlamaConfig):
     model_type = "llama_conv"
 
     conv_kernel_size: int = 4
-    # The last inputs of the convolutions are not cached: every new token reads the whole text again.
+    # The convolutions keep no cache: every new token reads the whole text again.
     use_cache: bool = False
 
 
 class LlamaConvAttention(LlamaAttention):
     """`LlamaAttention` whose queries, keys and values pass a causal depthwise convolution before the rotation.
 
-    The convolutions are HOPE's own `ShortConvolution` (width 4, no bias, uniform between -1/2 and 1/2), without the
-    SiLU that follows them there: attention reads signed values. They do not read across a restart of the positions.
+    The convolutions are HOPE's `ShortConvolution` (width 4, no bias, uniform between -1/2 and 1/2) without its SiLU.
+    They do not read across a restart of the positions.
     """
 
     def __init__(self, config: LlamaConvConfig, layer_idx: int):
@@ -101,21 +100,21 @@ class LlamaConvAttention(LlamaAttention):
         return self.o_proj(output.reshape(batch, length, -1)), weights
 
 
-def convolve(x: torch.Tensor, taps: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
-    """`sum_j taps[K - 1 - j] x_{t - j}` within each document.
+def convolve(x: torch.Tensor, weights: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
+    """`sum_j weights[K - 1 - j] x_{t - j}` within each document.
 
     Args:
         x: [B, T, H, D].
-        taps: [K, H, D], oldest token first.
+        weights: [K, H, D], oldest token first.
         position_ids: [B or 1, T], tokens of the document before each one; without them a row is one document.
     """
-    width, length = len(taps), x.shape[1]
-    mixed = taps[-1] * x
+    width, length = len(weights), x.shape[1]
+    mixed = weights[-1] * x
     for back in range(1, min(width, length)):
         earlier = F.pad(x[:, : length - back], (0, 0, 0, 0, back, 0))
         if position_ids is not None:
             earlier = earlier * (position_ids >= back)[..., None, None]
-        mixed = mixed + taps[width - 1 - back] * earlier
+        mixed = mixed + weights[width - 1 - back] * earlier
     return mixed
 
 
@@ -167,10 +166,10 @@ class GatedDeltaNetConfig(Qwen3NextConfig):
 class GatedDeltaNetModel(Qwen3NextModel):
     """`Qwen3NextModel` whose layers begin with long memories.
 
-    transformers starts every `dt_bias` at 1: a new memory then loses most of its content with each token. The
-    authors' code (fla, `layers/gated_deltanet.py`) draws the time step log-uniformly between 0.001 and 0.1, as Mamba-2
-    does, and so does this class. It makes little difference: after 120 steps of `small` on the built-in
-    corpus at 4e-3 the loss is 4.163, and 4.168 with transformers' values (seed 1).
+    transformers sets every `dt_bias` to 1: a new memory then loses most of its content with each token. The authors'
+    code (fla, `layers/gated_deltanet.py`) draws the time step log-uniformly between 0.001 and 0.1, and so does this
+    class. After 120 steps of `small` on the built-in corpus at 4e-3 the loss is 4.163, and 4.168 with transformers'
+    values (seed 1).
     """
 
     config: GatedDeltaNetConfig

@@ -1,10 +1,10 @@
 """Which runs benchmarks/quality.py still has to do, as pure functions of the known losses.
 
 Every model's best learning rate is found once per size, on the search text at seed 1: of three, and then of half the
-lowest or twice the highest while that end is the best. If vectors (norms, biases, taps) have their own rates, this
-uses the middle one of those; then theirs is found in the same way at the best rate of matrices. At the best rates,
-including rows named by `--learning_rates`, a model is trained on the other texts at seed 1. If a size has more seeds,
-HOPE, HOPE with frozen memories and the better recurrent peer of each text are trained on them, too.
+lowest or twice the highest while that end is the best. If vectors (norms, biases, convolutions) have their own rates,
+the search uses the middle one of those; then it finds theirs in the same way, at the best rate of matrices. At its
+best rates, including rows named by `--learning_rates`, a model is trained on the other texts at seed 1. If a size has
+more seeds, HOPE, HOPE with frozen memories and the best recurrent peer of each text are trained on them, too.
 """
 
 import itertools
@@ -48,7 +48,7 @@ Losses = Mapping[Job, float]
 
 @dataclass(frozen=True)
 class Matrix:
-    """What is asked for."""
+    """The sizes, texts and models that are compared."""
 
     sizes: Mapping[str, Size]
     texts: tuple[str, ...]

@@ -3,7 +3,7 @@
 | field | meaning |
 |---|---|
 | size, text, model, learning_rate, seed | the run |
-| vector_learning_rate | of norms, biases and taps; null or absent: the learning rate |
+| vector_learning_rate | of norms, biases and convolutions; null or absent: the learning rate |
 | steps, tokens | optimizer steps, and tokens read in them |
 | parameters | of the model |
 | eval_loss | nats per token of the held-out part; null where the training diverged |
@@ -19,9 +19,10 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from benchmarks.quality.models import MODELS, VARIANTS, Model, Size, build
 from benchmarks.quality.plan import Job, Matrix, Rates
@@ -56,24 +57,27 @@ def settings(model: Model, size: Size, vectors: float | None = None) -> str:
     return hashlib.sha256(words.encode()).hexdigest()[:12]
 
 
-def read_lines(path: Path) -> list[str]:
-    """The lines of a results file, none where it does not exist; ValueError for a folder."""
+def read_rows(path: Path, read: Callable[[dict], Any], noun: str) -> list:
+    """What `read` makes of each line of a results file, if there is one; ValueError for a line of another kind."""
     if path.is_dir():
         raise ValueError(f"--results {path} is a folder: name a file.")
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else [], 1):
+        try:
+            found.append(read(json.loads(line)))
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"--results {path}: line {number} is not a finished {noun}: remove it.") from None
+    return found
 
 
 def load(path: Path) -> list[dict]:
-    """The rows of a results file, none where it does not exist; ValueError for a line that is no row."""
-    rows = []
-    for number, line in enumerate(read_lines(path), 1):
-        try:
-            row = json.loads(line)
-            job_of(row), row["settings"], row["data"], row["eval_loss"]
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"--results {path}: line {number} is not a finished run: remove it.") from None
-        rows.append(row)
-    return rows
+    """The rows of a results file."""
+
+    def read(row: dict) -> dict:
+        job_of(row), row["settings"], row["data"], row["eval_loss"]
+        return row
+
+    return read_rows(path, read, "run")
 
 
 def append(path: Path, row: dict):

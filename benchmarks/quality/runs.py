@@ -66,19 +66,19 @@ class Runner:
                     if not self._collect(run):
                         failed.add(run.job)
         finally:
-            # After Ctrl-C, which the runs receive, too: they stop at their next step with a checkpoint.
+            # Runs that are stopped write a checkpoint at their next step.
             for run in running:
                 run.process.terminate()
             for run in running:
                 run.process.wait()
 
     def rows(self) -> dict[Job, dict]:
-        """What the results file holds of this matrix."""
+        """The rows of this matrix in the results file."""
         digests = {name: text.digest for name, text in self.texts.items()}
         return results.current(results.load(self.results_file), self.matrix, digests)
 
     def losses(self) -> dict[Job, float]:
-        """The validation losses among them."""
+        """The validation losses of these rows."""
         return results.losses(self.rows())
 
     def _start(self, job: Job, lock: int) -> Run:
@@ -164,7 +164,7 @@ class Runner:
 
 
 def _training_seconds(metrics: Path) -> float:
-    """Without start, checkpoints and evaluation; for a stopped and continued run, of all its parts."""
+    """Seconds of the steps alone, of all parts of a run that was stopped and continued."""
     seconds, tokens = 0.0, 0
     for line in metrics.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)

@@ -1,9 +1,8 @@
 """The texts of benchmarks/quality.py: found, split by position, each with one tokenizer for all models.
 
-Every text is ONE document on either side, the built-in corpus too: its files are joined with a blank line between
-them. transformers' recurrent models keep their state if a document begins inside a row (Mamba-2 does not even read the
-positions), HOPE and attention models restart there. Without boundaries all models see the same rows of tokens, start
-each row with an empty state and may use all of it.
+Each part of a text is ONE document, also of the built-in corpus, whose files are joined with a blank line between
+them. Where a document begins inside a row, transformers' recurrent models keep their state, HOPE and attention models
+restart. Without such boundaries all models see the same rows of tokens and start each row with an empty state.
 """
 
 import hashlib
@@ -18,7 +17,7 @@ BUILTIN = "builtin"
 FILES = {"tinyshakespeare": "tinyshakespeare.txt", "moby_dick": "gutenberg_2701_moby_dick.txt"}
 TEXTS = (BUILTIN, *FILES)
 HELD_OUT_PERCENT = 10.0
-# The corpus is eight times as long as the others: evaluation on a tenth of it would take as long as some trainings.
+# The corpus is eight times as long as the others: evaluating a tenth of it would take as long as some trainings.
 HELD_OUT_PERCENT_OF_BUILTIN = 5.0
 
 
