@@ -1,11 +1,11 @@
-"""Bytes of activations that a causal LM keeps from forward to backward, per block, from its config alone.
+"""Bytes that a causal LM keeps: activations from forward to backward per block, and the state of a sequence.
 
-Counted is what autograd saves, one saved tensor a term; a test holds the sums against the simulated step. Attention is
-sdpa's or flash attention's, whose kernels never hold heads x tokens^2 numbers. Three ways of computing differ:
+The formulas read the config. Each term is one tensor that autograd saves; tests compare the sums with the simulated
+step. Attention is sdpa or flash attention, whose kernels never hold heads x tokens^2 numbers. Three modes differ:
 
-- fp32: everything takes 4 bytes.
-- autocast (bf16 or fp16 in one process, under DDP and DeepSpeed): the residual stream and norms stay fp32, every
-  linear map casts its own input and keeps a copy of its weights in 2 bytes.
+- fp32: every number has 4 bytes.
+- autocast (bf16 or fp16 in one process, under DDP and DeepSpeed): the residual stream and norms stay fp32; every
+  linear layer casts its own input and keeps a 2-byte copy of its weights.
 - cast (FSDP): blocks have 2-byte weights and inputs.
 """
 
@@ -19,19 +19,19 @@ from .launch import Launch
 from .shapes import Shapes
 
 Mode = Literal["fp32", "autocast", "cast"]
-# Bytes per token and entry of the vocabulary while the loss is differentiated: log-softmax and the gradients of it and
-# of its input, all fp32.
+# Bytes per token and vocabulary entry in the loss's backward pass: the log-softmax, its gradient and the gradient of
+# its input, all fp32.
 LOSS_BYTES = 12
-# Of transformers' GELU in plain operations: its input, half of it, the tanh, 1 + tanh and the product.
+# Tensors that transformers' GELU in plain operations saves: input, half the input, tanh, 1 + tanh and the product.
 GELU_TENSORS = 5
 
 
 @dataclass(frozen=True)
 class Block:
-    """Bytes that a block keeps: of its sequence mixer, and of the rest.
+    """Bytes that a block keeps: its sequence mixer, and the rest of the block.
 
     Attributes:
-        mixer_input: what a recomputed mixer keeps that the block keeps anyway nowhere else.
+        mixer_input: kept as well if the mixer is recomputed; `rest` does not include it.
     """
 
     rest: int
@@ -48,12 +48,12 @@ class Activations:
     """Bytes of one forward pass of one process.
 
     Attributes:
-        blocks: of all blocks, as they are kept.
-        one_block: of the largest block, as the backward pass through it needs them.
-        in_backward: largest sum, during the backward pass, of the blocks it has not finished, with recomputed ones.
-        loss: of the last norm, the logits and their gradients.
-        weight_copies: of weights, which autocast keeps.
-        is_estimate: whether the block is of an architecture that is not written down here.
+        blocks: all blocks, as they are kept for the backward pass.
+        one_block: the largest block without recomputation.
+        in_backward: largest sum over the backward pass of the blocks still kept and the block that is recomputed.
+        loss: the last norm, the logits and their gradients.
+        weight_copies: low-precision copies of weights, which autocast keeps.
+        is_estimate: whether no formula below describes the architecture's blocks.
     """
 
     blocks: int
@@ -65,7 +65,7 @@ class Activations:
 
 
 def mode_of(launch: Launch) -> Mode:
-    """How a launch computes."""
+    """The mode of a launch."""
     if launch.precision == "no":
         return "fp32"
     return "cast" if launch.strategy.engine.startswith("fsdp") and launch.strategy.gathers else "autocast"
@@ -74,7 +74,7 @@ def mode_of(launch: Launch) -> Mode:
 def activations(
     config, shapes: Shapes, launch: Launch, batch_size: int, block_size: int, recomputed: Recomputed
 ) -> Activations:
-    """The activations of a batch; what is `recomputed` keeps its inputs alone."""
+    """The activations of a batch; a `recomputed` part keeps only its inputs."""
     mode, tokens = mode_of(launch), batch_size * block_size
     wide, low = 4, 4 if mode == "fp32" else 2
     stream = low if mode == "cast" else wide
@@ -106,19 +106,19 @@ def activations(
 
 
 def _loss_without_logits(width: int, tokens: int, mode: Mode) -> int:
-    """Per entry of the vocabulary: the head's gradient, and of a chunk the logits and what is made of them."""
-    # in fp32 twice the logits, and where they are rounded the gradient as the product reads it
+    """Bytes per vocabulary entry: the head's gradient, and the logits of a chunk with their gradients."""
+    # in fp32 the logits twice; with rounded logits also the gradient in the low precision
     return 4 * width + min(width, tokens) * (8 if mode == "fp32" else 10)
 
 
 def _norm(width: int, mode: Mode) -> int:
-    """Per token: input, normalised input and output of an RMS norm in plain operations."""
-    # Under autocast the maps that read the output keep casts of it instead.
+    """Bytes per token: input, normalised input and output of an RMS norm in plain operations."""
+    # Under autocast the linear layers that read the output keep their casts instead.
     return 12 * width if mode == "fp32" else 8 * width
 
 
 def _casts(width: int, mode: Mode, readers: int) -> int:
-    """Per token: casts of an input that `readers` maps read."""
+    """Bytes per token: casts of an input that `readers` linear layers read."""
     return 2 * width * readers if mode == "autocast" else 0
 
 
@@ -132,7 +132,7 @@ def _llama(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
 
 
 def _block(config, mode: Mode, tokens: int, mlp: int, attention: int, scan: int = 0) -> Block:
-    """A block whose mixer reads an RMS norm's output; `mlp` and `attention` are bytes a token, `scan` of the batch."""
+    """A block whose mixer reads an RMS norm's output; `mlp`, `attention`: bytes per token; `scan`: per batch."""
     width = config.hidden_size
     rest = _norm(width, mode) + mlp
     return Block(tokens * rest, tokens * attention + scan, tokens * 4 * width if mode == "autocast" else 0)
@@ -142,10 +142,10 @@ def _gpt2(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
     width, low = config.n_embd, 4 if mode == "fp32" else 2
     hidden = config.n_inner or 4 * width
     stream = low if mode == "cast" else 4
-    # Under autocast the cast of the norm's output belongs to the map that reads it.
+    # Under autocast the cast of the norm's output is kept by the linear layer that reads it.
     norms = 2 * width * (stream + low)
     cast = low * width if mode == "autocast" else 0
-    # Query, key and value side by side; query and key once more, contiguous; what attention returns, twice.
+    # One tensor of query, key and value; contiguous copies of query and key; attention's output twice.
     attention = low * width * 6 + 4 * config.n_head
     mask = width if config.resid_pdrop else 0
     tokens = batch_size * block_size
@@ -159,7 +159,7 @@ def _hope(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
     levels = sum(
         _norm(width, mode) + _casts(width, mode, 2) + low * 4 * hidden for hidden in config.level_intermediate_sizes
     )
-    # Levels side by side keep their outputs for the weights that mix them.
+    # Parallel levels keep their outputs for the gradient of the mixing weights.
     levels += low * width * len(config.level_periods) if config.level_variant == "independent" else 0
     heads, groups = (config.num_attention_heads or 0), (config.num_key_value_heads or 0)
     attention = _casts(width, mode, 3) + low * (2 * heads + 2 * groups) * config.head_dim + 4 * heads
@@ -167,7 +167,7 @@ def _hope(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
     blocks["sparse_attention"] = _block(config, mode, tokens, levels, _casts(width, mode, 4) + _sparse(config, mode))
     if config.has_memories:
         inner = config.num_memory_heads * config.head_dim
-        # Streams, reads and their norm are fp32; gate and output are as the linear maps.
+        # The qkv inputs, the memory's outputs and their norm are fp32; gate and output have the linear layers' dtype.
         around = 4 * 6 * inner + low * 4 * inner
         scan = batch_size * _scan(config, block_size)
         blocks["hope_memory"] = _block(config, mode, tokens, levels, _casts(width, mode, 5) + around, scan)
@@ -175,19 +175,19 @@ def _hope(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
 
 
 def _sparse(config, mode: Mode) -> int:
-    """Bytes a token that sparse attention keeps beside its input."""
+    """Bytes per token that sparse attention keeps besides its input."""
     heads, groups = (config.num_attention_heads or 0), (config.num_key_value_heads or 0)
     low = 4 if mode == "fp32" else 2
-    # what linear maps gave, and the output; in float32 queries, keys, values, what selected blocks gave, and gates
+    # outputs of the linear layers, and the output; in fp32 queries, keys, values, the selected branch and gates
     streams = low * (2 * heads + 2 * groups) + 4 * (2 * heads + 2 * groups)
     compressed = 4 * 2 * groups * config.head_dim // config.sparse_compress_stride
-    # int64, which queries read a block
+    # int64 indices of the queries that read a block
     selected = 8 * config.sparse_top_k * groups
     return streams * config.head_dim + compressed + 4 * 3 * heads + selected
 
 
 def _scan(config, block_size: int) -> int:
-    """Bytes that the scan of one sequence keeps: the pieces of the last group that is not recomputed (fp32)."""
+    """fp32 bytes that the scan of one sequence keeps: the chunk spans of the last group, which is not recomputed."""
     chunk, width, heads = config.memory_chunk_size, config.head_dim, config.num_memory_heads
     memories, kernel = len(config.memory_projections) + 1, config.conv_kernel_size
     pieces = math.ceil(block_size / chunk)
@@ -197,18 +197,18 @@ def _scan(config, block_size: int) -> int:
     size = min(chunk, block_size)
     state = memories * width**2
     streams = 3 * width * (3 * size + kernel - 1)
-    # Decay, the products of keys and of queries with keys; the inverse of each rate is padded to a power of two.
+    # Decays and the products of keys with keys and queries with keys; inverses are padded to a power of two.
     padded = max(4, 2 ** math.ceil(math.log2(size)))
     rates = 1 if not config.memory_projections else 2
     squares = 3 * size**2 + rates * padded * (padded + 1)
     piece = state + streams + squares + memories * size * width + 5 * size
-    # The paper's rule goes through autograd, which keeps about four times as much.
+    # Autograd saves about four times as much for the paper's rule.
     factor = 4 if config.memory_rule == "paper" else 1
     return 4 * heads * (factor * piece * last + (groups - 1) * state)
 
 
 def _by_matrices(shapes: Shapes, tokens: int, low: int) -> list[Block]:
-    """An estimate for other architectures: every matrix keeps its input and its output once."""
+    """An estimate for other architectures: the input and the output of every matrix."""
     sizes: dict[int, list[int]] = {}
     for weight in shapes.weights:
         if isinstance(weight.unit, int) and len(weight.shape) == 2:
@@ -218,10 +218,10 @@ def _by_matrices(shapes: Shapes, tokens: int, low: int) -> list[Block]:
 
 
 def cache_bytes(config, tokens: int) -> int:
-    """fp32 bytes that one sequence carries after `tokens` tokens: HOPE's memories and tails, keys and values.
+    """fp32 bytes of the state of one sequence after `tokens` tokens: memories, inputs of convolutions, keys, values.
 
-    Memories have the same size after any number of tokens: the weights now, and where the rule or memories that remake
-    streams read them those of the chunk's start.
+    The size of memories does not depend on the tokens. They are stored once, and a second time at the chunk's start
+    where the paper's rule or projected keys and values read that version.
     """
     if config.model_type == "hope":
         width, heads = config.head_dim, config.num_memory_heads or 0
@@ -230,7 +230,7 @@ def cache_bytes(config, tokens: int) -> int:
         memories = copies * layers * (len(config.memory_projections) + 1) * width**2
         memory = heads * (memories + 3 * (config.conv_kernel_size - 1) * width)
         keys = 2 * tokens * (config.num_key_value_heads or 0) * width
-        # whole blocks, their compressed keys, the convolutions' tail, and an int64
+        # whole blocks, compressed keys and values, the convolutions' last inputs, and an int64
         slots = math.ceil(tokens / config.sparse_block_size) * config.sparse_block_size
         compressed, groups = slots // config.sparse_compress_stride, config.num_key_value_heads or 0
         tail = (config.conv_kernel_size - 1) * ((config.num_attention_heads or 0) + 2 * groups) * width

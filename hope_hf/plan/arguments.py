@@ -1,14 +1,18 @@
-"""Flags of `python -m hope_hf.plan`: those of the run are named as `run_clm.py` names them, whose recipes it reads."""
+"""Flags of `python -m hope_hf.plan`. It reads the recipes of `run_clm.py`, so its flags have the same names."""
 
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, field, fields, make_dataclass
 from typing import Literal
 
-from hope_hf.cli.flags import COUNT, LONGEST, ROWS, flag
-from hope_hf.optim import RULES
-from hope_hf.step.recompute import recomputing_flag
+from hope_hf.cli.flags import COUNT, flag
+from hope_hf.step.arguments import Arguments as RunFlags
 
 MOST_TOKENS = 10**16
 MOST_PROCESSES = 65_536
+# Flags of `run_clm.py` on which a step's memory depends.
+SHARED = (
+    "block_size per_device_train_batch_size gradient_accumulation_steps sync_each_batch gradient_checkpointing "
+    "optimizer fsdp_reduce_dtype".split()
+)
 
 
 @dataclass
@@ -17,7 +21,7 @@ class SubjectArguments:
 
     _argument_group_name = "model"
 
-    model_name_or_path: str | None = flag(None, "Folder or Hub name of a saved model; its config alone is read.")
+    model_name_or_path: str | None = flag(None, "Folder or Hub name of a saved model; only its config is read.")
     model_type: str | None = flag(None, "Architecture: hope (default) or any other causal LM of transformers.")
     config_name: str | None = flag(None, "Config: folder, Hub name, or HOPE size (tiny, pilot, mid, target).")
     config_overrides: str | None = flag(
@@ -28,34 +32,34 @@ class SubjectArguments:
 
 
 @dataclass
-class StepArguments:
-    """One optimizer step."""
+class LaunchArguments:
+    """How the run is launched."""
 
-    _argument_group_name = "step"
-
-    accelerate_config: str | None = flag(None, "Launch file, as accelerate_configs/fsdp2.yaml (default: replicas).")
+    accelerate_config: str | None = flag(None, "Launch file, such as accelerate_configs/fsdp2.yaml (default: DDP).")
     world_size: int | None = flag(
-        None, "Processes, one a GPU (default: the launch file's).", least=1, most=MOST_PROCESSES
+        None, "Processes, one per GPU (default: the launch file's).", least=1, most=MOST_PROCESSES
     )
     mixed_precision: Literal["no", "bf16", "fp16"] | None = flag(
         None, "As accelerate launch takes it (default: the launch file's)."
     )
-    block_size: int | None = flag(
-        None, "Tokens per row (default: the model's longest input, at most 1,024).", least=2, most=LONGEST
-    )
-    per_device_train_batch_size: int = flag(8, "Rows per process and forward pass.", **ROWS)
-    gradient_accumulation_steps: int = flag(1, "Forward passes per optimizer step.", least=1, most=10_000)
-    sync_each_batch: bool = flag(False, "FSDP: reduce gradients after each of them, so that none are held whole.")
-    gradient_checkpointing: str = recomputing_flag()
-    optimizer: Literal[tuple(RULES)] = flag("adamw", "Optimizer of hidden matrices; AdamW has the rest.")
-    fsdp_reduce_dtype: Literal["float32", "bfloat16"] = flag(
-        "float32", "FSDP in bf16 or fp16: in which dtype gradients are summed over processes."
-    )
+
+
+def _of_the_run(name: str) -> tuple[str, object, Field]:
+    """A flag of `run_clm.py`, as it is defined there."""
+    own = RunFlags.__dataclass_fields__[name]
+    return name, own.type, field(default=own.default, metadata=own.metadata)
+
+
+@dataclass
+class StepArguments(make_dataclass("SharedFlags", map(_of_the_run, SHARED), bases=(LaunchArguments,))):
+    """One optimizer step."""
+
+    _argument_group_name = "step"
 
 
 @dataclass
 class MachineArguments:
-    """What it runs on, for how long, and what is printed."""
+    """The machines, the length of the run, and what is printed."""
 
     _argument_group_name = "machine"
 
@@ -64,13 +68,13 @@ class MachineArguments:
     network_gbit: float = flag(200.0, "Gbit/s of each GPU's link to other machines.", least=1e-3)
     max_train_steps: int | None = flag(None, "Optimizer steps of the whole run: adds days.", **COUNT)
     total_tokens: float | None = flag(
-        None, "Tokens of the whole run, as 30e9, instead of its steps.", least=1, most=MOST_TOKENS
+        None, "Tokens of the whole run, such as 30e9, instead of its steps.", least=1, most=MOST_TOKENS
     )
     mfu: float = flag(
-        0.4, "Share of the peak that the run reaches (train/mfu_percent / 100).", least=1e-6, most=1
+        0.4, "Share of the GPU's peak FLOP/s that the run reaches (train/mfu_percent / 100).", least=1e-6, most=1
     )
-    price_per_gpu_hour: float | None = flag(None, "Adds the cost, in the same currency.", above=0)
-    simulate: bool = flag(True, "Run the step on fake tensors as well; --no_simulate: arithmetic alone.")
+    price_per_gpu_hour: float | None = flag(None, "Adds the cost of the run, in the same currency.", above=0)
+    simulate: bool = flag(True, "Also run the step on fake tensors; --no_simulate: arithmetic only.")
     json: bool = flag(False, "Print one JSON object instead of the table.")
     plot: str | None = flag(None, "Also draw the settings' memory as bars into this .png.")
 

@@ -1,7 +1,9 @@
-"""The ways to share a model out over processes: what each holds, and how an accelerate launch file names them."""
+"""How processes share out a model: the strategies, a launch, and the launch that an accelerate file describes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -17,16 +19,16 @@ ALL = frozenset((WEIGHTS, GRADIENTS, OPTIMIZER))
 
 @dataclass(frozen=True)
 class Strategy:
-    """What every process holds a part of.
+    """What is cut into one part per process.
 
     Attributes:
-        key: its name in tables and in `--json`.
+        key: the name in tables and in `--json`.
         engine: "plain" (one process, DDP), "fsdp2", "fsdp1" or "deepspeed".
-        shared: which of `WEIGHTS`, `GRADIENTS` and `OPTIMIZER` are cut into parts.
-        keeps_gathered: whether gathered weights stay from forward to backward (SHARD_GRAD_OP).
-        is_hybrid: shared out inside a machine, replicated over machines.
-        offloads: the kinds that lie in the machine's memory instead of the GPU's.
-        launch_file: of `accelerate_configs/`; None where no engine here does it.
+        shared: which of `WEIGHTS`, `GRADIENTS` and `OPTIMIZER` are cut.
+        keeps_gathered: whether gathered weights are kept from forward to backward (SHARD_GRAD_OP).
+        is_hybrid: whether each machine holds a replica, cut into one part per process of the machine.
+        offloads: which of the three are held in the machine's memory instead of the GPU's.
+        launch_file: a file of `accelerate_configs/`; None where no engine of this project does it.
     """
 
     key: str
@@ -47,7 +49,7 @@ STRATEGIES = {
     strategy.key: strategy
     for strategy in (
         Strategy("ddp", "plain", launch_file="ddp.yaml"),
-        # Of the literature; DeepSpeed has it, the engines here begin with stage 2.
+        # The literature counts it; this project's engines begin with stage 2.
         Strategy("zero1", "deepspeed", frozenset((OPTIMIZER,))),
         Strategy("zero2", "deepspeed", frozenset((GRADIENTS, OPTIMIZER)), launch_file="deepspeed_zero2.yaml"),
         Strategy("zero3", "deepspeed", ALL, launch_file="deepspeed_zero3.yaml"),
@@ -58,9 +60,11 @@ STRATEGIES = {
         Strategy("zero3_offload", "deepspeed", ALL, offloads=ALL, launch_file="deepspeed_zero3_offload.yaml"),
     )
 }
-# Version 1 of FSDP with the strategy NO_SHARD.
+VERSION_1 = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
+"""Strategies of FSDP's version 1, in the order of accelerate's numbers, which begin with 1."""
+# Version 1 with NO_SHARD.
 UNSHARDED = replace(STRATEGIES["ddp"], engine="fsdp1")
-# Added to the key of a strategy where it is not enough to name the launch file.
+# What the launch file must say as well.
 SETTINGS = {"shard_grad_op": "with fsdp_reshard_after_forward: false"}
 
 
@@ -69,10 +73,10 @@ class Launch:
     """A strategy on a number of processes.
 
     Attributes:
-        world_size: processes.
-        parts: processes that share out one replica.
+        world_size: number of processes.
+        parts: number of processes that share out one replica.
         precision: accelerate's mixed precision: "no", "bf16" or "fp16".
-        checkpointing: whether the launch file asks that blocks are recomputed.
+        checkpointing: whether the launch file asks for recomputed blocks.
     """
 
     strategy: Strategy
@@ -87,28 +91,28 @@ class Launch:
 
     @property
     def compute_bytes(self) -> int:
-        """Per gathered weight. DeepSpeed in bf16 gathers fp32 weights, which autocast rounds."""
+        """Bytes per gathered weight. DeepSpeed in bf16 gathers fp32 weights, and autocast rounds them."""
         wide = self.precision == "no" or (self.strategy.engine == "deepspeed" and self.precision == "bf16")
         return 4 if wide else 2
 
     def whole_gradients(self, reduce_dtype: torch.dtype) -> torch.dtype | None:
-        """In which dtype FSDP adds up the gradients of the whole model between accumulated batches.
+        """Dtype in which FSDP accumulates the gradients of the whole model between the batches of a step.
 
-        None where a process adds up only the gradients that it keeps. `reduce_dtype`: of the sum over processes.
+        None where each process accumulates its own part only. `reduce_dtype`: dtype of the sum over processes.
         """
         if not (self.strategy.engine.startswith("fsdp") and self.strategy.gathers):
             return None
         if self.precision == "no":
             return torch.float32
-        # Version 1 adds gradients up as they were computed, version 2 as it sums them over processes.
+        # Version 1 accumulates in the dtype that computes, version 2 in that of the sum.
         return LOW_PRECISION[self.precision] if self.strategy.engine == "fsdp1" else reduce_dtype
 
     def recomputes(self, flag: str) -> str:
-        """`--gradient_checkpointing`; where it says none, what the launch file asks for."""
+        """The value of `--gradient_checkpointing`, or the launch file's where the flag is none."""
         return "block" if self.checkpointing and parse_recomputed(flag).part == "none" else flag
 
     def under(self, strategy: Strategy, per_node: int) -> "Launch":
-        """The same processes under another strategy; a hybrid shares out inside nodes of `per_node` processes."""
+        """The same processes under another strategy; `per_node`: processes of a machine, for hybrids."""
         parts = 1 if not strategy.shared else self.world_size
         if strategy.is_hybrid:
             parts = self.parts if self.strategy.is_hybrid else min(per_node, self.world_size)
@@ -129,129 +133,127 @@ class StepOptions:
     attn_implementation: str | None = None
     trust_remote_code: bool = False
 
-
-def read_launch_file(path: str | None, world_size: int | None, gradient_accumulation_steps: int) -> Launch:
-    """The launch that a file asks for; one process or DDP without a file.
-
-    `world_size`: `--world_size`, or None for the file's. Raises ValueError with one sentence that names the file or
-    flag.
-    """
-    if path is None:
-        processes = world_size or 1
-        return Launch(STRATEGIES["ddp"], processes, 1)
-    content = read_content(Path(path), f"--accelerate_config {path}")
-    processes = world_size or int(content.get("num_processes") or 1)
-    if not 1 <= processes <= MOST_PROCESSES:
-        raise ValueError(
-            f"--accelerate_config {path}: num_processes is {processes}: write a whole number from 1 to "
-            f"{MOST_PROCESSES:,}."
+    @classmethod
+    def of(cls, args, block_size: int, attn_implementation: str | None = None) -> "StepOptions":
+        """From the flags of `run_clm.py` or of the planner, which have the same names."""
+        return cls(
+            args.per_device_train_batch_size,
+            block_size,
+            args.gradient_accumulation_steps,
+            args.gradient_checkpointing,
+            args.optimizer,
+            args.sync_each_batch,
+            getattr(torch, args.fsdp_reduce_dtype),
+            attn_implementation,
+            args.trust_remote_code,
         )
-    kind = str(content.get("distributed_type") or "NO")
-    known = {"NO": _plain, "MULTI_GPU": _plain, "MULTI_CPU": _plain, "FSDP": _fsdp, "DEEPSPEED": _deepspeed}
-    if kind not in known:
-        raise ValueError(
-            f"--accelerate_config {path}: distributed_type is {kind}: write one of {', '.join(known)}."
-        )
-    if kind == "NO" and processes > 1:
-        raise ValueError(
-            f"--accelerate_config {path} starts one process and --world_size is {processes}: take "
-            "accelerate_configs/ddp.yaml or fsdp2.yaml, or leave --world_size out."
-        )
-    precision = str(content.get("mixed_precision") or "no")
-    # YAML 1.1 reads a plain no as false.
-    precision = "no" if precision == "False" else precision
-    if precision not in ("no", "bf16", "fp16"):
-        raise ValueError(f"--accelerate_config {path}: mixed_precision is {precision}: write 'no', bf16 or fp16.")
-    strategy, parts, checkpointing = known[kind](path, content, processes, gradient_accumulation_steps)
-    return Launch(strategy, processes, parts, precision, checkpointing)
 
 
-def _plain(path, content, processes, accumulation) -> tuple[Strategy, int, bool]:
-    return STRATEGIES["ddp"], 1, False
-
-
-def _fsdp(path, content, processes, accumulation) -> tuple[Strategy, int, bool]:
-    config = content.get("fsdp_config") or {}
-    if processes < 2:
-        raise ValueError(
-            f"--accelerate_config {path} asks for FSDP, which needs two processes or more: raise --world_size, or "
-            "take accelerate_configs/single.yaml."
-        )
-    old = config.get("fsdp_version") == 1
-    named = str(config.get("fsdp_sharding_strategy", "FULL_SHARD")).upper()
-    # By name, or by number as accelerate's wizard once wrote it.
-    numbers = dict(zip("12345", ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID"), strict=True))
-    named = numbers.get(named, named)
-    if old and named not in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"):
-        raise ValueError(
-            f"--accelerate_config {path}: fsdp_sharding_strategy {named} is not planned: write FULL_SHARD, "
-            "SHARD_GRAD_OP, HYBRID_SHARD or NO_SHARD."
-        )
-    keeps = named == "SHARD_GRAD_OP" if old else not _is_true(config.get("fsdp_reshard_after_forward", True))
-    replicas, parts = _mesh(path, content, processes)
-    if old and named == "HYBRID_SHARD":
-        machines = int(content.get("num_machines") or 1)
-        replicas, parts = machines, processes // machines
-        if machines * parts != processes:
-            raise ValueError(
-                f"--accelerate_config {path} has {machines} machines, among which {processes} processes cannot be "
-                "divided: change num_machines or --world_size."
-            )
-    if old and named == "NO_SHARD":
-        strategy, parts = UNSHARDED, 1
-    else:
-        strategy = fsdp_strategy(old, keeps, replicas, _is_true(config.get("fsdp_offload_params", False)))
-    return strategy, parts, _is_true(config.get("fsdp_activation_checkpointing", False))
-
-
-def fsdp_strategy(old: bool, keeps_gathered: bool, replicas: int, offloads: bool) -> Strategy:
-    """FSDP, of version 1 if `old`."""
+def fsdp_strategy(is_version_1: bool, keeps_gathered: bool, replicas: int, offloads: bool) -> Strategy:
+    """FSDP; `keeps_gathered`: from forward to backward."""
     key = "hybrid_shard" if replicas > 1 else "shard_grad_op" if keeps_gathered else "full_shard"
     strategy = STRATEGIES["fsdp_offload" if offloads else key]
-    engine = "fsdp1" if old else "fsdp2"
+    engine = "fsdp1" if is_version_1 else "fsdp2"
     return replace(strategy, keeps_gathered=keeps_gathered, is_hybrid=replicas > 1, engine=engine)
 
 
-def _mesh(path, content, processes) -> tuple[int, int]:
-    """Replicas, and processes that share one out."""
-    mesh = content.get("parallelism_config") or {}
-    replicas = int(mesh.get("parallelism_config_dp_replicate_size") or 1)
-    parts = int(mesh.get("parallelism_config_dp_shard_size") or 1)
-    if replicas * parts == 1:
-        return 1, processes
-    if replicas * parts != processes:
-        raise ValueError(
-            f"--accelerate_config {path} makes a mesh of {replicas} x {parts} processes and --world_size is "
-            f"{processes}: change one of them."
-        )
-    return replicas, parts
-
-
-def _deepspeed(path, content, processes, accumulation) -> tuple[Strategy, int, bool]:
-    config = content.get("deepspeed_config") or {}
-    if "deepspeed_config_file" in config:
-        raise ValueError(
-            f"--accelerate_config {path} names a DeepSpeed json, which is not planned: write zero_stage and "
-            "offload_optimizer_device into deepspeed_config instead."
-        )
-    given = config.get("gradient_accumulation_steps", "auto")
-    if given != "auto" and int(given) != accumulation:
-        raise ValueError(
-            f"--accelerate_config {path} has gradient_accumulation_steps {given} and the flag is {accumulation}: "
-            "leave the key out."
-        )
-    stage = int(config.get("zero_stage", 2))
-    optimizer, weights = (config.get(f"offload_{name}_device") == "cpu" for name in ("optimizer", "param"))
-    return zero_strategy(stage, optimizer, weights), processes, False
-
-
 def zero_strategy(stage: int, offloads_optimizer: bool, offloads_weights: bool) -> Strategy:
-    """DeepSpeed's stage; it offloads weights in stage 3 alone."""
+    """A stage of DeepSpeed, which offloads weights in stage 3 only."""
     offloads = {OPTIMIZER, GRADIENTS} if offloads_optimizer else set()
     if offloads_weights and stage == 3:
         offloads |= {WEIGHTS}
     strategy = STRATEGIES["zero3_offload" if offloads and stage == 3 else f"zero{stage}"]
     return replace(strategy, offloads=frozenset(offloads))
+
+
+def read_launch_file(path: str | None, world_size: int | None, gradient_accumulation_steps: int) -> Launch:
+    """The launch that a file describes; without a file one process, or DDP.
+
+    `world_size`: `--world_size`; None takes the file's number. Raises ValueError with one sentence that names the file
+    or flag.
+    """
+    if path is None:
+        return Launch(STRATEGIES["ddp"], world_size or 1, 1)
+    content = read_content(Path(path), f"--accelerate_config {path}")
+
+    def refuse(sentence: str):
+        raise ValueError(f"--accelerate_config {path}{sentence}.")
+
+    processes = world_size or int(content.get("num_processes") or 1)
+    if not 1 <= processes <= MOST_PROCESSES:
+        refuse(f": num_processes is {processes}: write a whole number from 1 to {MOST_PROCESSES:,}")
+    precision = str(content.get("mixed_precision") or "no")
+    # YAML 1.1 reads a plain no as false.
+    precision = "no" if precision == "False" else precision
+    if precision not in ("no", *LOW_PRECISION):
+        refuse(f": mixed_precision is {precision}: write 'no', bf16 or fp16")
+    kind = str(content.get("distributed_type") or "NO")
+    if kind == "NO" and processes > 1:
+        refuse(
+            f" starts one process and --world_size is {processes}: take accelerate_configs/ddp.yaml or fsdp2.yaml, or "
+            "leave --world_size out"
+        )
+    if kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED"):
+        refuse(f": distributed_type is {kind}: write one of NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED")
+    launch = Launch(STRATEGIES["ddp"], processes, 1, precision)
+    if kind == "FSDP":
+        launch = _fsdp(content, launch, refuse)
+    if kind == "DEEPSPEED":
+        launch = _deepspeed(content.get("deepspeed_config") or {}, launch, gradient_accumulation_steps, refuse)
+    return launch
+
+
+def _fsdp(content: dict, launch: Launch, refuse: Callable[[str], NoReturn]) -> Launch:
+    config, processes = content.get("fsdp_config") or {}, launch.world_size
+    if processes < 2:
+        refuse(
+            " asks for FSDP, which needs two processes or more: raise --world_size, or take "
+            "accelerate_configs/single.yaml"
+        )
+    launch = replace(launch, checkpointing=_is_true(config.get("fsdp_activation_checkpointing")))
+    offloads = _is_true(config.get("fsdp_offload_params"))
+    mesh = content.get("parallelism_config") or {}
+    replicas, parts = (int(mesh.get(f"parallelism_config_dp_{axis}_size") or 1) for axis in ("replicate", "shard"))
+    if replicas * parts == 1:
+        parts = processes
+    elif replicas * parts != processes:
+        refuse(
+            f" makes a mesh of {replicas} x {parts} processes and --world_size is {processes}: change one of them"
+        )
+    if config.get("fsdp_version") == 2:
+        keeps_gathered = not _is_true(config.get("fsdp_reshard_after_forward", True))
+        return replace(launch, strategy=fsdp_strategy(False, keeps_gathered, replicas, offloads), parts=parts)
+    named = str(config.get("fsdp_sharding_strategy", "FULL_SHARD")).upper()
+    # By name, or by number as accelerate's wizard once wrote it.
+    named = dict(enumerate(VERSION_1, start=1)).get(int(named) if named.isdecimal() else 0, named)
+    if named not in VERSION_1:
+        refuse(f": fsdp_sharding_strategy {named} is not planned: write one of {', '.join(VERSION_1)}")
+    if named == "NO_SHARD":
+        return replace(launch, strategy=UNSHARDED)
+    if named == "HYBRID_SHARD":
+        replicas = int(content.get("num_machines") or 1)
+        parts = processes // replicas
+        if replicas * parts != processes:
+            refuse(
+                f" has {replicas} machines, among which {processes} processes cannot be divided: change num_machines "
+                "or --world_size"
+            )
+    strategy = fsdp_strategy(True, named == "SHARD_GRAD_OP", replicas, offloads)
+    return replace(launch, strategy=strategy, parts=parts)
+
+
+def _deepspeed(config: dict, launch: Launch, accumulation: int, refuse: Callable[[str], NoReturn]) -> Launch:
+    if "deepspeed_config_file" in config:
+        refuse(
+            " names a DeepSpeed json, which is not planned: write zero_stage and offload_optimizer_device into "
+            "deepspeed_config instead"
+        )
+    given = config.get("gradient_accumulation_steps", "auto")
+    if given != "auto" and int(given) != accumulation:
+        refuse(f" has gradient_accumulation_steps {given} and the flag is {accumulation}: leave the key out")
+    optimizer, weights = (config.get(f"offload_{name}_device") == "cpu" for name in ("optimizer", "param"))
+    strategy = zero_strategy(int(config.get("zero_stage", 2)), optimizer, weights)
+    return replace(launch, strategy=strategy, parts=launch.world_size)
 
 
 def _is_true(value) -> bool:

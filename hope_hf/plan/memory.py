@@ -28,7 +28,7 @@ class Bytes:
 
 
 def state_bytes(parameters: float, strategy: Strategy, parts: int, each: Bytes = Bytes()) -> float:  # noqa: B008
-    """Weights, gradients and optimizer of one process, of a model cut evenly into `parts`."""
+    """Weights, gradients and optimizer of one process, of a model cut evenly into `parts` parts."""
     sizes = {WEIGHTS: each.weights, GRADIENTS: each.gradients, OPTIMIZER: each.optimizer}
     return parameters * sum(size / (parts if kind in strategy.shared else 1) for kind, size in sizes.items())
 
@@ -45,12 +45,14 @@ class Memory:
     """Bytes of the process with the largest part.
 
     Attributes:
-        split: at the peak, by category.
-        states: of weights, gradients and optimizer (and of buckets, which an engine keeps), at any moment and place.
-        moment: of the peak: "loss", "blocks" (the backward pass enters them), "backward" (its end) or "update".
-        host: bytes in the memory of a machine, of all its processes.
-        gathered_block: bytes of the largest block once gathered; 0 where nothing is gathered.
-        between_batches: bytes of whole gradients held between accumulated batches.
+        split: the peak by category.
+        states: weights, gradients, optimizer and the engine's buckets; offloaded ones are included.
+        moment: when the peak occurs: "loss", "blocks" (the backward pass enters the blocks), "backward" (its end) or
+            "update".
+        host: offloaded bytes of all processes of a machine.
+        gathered_block: the largest block once gathered; 0 where no block is gathered.
+        between_batches: whole gradients held between the batches of a step.
+        is_estimate: whether the activations are estimated.
     """
 
     split: dict[str, int]
@@ -77,7 +79,7 @@ def memory(config, shapes: Shapes, launch: Launch, step: StepOptions, per_node: 
     whole = launch.whole_gradients(step.reduce_dtype)
     holds_whole = whole is not None and step.accumulation > 1 and not step.sync_each_batch
     between = whole.itemsize * shapes.count if holds_whole else 0
-    # Gradients as a process holds them while it works on a batch: of the batches before, and of this one.
+    # A process's own part of the gradients: sum of the earlier batches, and after this batch.
     before = states["gradients"] if step.accumulation > 1 and not between else 0
     after = 0 if between else states["gradients"]
     moments = {
@@ -90,7 +92,7 @@ def memory(config, shapes: Shapes, launch: Launch, step: StepOptions, per_node: 
         moments[name] |= {"gradients": gradients}
         moments[name]["whole gradients"] = moments[name].get("whole gradients", 0) + between
     offloads = launch.strategy.offloads
-    # DeepSpeed's copy of the weights belongs to its optimizer.
+    # DeepSpeed offloads its copy of the weights together with its optimizer.
     offloads |= {"buckets"} if OPTIMIZER in offloads else set()
     host = sum(size for name, size in states.items() if name in offloads)
     for split in moments.values():
@@ -109,13 +111,13 @@ def memory(config, shapes: Shapes, launch: Launch, step: StepOptions, per_node: 
 
 
 def _states(shapes: Shapes, launch: Launch, step: StepOptions, tokens: int) -> dict[str, int]:
-    """Weights, gradients and optimizer of the largest part, and what an engine keeps beside them."""
+    """Weights, gradients and optimizer of the largest part, and the engine's own buffers."""
     shared, by_rows = launch.strategy.shared, launch.strategy.engine == "fsdp2"
 
     def part(kind: str, each=lambda weight: 4) -> int:
         return shard_bytes(shapes, launch.parts if kind in shared else 1, by_rows, each)
 
-    # DeepSpeed's own fp16: the model's weights and gradients in fp16 beside the optimizer's fp32 weights.
+    # Under DeepSpeed's fp16 the model has fp16 weights and gradients, and the optimizer fp32 weights.
     halves = launch.strategy.engine == "deepspeed" and launch.precision == "fp16"
     states = {
         "weights": part(WEIGHTS, lambda weight: 2 if halves else 4),
@@ -123,10 +125,10 @@ def _states(shapes: Shapes, launch: Launch, step: StepOptions, tokens: int) -> d
         "optimizer": part(OPTIMIZER, lambda weight: weight.optimizer_bytes(step.optimizer, tokens)),
     }
     if launch.strategy.engine == "plain" and launch.world_size > 1:
-        # DDP reduces gradients in buckets, which are not the gradients themselves.
+        # DDP copies gradients to buckets and reduces these.
         states["buckets"] = 4 * shapes.count
     if launch.strategy.engine == "deepspeed":
-        # DeepSpeed's optimizer has its own copy of the weights that it updates.
+        # DeepSpeed's optimizer updates its own copy of the weights.
         states["buckets"] = shard_bytes(shapes, launch.parts, False)
     return states
 
@@ -145,17 +147,17 @@ def _at_loss(shapes: Shapes, launch: Launch, states: dict, kept: Activations, co
 
 
 def _in_blocks(shapes, launch: Launch, states: dict, kept: Activations, compute: int) -> dict[str, int]:
-    """Early in the backward pass: most activations, a few new gradients."""
+    """Early in the backward pass: most activations, few gradients."""
     early = {"weight copies": kept.weight_copies, "activations": kept.in_backward}
     return _in_backward(shapes, launch, states, kept, compute) | early
 
 
 def _in_backward(shapes, launch: Launch, states: dict, kept: Activations, compute: int) -> dict[str, int]:
-    """At the last of the blocks: all gradients, one block's activations, and gradients of a quarter of them."""
+    """At the last of the blocks: all gradients, one block's activations, and gradients of a quarter of these."""
     moment = {**states, "activations": kept.one_block, "backward": kept.one_block // 4}
     block = shapes.largest_block
     if launch.strategy.gathers:
-        # The block and the one gathered ahead of it; the block's own gradients, in fp32 while they are reduced.
+        # The block and the next one, which is gathered ahead; the block's gradients, in fp32 while they are reduced.
         moment["gathered"] = 2 * block * compute
         moment["whole gradients"] = block * 4
     return moment

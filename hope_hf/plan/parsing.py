@@ -1,10 +1,9 @@
-"""From a command line to a checked `Plan`: config, shapes, launch and step."""
+"""From a command line to a `Question`: config, shapes, launch and step."""
 
 import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-import torch
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -28,7 +27,7 @@ SHAPES_A_MODEL = {"model_type", "config_name", "config_overrides"}
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be planned."""
+    """A run to plan."""
 
     args: Arguments
     config: object
@@ -39,12 +38,12 @@ class Question:
 
     @property
     def tokens_per_step(self) -> int:
-        """Over all processes and accumulated batches."""
+        """Of all processes and accumulated batches."""
         return self.step.batch_size * self.step.block_size * self.step.accumulation * self.launch.world_size
 
     @property
     def total_tokens(self) -> float | None:
-        """Of the whole run; None where its length is not named."""
+        """Of the whole run; None where no flag gives its length."""
         if self.args.total_tokens is not None or self.args.max_train_steps is None:
             return self.args.total_tokens
         return self.args.max_train_steps * self.tokens_per_step
@@ -57,18 +56,17 @@ def make_parser() -> Parser:
 
 
 def parse(argv: list[str]) -> Question:
-    """Read `[recipe.yaml] --flag value ...`; keys of the recipe on which no plan depends are left out.
+    """Read `[recipe.yaml] --flag value ...`; the planner ignores keys of the recipe that are none of its flags.
 
-    A new model on the command line replaces the weights that the recipe names.
-
-    Raises ValueError with one sentence that names the flag or file and the fix.
+    A new model on the command line replaces the weights that the recipe names. Raises ValueError with one sentence
+    that names the flag or file and the fix.
     """
     recipe, argv = split_run_recipe(argv, FLAGS)
     parser = make_parser()
     named = named_flags(parser, argv, FLAGS)
     recipe = replaced(recipe, named)
     if named & SHAPES_A_MODEL:
-        # The second phase of a run is planned before the first has left its weights.
+        # The weights of a second phase may not exist yet: the first phase writes them.
         recipe = without(recipe, {"model_name_or_path"})
     groups = parser.parse_args_into_dataclasses(recipe + argv, look_for_args_file=False)
     args = Arguments(**{f.name: getattr(group, f.name) for group in groups for f in fields(group)})
@@ -79,28 +77,19 @@ def parse(argv: list[str]) -> Question:
         launch = replace(launch, precision=args.mixed_precision)
     _warn_of_ignored(args, named, launch)
     config = _config(args)
-    step = StepOptions(
-        batch_size=args.per_device_train_batch_size,
-        block_size=_block_size(args, config),
-        accumulation=args.gradient_accumulation_steps,
-        checkpointing=_recomputed(args, launch),
-        optimizer=args.optimizer,
-        sync_each_batch=args.sync_each_batch,
-        reduce_dtype=getattr(torch, args.fsdp_reduce_dtype),
-        # Flash attention needs a GPU and its package; sdpa holds as much.
-        attn_implementation=None if "flash" in (args.attn_implementation or "") else args.attn_implementation,
-        trust_remote_code=args.trust_remote_code,
-    )
+    # Flash attention needs a GPU and its package; sdpa keeps as many bytes.
+    attention = None if "flash" in (args.attn_implementation or "") else args.attn_implementation
+    step = StepOptions.of(args, _block_size(args, config), attention)
+    step = replace(step, checkpointing=_recomputed(args, launch))
     if RULES[args.optimizer].needs_matrices and launch.strategy.engine in ("fsdp1", "deepspeed"):
         raise ValueError(
-            f"Muon needs whole matrices, which {args.accelerate_config} cuts anywhere: plan with "
+            f"Muon needs whole matrices and {args.accelerate_config} cuts them anywhere: plan with "
             "accelerate_configs/fsdp2.yaml or ddp.yaml, or --optimizer adamw."
         )
     return Question(args, config, shapes_of(config, args.trust_remote_code), launch, step, gpus)
 
 
 def _recomputed(args: Arguments, launch: Launch) -> str:
-    """The flag's value; where it says none, the launch file's."""
     asked = parse_recomputed(args.gradient_checkpointing)
     if launch.checkpointing and asked.part != "none":
         warn_once("fsdp_activation_checkpointing in the launch file is ignored: --gradient_checkpointing decides.")
@@ -114,7 +103,7 @@ def _config(args: Arguments):
             raise ValueError(f"--{given} shapes a new model and --model_name_or_path names one: give only one.")
         config = load_config(args.model_name_or_path, "model_name_or_path", args)
     else:
-        # There is no tokenizer: the vocabulary is the config's own.
+        # Without a tokenizer the vocabulary is the config's own.
         config = build_config(args, None, _vocabulary(args), PRESETS)
     if not isinstance(getattr(config, "vocab_size", None), int):
         raise ValueError(f"--model_type {config.model_type} has no vocab_size: it is no causal LM of one part.")
@@ -128,7 +117,7 @@ def _vocabulary(args: Arguments) -> int:
         size = size or PRESETS[args.config_name or "tiny"].get("vocab_size")
     elif size is None and args.config_name is not None and os.path.isdir(args.config_name):
         size = getattr(load_config(args.config_name, "config_name", args), "vocab_size", None)
-    # Unknown names have their error where the config is made.
+    # `build_config` refuses unknown names.
     elif size is None and args.config_name is None and kind in CONFIG_MAPPING:
         size = getattr(AutoConfig.for_model(kind), "vocab_size", None)
     return size or 32_000
@@ -158,7 +147,7 @@ def _warn_of_ignored(args: Arguments, named: set[str], launch: Launch):
     for name, is_ignored, reason in (
         ("price_per_gpu_hour", endless, "neither --max_train_steps nor --total_tokens is given"),
         ("max_train_steps", args.total_tokens is not None, "--total_tokens is given"),
-        ("sync_each_batch", not fsdp or args.gradient_accumulation_steps == 1, "no batches accumulate under FSDP"),
+        ("sync_each_batch", not fsdp or args.gradient_accumulation_steps == 1, "FSDP accumulates no batches"),
         ("fsdp_reduce_dtype", not (fsdp and mixed), "the launch file does not ask for FSDP with bf16 or fp16"),
         ("attn_implementation", not args.simulate, "--no_simulate is given"),
     ):

@@ -10,7 +10,7 @@ from .parsing import Question
 from .simulate import Simulation
 from .verdict import Setting, Verdict
 
-# Columns of categories that have several names.
+# Columns of the table that add up several categories of memory.
 GROUPED = {
     "gathered": ("gathered", "weight copies"),
     "gradients": ("gradients", "whole gradients", "buckets"),
@@ -19,11 +19,11 @@ GROUPED = {
 
 
 def as_text(question: Question, rows: list[Setting], verdicts: list[Verdict], found: Simulation | str) -> str:
-    """What is printed; `found` is the simulation, or why there is none."""
+    """The text to print; `found`: the simulation, or why there is none."""
     parts = [
         _heading(question),
         markdown_table([_row(question, row, verdicts) for row in rows]),
-        "States of the model and its optimizer per process in GB (10^9 bytes), at any moment, also if offloaded.",
+        "Weights, gradients and optimizer per process in GB (10^9 bytes), offloaded ones included.",
         markdown_table([_states_row(row) for row in rows]),
     ]
     asked = rows[0]
@@ -39,13 +39,12 @@ def as_text(question: Question, rows: list[Setting], verdicts: list[Verdict], fo
         parts.append(f"Largest gathered block: {asked.memory.gathered_block / GIB:.3f} GiB.")
     if asked.memory.between_batches:
         parts.append(
-            f"Gradients held whole between batches: {asked.memory.between_batches / GIB:.2f} GiB; --sync_each_batch "
-            "reduces them after each."
+            f"Whole gradients between batches: {asked.memory.between_batches / GIB:.2f} GiB; with --sync_each_batch "
+            "gradients are reduced after each batch."
         )
     if asked.memory.is_estimate:
         parts.append(
-            f"{question.config.model_type} is not written down here: shapes come from the model on the meta device, "
-            "activations are estimated from them."
+            f"The activations of a {question.config.model_type} are estimated from the shapes of its weights."
         )
     return "\n\n".join([*parts, "\n".join(_sentence(question, rows, one) for one in verdicts)])
 
@@ -56,12 +55,12 @@ def _heading(question: Question) -> str:
     recomputed = "" if parse_recomputed(step.checkpointing).part == "none" else f", recomputed: {step.checkpointing}"
     return (
         f"{question.config.model_type}, {shapes.count:,} parameters (largest block {shapes.largest_block:,}), "
-        f"{flops / 1e9:.2f} GFLOP a token, {cache_bytes(question.config, step.block_size) / 2**20:.1f} MiB of state "
-        f"a sequence after {step.block_size:,} tokens\n"
+        f"{flops / 1e9:.2f} GFLOP per token, {cache_bytes(question.config, step.block_size) / 2**20:.1f} MiB of state "
+        f"per sequence after {step.block_size:,} tokens\n"
         f"{launch.world_size:,} processes x {step.accumulation} batches x {step.batch_size} rows x "
-        f"{step.block_size:,} tokens = {question.tokens_per_step:,} tokens a step; precision {launch.precision}, "
+        f"{step.block_size:,} tokens = {question.tokens_per_step:,} tokens per step; precision {launch.precision}, "
         f"{step.optimizer}{recomputed}\n"
-        "Memory per process in GiB, by arithmetic (2^30 bytes); traffic per process and step in GB (10^9)."
+        "Memory per process in GiB (2^30 bytes), by arithmetic; traffic per process and step in GB (10^9 bytes)."
     )
 
 
@@ -97,7 +96,7 @@ def _sentence(question: Question, rows: list[Setting], one: Verdict) -> str:
         words += f"; what would: {one.instead}" if one.instead else "; no setting does"
     peak = "TF32" if question.launch.precision == "no" else question.launch.precision
     words += f"; largest batch {one.largest_batch}" if one.largest_batch else "; not even one row fits"
-    words += f"; a step computes {one.step_seconds:.3g} s at {100 * question.args.mfu:.3g}% of the {peak} peak"
+    words += f"; a step computes for {one.step_seconds:.3g} s at {100 * question.args.mfu:.3g}% of the {peak} peak"
     if rows[0].traffic.total:
         words += f" and sends for {one.link_seconds:.3g} s inside a machine, {one.network_seconds:.3g} s between them"
     if one.days is not None:
@@ -108,7 +107,7 @@ def _sentence(question: Question, rows: list[Setting], one: Verdict) -> str:
 
 
 def as_json(question: Question, rows: list[Setting], verdicts: list[Verdict], found: Simulation | str) -> dict:
-    """The plan for scripts: sizes in bytes, times in seconds unless named otherwise."""
+    """The plan as an object of JSON: sizes in bytes, times in seconds unless a name says otherwise."""
     simulated = isinstance(found, Simulation)
     return {
         "model_type": question.config.model_type,
@@ -125,32 +124,16 @@ def as_json(question: Question, rows: list[Setting], verdicts: list[Verdict], fo
                 "is_asked": row.is_asked,
                 "launch_file": row.launch.strategy.launch_file,
                 "peak": row.memory.peak,
-                "moment": row.memory.moment,
-                "split": row.memory.split,
-                "states": row.memory.states,
-                "host": row.memory.host,
-                "gathered_block": row.memory.gathered_block,
-                "between_batches": row.memory.between_batches,
+                **vars(row.memory),
                 "gather_bytes": row.traffic.gather,
                 "reduce_bytes": row.traffic.reduce,
             }
             for row in rows
         ],
-        "simulation": {"peak": found.peak, "split": found.split, "seconds": found.seconds} if simulated else None,
+        "simulation": vars(found) if simulated else None,
         "no_simulation": None if simulated else found,
         "gpus": {
-            one.gpu.name: {
-                "fits": one.fits,
-                "peak": one.peak,
-                "usable": one.usable,
-                "instead": one.instead,
-                "largest_batch": one.largest_batch,
-                "step_seconds": one.step_seconds,
-                "link_seconds": one.link_seconds,
-                "network_seconds": one.network_seconds,
-                "days": one.days,
-                "cost": one.cost,
-            }
+            one.gpu.name: {"fits": one.fits, **{name: value for name, value in vars(one).items() if name != "gpu"}}
             for one in verdicts
         },
     }

@@ -50,10 +50,7 @@ def plan_running(config, launch: Launch, step: StepOptions, per_node: int) -> Pl
 
 @program
 def main(argv: list[str]) -> int:
-    """Print the plan. Returns 0, or 2 after a mistake of the user, a batch that fits nowhere included.
-
-    A ValueError is one sentence for the user; any other exception is a bug and keeps its traceback.
-    """
+    """Print the plan. Returns 0, or 2 after a ValueError: a mistake of the user, or a batch that fits nowhere."""
     try:
         _answer(parse(argv))
     except ValueError as error:
@@ -62,7 +59,7 @@ def main(argv: list[str]) -> int:
 
 
 def _answer(question: Question) -> None:
-    # Not at the top: misspelled flags answer before the simulation's parts are imported.
+    # Imported here: a misspelled flag is refused before the simulation's parts are imported.
     from .report import as_json, as_text, draw
     from .simulate import Simulation, can_simulate, simulate
     from .verdict import require_a_fit, settings, verdict

@@ -1,14 +1,14 @@
-"""Bytes that a process sends in one optimizer step, and how long a link takes for them.
+"""Bytes that a process sends in one optimizer step, and the seconds that a link takes for them.
 
-A ring passes (N - 1) / N of what it gathers or scatters through every process; an all-reduce is both, one after the
-other.
+In a ring of N processes each sends (N - 1) / N of the tensor that is gathered or scattered. An all-reduce is a scatter
+and a gather.
 """
 
 from dataclasses import dataclass
 
 from .launch import GRADIENTS, Launch
 
-# DeepSpeed's stage3_max_reuse_distance: what is used again within so many parameters stays gathered.
+# DeepSpeed's stage3_max_reuse_distance: a weight used again within so many parameters stays gathered.
 REUSE_DISTANCE = 1_000_000_000
 
 
@@ -29,7 +29,7 @@ class Traffic:
         return self.gather + self.reduce
 
     def seconds(self, bandwidth: float) -> float:
-        """At `bandwidth` bytes a second and direction, nothing hidden behind computation."""
+        """At `bandwidth` bytes per second and direction, without overlap with computation."""
         return self.total / bandwidth
 
 
@@ -43,13 +43,13 @@ def traffic(
 ) -> Traffic:
     """The traffic of a step of `accumulation` batches.
 
-    Full sharding gathers twice in every batch, SHARD_GRAD_OP once (FSDP version 1 keeps the weights over accumulated
-    batches: once a step). Gradients are reduced once a step; DeepSpeed's stages 2 and 3 reduce after every batch, and
-    FSDP does by `sync_each_batch`. Stage 2 all-reduces them (`use_multi_rank_bucket_allreduce`), and stage 3 gathers
-    once what it still has in the backward pass. Replicas of a hybrid all-reduce their shard of the gradients.
+    Full sharding gathers the weights twice per batch, SHARD_GRAD_OP once (FSDP version 1 once per step, since it keeps
+    them between batches). Gradients are reduced once per step; after every batch by DeepSpeed's stages 2 and 3, and by
+    FSDP with `sync_each_batch`. Stage 2 all-reduces them (`use_multi_rank_bucket_allreduce`). Stage 3 does not gather
+    again the weights that are still gathered in the backward pass. Replicas of a hybrid all-reduce their shards.
 
     Args:
-        gather_bytes, reduce_bytes: per parameter.
+        gather_bytes, reduce_bytes: bytes per parameter.
     """
     strategy, parts = launch.strategy, launch.parts
     share = (parts - 1) / parts
@@ -61,11 +61,11 @@ def traffic(
         return Traffic(0, 2 * share * parameters * reduce_bytes * reductions)
     if not strategy.gathers:
         passes = 2 if is_deepspeed and GRADIENTS in strategy.shared else 1
-        # The updated weights are gathered once, after the step.
+        # The updated weights are gathered once per step.
         return Traffic(share * parameters * 4, passes * share * parameters * reduce_bytes * reductions)
     gathers = 2 * accumulation
     if is_deepspeed:
-        # From a weight's forward to its backward lie all weights behind it, twice.
+        # Between a weight's forward and its backward, every later weight is used twice.
         gathers -= accumulation * min(1, REUSE_DISTANCE / 2 / parameters)
     if strategy.keeps_gathered:
         gathers = 1 if strategy.engine == "fsdp1" and not sync_each_batch else accumulation

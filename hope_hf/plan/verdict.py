@@ -1,4 +1,4 @@
-"""Whether a run fits a GPU, which setting would, its largest batch, days and cost."""
+"""Whether a run fits a GPU, which setting fits instead, the largest batch, days and cost."""
 
 from dataclasses import dataclass, replace
 
@@ -11,7 +11,7 @@ from .parsing import Question
 from .simulate import Simulation
 from .traffic import Traffic, traffic
 
-# What is suggested, in this order: the first costs the least time.
+# Suggested settings, the fastest first.
 SUGGESTED = ("ddp", "shard_grad_op", "full_shard", "fsdp_offload")
 MOST_ROWS = 65_536
 HOURS = 3600
@@ -37,12 +37,12 @@ class Verdict:
     """The answer for one GPU.
 
     Attributes:
-        peak: bytes, simulated where that was done.
+        peak: bytes, simulated if there is a simulation.
         usable: bytes.
-        largest_batch: rows per process and forward pass that fit; 0: not even one.
-        instead: the first setting that fits where the one asked for does not.
-        step_seconds: of computation, at the share of the peak that was named.
-        days, cost: of the whole run; None unless asked for.
+        largest_batch: rows per process and forward pass that fit; 0 if one row does not fit.
+        instead: the first setting that fits; None if the setting asked for fits.
+        step_seconds: computation of a step at `--mfu`.
+        days, cost: of the whole run; None without the flags for them.
     """
 
     gpu: Gpu
@@ -62,12 +62,12 @@ class Verdict:
 
 
 def settings(question: Question) -> list[Setting]:
-    """The setting that was asked for, then all others that this number of processes allows."""
+    """The setting that was asked for, then all others that are possible with this number of processes."""
     asked = question.launch
     launches = [asked]
     for strategy in STRATEGIES.values():
         launch = asked.under(strategy, question.args.gpus_per_node)
-        # One process shares nothing out, and a hybrid of one machine is full sharding.
+        # One process has nothing to share; a hybrid on one machine is full sharding.
         possible = asked.world_size > 1 and launch.world_size % launch.parts == 0
         possible = possible and not (strategy.is_hybrid and launch.replicas == 1)
         if possible and strategy.key != asked.strategy.key:
@@ -100,7 +100,7 @@ def verdict(question: Question, rows: list[Setting], gpu: Gpu, simulation: Simul
         gpu,
         peak,
         room,
-        # The simulation corrects the arithmetic of the setting that it ran.
+        # The simulation of this setting corrects its arithmetic.
         largest_batch(question, question.launch, room, peak / asked.memory.peak),
         None if peak <= room else _instead(question, rows, room),
         question.tokens_per_step / per_second,
@@ -129,7 +129,7 @@ def largest_batch(question: Question, launch: Launch, room: int, factor: float =
 
 
 def _instead(question: Question, rows: list[Setting], room: int) -> str | None:
-    """The first setting that fits, as words; with recomputed blocks only where none does without."""
+    """The first setting that fits, in words; recomputed blocks are tried last."""
     known = {row.launch.strategy.key: row for row in rows if not row.is_asked}
     asked = question.step
     for checkpointing in dict.fromkeys((asked.checkpointing, "block")):
@@ -146,7 +146,7 @@ def _instead(question: Question, rows: list[Setting], room: int) -> str | None:
 
 
 def _words(question: Question, launch: Launch, step: StepOptions) -> str | None:
-    """What another launch and step change; None for those that were asked for."""
+    """The changes that another launch and step make; None without changes."""
     words = []
     if launch is not question.launch:
         setting = SETTINGS.get(launch.strategy.key)

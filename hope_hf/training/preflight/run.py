@@ -10,7 +10,7 @@ from accelerate.utils import gather_object
 
 from hope_hf.cli.folder_lock import is_locked
 from hope_hf.cli.process import memory_is_full
-from hope_hf.plan import Planned, StepOptions, plan_running
+from hope_hf.plan import StepOptions, plan_running
 from hope_hf.step.arguments import Arguments
 from hope_hf.step.gpus import GIB
 
@@ -75,7 +75,9 @@ def _facts(
         on_gpu=accelerator.device.type == "cuda",
         gpu=gpu,
         free=free,
-        sizes=_sizes(args, engine, training),
+        sizes=plan_running(
+            run.model.config, engine.launch(), StepOptions.of(args, run.plan.block_size), local_processes()
+        ),
         text=Text(
             rows=None if data.train_tokens is None else data.train_tokens // data.block_size,
             rows_per_step=run.plan.tokens_per_step // data.block_size,
@@ -88,20 +90,6 @@ def _facts(
         step=step,
         total_steps=run.plan.total_steps,
     )
-
-
-def _sizes(args: Arguments, engine: Engine, training: Training) -> Planned:
-    options = StepOptions(
-        batch_size=args.per_device_train_batch_size,
-        block_size=training.run.plan.block_size,
-        accumulation=args.gradient_accumulation_steps,
-        checkpointing=args.gradient_checkpointing,
-        optimizer=args.optimizer,
-        sync_each_batch=args.sync_each_batch,
-        reduce_dtype=getattr(torch, args.fsdp_reduce_dtype),
-        trust_remote_code=args.trust_remote_code,
-    )
-    return plan_running(training.run.model.config, engine.launch(), options, local_processes())
 
 
 class Report:

@@ -236,7 +236,10 @@ def test_a_mesh_of_another_number_of_processes_is_refused(monkeypatch):
 def test_an_engine_says_once_what_it_ignores(first, monkeypatch):
     monkeypatch.setenv("RANK", "0" if first else "1")
     options = CPUOffload(offload_params=True)
-    plugin = SimpleNamespace(sharding_strategy=ShardingStrategy.FULL_SHARD, use_orig_params=True, cpu_offload=options)
+    plugin = SimpleNamespace(
+        sharding_strategy=ShardingStrategy.FULL_SHARD, use_orig_params=True, cpu_offload=options,
+        activation_checkpointing=False,
+    )  # fmt: skip
     accelerator = SimpleNamespace(
         device=torch.device("cpu"),
         num_processes=2,
