@@ -308,19 +308,13 @@ def test_one_entry_of_one_weight_makes_another_model(tiny_model, tmp_path, throu
         HopeCache.from_pretrained(tmp_path, model)
 
 
-def test_weights_are_hashed_once_and_again_after_a_change(tiny_model, monkeypatch):
-    hashed = []
-    as_bytes = cache_file._bytes
-    monkeypatch.setattr(cache_file, "_bytes", lambda weight: hashed.append(weight) or as_bytes(weight))
+def test_a_head_does_not_change_which_model_it_is_and_exchanged_rows_do(tiny_model):
     model = tiny_model()
     first = cache_file.fingerprint(model)
-    assert len(hashed) == 2 * len(list(model.model.parameters()))
-    assert cache_file.fingerprint(model) == first and len(hashed) == 2 * len(list(model.model.parameters()))
     with torch.no_grad():
         # a head does not change what is read
         model.lm_head.weight.mul_(2)
-    assert cache_file.fingerprint(model) == first and len(hashed) == 2 * len(list(model.model.parameters()))
-    # exchanged rows leave the sum over all bytes as it is
+    assert cache_file.fingerprint(model) == first
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(model.model.embed_tokens.weight.flip(0))
     assert cache_file.fingerprint(model) != first
