@@ -228,8 +228,9 @@ def run_card(args: Arguments, engine: Engine, run) -> str:
         f"precision {'fp32' if mixed == 'no' else f'{mixed} mixed'}",
     }
     for level, report in sorted(optimizer.level_report().items()):
-        updates = plan.total_steps // report["period_steps"]
-        rows[f"level {level}"] = f"every {report['period_steps']} step(s), {updates} updates"
+        period = report["period_steps"]
+        every = "step" if period == 1 else f"{period} steps"
+        rows[f"level {level}"] = f"updated every {every}, {plan.total_steps // period} times in this run"
     if accelerator.is_main_process:
         warn_short_levels(optimizer, plan.total_steps)
     rows["output"] = args.output_dir

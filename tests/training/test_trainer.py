@@ -41,7 +41,7 @@ def test_run_leaves_a_model_that_loads_and_metrics_of_every_kind(run, tmp_path, 
     # The file that transformers' examples write.
     assert json.loads((folder / "all_results.json").read_text())["perplexity"] == evaluation["eval/perplexity"]
     assert (folder / "loss.png").read_bytes()[:4] == b"\x89PNG" and (folder / "generation_config.json").exists()
-    assert "level 1" in out and "every 4 step(s), 2 updates" in out
+    assert "level 1" in out and "updated every 4 steps, 2 times in this run" in out
 
     lines = out.partition("Load the model:")[2].strip().splitlines()
     assert len(lines) == 3
