@@ -5,7 +5,7 @@ must not depend on how a text was cut into calls, on padding, or on the document
 padding and documents are cut by plain slices; all others are laid out anew in *slots*, in which every document starts
 at a multiple of the chunk and padding is left out.
 
-Axes: B sequence in batch, T token of the call, S slot (a multiple of the chunk), P piece.
+Axes: B sequence in batch, T token of the call, S slot (a multiple of the chunk), P span.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from .configuration_hope import HopeConfig
 _BASE = 6364136223846793005
 
 
-class ScanPiece(NamedTuple):
+class ChunkSpan(NamedTuple):
     """A chunk or a part of one. The last four are `None` where all rows are cut alike."""
 
     start: int
@@ -30,28 +30,28 @@ class ScanPiece(NamedTuple):
     closes: torch.Tensor | bool
     # False in rows where a document begins here [b, 1, 1]
     keeps: torch.Tensor | None = None
-    # which taps reach a token of the same document, oldest first [K - 1, b, C, 1]
+    # which conv_weights tail_size a token of the same document, oldest first [K - 1, b, C, 1]
     inside: torch.Tensor | None = None
-    # rows of the padded streams into which the tail of earlier calls goes [b, K - 1, 1], in the first piece alone
+    # rows of the padded qkv into which the tail of earlier calls goes [b, K - 1, 1], in the first span alone
     tail_in: torch.Tensor | None = None
-    # rows of the padded streams that the next piece needs [b, K - 1, 1]
+    # rows of the padded qkv that the next span needs [b, K - 1, 1]
     tail_out: torch.Tensor | None = None
 
 
-def whole(pieces: list[ScanPiece]) -> ScanPiece:
-    """The pieces of a scan as one, for what happens to all tokens alike."""
-    first, last = pieces[0], pieces[-1]
-    piece = ScanPiece(0, last.stop, closes=False)
+def merge_spans(spans: list[ChunkSpan]) -> ChunkSpan:
+    """The spans of a scan as one, for what happens to all tokens alike."""
+    first, last = spans[0], spans[-1]
+    span = ChunkSpan(0, last.stop, closes=False)
     if first.tail_out is None:
-        return piece
-    # slots up to the last token of each row: those of a piece that holds none end before it
-    ends = torch.stack([part.tail_out[:, :1] for part in pieces])
-    starts = ends.new_tensor([part.start for part in pieces]).view(-1, 1, 1, 1)
+        return span
+    # slots up to the last token of each row: those of a span that holds none end before it
+    ends = torch.stack([part.tail_out[:, :1] for part in spans])
+    starts = ends.new_tensor([part.start for part in spans]).view(-1, 1, 1, 1)
     holds = (ends > 0) | (starts == 0)
     end = torch.where(holds, starts + ends, 0).amax(0)
-    return piece._replace(
+    return span._replace(
         keeps=first.keeps,
-        inside=torch.cat([part.inside for part in pieces], dim=2),
+        inside=torch.cat([part.inside for part in spans], dim=2),
         tail_in=first.tail_in,
         tail_out=end + torch.arange(last.tail_out.shape[1], device=end.device)[:, None],
     )
@@ -109,7 +109,7 @@ class ChunkPlan(SlotPlan):
     """One call's tokens in the chunks of memories."""
 
     # parts of chunks in order, as the scan of the mixers' heads sees them
-    pieces: list[ScanPiece]
+    spans: list[ChunkSpan]
 
 
 def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -120,15 +120,15 @@ def plan_chunks(config: HopeConfig, shape: tuple[int, int], device: torch.device
     """Lay out the tokens of one call for memories; arguments as of `plan_slots`."""
     slots = plan_slots(config.memory_chunk_size, shape, device, *args, **kwargs)
     if slots.valid is None:
-        pieces = _plain_pieces(shape[1], config.memory_chunk_size, slots.before)
+        spans = _plain_spans(shape[1], config.memory_chunk_size, slots.before)
     else:
-        reach = config.conv_kernel_size - 1
-        pieces = _ragged_pieces(
-            config.memory_chunk_size, reach, config.num_memory_heads, slots.valid, slots.position, slots.offset
+        tail_size = config.conv_kernel_size - 1
+        spans = _ragged_spans(
+            config.memory_chunk_size, tail_size, config.num_memory_heads, slots.valid, slots.position, slots.offset
         )
     # Field by field: the tracer of torch 2.11 breaks its graph at `**vars(slots)`.
     layout = slots.past, slots.before, slots.valid, slots.position, slots.offset
-    return ChunkPlan(*layout, slots.token_of_slot, slots.slot_of_token, pieces=pieces)
+    return ChunkPlan(*layout, slots.token_of_slot, slots.slot_of_token, spans=spans)
 
 
 def plan_slots(
@@ -191,14 +191,14 @@ def plan_slots(
     return SlotPlan(past, seen, filled, position, offset, token_of_slot, torch.where(valid, slots, 0))
 
 
-def _plain_pieces(length: int, chunk: int, seen: int) -> list[ScanPiece]:
+def _plain_spans(length: int, chunk: int, seen: int) -> list[ChunkSpan]:
     """Pieces of `length` tokens in rows that have all read `seen` tokens of their document."""
-    pieces, start = [], 0
+    spans, start = [], 0
     while start < length:
         stop = min(start + chunk - (seen + start) % chunk, length)
-        pieces.append(ScanPiece(start, stop, (seen + stop) % chunk == 0))
+        spans.append(ChunkSpan(start, stop, (seen + stop) % chunk == 0))
         start = stop
-    return pieces
+    return spans
 
 
 def _slots(valid, begins, rank, first, offset, chunk: int) -> torch.Tensor:
@@ -229,34 +229,34 @@ def _invert(slots: torch.Tensor, valid: torch.Tensor, chunk: int) -> tuple[torch
     return token_of_slot[:, :-1], filler.bool().scatter(1, target, valid)[:, :-1]
 
 
-def _ragged_pieces(
+def _ragged_spans(
     chunk: int,
-    reach: int,
+    tail_size: int,
     heads: int,
     valid: torch.Tensor,
     position: torch.Tensor,
     offset: torch.Tensor | None = None,
-) -> list[ScanPiece]:
+) -> list[ChunkSpan]:
     """Pieces of slots that documents, padding or unequal histories leave partly empty.
 
     Args:
-        chunk: slots of a piece.
-        reach: taps of the convolutions before a token's own.
+        chunk: slots of a span.
+        tail_size: conv_weights of the convolutions before a token's own.
         heads: how often a row is scanned.
         valid, position: [B, S], as in `ChunkPlan`.
-        offset: slots left empty in the first piece, by the tokens of the chunk that earlier calls wrote [B].
+        offset: slots left empty in the first span, by the tokens of the chunk that earlier calls wrote [B].
     """
 
     def per_head(rows: torch.Tensor) -> torch.Tensor:
         return rows.repeat_interleave(heads, dim=0)
 
-    inside = _taps_inside(per_head(position), reach)
-    pieces = []
+    inside = _inside_document(per_head(position), tail_size)
+    spans = []
     for start in range(0, valid.shape[1], chunk):
         real, positions = valid[:, start : start + chunk], position[:, start : start + chunk]
         size = real.shape[1]
-        tail_in, tail_out = _tail_rows(real, None if start else offset, reach)
-        piece = ScanPiece(
+        tail_in, tail_out = _tail_rows(real, None if start else offset, tail_size)
+        span = ChunkSpan(
             start,
             start + size,
             closes=per_head(real[:, -1] & ((positions[:, -1] + 1) % chunk == 0))[:, None, None],
@@ -265,28 +265,28 @@ def _ragged_pieces(
             tail_in=None if tail_in is None else per_head(tail_in),
             tail_out=per_head(tail_out),
         )
-        pieces.append(piece)
-    return pieces
+        spans.append(span)
+    return spans
 
 
-def convolution_pieces(slots: SlotPlan, length: int, reach: int, size: int) -> list[ScanPiece]:
-    """All `length` slots of a call in pieces of rows, for `layers.convolve` with `reach` + 1 taps."""
+def convolution_spans(slots: SlotPlan, length: int, tail_size: int, size: int) -> list[ChunkSpan]:
+    """All `length` slots of a call in spans of rows, for `layers.convolve` with `tail_size` + 1 conv_weights."""
     if slots.valid is None:
-        return _plain_pieces(length, size, 0)
-    return _ragged_pieces(size, reach, 1, slots.valid, slots.position, slots.offset)
+        return _plain_spans(length, size, 0)
+    return _ragged_spans(size, tail_size, 1, slots.valid, slots.position, slots.offset)
 
 
-def _taps_inside(position: torch.Tensor, reach: int) -> torch.Tensor:
-    """`ScanPiece.inside` [reach, b, S, 1] of slots at `position` [b, S] of their document."""
+def _inside_document(position: torch.Tensor, tail_size: int) -> torch.Tensor:
+    """`ChunkSpan.inside` [tail_size, b, S, 1] of slots at `position` [b, S] of their document."""
     # a tap that reaches back beyond the document's first token reads nothing
-    return torch.stack([position >= steps for steps in range(reach, 0, -1)] or [position.bool()]).unsqueeze(-1)
+    return torch.stack([position >= steps for steps in range(tail_size, 0, -1)] or [position.bool()]).unsqueeze(-1)
 
 
 def _tail_rows(
-    valid: torch.Tensor, offset: torch.Tensor | None, reach: int
+    valid: torch.Tensor, offset: torch.Tensor | None, tail_size: int
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """`ScanPiece.tail_in` and `tail_out` [B, reach, 1] of slots `valid` [B, S] that begin with `offset` empty ones."""
-    around = torch.arange(reach, device=valid.device)
+    """`ChunkSpan.tail_in` and `tail_out` [B, K - 1, 1] for slots `valid` [B, S] that begin with `offset` empty."""
+    around = torch.arange(tail_size, device=valid.device)
     # slots up to the last token
     end = (valid * torch.arange(1, valid.shape[1] + 1, device=valid.device)).amax(1)
     tail_in = None

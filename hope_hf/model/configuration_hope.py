@@ -141,7 +141,7 @@ class HopeConfig(PreTrainedConfig):
             How a memory learns: by the gated delta rule (`"delta"`, see `memory_delta.py`), or as the paper says
             (`"paper"`, see `memory_paper.py`).
         memory_projections (`list[str]`, *optional*):
-            Which of keys and values self-modifying memories remake (equation 83) after a linear map has made them:
+            Which of keys and values self-modifying memories project (equation 83) after a linear map has made them:
             `["k", "v"]` under the paper's rule, none under the delta rule unless given. Measured at 0.62 M parameters,
             they cost 0.025 nats of text there (`docs/log`).
         memory_chunk_size (`int`, *optional*, defaults to 64):
@@ -327,7 +327,7 @@ class HopeConfig(PreTrainedConfig):
 
         Attention: 2 T per channel; sparse attention: 4 for every key that its branches read. Memories, per head of
         width D and layer of a memory: 4 D^2 for each memory (under the paper's rule 8 D^2, as all have learned initial
-        weights and take their errors at other weights), 2 D^2 more where it remakes a stream, 6 D^2 (4 D^2) for the
+        weights and take their errors at other weights), 2 D^2 more where it projects a stream, 6 D^2 (4 D^2) for the
         initial weights and the reads of the content memory, and 6 C D for the products of a chunk's C tokens with each
         other. Triangular solves are not counted.
         """

@@ -401,7 +401,7 @@ def create_attention_mask(
     )
 
 
-def outside_where_cut_anew(forward: Callable) -> Callable:
+def run_eagerly_where_chunks_vary(forward: Callable) -> Callable:
     """`HopeModel.forward`, which a compiler leaves out of its graphs where it would trace other chunks every time.
 
     So it is in a model with a state that is given documents, that goes on with more than a token, or whose length

@@ -3,7 +3,7 @@
 The convolution is causal and depthwise and stays within a document. `convolve` is its plain form; `convolve_padded`
 and `convolution_gradients` are the same in place, for scans whose backward pass is written by hand.
 
-Axes: b row, C slot of a piece, X channel, K width of the convolution.
+Axes: b row, C slot of a span, X channel, K width of the convolution.
 """
 
 import torch
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
-from .chunks import ScanPiece
+from .chunks import ChunkSpan
 from .configuration_hope import HopeConfig
 
 
@@ -47,7 +47,7 @@ class LearnedFactors(nn.Module):
 class ShortConvolution(nn.Module):
     """Weights [H * D, 1, K] of a causal depthwise convolution over tokens, without bias.
 
-    `forward` returns them as taps [K, H, D], the oldest token's first.
+    `forward` returns them as conv_weights [K, H, D], the oldest token's first.
     """
 
     def __init__(self, config: HopeConfig, heads: int):
@@ -65,36 +65,36 @@ class ShortConvolution(nn.Module):
         init.uniform_(self.weight, -bound, bound)
 
 
-def tail_after(padded: torch.Tensor, tail: torch.Tensor, piece: ScanPiece) -> torch.Tensor:
-    """What the next piece needs of padded streams, of the shape of `tail`."""
-    if piece.tail_out is None:
+def tail_after(padded: torch.Tensor, tail: torch.Tensor, span: ChunkSpan) -> torch.Tensor:
+    """What the next span needs of padded qkv, of the shape of `tail`."""
+    if span.tail_out is None:
         return padded[:, padded.shape[1] - tail.shape[1] :]
-    return padded.gather(1, piece.tail_out.expand_as(tail))
+    return padded.gather(1, span.tail_out.expand_as(tail))
 
 
 def convolve(
-    raw: torch.Tensor, tail: torch.Tensor, taps: torch.Tensor, piece: ScanPiece
+    raw: torch.Tensor, tail: torch.Tensor, conv_weights: torch.Tensor, span: ChunkSpan
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal depthwise convolution within each document [b, C, 3 D], and the inputs that the next piece needs."""
-    reach, length = tail.shape[1], raw.shape[1]
+    """Causal depthwise convolution within each document [b, C, 3 D], and the inputs that the next span needs."""
+    tail_size, length = tail.shape[1], raw.shape[1]
     padded = torch.cat([tail, raw], dim=1)
-    if piece.tail_in is not None:
-        padded = padded.scatter(1, piece.tail_in.expand_as(tail), tail)
-    mixed = taps[reach] * padded[:, reach:]
-    for tap in range(reach):
-        term = padded[:, tap : tap + length]
-        mixed = mixed + taps[tap] * (term if piece.inside is None else term * piece.inside[tap])
-    return mixed, padded[:, length:] if piece.tail_out is None else padded.gather(1, piece.tail_out.expand_as(tail))
+    if span.tail_in is not None:
+        padded = padded.scatter(1, span.tail_in.expand_as(tail), tail)
+    mixed = conv_weights[tail_size] * padded[:, tail_size:]
+    for k in range(tail_size):
+        term = padded[:, k : k + length]
+        mixed = mixed + conv_weights[k] * (term if span.inside is None else term * span.inside[k])
+    return mixed, padded[:, length:] if span.tail_out is None else padded.gather(1, span.tail_out.expand_as(tail))
 
 
-def convolve_padded(padded: torch.Tensor, taps: torch.Tensor, piece: ScanPiece) -> torch.Tensor:
-    """What `layers.convolve` makes [b, C, X] of padded streams."""
-    reach = taps.shape[0] - 1
-    size = padded.shape[1] - reach
-    mixed = taps[reach] * padded[:, reach:]
-    for tap in range(reach):
-        term = padded[:, tap : tap + size]
-        mixed.addcmul_(taps[tap], term if piece.inside is None else term * piece.inside[tap])
+def convolve_padded(padded: torch.Tensor, conv_weights: torch.Tensor, span: ChunkSpan) -> torch.Tensor:
+    """What `layers.convolve` makes [b, C, X] of padded qkv."""
+    tail_size = conv_weights.shape[0] - 1
+    size = padded.shape[1] - tail_size
+    mixed = conv_weights[tail_size] * padded[:, tail_size:]
+    for k in range(tail_size):
+        term = padded[:, k : k + size]
+        mixed.addcmul_(conv_weights[k], term if span.inside is None else term * span.inside[k])
     return mixed
 
 
@@ -102,31 +102,31 @@ def convolution_gradients(
     grad_mixed: torch.Tensor,
     grad_tail: torch.Tensor | None,
     padded: torch.Tensor,
-    taps: torch.Tensor,
-    grad_taps: torch.Tensor,
-    piece: ScanPiece,
+    conv_weights: torch.Tensor,
+    grad_conv_weights: torch.Tensor,
+    span: ChunkSpan,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the raw streams [b, C, X] and of the tail of the piece before [b, K - 1, X].
+    """Of the raw qkv [b, C, X] and of the tail of the span before [b, K - 1, X].
 
     Args:
         grad_mixed: of what `convolve_padded` made of `padded`.
-        grad_tail: of the tail for the next piece, or `None` where nothing reads it.
-        grad_taps: added to in place.
+        grad_tail: of the tail for the next span, or `None` where nothing reads it.
+        grad_conv_weights: added to in place.
     """
-    reach, size = taps.shape[0] - 1, grad_mixed.shape[1]
+    tail_size, size = conv_weights.shape[0] - 1, grad_mixed.shape[1]
     grad_padded = torch.zeros_like(padded)
-    for tap in range(reach + 1):
-        part = grad_mixed if tap == reach or piece.inside is None else grad_mixed * piece.inside[tap]
-        grad_padded[:, tap : tap + size].addcmul_(taps[tap], part)
-        grad_taps[tap].add_((part * padded[:, tap : tap + size]).sum_to_size(taps[tap].shape))
-    if grad_tail is not None and piece.tail_out is None:
+    for k in range(tail_size + 1):
+        part = grad_mixed if k == tail_size or span.inside is None else grad_mixed * span.inside[k]
+        grad_padded[:, k : k + size].addcmul_(conv_weights[k], part)
+        grad_conv_weights[k].add_((part * padded[:, k : k + size]).sum_to_size(conv_weights[k].shape))
+    if grad_tail is not None and span.tail_out is None:
         grad_padded[:, size:].add_(grad_tail)
     elif grad_tail is not None:
-        grad_padded.scatter_add_(1, piece.tail_out.expand_as(grad_tail), grad_tail)
-    grad_tail = grad_padded[:, :reach]
-    if piece.tail_in is not None:
-        moved_in = piece.tail_in.expand_as(grad_tail)
+        grad_padded.scatter_add_(1, span.tail_out.expand_as(grad_tail), grad_tail)
+    grad_tail = grad_padded[:, :tail_size]
+    if span.tail_in is not None:
+        moved_in = span.tail_in.expand_as(grad_tail)
         grad_moved = grad_padded.gather(1, moved_in)
         grad_padded.scatter_(1, moved_in, 0.0)
         grad_tail = grad_tail + grad_moved
-    return grad_padded[:, reach:], grad_tail
+    return grad_padded[:, tail_size:], grad_tail

@@ -9,10 +9,10 @@ token writes its value under its unit key after the deviation has decayed:
 A read is `q_t W_t + d v_t`, with a learned share d of the token's own value, as in Mamba-2 (arXiv 2405.21060).
 
 With `rho = 1`, `W_0 = 0` and `d = 0` this is the gated DeltaNet (Yang et al., arXiv 2412.06464). HOPE adds memories
-under the same rule that remake keys and values (equation 83 of arXiv 2512.24695). These begin at the identity,
+under the same rule that project keys and values (equation 83 of arXiv 2512.24695). These begin at the identity,
 `W_0 = I`: the linear map in front of them is what they have learned before the text.
 
-Axes: b sequences times heads, C slot of a piece, D head width, M memories of a layer (those that remake streams in the
+Axes: b sequences times heads, C slot of a span, D head width, M memories of a layer (those that project qkv in the
 order k, v; the content memory last), side by side as columns.
 """
 
@@ -21,15 +21,15 @@ from typing import NamedTuple
 import torch
 from transformers import initialization as init
 
-from .chunks import ScanPiece
+from .chunks import ChunkSpan
 from .configuration_hope import HopeConfig
 from .memory_scan import (
     ScanInputs,
     ScanState,
     Tokens,
-    close_piece,
+    close_span,
     decay_matrix,
-    make_streams,
+    make_qkv,
     restart,
     unit,
 )
@@ -39,9 +39,9 @@ class DeltaMemories(NamedTuple):
     """The memories of a layer under the delta rule; states are [b, D, M D]."""
 
     # of the convolutions on k, v and q side by side, oldest first [K, b, 1, 3 D]
-    taps: torch.Tensor
-    # the streams that memories remake
-    remade: tuple[str, ...]
+    conv_weights: torch.Tensor
+    # the qkv that memories project
+    projected: tuple[str, ...]
     # W_0 of the content memory [b, D, D]
     initial: torch.Tensor
     # d [b, 1, 1]
@@ -58,7 +58,7 @@ class DeltaMemories(NamedTuple):
 
     @property
     def reads_chunk_start(self) -> bool:
-        return bool(self.remade)
+        return bool(self.projected)
 
     @staticmethod
     def initial_shapes(config: HopeConfig) -> dict[str, tuple[int, ...]]:
@@ -75,20 +75,20 @@ class DeltaMemories(NamedTuple):
         return None
 
     @classmethod
-    def of(cls, taps, remade, initial, value_share, rate_factors, options: None) -> "DeltaMemories":
-        return cls(taps, remade, *initial, value_share, rate_factors)
+    def of(cls, conv_weights, projected, initial, value_share, rate_factors, options: None) -> "DeltaMemories":
+        return cls(conv_weights, projected, *initial, value_share, rate_factors)
 
     def fresh(self) -> tuple[torch.Tensor]:
         """The deviation of having read nothing."""
         return (torch.zeros_like(self.initial).repeat(1, 1, len(self.rate_factors)),)
 
-    def remake(self, chunk_start: tuple[torch.Tensor], index: int, x: torch.Tensor) -> torch.Tensor:
+    def project(self, chunk_start: tuple[torch.Tensor], index: int, x: torch.Tensor) -> torch.Tensor:
         """`x (I + S)` of one memory, at the chunk's start; [b, C, D]."""
         columns = slice(index * x.shape[-1], (index + 1) * x.shape[-1])
         return x + x @ chunk_start[0][..., columns]
 
     def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[torch.Tensor, tuple[torch.Tensor]]:
-        """Reads `q_t W_t + d v_t` [b, C, D], and the deviation after the piece, of which any size gives the same.
+        """Reads `q_t W_t + d v_t` [b, C, D], and the deviation after the span, of which any size gives the same.
 
         With `T_t` the sum of log alpha up to token t, the errors `A_t = k_t (W_0 + S'_t) - v_t` solve
 
@@ -100,19 +100,19 @@ class DeltaMemories(NamedTuple):
         kept = total.exp().unsqueeze(-1)
         decay = decay_matrix(total, total) * rate.unsqueeze(-2)
         lower = (keys @ keys.mT * decay).tril(-1)
-        unwritten = [keys] * len(self.remade) + [keys @ self.initial]
-        right = torch.cat(unwritten, dim=-1) + kept * (keys @ state) - values.repeat(1, 1, len(unwritten))
+        initial_read = [keys] * len(self.projected) + [keys @ self.initial]
+        right = torch.cat(initial_read, dim=-1) + kept * (keys @ state) - values.repeat(1, 1, len(initial_read))
         # scaled by rho, as all that follows needs them
         errors = [
             torch.linalg.solve_triangular(factor * lower, part, upper=False, unitriangular=True) * factor
             for factor, part in zip(self.rate_factors, right.split(width, dim=-1), strict=True)
         ]
-        reads = self.unwritten(queries, values) + kept * (queries @ state[..., -width:])
+        reads = self.initial_read(queries, values) + kept * (queries @ state[..., -width:])
         reads = reads - (queries @ keys.mT * decay) @ errors[-1]
         written = (rate * (total[:, -1:] - total).exp()).unsqueeze(-1) * keys
         return reads, (kept[:, -1:] * state - written.mT @ torch.cat(errors, dim=-1),)
 
-    def unwritten(self, queries: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def initial_read(self, queries: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """`q W_0 + d v`."""
         return queries @ self.initial + self.value_share * values
 
@@ -131,13 +131,13 @@ class DeltaMemories(NamedTuple):
 
 @torch.no_grad()
 def step_token(
-    inputs: ScanInputs, memories: DeltaMemories, state: ScanState, piece: ScanPiece
+    inputs: ScanInputs, memories: DeltaMemories, state: ScanState, span: ChunkSpan
 ) -> tuple[torch.Tensor, ScanState]:
-    """`memory_scan.scan_piece` of a piece of one token: reads [b, 1, D], and the state after it."""
+    """`memory_scan.scan_span` of a span of one token: reads [b, 1, D], and the state after it."""
     initial, width = memories.initial, inputs.query.shape[-1]
-    if piece.keeps is not None:
-        state = restart(memories, state, piece)
-    key, value, query, tail = make_streams(inputs, memories, state, piece)
+    if span.keeps is not None:
+        state = restart(memories, state, span)
+    key, value, query, tail = make_qkv(inputs, memories, state, span)
     (current,) = state.current
     if inputs.value_norm is None:
         pair = unit(torch.cat([key, query], dim=1))
@@ -150,10 +150,10 @@ def step_token(
     held = retention * torch.bmm(pair, current)
     held[..., -width:] += torch.bmm(pair, initial)
     errors = value.repeat(1, 1, len(memories.rate_factors)).sub_(held[:, :1])
-    errors[..., :-width] -= key.repeat(1, 1, len(memories.remade))
+    errors[..., :-width] -= key.repeat(1, 1, len(memories.projected))
     rates = torch.cat([factor * inputs.rate.expand(-1, width) for factor in memories.rate_factors], dim=-1)
     errors.mul_(rates.unsqueeze(1))
     reads = held[:, 1:, -width:] + (query * key).sum(-1, keepdim=True) * errors[..., -width:]
     reads.addcmul_(memories.value_share, value)
     after = (torch.baddbmm(retention * current, key.mT, errors),)
-    return reads, close_piece(state, piece, after, tail)
+    return reads, close_span(state, span, after, tail)

@@ -7,19 +7,19 @@ The functions take a `SelfModifyingTitans` (of this or of another copy of the co
 import torch
 
 from .chunks import plan_chunks
-from .memory_scan import fresh_state, make_streams, scan_piece, unit, written_values
+from .memory_scan import fresh_state, make_qkv, scan_span, unit, written_values
 
 
 def _read(mixer, hidden_states: torch.Tensor):
-    """For every piece, what is written and read there: keys, values, queries, reads, state before and after."""
+    """For every span, what is written and read there: keys, values, queries, reads, state before and after."""
     plan = plan_chunks(mixer.config, hidden_states.shape[:2], hidden_states.device)
     inputs = mixer.scan_inputs(hidden_states, plan)
     memories = mixer.memories(len(hidden_states), inputs.query.dtype)
     state = fresh_state(memories)
-    for piece in plan.pieces:
-        keys, values, queries, _ = make_streams(inputs, memories, state, piece)
-        values = written_values(inputs, values, piece)
-        reads, after = scan_piece(inputs, memories, state, piece)
+    for span in plan.spans:
+        keys, values, queries, _ = make_qkv(inputs, memories, state, span)
+        values = written_values(inputs, values, span)
+        reads, after = scan_span(inputs, memories, state, span)
         yield memories, keys, values, queries, reads, state, after
         state = after
 
@@ -37,7 +37,7 @@ def memory_statistics(mixer, hidden_states: torch.Tensor) -> dict[str, torch.Ten
     """
     norms = {name: [] for name in ("surprise_before", "surprise_after", "key_norm", "value_norm", "target_norm")}
     with torch.autocast(hidden_states.device.type, enabled=False):
-        # the pieces of a text are whole chunks: before a piece stand the weights of its chunk's start
+        # the spans of a text are whole chunks: before a span stand the weights of its chunk's start
         for memories, keys, values, _, _, before, after in _read(mixer, hidden_states):
             target = memories.target(before.current, values)
             for name, vectors in (
@@ -72,6 +72,6 @@ def contribution(mixer, hidden_states: torch.Tensor) -> torch.Tensor:
     parts = []
     with torch.autocast(hidden_states.device.type, enabled=False):
         for memories, _, values, queries, reads, _, _ in _read(mixer, hidden_states):
-            parts.append((reads - memories.unwritten(unit(queries), values)).norm(dim=-1))
+            parts.append((reads - memories.initial_read(unit(queries), values)).norm(dim=-1))
     heads = mixer.config.num_memory_heads
     return torch.cat(parts, dim=1).unflatten(0, (-1, heads)).transpose(1, 2)

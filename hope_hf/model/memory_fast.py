@@ -3,7 +3,7 @@
 Two thirds of its time are batched matrix products. Autograd would keep and copy far more: per chunk, this saves what
 the backward pass reads and nothing else, and its products have all memories side by side as columns.
 
-Axes: b sequences times heads, S slot (`chunks`), C slot of the piece, D head width, M memories of a layer, K
+Axes: b sequences times heads, S slot (`chunks`), C slot of the span, D head width, M memories of a layer, K
 width of the convolution. Tokens are rows; a memory acts as `z W`.
 """
 
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from .chunks import ScanPiece
+from .chunks import ChunkSpan
 from .layers import convolution_gradients, convolve_padded, tail_after
 from .memory_delta import DeltaMemories, step_token
 from .memory_scan import NORM_EPSILON, ScanInputs, ScanState, decay_matrix
@@ -55,15 +55,15 @@ def unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
 
 
 class _Kept(NamedTuple):
-    """What the backward pass of a piece reads."""
+    """What the backward pass of a span reads."""
 
-    # S before the piece, and at the start of its chunk
+    # S before the span, and at the start of its chunk
     current: torch.Tensor
     chunk_start: torch.Tensor
-    # streams with the tail in front [b, K - 1 + C, 3 D], after the convolution, and after SiLU and norms [b, C, 3 D]
+    # qkv with the tail in front [b, K - 1 + C, 3 D], after the convolution, and after SiLU and norms [b, C, 3 D]
     padded: torch.Tensor
     mixed: torch.Tensor
-    streams: torch.Tensor
+    qkv: torch.Tensor
     # 1 / |k|, 1 or 1 / |v|, 1 / |q| [b, C, 3, 1]
     scales: torch.Tensor
     # e^(T_t), e^(T_C - T_t) [b, C], e^(T_t - T_i) [b, C, C]
@@ -81,7 +81,7 @@ class _Kept(NamedTuple):
 class _Weights(NamedTuple):
     """The tensors of `DeltaMemories`."""
 
-    taps: torch.Tensor
+    conv_weights: torch.Tensor
     initial: torch.Tensor
     value_share: torch.Tensor
 
@@ -101,47 +101,47 @@ class _Shape(NamedTuple):
     memories: int
     # memories of one rho: columns, and rho
     groups: list[tuple[slice, float]]
-    # of each memory that remakes a stream: the stream's columns, and its own
-    remade: list[tuple[slice, slice]]
+    # of each memory that projects a stream: the stream's columns, and its own
+    projected: list[tuple[slice, slice]]
     # of the content memory
     content: slice
 
     @classmethod
-    def of(cls, width: int, remade: tuple[str, ...], factors: tuple[float, ...]) -> "_Shape":
-        """`remade` and `factors` as in `DeltaMemories`."""
+    def of(cls, width: int, projected: tuple[str, ...], factors: tuple[float, ...]) -> "_Shape":
+        """`projected` and `factors` as in `DeltaMemories`."""
         memories = len(factors)
         groups = []
         for factor in dict.fromkeys(factors):
             members = [index for index, other in enumerate(factors) if other == factor]
             groups.append((slice(members[0] * width, (members[-1] + 1) * width), factor))
         columns = [slice(index * width, (index + 1) * width) for index in range(3)]
-        streams = [columns["kv".index(name)] for name in remade]
-        return cls(width, memories, groups, list(zip(streams, columns, strict=False)), columns[memories - 1])
+        qkv = [columns["kv".index(name)] for name in projected]
+        return cls(width, memories, groups, list(zip(qkv, columns, strict=False)), columns[memories - 1])
 
 
-def _forward_piece(
-    inputs: ScanInputs, weights: _Weights, state: _State, piece: ScanPiece, shape: _Shape
+def _forward_span(
+    inputs: ScanInputs, weights: _Weights, state: _State, span: ChunkSpan, shape: _Shape
 ) -> tuple[torch.Tensor, _Kept]:
-    """Reads [b, C, D] of one piece, and what is kept for the rest."""
+    """Reads [b, C, D] of one span, and what is kept for the rest."""
     current, chunk_start, tail = state
-    cut, size, reach, width = slice(piece.start, piece.stop), piece.stop - piece.start, tail.shape[1], shape.width
-    rows, taps, initial = len(current), weights.taps, weights.initial
-    padded = tail.new_empty(rows, reach + size, 3 * width)
-    padded[:, :reach] = tail
-    raw = padded[:, reach:]
+    cut, size, tail_size, width = slice(span.start, span.stop), span.stop - span.start, tail.shape[1], shape.width
+    rows, conv_weights, initial = len(current), weights.conv_weights, weights.initial
+    padded = tail.new_empty(rows, tail_size + size, 3 * width)
+    padded[:, :tail_size] = tail
+    raw = padded[:, tail_size:]
     torch.cat([stream[:, cut] for stream in inputs[:3]], dim=-1, out=raw)
-    for stream, columns in shape.remade:
+    for stream, columns in shape.projected:
         raw[..., stream] += torch.bmm(raw[..., stream], chunk_start[..., columns])
-    if piece.tail_in is not None:
-        padded.scatter_(1, piece.tail_in.expand_as(tail), tail)
-    mixed = convolve_padded(padded, taps, piece)
-    streams = F.silu(mixed).view(rows, size, 3, width)
-    scales = torch.linalg.vector_norm(streams, dim=-1, keepdim=True).square_().add_(NORM_EPSILON).rsqrt_()
+    if span.tail_in is not None:
+        padded.scatter_(1, span.tail_in.expand_as(tail), tail)
+    mixed = convolve_padded(padded, conv_weights, span)
+    qkv = F.silu(mixed).view(rows, size, 3, width)
+    scales = torch.linalg.vector_norm(qkv, dim=-1, keepdim=True).square_().add_(NORM_EPSILON).rsqrt_()
     if inputs.value_norm is None:
         # values are written as they are
         scales[:, :, 1] = 1.0
-    streams = streams.mul_(scales).view(rows, size, 3 * width)
-    keys, values, queries = streams.split(width, dim=-1)
+    qkv = qkv.mul_(scales).view(rows, size, 3 * width)
+    keys, values, queries = qkv.split(width, dim=-1)
 
     total, step = inputs.log_retention[:, cut].cumsum(-1), inputs.rate[:, cut].unsqueeze(-2)
     kept, left = total.exp(), (total[:, -1:] - total).exp()
@@ -153,7 +153,7 @@ def _forward_piece(
 
     right = torch.bmm(kept.unsqueeze(-1) * keys, current)
     right[..., shape.content] += torch.bmm(keys, initial)
-    for _, columns in shape.remade:
+    for _, columns in shape.projected:
         right[..., columns] += keys
     if inputs.value_norm is not None:
         values = values * inputs.value_norm[:, cut, None]
@@ -166,28 +166,28 @@ def _forward_piece(
     reads.baddbmm_(kept.unsqueeze(-1) * queries, current[..., shape.content])
     reads.baddbmm_(similarity * weighted, errors[..., shape.content], alpha=-1)
     reads.addcmul_(weights.value_share, values)
-    everything = (current, chunk_start, padded, mixed, streams, scales, kept, left, decay)
+    everything = (current, chunk_start, padded, mixed, qkv, scales, kept, left, decay)
     return reads, _Kept(*everything, gram, similarity, solved, errors)
 
 
-def _end_piece(inputs: ScanInputs, state: _State, piece: ScanPiece, kept: _Kept) -> _State:
-    """The state after a piece."""
+def _end_span(inputs: ScanInputs, state: _State, span: ChunkSpan, kept: _Kept) -> _State:
+    """The state after a span."""
     width = inputs.query.shape[-1]
-    scale = (inputs.rate[:, piece.start : piece.stop] * kept.left).unsqueeze(-1)
-    written = scale * kept.streams[..., :width]
+    scale = (inputs.rate[:, span.start : span.stop] * kept.left).unsqueeze(-1)
+    written = scale * kept.qkv[..., :width]
     after = torch.baddbmm(kept.kept[:, -1:, None] * kept.current, written.mT, kept.errors, alpha=-1)
-    if isinstance(piece.closes, bool):
+    if isinstance(span.closes, bool):
         # the same tensor: `W_c` is `W`
-        chunk_start = after if piece.closes else kept.chunk_start
+        chunk_start = after if span.closes else kept.chunk_start
     else:
-        chunk_start = torch.where(piece.closes, after, kept.chunk_start)
-    return _State(after, chunk_start, tail_after(kept.padded, state.conv_tail, piece))
+        chunk_start = torch.where(span.closes, after, kept.chunk_start)
+    return _State(after, chunk_start, tail_after(kept.padded, state.conv_tail, span))
 
 
-def _backward_piece(
+def _backward_span(
     inputs: ScanInputs,
     weights: _Weights,
-    piece: ScanPiece,
+    span: ChunkSpan,
     shape: _Shape,
     kept: _Kept,
     grad_reads: torch.Tensor,
@@ -195,21 +195,21 @@ def _backward_piece(
     grad_inputs: ScanInputs,
     grad_weights: _Weights,
 ) -> _State:
-    """Gradients of the state before a piece, from those of its reads and of the state after it (each may be None).
+    """Gradients of the state before a span, from those of its reads and of the state after it (each may be None).
 
     Those of inputs are written into `grad_inputs`, those of weights added to `grad_weights`.
     """
-    cut, width, initial = slice(piece.start, piece.stop), shape.width, weights.initial
+    cut, width, initial = slice(span.start, span.stop), shape.width, weights.initial
     rows, size, _ = kept.mixed.shape
-    keys, values, queries = kept.streams.split(width, dim=-1)
+    keys, values, queries = kept.qkv.split(width, dim=-1)
     step, kept_column = inputs.rate[:, cut], kept.kept.unsqueeze(-1)
     grad_after, grad_start, grad_tail = after
-    if grad_start is not None and piece.closes is not False:
-        closed = grad_start if piece.closes is True else torch.where(piece.closes, grad_start, 0.0)
+    if grad_start is not None and span.closes is not False:
+        closed = grad_start if span.closes is True else torch.where(span.closes, grad_start, 0.0)
         grad_after = closed if grad_after is None else grad_after + closed
-        grad_start = None if piece.closes is True else grad_start - closed
+        grad_start = None if span.closes is True else grad_start - closed
 
-    # the state after the piece
+    # the state after the span
     if grad_after is None:
         grad_errors, grad_keys = torch.zeros_like(kept.errors), torch.zeros_like(keys)
         grad_total, grad_step = torch.zeros_like(step), torch.zeros_like(step)
@@ -261,7 +261,7 @@ def _backward_piece(
 
     # the right side
     grad_keys.baddbmm_(grad_right[..., shape.content], initial.mT)
-    for _, columns in shape.remade:
+    for _, columns in shape.projected:
         grad_keys.add_(grad_right[..., columns])
     through = torch.bmm(grad_right, kept.current.mT)
     grad_keys.addcmul_(kept_column, through)
@@ -278,20 +278,20 @@ def _backward_piece(
         grad_inputs.value_norm[:, cut] = (grad_values * values).sum(-1)
         grad_values.mul_(inputs.value_norm[:, cut, None])
     grad_weights.value_share.add_(share.sum(-1)[:, None, None])
-    grad_streams = torch.stack([grad_keys, grad_values, grad_queries], dim=2)
-    directions = kept.streams.view(rows, size, 3, width)
-    along = (grad_streams * directions).sum(-1, keepdim=True)
+    grad_qkv = torch.stack([grad_keys, grad_values, grad_queries], dim=2)
+    directions = kept.qkv.view(rows, size, 3, width)
+    along = (grad_qkv * directions).sum(-1, keepdim=True)
     if inputs.value_norm is None:
         along[:, :, 1] = 0.0
-    grad_streams.addcmul_(directions, along, value=-1).mul_(kept.scales)
-    grad_mixed = torch.ops.aten.silu_backward(grad_streams.view(rows, size, 3 * width), kept.mixed)
+    grad_qkv.addcmul_(directions, along, value=-1).mul_(kept.scales)
+    grad_mixed = torch.ops.aten.silu_backward(grad_qkv.view(rows, size, 3 * width), kept.mixed)
     grad_raw, grad_tail = convolution_gradients(
-        grad_mixed, grad_tail, kept.padded, weights.taps, grad_weights.taps, piece
+        grad_mixed, grad_tail, kept.padded, weights.conv_weights, grad_weights.conv_weights, span
     )
-    # memories that remake streams are read at the chunk's start
-    if shape.remade and grad_start is None:
+    # memories that project qkv are read at the chunk's start
+    if shape.projected and grad_start is None:
         grad_start = torch.zeros_like(kept.chunk_start)
-    for stream, columns in shape.remade:
+    for stream, columns in shape.projected:
         given = inputs.key if stream.start == 0 else inputs.value
         grad_stream = grad_raw[..., stream].contiguous()
         grad_start[..., columns] += torch.bmm(given[:, cut].mT, grad_stream)
@@ -301,12 +301,12 @@ def _backward_piece(
     grad_inputs.rate[:, cut] = grad_step
     grad_inputs.log_retention[:, cut] = grad_total.flip(-1).cumsum(-1).flip(-1)
 
-    # the state before the piece
+    # the state before the span
     if kept.chunk_start is kept.current and grad_start is not None:
         grad_current, grad_start = grad_current.add_(grad_start), None
-    if piece.keeps is not None:
-        grad_current = piece.keeps * grad_current
-        grad_start = None if grad_start is None else piece.keeps * grad_start
+    if span.keeps is not None:
+        grad_current = span.keeps * grad_current
+        grad_start = None if grad_start is None else span.keeps * grad_start
     return _State(grad_current, grad_start, grad_tail)
 
 
@@ -314,24 +314,24 @@ class _Scan(torch.autograd.Function):
     """The scan as one node. Last come the tensors of `ScanInputs`, `_Weights` and `_State`."""
 
     @staticmethod
-    def forward(ctx, pieces, remade, factors, need_state, has_backward, *tensors):
+    def forward(ctx, spans, projected, factors, need_state, has_backward, *tensors):
         inputs, weights, state = _group(tensors)
-        shape = _Shape.of(inputs.query.shape[-1], remade, factors)
+        shape = _Shape.of(inputs.query.shape[-1], projected, factors)
         keep = has_backward and any(ctx.needs_input_grad)
         reads, saved, shared = torch.empty_like(inputs.query), [], []
-        for index, piece in enumerate(pieces):
-            if piece.keeps is not None:
+        for index, span in enumerate(spans):
+            if span.keeps is not None:
                 same = state.chunk_start is state.current
-                current = piece.keeps * state.current
-                state = _State(current, current if same else piece.keeps * state.chunk_start, state.conv_tail)
-            reads[:, piece.start : piece.stop], kept = _forward_piece(inputs, weights, state, piece, shape)
+                current = span.keeps * state.current
+                state = _State(current, current if same else span.keeps * state.chunk_start, state.conv_tail)
+            reads[:, span.start : span.stop], kept = _forward_span(inputs, weights, state, span, shape)
             shared.append(kept.chunk_start is kept.current)
-            if need_state or index + 1 < len(pieces):
-                state = _end_piece(inputs, state, piece, kept)
+            if need_state or index + 1 < len(spans):
+                state = _end_span(inputs, state, span, kept)
             if keep:
                 saved.extend(kept)
         if keep:
-            ctx.pieces, ctx.shape, ctx.shared = pieces, shape, shared
+            ctx.spans, ctx.shape, ctx.shared = spans, shape, shared
             ctx.save_for_backward(*tensors, *saved)
             ctx.set_materialize_grads(False)
         if not need_state:
@@ -343,7 +343,7 @@ class _Scan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_reads, *grad_state):
         saved = list(ctx.saved_tensors)
-        first = len(saved) - len(ctx.pieces) * len(_Kept._fields)
+        first = len(saved) - len(ctx.spans) * len(_Kept._fields)
         inputs, weights, _ = _group(saved[:first])
         # every slot is written once
         grad_inputs = ScanInputs(*(None if part is None else torch.empty_like(part) for part in inputs))
@@ -354,14 +354,14 @@ class _Scan(torch.autograd.Function):
         grad_state = _State(grad_current, None if grad_start is None else grad_start.clone(), grad_tail)
         # a backward pass may be started within autocast, which would round these products
         with torch.autocast(grad_reads.device.type, enabled=False):
-            for piece, shared in zip(reversed(ctx.pieces), reversed(ctx.shared), strict=True):
+            for span, shared in zip(reversed(ctx.spans), reversed(ctx.shared), strict=True):
                 kept = _Kept(*saved[-len(_Kept._fields) :])
                 del saved[-len(_Kept._fields) :]
                 if shared:
                     kept = kept._replace(chunk_start=kept.current)
-                part = grad_reads[:, piece.start : piece.stop]
-                arguments = (inputs, weights, piece, ctx.shape, kept, part, grad_state, grad_inputs, grad_weights)
-                grad_state = _backward_piece(*arguments)
+                part = grad_reads[:, span.start : span.stop]
+                arguments = (inputs, weights, span, ctx.shape, kept, part, grad_state, grad_inputs, grad_weights)
+                grad_state = _backward_span(*arguments)
         return None, None, None, None, None, *grad_inputs, *grad_weights, *grad_state
 
 
@@ -370,16 +370,16 @@ def _group(tensors) -> tuple[ScanInputs, _Weights, _State]:
 
 
 def scan_fused(
-    inputs: ScanInputs, memories: DeltaMemories, state: ScanState, pieces: list[ScanPiece], need_state: bool = True
+    inputs: ScanInputs, memories: DeltaMemories, state: ScanState, spans: list[ChunkSpan], need_state: bool = True
 ) -> tuple[torch.Tensor, ScanState | None]:
     """`memory_scan.scan_plain` of memories under the delta rule; `None` for the state unless it is needed."""
     (current,), chunk_start, tail = state
-    weights = (memories.taps, memories.initial, memories.value_share)
-    if len(pieces) == 1 and pieces[0].stop == 1 and not torch.is_grad_enabled():
-        reads, state = step_token(inputs, memories, state, pieces[0])
+    weights = (memories.conv_weights, memories.initial, memories.value_share)
+    if len(spans) == 1 and spans[0].stop == 1 and not torch.is_grad_enabled():
+        reads, state = step_token(inputs, memories, state, spans[0])
         return reads, state if need_state else None
     # Under `no_grad` a leaf still says that it needs a gradient.
-    options = (pieces, memories.remade, memories.rate_factors, need_state, torch.is_grad_enabled())
+    options = (spans, memories.projected, memories.rate_factors, need_state, torch.is_grad_enabled())
     # where nothing reads the chunk's start, the weights of now stand for it
     start = chunk_start[0] if chunk_start else current
     reads, current, start, tail = _Scan.apply(*options, *inputs, *weights, current, start, tail)

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch.torch_version import TorchVersion
 
 from .backends import VARIABLE
-from .chunks import ScanPiece, whole
+from .chunks import ChunkSpan, merge_spans
 from .memory_delta import DeltaMemories
-from .memory_scan import ScanInputs, ScanState, make_streams, unit, written_values
+from .memory_scan import ScanInputs, ScanState, make_qkv, unit, written_values
 
 # head width that fits the chip
 _WIDEST = 256
@@ -30,7 +30,7 @@ def obstacle(inputs: ScanInputs, memories) -> str | None:
     query = inputs.query
     if not isinstance(memories, DeltaMemories):
         return "flash-linear-attention has no kernels for memory_rule='paper'"
-    if memories.remade:
+    if memories.projected:
         return "flash-linear-attention has no kernels for memory_projections"
     if query.dtype == torch.float64:
         return "the model is float64"
@@ -58,16 +58,16 @@ def scan_fla(
     inputs: ScanInputs,
     memories: DeltaMemories,
     state: ScanState,
-    pieces: list[ScanPiece],
+    spans: list[ChunkSpan],
     need_state: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, ScanState | None]:
     """`memory_scan.scan_plain` of a content memory alone; the kernels' operands are rounded to `dtype`."""
-    piece = whole(pieces)
-    keys, values, queries, tail = make_streams(inputs, memories, state, piece)
-    values = written_values(inputs, values, piece)
-    streams = unit(queries), unit(keys), values
-    reads, after = read_content(*streams, inputs, memories, *state.current, pieces, need_state, dtype)
+    span = merge_spans(spans)
+    keys, values, queries, tail = make_qkv(inputs, memories, state, span)
+    values = written_values(inputs, values, span)
+    qkv = unit(queries), unit(keys), values
+    reads, after = read_content(*qkv, inputs, memories, *state.current, spans, need_state, dtype)
     return reads, ScanState((after,), (), tail) if need_state else None
 
 
@@ -78,7 +78,7 @@ def read_content(
     inputs: ScanInputs,
     memories: DeltaMemories,
     current: torch.Tensor,
-    pieces: list[ScanPiece],
+    spans: list[ChunkSpan],
     need_state: bool,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -93,14 +93,14 @@ def read_content(
     """
     operands = [part.to(dtype) for part in (queries, keys, values - keys @ memories.initial)]
     gates, bounds = [inputs.log_retention, inputs.rate], None
-    if pieces[0].keeps is not None:
+    if spans[0].keeps is not None:
         # the kernels take sequences of unequal lengths one after the other, as one row
-        slots = pieces[-1].stop
-        begins = torch.stack([part.keeps.view(-1).logical_not() for part in pieces], dim=1)
+        slots = spans[-1].stop
+        begins = torch.stack([part.keeps.view(-1).logical_not() for part in spans], dim=1)
         first = begins[:, 0].clone()
         begins[:, 0] = True
         row, index = begins.nonzero(as_tuple=True)
-        starts = torch.tensor([part.start for part in pieces], device=row.device)
+        starts = torch.tensor([part.start for part in spans], device=row.device)
         bounds = F.pad(row * slots + starts[index], (0, 1), value=len(begins) * slots)
         # a row's first sequence goes on from its state, unless a document begins there
         continues = (index == 0) & ~first[row]
@@ -111,7 +111,7 @@ def read_content(
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
     except ImportError as error:
         raise ImportError(f"flash-linear-attention does not load ({error}): set {VARIABLE}=torch") from error
-    one_token = pieces[-1].stop == 1 and not torch.is_grad_enabled()
+    one_token = spans[-1].stop == 1 and not torch.is_grad_enabled()
     run = fused_recurrent_gated_delta_rule if one_token else chunk_gated_delta_rule
     # axes [rows, tokens, heads, ...] with a head in every row
     reads, after = run(
@@ -122,7 +122,7 @@ def read_content(
         output_final_state=need_state,
         cu_seqlens=bounds,
     )
-    reads = reads.reshape(queries.shape).to(queries.dtype) + memories.unwritten(queries, values)
+    reads = reads.reshape(queries.shape).to(queries.dtype) + memories.initial_read(queries, values)
     if not need_state:
         return reads, None
     if bounds is not None:

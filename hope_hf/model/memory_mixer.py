@@ -1,11 +1,11 @@
 """The mixer of memories: self-modifying Titans, and with static projections the gated DeltaNet.
 
 The content memory is written with keys and values and read at the queries (equation 86). Where asked for, memories
-remake the keys and values of linear maps, and are themselves written with them (equation 83). One scan does it all:
+project the keys and values of linear maps, and are themselves written with them (equation 83). One scan does it all:
 `memory_scan`, under one of the rules in `memory_delta` and `paper_rule`.
 
-Axes: B sequence in batch, T token of the call, S slot (`chunks`), H head, N memory of a layer (those that remake
-streams, then the content memory), D head width, K width of the convolution.
+Axes: B sequence in batch, T token of the call, S slot (`chunks`), H head, N memory of a layer (those that project
+qkv, then the content memory), D head width, K width of the convolution.
 """
 
 import math
@@ -130,7 +130,7 @@ class MemoryGates(nn.Module):
 class SelfModifyingTitans(nn.Module):
     """The sequence mixer of HOPE, equations (83) to (96).
 
-    Linear maps make key, value and query; memories remake key and value (under the paper's rule, of one input for
+    Linear maps make key, value and query; memories project key and value (under the paper's rule, of one input for
     both); all pass a short convolution, SiLU and (k, q) normalisation; memories are written and read; per head the
     reads are normalised, gated and projected. The scan computes in float32 (float64 in a float64 model), whatever
     autocast or the weights' dtype say.
@@ -146,9 +146,9 @@ class SelfModifyingTitans(nn.Module):
         width, inner = config.hidden_size, config.num_memory_heads * config.head_dim
         self.rule = rule = RULES[config.memory_rule]
         self.rule_options = rule.options(config)
-        self.remade = tuple(config.memory_projections)
-        self.rate_factors = (float(config.projection_memory_rate),) * len(self.remade) + (1.0,)
-        shared = self.remade if rule.shares_input else ()
+        self.projected = tuple(config.memory_projections)
+        self.rate_factors = (float(config.projection_memory_rate),) * len(self.projected) + (1.0,)
+        shared = self.projected if rule.shares_input else ()
         self.in_proj = nn.Linear(width, inner, bias=False) if shared else None
         self.k_proj = None if "k" in shared else nn.Linear(width, inner, bias=False)
         self.v_proj = None if "v" in shared else nn.Linear(width, inner, bias=False)
@@ -182,7 +182,7 @@ class SelfModifyingTitans(nn.Module):
         need_state: bool = False,
         **_,
     ) -> tuple[torch.Tensor, ScanState | None]:
-        """Read a piece of text and learn from it.
+        """Read a span of text and learn from it.
 
         Args:
             hidden_states: [B, T, hidden_size].
@@ -205,7 +205,7 @@ class SelfModifyingTitans(nn.Module):
             run = self.choose_scan(inputs, memories, operands)
             # kernels of a GPU keep little themselves, and are fastest on a whole text
             recompute = self.config.recompute_chunks if run in (scan_plain, *FAST_SCANS.values()) else 0
-            reads, after = scan(run, inputs, memories, state, plan.pieces, recompute, need_state)
+            reads, after = scan(run, inputs, memories, state, plan.spans, recompute, need_state)
             reads = reads.unflatten(0, (batch_size, heads)).transpose(1, 2)
             if plan.slot_of_token is not None:
                 reads = plan.to_tokens(reads)
@@ -259,11 +259,11 @@ class SelfModifyingTitans(nn.Module):
 
     def memories(self, batch_size: int, dtype: torch.dtype) -> Memories:
         """The memories of `batch_size` sequences, as the scan takes them."""
-        taps = torch.cat([conv(dtype) for conv in (self.k_conv1d, self.v_conv1d, self.q_conv1d)], dim=-1)
-        taps = taps.unsqueeze(1).expand(-1, batch_size, -1, -1).flatten(1, 2).unsqueeze(2)
+        conv_weights = torch.cat([conv(dtype) for conv in (self.k_conv1d, self.v_conv1d, self.q_conv1d)], dim=-1)
+        conv_weights = conv_weights.unsqueeze(1).expand(-1, batch_size, -1, -1).flatten(1, 2).unsqueeze(2)
         # [H, ...] of heads to [b, ...]
         initial = tuple(x.expand(batch_size, *x.shape).flatten(0, 1) for x in self.initial_memory(dtype))
         share = None
         if self.value_share is not None:
             share = self.value_share(dtype).expand(batch_size, -1).flatten()[:, None, None]
-        return self.rule.of(taps, self.remade, initial, share, self.rate_factors, self.rule_options)
+        return self.rule.of(conv_weights, self.projected, initial, share, self.rate_factors, self.rule_options)

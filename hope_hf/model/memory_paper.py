@@ -9,7 +9,7 @@ chunk's start (section 8.2 of the paper), so that inside a chunk each layer is a
 whose sum over tokens is one triangular solve. The slow twin of this file is `hope_hf.reference`: the same rules token
 by token.
 
-Axes: b sequences times heads, N memory of a layer (the content memory last), C token of a piece, D head width; `o` and
+Axes: b sequences times heads, N memory of a layer (the content memory last), C token of a span, D head width; `o` and
 `i` are the output and input width of one layer of a memory. Tokens are rows.
 """
 
@@ -39,9 +39,9 @@ class PaperMemories(NamedTuple):
     """
 
     # of the convolutions on k, v and q side by side, oldest first [K, b, 1, 3 D]
-    taps: torch.Tensor
-    # the streams that memories remake
-    remade: tuple[str, ...]
+    conv_weights: torch.Tensor
+    # the qkv that memories project
+    projected: tuple[str, ...]
     initial: Weights
     # factor on the learning rate of each memory [N]
     rate_factors: torch.Tensor
@@ -77,8 +77,10 @@ class PaperMemories(NamedTuple):
         return PaperRule(**config.paper_rule)
 
     @classmethod
-    def of(cls, taps, remade, initial, value_share: None, rate_factors, options: PaperRule) -> "PaperMemories":
-        return cls(taps, remade, initial, taps.new_tensor(rate_factors), options)
+    def of(
+        cls, conv_weights, projected, initial, value_share: None, rate_factors, options: PaperRule
+    ) -> "PaperMemories":
+        return cls(conv_weights, projected, initial, conv_weights.new_tensor(rate_factors), options)
 
     def fresh(self) -> Weights:
         """The state of having read nothing."""
@@ -92,24 +94,24 @@ class PaperMemories(NamedTuple):
             return state
         return tuple(base + deviation for base, deviation in zip(self.initial, state, strict=True))
 
-    def remake(self, chunk_start: Weights, index: int, x: torch.Tensor) -> torch.Tensor:
+    def project(self, chunk_start: Weights, index: int, x: torch.Tensor) -> torch.Tensor:
         """`M(x)` of one memory, at the weights of the chunk's start; [b, C, D]."""
         weights = tuple(weight[:, index : index + 1] for weight in self.weights(chunk_start))
         return apply_memory(weights, x.unsqueeze(1), self.rule).squeeze(1)
 
     def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[torch.Tensor, Weights]:
-        """Reads `M_t(q_t)` of the content memory [b, C, D], and the state after the piece."""
+        """Reads `M_t(q_t)` of the content memory [b, C, D], and the state after the span."""
         rule = self.rule
         keys, values, query, rate, log_retention = (part.unsqueeze(1) for part in tokens)
         base = (None,) * rule.depth if rule.decay_to == "zero" else self.initial
         writes = linearise(self.weights(state.chunk_start), keys, values, rule)
-        gates = PieceGates(self.rate_factors[:, None] * rate, log_retention, rule.read_mode)
-        layers = [LayerPiece(*parts, gates) for parts in zip(state.current, base, writes, strict=True)]
+        gates = SpanGates(self.rate_factors[:, None] * rate, log_retention, rule.read_mode)
+        layers = [LayerSpan(*parts, gates) for parts in zip(state.current, base, writes, strict=True)]
         hidden = query if rule.depth == 1 else activate(layers[0].read(query), rule)
         reads = (query + layers[-1].read(hidden)).squeeze(1)
         return reads, tuple(layer.end() for layer in layers)
 
-    def unwritten(self, queries: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def initial_read(self, queries: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """`M(q)` of the content memory, at the initial weights."""
         return self.recall(self.fresh(), queries)
 
@@ -138,7 +140,7 @@ def apply_memory(weights: Weights, z: torch.Tensor, rule: PaperRule) -> torch.Te
 
 
 class LayerWrite(NamedTuple):
-    """What the tokens of a piece write into one layer, fixed by the weights at the chunk's start."""
+    """What the tokens of a span write into one layer, fixed by the weights at the chunk's start."""
 
     # u [b, 1 or N, C, i]
     inputs: torch.Tensor
@@ -191,8 +193,8 @@ def clip_norm(x: torch.Tensor, limit: float | None) -> torch.Tensor:
     return x * (limit * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPSILON)).clamp(max=1.0)
 
 
-class PieceGates:
-    """Products of the gates over a piece, shared by all layers of a memory.
+class SpanGates:
+    """Products of the gates over a span, shared by all layers of a memory.
 
     `rate` is [b, N, C], `log_retention` [b, 1, C]; `read_mode`: at which weights a token reads, with its own write
     ("inclusive") or before it ("exclusive").
@@ -212,10 +214,10 @@ class PieceGates:
             self.decay_read, self.keep_read = decay_matrix(total, total), total.exp().unsqueeze(-1)
 
 
-class LayerPiece:
-    """One layer over one piece: solved once, then read at any token and carried to the piece's end.
+class LayerSpan:
+    """One layer over one span: solved once, then read at any token and carried to the span's end.
 
-    With `D` the stored weights at the piece's start, `W_init` the initial weights (0 unless retention leads there),
+    With `D` the stored weights at the span's start, `W_init` the initial weights (0 unless retention leads there),
     `w_i` the steps, and `w_i a_i u_i^T` what token i takes from the weights:
 
         (I + L) A = keep_before U D^T + U W_init^T + Delta,           L_ti = decay_before_ti (u_t . u_i) w_i
@@ -224,7 +226,7 @@ class LayerPiece:
     Without erasing `A = Delta`. Nothing is divided by the steps: they may be 0.
     """
 
-    def __init__(self, stored: torch.Tensor, initial: torch.Tensor | None, write: LayerWrite, gates: PieceGates):
+    def __init__(self, stored: torch.Tensor, initial: torch.Tensor | None, write: LayerWrite, gates: SpanGates):
         self.stored, self.initial, self.gates = stored, initial, gates
         self.inputs, self.rate = write.inputs, gates.rate * write.scale
         self.corrections = write.errors

@@ -5,7 +5,7 @@ to 88). The rules (`memory_delta`, `paper_rule`) say how a memory acts and how i
 the readable path, in plain operations and with autograd's gradients; `memory_fast` is the same for the delta rule
 with a backward written by hand.
 
-Axes: b sequences times heads, S slot (`chunks`), C slot of a piece, D head width, K width of the convolution.
+Axes: b sequences times heads, S slot (`chunks`), C slot of a span, D head width, K width of the convolution.
 Tokens are rows. All tensors are float32, or float64 where the model is.
 """
 
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .chunks import ScanPiece
+from .chunks import ChunkSpan
 from .configuration_hope import HopeConfig
 from .layers import convolve
 
@@ -27,7 +27,7 @@ NORM_EPSILON = 1e-6
 class ScanInputs(NamedTuple):
     """What the scan reads of every slot. Padding has `rate` 0 and `log_retention` 0."""
 
-    # keys, values and queries before memories remake them and the convolution mixes tokens [b, S, D]
+    # keys, values and queries before memories project them and the convolution mixes tokens [b, S, D]
     key: torch.Tensor
     value: torch.Tensor
     query: torch.Tensor
@@ -58,7 +58,7 @@ class ScanState(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What the tokens of a piece write and read with."""
+    """What the tokens of a span write and read with."""
 
     # of norm 1 [b, C, D]
     keys: torch.Tensor
@@ -71,12 +71,12 @@ class Tokens(NamedTuple):
 
 
 class Memories(Protocol):
-    """The memories of a layer under one rule: those that remake streams in the order k, v, and the content memory.
+    """The memories of a layer under one rule: those that project qkv in the order k, v, and the content memory.
 
     `memory_mixer` builds a layer after the class attributes and static methods of its rule.
     """
 
-    # whether the keys and values that memories remake come from one linear map
+    # whether the keys and values that memories project come from one linear map
     shares_input: ClassVar[bool]
     # whether queries are made at first as keys are
     queries_begin_as_keys: ClassVar[bool]
@@ -89,9 +89,9 @@ class Memories(Protocol):
     has_value_gate: ClassVar[bool]
 
     # of the convolutions on k, v and q side by side, oldest first [K, b, 1, 3 D]
-    taps: torch.Tensor
-    # the streams that memories remake: "k", "v"
-    remade: tuple[str, ...]
+    conv_weights: torch.Tensor
+    # the qkv that memories project: "k", "v"
+    projected: tuple[str, ...]
     # whether anything is read at the weights of the chunk's start
     reads_chunk_start: bool
 
@@ -108,11 +108,13 @@ class Memories(Protocol):
         """The options of the rule itself."""
 
     @classmethod
-    def of(cls, taps, remade: tuple[str, ...], initial, value_share, rate_factors: tuple[float, ...], options):
+    def of(
+        cls, conv_weights, projected: tuple[str, ...], initial, value_share, rate_factors: tuple[float, ...], options
+    ):
         """The memories of a call.
 
         Args:
-            taps: [K, b, 1, 3 D].
+            conv_weights: [K, b, 1, 3 D].
             initial: the learned initial weights [b, ...].
             value_share: [b, 1, 1], or `None` where the rule has none.
             rate_factors: factor on the learning rate of each memory.
@@ -122,13 +124,13 @@ class Memories(Protocol):
     def fresh(self) -> tuple[torch.Tensor, ...]:
         """The weights of having read nothing."""
 
-    def remake(self, chunk_start: tuple[torch.Tensor, ...], index: int, x: torch.Tensor) -> torch.Tensor:
+    def project(self, chunk_start: tuple[torch.Tensor, ...], index: int, x: torch.Tensor) -> torch.Tensor:
         """What memory `index` makes of its stream [b, C, D], at the weights of the chunk's start (equation 83)."""
 
     def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Reads [b, C, D] of the content memory, each after its token's own write, and the weights after the piece."""
+        """Reads [b, C, D] of the content memory, each after its token's own write, and the weights after the span."""
 
-    def unwritten(self, queries: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def initial_read(self, queries: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """The reads [b, C, D] of `write_and_read` if nothing had ever been written."""
 
     def recall(self, state: tuple[torch.Tensor, ...], keys: torch.Tensor) -> torch.Tensor:
@@ -144,9 +146,9 @@ class Memories(Protocol):
 def fresh_state(memories: Memories) -> ScanState:
     """The state of having read nothing."""
     weights = memories.fresh()
-    taps, rows, _, width = memories.taps.shape
+    conv_weights, rows, _, width = memories.conv_weights.shape
     chunk_start = weights if memories.reads_chunk_start else ()
-    return ScanState(weights, chunk_start, weights[0].new_zeros(rows, taps - 1, width))
+    return ScanState(weights, chunk_start, weights[0].new_zeros(rows, conv_weights - 1, width))
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:
@@ -169,64 +171,62 @@ def select_rows(rows: torch.Tensor, chosen: tuple, other: tuple) -> tuple:
     return tuple(torch.where(rows.view(-1, *(1,) * (a.ndim - 1)), a, b) for a, b in zip(chosen, other, strict=True))
 
 
-def make_streams(
-    inputs: ScanInputs, memories: Memories, state: ScanState, piece: ScanPiece
+def make_qkv(
+    inputs: ScanInputs, memories: Memories, state: ScanState, span: ChunkSpan
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys, values and queries of a piece after convolution and SiLU [b, C, D], and the tail for the next piece."""
-    cut = slice(piece.start, piece.stop)
-    streams = {"k": inputs.key[:, cut], "v": inputs.value[:, cut], "q": inputs.query[:, cut]}
-    for index, name in enumerate(memories.remade):
-        streams[name] = memories.remake(state.chunk_start, index, streams[name])
-    mixed, tail = convolve(torch.cat(list(streams.values()), dim=-1), state.conv_tail, memories.taps, piece)
+    """Keys, values and queries of a span after convolution and SiLU [b, C, D], and the tail for the next span."""
+    cut = slice(span.start, span.stop)
+    qkv = {"k": inputs.key[:, cut], "v": inputs.value[:, cut], "q": inputs.query[:, cut]}
+    for index, name in enumerate(memories.projected):
+        qkv[name] = memories.project(state.chunk_start, index, qkv[name])
+    mixed, tail = convolve(torch.cat(list(qkv.values()), dim=-1), state.conv_tail, memories.conv_weights, span)
     return *F.silu(mixed).chunk(3, dim=-1), tail
 
 
-def written_values(inputs: ScanInputs, values: torch.Tensor, piece: ScanPiece) -> torch.Tensor:
-    """What memories are written with, from the values of a piece [b, C, D]."""
+def written_values(inputs: ScanInputs, values: torch.Tensor, span: ChunkSpan) -> torch.Tensor:
+    """What memories are written with, from the values of a span [b, C, D]."""
     if inputs.value_norm is None:
         return values
-    return unit(values) * inputs.value_norm[:, piece.start : piece.stop, None]
+    return unit(values) * inputs.value_norm[:, span.start : span.stop, None]
 
 
-def restart(memories: Memories, state: ScanState, piece: ScanPiece) -> ScanState:
-    """The state before a piece, with fresh weights in the rows in which a document begins."""
+def restart(memories: Memories, state: ScanState, span: ChunkSpan) -> ScanState:
+    """The state before a span, with fresh weights in the rows in which a document begins."""
     fresh = memories.fresh()
-    current, chunk_start = (select_rows(piece.keeps, weights, fresh[: len(weights)]) for weights in state[:2])
+    current, chunk_start = (select_rows(span.keeps, weights, fresh[: len(weights)]) for weights in state[:2])
     return state._replace(current=current, chunk_start=chunk_start)
 
 
-def close_piece(
-    state: ScanState, piece: ScanPiece, current: tuple[torch.Tensor, ...], tail: torch.Tensor
-) -> ScanState:
-    """The state after a piece that has begun in `state` and left the weights `current`."""
+def close_span(state: ScanState, span: ChunkSpan, current: tuple[torch.Tensor, ...], tail: torch.Tensor) -> ScanState:
+    """The state after a span that has begun in `state` and left the weights `current`."""
     chunk_start = current[: len(state.chunk_start)]
-    if not isinstance(piece.closes, bool):
-        chunk_start = select_rows(piece.closes, chunk_start, state.chunk_start)
-    elif not piece.closes:
+    if not isinstance(span.closes, bool):
+        chunk_start = select_rows(span.closes, chunk_start, state.chunk_start)
+    elif not span.closes:
         chunk_start = state.chunk_start
     return ScanState(current, chunk_start, tail)
 
 
-def scan_piece(
-    inputs: ScanInputs, memories: Memories, state: ScanState, piece: ScanPiece
+def scan_span(
+    inputs: ScanInputs, memories: Memories, state: ScanState, span: ChunkSpan
 ) -> tuple[torch.Tensor, ScanState]:
-    """One piece: make keys and values, write them, and read at every token [b, C, D]."""
-    if piece.keeps is not None:
-        state = restart(memories, state, piece)
-    keys, values, queries, tail = make_streams(inputs, memories, state, piece)
-    gates = (gate[:, piece.start : piece.stop] for gate in (inputs.rate, inputs.log_retention))
-    tokens = Tokens(unit(keys), written_values(inputs, values, piece), unit(queries), *gates)
+    """One span: make keys and values, write them, and read at every token [b, C, D]."""
+    if span.keeps is not None:
+        state = restart(memories, state, span)
+    keys, values, queries, tail = make_qkv(inputs, memories, state, span)
+    gates = (gate[:, span.start : span.stop] for gate in (inputs.rate, inputs.log_retention))
+    tokens = Tokens(unit(keys), written_values(inputs, values, span), unit(queries), *gates)
     reads, current = memories.write_and_read(state, tokens)
-    return reads, close_piece(state, piece, current, tail)
+    return reads, close_span(state, span, current, tail)
 
 
 def scan_plain(
-    inputs: ScanInputs, memories: Memories, state: ScanState, pieces: list[ScanPiece], need_state: bool = True
+    inputs: ScanInputs, memories: Memories, state: ScanState, spans: list[ChunkSpan], need_state: bool = True
 ) -> tuple[torch.Tensor, ScanState]:
-    """All pieces in order: reads [b, S, D], and the state after the last (also where it is not needed)."""
+    """All spans in order: reads [b, S, D], and the state after the last (also where it is not needed)."""
     reads = []
-    for piece in pieces:
-        read, state = scan_piece(inputs, memories, state, piece)
+    for span in spans:
+        read, state = scan_span(inputs, memories, state, span)
         reads.append(read)
     return torch.cat(reads, dim=1), state
 
@@ -236,7 +236,7 @@ def scan(
     inputs: ScanInputs,
     memories: Memories,
     state: ScanState | None,
-    pieces: list[ScanPiece],
+    spans: list[ChunkSpan],
     recompute: int,
     need_state: bool,
 ) -> tuple[torch.Tensor, ScanState | None]:
@@ -245,20 +245,20 @@ def scan(
     Args:
         run: `scan_plain`, or what computes the same.
         state: of the call before, or `None` at a text's start.
-        recompute: pieces whose activations are recomputed together in the backward pass; 0 keeps all. The last such
+        recompute: spans whose activations are recomputed together in the backward pass; 0 keeps all. The last such
             group keeps its own, which the backward pass asks for first.
     """
-    stride = recompute if recompute and torch.is_grad_enabled() else len(pieces)
+    stride = recompute if recompute and torch.is_grad_enabled() else len(spans)
     state = fresh_state(memories) if state is None else state
-    if stride >= len(pieces):
-        reads, state = run(inputs, memories, state, pieces, need_state)
+    if stride >= len(spans):
+        reads, state = run(inputs, memories, state, spans, need_state)
         return reads, state if need_state else None
-    groups = [pieces[index : index + stride] for index in range(0, len(pieces), stride)]
+    groups = [spans[index : index + stride] for index in range(0, len(spans), stride)]
     parts = inputs.split([group[-1].stop - group[0].start for group in groups])
     reads = []
     for index, (part, group) in enumerate(zip(parts, groups, strict=True)):
         first = group[0].start
-        group = [piece._replace(start=piece.start - first, stop=piece.stop - first) for piece in group]
+        group = [span._replace(start=span.start - first, stop=span.stop - first) for span in group]
         if index + 1 == len(groups):
             read, state = run(part, memories, state, group, need_state)
         else:

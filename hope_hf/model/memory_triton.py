@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from .chunks import ScanPiece, whole
+from .chunks import ChunkSpan, merge_spans
 from .layers import convolve
 from .memory_delta import DeltaMemories, step_token
 from .memory_gpu import obstacle as obstacle_to_fla
@@ -30,11 +30,11 @@ def obstacle(inputs: ScanInputs, memories) -> str | None:
     """Why the kernels cannot compute this scan; `None` if they can."""
     if not isinstance(memories, DeltaMemories):
         return "Triton's kernels do not know memory_rule='paper'"
-    if not memories.remade:
+    if not memories.projected:
         return "Triton's kernels are for memory_projections, and the model has none (set HOPE_KERNELS=fla)"
     if inputs.query.shape[-1] not in _WIDTHS:
         return f"heads of Triton's kernels are 16, 32, 64 or 128 wide, not {inputs.query.shape[-1]}"
-    return obstacle_to_fla(inputs, memories._replace(remade=()))
+    return obstacle_to_fla(inputs, memories._replace(projected=()))
 
 
 class _Tiles(NamedTuple):
@@ -54,15 +54,15 @@ class _Tiles(NamedTuple):
     closed: torch.Tensor
 
     @classmethod
-    def of(cls, pieces: list[ScanPiece], rows: int, size: int, device: torch.device) -> "_Tiles":
-        bounds = [start for piece in pieces for start in range(piece.start, piece.stop, size)]
+    def of(cls, spans: list[ChunkSpan], rows: int, size: int, device: torch.device) -> "_Tiles":
+        bounds = [start for span in spans for start in range(span.start, span.stop, size)]
         tiles = len(bounds)
-        first = torch.tensor([bounds.index(piece.start) for piece in pieces], device=device)
+        first = torch.tensor([bounds.index(span.start) for span in spans], device=device)
         keeps = torch.ones(rows, tiles + 1, device=device)
-        closes = torch.stack([_per_row(piece.closes, rows, device) for piece in pieces], dim=1)
+        closes = torch.stack([_per_row(span.closes, rows, device) for span in spans], dim=1)
         begins = F.pad(closes[:, :-1], (1, 0))
-        if pieces[0].keeps is not None:
-            kept = torch.stack([piece.keeps.view(rows) for piece in pieces], dim=1)
+        if spans[0].keeps is not None:
+            kept = torch.stack([span.keeps.view(rows) for span in spans], dim=1)
             keeps[:, first] = kept.float()
             begins = begins | ~kept
         starts = torch.zeros(rows, tiles, dtype=torch.long, device=device)
@@ -70,7 +70,7 @@ class _Tiles(NamedTuple):
         starts = starts.cummax(1).values
         counts = torch.zeros(rows, tiles + 1, dtype=torch.long, device=device)
         counts.scatter_add_(1, starts, torch.ones_like(starts))
-        bounds = torch.tensor([*bounds, pieces[-1].stop], dtype=torch.int32, device=device)
+        bounds = torch.tensor([*bounds, spans[-1].stop], dtype=torch.int32, device=device)
         return cls(size, bounds, keeps, starts.int(), counts.int(), closes[:, -1, None, None, None])
 
     @property
@@ -117,7 +117,7 @@ class _Projection(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, tiles, dtype, remade, factors, inside, tails, has_backward,
+        ctx, tiles, dtype, projected, factors, inside, tails, has_backward,
         given, fixed, taps, tail, rate, log_retention, value_norm, current, start,
     ):  # fmt: skip
         from .memory_triton_kernels import projection_forward
@@ -127,13 +127,13 @@ class _Projection(torch.autograd.Function):
         raw = given.new_empty(number, rows, reach + slots, width)
         raw[:, :, :reach] = tail
         raw.scatter_(2, _tail_rows(tails, tail), tail)
-        keys = fixed if "k" not in remade else torch.empty_like(given[0])
-        values = fixed if "v" not in remade else torch.empty_like(given[0])
+        keys = fixed if "k" not in projected else torch.empty_like(given[0])
+        values = fixed if "v" not in projected else torch.empty_like(given[0])
         states = tiles.states(start, current)
         alike = len(set(factors)) == 1
         inverses = given.new_empty(rows, tiles.number, 1 if alike else number, tiles.size, tiles.size, dtype=dtype)
         flags = {
-            "K_PROJECTED": "k" in remade, "V_PROJECTED": "v" in remade, "NORMED": value_norm is not None,
+            "K_PROJECTED": "k" in projected, "V_PROJECTED": "v" in projected, "NORMED": value_norm is not None,
             "MASKED": inside is not None, "ALIKE": alike, "K": reach + 1, "D": width, "C": tiles.size,
             "DT": _triton_type(dtype),
         }  # fmt: skip
@@ -145,7 +145,7 @@ class _Projection(torch.autograd.Function):
                 LEVELS=tiles.size.bit_length() - 1, **flags, **_launch(width, False),
             )  # fmt: skip
         if has_backward and any(ctx.needs_input_grad):
-            ctx.tiles, ctx.flags, ctx.remade = tiles, flags, remade
+            ctx.tiles, ctx.flags, ctx.projected = tiles, flags, projected
             saved = (given, taps, tail, inside, tails, rate, log_retention, value_norm, factors)
             ctx.save_for_backward(*saved, raw, keys, values, states, inverses)
             ctx.set_materialize_grads(False)
@@ -180,7 +180,7 @@ class _Projection(torch.autograd.Function):
                 TAILED=grad_raw is not None, **ctx.flags, **_launch(width, True),
             )  # fmt: skip
         grad_taps, grad_tail = _convolution_gradients(raw, taps, inside, tails, grad_mixed, grad_raw, tail)
-        fixed = None if len(ctx.remade) == 2 else grad_values if ctx.remade == ("k",) else grad_keys
+        fixed = None if len(ctx.projected) == 2 else grad_values if ctx.projected == ("k",) else grad_keys
         grad_first = grad_first if grad_start is None else grad_first + grad_start
         grad_state = grad_state * tiles.keeps[:, 0, None, None, None]
         grads = (grad_given, fixed, grad_taps, grad_tail, grad_rate, grad_log, grad_norm, grad_state, grad_first)
@@ -243,7 +243,7 @@ def scan_triton(
     inputs: ScanInputs,
     memories: DeltaMemories,
     state: ScanState,
-    pieces: list[ScanPiece],
+    spans: list[ChunkSpan],
     need_state: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, ScanState | None]:
@@ -252,50 +252,52 @@ def scan_triton(
     In the state that is returned, the content memory's columns of `chunk_start` hold its weights after the call:
     nothing reads them.
     """
-    if pieces[-1].stop == 1 and not torch.is_grad_enabled():
-        reads, state = step_token(inputs, memories, state, pieces[0])
+    if spans[-1].stop == 1 and not torch.is_grad_enabled():
+        reads, state = step_token(inputs, memories, state, spans[0])
         return reads, state if need_state else None
-    piece, (rows, slots, width) = whole(pieces), inputs.query.shape
-    remade, names = memories.remade, ("k", "v", "q")
-    tiles = _Tiles.of(pieces, rows, tile_size(width, dtype), inputs.query.device)
+    span, (rows, slots, width) = merge_spans(spans), inputs.query.shape
+    projected, names = memories.projected, ("k", "v", "q")
+    tiles = _Tiles.of(spans, rows, tile_size(width, dtype), inputs.query.device)
     raw = dict(zip(names, inputs[:3], strict=True))
-    tails, taps = (dict(zip(names, part.chunk(3, dim=-1), strict=True)) for part in (state.conv_tail, memories.taps))
+    tails, taps = (
+        dict(zip(names, part.chunk(3, dim=-1), strict=True)) for part in (state.conv_tail, memories.conv_weights)
+    )
     # [b, D, M D] to [b, M, D, D]
     current, start = (weights.unflatten(-1, (-1, width)).movedim(-2, 1) for (weights,) in state[:2])
 
-    fixed = [name for name in names if name not in remade]
+    fixed = [name for name in names if name not in projected]
     parts = (torch.cat([of[name] for name in fixed], dim=-1) for of in (raw, tails, taps))
-    mixed, after_tail = convolve(*parts, piece)
+    mixed, after_tail = convolve(*parts, span)
     streams = dict(zip(fixed, F.silu(mixed).chunk(len(fixed), dim=-1), strict=True))
     after_tails = dict(zip(fixed, after_tail.chunk(len(fixed), dim=-1), strict=True))
     for name in set("kq").intersection(fixed):
         streams[name] = unit(streams[name])
     if "v" in fixed:
-        streams["v"] = written_values(inputs, streams["v"], piece)
+        streams["v"] = written_values(inputs, streams["v"], span)
     masks = None
-    if piece.inside is not None:
-        masks = piece.inside.squeeze(-1).transpose(0, 1).to(torch.int8).contiguous()
+    if span.inside is not None:
+        masks = span.inside.squeeze(-1).transpose(0, 1).to(torch.int8).contiguous()
     begin = torch.zeros(rows, dtype=torch.int32, device=tiles.bounds.device)
-    if piece.tail_in is not None and piece.tail_in.shape[1]:
-        begin = piece.tail_in[:, 0, 0].int()
+    if span.tail_in is not None and span.tail_in.shape[1]:
+        begin = span.tail_in[:, 0, 0].int()
     keys, values, padded, after, opened = _Projection.apply(
-        tiles, dtype, remade, memories.rate_factors[:-1], masks, begin, torch.is_grad_enabled(),
-        torch.stack([raw[name] for name in remade]),
+        tiles, dtype, projected, memories.rate_factors[:-1], masks, begin, torch.is_grad_enabled(),
+        torch.stack([raw[name] for name in projected]),
         next((streams[name].contiguous() for name in "kv" if name in fixed), None),
-        torch.stack([taps[name].squeeze(2).transpose(0, 1) for name in remade]),
-        torch.stack([tails[name] for name in remade]),
+        torch.stack([taps[name].squeeze(2).transpose(0, 1) for name in projected]),
+        torch.stack([tails[name] for name in projected]),
         inputs.rate.contiguous(), inputs.log_retention.contiguous(),
         None if inputs.value_norm is None or "v" in fixed else inputs.value_norm.contiguous(),
         current[:, :-1], start[:, :-1],
     )  # fmt: skip
     given = streams["q"], keys, values, inputs, memories, current[:, -1]
-    reads, content = read_content(*given, pieces, need_state, dtype)
+    reads, content = read_content(*given, spans, need_state, dtype)
     if not need_state:
         return reads, None
-    for index, name in enumerate(remade):
+    for index, name in enumerate(projected):
         rows_after = padded[index, :, slots:]
-        if piece.tail_out is not None:
-            rows_after = padded[index].gather(1, piece.tail_out.expand_as(rows_after))
+        if span.tail_out is not None:
+            rows_after = padded[index].gather(1, span.tail_out.expand_as(rows_after))
         after_tails[name] = rows_after
     weights = (after, torch.where(tiles.closed, after, opened))
     current, opened = (torch.cat([part, content[:, None]], dim=1).movedim(1, -2).flatten(-2) for part in weights)

@@ -35,8 +35,8 @@ from .inputs import (
     check_labels,
     check_recomputing,
     create_attention_mask,
-    outside_where_cut_anew,
     read_documents,
+    run_eagerly_where_chunks_vary,
 )
 from .layers import HopeRMSNorm, LearnedFactors, ShortConvolution
 from .loss import IGNORED, HopeHead, next_labels
@@ -203,7 +203,7 @@ class HopeModel(HopePreTrainedModel):
         self.has_attention, self.has_sparse_attention = config.has_attention, config.has_sparse_attention
         self.post_init()
 
-    @outside_where_cut_anew
+    @run_eagerly_where_chunks_vary
     @merge_with_config_defaults
     @capture_outputs
     def forward(

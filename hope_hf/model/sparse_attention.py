@@ -20,11 +20,11 @@ from torch import nn
 from transformers import initialization as init
 
 from .backends import Kernel, asked_kernels, choose, operand_dtype
-from .chunks import SlotPlan, convolution_pieces
+from .chunks import SlotPlan, convolution_spans
 from .configuration_hope import HopeConfig
 from .layers import LearnedFactors, ShortConvolution
-from .sparse_branches import SparseKeys, SparseSizes, StreamSizes, StreamWeights, make_streams, read_sparse
-from .sparse_fast import TILE, make_streams_tiled, read_sparse_fused
+from .sparse_branches import QkvSizes, QkvWeights, SparseKeys, SparseSizes, make_qkv, read_sparse
+from .sparse_fast import TIME_TILE, make_qkv_tiled, read_sparse_fused
 from .sparse_gpu import obstacle, read_selected_fla
 
 BRANCHES = ("compressed", "selected", "window")
@@ -152,7 +152,7 @@ class HopeSparseAttention(nn.Module):
         need_state: bool = False,
         **_,
     ) -> tuple[torch.Tensor, SparseState | None]:
-        """Read a piece of text.
+        """Read a span of text.
 
         Args:
             hidden_states: [B, T, hidden_size].
@@ -164,7 +164,7 @@ class HopeSparseAttention(nn.Module):
         Returns:
             The mixer's output [B, T, hidden_size], and the new state.
         """
-        query, key, value, tail = self.streams(hidden_states, state, blocks, block_positions)
+        query, key, value, tail = self.qkv(hidden_states, state, blocks, block_positions)
         gates = blocks.to_slots(self.branch_gates(hidden_states))
         held, after, base, first = self._remember(key, value, tail, state, blocks, hidden_states.shape[1], need_state)
         dtype = torch.promote_types(query.dtype, torch.float32)
@@ -212,25 +212,25 @@ class HopeSparseAttention(nn.Module):
         found, self.sparse_statistics = self.sparse_statistics, None
         return found.read()
 
-    def streams(self, hidden_states, state: SparseState | None, blocks: SlotPlan, block_positions) -> tuple:
+    def qkv(self, hidden_states, state: SparseState | None, blocks: SlotPlan, block_positions) -> tuple:
         """Rotated, scaled queries [B, H, G, S, D], keys, values [B, H, S, D], in slots; the tail of convolutions."""
         config = self.config
         projections = (self.q_proj, self.k_proj, self.v_proj)
         raw = blocks.to_slots(torch.cat([projection(hidden_states) for projection in projections], dim=-1))
-        reach = config.conv_kernel_size - 1
-        tail = raw.new_zeros(len(raw), reach, raw.shape[2]) if state is None else state.conv_tail.to(raw.dtype)
+        tail_size = config.conv_kernel_size - 1
+        tail = raw.new_zeros(len(raw), tail_size, raw.shape[2]) if state is None else state.conv_tail.to(raw.dtype)
         convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        taps = torch.cat([convolution(raw.dtype).flatten(1) for convolution in convolutions], dim=-1)
+        conv_weights = torch.cat([convolution(raw.dtype).flatten(1) for convolution in convolutions], dim=-1)
         # the scale of attention is taken into the norm
         query_norm = self.q_norm(raw.dtype) * config.head_dim**-0.5
-        weights = StreamWeights(taps[:, None, None], query_norm, self.k_norm(raw.dtype))
-        sizes = StreamSizes(config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps)
+        weights = QkvWeights(conv_weights[:, None, None], query_norm, self.k_norm(raw.dtype))
+        sizes = QkvSizes(config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps)
         with torch.autocast(raw.device.type, enabled=False):
             if self.kernels == "plain" or torch.compiler.is_compiling() or raw.shape[1] == 1:
-                (piece,) = convolution_pieces(blocks, raw.shape[1], reach, raw.shape[1])
-                return make_streams(raw, tail, weights, block_positions, piece, sizes)
-            pieces = convolution_pieces(blocks, raw.shape[1], reach, TILE)
-            return make_streams_tiled(raw, tail, weights, block_positions, pieces, sizes)
+                (span,) = convolution_spans(blocks, raw.shape[1], tail_size, raw.shape[1])
+                return make_qkv(raw, tail, weights, block_positions, span, sizes)
+            spans = convolution_spans(blocks, raw.shape[1], tail_size, TIME_TILE)
+            return make_qkv_tiled(raw, tail, weights, block_positions, spans, sizes)
 
     def _remember(
         self, key, value, tail, state: SparseState | None, blocks: SlotPlan, tokens: int, need_state: bool

@@ -7,7 +7,7 @@ A query at slot t of a document that begins at slot f reads
                  before it, and those with the largest sums of compressed attention, over the heads of a group
     window       the last keys, its own included
 
-by softmax attention in each. This is the readable path, which gathers what every query reads; generation and pieces of
+by softmax attention in each. This is the readable path, which gathers what every query reads; generation and spans of
 a text go through it. `sparse_fast` computes the same for a whole text.
 
 Axes: B row, H head of keys, G query heads that share it, N query, R slot of keys, D head width, Z compressed key
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from .chunks import ScanPiece
+from .chunks import ChunkSpan
 from .layers import convolve
 
 # Queries that are read at once: what each gathers is as large as what it reads.
@@ -129,17 +129,17 @@ def read_sparse(
     return torch.cat(reads, dim=3), torch.cat(blocks, dim=2)
 
 
-class StreamWeights(NamedTuple):
-    """What makes the streams."""
+class QkvWeights(NamedTuple):
+    """What makes the qkv."""
 
     # oldest token first [K, 1, 1, C]
-    taps: torch.Tensor
+    conv_weights: torch.Tensor
     # [D]
     query_norm: torch.Tensor
     key_norm: torch.Tensor
 
 
-class StreamSizes(NamedTuple):
+class QkvSizes(NamedTuple):
     """Heads of queries and of keys, and what is added to mean squares."""
 
     heads: int
@@ -152,22 +152,22 @@ class StreamSizes(NamedTuple):
         return [self.heads, self.key_heads, self.key_heads]
 
 
-def make_streams(
+def make_qkv(
     raw: torch.Tensor,
     tail: torch.Tensor,
-    weights: StreamWeights,
+    weights: QkvWeights,
     angles: tuple[torch.Tensor, torch.Tensor],
-    piece: ScanPiece,
-    sizes: StreamSizes,
+    span: ChunkSpan,
+    sizes: QkvSizes,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries [B, H, G, S, D], keys, values [B, H, S, D] of a piece, and the tail for the next: plain operations.
+    """Queries [B, H, G, S, D], keys, values [B, H, S, D] of a span, and the tail for the next: plain operations.
 
     Args:
         raw: what linear maps gave [B, S, C].
-        tail: last inputs of the convolutions of the piece before [B, K - 1, C].
+        tail: last inputs of the convolutions of the span before [B, K - 1, C].
         angles: cosines and sines of the slots' positions [B or 1, S, D].
     """
-    mixed, tail = convolve(raw, tail, weights.taps, piece)
+    mixed, tail = convolve(raw, tail, weights.conv_weights, span)
     width = weights.query_norm.shape[-1]
     heads = mixed.unflatten(-1, (-1, width)).transpose(1, 2)
     query, key, value = heads.split(sizes.split, dim=1)

@@ -4,7 +4,7 @@ Nothing of the size of the text's square is built. Compressed and window branch 
 selected branch goes block of keys by block of keys and gathers the queries that have selected it, which are far
 smaller than what each of them reads; a query's blocks are added up under a running maximum, as in flash attention
 (arXiv 2307.08691). All are ordinary products of matrices. A query's heads lie side by side: what is gathered of it is
-one piece of memory.
+one span of memory.
 
 Axes: B row, H head of keys, S query, G query heads that share it, R slot of keys, D head width, n queries of a tile, m
 keys of a tile.
@@ -20,14 +20,14 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from transformers.models.llama.modeling_llama import rotate_half
 
-from .chunks import ScanPiece
+from .chunks import ChunkSpan
 from .layers import convolution_gradients, convolve_padded, tail_after
-from .sparse_branches import SparseKeys, SparseSizes, StreamSizes, StreamWeights, select_blocks
+from .sparse_branches import QkvSizes, QkvWeights, SparseKeys, SparseSizes, select_blocks
 
 # slots of a tile
-TILE = 512
+TIME_TILE = 512
 # queries of a tile, and those that are gathered at once: a document's first block is read by all
-_TILE, _GATHERED = 128, 1024
+_QUERY_TILE, _GATHERED = 128, 1024
 _LOG2_E = math.log2(math.e)
 
 
@@ -64,18 +64,16 @@ def read_sparse_fused(
     reads, chosen, queries = _Compressed.apply(
         queries, held.compressed_keys, held.compressed_values, compressed, base, first, sizes
     )
-    read, *streams = (selected_by or read_selected)(
-        queries, held.keys, held.values, selected, chosen, base, sizes.block
-    )
+    read, *qkv = (selected_by or read_selected)(queries, held.keys, held.values, selected, chosen, base, sizes.block)
     reads.add_(read)
     # as large as the text
     del read
-    reads.add_(_Window.apply(*streams, window, base, first, sizes.window))
+    reads.add_(_Window.apply(*qkv, window, base, first, sizes.window))
     inside = slice(front, front + length)
     return reads[:, :, inside].transpose(2, 3), chosen[:, :, inside]
 
 
-class _Tile(NamedTuple):
+class _QueryTile(NamedTuple):
     """Neighbouring queries and the range of keys that they read."""
 
     queries: slice
@@ -86,7 +84,9 @@ class _Tile(NamedTuple):
     sees: torch.Tensor | None = None
 
 
-def _tile(cut: slice, keys: slice, columns: list[slice], visible: Callable, like: torch.Tensor, dark: bool) -> _Tile:
+def _tile(
+    cut: slice, keys: slice, columns: list[slice], visible: Callable, like: torch.Tensor, dark: bool
+) -> _QueryTile:
     """A tile of which all keys but those in `columns` are seen by all queries; `visible` tells of [..., n, m]."""
     hidden, sees = [], None
     for part in columns:
@@ -96,10 +96,10 @@ def _tile(cut: slice, keys: slice, columns: list[slice], visible: Callable, like
             seen, sees = seen | ~sees, sees.to(like.dtype)
         mask = torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, float("-inf"))
         hidden.append((slice(part.start - keys.start, part.stop - keys.start), mask))
-    return _Tile(cut, keys, hidden, sees)
+    return _QueryTile(cut, keys, hidden, sees)
 
 
-def _attention(query: torch.Tensor, key: torch.Tensor, tile: _Tile) -> torch.Tensor:
+def _attention(query: torch.Tensor, key: torch.Tensor, tile: _QueryTile) -> torch.Tensor:
     """Softmax attention [B, H, n G, m] of queries [B, H, n, G, D]; 0 for those that see nothing."""
     scores = query.flatten(2, 3) @ key.mT
     by_head = scores.unflatten(2, query.shape[2:4])
@@ -124,12 +124,12 @@ def without_autocast(backward: Callable) -> Callable:
 
 def _queries_of_tiles(queries: torch.Tensor, base: int) -> Iterator[tuple[slice, torch.Tensor]]:
     """Queries of every tile, and their slots [n, 1]."""
-    for start in range(0, queries.shape[2], _TILE):
-        stop = min(start + _TILE, queries.shape[2])
+    for start in range(0, queries.shape[2], _QUERY_TILE):
+        stop = min(start + _QUERY_TILE, queries.shape[2])
         yield slice(start, stop), torch.arange(base + start, base + stop, device=queries.device)[:, None]
 
 
-def _window_tiles(queries, base: int, first, window: int) -> Iterator[_Tile]:
+def _window_tiles(queries, base: int, first, window: int) -> Iterator[_QueryTile]:
     # Inside a text all tiles hide the same.
     last, hidden = None, None
     for cut, at in _queries_of_tiles(queries, base):
@@ -146,7 +146,7 @@ def _window_tiles(queries, base: int, first, window: int) -> Iterator[_Tile]:
             # between lie those that all queries of the tile see
             columns = [slice(low, stop - window), slice(start, stop)]
             if last == stop - start:
-                yield _Tile(cut, slice(low, stop), hidden)
+                yield _QueryTile(cut, slice(low, stop), hidden)
                 continue
         tile = _tile(cut, slice(low, stop), columns, visible, queries, dark=False)
         if len(columns) == 2:
@@ -154,7 +154,7 @@ def _window_tiles(queries, base: int, first, window: int) -> Iterator[_Tile]:
         yield tile
 
 
-def _compressed_tiles(queries, base: int, first, stride: int) -> Iterator[_Tile]:
+def _compressed_tiles(queries, base: int, first, stride: int) -> Iterator[_QueryTile]:
     for cut, at in _queries_of_tiles(queries, base):
         high = (base + cut.stop) // stride
 
@@ -248,7 +248,7 @@ class _Compressed(_Tiled):
         return *_Tiled.gradients(ctx, grad, ctx.tiles, grad_queries), None, None, None
 
 
-class _Visit(NamedTuple):
+class _KeyBlock(NamedTuple):
     """A block of keys and queries of one row and head that have selected it."""
 
     head: int
@@ -258,7 +258,7 @@ class _Visit(NamedTuple):
     hidden: torch.Tensor | None
 
 
-def _visits(chosen: torch.Tensor, base: int, block: int) -> list[_Visit]:
+def _key_blocks(chosen: torch.Tensor, base: int, block: int) -> list[_KeyBlock]:
     """All that is to be read, block after block, for queries `chosen` [B, H, S, X] (-1 for none)."""
     batch, heads, length, number = chosen.shape
     blocks = (base + length) // block
@@ -276,7 +276,7 @@ def _visits(chosen: torch.Tensor, base: int, block: int) -> list[_Visit]:
         for index, part in enumerate(queries.split(max(_GATHERED, block)) if len(queries) else ()):
             # Every query has selected its own block, and those of the block come first.
             is_own = not index and y * block >= base
-            visits.append(_Visit(head, slice(y * block, (y + 1) * block), part, hidden if is_own else None))
+            visits.append(_KeyBlock(head, slice(y * block, (y + 1) * block), part, hidden if is_own else None))
     return visits
 
 
@@ -287,7 +287,9 @@ class _Selected(torch.autograd.Function):
     """
 
     @staticmethod
-    def scores(rows: list[torch.Tensor], keys: list[torch.Tensor], visit: _Visit) -> tuple[torch.Tensor, torch.Tensor]:
+    def scores(
+        rows: list[torch.Tensor], keys: list[torch.Tensor], visit: _KeyBlock
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries [n G, D], a query's heads side by side, and their scores [n G, m] in base two."""
         key = keys[visit.head][visit.keys]
         query = rows[visit.head].index_select(0, visit.queries).view(-1, key.shape[1])
@@ -303,7 +305,7 @@ class _Selected(torch.autograd.Function):
         # the largest score so far [..., 0], and the sum of powers beside it
         sums = queries.new_zeros(*queries.shape[:-1], 2)
         sums[..., 0] = float("-inf")
-        visits = _visits(chosen, base, block)
+        visits = _key_blocks(chosen, base, block)
         rows_of, reads_of, sums_of = map(_rows_by_head, (queries, reads, sums))
         keys_of, values_of = _by_head(keys), _by_head(values)
         for visit in visits:
@@ -331,7 +333,7 @@ class _Selected(torch.autograd.Function):
         queries, keys, values, gates, reads = ctx.saved_tensors
         # the read times its gradient, which is the gate's gradient, too
         along = torch.empty_like(gates)
-        for whole, *both in zip(*(part.split(_TILE, dim=2) for part in (along, grad, reads)), strict=True):
+        for whole, *both in zip(*(part.split(_QUERY_TILE, dim=2) for part in (along, grad, reads)), strict=True):
             whole[..., 0] = torch.linalg.vecdot(*both)
         # of each query and head, what is gathered together
         facts = torch.cat([ctx.sums, along, gates], dim=-1)
@@ -379,39 +381,37 @@ def _rows_by_head(part: torch.Tensor) -> list[torch.Tensor]:
     return _by_head(part.view(*part.shape[:3], -1))
 
 
-def make_streams_tiled(
-    raw, tail, weights: StreamWeights, angles, pieces: list[ScanPiece], sizes: StreamSizes
-) -> tuple:
-    """`make_streams` of all pieces of a call, in place and with gradients by hand; the tail is that of the last."""
-    return _Streams.apply(raw, tail, *weights, *angles, pieces, sizes)
+def make_qkv_tiled(raw, tail, weights: QkvWeights, angles, spans: list[ChunkSpan], sizes: QkvSizes) -> tuple:
+    """`make_qkv` of all spans of a call, in place and with gradients by hand; the tail is that of the last."""
+    return _Qkv.apply(raw, tail, *weights, *angles, spans, sizes)
 
 
-class _Streams(torch.autograd.Function):
+class _Qkv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, raw, tail, taps, query_norm, key_norm, cos, sin, pieces, sizes):
+    def forward(ctx, raw, tail, conv_weights, query_norm, key_norm, cos, sin, spans, sizes):
         (rows, length, _), width = raw.shape, query_norm.shape[-1]
         dtype = torch.promote_types(raw.dtype, cos.dtype)
         # the heads of a query side by side
         shape = (rows, sizes.key_heads, sizes.heads // sizes.key_heads, length, width)
         query = torch.empty_permuted(shape, (0, 1, 3, 2, 4), dtype=dtype, device=raw.device)
         key, value = (raw.new_empty(rows, sizes.key_heads, length, width, dtype=kind) for kind in (dtype, raw.dtype))
-        weights, tails = (taps, query_norm, key_norm), []
+        weights, tails = (conv_weights, query_norm, key_norm), []
         exact, *norms = _exact(weights)
-        for piece in pieces:
+        for span in spans:
             # a copy: it is a part of what the convolutions read
             tails.append(tail.clone())
-            padded, mixed, angles = _mixed(raw, tail, exact, width, (cos, sin), piece)
-            tail = tail_after(padded, tail, piece).to(raw.dtype)
+            padded, mixed, angles = _mixed(raw, tail, exact, width, (cos, sin), span)
+            tail = tail_after(padded, tail, span).to(raw.dtype)
             parts = mixed.split(sizes.split, 2)
             for part, norm in zip(parts[:2], norms, strict=True):
                 part.mul_(_inverse(part, sizes.epsilon)).mul_(norm)
                 turned = rotate_half(part).mul_(angles[1])
                 part.mul_(angles[0]).add_(turned)
-            cut, by_head = slice(piece.start, piece.stop), [part.transpose(1, 2) for part in parts]
+            cut, by_head = slice(span.start, span.stop), [part.transpose(1, 2) for part in parts]
             query[..., cut, :] = by_head[0].unflatten(1, (sizes.key_heads, -1))
             key[:, :, cut], value[:, :, cut] = by_head[1:]
         ctx.save_for_backward(raw, *weights, cos, sin, *tails)
-        ctx.pieces, ctx.sizes = pieces, sizes
+        ctx.spans, ctx.sizes = spans, sizes
         return query, key, value, tail.clone()
 
     @staticmethod
@@ -419,16 +419,16 @@ class _Streams(torch.autograd.Function):
     @without_autocast
     def backward(ctx, grad_query, grad_key, grad_value, grad_tail):
         # read once: a block that is recomputed gives them once
-        raw, taps, query_norm, key_norm, cos, sin, *tails = ctx.saved_tensors
-        weights, width, sizes = (taps, query_norm, key_norm), query_norm.shape[-1], ctx.sizes
-        taps, *norms = _exact(weights)
+        raw, conv_weights, query_norm, key_norm, cos, sin, *tails = ctx.saved_tensors
+        weights, width, sizes = (conv_weights, query_norm, key_norm), query_norm.shape[-1], ctx.sizes
+        conv_weights, *norms = _exact(weights)
         grad_raw = torch.empty_like(raw)
-        grad_taps, *grad_norms = totals = [torch.zeros_like(weight) for weight in (taps, *norms)]
-        for piece, tail in zip(reversed(ctx.pieces), reversed(tails), strict=True):
-            cut = slice(piece.start, piece.stop)
-            padded, mixed, (cosine, sine) = _mixed(raw, tail, taps, width, (cos, sin), piece)
+        grad_conv_weights, *grad_norms = totals = [torch.zeros_like(weight) for weight in (conv_weights, *norms)]
+        for span, tail in zip(reversed(ctx.spans), reversed(tails), strict=True):
+            cut = slice(span.start, span.stop)
+            padded, mixed, (cosine, sine) = _mixed(raw, tail, conv_weights, width, (cos, sin), span)
             given = (grad_query[..., cut, :].flatten(1, 2), grad_key[:, :, cut], grad_value[:, :, cut])
-            grad_mixed = torch.cat([part.transpose(1, 2).to(taps.dtype) for part in given], dim=2)
+            grad_mixed = torch.cat([part.transpose(1, 2).to(conv_weights.dtype) for part in given], dim=2)
             # not of values, which are neither normalised nor rotated
             parts = zip(grad_mixed.split(sizes.split, 2), mixed.split(sizes.split, 2), norms, grad_norms, strict=False)
             for grad, part, norm, total in parts:
@@ -441,26 +441,26 @@ class _Streams(torch.autograd.Function):
                 along = torch.linalg.vecdot(grad, direction).div_(width).unsqueeze(-1)
                 grad.addcmul_(direction, along, value=-1).mul_(inverse)
             grad_raw[:, cut], grad_tail = convolution_gradients(
-                grad_mixed.flatten(2), grad_tail.to(taps.dtype), padded, taps, grad_taps, piece
+                grad_mixed.flatten(2), grad_tail.to(conv_weights.dtype), padded, conv_weights, grad_conv_weights, span
             )
         grads = (total.to(weight.dtype) for total, weight in zip(totals, weights, strict=True))
         return grad_raw, grad_tail.to(raw.dtype), *grads, None, None, None, None
 
 
 def _exact(weights: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """Tiles are made in float32 (float64 where the model is), whatever the streams are kept in."""
+    """Tiles are made in float32 (float64 where the model is), whatever the qkv are kept in."""
     return [weight.to(torch.promote_types(weight.dtype, torch.float32)) for weight in weights]
 
 
-def _mixed(raw, tail, taps, width: int, angles, piece: ScanPiece) -> tuple:
-    """Of a tile: the padded streams, heads after the convolutions [B, n, heads, D], and angles [B or 1, n, 1, D]."""
-    cut = slice(piece.start, piece.stop)
+def _mixed(raw, tail, conv_weights, width: int, angles, span: ChunkSpan) -> tuple:
+    """Of a tile: the padded qkv, heads after the convolutions [B, n, heads, D], and angles [B or 1, n, 1, D]."""
+    cut = slice(span.start, span.stop)
     padded = torch.cat([tail, raw[:, cut]], dim=1)
-    if piece.tail_in is not None:
-        padded = padded.scatter(1, piece.tail_in.expand_as(tail), tail)
-    padded = padded.to(taps.dtype)
-    mixed = convolve_padded(padded, taps, piece).unflatten(-1, (-1, width))
-    return padded, mixed, [part[:, cut, None].to(taps.dtype) for part in angles]
+    if span.tail_in is not None:
+        padded = padded.scatter(1, span.tail_in.expand_as(tail), tail)
+    padded = padded.to(conv_weights.dtype)
+    mixed = convolve_padded(padded, conv_weights, span).unflatten(-1, (-1, width))
+    return padded, mixed, [part[:, cut, None].to(conv_weights.dtype) for part in angles]
 
 
 def _inverse(heads: torch.Tensor, epsilon: float) -> torch.Tensor:

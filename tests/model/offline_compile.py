@@ -75,11 +75,11 @@ def without_content(queries, keys, values, inputs, memories, current, *_):
 
 def compile_scan(width: int, made: str, is_ragged: bool, dtype: torch.dtype, done: set) -> None:
     """Compiles what a scan with its backward pass launches."""
-    pieces = (ragged_pieces if is_ragged else plain_pieces)(64)
-    inputs, memories, state, pieces, _ = in_float32(*problem(pieces, made=made, width=width))
+    spans = (ragged_pieces if is_ragged else plain_pieces)(64)
+    inputs, memories, state, spans, _ = in_float32(*problem(spans, made=made, width=width))
     about = {"width": width, "made": made, "ragged": is_ragged, "dtype": str(dtype)}
     JITFunction.run = lambda *args, **kwargs: compile_launch(*args, about=about, done=done, **kwargs)
-    reads, after = partial(memory_triton.scan_triton, dtype=dtype)(inputs, memories, state, pieces)
+    reads, after = partial(memory_triton.scan_triton, dtype=dtype)(inputs, memories, state, spans)
     (reads.sum() + after.current[0].sum()).backward()
 
 

@@ -25,7 +25,7 @@ def plan(chunk, rows, length, **options):
 def plain_pieces(chunk, seen=0):
     """Rows that have all read `seen` tokens; the last chunk is not filled."""
     past = Past(seen, True, torch.full((3,), seen), torch.zeros(3, dtype=torch.long)) if seen else None
-    return plan(chunk, 3, 2 * chunk + 5, past=past).pieces
+    return plan(chunk, 3, 2 * chunk + 5, past=past).spans
 
 
 def ragged_pieces(chunk, last=2):
@@ -40,13 +40,13 @@ def ragged_pieces(chunk, last=2):
     for row, begin in ((0, 5), (0, chunk + 2), (1, 1), (2, length - last)):
         positions[row, begin:] = torch.arange(length - begin)
     past = Past(9, False, torch.tensor([3, 9, 1]), torch.zeros(3, dtype=torch.long))
-    return plan(chunk, 3, length, past=past, padding_mask=mask, position_ids=positions).pieces
+    return plan(chunk, 3, length, past=past, padding_mask=mask, position_ids=positions).spans
 
 
-def problem(pieces, made="kv", factors=None, forgetting=0.3, fresh=False, width=WIDTH):
+def problem(spans, made="kv", factors=None, forgetting=0.3, fresh=False, width=WIDTH):
     """Random inputs, memories and state of a scan; all tensors are leaves that want a gradient."""
     torch.manual_seed(0)
-    rows, slots = 3 * HEADS, pieces[-1].stop
+    rows, slots = 3 * HEADS, spans[-1].stop
     factors = (0.1,) * len(made) + (1.0,) if factors is None else factors
     streams = [normal(rows, slots, width) for _ in range(3)]
     gates = torch.rand(3, rows, slots, dtype=torch.float64)
@@ -56,17 +56,17 @@ def problem(pieces, made="kv", factors=None, forgetting=0.3, fresh=False, width=
     initial = normal(rows, width, width, scale=0.3)
     weights = normal(TAPS, rows, 1, 3 * width, scale=0.5), tuple(made), initial, normal(rows, 1, 1), factors
     memories = DeltaMemories(*weights)
-    leaves = [part for part in (*inputs, memories.taps, initial, memories.value_share) if part is not None]
+    leaves = [part for part in (*inputs, memories.conv_weights, initial, memories.value_share) if part is not None]
     if fresh:
         state = fresh_state(memories)
     else:
         weights = [normal(rows, width, len(factors) * width, scale=0.3) for _ in range(2 if made else 1)]
         state = ScanState((weights[0],), tuple(weights[1:]), normal(rows, TAPS - 1, 3 * width))
         leaves += [*weights, state.conv_tail]
-    return inputs, memories, state, pieces, [leaf.requires_grad_() for leaf in leaves]
+    return inputs, memories, state, spans, [leaf.requires_grad_() for leaf in leaves]
 
 
-def in_float32(inputs, memories, state, pieces, leaves, device="cpu"):
+def in_float32(inputs, memories, state, spans, leaves, device="cpu"):
     """The same problem in float32, with leaves of its own."""
     narrow = {id(leaf): leaf.detach().float().to(device).requires_grad_() for leaf in leaves}
 
@@ -78,7 +78,7 @@ def in_float32(inputs, memories, state, pieces, leaves, device="cpu"):
             return type(part)(*parts) if hasattr(part, "_fields") else tuple(parts)
         return part
 
-    return of(inputs), of(memories), of(state), [of(piece) for piece in pieces], [narrow[id(leaf)] for leaf in leaves]
+    return of(inputs), of(memories), of(state), [of(span) for span in spans], [narrow[id(leaf)] for leaf in leaves]
 
 
 def largest_error(run, arguments, need_state=True, device="cpu", unread=True):
@@ -97,9 +97,9 @@ def largest_error(run, arguments, need_state=True, device="cpu", unread=True):
     return float(torch.stack(errors).amax())
 
 
-def results(run, inputs, memories, state, pieces, leaves, need_state=True, unread=True):
+def results(run, inputs, memories, state, spans, leaves, need_state=True, unread=True):
     """What a scan returns, and the gradients of all leaves for a random weighting of it."""
-    reads, after = run(inputs, memories, state, pieces, need_state)
+    reads, after = run(inputs, memories, state, spans, need_state)
     made = [reads]
     if need_state:
         starts = [part if unread else part[..., : -reads.shape[-1]] for part in after.chunk_start]

@@ -43,9 +43,9 @@ def test_rows_that_are_cut_alike(chunk, seen, need_state):
 @pytest.mark.parametrize("chunk", [8, 16])
 def test_rows_with_padding_documents_and_unequal_history(chunk):
     # The convolution's tail of a document shorter than it begins with tokens of which nothing is read.
-    pieces = ragged_pieces(chunk, last=TAPS - 1)
-    assert pieces[0].tail_in is not None and not all(piece.keeps.all() for piece in pieces[1:])
-    assert_fla_equals_plain(problem(pieces, made=""))
+    spans = ragged_pieces(chunk, last=TAPS - 1)
+    assert spans[0].tail_in is not None and not all(span.keeps.all() for span in spans[1:])
+    assert_fla_equals_plain(problem(spans, made=""))
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from hope_hf.model.memory_scan import scan, scan_plain
 
 # which streams memories make
 PROJECTIONS = {"static": "", "k": "k", "v": "v", "kv": "kv"}
-# in chunks of 20 a piece fills no whole number of the blocks that are inverted at once
+# in chunks of 20 a span fills no whole number of the blocks that are inverted at once
 CHUNKS = [8, 16, 20, 64]
 
 
@@ -41,9 +41,9 @@ def test_rows_that_are_cut_alike(made, chunk, seen):
 @pytest.mark.parametrize("made", PROJECTIONS.values(), ids=PROJECTIONS)
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_rows_with_padding_documents_and_unequal_history(made, chunk):
-    pieces = ragged_pieces(chunk)
-    assert pieces[0].tail_in is not None and not all(piece.keeps.all() for piece in pieces[1:])
-    assert_fused_equals_plain(*problem(pieces, made))
+    spans = ragged_pieces(chunk)
+    assert spans[0].tail_in is not None and not all(span.keeps.all() for span in spans[1:])
+    assert_fused_equals_plain(*problem(spans, made))
 
 
 @pytest.mark.parametrize("made", PROJECTIONS.values(), ids=PROJECTIONS)
@@ -64,13 +64,13 @@ def test_a_head_that_forgets_within_a_token_overflows_nowhere():
 @pytest.mark.parametrize("field", memory_fast._Kept._fields)
 def test_a_wrong_backward_would_be_seen(monkeypatch, field):
     """The control: whatever the backward pass reads, a millionth more of it is noticed."""
-    backward = memory_fast._backward_piece
+    backward = memory_fast._backward_span
 
-    def wrong(inputs, weights, piece, shape, kept, *rest):
+    def wrong(inputs, weights, span, shape, kept, *rest):
         kept = kept._replace(**{field: getattr(kept, field) * (1 + 1e-6)})
-        return backward(inputs, weights, piece, shape, kept, *rest)
+        return backward(inputs, weights, span, shape, kept, *rest)
 
-    monkeypatch.setattr(memory_fast, "_backward_piece", wrong)
+    monkeypatch.setattr(memory_fast, "_backward_span", wrong)
     with pytest.raises(AssertionError, match="result"):
         assert_fused_equals_plain(*problem(plain_pieces(16, seen=3)))
 
@@ -80,16 +80,16 @@ def test_a_wrong_backward_would_be_seen(monkeypatch, field):
 def test_recomputed_pieces_give_the_same_gradients(cut, stride):
     arguments = problem(cut(8))
 
-    def recomputed(inputs, memories, state, pieces, need_state):
-        return scan(scan_fused, inputs, memories, state, pieces, stride, need_state)
+    def recomputed(inputs, memories, state, spans, need_state):
+        return scan(scan_fused, inputs, memories, state, spans, stride, need_state)
 
     assert_same(results(recomputed, *arguments), results(scan_fused, *arguments))
 
 
 def test_gradients_of_gradients_are_refused():
     """What the forward pass keeps would be taken for constants."""
-    inputs, memories, state, pieces, _ = problem(plain_pieces(8))
-    reads, _ = scan_fused(inputs, memories, state, pieces)
+    inputs, memories, state, spans, _ = problem(plain_pieces(8))
+    reads, _ = scan_fused(inputs, memories, state, spans)
     (gradient,) = torch.autograd.grad(reads.square().sum(), inputs.query, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.square().sum().backward()
@@ -97,16 +97,16 @@ def test_gradients_of_gradients_are_refused():
 
 @pytest.fixture
 def held(monkeypatch):
-    """Of every piece that was computed, a weak reference to what it keeps for the backward pass."""
+    """Of every span that was computed, a weak reference to what it keeps for the backward pass."""
     references = []
-    forward = memory_fast._forward_piece
+    forward = memory_fast._forward_span
 
     def recorded(*args):
         reads, kept = forward(*args)
         references.append(weakref.ref(kept.errors))
         return reads, kept
 
-    monkeypatch.setattr(memory_fast, "_forward_piece", recorded)
+    monkeypatch.setattr(memory_fast, "_forward_span", recorded)
     return references
 
 
@@ -126,19 +126,19 @@ def test_what_is_recomputed_is_not_kept(held, stride, kept):
 def test_nothing_is_kept_where_no_gradient_is_wanted(held, monkeypatch):
     """Not even until the end of the scan, or a long prompt would take as much memory as training on it."""
     most = []
-    end = memory_fast._end_piece
-    monkeypatch.setattr(memory_fast, "_end_piece", lambda *args: most.append(sum(alive(held))) or end(*args))
+    end = memory_fast._end_span
+    monkeypatch.setattr(memory_fast, "_end_span", lambda *args: most.append(sum(alive(held))) or end(*args))
     mixer = build_mixer()
     with torch.no_grad():
         output = run_fast(mixer, normal(1, 40, 16))
     assert output.grad_fn is None and len(held) == 5
-    # the piece itself, and that before it until its variables are taken
+    # the span itself, and that before it until its variables are taken
     assert max(most) <= 2 and not any(alive(held))
-    inputs, memories, state, pieces, _ = problem(plain_pieces(8))
+    inputs, memories, state, spans, _ = problem(plain_pieces(8))
     held.clear()
     most.clear()
     with torch.no_grad():
-        reads, after = scan_fused(inputs, memories, state, pieces)
+        reads, after = scan_fused(inputs, memories, state, spans)
     assert reads.grad_fn is None and after.current[0].grad_fn is None
     assert max(most) <= 2 and not any(alive(held))
 

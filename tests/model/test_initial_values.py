@@ -81,7 +81,7 @@ def test_memories_that_remake_streams_begin_at_the_identity_or_near_it(rule, mad
     mixer = new_model(memory_rule=rule, memory_projections=made).model.layers[0].mixer
     memories, x = mixer.memories(1, torch.float32), torch.randn(2 * 128 // 64, 5, 64)
     for index in range(len(made)):
-        change = (memories.remake(memories.fresh(), index, x) - x).norm() / x.norm()
+        change = (memories.project(memories.fresh(), index, x) - x).norm() / x.norm()
         assert 0 < change < 0.1 if rule == "paper" else change == 0
 
 

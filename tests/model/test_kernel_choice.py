@@ -165,7 +165,7 @@ def test_the_plain_path_equals_the_fast_one_and_runs_no_fast_code(monkeypatch, t
 
     made, *fast = results()
     for module, name in (
-        (memory_mixer, "choose"), (sparse_attention, "choose"), (sparse_attention, "make_streams_tiled"),
+        (memory_mixer, "choose"), (sparse_attention, "choose"), (sparse_attention, "make_qkv_tiled"),
         (loss, "linear_cross_entropy"),
     ):  # fmt: skip
         monkeypatch.delattr(module, name)

@@ -36,7 +36,7 @@ def assert_equal_with_gradients(ours, theirs, leaves):
 @pytest.mark.parametrize("length, tile", [(1, 512), (3, 512), (45, 512), (45, 16)])
 def test_a_whole_text(monkeypatch, options, length, tile):
     """Also where queries, keys and values are made in several tiles."""
-    monkeypatch.setattr(sparse_attention, "TILE", tile)
+    monkeypatch.setattr(sparse_attention, "TIME_TILE", tile)
     mixer, hidden_states = random_mixer(**options), texts(2, length).requires_grad_()
     angles = angles_of(mixer, hidden_states)
     expected = torch.stack([dense_sparse(mixer, row, angles)[0] for row in hidden_states])
@@ -57,7 +57,7 @@ def test_the_text_chooses_among_blocks():
 @pytest.mark.parametrize("base, documents", [(0, False), (5, False), (24, False), (0, True), (24, True)])
 def test_tiles_equal_single_queries(monkeypatch, tile, window, base, documents):
     """The two paths of the model, over keys of earlier calls and documents in a row."""
-    monkeypatch.setattr(sparse_fast, "_TILE", tile)
+    monkeypatch.setattr(sparse_fast, "_QUERY_TILE", tile)
     monkeypatch.setattr(sparse_fast, "_GATHERED", tile)
     # the last tile is shorter than those before
     sizes, length = SparseSizes(8, 4, 3, window), 85
@@ -83,7 +83,7 @@ def test_all_blocks_and_a_gate_on_them_is_full_attention():
     gates = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64).expand(2, 45, 4, 3)
     mixer.branch_gates = lambda _: gates
     plan = plan_slots(mixer.sizes.block, (2, 45), hidden_states.device)
-    query, key, value, _ = mixer.streams(hidden_states, None, plan, angles_of(mixer, hidden_states))
+    query, key, value, _ = mixer.qkv(hidden_states, None, plan, angles_of(mixer, hidden_states))
     reads = torch.nn.functional.scaled_dot_product_attention(
         query.flatten(1, 2), key, value, is_causal=True, scale=1.0, enable_gqa=True
     )

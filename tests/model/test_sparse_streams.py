@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from hope_hf.model.chunks import convolution_pieces, plan_slots
-from hope_hf.model.sparse_branches import StreamSizes, StreamWeights, make_streams
-from hope_hf.model.sparse_fast import make_streams_tiled
+from hope_hf.model.chunks import convolution_spans, plan_slots
+from hope_hf.model.sparse_branches import QkvSizes, QkvWeights, make_qkv
+from hope_hf.model.sparse_fast import make_qkv_tiled
 
 BLOCK, REACH, WIDTH = 8, 3, 4
-SIZES = StreamSizes(heads=4, key_heads=2, epsilon=1e-6)
+SIZES = QkvSizes(heads=4, key_heads=2, epsilon=1e-6)
 
 
 def earlier(padding_mask):
@@ -40,11 +40,11 @@ def test_tiles_equal_plain_operations(layout, tile):
     leaves += [random(REACH + 1, 1, 1, channels), random(WIDTH), random(WIDTH)]
     leaves = [leaf.requires_grad_() for leaf in leaves]
     angles = random(1, length, WIDTH), random(1, length, WIDTH)
-    (whole,), pieces = (convolution_pieces(plan, length, REACH, size) for size in (length, tile))
-    assert len(pieces) == -(-length // tile)
-    weights = StreamWeights(*leaves[2:])
-    expected = make_streams(*leaves[:2], weights, angles, whole, SIZES)
-    found = make_streams_tiled(*leaves[:2], weights, angles, pieces, SIZES)
+    (whole,), spans = (convolution_spans(plan, length, REACH, size) for size in (length, tile))
+    assert len(spans) == -(-length // tile)
+    weights = QkvWeights(*leaves[2:])
+    expected = make_qkv(*leaves[:2], weights, angles, whole, SIZES)
+    found = make_qkv_tiled(*leaves[:2], weights, angles, spans, SIZES)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
     wanted = [random(*part.shape) for part in expected]
     for one, other in zip(*(torch.autograd.grad(made, leaves, wanted) for made in (found, expected)), strict=True):

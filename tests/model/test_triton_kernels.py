@@ -54,9 +54,9 @@ def test_chunks_of_several_tiles(made):
 @pytest.mark.parametrize("made", MADE)
 def test_rows_with_padding_documents_and_unequal_history(made, chunk):
     # The convolution's tail of a document shorter than it begins with tokens of which nothing is read.
-    pieces = ragged_pieces(chunk, last=TAPS - 1)
-    assert pieces[0].tail_in is not None and not all(piece.keeps.all() for piece in pieces[1:])
-    assert_triton_equals_plain(problem(pieces, made=made))
+    spans = ragged_pieces(chunk, last=TAPS - 1)
+    assert spans[0].tail_in is not None and not all(span.keeps.all() for span in spans[1:])
+    assert_triton_equals_plain(problem(spans, made=made))
 
 
 def test_memories_of_several_rates():
@@ -72,13 +72,13 @@ def test_no_gradients(chunk):
 
 def test_equal_keys_at_the_largest_rate():
     """A memory then turns over at every token: what powers of the matrix of the solve lose, is all there is."""
-    inputs, memories, state, pieces, leaves = problem(plain_pieces(64), factors=(1.0,) * 3)
+    inputs, memories, state, spans, leaves = problem(plain_pieces(64), factors=(1.0,) * 3)
     with torch.no_grad():
         inputs.key[:] = inputs.key[:, :1]
         inputs.rate[:] = 1.99
         inputs.log_retention[:] = 0.0
-        memories.taps[:-1] = 0.0
-    arguments = inputs, memories, state, pieces, leaves
+        memories.conv_weights[:-1] = 0.0
+    arguments = inputs, memories, state, spans, leaves
     # float32 is not exact here: no worse than what runs on CPUs
     assert_triton_equals_plain(arguments, bound=largest_error(scan_fused, arguments))
 
