@@ -54,6 +54,7 @@ def in_turn(measures: dict, rounds: int, refused: Callable[[str, Exception], Non
 
 def train_step(network: nn.Module, input_ids: torch.Tensor) -> None:
     """Forward and backward as the trainer makes them."""
+    network.train()
     loss = summed_loss(network, {"input_ids": input_ids, "use_cache": False}, input_ids, can_skip_logits(network))
     (loss / input_ids.numel()).backward()
     network.zero_grad()
@@ -75,7 +76,7 @@ class Decoder:
     """Greedy decoding of one row. The first call reads the context, every other call one token."""
 
     def __init__(self, network: nn.Module, context: torch.Tensor):
-        self.network, self.token, self.cache = network, context, None
+        self.network, self.token, self.cache = network.eval(), context, None
         # Mamba has a name of its own for it.
         self.name = "cache_params" if network.config.model_type == "mamba2" else "past_key_values"
         if set(getattr(network.config, "layer_types", ())) == {"linear_attention"} and self.name == "past_key_values":

@@ -48,7 +48,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measuring import Calls, Decoder, held_bytes, in_turn, peak_growth, read, seconds, train_step
+from benchmarks.measuring import REFUSALS, Calls, Decoder, held_bytes, in_turn, peak_growth, read, seconds, train_step
 from benchmarks.quality.models import HOPE, LLAMA, LLAMA_CONV, RECURRENT_PEERS, SIZES, build
 from hope_hf import PRESETS, HopeConfig, HopeForCausalLM, HopeModel
 from hope_hf.model.inputs import Documents
@@ -179,7 +179,10 @@ def measure(options: argparse.Namespace, case: Peers | Mixers, preset: str | Non
                     write(name, length, "note", note="; ".join(reasons))
         if length in options.lengths and "peak" in wanted:
             for name, network in running.items():
-                add(name, "peak", [_peak(options, case, preset, name, network, length) / MIB])
+                try:
+                    add(name, "peak", [_peak(options, case, preset, name, network, length) / MIB])
+                except (*REFUSALS, subprocess.SubprocessError) as error:
+                    refuse(name, error)
         if length in options.contexts and wanted & {"prefill", "token", "cache"}:
             text = case.inputs(length, rows=1)
             if "prefill" in wanted:

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from benchmarks import speed
-from benchmarks.measuring import Calls, CountingCache, Decoder, held_bytes, in_turn
+from benchmarks.measuring import Calls, CountingCache, Decoder, held_bytes, in_turn, seconds
 from hope_hf import PRESETS
 
 pytestmark = pytest.mark.benchmarks
@@ -94,6 +94,42 @@ def test_the_flags_of_the_gpus_script_exist():
     options = speed.make_parser().parse_args(["peers", "--device", "cuda", *words])
     assert set(options.presets) <= set(PRESETS)
     assert subprocess.run(["bash", "-n", ROOT / "benchmarks/gpu.sh"]).returncode == 0
+
+
+def test_a_gpus_rows_have_speed_and_mfu_and_a_model_without_memory_has_its_reason(tmp_path, monkeypatch):
+    """The GPU's path of the program, with a processor in the place of the GPU."""
+    options = speed.make_parser().parse_args([
+        "peers", "--models", "hope", "llama", "--lengths", "16", "--contexts", "8", "--rounds", "1",
+        "--new_tokens", "1", "--vocab_size", "320",
+    ])  # fmt: skip
+    case = speed.Peers(options, None)
+    networks = {name: case.new(name) for name in options.models}
+
+    def largest():
+        if networks["llama"].training and peaks:
+            raise RuntimeError("out of memory")
+        peaks.append(8 * 2**20)
+        return peaks[-1]
+
+    peaks = []
+    monkeypatch.setattr(case, "device", "cuda")
+    monkeypatch.setattr(case, "new", networks.get)
+    monkeypatch.setattr(case, "inputs", lambda length, rows=2: torch.randint(320, (rows, length)))
+    monkeypatch.setattr(speed, "seconds", lambda function, device: seconds(function))
+    monkeypatch.setattr(speed, "peak_flops", lambda device, precision: 1e12)
+    for name, value in {
+        "get_device_name": lambda: "a GPU", "memory_allocated": lambda: 2**20, "max_memory_allocated": largest,
+        "reset_peak_memory_stats": lambda: None, "empty_cache": lambda: None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    speed.measure(options, case, None, tmp_path / "speed.jsonl")
+    rows = {(row["model"], row["measure"]): row for row in rows_of(tmp_path)}
+    assert {row["device"] for row in rows.values()} == {"a GPU"}
+    step, tokens_per_second = (rows["hope", name]["values"][0] for name in ("step", "speed"))
+    assert tokens_per_second == pytest.approx(32 / step, rel=1e-2) and rows["hope", "mfu"]["values"][0] > 0
+    assert rows["hope", "peak"]["values"] == [7] and ("llama", "peak") not in rows
+    assert rows["llama", "note"]["note"] == "RuntimeError: out of memory"
+    assert rows["llama", "token"]["values"][0] > 0
 
 
 def test_a_ratio_is_hopes_value_over_the_models_with_its_range_over_rounds():
