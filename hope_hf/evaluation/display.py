@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
-import datasets
-import transformers
 from tqdm.auto import tqdm
 
 from hope_hf.cli.program import LOG_SECONDS, LogLines
@@ -38,12 +36,6 @@ def progress(items: Iterable | None, name: str, total: int | None = None) -> tqd
     words = "{desc}: {n_fmt} of {total_fmt}, {elapsed}"
     # Checked after every unit, so that a line is written as soon as it is due.
     return tqdm(items, name, total, file=LogLines(), mininterval=0, miniters=1, delay=LOG_SECONDS, bar_format=words)
-
-
-def hide_foreign_bars():
-    """Switch off the bars of transformers and datasets, which are also drawn in log files."""
-    datasets.disable_progress_bars()
-    transformers.utils.logging.disable_progress_bar()
 
 
 def curves(path: Path, x: list[int], panels: dict[str, dict[str, list[tuple[float, float | None]]]], x_label: str):

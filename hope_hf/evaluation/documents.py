@@ -164,7 +164,7 @@ def _is_choice(label, choices: list[str]) -> bool:
 
 
 def _missing(task, field, value) -> str | None:
-    """The name of a column stands for itself where there is no such column."""
+    """What to say if a template names a column that is missing: lm-eval takes the name for the text."""
     if isinstance(field, str) and field.isidentifier() and field not in task.features and value == field:
         return f"there is no column {field} (its columns: {_listed(task.features)})"
     return None

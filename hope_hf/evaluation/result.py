@@ -61,7 +61,7 @@ def mean_and_stderr(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 class Key(NamedTuple):
-    """Where a number stands in a report."""
+    """The place of a number in a report."""
 
     suite: str
     table: str
@@ -80,27 +80,24 @@ class Number(NamedTuple):
 
 
 def numbers(results: dict[str, dict]) -> dict[Key, Number]:
-    """The numbers in `results` of a report, in its order; a row that is called by a metric gives it its name."""
+    """The numbers in `results` of a report, in its order. A number in the column `value` has its metric's name."""
     found = {}
     for suite, result in results.items():
         for table, rows in result["tables"].items():
             for row in rows:
-                label = ", ".join(_label(name, value) for name, value in row.items() if _is_label(name, value))
+                label = ", ".join(filter(None, (_label(name, value) for name, value in row.items())))
                 for name, value in row.items():
-                    if _is_number(name, value):
+                    is_number = isinstance(value, int | float) and not name.endswith("_stderr")
+                    if is_number and name not in LABELS | COUNTS:
                         called = row.get("metric", name) if name == "value" else name
                         found[Key(suite, table, label, called)] = Number(float(value), row.get(f"{name}_stderr"))
     return found
 
 
-def _is_label(name: str, value) -> bool:
-    # lm-eval's version of a task, and a metric, which names the number.
-    return name not in ("version", "metric") and (isinstance(value, str) or (name in LABELS and value is not None))
-
-
-def _is_number(name: str, value) -> bool:
-    return isinstance(value, int | float) and not name.endswith("_stderr") and name not in LABELS | COUNTS
-
-
-def _label(name: str, value) -> str:
-    return value if isinstance(value, str) else f"{name} {value:{'g' if isinstance(value, float) else ','}}"
+def _label(name: str, value) -> str | None:
+    # lm-eval's version of a task is no label, nor is a metric, which names the number.
+    if isinstance(value, str):
+        return None if name in ("version", "metric") else value
+    if name in LABELS and value is not None:
+        return f"{name} {value:{'g' if isinstance(value, float) else ','}}"
+    return None

@@ -10,6 +10,7 @@ from pathlib import Path
 import datasets
 import torch
 import torch.distributed as dist
+import transformers
 
 from hope_hf.cli.flags import check_output
 from hope_hf.cli.process import complain, go_offline, is_first_process, memory_is_full, one_line, set_up_cpu
@@ -17,7 +18,7 @@ from hope_hf.cli.process import complain, go_offline, is_first_process, memory_i
 from .checkpoints import Checkpoint, as_checkpoint, find_checkpoints
 from .compare import FILE as COMPARISON
 from .compare import as_page, compare, write_comparison
-from .display import hide_foreign_bars, show_progress
+from .display import show_progress
 from .documents import BadDocuments
 from .flags import Arguments, names
 from .history import draw_history, is_done, report_folder
@@ -50,12 +51,14 @@ def _set_up(args: Arguments):
         # datasets read the environment when it was imported.
         datasets.config.HF_HUB_OFFLINE = True
     set_up_cpu(args.cpu_threads)
+    # transformers and datasets draw their bars in log files, too.
     if not show_progress():
-        hide_foreign_bars()
+        datasets.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()
     asked = names(args.suite)
-    wanting = [name for name in asked if SUITES[name].loads_model]
-    if wanting and not args.model_name_or_path:
-        raise ValueError(f"--suite {wanting[0]} needs a model: name it with --model_name_or_path.")
+    for name in asked:
+        if SUITES[name].loads_model and not args.model_name_or_path:
+            raise ValueError(f"--suite {name} needs a model: name it with --model_name_or_path.")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         alone = [name for name in asked if not SUITES[name].in_processes]
         if alone:
@@ -152,8 +155,7 @@ def _run_suites(args: Arguments, asked: list[str], report: Report) -> int:
     for index, name in enumerate(asked, 1):
         if name in report.results:
             continue
-        if is_first_process():
-            print(f"Suite {index} of {len(asked)}: {name} ...", flush=True)
+        _say(f"Suite {index} of {len(asked)}: {name} ...")
         try:
             result = _run(name, args, report.subject)
         # Whatever fails in a suite or a library, the other suites are worth running.
@@ -163,7 +165,7 @@ def _run_suites(args: Arguments, asked: list[str], report: Report) -> int:
             status = max(status, 2 if isinstance(error, BadDocuments) else 1)
             continue
         if is_first_process():
-            print(f"\n{as_markdown(name, result)}", flush=True)
+            _say(f"\n{as_markdown(name, result)}")
         report.add(name, result)
     return status
 

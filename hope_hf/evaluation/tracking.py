@@ -28,7 +28,7 @@ class Trackers:
     """Sends reports to the trackers of `--report_to`, which begin with the first one; a context manager."""
 
     def __init__(self, report_to: str, run: str, folder: str | None):
-        """`run`: its name there; `folder`: where their files go, and what makes the same run of later evaluations."""
+        """`run`: the run's name. `folder`: the place of their files; later evaluations into it continue the run."""
         self._names, self._run, self._folder = tracker_names(report_to), run, folder
         self._open = {}
 

@@ -145,8 +145,6 @@ def summary(name: str, matrix: Matrix) -> Row:
         "backward_transfer": backward_transfer(matrix),
     }
     for control in ("joint", "frozen"):
-        if control in matrix.controls:
-            row[control], row[f"{control}_stderr"] = average(matrix.controls[control])
-        else:
-            row[control], row[f"{control}_stderr"] = None, None
+        found = matrix.controls.get(control)
+        row[control], row[f"{control}_stderr"] = average(found) if found else (None, None)
     return row

@@ -73,7 +73,7 @@ def clinc150(folder: Path) -> ClassGroups:
     """150 intents in ten domains (Larson et al. 2019): clinc150_full.json and clinc150_domains.json."""
     domains_file, file = folder / "clinc150_domains.json", folder / "clinc150_full.json"
     domains = _read(domains_file, _domains)
-    train, test = _read(file, _splits)
+    train, test = _read(file, lambda text: [_pairs(json.loads(text)[split]) for split in ("train", "test")])
     return _grouped(domains_file, domains, {f"{file}, split train,": train, f"{file}, split test,": test})
 
 
@@ -98,11 +98,6 @@ def _domains(text: str) -> dict[str, list[str]]:
     return domains
 
 
-def _splits(text: str) -> tuple[list, list]:
-    splits = json.loads(text)
-    return _pairs(splits["train"]), _pairs(splits["test"])
-
-
 def _csv_rows(text: str) -> list[tuple[str, str]]:
     return _pairs((row["text"], row["category"]) for row in csv.DictReader(text.splitlines(keepends=True)))
 
@@ -124,7 +119,7 @@ def _read(path: Path, parse: Callable):
 
 
 def _grouped(file: Path, domains: dict[str, list[str]], splits: dict[str, list[tuple[str, str]]]) -> ClassGroups:
-    """`file` names the groups; `splits`: where they stand -> rows, train before test."""
+    """`file`: where the groups are named. `splits`: file -> rows, train before test."""
     if len(domains) < 2:
         raise ValueError(f"--data_dir: {file} has fewer than two groups of classes: forgetting needs two or more.")
     labels = [label for members in domains.values() for label in members]

@@ -112,12 +112,6 @@ class Measured:
     losses: Tensor
     num_bytes: int
 
-    def number(self, losses: Tensor) -> dict[str, float | None]:
-        """Mean of losses, or differences, [T] and bits per byte, with their errors."""
-        loss, stderr = mean_of_blocks(losses)
-        bits = bits_per_byte(loss, stderr, len(losses) / self.num_bytes)
-        return {"loss": loss, "loss_stderr": stderr, **bits}
-
 
 @suite(*MODEL, *TEXT, "segments", "batch_size", loads_model=False, over_checkpoints=True)
 def continual(args: Arguments, subject=None) -> SuiteResult:
@@ -167,17 +161,17 @@ def by_checkpoint(checkpoints: list[Checkpoint], measured: list[Measured]) -> li
     for index, checkpoint in enumerate(checkpoints):
         for segment in measured:
             row = {"step": checkpoint.step, "tokens": checkpoint.tokens, "segment": segment.name}
-            row |= {"n": segment.losses.shape[1], **segment.number(segment.losses[index])}
-            gone = forgetting(segment, index)["loss"] if index else None
-            rows.append(row | {"forgetting": gone and gone[0], "forgetting_stderr": gone and gone[1]})
+            (loss, stderr), n = mean_of_blocks(segment.losses[index]), segment.losses.shape[1]
+            row |= {"n": n, "loss": loss, "loss_stderr": stderr, **bits_per_byte(loss, stderr, n / segment.num_bytes)}
+            gone, error = forgetting(segment, index) if index else (None, None)
+            rows.append(row | {"forgetting": gone, "forgetting_stderr": error})
     return rows
 
 
-def forgetting(segment: Measured, index: int) -> dict[str, tuple[float, float | None]]:
-    """Loss and bits per byte of a checkpoint less those of the best earlier one, paired by token."""
+def forgetting(segment: Measured, index: int) -> tuple[float, float | None]:
+    """Loss of a checkpoint less that of the best earlier one, and its standard error, paired by token."""
     best = int(segment.losses[:index].double().mean(1).argmin())
-    found = segment.number(segment.losses[index] - segment.losses[best])
-    return {name: (found[name], found[f"{name}_stderr"]) for name in ("loss", "bits_per_byte")}
+    return mean_of_blocks(segment.losses[index] - segment.losses[best])
 
 
 def transfer(checkpoints: list[Checkpoint], measured: list[Measured]) -> list[Row]:
@@ -187,11 +181,12 @@ def transfer(checkpoints: list[Checkpoint], measured: list[Measured]) -> list[Ro
     for index, segment in enumerate(measured):
         # The first checkpoint after the segment's share of the stream.
         end = next(i for i, one in enumerate(checkpoints) if one.step * len(measured) >= last * (index + 1))
-        gain = segment.number(segment.losses[end] - segment.losses[-1])
-        gone, error = forgetting(segment, len(checkpoints) - 1)["loss"]
+        gain = mean_of_blocks(segment.losses[end] - segment.losses[-1])
+        gone, error = forgetting(segment, len(checkpoints) - 1)
         means = segment.losses.double().mean(1)
         best = int(means[:-1].argmin())
-        is_last = index == len(measured) - 1
+        if index == len(measured) - 1:
+            gain = None, None
         rows.append(
             {
                 "segment": segment.name,
@@ -202,15 +197,15 @@ def transfer(checkpoints: list[Checkpoint], measured: list[Measured]) -> list[Ro
                 "forgetting": gone,
                 "forgetting_stderr": error,
                 "ends_at": f"{checkpoints[end].step:,}",
-                "backward_transfer": None if is_last else gain["loss"],
-                "backward_transfer_stderr": None if is_last else gain["loss_stderr"],
+                "backward_transfer": gain[0],
+                "backward_transfer_stderr": gain[1],
             }
         )
-    means = {name: _mean([row[name] for row in rows]) for name in ("first", "best_earlier", "last")}
-    means |= {"segment": "mean", "best_step": "", "ends_at": ""}
-    for name in ("forgetting", "backward_transfer"):
-        means |= {name: _mean([row[name] for row in rows]), f"{name}_stderr": None}
-    return [*rows, {name: means[name] for name in rows[0]}]
+    means: Row = dict.fromkeys(rows[0]) | {"segment": "mean", "best_step": "", "ends_at": ""}
+    for name in ("first", "best_earlier", "last", "forgetting", "backward_transfer"):
+        known = [row[name] for row in rows if row[name] is not None]
+        means[name] = sum(known) / len(known) if known else None
+    return [*rows, means]
 
 
 def draw(rows: list[Row], path: Path):
@@ -234,8 +229,3 @@ def _losses(args: Arguments, checkpoint: Checkpoint, segments: list[Segment]) ->
         require_finite(losses, f"continual: the losses of {checkpoint.path} on {segment.name}")
         found.append(losses)
     return found
-
-
-def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None

@@ -104,7 +104,7 @@ class Sample:
     """A prompt and its answer.
 
     prompt, answer: token ids.
-    spans: where each of the `values` stands in the answer.
+    spans: the place of each of the `values` in the answer.
     """
 
     prompt: list[int]
@@ -141,7 +141,7 @@ def make_samples(
 
 
 def answer_tokens(subject: Subject, values: list[str]) -> tuple[list[int], list[slice]]:
-    """The tokens of ` a, b, and c`, and where each value stands in them."""
+    """The tokens of ` a, b, and c`, and the place of each value in them."""
     tokens, spans = [], []
     for index, value in enumerate(values):
         if index:
