@@ -10,8 +10,17 @@ from sparse_mixers import FEW, WIDTH, angles_of, config_of, random_mixer, run, t
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
 from hope_hf.model import sparse_attention, sparse_fast
-from hope_hf.model.chunks import plan_slots
-from hope_hf.model.sparse_branches import SparseKeys, SparseSizes, read_sparse, select_blocks
+from hope_hf.model.chunks import convolution_spans, plan_slots
+from hope_hf.model.sparse_branches import (
+    QkvSizes,
+    QkvWeights,
+    SparseKeys,
+    SparseSizes,
+    make_qkv,
+    read_sparse,
+    select_blocks,
+)
+from hope_hf.model.sparse_fast import make_qkv_tiled
 
 SIZES = {
     "few blocks": FEW,
@@ -209,3 +218,48 @@ def test_a_cache_of_another_layout():
         models[3](ids, past_key_values=cache)
     # what is read of the cache is the model's
     models[2](ids, past_key_values=cache)
+
+
+# of queries, keys and values made in tiles: block, rows of the convolution's tail, head width
+QKV_BLOCK, TAIL, QKV_WIDTH = 8, 3, 4
+QKV_SIZES = QkvSizes(heads=4, key_heads=2, epsilon=1e-6)
+
+
+def earlier(padding_mask):
+    """What a call of seven tokens has read."""
+    return plan_slots(QKV_BLOCK, (2, 7), torch.device("cpu"), padding_mask=padding_mask).past
+
+
+LAYOUTS = {
+    "a text": {},
+    "a text that goes on": {"past": earlier(None)},
+    "rows of unequal history": {"past": earlier(torch.tensor([[0] * 3 + [1] * 4, [1] * 7]))},
+    "padding": {"padding_mask": torch.tensor([[1] * 45, [0] * 5 + [1] * 40])},
+    "documents": {"position_ids": torch.tensor([[*range(20), *range(25)], [*range(2), *range(43)]])},
+}
+
+
+@pytest.mark.parametrize("tile", [8, 16, 64])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_queries_keys_and_values_made_in_tiles_equal_plain_operations(layout, tile):
+    plan = plan_slots(QKV_BLOCK, (2, 45), torch.device("cpu"), **layout)
+    length = 45 if plan.valid is None else plan.valid.shape[1]
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    channels = (QKV_SIZES.heads + 2 * QKV_SIZES.key_heads) * QKV_WIDTH
+    leaves = [random(2, length, channels), random(2, TAIL, channels)]
+    leaves += [random(TAIL + 1, 1, 1, channels), random(QKV_WIDTH), random(QKV_WIDTH)]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    angles = random(1, length, QKV_WIDTH), random(1, length, QKV_WIDTH)
+    (whole,), spans = (convolution_spans(plan, length, TAIL, size) for size in (length, tile))
+    assert len(spans) == -(-length // tile)
+    weights = QkvWeights(*leaves[2:])
+    expected = make_qkv(*leaves[:2], weights, angles, whole, QKV_SIZES)
+    found = make_qkv_tiled(*leaves[:2], weights, angles, spans, QKV_SIZES)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+    wanted = [random(*part.shape) for part in expected]
+    for one, other in zip(*(torch.autograd.grad(made, leaves, wanted) for made in (found, expected)), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
