@@ -111,11 +111,11 @@ class ModelArguments:
     _argument_group_name = "model"
 
     model_name_or_path: str | None = flag(None, "Start from these weights (folder or Hub name) instead of new ones.")
-    model_type: str | None = flag(None, "Architecture of a new model: hope (default) or any other causal LM.")
     config_name: str | None = flag(None, "Config of a new model: folder, Hub name, or HOPE size (tiny, pilot, ...).")
     config_overrides: str | None = flag(
         None, "Fields of a new model's config: 'hidden_size=256,num_hidden_layers=4' or a JSON object."
     )
+    model_type: str | None = flag(None, "Architecture of a new model: hope (default) or any other causal LM.")
     tokenizer_name: str | None = flag(None, "Tokenizer, if not the model's own (folder or Hub name).")
     trust_remote_code: bool = flag(False, "Allow model code from the Hub to run on this machine.")
     attn_implementation: str | None = flag(None, "Attention kernel: sdpa, eager, flash_attention_2, ...")
@@ -127,9 +127,9 @@ class TextArguments:
 
     _argument_group_name = "data"
 
+    train_file: str | None = flag(None, "Training text: .txt, .json, .jsonl or .parquet; a glob pattern is allowed.")
     dataset_name: str | None = flag(None, "Hub name or folder of a data set; 'synthetic' gives seeded random tokens.")
     dataset_config_name: str | None = flag(None, "Configuration of that data set.")
-    train_file: str | None = flag(None, "Training text: .txt, .json, .jsonl or .parquet; a glob pattern is allowed.")
     dataset_mixture: str | None = flag(None, "Several corpora in shares: a YAML file, see docs/data.md.")
     train_shards: str | None = flag(None, "Folder of token shards that python -m hope_hf.data.prepare wrote.")
     validation_file: str | None = flag(None, "Validation text, of the same kinds.")

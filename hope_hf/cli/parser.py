@@ -1,5 +1,6 @@
 """The command-line parser of all programs: transformers' parser, with one sentence for each mistake."""
 
+import argparse
 import difflib
 import os
 import sys
@@ -69,17 +70,43 @@ _USUAL = (
 _OURS = {name: ours for ours, names in _USUAL for name in names.split()}
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Each flag once, a switch that is on together with its `--no_` form; defaults that say something, once."""
+
+    def add_argument(self, action):
+        if f"--no_{action.dest}" not in action.option_strings:
+            super().add_argument(action)
+
+    def _format_action_invocation(self, action):
+        if not isinstance(action.default, bool) or not action.option_strings:
+            return super()._format_action_invocation(action)
+        name = action.option_strings[0]
+        return f"{name}, --no_{name[2:]}" if action.default else name
+
+    def _get_help_string(self, action):
+        default = action.default
+        if default is None or default is False or default is argparse.SUPPRESS or "default" in action.help:
+            return action.help
+        shown = "on" if default is True else f"{default:,}" if isinstance(default, int) else default
+        return f"{action.help} (default: {shown})"
+
+
 class Parser(HfArgumentParser):
     """HfArgumentParser with one spelling of each flag, which raises ValueError instead of printing the usage.
 
     A word such as `--output-dir` is read as `--output_dir`, and messages and `--help` name the latter alone.
+
+    example, link: a command and a page of the documentation, with which the text of `--help` ends.
     """
 
-    def __init__(self, *given, **options):
-        super().__init__(*given, **options)
-        # HfArgumentParser adds each flag with dashes as well.
+    def __init__(self, *given, example: str = "", link: str = "", **options):
+        options["epilog"] = f"example: {example}\nmore: {link}" if example else None
+        super().__init__(*given, formatter_class=_Help, **options)
         for action in self._actions:
+            # HfArgumentParser adds each flag with dashes as well.
             action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
+            if action.metavar is None and action.choices is None:
+                action.metavar = {int: "N", float: "X"}.get(action.type, "VALUE")
 
     def parse_known_args(self, args=None, namespace=None):
         words = sys.argv[1:] if args is None else args

@@ -281,6 +281,8 @@ def make_parser() -> Parser:
         prog="python -m hope_hf.data.prepare",
         usage="%(prog)s mixture.yaml --tokenizer_name NAME --output_dir DIR [flags]",
         description="Tokenize a mixture of corpora into shards.",
+        example="python -m hope_hf.data.prepare mix.yaml --tokenizer_name tokenizers/mix --output_dir shards_mix",
+        link="docs/data.md",
         allow_abbrev=False,
     )
 

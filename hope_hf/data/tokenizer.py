@@ -133,7 +133,10 @@ def make_parser() -> Parser:
     return Parser(
         Arguments,
         prog="python -m hope_hf.data.tokenizer",
+        usage="%(prog)s --files NAME ... --output_dir DIR [flags]",
         description="Train a byte-level BPE on text.",
+        example="python -m hope_hf.data.tokenizer --files 'books/*.txt' --vocab_size 32000 --output_dir my_tokenizer",
+        link="docs/data.md",
         allow_abbrev=False,
     )
 

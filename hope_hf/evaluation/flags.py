@@ -199,8 +199,15 @@ def parse(argv: list[str], suites: dict[str, Suite]) -> Arguments:
     if argv and os.path.isdir(argv[0]):
         raise ValueError(f"{argv[0]} is a folder: write --model_name_or_path {argv[0]}, or a YAML file as first word.")
     recipe, argv = split_recipe(argv, FLAGS)
-    usage = "%(prog)s [recipe.yaml] --model_name_or_path DIR --suite NAMES [flags]"
-    parser = Parser(GROUPS, prog="run_eval.py", usage=usage, allow_abbrev=False)
+    parser = Parser(
+        GROUPS,
+        prog="run_eval.py",
+        usage="%(prog)s [recipe.yaml] --model_name_or_path DIR --suite NAMES [flags]",
+        description="Evaluate a causal language model. Command-line flags override the recipe.",
+        example="python run_eval.py --model_name_or_path runs/demo --suite perplexity,needle --output_dir runs/eval",
+        link="docs/evaluation.md",
+        allow_abbrev=False,
+    )
     recipe = replaced(recipe, named_flags(parser, argv, FLAGS))
     named = named_flags(parser, recipe + argv, FLAGS)
     groups = parser.parse_args_into_dataclasses(recipe + argv, look_for_args_file=False)

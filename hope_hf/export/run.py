@@ -22,6 +22,8 @@ def make_parser() -> Parser:
         (),
         prog="python -m hope_hf.export",
         description="Make the folder that one uploads to the Hub, check it, and upload it.",
+        example="python -m hope_hf.export runs/pilot --to exports/pilot --push_to_hub owner/name",
+        link="docs/export.md",
         allow_abbrev=False,
     )
     add = partial(parser.add_argument, action=Checked)

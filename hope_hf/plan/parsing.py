@@ -51,8 +51,16 @@ class Question:
 
 def make_parser() -> Parser:
     """All flags."""
-    usage = "%(prog)s [recipe.yaml] --accelerate_config accelerate_configs/fsdp2.yaml --world_size 8 [flags]"
-    return Parser(GROUPS, prog="python -m hope_hf.plan", usage=usage, allow_abbrev=False)
+    return Parser(
+        GROUPS,
+        prog="python -m hope_hf.plan",
+        usage="%(prog)s [recipe.yaml] [flags]",
+        description="Tell whether a run fits, and how long it takes. Command-line flags override the recipe.",
+        example="python -m hope_hf.plan recipes/target.yaml --accelerate_config accelerate_configs/fsdp2.yaml "
+        "--world_size 8",
+        link="docs/memory.md",
+        allow_abbrev=False,
+    )
 
 
 def parse(argv: list[str]) -> Question:

@@ -17,9 +17,6 @@ LONGEST_DEFAULT_BLOCK = 1024
 class DataArguments(TextArguments):
     """Which text is read, and how it is cut. Without a data set or file: the built-in corpus."""
 
-    shuffle_buffer_size: int = flag(
-        10_000, "Documents of a stream that are shuffled together; 1 keeps its order.", **COUNT
-    )
     block_size: int | None = flag(
         None, "Tokens per row (default: the model's longest input, at most 1,024).", least=2, most=LONGEST
     )
@@ -27,6 +24,9 @@ class DataArguments(TextArguments):
         "reset",
         "reset: memories and attention start anew with every document. "
         "carry: row b continues in row b of the next step and its memories are passed on.",
+    )
+    shuffle_buffer_size: int = flag(
+        10_000, "Documents of a stream that are shuffled together; 1 keeps its order.", **COUNT
     )
     dataloader_num_workers: int = flag(
         0, "Batches that a background thread prepares ahead; 0: none.", least=0, most=1000
@@ -40,24 +40,14 @@ class OptimizationArguments:
 
     _argument_group_name = "optimization"
 
+    max_train_steps: int | None = flag(None, "Optimizer steps in all; overrides --num_train_epochs.", **COUNT)
+    num_train_epochs: float = flag(1.0, "Passes over the training data, if --max_train_steps is not given.", above=0)
     per_device_train_batch_size: int = flag(
         8, "Rows per process and forward pass, in training and evaluation.", **ROWS
     )
     gradient_accumulation_steps: int = flag(1, "Forward passes per optimizer step.", least=1, most=10_000)
     learning_rate: float = flag(
         3e-4, "Peak learning rate of the fastest level and of everything outside the levels.", above=0
-    )
-    vector_learning_rate: float | None = flag(
-        None, "Peak learning rate of norms, biases and convolutions' taps (default: --learning_rate).", above=0
-    )
-    weight_decay: float = flag(0.1, "Decoupled weight decay of matrices.", least=0)
-    adam_beta1: float = flag(0.9, "AdamW: decay of the first moment.", least=0, below=1)
-    adam_beta2: float = flag(0.95, "AdamW: decay of the second moment.", least=0, below=1)
-    adam_epsilon: float = flag(1e-8, "AdamW: added to the root of the second moment.", least=1e-30, most=1)
-    max_grad_norm: float = flag(1.0, "Clip the global gradient norm of each step to this; 0 switches it off.", least=0)
-    max_train_steps: int | None = flag(None, "Optimizer steps in all; overrides --num_train_epochs.", **COUNT)
-    num_train_epochs: float = flag(
-        1.0, "Passes over the training data, if --max_train_steps is not given.", above=0
     )
     # The schedules of transformers that need no setting but the warm-up.
     lr_scheduler_type: Literal[
@@ -66,35 +56,27 @@ class OptimizationArguments:
     num_warmup_steps: int | None = flag(
         None, "Linear warm-up in steps (default: a tenth of the run, at most 1,000).", **OR_NONE
     )
+    weight_decay: float = flag(0.1, "Decoupled weight decay of matrices.", least=0)
+    max_grad_norm: float = flag(1.0, "Clip the global gradient norm of each step to this; 0: do not clip.", least=0)
     optimizer: Literal[tuple(RULES)] = flag(
-        "adamw", "muon: hidden matrices by Muon, everything else and the memories' initial states by AdamW."
+        "adamw", "muon: hidden matrices by Muon, all other parameters and the initial memories by AdamW."
     )
     level_optimizers: str | None = flag(
         None, "JSON object or file, keyed by CMS level: optimizer, lr_factor, betas, weight_decay."
     )
-    init: Literal["whole", "sharded"] = flag(
-        "whole",
-        "whole: every process first builds the whole model in its memory. "
-        "sharded: none does, the same values go to the shards block by block (FSDP, ZeRO-3).",
+    vector_learning_rate: float | None = flag(
+        None,
+        "Peak learning rate of norms, biases and the kernel weights of convolutions (default: --learning_rate).",
+        above=0,
     )
-    gradient_checkpointing: str = recomputing_flag()
-    torch_compile: bool = flag(False, "Compile the model with torch.compile.")
-    sync_each_batch: bool = flag(
-        False, "FSDP: reduce gradients after every accumulated batch, so that none are held whole; sends more."
-    )
-    fsdp_reduce_dtype: Literal["float32", "bfloat16"] = flag(
-        "float32", "FSDP in bf16 or fp16: in which dtype gradients are summed over processes."
-    )
-    fsdp_limit_all_gathers: bool = flag(True, "FSDP version 1: limit how far ahead parameters are gathered.")
-    fsdp_prefetch: int = flag(
-        0, "FSDP version 2: blocks gathered ahead of the one that computes; 0: torch decides.", least=0, most=1000
-    )
-    tf32: bool = flag(True, "CUDA only: TF32 matrix products; memory state, gates and solves stay fp32.")
+    adam_beta1: float = flag(0.9, "AdamW: decay of the first moment.", least=0, below=1)
+    adam_beta2: float = flag(0.95, "AdamW: decay of the second moment.", least=0, below=1)
+    adam_epsilon: float = flag(1e-8, "AdamW: added to the root of the second moment.", least=1e-30, most=1)
 
 
 @dataclass
 class RunArguments:
-    """Where the run writes, how often, and what it reports."""
+    """Where the run writes, and what it reports."""
 
     _argument_group_name = "run"
 
@@ -102,49 +84,85 @@ class RunArguments:
     dry_run: bool = flag(
         False, "Prepare everything, check the machine, take one step and write nothing; status 1 if a check fails."
     )
-    resume_from_checkpoint: str | None = flag(
-        None, "A checkpoint folder, or 'latest'. Not needed to continue the run in --output_dir: that is automatic."
-    )
-    checkpointing_steps: int = flag(
-        500, "Write a resumable checkpoint every N steps; 0: only at SIGTERM and end.", **OR_NONE
-    )
-    save_total_limit: int = flag(2, "Checkpoints kept; older ones are removed.", **COUNT)
-    async_save: bool = flag(False, "Write checkpoints while the training goes on, from a copy in the CPU's memory.")
-    checkpoint_hook: str | None = flag(
-        None, "Shell line run after each complete checkpoint, beside the training (HOPE_CHECKPOINT, HOPE_STEP)."
-    )
-    save_only_model: bool = flag(False, "Save the model alone: smaller checkpoints that no run can continue.")
-    save_sharded: bool = flag(
-        False, "Every process saves its own part of the weights; `checkpoints consolidate` joins them."
-    )
-    logging_steps: int = flag(10, "Write a metrics row every N steps, and after the first and the last.", **COUNT)
-    eval_steps: int = flag(500, "Evaluate every N steps; 0: only at the end.", **OR_NONE)
     seed: int = flag(42, "Seed of weights, data order and sampling.", **SEED)
+    eval_steps: int = flag(500, "Evaluate every N steps; 0: only at the end.", **OR_NONE)
+    logging_steps: int = flag(10, "Write a metrics row every N steps, and after the first and the last.", **COUNT)
+    report_to: str = flag("none", "Trackers besides metrics.jsonl: none, all, or names with commas (wandb,aim).")
+    run_name: str | None = flag(None, "Name of the run in the trackers (default: WANDB_NAME, or the folder's name).")
+    project_name: str | None = flag(None, "Project of the run in the trackers (default: WANDB_PROJECT, or hope_hf).")
     cpu_threads: int | None = flag(
         None, "Threads per process (default: OMP_NUM_THREADS, or free cores / processes on this machine).", **THREADS
-    )
-    ddp_timeout: float = flag(1800.0, "Seconds after which a process gives up waiting for the others.", least=1)
-    watchdog_seconds: float = flag(
-        540.0,
-        "Without a step for so long, every process writes its stacks to a file in --output_dir; 0: never.",
-        least=0,
-    )
-    ram_report_steps: int = flag(
-        0, "Write the RAM report every N steps, besides the start and the first step.", **OR_NONE
     )
     profile_steps: str | None = flag(
         None, "Profile these steps, such as 10-12: a trace per process and a table of where their time went."
     )
-    report_to: str = flag("none", "Trackers besides metrics.jsonl: none, all, or names with commas (wandb,aim).")
-    run_name: str | None = flag(None, "Name of the run in the trackers (default: WANDB_NAME, or the folder's name).")
-    project_name: str | None = flag(None, "Project of the run in the trackers (default: WANDB_PROJECT, or hope_hf).")
+    ram_report_steps: int = flag(
+        0, "Write the RAM report every N steps, besides the start and the first step.", **OR_NONE
+    )
+    watchdog_seconds: float = flag(
+        540.0,
+        "After so long without a step every process writes its stacks to a file in --output_dir; 0: never.",
+        least=0,
+    )
+    ddp_timeout: float = flag(1800.0, "Seconds after which a process gives up waiting for the others.", least=1)
+
+
+@dataclass
+class CheckpointArguments:
+    """What is saved and uploaded, and how often."""
+
+    _argument_group_name = "checkpoints and upload"
+
+    checkpointing_steps: int = flag(
+        500, "Write a resumable checkpoint every N steps; 0: only at SIGTERM and end.", **OR_NONE
+    )
+    save_total_limit: int = flag(2, "Checkpoints kept; older ones are removed.", **COUNT)
+    resume_from_checkpoint: str | None = flag(
+        None, "A checkpoint folder, or 'latest'. Not needed to continue the run in --output_dir: that is automatic."
+    )
+    async_save: bool = flag(False, "Write checkpoints while the training goes on, from a copy in the CPU's memory.")
+    save_sharded: bool = flag(
+        False, "Every process saves its own part of the weights; `checkpoints consolidate` joins them."
+    )
+    save_only_model: bool = flag(False, "Save the model alone: smaller checkpoints that no run can continue.")
+    checkpoint_hook: str | None = flag(
+        None, "Shell line run after each complete checkpoint, beside the training (HOPE_CHECKPOINT, HOPE_STEP)."
+    )
     push_to_hub: bool = flag(False, "Upload the finished HOPE with its code and a model card; needs a login.")
     hub_model_id: str | None = flag(None, "Repository of the upload: owner/name (default: the folder's name).")
     hub_private_repo: bool = flag(False, "Make the repository private if the upload creates it.")
 
 
 @dataclass
-class Arguments(ModelArguments, DataArguments, OptimizationArguments, RunArguments):
+class MemoryArguments:
+    """What trades memory, speed and communication, without a change of the result."""
+
+    _argument_group_name = "memory and speed"
+
+    gradient_checkpointing: str = recomputing_flag()
+    torch_compile: bool = flag(False, "Compile the model with torch.compile.")
+    tf32: bool = flag(True, "CUDA only: TF32 matrix products; memory state, gates and solves stay fp32.")
+    init: Literal["whole", "sharded"] = flag(
+        "whole",
+        "whole: every process first builds the whole model in its memory. "
+        "sharded: none does, the same values go to the shards block by block (FSDP, ZeRO-3).",
+    )
+    sync_each_batch: bool = flag(
+        False, "FSDP: reduce gradients after every accumulated batch, so that none are held whole; sends more."
+    )
+    fsdp_reduce_dtype: Literal["float32", "bfloat16"] = flag(
+        "float32", "FSDP in bf16 or fp16: in which dtype gradients are summed over processes."
+    )
+    fsdp_prefetch: int = flag(
+        0, "FSDP version 2: blocks gathered ahead of the one that computes; 0: torch decides.", least=0, most=1000
+    )
+    fsdp_limit_all_gathers: bool = flag(True, "FSDP version 1: limit how far ahead parameters are gathered.")
+
+
+@dataclass
+class Arguments(
+    RunArguments, ModelArguments, DataArguments, OptimizationArguments, CheckpointArguments, MemoryArguments
+):
     """All flags of a run, flat; `demo`: neither model nor data was named."""
 
     _argument_group_name = None
@@ -167,7 +185,9 @@ class Arguments(ModelArguments, DataArguments, OptimizationArguments, RunArgumen
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in self.FREE}
 
 
-GROUPS = (ModelArguments, DataArguments, OptimizationArguments, RunArguments)
+GROUPS = (
+    RunArguments, ModelArguments, DataArguments, OptimizationArguments, CheckpointArguments, MemoryArguments
+)  # fmt: skip
 FLAGS = tuple(f.name for group in GROUPS for f in fields(group))
 
 

@@ -26,8 +26,15 @@ def parse(argv: list[str]) -> Arguments:
     sentence that names the flag or file and the fix.
     """
     recipe, argv = split_run_recipe(argv)
-    usage = "%(prog)s [recipe.yaml] --output_dir DIR [flags]"
-    parser = Parser(GROUPS, prog="run_clm.py", usage=usage, allow_abbrev=False)
+    parser = Parser(
+        GROUPS,
+        prog="run_clm.py",
+        usage="%(prog)s [recipe.yaml] --output_dir DIR [flags]",
+        description="Train a causal language model. Command-line flags override the recipe.",
+        example="accelerate launch --config_file accelerate_configs/ddp.yaml run_clm.py recipes/demo.yaml",
+        link="docs/running.md",
+        allow_abbrev=False,
+    )
     recipe = replaced(recipe, named_flags(parser, argv, FLAGS))
     named = named_flags(parser, recipe + argv, FLAGS)
     demo = not named & {*MODELS, *NAMES_DATA}

@@ -136,3 +136,11 @@ def test_a_value_too_many_and_a_folder_name_the_flag(tmp_path, program, words, s
     options = (SUITES,) if program is evaluation_flags.parse else ()
     with pytest.raises(ValueError, match=re.escape(sentence.format(*files, folder=tmp_path))):
         program(words, *options)
+
+
+def test_help_says_each_flag_and_default_once_and_ends_with_an_example():
+    text = " ".join(make_plan_parser().format_help().split())
+    assert text.count(" --simulate, --no_simulate ") == 1 and text.count("--json Print") == 1
+    assert text.count("--mfu X") == 1 and "(default: 0.4)" in text
+    assert "(default: None)" not in text and "(default: False)" not in text
+    assert re.search(r"example: python -m hope_hf\.plan .* more: docs/\w+\.md$", text)

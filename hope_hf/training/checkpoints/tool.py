@@ -23,7 +23,14 @@ STATE_FILES = ("optimizer", "scheduler.", "trainer.", "rank_", "manifest.")
 
 def make_parser() -> Parser:
     """All commands and flags."""
-    parser = Parser((), prog="python -m hope_hf.training.checkpoints", description=__doc__, allow_abbrev=False)
+    parser = Parser(
+        (),
+        prog="python -m hope_hf.training.checkpoints",
+        description="Look at checkpoints, verify them, or join the parts of one into a model.",
+        example="python -m hope_hf.training.checkpoints consolidate runs/pilot --to pilot",
+        link="docs/running.md",
+        allow_abbrev=False,
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="info|verify|consolidate")
     for name, text in (
         ("info", "say what a checkpoint holds, without reading all of it"),
