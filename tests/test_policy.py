@@ -5,6 +5,7 @@ must refuse. A new file in a known room needs no change here; a new room or publ
 """
 
 import ast
+import graphlib
 import pkgutil
 import re
 import sys
@@ -286,6 +287,37 @@ def test_every_room_is_on_the_lowest_floor_that_its_imports_allow():
         found.setdefault(room_of(file), set()).update(rooms - {room_of(file)})
     for lower, rooms in zip(FLOORS, FLOORS[1:], strict=False):
         assert [room for room in rooms if not found[room] & lower] == []
+
+
+def circle(sources: dict[str, str]) -> list[str]:
+    """Files whose imports, also those inside functions, go round in a circle; empty if there is none."""
+    graph = {}
+    for file, source in sources.items():
+        graph[file] = set()
+        for _, _, module, names in imports(file, ast.parse(source, file)):
+            modules = [f"{module}.{name}" for name in names or ()]
+            paths = [[f"{name.replace('.', '/')}{end}" for end in (".py", "/__init__.py")] for name in modules]
+            siblings = [path for both in paths for path in both if path in sources]
+            # Where every imported name is a file, the package's own file is not needed.
+            whole = [] if siblings and len(siblings) == len(modules) else [module]
+            own = [f"{name.replace('.', '/')}{end}" for name in whole for end in (".py", "/__init__.py")]
+            graph[file] |= {*siblings, *own} & sources.keys() - {file}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_imports_go_round_in_a_circle():
+    assert circle({file: (ROOT / file).read_text() for file in python_files()}) == []
+
+
+@pytest.mark.parametrize("back", ["from .a import f", "def g():\n    from . import a", "import hope_hf.plan.a"])
+def test_a_circle_of_files_is_found(back):
+    sources = {"hope_hf/plan/a.py": "from .b import g", "hope_hf/plan/b.py": back, "hope_hf/plan/__init__.py": ""}
+    assert set(circle(sources)) == {"hope_hf/plan/a.py", "hope_hf/plan/b.py"}
+    assert circle(sources | {"hope_hf/plan/b.py": "from . import c", "hope_hf/plan/c.py": ""}) == []
 
 
 @pytest.mark.parametrize("rule", [*RULES, imports_no_test], ids=lambda rule: rule.__name__)

@@ -10,6 +10,10 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import IO
 
+# In the folder of a run. A checkpoint that is still being written has another name.
+RUN_FILE = "run.json"
+CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
+
 
 def is_inside(name: object) -> bool:
     """Whether a file's name, read from another file, is a plain relative path that stays in its folder.

@@ -3,19 +3,16 @@
 import glob
 import json
 import os
-import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hope_hf.cli.files import read_small
+from hope_hf.cli.files import CHECKPOINT, read_small
 from hope_hf.cli.process import MISTAKES
 
 from .flags import Arguments, parse_checkpoints
 from .saved_reports import is_count
 
-# Complete ones: a folder that is still written has another name.
-FOLDER = re.compile(r"checkpoint-(\d{1,18})")
 # Bytes of the rows of a run of millions of steps.
 METRICS = 1 << 30
 
@@ -31,7 +28,7 @@ class Checkpoint:
 
 def as_checkpoint(path: str) -> Checkpoint:
     """What is known of a model's folder or Hub name: a folder `checkpoint-<step>` or its run hold the tokens."""
-    found = FOLDER.fullmatch(os.path.basename(os.path.normpath(path)))
+    found = CHECKPOINT.fullmatch(os.path.basename(os.path.normpath(path)))
     if not found:
         return Checkpoint(path, None, None)
     return Checkpoint(path, int(found[1]), _tokens(Path(path), int(found[1])))
@@ -50,7 +47,8 @@ def find_checkpoints(args: Arguments) -> list[Checkpoint]:
         pattern, what = os.path.join(glob.escape(name), "checkpoint-*"), f"--model_name_or_path {name} holds"
     else:
         return []
-    folders = [path for path in glob.glob(pattern) if FOLDER.fullmatch(os.path.basename(path)) and os.path.isdir(path)]
+    named = [path for path in glob.glob(pattern) if CHECKPOINT.fullmatch(os.path.basename(path))]
+    folders = [path for path in named if os.path.isdir(path)]
     if not folders:
         raise ValueError(f"{what} no folder checkpoint-<step>: name a run of run_clm.py, or its checkpoints.")
     if len({os.path.dirname(path) for path in folders}) > 1:

@@ -6,14 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_type_hints
 
-from hope_hf.cli.files import read_small
+from hope_hf.cli.files import RUN_FILE, read_small
 from hope_hf.cli.flags import TextArguments
 from hope_hf.cli.process import MISTAKES, one_line, warn_once
 from hope_hf.data import DataConfig, find_files, load_files, validation_texts
 
 from .flags import NAMING, SHARE, Arguments
-
-RUN_FILE = "run.json"
 
 
 @dataclass(frozen=True)

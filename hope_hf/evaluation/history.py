@@ -4,10 +4,10 @@ import json
 from functools import partial
 from pathlib import Path
 
-from hope_hf.cli.files import replace_text
+from hope_hf.cli.files import CHECKPOINT, replace_text
 from hope_hf.cli.results import RESULTS_FILE, can_draw, draw_or_warn
 
-from .checkpoints import FOLDER, Checkpoint
+from .checkpoints import Checkpoint
 from .compare import different_flags
 from .display import small_curves
 from .flags import Arguments
@@ -43,7 +43,7 @@ def draw_history(output_dir: str) -> list[Path]:
     The horizontal axis is steps where a checkpoint's tokens are not known. Raises ValueError for a failing write.
     """
     folder = Path(output_dir)
-    found = {FOLDER.fullmatch(path.parent.name): path for path in folder.glob(f"checkpoint-*/{RESULTS_FILE}")}
+    found = {CHECKPOINT.fullmatch(path.parent.name): path for path in folder.glob(f"checkpoint-*/{RESULTS_FILE}")}
     paths = sorted((int(name[1]), path) for name, path in found.items() if name)
     reports = [(step, read_report(path, "--output_dir")) for step, path in paths]
     places = [{"step": step, "tokens": (record["model"] or {}).get("tokens")} for step, record in reports]

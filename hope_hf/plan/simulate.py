@@ -1,8 +1,8 @@
-"""One training step on fake tensors and a fake process group: peak memory of the largest rank, without its memory.
+"""The peak memory of one training step, simulated on fake tensors and a fake process group.
 
-Fake tensors have shapes and no numbers, so the step of any model on any number of processes runs on one CPU process.
-torch's own trackers count the bytes of all tensors alive (`torch.distributed._tools`). Its estimator of running times
-needs the GPU that it estimates for, and is not used.
+Fake tensors have shapes but no numbers, so one CPU process simulates any model on any number of processes. torch's
+trackers (`torch.distributed._tools`) count the bytes of all live tensors. torch's estimator of running times needs the
+GPU whose time it estimates, and is not used.
 """
 
 import time
@@ -36,9 +36,9 @@ from .launch import Launch, StepOptions
 
 # accelerate's names of a mesh's axes.
 MESH = ("dp_replicate", "dp_shard_cp")
-# Fields of configurations with the rate of dropout on attention's weights.
+# Fields of configurations with the dropout rate of attention weights.
 ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop")
-# torch's names of its categories of tensors, and ours.
+# torch's categories of tensors, and the planner's.
 CATEGORIES = {
     "Parameter": "weights", "Sharded Param": "weights", "Gradient": "gradients", "Sharded Grad": "gradients",
     "Optstate": "optimizer", "OptState": "optimizer", "Unsharded Param": "gathered", "All Gather": "gathered",
@@ -49,7 +49,7 @@ CATEGORIES = {
 
 @dataclass(frozen=True)
 class Simulation:
-    """Peak of the bytes of all live tensors on the rank with the largest part, in total and by category."""
+    """Peak bytes of all live tensors on the rank with the largest part, in total and by category."""
 
     peak: int
     split: dict[str, int]
@@ -57,7 +57,7 @@ class Simulation:
 
 
 def can_simulate(launch: Launch) -> str | None:
-    """None, or why this launch has only the arithmetic."""
+    """None, or the reason why this launch cannot be simulated."""
     if launch.strategy.engine not in ("plain", "fsdp2"):
         return f"{launch.strategy.engine} is not simulated"
     return "offloading is not simulated" if launch.strategy.offloads else None
@@ -71,22 +71,22 @@ def simulate(config, launch: Launch, options: StepOptions) -> Simulation:
         stack.enter_context(_quietly())
         if launch.world_size > 1:
             stack.enter_context(fake_processes(launch.world_size))
-        # Before the mode: a mesh looks at its own numbers.
+        # Before the fake mode, because a mesh reads its own numbers.
         mesh = make_mesh(launch)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         real = stack.enter_context(_AsIfReal())
         step = Step(config, launch, options, mesh)
         if config.model_type == "hope":
-            # Queries come in whole blocks.
+            # Queries are padded to whole blocks.
             real.queries = options.block_size + -options.block_size % config.sparse_block_size
         if not launch.strategy.gathers:
-            # FSDP holds both gradients.
+            # Under FSDP both gradients of a tied embedding exist at once.
             real.embedding = step.model.get_input_embeddings().weight.shape
         step.warm_up()
         tracker = step.tracker()
         with tracker:
             step.connect()
-            # Each module's statistics, which are not asked for, are of one forward pass.
+            # The tracker's statistics by module, unused here, allow one forward pass each.
             step.run(between=tracker.reset_mod_stats)
         (snapshot,) = [by for device, by in tracker.get_tracker_snapshot("peak").items() if device.type == "cpu"]
     split: dict[str, int] = {}
@@ -95,7 +95,7 @@ def simulate(config, launch: Launch, options: StepOptions) -> Simulation:
         if name is not None:
             split[name] = split.get(name, 0) + size
     if isinstance(step.wrapped, DistributedDataParallel):
-        # The tracker takes DDP's buckets, as large as the gradients, for activations.
+        # The tracker counts DDP's buckets, as large as the gradients, as activations.
         split["buckets"] = sum(parameter.nbytes for parameter in step.model.parameters())
         split["activations"] -= split["buckets"]
     return Simulation(snapshot["Total"], {k: v for k, v in split.items() if v}, time.perf_counter() - start)
@@ -117,22 +117,22 @@ class Step:
         )  # fmt: skip
         self.optimizer.create_states()
         shape = (options.batch_size, options.block_size)
-        # A third batch would find what the second one finds.
+        # Memory repeats from the second batch on.
         self.batches = [torch.zeros(shape, dtype=torch.long) for _ in range(min(options.accumulation, 2))]
         self.wrapped.train()
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         launch = self.launch
         if launch.precision in LOW_PRECISION:
-            # As `Accelerator.prepare_model` does it.
+            # As in `Accelerator.prepare_model`.
             cast = torch.autocast("cpu", dtype=LOW_PRECISION[launch.precision])
             model.forward = convert_outputs_to_fp32(cast(model.forward))
         return self._shard(model) if launch.strategy.gathers else model
 
     def connect(self):
-        """Wrap a replica in DDP, after all else: its buckets are made here."""
+        """Wrap a replica in DDP. This comes last, because DDP creates its buckets here."""
         if self.launch.world_size > 1 and not self.launch.strategy.gathers:
-            # Fake weights are equal everywhere, and cannot be compared.
+            # DDP cannot compare fake weights over processes.
             self.wrapped = DistributedDataParallel(self.model, init_sync=False)
             self.wrapped.train()
             if isinstance(self.batches[0], FakeTensor):
@@ -161,7 +161,7 @@ class Step:
         return fsdp2_prepare_model(accelerator, model)
 
     def tracker(self) -> MemTracker:
-        """torch's counter of live tensors, knowing all that this step holds."""
+        """torch's counter of live tensors, with the tensors that exist before the step."""
         if isinstance(self.wrapped, FSDPModule):
             tracker = FSDPMemTracker(self.wrapped, self.optimizer)
             tracker.track_inputs(tuple(self.batches))
@@ -171,7 +171,7 @@ class Step:
         return tracker
 
     def run(self, between: Callable[[], None] = lambda: None):
-        """One optimizer step, as the trainer takes it; `between` is called between its batches."""
+        """One optimizer step, as in the trainer; `between` is called between its batches."""
         for index, batch in enumerate(self.batches):
             last = index + 1 == len(self.batches)
             with self._accumulating(last):
@@ -182,9 +182,9 @@ class Step:
         self._update()
 
     def warm_up(self):
-        """Update once with gradients of 0: DTensor then knows how its operations are shared out.
+        """Update once with zero gradients, so that DTensor has planned its operations.
 
-        It finds that out on whole fake tensors, which would be counted.
+        It plans them on whole fake tensors, which the tracker would count.
         """
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -208,7 +208,7 @@ class Step:
 
 @contextmanager
 def fake_processes(world_size: int) -> Iterator[None]:
-    """A process group of `world_size` ranks of which this process is the first and only; collectives do nothing."""
+    """A process group of `world_size` ranks in which only this one, the first, exists; collectives do nothing."""
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
         yield
@@ -217,7 +217,7 @@ def fake_processes(world_size: int) -> Iterator[None]:
 
 
 def make_mesh(launch: Launch) -> DeviceMesh | None:
-    """The mesh of a sharded launch: its replicas, and the processes that share one out."""
+    """The mesh of a sharded launch: replicas, and the parts of a replica; None for other launches."""
     if not launch.strategy.gathers:
         return None
     sizes = (launch.replicas, launch.parts) if launch.replicas > 1 else (launch.parts,)
@@ -225,18 +225,18 @@ def make_mesh(launch: Launch) -> DeviceMesh | None:
 
 
 def _reduced(state, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """DDP's all-reduce as it is for memory: in place."""
+    """DDP's all-reduce, which takes no memory: it is in place."""
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
 
 class _AsIfReal(TorchDispatchMode):
-    """Lets fake tensors do what real ones do.
+    """Replaces operations that need the numbers of a tensor.
 
-    Elements that a mask chooses are none: checks of values, as that of token ids, find nothing. Of the blocks that
-    sparse attention reads one after the other, the first has all `queries` of a row, as in every text, and stands for
-    all. And the two gradients of a tied embedding are added up in place, as autograd does unless they are fake.
+    - A boolean mask selects no elements, so checks of values (such as token ids) find nothing.
+    - The first block of sparse attention is selected by all `queries` of a row, as in every text; the others by none.
+    - The two gradients of a tied embedding are added in place, as autograd does with real tensors.
     """
 
     embedding: torch.Size | None = None
@@ -253,7 +253,7 @@ class _AsIfReal(TorchDispatchMode):
         if function is torch.ops.aten.bincount.default and self.queries:
             number, bins = args[0].numel(), args[2]
             with unset_fake_temporarily():
-                # The last bin has what is no block.
+                # The last bin counts queries without a block.
                 return torch.tensor([self.queries, *[0] * (bins - 2), number - self.queries])
         if function is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else args[0].dtype is not torch.bool and 1
@@ -261,7 +261,7 @@ class _AsIfReal(TorchDispatchMode):
 
 
 def _without_attention_dropout(config):
-    # With it the CPU's attention holds heads x tokens^2 numbers; kernels of GPUs never do.
+    # With dropout the CPU's attention holds heads x tokens^2 numbers; GPU kernels never do.
     config = type(config).from_dict(config.to_dict())
     for name in ATTENTION_DROPOUT:
         if getattr(config, name, 0):
@@ -271,7 +271,7 @@ def _without_attention_dropout(config):
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without warnings of parts of torch that expect real tensors."""
+    """Without the warnings of torch's parts that expect real tensors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hope_hf.cli.files import is_inside
+from hope_hf.cli.files import CHECKPOINT, is_inside
 from hope_hf.cli.weights import PART, parts_of
 
 MANIFEST = "manifest.json"
@@ -27,7 +27,7 @@ FORMAT = 2
 FIX = "resume from another checkpoint"
 
 # A folder is `.replaced` while a newer one of the same step takes its name.
-FOLDER_NAME = re.compile(r"checkpoint-(\d+)(\.replaced)?")
+FOLDER_NAME = re.compile(CHECKPOINT.pattern + r"(\.replaced)?")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 2**63 - 1
 # The manifest of ten thousand processes has 5 MB.

@@ -7,13 +7,12 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from hope_hf.cli.files import read_small, replace_text
+from hope_hf.cli.files import RUN_FILE, read_small, replace_text
 from hope_hf.cli.folder_lock import FolderLock
 from hope_hf.cli.results import provenance
 
 from .manifest import remove_leftovers
 
-RUN_FILE = "run.json"
 # A folder that holds one of these without a run.json is not a run's.
 OURS = ("config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json", "metrics.jsonl")
 
