@@ -65,7 +65,7 @@ def _show_sample(args: Arguments, engine: Engine, data):
     try:
         prompt, continuation = sample(engine.readable_model(Path(args.output_dir)), data, args.seed)
         print(f"\nA sampled continuation, after '>>>':\n{prompt}>>>{continuation}\n")
-    # Whatever fails in other families' models and tokenizers, or for want of memory.
+    # Models and tokenizers of other families may raise anything, and memory may run out.
     except Exception as error:
         warnings.warn(f"No sample of the model: {one_line(error)}.", stacklevel=2)
 
@@ -90,7 +90,7 @@ def sample(model, data, seed: int) -> tuple[str, str]:
     prompt = batch["input_ids"][:1, :PROMPT_TOKENS].to(model.device)
     model.eval()
     devices = [model.device] if model.device.type == "cuda" else []
-    # A text that grows by a token at a time would be compiled again for every length.
+    # A text that grows by one token at a time would be compiled anew for every length.
     with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(seed)
         tokens = model.generate(
@@ -125,7 +125,7 @@ def push(args: Arguments):
     """Export the finished run in `--output_dir` and upload it; any failure is a warning."""
     try:
         for left in Path(args.output_dir).glob(f"{PLACE}*"):
-            # Of a process that was killed.
+            # A process that was killed left it.
             shutil.rmtree(left, ignore_errors=True)
         with TemporaryDirectory(dir=args.output_dir, prefix=PLACE) as place:
             out = Path(place) / "export"

@@ -6,7 +6,6 @@ and new ones it draws with the random numbers of the ordinary way, holding one b
 
 import socket
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -24,7 +23,7 @@ from hope_hf.step.arguments import Arguments
 from hope_hf.step.gpus import GIB
 
 from .checkpoints.manifest import Manifest
-from .checkpoints.weights import StoredWeights, WholeWeights, check_fits, stored_weights
+from .checkpoints.weights import WeightParts, WholeWeights, check_fits, stored_weights
 from .engines.base import Engine, Slice, like
 from .engines.placement import free_memory
 
@@ -59,13 +58,13 @@ class DrawnValues:
 
     @torch.no_grad()
     def fill(self, slices: Iterable[Slice]) -> None:
-        """Set this process's parts of all parameters."""
-        parts = {name: part for part in slices for name in part.names}
+        """Set this process's slices of all parameters."""
+        held = {name: own for own in slices for name in own.names}
         missing = {*self._names}
 
         def receive(name: str, values: Tensor) -> None:
             if name not in self._tied:
-                own, start = parts[name].tensors["weight"], parts[name].start
+                own, start = held[name].tensors["weight"], held[name].start
                 own.copy_(values.view(-1)[start : start + len(own)])
                 missing.discard(name)
 
@@ -75,22 +74,22 @@ class DrawnValues:
 
 
 class StoredValues:
-    """Weights in files: each process reads its parts alone."""
+    """Weights in files: each process reads its own slices."""
 
-    def __init__(self, stored: AbstractContextManager[StoredWeights]):
+    def __init__(self, stored: WholeWeights | WeightParts):
         self._stored = stored
 
     @torch.no_grad()
     def fill(self, slices: Iterable[Slice]) -> None:
-        """Set this process's parts of all weights."""
+        """Set this process's slices of all weights."""
         with self._stored as stored:
-            for part in slices:
-                name = next(name for name in part.names if name in stored.like)
-                stored.read_into(part.tensors["weight"], part.start, name)
+            for own in slices:
+                name = next(name for name in own.names if name in stored.like)
+                stored.read_into(own.tensors["weight"], own.start, name)
 
 
 def pretrained_values(args: Arguments, config, model: PreTrainedModel) -> StoredValues:
-    """Those of `--model_name_or_path`, for the model of `build_on_meta`.
+    """The weights of `--model_name_or_path`, for the model of `build_on_meta`.
 
     Raises ValueError if the files have them under other names, or in other shapes.
     """
@@ -115,7 +114,7 @@ def pretrained_values(args: Arguments, config, model: PreTrainedModel) -> Stored
 
 
 def checkpoint_values(model: PreTrainedModel, manifest: Manifest) -> StoredValues:
-    """Those of a checkpoint, for the model of `build_on_meta`; ValueError if they do not fit."""
+    """The weights of a checkpoint, for the model of `build_on_meta`; ValueError if they do not fit."""
     with stored_weights(manifest) as stored:
         check_fits(model, stored, manifest.folder)
     return StoredValues(stored_weights(manifest))
@@ -124,7 +123,11 @@ def checkpoint_values(model: PreTrainedModel, manifest: Manifest) -> StoredValue
 def draw_by_block(
     build: Callable[[], PreTrainedModel], receive: Callable[[str, Tensor], None], roots: dict[type, str]
 ) -> PreTrainedModel:
-    """Build a model whose parameters end on the meta device, and return it.
+    """Build a model whose parameters end on the meta device, one block at a time.
+
+    A model draws twice: every layer as it is made, then transformers' initialisation, whose values count. The first
+    values are freed as soon as a layer has its place. For the second time all parameters of a block (or of a module
+    outside of blocks) are real at once, since modules copy from others of their block.
 
     Args:
         build: makes the model on the CPU and initialises it.
@@ -219,14 +222,15 @@ def _refusal(name: str) -> str:
     return f"--init sharded cannot draw {name}, which this model sets in its own way: leave --init out."
 
 
-# In which all models train.
+# All models train in it.
 DTYPE = torch.float32
 
 
 def built_bytes(args: Arguments, config, continues: bool) -> int:
-    """What one process takes of the memory to build the model; `continues`: a checkpoint's weights are copied into it.
+    """Bytes of memory that one process needs to build the model.
 
-    Weights that are read as they are stay in their file, of which all processes see the same pages.
+    Weights that need no conversion count as nothing: all processes map the same pages of their file. `continues`: the
+    run copies a checkpoint's weights into a new model.
     """
     if args.model_name_or_path and not continues:
         source = args.model_name_or_path
@@ -234,7 +238,7 @@ def built_bytes(args: Arguments, config, continues: bool) -> int:
             with WholeWeights(weight_files(source, getattr(config, "transformers_weights", None), source)) as stored:
                 tensors = [tensor for tensor in stored.like.values() if tensor.dtype != DTYPE]
         except MISTAKES:
-            # The loading will say what is wrong with the files.
+            # Loading will report what is wrong with the files.
             return 0
     else:
         tensors = build_on_meta(replace(args, model_name_or_path=None), config).parameters()
@@ -256,7 +260,7 @@ def is_fake(model: PreTrainedModel) -> bool:
 
 def check_host_memory(size: int, engine: Engine) -> None:
     """ValueError on all processes where a machine's memory is too small for `size` bytes of each of its processes."""
-    # All look before the first of them builds.
+    # Every process reads it before any process builds.
     everyone = gather_object([(socket.gethostname(), free_memory(torch.device("cpu")))])
     for host, free in everyone:
         processes = sum(other == host for other, _ in everyone)

@@ -61,7 +61,7 @@ class Run:
     optimizer: LevelClock
     plan: Plan
     values: DrawnValues | StoredValues | None
-    """Of a model on the meta device."""
+    """What fills a model on the meta device; None for others."""
 
 
 def build_all(args: Arguments, engine: Engine, data_state: dict | None) -> Run:
@@ -239,7 +239,7 @@ def run_card(args: Arguments, engine: Engine, run) -> str:
 
 
 def _gradients(args: Arguments, engine: Engine, model) -> str:
-    """What a process holds between accumulated batches, under an engine that would hold whole gradients there."""
+    """What a process holds between accumulated batches, under an engine that may hold whole gradients then."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     whole = sum(parameter.numel() for parameter in trained) * engine.whole_gradients.itemsize
     part = sum(parameter.nbytes for parameter in trained) / engine.launch().parts

@@ -137,7 +137,7 @@ def begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | None
     model = engine.prepare(run.model, run.optimizer)
     if values is not None:
         values.fill(list(engine.weight_slices()))
-        engine.filled()
+        engine.weights_loaded()
     if (saved or args.model_name_or_path) and not is_fake(run.model):
         source = saved.path if saved else f"--model_name_or_path {args.model_name_or_path}"
         require_finite_weights(engine, source)
@@ -218,7 +218,7 @@ def _steps(args: Arguments, engine: Engine, training: Training, monitor: Monitor
             if progress.skipped_in_a_row:
                 raise _diverged(f"The loss or gradient of the last step, {progress.step}, was not finite", args)
             return True
-        # That of this step, if there is one, may be read by the hook.
+        # A checkpoint of this step is not written again: the hook may be reading it.
         if progress.step not in {0, *training.checkpoints} and not progress.skipped_in_a_row:
             save()
         again = "run the same command again to continue"

@@ -1,4 +1,4 @@
-"""`--checkpoint_hook`: a command of the user's after every complete checkpoint, beside the training.
+"""`--checkpoint_hook`: runs a command after every complete checkpoint, while the training goes on.
 
 Hooks run one after the other, in the order of their steps, on the first process's machine. None of them can stop or
 fail the training: their output and status go to `checkpoint_hook.log`, and a hook that fails gives one line on the
@@ -14,30 +14,23 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..process import StopSignal
 
 LOG_FILE = "checkpoint_hook.log"
-# Of the launchers: with them a program in the hook would believe that it is one of the run's processes.
+# Variables of launchers: with them a program in the hook would believe that it is one of the run's processes.
 OF_LAUNCHERS = re.compile(
     r"(LOCAL_|GROUP_|ROLE_|NODE_)?(RANK|WORLD_SIZE)|ROLE_NAME|"
     r"(MASTER|ACCELERATE|TORCHELASTIC|FSDP|PARALLELISM_CONFIG|PMI|OMPI_COMM_WORLD|MV2_COMM_WORLD)_.*"
 )
-# What a shell answers where it finds no program, or one that it may not run.
+# The status of a shell that finds no program, or one that it may not run.
 NO_PROGRAM = (126, 127)
-# Seconds that torch's launcher gives its processes after a signal, unless the variable says otherwise.
-LAUNCHER_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30.0
+# Seconds that torch's launcher gives its processes after a signal, unless its variable says otherwise.
+LAUNCHER_TIMEOUT = 30.0
 LEAVING = 5.0
-"""Seconds of it that the process itself needs."""
+"""Seconds of this time that the process itself needs."""
 BACKLOG = 3
-
-
-@dataclass(frozen=True)
-class _Call:
-    folder: Path
-    step: int
 
 
 class CheckpointHook:
@@ -48,8 +41,8 @@ class CheckpointHook:
 
     def __init__(self, command: str | None, output_dir: str | Path, say: Callable[[str], None]):
         self._command, self._output_dir, self._say = command, Path(output_dir), say
-        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
-        self._open: list[_Call] = []
+        self._calls: queue.SimpleQueue[tuple[Path, int]] = queue.SimpleQueue()
+        self._open: list[Path] = []
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen | None = None
         self._deadline: float | None = None
@@ -59,16 +52,15 @@ class CheckpointHook:
     @property
     def folders(self) -> set[Path]:
         """Checkpoints whose hook runs or waits for its turn: they must not be deleted."""
-        # The thread takes calls out of the list meanwhile.
-        return {call.folder for call in list(self._open)}
+        # A copy: the thread takes some out meanwhile.
+        return set(list(self._open))
 
     def start(self, folder: Path, step: int) -> None:
         """The checkpoint in `folder` is complete. Returns at once."""
         if self._command is None:
             return
-        call = _Call(folder, step)
-        self._open.append(call)
-        self._calls.put(call)
+        self._open.append(folder)
+        self._calls.put((folder, step))
         if self._thread is None:
             # A daemon: after an error the process ends without waiting for it, and the hook goes on.
             self._thread = threading.Thread(target=self._serve, name="checkpoint-hook", daemon=True)
@@ -82,9 +74,8 @@ class CheckpointHook:
 
     def stop_soon(self) -> None:
         """A signal has ended the run: `wait` ends before the launcher kills what is left."""
-        name, default = LAUNCHER_TIMEOUT
-        value = os.environ.get(name, "")
-        seconds = float(value) if value.isdecimal() else default
+        value = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
+        seconds = float(value) if value.isdecimal() else LAUNCHER_TIMEOUT
         self._deadline = time.monotonic() + max(0.0, seconds - LEAVING)
 
     def wait(self) -> None:
@@ -106,7 +97,7 @@ class CheckpointHook:
             self._terminate()
 
     def _names(self) -> str:
-        return ", ".join(call.folder.name for call in list(self._open))
+        return ", ".join(folder.name for folder in list(self._open))
 
     def _terminate(self) -> None:
         process = self._process
@@ -123,24 +114,24 @@ class CheckpointHook:
 
     def _serve(self) -> None:
         while not self._ended:
-            call = self._calls.get()
+            folder, step = self._calls.get()
             try:
-                self._run(call)
+                self._run(folder, step)
             # The log's disk is full, its folder deleted, or there is no process left to start.
             except OSError as error:
-                self._warn(call, error.strerror)
+                self._warn(folder, error.strerror)
             finally:
-                self._open.remove(call)
+                self._open.remove(folder)
 
-    def _run(self, call: _Call) -> None:
+    def _run(self, folder: Path, step: int) -> None:
         with (self._output_dir / LOG_FILE).open("a", encoding="utf-8") as log:
             # The command itself may hold a password, and is not written.
-            print(f"=== step {call.step}: begins {_now()}", file=log, flush=True)
+            print(f"=== step {step}: begins {time.strftime('%Y-%m-%d %H:%M:%S')}", file=log, flush=True)
             start = time.monotonic()
             process = self._process = subprocess.Popen(
                 self._command,
                 shell=True,
-                env=environment(call.folder, call.step, self._output_dir),
+                env=environment(folder, step, self._output_dir),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -148,25 +139,21 @@ class CheckpointHook:
                 start_new_session=True,
             )
             status = process.wait()
-            # What the hook wrote may end inside a line.
-            print(f"\n=== step {call.step}: status {status} after {time.monotonic() - start:.1f} s", file=log)
+            # The hook's output may not end with a newline.
+            print(f"\n=== step {step}: status {status} after {time.monotonic() - start:.1f} s", file=log)
         if status and not self._ended:
             what = "found no program to run" if status in NO_PROGRAM else "failed"
-            self._warn(call, f"{what}, status {status}")
+            self._warn(folder, f"{what}, status {status}")
 
-    def _warn(self, call: _Call, reason: str | None) -> None:
+    def _warn(self, folder: Path, reason: str | None) -> None:
         self._say(
-            f"warning: --checkpoint_hook of {call.folder.name}: {reason}; the training goes on, "
+            f"warning: --checkpoint_hook of {folder.name}: {reason}; the training goes on, "
             f"see {self._output_dir / LOG_FILE}."
         )
 
 
 def environment(folder: Path, step: int, output_dir: Path) -> dict[str, str]:
-    """The process's own environment without what launchers have put into it, and what the hook is told."""
+    """The process's own environment without the launchers' variables, and with those that the hook reads."""
     kept = {name: value for name, value in os.environ.items() if not OF_LAUNCHERS.fullmatch(name)}
     told = {"HOPE_CHECKPOINT": folder.absolute(), "HOPE_STEP": step, "HOPE_OUTPUT_DIR": output_dir.absolute()}
     return kept | {name: str(value) for name, value in told.items()}
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S")

@@ -11,7 +11,6 @@ import copy
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -32,18 +31,13 @@ from .weights import StoredSlice, read_slices, writable
 SECOND_MOMENT = "exp_avg_sq"
 
 
-@dataclass(frozen=True)
-class OptimizerPart:
-    """What one process writes of the optimizer's state."""
+def optimizer_part(
+    engine: Engine, copied: Callable[[str, Tensor], Tensor] | None = None
+) -> tuple[dict[str, Tensor], dict[str, dict], list[dict]]:
+    """What this process writes of the optimizer's state: tensors on the CPU, where each begins, and the groups.
 
-    tensors: dict[str, Tensor]
-    """On the CPU; none is a view of a larger tensor."""
-    index: dict[str, dict]
-    groups: list[dict]
-
-
-def optimizer_part(engine: Engine, copied: Callable[[str, Tensor], Tensor] | None = None) -> OptimizerPart:
-    """This process's part; its tensors are the optimizer's own if possible, or results of `copied(name, tensor)`."""
+    The tensors are the optimizer's own if possible, or results of `copied(name, tensor)`.
+    """
     tensors: dict[str, Tensor] = {}
     index: dict[str, dict] = {}
     for held, scalars in engine.optimizer_slices():
@@ -58,18 +52,20 @@ def optimizer_part(engine: Engine, copied: Callable[[str, Tensor], Tensor] | Non
         for key, tensor in held.tensors.items():
             name = f"{parameter}:{key}"
             tensors[name] = writable(tensor) if copied is None else copied(name, tensor.detach())
-    return OptimizerPart(tensors, index, copy.deepcopy(_groups(engine)))
+    return tensors, index, copy.deepcopy(_groups(engine))
 
 
-def save_optimizer(folder: Path, part: OptimizerPart, rank: int) -> None:
-    """Write this process's part of the optimizer's state; rank 0 writes the groups as well."""
+def save_optimizer(
+    folder: Path, rank: int, tensors: dict[str, Tensor], index: dict[str, dict], groups: list[dict]
+) -> None:
+    """Write what `optimizer_part` has found; rank 0 writes the groups as well."""
     stem = folder / f"optimizer_rank_{rank}"
-    stem.with_suffix(".json").write_text(json.dumps(part.index), encoding="utf-8")
-    if part.tensors:
-        save_file(part.tensors, stem.with_suffix(".safetensors"))
+    stem.with_suffix(".json").write_text(json.dumps(index), encoding="utf-8")
+    if tensors:
+        save_file(tensors, stem.with_suffix(".safetensors"))
         copy_rights(stem.with_suffix(".json"), stem.with_suffix(".safetensors"))
     if rank == 0:
-        (folder / "optimizer.json").write_text(json.dumps(part.groups), encoding="utf-8")
+        (folder / "optimizer.json").write_text(json.dumps(groups), encoding="utf-8")
 
 
 @torch.no_grad()
@@ -90,7 +86,7 @@ def load_optimizer(manifest: Manifest, engine: Engine) -> None:
             files = _Files(manifest, opened)
             for held, scalars in engine.optimizer_slices():
                 files.read_into(held, scalars)
-    # What this program has not written so: other names, types and shapes.
+    # Names, types and shapes that this program does not write.
     except (LookupError, TypeError, AttributeError, RecursionError, SafetensorError, json.JSONDecodeError) as error:
         raise OneSidedError(
             f"{manifest.folder} holds no optimizer state of this run ({one_line(error)}): {FIX}."

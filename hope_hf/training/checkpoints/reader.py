@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 
 from .manifest import FORMAT, Manifest, latest_checkpoint, verify
+from .run_folder import on_first_process
 from .state_files import SHARED_STATE, load_state
 
 
@@ -59,15 +59,7 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | None) 
     """
     process = PartialState()
     # One process chooses; the others use its choice, since a shared disk may look different to them.
-    choice: list = [None, None]
-    if process.is_main_process:
-        try:
-            choice[0] = _choose(Path(output_dir), resume_from_checkpoint)
-        except ValueError as error:
-            choice[1] = str(error)
-    manifest, problem = broadcast_object_list(choice)
-    if problem is not None:
-        raise ValueError(problem)
+    manifest = on_first_process(process, lambda: _choose(Path(output_dir), resume_from_checkpoint))
     if manifest is None:
         return None
     path, facts = manifest.folder, manifest.facts

@@ -4,7 +4,7 @@ import json
 import uuid
 from pathlib import Path
 
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
 
 from hope_hf.cli.files import RUN_FILE, read_small, replace_text
@@ -136,10 +136,10 @@ def require_same_run(place: object, ours: dict, theirs: dict):
         )
 
 
-def on_first_process(accelerator: Accelerator, function):
+def on_first_process(process: Accelerator | PartialState, function):
     """Call `function` on rank 0 and give its result, or its ValueError, to all processes."""
     outcome = [None, None]
-    if accelerator.is_main_process:
+    if process.is_main_process:
         try:
             outcome[0] = function()
         except ValueError as error:

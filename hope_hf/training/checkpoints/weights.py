@@ -29,7 +29,7 @@ from hope_hf.cli.process import MISTAKES
 from ..engines.base import Engine, dtype_name
 from .manifest import FIX, Manifest
 
-# As much is in memory while parts are joined. Files of this size were the default of transformers for years.
+# `join` holds one file in memory. Files of this size were the default of transformers for years.
 JOINED_FILE = "5GB"
 
 
@@ -124,18 +124,12 @@ def take_parts(engine: Engine, buffers: HostBuffers | None = None) -> TakenParts
     return TakenParts(whole, own, engine.part_group)
 
 
-@dataclass(frozen=True)
-class WeightPart:
-    """What one process writes: 1-D tensors by name, and where each begins in the flattened weight of this name."""
+def weight_part(
+    engine: Engine, copied: Callable[[str, Tensor], Tensor] | None = None
+) -> tuple[dict[str, Tensor], dict[str, dict]]:
+    """What this process writes of the current weights: 1-D tensors by name, and shape and start of each.
 
-    tensors: dict[str, Tensor]
-    slices: dict[str, dict]
-
-
-def weight_part(engine: Engine, copied: Callable[[str, Tensor], Tensor] | None = None) -> WeightPart:
-    """This process's part of the current weights.
-
-    Its tensors are the model's own if possible, or results of `copied(name, tensor)`.
+    The tensors are the model's own if possible, or results of `copied(name, tensor)`.
     """
     left_out = {*engine.model.all_tied_weights_keys, *(engine.model._keys_to_ignore_on_save or ())}
     tensors, slices = {}, {}
@@ -146,7 +140,7 @@ def weight_part(engine: Engine, copied: Callable[[str, Tensor], Tensor] | None =
             continue
         tensors[name] = writable(values) if copied is None else copied(name, values)
         slices[name] = {"shape": list(held.shape), "start": held.start}
-    return WeightPart(tensors, slices)
+    return tensors, slices
 
 
 def writable(tensor: Tensor) -> Tensor:
@@ -155,12 +149,12 @@ def writable(tensor: Tensor) -> Tensor:
     return values if values.untyped_storage().nbytes() == values.nbytes else values.clone()
 
 
-def save_weight_part(folder: Path, part: WeightPart, rank: int) -> None:
-    """Write this process's part, unless it is empty."""
-    if part.tensors:
+def save_weight_part(folder: Path, rank: int, tensors: dict[str, Tensor], slices: dict[str, dict]) -> None:
+    """Write what `weight_part` has found, unless it is empty."""
+    if tensors:
         file = folder / f"model-rank{rank}.safetensors"
         # One key alone: safetensors writes several in any order.
-        save_file(part.tensors, file, metadata={"slices": json.dumps(part.slices)})
+        save_file(tensors, file, metadata={"slices": json.dumps(slices)})
         copy_rights_of_folder(file)
 
 
@@ -177,77 +171,78 @@ def read_slices(into: Tensor, start: int, key: str, stored: Iterable[StoredSlice
 
     Raises LookupError where some are missing.
     """
-    filled = 0
+    found = 0
     for own in stored:
         values = own.file.get_slice(key)
         low = max(start, own.start)
         high = min(start + len(into), own.start + values.get_shape()[0])
         if low < high:
             into[low - start : high - start].copy_(values[low - own.start : high - own.start])
-            filled += high - low
-    if filled != len(into):
+            found += high - low
+    if found != len(into):
         raise LookupError(f"{key} is not whole")
 
 
-class WholeWeights:
-    """Whole weights in open safetensors; a context manager.
-
-    `names`: their names in the files by other names; without it, as they are.
+class StoredWeights:
+    """Weights in open files; a context manager.
 
     Attributes:
         like: by name, tensors on the meta device with shape and dtype of the weights.
     """
 
-    def __init__(self, files: Iterable[Path], names: dict[str, str] | None = None):
+    def __init__(self):
         self.like: dict[str, Tensor] = {}
-        self._paths, self._names = files, names
-        self._files: dict[str, safe_open] = {}
         self._open = ExitStack()
+
+    def __exit__(self, *exception):
+        self._open.close()
+
+
+class WholeWeights(StoredWeights):
+    """Whole weights in safetensors. `names`: their names in the files by other names; without it, as they are."""
+
+    def __init__(self, files: Iterable[Path], names: dict[str, str] | None = None):
+        super().__init__()
+        self._paths, self._names = files, names or {}
+        self._files: dict[str, safe_open] = {}
 
     def __enter__(self):
         for path in self._paths:
             file = self._open.enter_context(safe_open(path, framework="pt"))
             self._files |= dict.fromkeys(file.keys(), file)
-        for name, stored in (self._names or dict(zip(self._files, self._files, strict=True))).items():
+        for name, stored in (self._names or {name: name for name in self._files}).items():
             values = self._files[stored].get_slice(stored)
             # The dtype has a name here that is not torch's.
-            some = values[:0] if values.get_shape() else self._files[stored].get_tensor(stored)
+            some = values[:0] if values.get_shape() else self.read(name)
             self.like[name] = torch.empty(values.get_shape(), dtype=some.dtype, device="meta")
         return self
 
-    def __exit__(self, *exception):
-        self._open.close()
-
     def read_into(self, into: Tensor, start: int, name: str) -> None:
         """Fill the 1-D `into` with elements from `start` on of the flattened weight; only its rows are read."""
-        shape, stored = self.like[name].shape, (self._names or {}).get(name, name)
-        row = math.prod(shape[1:])
+        shape, stored = self.like[name].shape, self._names.get(name, name)
         if not len(into):
             return
         if not shape:
-            into.copy_(self._files[stored].get_tensor(stored).view(1))
+            into.copy_(self.read(name).view(1))
             return
+        row = math.prod(shape[1:])
         first, last = start // row, -(-(start + len(into)) // row)
         rows = self._files[stored].get_slice(stored)[first:last]
         into.copy_(rows.reshape(-1)[start - first * row :][: len(into)])
 
     def read(self, name: str) -> Tensor:
         """A whole weight."""
-        stored = (self._names or {}).get(name, name)
+        stored = self._names.get(name, name)
         return self._files[stored].get_tensor(stored)
 
 
-class WeightParts:
-    """The parts of a checkpoint, opened but not read; a context manager with the methods of `WholeWeights`.
-
-    Raises ValueError where a file is broken, or slices of a weight are missing.
-    """
+class WeightParts(StoredWeights):
+    """The parts of a checkpoint; ValueError where a file is broken, or slices of a weight are missing."""
 
     def __init__(self, manifest: Manifest):
-        self.like: dict[str, Tensor] = {}
+        super().__init__()
         self._slices: dict[str, list[StoredSlice]] = {}
         self._manifest = manifest
-        self._open = ExitStack()
 
     def __enter__(self):
         with self._open as files:
@@ -264,11 +259,8 @@ class WeightParts:
             self._open = files.pop_all()
         return self
 
-    def __exit__(self, *exception):
-        self._open.close()
-
     def read_into(self, into: Tensor, start: int, name: str) -> None:
-        """Fill the 1-D `into` with elements from `start` on of the flattened weight."""
+        """Fill the 1-D `into` with the elements from `start` on of the flattened weight."""
         read_slices(into, start, name, self._slices[name])
 
     def read(self, name: str) -> Tensor:
@@ -290,10 +282,7 @@ class WeightParts:
             self._slices.setdefault(name, []).append(StoredSlice(start, file))
 
 
-StoredWeights = WholeWeights | WeightParts
-
-
-def stored_weights(manifest: Manifest) -> StoredWeights:
+def stored_weights(manifest: Manifest) -> WholeWeights | WeightParts:
     """A checkpoint's weights by the model's names; tied weights are under one of their names."""
     return WeightParts(manifest) if manifest.part_files() else WholeWeights(manifest.weight_files())
 

@@ -119,10 +119,10 @@ class CheckpointWriter:
             # All processes take part in this, so it comes before anything that may fail on one of them.
             weights = {} if self._in_parts else parts.together()
             if self._in_parts:
-                save_weight_part(folder, part, rank)
+                save_weight_part(folder, rank, *part)
             if optimizer is not None:
                 save_state(folder / f"rank_{rank}", state["rank"])
-                save_optimizer(folder, optimizer, rank)
+                save_optimizer(folder, rank, *optimizer)
             if first:
                 # Keep the running model's names: those that some families change for export do not load strictly.
                 engine.save_model(folder, weights, save_original_format=False)

@@ -125,8 +125,8 @@ class Engine:
             self.scaling = TorchScaling(self.accelerator.scaler)
         return self.wrapped
 
-    def filled(self) -> None:
-        """The weights got other values, in the parts of `weight_slices`."""
+    def weights_loaded(self) -> None:
+        """Called after the tensors of `weight_slices` were set."""
 
     def loss_scale(self, valid_tokens: float) -> float:
         """The factor of a summed loss that makes gradients those of its mean over all processes' tokens.
@@ -165,7 +165,7 @@ class Engine:
         if self.scaling is None:
             self._stepper.step()
         else:
-            # As the stepper does it, but the stepper briefly replaces `step`, which the scheduler watches.
+            # Not by the stepper: it briefly replaces `step`, which the scheduler watches.
             self.scaling.step(self.optimizer)
         self._stepper.zero_grad()
 
@@ -182,7 +182,7 @@ class Engine:
 
     @torch.no_grad()
     def _scaled_norm(self, parameters: list[nn.Parameter]) -> float | None:
-        """Norm of the gradients as they are, in fp16 times the loss's scale."""
+        """Norm of the gradients in memory; in fp16 it includes the scale of the loss."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if not gradients:
             return None
@@ -194,7 +194,7 @@ class Engine:
         return list(self.model.parameters())
 
     def held_gradients(self) -> list[Tensor]:
-        """The gradients in this process's memory now."""
+        """The gradients that are in this process's memory now."""
         return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
 
     def _gathered(self, norm: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ class Engine:
         return distributed.new_group(backend="gloo", timeout=self.accelerator.init_handler.timeout)
 
     def saves_parts(self, args: Arguments) -> bool:
-        """Whether every process saves its own part of the weights: asked for, and there are parts."""
+        """Whether every process saves its own part of the weights (`--save_sharded`)."""
         return args.save_sharded and self.shards_weights
 
     def save_model(self, folder: Path, weights: dict[str, Tensor], **options) -> None:
@@ -271,7 +271,7 @@ class Engine:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As "float32"."""
+    """The name without its module, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 

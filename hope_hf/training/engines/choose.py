@@ -121,7 +121,7 @@ def _reduce_each_batch(args: Arguments, engine: Engine) -> None:
 
 
 def plain_name(processes: int) -> str:
-    """What the run card calls an engine that shares nothing out."""
+    """The run card's name of an engine with whole replicas."""
     if processes == 1:
         return Engine.name
     if "ACCELERATE_MIXED_PRECISION" in os.environ:

@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 def cpu_accelerator(wanted: str, options: dict) -> Accelerator:
     """The Accelerator of the engine `wanted` ("plain", "fsdp" or "deepspeed") on CPUs; `options` are its own."""
-    # Else DeepSpeed looks for a GPU and prints that during the run, under every engine: accelerate imports it.
+    # Without it DeepSpeed, which accelerate imports under every engine, looks for a GPU and prints that.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if wanted == "deepspeed":
         # Removed for this call: with it accelerate replaces DeepSpeed by plain replicas.
@@ -36,7 +36,7 @@ def _fsdp(options: dict) -> Accelerator:
     """accelerate drops the FSDP plugin on CPUs; here it is put back."""
     _stand_in_for_devices()
     plugin = FullyShardedDataParallelPlugin()
-    # Else the device is "cpu:0", and FSDP1 finds it inconsistent with "cpu".
+    # Without it the device is "cpu:0", and FSDP1 finds that inconsistent with "cpu".
     os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
     # Removed for this call: it would be checked against a type that is not set yet.
     hybrid = os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", "false")

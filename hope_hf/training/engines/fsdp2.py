@@ -71,7 +71,7 @@ class FSDP2(Engine):
         device = torch.device("cpu") if offloads else self.accelerator.device
         self.wrapped._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
         self.wrapped.tie_weights()
-        # accelerate tells parameters by their addresses, which are all 0 on the meta device.
+        # accelerate distinguishes parameters by their addresses, which are all 0 on the meta device.
         real = dict(self._state())
         for names, group in zip(self.groups, self.optimizer.param_groups, strict=True):
             group["params"] = [real[name] for name in names]
@@ -114,7 +114,7 @@ class FSDP2(Engine):
 
 
 def _place(tensor: DTensor) -> tuple[int, bool]:
-    """Where this process's part of it begins in the flattened tensor, and whether another process writes it."""
+    """Where this process's slice begins in the flattened tensor, and whether another process writes it."""
     (chunk,) = tensor.__create_chunk_list__()
     assert chunk.sizes[1:] == tensor.shape[1:], "shared out along another axis than the first"
     # In a hybrid mesh several processes hold the same part; the first one writes it.

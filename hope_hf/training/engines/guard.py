@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import warnings
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
@@ -127,45 +128,39 @@ class NeighbourWatch:
     def __init__(self, neighbours: list[int]):
         """`neighbours`: process ids; empty except on Linux."""
         self._neighbours = neighbours
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="neighbours", daemon=True)
 
     def __enter__(self):
-        if self._neighbours:
-            self._leave = os.eventfd(0)
-            self._processes = {}
-            for pid in self._neighbours:
-                try:
-                    self._processes[os.pidfd_open(pid)] = pid
-                except OSError:
-                    # Some sandboxes forbid it.
-                    continue
-            self._thread = threading.Thread(target=self._wait, name="neighbours", daemon=True)
-            self._thread.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_):
-        if self._neighbours:
-            os.eventfd_write(self._leave, 1)
-            self._thread.join()
-            for descriptor in (self._leave, *self._processes):
-                os.close(descriptor)
+        self._left.set()
+        self._thread.join()
 
-    def _wait(self):
-        ends = select.poll()
-        for descriptor in (self._leave, *self._processes):
-            ends.register(descriptor, select.POLLIN)
-        ended = [self._processes[descriptor] for descriptor, _ in ends.poll() if descriptor in self._processes]
-        for descriptor in self._processes:
-            ends.unregister(descriptor)
-        if ended and not ends.poll(1000 * PATIENCE):
-            complain(gone(f"process {ended[0]} has ended"), 1, everywhere=True)
-            # The main thread may never return.
-            os._exit(1)
+    def _watch(self):
+        with ExitStack() as opened:
+            ends, processes = select.poll(), {}
+            for pid in self._neighbours:
+                # Some sandboxes forbid it.
+                with suppress(OSError):
+                    descriptor = os.pidfd_open(pid)
+                    opened.callback(os.close, descriptor)
+                    processes[descriptor] = pid
+                    ends.register(descriptor, select.POLLIN)
+            while processes and not self._left.wait(0.1):
+                ended = ends.poll(0)
+                if ended and not self._left.wait(PATIENCE):
+                    complain(gone(f"process {processes[ended[0][0]]} has ended"), 1, everywhere=True)
+                    # The main thread may never return.
+                    os._exit(1)
 
 
 def find_neighbours() -> list[int]:
-    """Ids of the run's other processes on this machine and in this container. All processes call it.
+    """Ids of the run's other processes on this machine and in this container; all processes call it.
 
-    Empty except on Linux: only there can a process be told of the end of another that is not its child.
+    Empty except on Linux: only there can a process wait for the end of one that is not its child.
     """
     if not sys.platform.startswith("linux"):
         return []

@@ -1,27 +1,10 @@
 """The factor of the loss in fp16, which keeps small gradients from vanishing, and its lower bound.
 
-Both kinds double it after many good steps and halve it where gradients overflow. An engine without fp16 has none.
+Both kinds double it after many good steps and halve it where gradients overflow. An engine without fp16 has none. All
+processes have the same scale, since they agree on overflows.
 """
 
-from typing import Protocol
-
 import torch
-
-
-class LossScaling(Protocol):
-    """The trainer's interface to a loss's scale; the same on all processes, since they agree on overflows."""
-
-    scale: float
-    """The factor of gradients between backward and step."""
-
-    can_fall: bool
-    """Whether an overflow lowers it; at the minimum a non-finite gradient comes from the model, not the scale."""
-
-    def state(self) -> dict[str, float]:
-        """`scale`, `good_steps` since it last changed, and fields that only one kind has; JSON-able."""
-
-    def load(self, state: dict[str, float]) -> None:
-        """Continue from `state()`, also of the other kind."""
 
 
 class TorchScaling:
@@ -34,10 +17,12 @@ class TorchScaling:
 
     @property
     def scale(self) -> float:
+        """The factor of gradients between backward and step."""
         return self._scaler.get_scale()
 
     @property
     def can_fall(self) -> bool:
+        """Whether an overflow lowers it; at the minimum a non-finite gradient comes from the model, not the scale."""
         return self.scale > self.LEAST
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -53,9 +38,11 @@ class TorchScaling:
             self.load({"scale": self.scale, "good_steps": 0})
 
     def state(self) -> dict[str, float]:
+        """`scale`, `good_steps` since it last changed, and fields that only one kind has; JSON-able."""
         return {"scale": self.scale, "good_steps": self._scaler.state_dict()["_growth_tracker"]}
 
     def load(self, state: dict[str, float]) -> None:
+        """Continue from `state()`, also of the other kind."""
         own = {"scale": state["scale"], "_growth_tracker": state["good_steps"]}
         self._scaler.load_state_dict(self._scaler.state_dict() | own)
 
@@ -88,3 +75,6 @@ class DeepSpeedScaling:
             self._scaler.cur_scale = state["scale"]
             self._scaler.cur_iter, self._scaler.last_overflow_iter = state["good_steps"], -1
             self._scaler.cur_hysteresis = state.get("hysteresis", self._scaler.delayed_shift)
+
+
+LossScaling = TorchScaling | DeepSpeedScaling

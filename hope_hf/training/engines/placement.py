@@ -67,8 +67,8 @@ def free_host_memory(system: Path = Path("/")) -> int | None:
     Args:
         system: the folder that has `proc` and `sys`.
     """
-    rooms = [*_machine(system), *_cgroups(system)]
-    return max(0, min(rooms)) if rooms else None
+    limits = [*_machine(system), *_cgroups(system)]
+    return max(0, min(limits)) if limits else None
 
 
 def _machine(system: Path) -> Iterator[int]:
@@ -78,7 +78,7 @@ def _machine(system: Path) -> Iterator[int]:
 
 
 def _cgroups(system: Path) -> Iterator[int]:
-    """Of each group with a limit, from the process's own to the outermost that is visible: all of them count."""
+    """What is left of the limit of each group, from the process's own to the outermost visible one."""
     for line in _lines(system / "proc/self/cgroup"):
         number, controllers, own = line.split(":", 2)
         if number == "0":
@@ -96,7 +96,7 @@ def _cgroups(system: Path) -> Iterator[int]:
             most, held = _lines(folder / limit), _lines(folder / used)
             if not held or most in ([], ["max"]):
                 continue
-            # As MemAvailable does: the kernel drops cached pages of files before it refuses memory.
+            # MemAvailable counts them too: the kernel drops cached pages of files before it refuses memory.
             stat = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat"))
             cached = sum(int(stat.get(f"{total}{kind}_file", 0)) for kind in ("active", "inactive"))
             yield int(most[0]) - int(held[0]) + cached

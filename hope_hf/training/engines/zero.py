@@ -35,8 +35,8 @@ FLAGS_OF_KEYS = {
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Where this process holds its part of a parameter in fp32: `start` in the parameter, `place` in `flat`."""
+class _HeldSlice:
+    """Where this process holds its slice of a parameter in fp32: `start` in the parameter, `place` in `flat`."""
 
     parameter: Tensor
     start: int
@@ -47,7 +47,7 @@ class _Piece:
     """The optimizer's."""
 
     def slice(self, names: tuple[str, ...], flat: dict[str, Tensor]) -> Slice:
-        """The parameter's part of the tensors `flat`, which have the layout of `self.flat`."""
+        """The slices of the tensors `flat`, which have the layout of `self.flat`."""
         values = {key: tensor.narrow(0, self.place, self.length) for key, tensor in flat.items()}
         return Slice(names, _shape(self.parameter), self.start, values, is_copy=False)
 
@@ -136,18 +136,18 @@ class Zero(Engine):
             for key, buffer in module._buffers.items():
                 module._buffers[key] = buffer if buffer is None else buffer.to(self.accelerator.device)
 
-    def filled(self) -> None:
-        # The forward pass has parts of its own, which DeepSpeed sets in every step.
+    def weights_loaded(self) -> None:
+        # The forward pass has its own copy, which DeepSpeed sets in every step.
         for group in range(len(self._zero.fp32_partitioned_groups_flat)):
             self._zero._reassign_or_swap_out_partitioned_parameters(group)
 
     @torch.no_grad()
     def _keep_exact(self, weights: dict[str, Tensor]):
         """Copy the exact weights to the optimizer; DeepSpeed rounded them before it copied them."""
-        for piece in self._pieces():
-            whole = weights[self._names[piece.parameter]].flatten()
-            own = piece.flat.narrow(0, piece.place, piece.length)
-            own.copy_(whole[piece.start : piece.start + piece.length])
+        for held in self._held_slices():
+            whole = weights[self._names[held.parameter]].flatten()
+            own = held.flat.narrow(0, held.place, held.length)
+            own.copy_(whole[held.start : held.start + held.length])
 
     @staticmethod
     def _gather_whole_blocks(model: PreTrainedModel):
@@ -198,11 +198,11 @@ class Zero(Engine):
         return float(torch.linalg.vector_norm(torch.stack(norms)))
 
     def held_weights(self) -> list[Tensor]:
-        return [*super().held_weights(), *(piece.flat for piece in self._pieces())]
+        return [*super().held_weights(), *(held.flat for held in self._held_slices())]
 
     def held_gradients(self) -> list[Tensor]:
         # Besides the parameters' own, which DeepSpeed frees; those offloaded to the CPU belong to its flat weights.
-        flat = (piece.flat.grad for piece in self._pieces())
+        flat = (held.flat.grad for held in self._held_slices())
         if self.stage == 3:
             own = [self._zero.grad_partitions_flat_buffer]
         else:
@@ -219,17 +219,17 @@ class Zero(Engine):
 
     def weight_slices(self) -> Iterator[Slice]:
         # Only DeepSpeed's groups map parameters to their parts.
-        self._own = {id(piece.parameter): piece for piece in self._pieces()}
+        self._own = {id(held.parameter): held for held in self._held_slices()}
         return super().weight_slices()
 
     def _slice(self, names: tuple[str, ...], tensor: Tensor, values: dict[str, Tensor]) -> Slice:
         if not self.shards_weights or not isinstance(tensor, nn.Parameter):
             return super()._slice(names, tensor, values)
-        piece = self._own.get(id(tensor))
-        if piece is None:
+        held = self._own.get(id(tensor))
+        if held is None:
             # Stage 2 cuts all parameters end to end: this process's part does not overlap with this parameter.
             return Slice(names, tensor.shape, 0, {"weight": torch.empty(0)}, is_copy=False)
-        return piece.slice(names, {"weight": piece.flat.detach()})
+        return held.slice(names, {"weight": held.flat.detach()})
 
     def save_model(self, folder: Path, weights: dict[str, Tensor], **options) -> None:
         super().save_model(folder, weights, **options)
@@ -239,14 +239,14 @@ class Zero(Engine):
             self.model.config.save_pretrained(folder)
 
     def optimizer_slices(self) -> Iterator[tuple[Slice, dict[str, Tensor]]]:
-        for piece in self._pieces():
-            tensors, scalars = split_state(self.optimizer.create_state(piece.flat, piece.group))
-            yield piece.slice((self._names[piece.parameter],), tensors), scalars
+        for held in self._held_slices():
+            tensors, scalars = split_state(self.optimizer.create_state(held.flat, held.group))
+            yield held.slice((self._names[held.parameter],), tensors), scalars
 
-    def _pieces(self) -> Iterator[_Piece]:
-        return self._pieces_of_stage_3() if self.stage == 3 else self._pieces_of_stage_2()
+    def _held_slices(self) -> Iterator[_HeldSlice]:
+        return self._held_slices_of_stage_3() if self.stage == 3 else self._held_slices_of_stage_2()
 
-    def _pieces_of_stage_2(self) -> Iterator[_Piece]:
+    def _held_slices_of_stage_2(self) -> Iterator[_HeldSlice]:
         zero = self._zero
         for parameters, flat, group in zip(
             zero.bit16_groups, zero.single_partition_of_fp32_groups, self.optimizer.param_groups, strict=True
@@ -255,9 +255,9 @@ class Zero(Engine):
                 mapping = parameter._hp_mapping
                 if mapping is not None:
                     start, place = mapping.lp_fragment_address.start, mapping.hp_fragment_address
-                    yield _Piece(parameter, start, flat, place.start, place.numel, group)
+                    yield _HeldSlice(parameter, start, flat, place.start, place.numel, group)
 
-    def _pieces_of_stage_3(self) -> Iterator[_Piece]:
+    def _held_slices_of_stage_3(self) -> Iterator[_HeldSlice]:
         zero, groups = self._zero, self.optimizer.param_groups
         for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
             for parameter in zero.fp16_groups[index]:
@@ -265,7 +265,7 @@ class Zero(Engine):
                 start = self.accelerator.process_index * length
                 # The last parts are padded.
                 length = max(0, min(length, parameter.ds_numel - start))
-                yield _Piece(parameter, start, flat, place, length, groups[zero.sub_group_to_group_id[index]])
+                yield _HeldSlice(parameter, start, flat, place, length, groups[zero.sub_group_to_group_id[index]])
 
 
 def _shape(parameter: Tensor) -> torch.Size:

@@ -11,7 +11,7 @@ from hope_hf.step.recompute import Recomputed, parse_recomputed
 
 from .facts import Facts, Gpu
 
-# Of what is free: beyond it the allocator's gaps and the system's own needs may not fit any more.
+# Share of the free memory; above it the allocator's gaps and the system's own needs may not fit.
 COMFORTABLE = 0.9
 BUSY, USED = 10, 2 * GIB
 """Percent of the time, and bytes, of a GPU that another program uses: more than a desktop's."""
@@ -29,7 +29,7 @@ LEVELS = ("ok", "warn", "fail")
 
 @dataclass(frozen=True)
 class Result:
-    """What one process finds.
+    """What a check finds on one process.
 
     Attributes:
         text: the reason, and after a colon or semicolon the fix.
@@ -56,14 +56,14 @@ def line(name: str, result: Result) -> str:
 
 
 def check_processes(facts: Facts) -> Result:
-    """The guard has compared them before; its errors are mistakes of the user."""
+    """The guard has compared the processes before, and ends the run where they differ."""
     if facts.processes == 1:
         return Result("ok", "one process")
     return Result("ok", f"{facts.processes} processes have the same flags, data and code")
 
 
 def check_run(facts: Facts) -> Result:
-    """What the folder holds."""
+    """Whether the run begins, continues or is complete."""
     if facts.in_use:
         return Result(
             "fail", f"{facts.args.output_dir} is in use, another process trains in it: wait, or choose another folder"
@@ -122,7 +122,7 @@ def check_data(facts: Facts) -> Result:
 
 
 def check_disk(facts: Facts) -> Result:
-    """Room for the checkpoints that are kept, and for the one that is written before the oldest goes; at least 3."""
+    """Space for the checkpoints that are kept, and for one more before the oldest is deleted; at least 3."""
     sizes, args = facts.sizes, facts.args
     each = sizes.weights + (0 if args.save_only_model else sizes.optimizer)
     count = max(3, args.save_total_limit + 1)
@@ -177,13 +177,13 @@ def check_gpus(facts: Facts) -> Result:
 
 
 def check_allocator(facts: Facts) -> Result:
-    """On a GPU: torch's setting against memory that is free and in pieces too small."""
+    """On a GPU: torch's setting against fragmented memory."""
     if not facts.on_gpu:
         return Result("ok", "not used on the CPU")
     for name in ALLOCATOR:
         if EXPANDABLE in os.environ.get(name, "").replace(" ", ""):
             return Result("ok", f"{name} has {EXPANDABLE}")
-    return Result("warn", f"memory may be lost in pieces: export {ALLOCATOR[0]}={EXPANDABLE}")
+    return Result("warn", f"memory may be lost to fragmentation: export {ALLOCATOR[0]}={EXPANDABLE}")
 
 
 def check_memory(facts: Facts) -> Result:
@@ -199,7 +199,7 @@ def check_memory(facts: Facts) -> Result:
 
 
 def smaller_steps(args: Arguments) -> list[str]:
-    """What makes a step's memory smaller, without what is so already."""
+    """Flags that make a step's memory smaller, without those that are set."""
     ways = {
         "lower --per_device_train_batch_size": args.per_device_train_batch_size > 1,
         "lower --block_size": True,

@@ -117,7 +117,7 @@ class Report:
 
 
 def take_step(args: Arguments, engine: Engine, training: Training) -> Result | None:
-    """None where this process runs out of memory, which it says itself: the others only see it go."""
+    """The result of one step; None where this process ran out of memory, which it prints: the others cannot know."""
     device, rank = engine.accelerator.device, engine.accelerator.process_index
     start = time.perf_counter()
     try:
@@ -135,7 +135,7 @@ def take_step(args: Arguments, engine: Engine, training: Training) -> Result | N
 
 
 def judge(args: Arguments, loss: float, update: Update, seconds: float, peak: float, total: float | None) -> Result:
-    """Of a step that was taken.
+    """The result of a step that was taken.
 
     Args:
         loss: nats per token.

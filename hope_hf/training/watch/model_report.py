@@ -60,7 +60,7 @@ def level_rows(optimizer, tokens_per_step: int) -> dict[str, int]:
     return rows
 
 
-# Of all layers together.
+# In the names of rows: all layers together.
 ALL = "all"
 # Logged steps in a row after which a collapsed gate is worth a sentence, and the share of tokens and heads.
 STEPS, SHARE = 100, 0.5
@@ -89,7 +89,7 @@ class SparseReport:
                 self._parts[layer] += mixer.end_statistics()
 
     def rows(self) -> dict[str, float]:
-        """Of all tokens since the last call."""
+        """Rows of all tokens since the last call."""
         if not self._mixers:
             return {}
         parts: dict[int, list[dict]] = {layer: [] for layer in self._mixers}
@@ -116,7 +116,7 @@ class SparseReport:
 
 
 def summary(parts: list[dict], block: int) -> dict[str, float]:
-    """The rows of parts that `SparseStatistics` has summed up, in any order and however they were cut.
+    """The rows of statistics that `SparseStatistics` has summed up, in any order and cut in any way.
 
     Args:
         block: tokens of a block.

@@ -72,23 +72,23 @@ class Monitor:
 
     @contextmanager
     def forward(self):
-        """Around a forward pass; of a logged step the first one reports on memories, all on sparse attention."""
+        """Around a forward pass. In a logged step the first pass measures memories, every pass sparse attention."""
         is_first = self._logs and not self._rows
         with memory_statistics(self._engine.model, self._rows, enabled=is_first), self._sparse.forward(self._logs):
             yield
 
     def last_batch_begins(self) -> None:
-        """The gradients of all accumulated batches but one are there."""
+        """Before the last of the accumulated batches."""
         self._ram.last_batch_begins(self._step)
 
     def backward_ends(self) -> None:
-        """The gradients are there, and not yet clipped."""
+        """After the last backward pass, before gradients are clipped."""
         if self._logs:
             self._rows |= initial_state_gradients(self._engine)
         self._ram.backward_ends(self._step)
 
     def updated(self, update: Update, mean_loss: float) -> None:
-        """The optimizer's step was made or left out."""
+        """After the optimizer's step was made or left out."""
         if update.outcome == "overflowed":
             self.say(
                 f"step {self._step} left out: the gradient overflowed at loss scale {update.loss_scale:g}, the next "

@@ -48,7 +48,6 @@ def draw_memory(folder: str | Path, target: str | Path) -> None:
     """Draw the run's memories, sparse attention and levels, over tokens, into `target`; needs matplotlib."""
     from matplotlib.cm import viridis
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
 
     rows = read_metrics(folder)
     layers, sparse, levels = (_indices(rows, kind) for kind in KINDS)
@@ -72,11 +71,7 @@ def draw_memory(folder: str | Path, target: str | Path) -> None:
         width = 1.5 * (len(levels) - level)
         _draw(axes[-1], rows, f"level/{level}/updates", label=f"level {level}", color=f"C{level}", lw=width)
     axes[-1].set(title="updates of the levels")
-    for axis in axes:
-        axis.set(xlabel="tokens")
-        axis.tick_params(labelbottom=True)
-        axis.grid(alpha=0.3)
-    axes[0].xaxis.set_major_formatter(EngFormatter(sep=""))
+    _share_tokens(axes)
     for axis in (axes[0], *axes[len(LAYER_PANELS) :]):
         if axis.has_data():
             axis.legend(fontsize="small", ncols=2)
@@ -86,6 +81,17 @@ def draw_memory(folder: str | Path, target: str | Path) -> None:
 def _indices(rows: list[dict], kind: str) -> list[int]:
     names = {key.split("/")[1] for row in rows for key in row if key.startswith(f"{kind}/")}
     return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _share_tokens(axes: list) -> None:
+    """Label the panels' common axis of tokens."""
+    from matplotlib.ticker import EngFormatter
+
+    for axis in axes:
+        axis.set(xlabel="tokens")
+        axis.tick_params(labelbottom=True)
+        axis.grid(alpha=0.3)
+    axes[0].xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
 def _draw(axis, rows: list[dict], key: str, **options) -> None:
@@ -106,7 +112,6 @@ PANELS = (
 def draw_curves(folders: list[str | Path], target: str | Path) -> None:
     """Draw the curves of the runs in `folders` over tokens into `target`; needs matplotlib."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
 
     figure = Figure(figsize=(10, 6.5), layout="constrained")
     axes = figure.subplots(2, 2, sharex=True).flat
@@ -120,12 +125,10 @@ def draw_curves(folders: list[str | Path], target: str | Path) -> None:
                 label = f"{run} {name.split('/')[0]}" if len(names) > 1 else run
                 if points:
                     axis.plot(*zip(*points, strict=True), style, label=label, color=f"C{index}", markersize=4)
-        axis.set(title=title, xlabel="tokens")
-        axis.tick_params(labelbottom=True)
-        axis.grid(alpha=0.3)
-    # Else a few percent of noise would fill the panel.
+        axis.set(title=title)
+    _share_tokens(figure.axes)
+    # Without it a few percent of noise would fill the panel.
     figure.axes[-1].set_ylim(bottom=0)
-    figure.axes[0].xaxis.set_major_formatter(EngFormatter(sep=""))
     if figure.axes[0].has_data():
         figure.axes[0].legend()
     figure.savefig(target, dpi=120)

@@ -69,7 +69,7 @@ class StepProfile:
         if step not in self._steps:
             return
         if step == self._steps[0]:
-            # The shapes of what is sent tell its size.
+            # The shapes show the size of messages.
             self._profile = profile(record_shapes=True)
             self._profile.start()
         self._step = record_function(f"{STEP}{step}")
@@ -80,7 +80,7 @@ class StepProfile:
         if step not in self._steps:
             return
         if self._accelerator.device.type == "cuda":
-            # What the step has queued is a part of it.
+            # Kernels that the step has queued belong to it.
             torch.cuda.synchronize()
         self._step.__exit__(None, None, None)
         if step == self._steps[-1]:
@@ -99,7 +99,7 @@ class StepProfile:
         self._say(f"{table}\nTraces for https://ui.perfetto.dev: {folder}/{TRACE.format('<N>')}")
 
     def _new_folder(self, name: str) -> Path:
-        """Where this process has no trace yet: steps may be made again after a kill."""
+        """A folder without a trace of this process: a run that was killed may repeat steps."""
         first = self._output_dir / f"profile-{_name(self._steps)}"
         folder, number = first, 1
         while (folder / name).exists():

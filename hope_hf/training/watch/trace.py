@@ -23,11 +23,11 @@ class Times:
     """Milliseconds a step of one process: the first four make the step.
 
     Attributes:
-        compute: of kernels on the GPU, or of operators on the CPU.
-        communication: that nothing of `compute` hides; waiting for other processes inside it included.
-        copies: of memory, beside neither of them.
-        waiting: nothing of these.
-        hidden: communication while the process computes.
+        compute: kernels on the GPU, or operators on the CPU.
+        communication: communication without computation; includes waiting for other processes.
+        copies: memory copies while neither of these runs.
+        waiting: none of these runs.
+        hidden: communication during computation.
     """
 
     compute: float
@@ -48,12 +48,12 @@ def read_events(file: Path) -> list[dict]:
 
 
 def read_times(file: Path) -> Times:
-    """Of a gzipped trace with at least one step."""
+    """The times in a gzipped trace with at least one step."""
     return times(read_events(file))
 
 
 def times(events: list[dict]) -> Times:
-    """Of a trace's events, whose times are microseconds; of the GPU if it computed anything, else of the CPU."""
+    """The times of a trace's events (in microseconds): those of the GPU if it computed anything, else of the CPU."""
     spans = [event for event in events if event.get("ph") == "X"]
     steps = [e for e in spans if e["cat"] == "user_annotation" and e["name"].startswith(STEP)]
     windows = sorted(map(_span, steps))
@@ -72,7 +72,7 @@ def times(events: list[dict]) -> Times:
 
 
 def _gpu_layers(spans: list[dict], kernels: list[dict]) -> list[tuple[str, list[dict]]]:
-    """Events by kind; of what runs at the same time the first kind counts."""
+    """Events by kind; where several run at the same time, the first kind counts."""
     return [
         ("compute", [kernel for kernel in kernels if "nccl" not in kernel["name"].lower()]),
         ("communication", [kernel for kernel in kernels if "nccl" in kernel["name"].lower()]),
@@ -81,7 +81,7 @@ def _gpu_layers(spans: list[dict], kernels: list[dict]) -> list[tuple[str, list[
 
 
 def _cpu_layers(spans: list[dict], threads: set) -> list[tuple[str, list[dict]]]:
-    """As for a GPU. Operators contain others: what sends and copies comes before what computes.
+    """Events by kind, as `_gpu_layers`. Operators contain others: sending and copying come before computing.
 
     Only operators of the step's own `threads` count: gloo's threads copy and add up what they receive.
     """

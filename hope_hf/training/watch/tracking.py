@@ -20,9 +20,9 @@ from ..process import shows_bars
 
 METRICS_FILE = "metrics.jsonl"
 PROJECT = "hope_hf"
-"""Of the trackers, unless it is named."""
+"""The trackers' project without `--project_name`."""
 COUNTERS = ("step", "tokens")
-# As far as pictures reach.
+# Pictures cannot show larger ones.
 LARGEST_VALUE = 1e300
 
 
