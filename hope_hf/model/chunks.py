@@ -1,11 +1,12 @@
-"""Which token goes to which chunk: counts of real tokens of a row since its document began.
+"""The chunk of every token, counted in real tokens of a row since its document began.
 
-A memory takes its errors at the weights of the chunk's start, so the chunk a token falls in is part of the model. It
-must not depend on how a text was cut into calls, on padding, or on the documents that share a row. Rows without
-padding and documents are cut by plain slices; all others are laid out anew in *slots*, in which every document starts
-at a multiple of the chunk and padding is left out.
+Memories compute their errors at the weights of the chunk's start, so a token's chunk is part of the model. It must not
+depend on how a text is cut into calls, on padding, or on the documents that share a row. Rows without padding and
+documents are sliced as they are. All other rows are laid out in *slots*: every document starts at a multiple of the
+chunk size, and padding has no slot.
 
-Axes: B sequence in batch, T token of the call, S slot (a multiple of the chunk), P span.
+Axes: B sequence in batch, T token of the call, S slot (a multiple of the chunk size), C slot of a span, b sequences
+times heads, K kernel size of the convolution.
 """
 
 from collections.abc import Callable
@@ -16,35 +17,35 @@ import torch
 
 from .configuration_hope import HopeConfig
 
-# Factor of the digest of a row's tokens, a polynomial modulo 2^64: digest_{t+1} = BASE (digest_t + id_t), from 1. The
-# digest 0 means that the tokens are not known.
+# The digest of a row's tokens is a polynomial modulo 2^64, so that each call can extend it:
+# digest_{t+1} = BASE (digest_t + id_t), with digest_0 = 1. The digest 0 means that the tokens are unknown.
 _BASE = 6364136223846793005
 
 
 class ChunkSpan(NamedTuple):
-    """A chunk or a part of one. The last four are `None` where all rows are cut alike."""
+    """Consecutive slots of one chunk. The last four fields are `None` when all rows share chunk boundaries."""
 
     start: int
     stop: int
-    # whether the chunk ends here, and the weights become those of the next chunk's start: bool, or [b, 1, 1] bool
+    # whether the chunk ends with this span: bool, or bool [b, 1, 1]
     closes: torch.Tensor | bool
-    # False in rows where a document begins here [b, 1, 1]
+    # False in rows in which a document begins with this span [b, 1, 1]
     keeps: torch.Tensor | None = None
-    # which conv_weights tail_size a token of the same document, oldest first [K - 1, b, C, 1]
+    # whether the token 1 to K - 1 slots earlier belongs to the same document, farthest first [K - 1, b, C, 1]
     inside: torch.Tensor | None = None
-    # rows of the padded qkv into which the tail of earlier calls goes [b, K - 1, 1], in the first span alone
+    # rows of the padded input to which the tail of earlier calls goes [b, K - 1, 1]; only in the first span
     tail_in: torch.Tensor | None = None
-    # rows of the padded qkv that the next span needs [b, K - 1, 1]
+    # rows of the padded input that are the tail for the next span [b, K - 1, 1]
     tail_out: torch.Tensor | None = None
 
 
 def merge_spans(spans: list[ChunkSpan]) -> ChunkSpan:
-    """The spans of a scan as one, for what happens to all tokens alike."""
+    """One span over the call, for operations without chunk boundaries."""
     first, last = spans[0], spans[-1]
     span = ChunkSpan(0, last.stop, closes=False)
     if first.tail_out is None:
         return span
-    # slots up to the last token of each row: those of a span that holds none end before it
+    # index after each row's last real token; spans without a token in that row do not count
     ends = torch.stack([part.tail_out[:, :1] for part in spans])
     starts = ends.new_tensor([part.start for part in spans]).view(-1, 1, 1, 1)
     holds = (ends > 0) | (starts == 0)
@@ -58,40 +59,41 @@ def merge_spans(spans: list[ChunkSpan]) -> ChunkSpan:
 
 
 class Past(NamedTuple):
-    """What earlier calls have read of the rows."""
+    """Counts of the tokens that earlier calls have read."""
 
     # columns, padding included
     columns: int
-    # whether all rows have read that many real tokens of one document
+    # whether every row has read one document of that many real tokens
     is_uniform: bool
-    # real tokens of the row's current document [B]
+    # real tokens of each row's current document [B]
     seen: torch.Tensor
-    # digest of the row's tokens [B], see `extend_digest`
+    # digest of each row's tokens [B], see `extend_digest`
     digest: torch.Tensor
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Past":
-        """`function(tensor)` in place of the tensors [B]."""
+        """Counts with `function` applied to the tensors [B]."""
         return self._replace(seen=function(self.seen), digest=function(self.digest))
 
 
 @dataclass
 class SlotPlan:
-    """One call's tokens in slots, in which every document begins at a multiple of the chunk and padding is left out.
+    """The slots of one call's tokens.
 
-    Without padding and documents the tensors are `None`: a slot is a token.
+    Every document begins at a multiple of the chunk size, and padding has no slot. Without padding and documents the
+    tensors are `None`: slot t holds token t.
     """
 
-    # after the call
+    # counts after the call
     past: Past
-    # real tokens of the row's document before the call: of every row, or [B]
+    # real tokens of the row's document before the call: one number for all rows, or [B]
     before: int | torch.Tensor
-    # slots that hold a token [B, S]
+    # whether a slot holds a token [B, S]
     valid: torch.Tensor | None = None
-    # tokens of the document before the slot's own [B, S]
+    # position of the slot's token in its document [B, S]
     position: torch.Tensor | None = None
-    # slots left empty at the call's start, by the tokens of the chunk that earlier calls wrote [B]
+    # empty slots at the call's start, which stand for the tokens of the chunk that earlier calls wrote [B]
     offset: torch.Tensor | None = None
-    # token that fills each slot [B, S], and slot of each token [B, T]; padding holds any
+    # index of each slot's token [B, S], and of each token's slot [B, T]; entries of padding tokens are arbitrary
     token_of_slot: torch.Tensor | None = None
     slot_of_token: torch.Tensor | None = None
 
@@ -106,9 +108,9 @@ class SlotPlan:
 
 @dataclass(kw_only=True)
 class ChunkPlan(SlotPlan):
-    """One call's tokens in the chunks of memories."""
+    """The slots of one call's tokens, and their division into chunks."""
 
-    # parts of chunks in order, as the scan of the mixers' heads sees them
+    # in the order of the text; tensors repeat each row for every memory head
     spans: list[ChunkSpan]
 
 
@@ -117,7 +119,7 @@ def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def plan_chunks(config: HopeConfig, shape: tuple[int, int], device: torch.device, *args, **kwargs) -> ChunkPlan:
-    """Lay out the tokens of one call for memories; arguments as of `plan_slots`."""
+    """The slots and chunk spans of one call; see `plan_slots` for the arguments."""
     slots = plan_slots(config.memory_chunk_size, shape, device, *args, **kwargs)
     if slots.valid is None:
         spans = _plain_spans(shape[1], config.memory_chunk_size, slots.before)
@@ -141,29 +143,29 @@ def plan_slots(
     input_ids: torch.Tensor | None = None,
     keeps_digest: bool = False,
 ) -> SlotPlan:
-    """Lay out the tokens of one call.
+    """The slots of one call's tokens.
 
     Args:
-        chunk: slots of which documents begin at a multiple.
+        chunk: chunk size; documents begin at its multiples.
         shape: (B, T) of the call.
-        past: what earlier calls have read, or `None` at a text's start.
-        padding_mask: [B, T], 0 for padding, or `None` where there is none.
-        position_ids: [B or 1, T]; a token at position 0 begins a document. Unused in an exported graph, which reads
-            one document a row; a compiled graph takes them for single tokens only.
-        input_ids: [B, T], or `None` for a text of embeddings; for the digest alone.
-        keeps_digest: whether there is a cache to keep the digest in.
+        past: counts of earlier calls, or `None` at a text's start.
+        padding_mask: [B, T], 0 for padding, or `None` without padding.
+        position_ids: [B or 1, T]; a token at position 0 begins a document. An exported graph ignores them and reads
+            one document per row; a compiled graph uses them for single tokens only.
+        input_ids: [B, T], or `None` for embeddings; used only for the digest.
+        keeps_digest: whether a cache keeps the digest.
     """
     batch_size, length = shape
     digest = torch.zeros(batch_size, dtype=torch.long, device=device)
     if keeps_digest:
         digest = extend_digest(digest + 1 if past is None else past.digest, input_ids)
     begins = None
-    # One graph serves every token of a compiled generation: what it is, tensors tell.
+    # Compiled decoding must not branch on values: document starts and padding stay tensors.
     is_exporting = torch.compiler.is_exporting()
     any_token = torch.compiler.is_compiling() and not is_exporting and length == 1 and past is not None
     if position_ids is not None and not is_exporting:
         begins = (position_ids == 0).expand(shape)
-        # a fresh row begins a document anyway
+        # the first token of a fresh row always begins a document
         later = begins[:, 1:] if past is None else begins
         begins = begins if any_token or bool(later.any()) else None
     columns = length if past is None else past.columns + length
@@ -173,9 +175,9 @@ def plan_slots(
     everything = torch.ones(shape, dtype=torch.bool, device=device)
     valid = everything if padding_mask is None else padding_mask.bool()
     begins = ~everything if begins is None else begins & valid
-    # a copy: layers of fixed length overwrite their counts while the call goes on
+    # copied, since a cache of fixed length overwrites its counts during the call
     seen = torch.zeros(batch_size, dtype=torch.long, device=device) if past is None else past.seen.clone()
-    # real tokens of the row before the token, and before the first one of its document (-1: earlier calls began it)
+    # real tokens of the row before the token, and before its document's first token (-1: an earlier call began it)
     rank = valid.long().cumsum(1) - 1
     first = torch.where(begins, rank, -1).cummax(1).values
     position = torch.where(first >= 0, rank - first, rank + seen[:, None])
@@ -192,7 +194,7 @@ def plan_slots(
 
 
 def _plain_spans(length: int, chunk: int, seen: int) -> list[ChunkSpan]:
-    """Pieces of `length` tokens in rows that have all read `seen` tokens of their document."""
+    """Spans of `length` tokens in rows that have all read `seen` tokens of their document."""
     spans, start = [], 0
     while start < length:
         stop = min(start + chunk - (seen + start) % chunk, length)
@@ -202,9 +204,9 @@ def _plain_spans(length: int, chunk: int, seen: int) -> list[ChunkSpan]:
 
 
 def _slots(valid, begins, rank, first, offset, chunk: int) -> torch.Tensor:
-    """Slot of each token [B, T], of rows of which earlier calls have written `offset` [B] tokens of a chunk."""
-    # At a document's first token: the chunks its predecessor fills. Before the first document of the call the row
-    # continues one from earlier calls, whose tokens occupy `offset` slots of the first chunk.
+    """Slot of each token [B, T]; `offset` [B] is the number of slots that tokens of earlier calls take."""
+    # Count at each document's first token the chunks that the document before it fills. The tokens before the call's
+    # first document continue one of earlier calls, whose tokens take `offset` slots of the first chunk.
     previous = torch.nn.functional.pad(first, (1, 0), value=-1)[:, :-1]
     filled = torch.where(previous >= 0, rank - previous, rank + offset[:, None])
     chunks_before = torch.where(begins, -(-filled // chunk), 0).cumsum(1)
@@ -212,9 +214,10 @@ def _slots(valid, begins, rank, first, offset, chunk: int) -> torch.Tensor:
 
 
 def _invert(slots: torch.Tensor, valid: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token that fills each slot, and slots that hold one [B, S]. One host synchronisation: the number of slots.
+    """Index of each slot's token, and whether the slot holds one [B, S].
 
-    A compiled or exported graph has none: it takes as many slots as a row of one document can need.
+    The number of slots is read from the device once. A compiled or exported graph instead takes the most slots that a
+    row of one document can need.
     """
     batch_size, length = slots.shape
     if torch.compiler.is_compiling():
@@ -222,7 +225,7 @@ def _invert(slots: torch.Tensor, valid: torch.Tensor, chunk: int) -> tuple[torch
     else:
         needed = int(torch.where(valid, slots, 0).max()) + 1
     num_slots = -(-needed // chunk) * chunk
-    # padding tokens go to one slot too many, which is cut off
+    # padding tokens go to one extra slot, which is cut off
     target = torch.where(valid, slots, num_slots)
     filler = torch.zeros(batch_size, num_slots + 1, dtype=torch.long, device=valid.device)
     token_of_slot = filler.scatter(1, target, torch.arange(length, device=valid.device).expand(batch_size, -1))
@@ -237,14 +240,13 @@ def _ragged_spans(
     position: torch.Tensor,
     offset: torch.Tensor | None = None,
 ) -> list[ChunkSpan]:
-    """Pieces of slots that documents, padding or unequal histories leave partly empty.
+    """Spans of rows with documents, padding or unequal counts, in which some slots are empty.
 
     Args:
-        chunk: slots of a span.
-        tail_size: conv_weights of the convolutions before a token's own.
-        heads: how often a row is scanned.
-        valid, position: [B, S], as in `ChunkPlan`.
-        offset: slots left empty in the first span, by the tokens of the chunk that earlier calls wrote [B].
+        chunk: slots per span.
+        tail_size: K - 1.
+        heads: times that each row is repeated.
+        valid, position, offset: as in `SlotPlan`.
     """
 
     def per_head(rows: torch.Tensor) -> torch.Tensor:
@@ -270,37 +272,36 @@ def _ragged_spans(
 
 
 def convolution_spans(slots: SlotPlan, length: int, tail_size: int, size: int) -> list[ChunkSpan]:
-    """All `length` slots of a call in spans of rows, for `layers.convolve` with `tail_size` + 1 conv_weights."""
+    """All `length` slots of a call in spans of `size`, for a convolution of kernel size `tail_size + 1`."""
     if slots.valid is None:
         return _plain_spans(length, size, 0)
     return _ragged_spans(size, tail_size, 1, slots.valid, slots.position, slots.offset)
 
 
 def _inside_document(position: torch.Tensor, tail_size: int) -> torch.Tensor:
-    """`ChunkSpan.inside` [tail_size, b, S, 1] of slots at `position` [b, S] of their document."""
-    # a tap that reaches back beyond the document's first token reads nothing
+    """`ChunkSpan.inside` [K - 1, b, S, 1] for slots at `position` [b, S] of their document."""
     return torch.stack([position >= steps for steps in range(tail_size, 0, -1)] or [position.bool()]).unsqueeze(-1)
 
 
 def _tail_rows(
     valid: torch.Tensor, offset: torch.Tensor | None, tail_size: int
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """`ChunkSpan.tail_in` and `tail_out` [B, K - 1, 1] for slots `valid` [B, S] that begin with `offset` empty."""
+    """`ChunkSpan.tail_in` and `tail_out` [B, K - 1, 1] of a span with tokens at `valid` [B, C]."""
     around = torch.arange(tail_size, device=valid.device)
-    # slots up to the last token
+    # index after the last token
     end = (valid * torch.arange(1, valid.shape[1] + 1, device=valid.device)).amax(1)
     tail_in = None
     if offset is not None:
-        # the call begins with empty slots: the tail goes right before its first token
+        # The call begins with empty slots, and the tail goes before its first token.
         end = torch.where(end == 0, offset, end)
         tail_in = (offset[:, None] + around)[..., None]
     return tail_in, (end[:, None] + around)[..., None]
 
 
 def extend_digest(digest: torch.Tensor, input_ids: torch.Tensor | None) -> torch.Tensor:
-    """The digest [B] of all tokens read after `input_ids` [B, T], from that before them [B]; int64.
+    """The digest [B] after `input_ids` [B, T], from the digest [B] before them; int64.
 
-    Unknown where it was unknown before, and everywhere if the text is given as embeddings (`None`).
+    A digest stays unknown once it is unknown; embeddings (`None`) make all digests unknown.
     """
     if input_ids is None:
         return torch.zeros_like(digest)
@@ -311,9 +312,9 @@ def extend_digest(digest: torch.Tensor, input_ids: torch.Tensor | None) -> torch
 
 
 def begins_with(input_ids: torch.Tensor, digest: torch.Tensor, length: int) -> bool:
-    """Whether rows [B, T] begin with the `length` tokens of `digest` [B or a multiple]; any do where it is unknown."""
+    """Whether rows [B, T] begin with the `length` tokens of `digest` [B or a multiple]; true for an unknown digest."""
     rows = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
     found = extend_digest(rows, input_ids[:, :length])
-    # one row of a text for all beams or samples that go on from it
+    # beams and samples of a text share its row
     found = found.repeat_interleave(max(1, len(digest) // len(found))).to(digest.device)
     return len(found) == len(digest) and bool(((digest == 0) | (digest == found)).all())

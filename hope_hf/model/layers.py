@@ -1,9 +1,9 @@
 """Small layers that mixers and levels share: normalisation, learned factors, and the short convolution.
 
-The convolution is causal and depthwise and stays within a document. `convolve` is its plain form; `convolve_padded`
-and `convolution_gradients` are the same in place, for scans whose backward pass is written by hand.
+The convolution is causal and depthwise, and stays within a document. `convolve` computes it in plain operations,
+`convolve_padded` and `convolution_gradients` in place, for scans with a backward pass written by hand.
 
-Axes: b row, C slot of a span, X channel, K width of the convolution.
+Axes: b row, C slot of a span, X channel, K kernel size.
 """
 
 import torch
@@ -16,10 +16,7 @@ from .configuration_hope import HopeConfig
 
 
 class HopeRMSNorm(nn.Module):
-    """Root-mean-square normalisation over the last axis, in the input's dtype but computed in float32.
-
-    One kernel on a GPU, where weight and input have one dtype.
-    """
+    """Root-mean-square normalisation over the last axis, in the input's dtype, computed in float32."""
 
     def __init__(self, width: int, eps: float = 1e-6):
         super().__init__()
@@ -33,7 +30,8 @@ class HopeRMSNorm(nn.Module):
 class LearnedFactors(nn.Module):
     """Factors [number], learned from 1.
 
-    `forward` returns them: who multiplies may compute again after a sharding engine has freed the module's parameters.
+    `forward` returns them and does not apply them: FSDP frees the parameter after `forward`, and a recomputed block
+    still needs its values.
     """
 
     def __init__(self, number: int):
@@ -47,7 +45,7 @@ class LearnedFactors(nn.Module):
 class ShortConvolution(nn.Module):
     """Weights [H * D, 1, K] of a causal depthwise convolution over tokens, without bias.
 
-    `forward` returns them as conv_weights [K, H, D], the oldest token's first.
+    `forward` returns them as [K, H, D], the weights of the oldest token first.
     """
 
     def __init__(self, config: HopeConfig, heads: int):
@@ -66,7 +64,7 @@ class ShortConvolution(nn.Module):
 
 
 def tail_after(padded: torch.Tensor, tail: torch.Tensor, span: ChunkSpan) -> torch.Tensor:
-    """What the next span needs of padded qkv, of the shape of `tail`."""
+    """The last K - 1 inputs [b, K - 1, X] after a span, from its padded inputs [b, K - 1 + C, X]."""
     if span.tail_out is None:
         return padded[:, padded.shape[1] - tail.shape[1] :]
     return padded.gather(1, span.tail_out.expand_as(tail))
@@ -75,7 +73,13 @@ def tail_after(padded: torch.Tensor, tail: torch.Tensor, span: ChunkSpan) -> tor
 def convolve(
     raw: torch.Tensor, tail: torch.Tensor, conv_weights: torch.Tensor, span: ChunkSpan
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal depthwise convolution within each document [b, C, 3 D], and the inputs that the next span needs."""
+    """Causal depthwise convolution within each document [b, C, X], and the tail for the next span.
+
+    Args:
+        raw: inputs of the span [b, C, X].
+        tail: last inputs before the span [b, K - 1, X].
+        conv_weights: [K, b or 1, 1, X], the oldest token's first.
+    """
     tail_size, length = tail.shape[1], raw.shape[1]
     padded = torch.cat([tail, raw], dim=1)
     if span.tail_in is not None:
@@ -88,7 +92,7 @@ def convolve(
 
 
 def convolve_padded(padded: torch.Tensor, conv_weights: torch.Tensor, span: ChunkSpan) -> torch.Tensor:
-    """What `layers.convolve` makes [b, C, X] of padded qkv."""
+    """The convolution of `convolve` [b, C, X] for inputs with the tail in front [b, K - 1 + C, X]."""
     tail_size = conv_weights.shape[0] - 1
     size = padded.shape[1] - tail_size
     mixed = conv_weights[tail_size] * padded[:, tail_size:]
@@ -106,12 +110,12 @@ def convolution_gradients(
     grad_conv_weights: torch.Tensor,
     span: ChunkSpan,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the raw qkv [b, C, X] and of the tail of the span before [b, K - 1, X].
+    """Gradients of the span's inputs [b, C, X] and of the tail before it [b, K - 1, X].
 
     Args:
-        grad_mixed: of what `convolve_padded` made of `padded`.
-        grad_tail: of the tail for the next span, or `None` where nothing reads it.
-        grad_conv_weights: added to in place.
+        grad_mixed: gradient of `convolve_padded(padded, ...)`.
+        grad_tail: gradient of the tail for the next span, or `None` if nothing reads it.
+        grad_conv_weights: gradient of the weights, added to in place.
     """
     tail_size, size = conv_weights.shape[0] - 1, grad_mixed.shape[1]
     grad_padded = torch.zeros_like(padded)

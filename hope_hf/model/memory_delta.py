@@ -1,7 +1,7 @@
-"""The gated delta rule of a layer's memories, in plain operations: the form that is read and tested.
+"""The gated delta rule of a layer's memories in plain operations, and one decoded token without gradients.
 
-A memory acts on rows, `M(z) = z W`. It keeps the deviation `S = W - W_0` from its learned initial weights, and every
-token writes its value under its unit key after the deviation has decayed:
+A memory is a linear map of rows, `M(z) = z W`. Its state is the deviation `S = W - W_0` from learned initial weights.
+Every token first decays the deviation, then writes its value at its unit key:
 
     S'_t = alpha_t S_{t-1}
     S_t  = S'_t + rho eta_t k_t^T (v_t - k_t (W_0 + S'_t))
@@ -10,10 +10,10 @@ A read is `q_t W_t + d v_t`, with a learned share d of the token's own value, as
 
 With `rho = 1`, `W_0 = 0` and `d = 0` this is the gated DeltaNet (Yang et al., arXiv 2412.06464). HOPE adds memories
 under the same rule that project keys and values (equation 83 of arXiv 2512.24695). These begin at the identity,
-`W_0 = I`: the linear map in front of them is what they have learned before the text.
+`W_0 = I`, after a linear map that is trained.
 
-Axes: b sequences times heads, C slot of a span, D head width, M memories of a layer (those that project qkv in the
-order k, v; the content memory last), side by side as columns.
+Axes: b sequences times heads, C slot of a span, D head width, K kernel size, M memories of a layer (those that project
+k and v, in that order, then the content memory), side by side as columns.
 """
 
 from typing import NamedTuple
@@ -38,15 +38,14 @@ from .memory_scan import (
 class DeltaMemories(NamedTuple):
     """The memories of a layer under the delta rule; states are [b, D, M D]."""
 
-    # of the convolutions on k, v and q side by side, oldest first [K, b, 1, 3 D]
+    # the first two as in `Memories`
     conv_weights: torch.Tensor
-    # the qkv that memories project
     projected: tuple[str, ...]
     # W_0 of the content memory [b, D, D]
     initial: torch.Tensor
     # d [b, 1, 1]
     value_share: torch.Tensor
-    # rho of each memory; 1 of the content memory, which is the last
+    # rho of each memory; 1 for the content memory, which is the last
     rate_factors: tuple[float, ...]
 
     shares_input = False
@@ -62,12 +61,12 @@ class DeltaMemories(NamedTuple):
 
     @staticmethod
     def initial_shapes(config: HopeConfig) -> dict[str, tuple[int, ...]]:
-        """Of the content memory alone: the others begin at the identity."""
+        """Of the content memory alone; the others begin at the identity."""
         return {"weight": (config.num_memory_heads, config.head_dim, config.head_dim)}
 
     @staticmethod
     def reset_initial(name: str, weight: torch.Tensor) -> None:
-        """0: small random weights are noise in the reads, and delay how recall begins (docs/log)."""
+        """0: small random weights are noise in the reads, and delay the learning of recall (docs/log)."""
         init.zeros_(weight)
 
     @staticmethod
@@ -79,16 +78,16 @@ class DeltaMemories(NamedTuple):
         return cls(conv_weights, projected, *initial, value_share, rate_factors)
 
     def fresh(self) -> tuple[torch.Tensor]:
-        """The deviation of having read nothing."""
+        """The deviation before the first token."""
         return (torch.zeros_like(self.initial).repeat(1, 1, len(self.rate_factors)),)
 
     def project(self, chunk_start: tuple[torch.Tensor], index: int, x: torch.Tensor) -> torch.Tensor:
-        """`x (I + S)` of one memory, at the chunk's start; [b, C, D]."""
+        """`x (I + S)` with the deviation S of one memory at the chunk's start; [b, C, D]."""
         columns = slice(index * x.shape[-1], (index + 1) * x.shape[-1])
         return x + x @ chunk_start[0][..., columns]
 
     def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[torch.Tensor, tuple[torch.Tensor]]:
-        """Reads `q_t W_t + d v_t` [b, C, D], and the deviation after the span, of which any size gives the same.
+        """Reads `q_t W_t + d v_t` [b, C, D], and the deviation after the span; the span's size changes neither.
 
         With `T_t` the sum of log alpha up to token t, the errors `A_t = k_t (W_0 + S'_t) - v_t` solve
 
@@ -97,20 +96,24 @@ class DeltaMemories(NamedTuple):
         (state,), (keys, values, queries, rate, log_retention) = state.current, tokens
         width = keys.shape[-1]
         total = log_retention.cumsum(-1)
-        kept = total.exp().unsqueeze(-1)
+        decay_from_start = total.exp().unsqueeze(-1)
         decay = decay_matrix(total, total) * rate.unsqueeze(-2)
         lower = (keys @ keys.mT * decay).tril(-1)
         initial_read = [keys] * len(self.projected) + [keys @ self.initial]
-        right = torch.cat(initial_read, dim=-1) + kept * (keys @ state) - values.repeat(1, 1, len(initial_read))
-        # scaled by rho, as all that follows needs them
+        right = (
+            torch.cat(initial_read, dim=-1)
+            + decay_from_start * (keys @ state)
+            - values.repeat(1, 1, len(initial_read))
+        )
+        # times rho
         errors = [
             torch.linalg.solve_triangular(factor * lower, part, upper=False, unitriangular=True) * factor
             for factor, part in zip(self.rate_factors, right.split(width, dim=-1), strict=True)
         ]
-        reads = self.initial_read(queries, values) + kept * (queries @ state[..., -width:])
+        reads = self.initial_read(queries, values) + decay_from_start * (queries @ state[..., -width:])
         reads = reads - (queries @ keys.mT * decay) @ errors[-1]
         written = (rate * (total[:, -1:] - total).exp()).unsqueeze(-1) * keys
-        return reads, (kept[:, -1:] * state - written.mT @ torch.cat(errors, dim=-1),)
+        return reads, (decay_from_start[:, -1:] * state - written.mT @ torch.cat(errors, dim=-1),)
 
     def initial_read(self, queries: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """`q W_0 + d v`."""
@@ -133,7 +136,7 @@ class DeltaMemories(NamedTuple):
 def step_token(
     inputs: ScanInputs, memories: DeltaMemories, state: ScanState, span: ChunkSpan
 ) -> tuple[torch.Tensor, ScanState]:
-    """`memory_scan.scan_span` of a span of one token: reads [b, 1, D], and the state after it."""
+    """`memory_scan.scan_span` for a span of one token: reads [b, 1, D], and the state after it."""
     initial, width = memories.initial, inputs.query.shape[-1]
     if span.keeps is not None:
         state = restart(memories, state, span)
@@ -146,7 +149,7 @@ def step_token(
         value = value * inputs.value_norm.unsqueeze(-1)
     key, query = pair.split(1, dim=1)
     retention = inputs.log_retention.exp().unsqueeze(-1)
-    # k W' and q W' with the decayed weights W' = W_0 + alpha S
+    # k W' and q W' for the decayed weights W' = W_0 + alpha S
     held = retention * torch.bmm(pair, current)
     held[..., -width:] += torch.bmm(pair, initial)
     errors = value.repeat(1, 1, len(memories.rate_factors)).sub_(held[:, :1])

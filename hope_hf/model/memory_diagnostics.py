@@ -1,7 +1,7 @@
-"""What the memories of a mixer do with a text: for training's log, for evaluation, and for tests.
+"""Statistics of a mixer's memories on a text, for training's log, evaluation and tests.
 
-The functions take a `SelfModifyingTitans` (of this or of another copy of the code) and hidden states
-[B, T, hidden_size] at its input, with which a text begins.
+The functions take a `SelfModifyingTitans` (of any copy of the code) and its input [B, T, hidden_size], which begins a
+text.
 """
 
 import torch
@@ -11,7 +11,7 @@ from .memory_scan import fresh_state, make_qkv, scan_span, unit, written_values
 
 
 def _read(mixer, hidden_states: torch.Tensor):
-    """For every span, what is written and read there: keys, values, queries, reads, state before and after."""
+    """For every span: the memories, keys, values, queries, reads, and the states before and after."""
     plan = plan_chunks(mixer.config, hidden_states.shape[:2], hidden_states.device)
     inputs = mixer.scan_inputs(hidden_states, plan)
     memories = mixer.memories(len(hidden_states), inputs.query.dtype)
@@ -37,7 +37,7 @@ def memory_statistics(mixer, hidden_states: torch.Tensor) -> dict[str, torch.Ten
     """
     norms = {name: [] for name in ("surprise_before", "surprise_after", "key_norm", "value_norm", "target_norm")}
     with torch.autocast(hidden_states.device.type, enabled=False):
-        # the spans of a text are whole chunks: before a span stand the weights of its chunk's start
+        # each span is a chunk, so the state before it holds the weights of the chunk's start
         for memories, keys, values, _, _, before, after in _read(mixer, hidden_states):
             target = memories.target(before.current, values)
             for name, vectors in (
@@ -68,7 +68,7 @@ def gate_values(mixer, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch
 
 @torch.no_grad()
 def contribution(mixer, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Norm of what writing changed in the content memory's reads, per token [B, T, H]: is the memory alive?"""
+    """Norm of the change that writes make to the content memory's reads, per token [B, T, H]."""
     parts = []
     with torch.autocast(hidden_states.device.type, enabled=False):
         for memories, _, values, queries, reads, _, _ in _read(mixer, hidden_states):

@@ -1,11 +1,11 @@
-"""The mixer of memories: self-modifying Titans, and with static projections the gated DeltaNet.
+"""The mixer of memories: self-modifying Titans, and without `memory_projections` the gated DeltaNet.
 
-The content memory is written with keys and values and read at the queries (equation 86). Where asked for, memories
-project the keys and values of linear maps, and are themselves written with them (equation 83). One scan does it all:
-`memory_scan`, under one of the rules in `memory_delta` and `paper_rule`.
+The content memory is written with keys and values and read at the queries (equation 86). With `memory_projections`,
+more memories project the keys and values of linear maps, and are written with the results (equation 83). One scan,
+`memory_scan`, writes and reads all memories under one of the rules of `memory_delta` and `memory_paper`.
 
-Axes: B sequence in batch, T token of the call, S slot (`chunks`), H head, N memory of a layer (those that project
-qkv, then the content memory), D head width, K width of the convolution.
+Axes: B sequence in batch, T token of the call, S slot (`chunks`), b sequences times heads, H head, N memory of a layer
+(those that project, then the content memory), D head width, K kernel size of the convolution.
 """
 
 import math
@@ -32,20 +32,20 @@ from .memory_scan import Memories, ScanInputs, ScanState, scan, scan_plain
 from .memory_triton import obstacle as obstacle_to_triton
 from .memory_triton import scan_triton
 
-# Each `HopeConfig.memory_rule` by its class, and the scans with a backward pass by hand of those that have one.
+# The class of each `HopeConfig.memory_rule`, and the scans of rules with a backward pass written by hand.
 RULES = {"delta": DeltaMemories, "paper": PaperMemories}
 FAST_SCANS = {DeltaMemories: scan_fused}
-# between which softplus(dt_bias) and exp(A_log) are drawn
+# ranges from which softplus(dt_bias) and exp(A_log) are drawn
 _TIME_STEPS = (0.001, 0.1)
 _DECAY_RATES = (0.01, 16.0)
 
 
 class InitialMemory(nn.Module):
-    """Learned initial weights of a layer's memories, in the form that their rule gives them.
+    """Learned initial weights of a layer's memories.
 
     Delta rule: `weight` [H, D, D] of the content memory. Paper's rule: `outer` and, for depth 2, `inner` of all
-    memories, [H, N, D, D] each. A module of its own, read through `forward`: sharding engines gather parameters around
-    a module's forward and free them after it, so what it returns owns its storage.
+    memories, [H, N, D, D] each. `forward` returns copies, since sharding engines gather a module's parameters before its
+    forward and free them after it.
     """
 
     is_initial_state = True
@@ -59,13 +59,13 @@ class InitialMemory(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
 
     def forward(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """In the order in which they act."""
-        # By name: where FSDP's version 1 recomputes, its tensors stand for parameters that the module does not list.
+        """The weights in the order in which they are applied."""
+        # Read by name: FSDP1 replaces parameters by tensors that `named_parameters` does not list.
         return tuple(getattr(self, name).to(dtype, copy=True) for name in self.layers)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """As the rule says."""
+        """The rule's initial values."""
         for name, weight in self.named_parameters(recurse=False):
             self.rule.reset_initial(name, weight)
 
@@ -75,8 +75,8 @@ class MemoryGates(nn.Module):
 
     eta = eta_max sigmoid(b + learning_rate_bias),     log alpha = -exp(A_log) softplus(a + dt_bias)
 
-    With `memory_value_gate` a third gate is the norm of the token's value, 2 sigmoid(c + value_bias): the gated
-    DeltaNet erases and writes with one step, and its values have the norm that their projection gives.
+    With `memory_value_gate` a third gate gives each value its norm, 2 sigmoid(c + value_bias); in the gated DeltaNet
+    values keep the norm of their projection.
     """
 
     _no_weight_decay = {"learning_rate_bias", "A_log", "dt_bias", "value_bias"}
@@ -94,9 +94,9 @@ class MemoryGates(nn.Module):
         self.value_bias = nn.Parameter(torch.empty(heads)) if has_value_gate else None
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """eta, log alpha and the norm of values or None, for `hidden_states` [B, T, hidden_size].
+        """eta, log alpha, and the norm of values or `None`: [B, T, H] each, float32 or float64.
 
-        [B, T, H] each, in float32 or float64.
+        `hidden_states` is [B, T, hidden_size].
         """
         logits = self.gate_proj(hidden_states)
         dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -111,11 +111,11 @@ class MemoryGates(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Learning rates spread over the heads; retention spread, too, or drawn as in the gated DeltaNet."""
+        """Learning rates spread over the heads; retention also spread, or drawn as in the gated DeltaNet."""
         config, heads = self.config, self.config.num_memory_heads
         init.copy_(self.learning_rate_bias, torch.linspace(*config.memory_learning_rate_bias, heads))
         if config.retention_bias is None:
-            # flash-linear-attention's, which transformers' Qwen3-Next replaces by time steps of 1.3
+            # as in flash-linear-attention; transformers' Qwen3-Next has time steps of 1.3
             step = torch.exp(torch.empty(heads).uniform_(*map(math.log, _TIME_STEPS)))
             init.copy_(self.dt_bias, step + torch.log(-torch.expm1(-step)))
             init.copy_(self.A_log, torch.empty(heads).uniform_(*_DECAY_RATES).log())
@@ -130,12 +130,11 @@ class MemoryGates(nn.Module):
 class SelfModifyingTitans(nn.Module):
     """The sequence mixer of HOPE, equations (83) to (96).
 
-    Linear maps make key, value and query; memories project key and value (under the paper's rule, of one input for
-    both); all pass a short convolution, SiLU and (k, q) normalisation; memories are written and read; per head the
-    reads are normalised, gated and projected. The scan computes in float32 (float64 in a float64 model), whatever
-    autocast or the weights' dtype say.
+    Linear maps make keys, values and queries, and memories may project keys and values. A short convolution, SiLU and
+    (for k and q) normalisation follow. Memories are written and read; the reads of each head are normalised, gated and
+    projected. The scan computes in float32 (float64 in a float64 model), whatever autocast and the weights' dtype are.
 
-    With `memory_projections=[]`, `memory_value_gate=False`, initial memories and value shares of 0 it is
+    With `memory_projections=[]`, `memory_value_gate=False`, and initial memories and value shares of 0, the mixer is
     transformers' `Qwen3NextGatedDeltaNet` with as many key as value heads.
     """
 
@@ -159,18 +158,18 @@ class SelfModifyingTitans(nn.Module):
         self.v_conv1d = ShortConvolution(config, config.num_memory_heads)
         self.q_conv1d = ShortConvolution(config, config.num_memory_heads)
         if rule.queries_begin_as_keys:
-            # A token then reads first of all what was written under tokens like it (docs/log). Tuples: an attribute
-            # that is a module would be registered twice.
+            # A token then reads at first what similar tokens wrote (docs/log). In tuples, since an attribute that is a
+            # module would be registered twice.
             self.q_proj.begins_as, self.q_conv1d.begins_as = (self.k_proj,), (self.k_conv1d,)
         self.initial_memory = InitialMemory(config)
-        # share [H] of a token's own value in its read: `D` of Mamba-2
+        # share [H] of a token's own value in its read, Mamba-2's `D`
         self.value_share = LearnedFactors(config.num_memory_heads) if rule.has_value_share else None
         self.gates = MemoryGates(config)
-        # the same as dividing: the norm's epsilon grows
+        # a larger epsilon of the norm is the same as divided reads
         eps = config.rms_norm_eps * (config.head_dim if rule.divides_reads else 1)
         self.o_norm = HopeRMSNorm(config.head_dim, eps)
         self.kernels = asked_kernels()
-        # why no kernel of a GPU ran, and how often
+        # reasons for which no GPU kernel ran, and their counts
         self.kernel_fallbacks: Counter[tuple[str, str]] = Counter()
 
     def forward(
@@ -182,18 +181,19 @@ class SelfModifyingTitans(nn.Module):
         need_state: bool = False,
         **_,
     ) -> tuple[torch.Tensor, ScanState | None]:
-        """Read a span of text and learn from it.
+        """Write a call's tokens into the memories, and read at every token.
 
         Args:
             hidden_states: [B, T, hidden_size].
-            state: what the call before returned, or `None` at a text's start; tensors are [B, H, ...].
-            plan: which chunk each token falls in.
+            state: result of the call before, or `None` at a text's start; tensors are [B, H, ...].
+            plan: the slots and chunks of the call's tokens.
             need_state: whether to return the state after the last token.
 
         Returns:
             The mixer's output [B, T, hidden_size], and the new state.
         """
         batch_size, heads = len(hidden_states), self.config.num_memory_heads
+        # projections and gates
         inputs = self.scan_inputs(hidden_states, plan)
         operands = operand_dtype(hidden_states)
         if state is not None:
@@ -201,14 +201,17 @@ class SelfModifyingTitans(nn.Module):
             current, chunk_start = (tuple(x.flatten(0, 1) for x in part) for part in (current, chunk_start))
             state = ScanState(current, chunk_start, tail.flatten(0, 1))
         with torch.autocast(hidden_states.device.type, enabled=False):
+            # kernel weights of the convolutions, and initial weights
             memories = self.memories(batch_size, inputs.query.dtype)
+            # convolutions, SiLU, normalisation, writes and reads
             run = self.choose_scan(inputs, memories, operands)
-            # kernels of a GPU keep little themselves, and are fastest on a whole text
+            # GPU kernels save few activations, and are fastest on a whole text
             recompute = self.config.recompute_chunks if run in (scan_plain, *FAST_SCANS.values()) else 0
             reads, after = scan(run, inputs, memories, state, plan.spans, recompute, need_state)
             reads = reads.unflatten(0, (batch_size, heads)).transpose(1, 2)
             if plan.slot_of_token is not None:
                 reads = plan.to_tokens(reads)
+            # norm, gate, output
             normed = self.o_norm(reads)
         gate = F.silu(self.g_proj(hidden_states))
         output = self.o_proj(normed.flatten(2).to(gate.dtype) * gate)
@@ -219,11 +222,11 @@ class SelfModifyingTitans(nn.Module):
             after = ScanState(current, chunk_start, tail.unflatten(0, shape))
         return output, after
 
-    # asked of the mixer, which may be of another copy of the code
+    # methods, since the mixer may come from another copy of the code
     statistics, gate_values, contribution = memory_statistics, gate_values, contribution
 
     def choose_scan(self, inputs: ScanInputs, memories: Memories, operands: torch.dtype) -> Callable:
-        """What computes `memory_scan.scan_plain` here; kernels of a GPU round their operands to the dtype given."""
+        """The scan to run, equal to `memory_scan.scan_plain`; GPU kernels round their operands to the given dtype."""
         if self.kernels == "plain" or torch.compiler.is_compiling():
             return scan_plain
         kernels = {
@@ -234,13 +237,13 @@ class SelfModifyingTitans(nn.Module):
         return choose("memory_scan", self.kernels, kernels, otherwise, self.kernel_fallbacks, inputs.query.device)
 
     def scan_inputs(self, hidden_states: torch.Tensor, plan: ChunkPlan) -> ScanInputs:
-        """What the scan reads, from `hidden_states` [B, T, hidden_size], on the slots of the plan."""
+        """Keys, values, queries and gates from `hidden_states` [B, T, hidden_size], in the slots of the plan."""
         heads, in_slots = self.config.num_memory_heads, plan.token_of_slot is not None
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
         made = []
         for projection in (self.in_proj, self.k_proj, self.v_proj, self.q_proj):
             if projection is None:
-                # keys and values without a map of their own take what `in_proj` made
+                # keys and values without a map of their own share the output of `in_proj`
                 made.append(made[0] if made else None)
                 continue
             x = projection(hidden_states)
@@ -251,14 +254,14 @@ class SelfModifyingTitans(nn.Module):
             if gate is not None:
                 gate = (plan.to_slots(gate) if in_slots else gate).transpose(1, 2)
                 if plan.valid is not None:
-                    # padding neither writes nor forgets
+                    # padding neither writes nor decays
                     gate = torch.where(plan.valid[:, None], gate, 0.0)
                 gate = gate.flatten(0, 1)
             gates.append(gate)
         return ScanInputs(*made[1:], *gates)
 
     def memories(self, batch_size: int, dtype: torch.dtype) -> Memories:
-        """The memories of `batch_size` sequences, as the scan takes them."""
+        """The memories of `batch_size` sequences, for the scan."""
         conv_weights = torch.cat([conv(dtype) for conv in (self.k_conv1d, self.v_conv1d, self.q_conv1d)], dim=-1)
         conv_weights = conv_weights.unsqueeze(1).expand(-1, batch_size, -1, -1).flatten(1, 2).unsqueeze(2)
         # [H, ...] of heads to [b, ...]

@@ -1,13 +1,12 @@
 """The paper's rule of a layer's memories in chunk-parallel form, in plain operations.
 
-A memory is `M(z) = z + W1 act(W2 z)` (equation 89; depth 1: `M(z) = z + W z`) and learns with delta gradient descent
-and retention (equation 88). All that a token writes (inputs, errors, learning rates) is taken at the weights of its
-chunk's start (section 8.2 of the paper), so that inside a chunk each layer is a linear recurrence
+A memory is `M(z) = z + W1 act(W2 z)` (equation 89; depth 1: `M(z) = z + W z`), updated by delta gradient descent with
+retention (equation 88). A token's inputs, errors and learning rates are computed at the weights of its chunk's start
+(section 8.2 of the paper). Within a chunk each layer is then a linear recurrence
 
     W_t = alpha_t W_{t-1} - e_t W_{t-1} u_t u_t^T - w_t delta_t u_t^T
 
-whose sum over tokens is one triangular solve. The slow twin of this file is `hope_hf.reference`: the same rules token
-by token.
+whose sum over tokens is one triangular solve. `hope_hf.reference` computes the same rule token by token.
 
 Axes: b sequences times heads, N memory of a layer (the content memory last), C token of a span, D head width; `o` and
 `i` are the output and input width of one layer of a memory. Tokens are rows.
@@ -22,25 +21,24 @@ from transformers import initialization as init
 from .configuration_hope import HopeConfig, PaperRule
 from .memory_scan import NORM_EPSILON, ScanState, Tokens, decay_matrix, unit
 
-# standard deviation of a memory's output layer at initialisation, times 1 / sqrt(its input width)
+# standard deviation of a memory's output layer at initialisation, before the factor 1 / sqrt(input width)
 _OUTPUT_STD = 0.05
 _INNER_GAIN = 2.0
-# Below this norm of the hidden activation its normalisation is treated as a constant scale, or the error explodes.
+# Below this norm of the hidden activation, its normalisation counts as a constant scale: the error would explode.
 _HIDDEN_NORM_FLOOR = 0.1
 
-# The weights of a group of memories in the order in which they act: (W,) or (W2, W1); each [b, N, o, i].
+# Weights of N memories in the order in which they are applied: (W,) or (W2, W1); each [b, N, o, i].
 Weights = tuple[torch.Tensor, ...]
 
 
 class PaperMemories(NamedTuple):
     """The memories of a layer under the paper's rule.
 
-    States are deviations from the initial weights where retention leads there, else the weights themselves.
+    A state holds deviations from the initial weights if retention decays to these, else the weights themselves.
     """
 
-    # of the convolutions on k, v and q side by side, oldest first [K, b, 1, 3 D]
+    # the first two as in `Memories`
     conv_weights: torch.Tensor
-    # the qkv that memories project
     projected: tuple[str, ...]
     initial: Weights
     # factor on the learning rate of each memory [N]
@@ -57,7 +55,7 @@ class PaperMemories(NamedTuple):
 
     @staticmethod
     def initial_shapes(config: HopeConfig) -> dict[str, tuple[int, ...]]:
-        """Of all memories, [H, N, D, D] each."""
+        """One weight per layer, [H, N, D, D] for all memories."""
         shape = (config.num_memory_heads, len(config.memory_projections) + 1, config.head_dim, config.head_dim)
         return dict.fromkeys(("inner", "outer")[-config.paper_rule["depth"] :], shape)
 
@@ -83,19 +81,19 @@ class PaperMemories(NamedTuple):
         return cls(conv_weights, projected, initial, conv_weights.new_tensor(rate_factors), options)
 
     def fresh(self) -> Weights:
-        """The state of having read nothing."""
+        """The state before the first token."""
         if self.rule.decay_to == "zero":
             return self.initial
         return tuple(torch.zeros_like(weight) for weight in self.initial)
 
     def weights(self, state: Weights) -> Weights:
-        """The weights themselves, from what a state holds of them."""
+        """The weights of a state."""
         if self.rule.decay_to == "zero":
             return state
         return tuple(base + deviation for base, deviation in zip(self.initial, state, strict=True))
 
     def project(self, chunk_start: Weights, index: int, x: torch.Tensor) -> torch.Tensor:
-        """`M(x)` of one memory, at the weights of the chunk's start; [b, C, D]."""
+        """`M(x)` of one memory with the weights of the chunk's start; [b, C, D]."""
         weights = tuple(weight[:, index : index + 1] for weight in self.weights(chunk_start))
         return apply_memory(weights, x.unsqueeze(1), self.rule).squeeze(1)
 
@@ -112,7 +110,7 @@ class PaperMemories(NamedTuple):
         return reads, tuple(layer.end() for layer in layers)
 
     def initial_read(self, queries: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """`M(q)` of the content memory, at the initial weights."""
+        """`M(q)` of the content memory with its initial weights."""
         return self.recall(self.fresh(), queries)
 
     def recall(self, state: Weights, keys: torch.Tensor) -> torch.Tensor:
@@ -140,7 +138,7 @@ def apply_memory(weights: Weights, z: torch.Tensor, rule: PaperRule) -> torch.Te
 
 
 class LayerWrite(NamedTuple):
-    """What the tokens of a span write into one layer, fixed by the weights at the chunk's start."""
+    """The writes of a span's tokens into one layer, computed at the weights of the chunk's start."""
 
     # u [b, 1 or N, C, i]
     inputs: torch.Tensor
@@ -148,7 +146,7 @@ class LayerWrite(NamedTuple):
     errors: torch.Tensor
     # factor on the token's learning rate
     scale: float
-    # whether the layer erases along u before it writes
+    # whether the layer erases along u before the write
     erase: bool
 
 
@@ -158,9 +156,9 @@ def linearise(weights: Weights, keys: torch.Tensor, values: torch.Tensor, rule: 
     Equations (84) and (85) with the gradient of equation (93), at the weights of the chunk's start.
 
     Args:
-        weights: at the chunk's start, each [b, N, o, i].
+        weights: weights at the chunk's start, each [b, N, o, i].
         keys: unit keys [b, 1, C, D].
-        values: values [b, 1, C, D], not normalised.
+        values: [b, 1, C, D], not normalised.
 
     Returns:
         One `LayerWrite` per layer, in the order of `weights`.
@@ -173,7 +171,7 @@ def linearise(weights: Weights, keys: torch.Tensor, values: torch.Tensor, rule: 
     pre = keys @ inner.mT
     hidden = activate(pre, rule)
     error = (keys - values) + (hidden - activate(values @ inner.mT, rule)) @ outer.mT
-    # the inner layer's error is formed from the unclipped outer one
+    # the inner layer's error comes from the unclipped error of the outer layer
     back = error @ outer
     if rule.hidden_norm == "unit":
         inverse_norm = torch.rsqrt(F.silu(pre).square().sum(-1, keepdim=True) + NORM_EPSILON)
@@ -196,8 +194,7 @@ def clip_norm(x: torch.Tensor, limit: float | None) -> torch.Tensor:
 class SpanGates:
     """Products of the gates over a span, shared by all layers of a memory.
 
-    `rate` is [b, N, C], `log_retention` [b, 1, C]; `read_mode`: at which weights a token reads, with its own write
-    ("inclusive") or before it ("exclusive").
+    `rate` is [b, N, C], `log_retention` [b, 1, C]; `read_mode` is that of `PaperRule`.
     """
 
     def __init__(self, rate: torch.Tensor, log_retention: torch.Tensor, read_mode: str):
@@ -215,15 +212,15 @@ class SpanGates:
 
 
 class LayerSpan:
-    """One layer over one span: solved once, then read at any token and carried to the span's end.
+    """One layer over one span: one solve, then reads at any token and the weights at the span's end.
 
-    With `D` the stored weights at the span's start, `W_init` the initial weights (0 unless retention leads there),
-    `w_i` the steps, and `w_i a_i u_i^T` what token i takes from the weights:
+    With `D` the stored weights at the span's start, `W_init` the initial weights (0 unless retention decays to these),
+    `w_i` the steps, and `w_i a_i u_i^T` the change that token i subtracts from the weights:
 
         (I + L) A = keep_before U D^T + U W_init^T + Delta,           L_ti = decay_before_ti (u_t . u_i) w_i
         W_t x = keep_t D x + W_init x - sum_{i <= t} decay_ti (u_i . x) w_i a_i
 
-    Without erasing `A = Delta`. Nothing is divided by the steps: they may be 0.
+    Without erasing `A = Delta`. No term is divided by the steps, which may be 0.
     """
 
     def __init__(self, stored: torch.Tensor, initial: torch.Tensor | None, write: LayerWrite, gates: SpanGates):
@@ -236,11 +233,11 @@ class LayerSpan:
         if initial is not None:
             right = right + self.inputs @ initial.mT
         lower = self.inputs @ self.inputs.mT * gates.decay_before * self.rate.unsqueeze(-2)
-        # unitriangular: the diagonal of ones is not read, so (I + L) is never formed
+        # unitriangular: the solver does not read the diagonal of ones, so I + L is never formed
         self.corrections = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
 
     def read(self, queries: torch.Tensor) -> torch.Tensor:
-        """`W_t x_t` of the last memory for one query a token. `queries`: [b, 1, C, i]; returns [b, 1, C, o]."""
+        """`W_t x_t` of the last memory for one query per token: [b, 1, C, i] -> [b, 1, C, o]."""
         gates = self.gates
         stored, inputs, rate, corrections = (
             part[:, -1:] for part in (self.stored, self.inputs, self.rate, self.corrections)

@@ -1,12 +1,12 @@
-"""The scan of a mixer of memories: chunk after chunk, in the order in which a text is read.
+"""The scan of a layer's memories, span after span in the order of the text.
 
-One pass makes keys and values, writes them into all memories of the layer, and reads the content memory (equations 83
-to 88). The rules (`memory_delta`, `paper_rule`) say how a memory acts and how it is written; all else is here. This is
-the readable path, in plain operations and with autograd's gradients; `memory_fast` is the same for the delta rule
-with a backward written by hand.
+For every span the scan computes keys, values and queries, writes keys and values into all memories of the layer, and
+reads the content memory (equations 83 to 88). The rules (`memory_delta`, `memory_paper`) define how a memory is
+applied and updated. This is the plain path, with autograd's gradients; `memory_fast` computes the same for the delta
+rule, with a backward pass written by hand.
 
-Axes: b sequences times heads, S slot (`chunks`), C slot of a span, D head width, K width of the convolution.
-Tokens are rows. All tensors are float32, or float64 where the model is.
+Axes: b sequences times heads, S slot (`chunks`), C slot of a span, D head width, K kernel size of the convolution.
+Tokens are rows. All tensors are float32, or float64 in a float64 model.
 """
 
 from collections.abc import Callable
@@ -25,40 +25,40 @@ NORM_EPSILON = 1e-6
 
 
 class ScanInputs(NamedTuple):
-    """What the scan reads of every slot. Padding has `rate` 0 and `log_retention` 0."""
+    """The scan's input for every slot; empty slots have `rate` 0 and `log_retention` 0."""
 
-    # keys, values and queries before memories project them and the convolution mixes tokens [b, S, D]
+    # keys, values and queries before the memories project them and before the convolution [b, S, D]
     key: torch.Tensor
     value: torch.Tensor
     query: torch.Tensor
     # eta and log alpha of equation (88) [b, S]
     rate: torch.Tensor
     log_retention: torch.Tensor
-    # norm of each token's value [b, S], or None where the stream gives it
+    # norm of each token's value [b, S], or None if values keep their own norm
     value_norm: torch.Tensor | None = None
 
     def split(self, sizes: list[int]) -> list["ScanInputs"]:
-        """The inputs of successive runs of slots."""
-        # one autograd node a tensor, where a slice each would pad every gradient with zeros
+        """The inputs of successive groups of `sizes` slots."""
+        # `split` is one autograd node per tensor; slices would each pad their gradient with zeros
         parts = [[None] * len(sizes) if part is None else part.split(sizes, dim=1) for part in self]
         return [ScanInputs(*run) for run in zip(*parts, strict=True)]
 
 
 class ScanState(NamedTuple):
-    """What a layer carries from token to token: [b, ...] in a scan, [B, H, ...] between the calls of a mixer.
+    """The state of a layer: [b, ...] in a scan, [B, H, ...] between the calls of a mixer.
 
-    Weights have the form that their rule gives them.
+    The rule defines the form of the weights.
     """
 
     current: tuple[torch.Tensor, ...]
-    # the weights at the start of the current chunk; none where the rule does not read them
+    # weights at the start of the current chunk; empty if the rule does not read them
     chunk_start: tuple[torch.Tensor, ...]
-    # last inputs of the convolutions on k, v and q side by side [b, K - 1, 3 D]
+    # last inputs of the convolutions of k, v and q, side by side [b, K - 1, 3 D]
     conv_tail: torch.Tensor
 
 
 class Tokens(NamedTuple):
-    """What the tokens of a span write and read with."""
+    """Keys, values, queries and gates of a span's tokens."""
 
     # of norm 1 [b, C, D]
     keys: torch.Tensor
@@ -71,41 +71,41 @@ class Tokens(NamedTuple):
 
 
 class Memories(Protocol):
-    """The memories of a layer under one rule: those that project qkv in the order k, v, and the content memory.
+    """The memories of a layer under one rule: those that project k and v, in that order, then the content memory.
 
-    `memory_mixer` builds a layer after the class attributes and static methods of its rule.
+    The class attributes and static methods tell `memory_mixer` how to build the layer.
     """
 
-    # whether the keys and values that memories project come from one linear map
+    # whether one linear map makes the input of all keys and values that memories project
     shares_input: ClassVar[bool]
-    # whether queries are made at first as keys are
+    # whether the map and the convolution of queries are initialised with those of keys
     queries_begin_as_keys: ClassVar[bool]
-    # whether a read is divided by the square root of the head width before its normalisation
+    # whether reads are divided by the square root of the head width before their normalisation
     divides_reads: ClassVar[bool]
-    # whether heads learn a rate of forgetting (`A_log`), and a share of the token's own value in its read
+    # whether heads learn a decay rate (`A_log`), and a share of the token's own value in its read
     has_decay_rate: ClassVar[bool]
     has_value_share: ClassVar[bool]
     # whether `HopeConfig.memory_value_gate` applies
     has_value_gate: ClassVar[bool]
 
-    # of the convolutions on k, v and q side by side, oldest first [K, b, 1, 3 D]
+    # kernel weights of the convolutions of k, v and q, side by side, the oldest token's first [K, b, 1, 3 D]
     conv_weights: torch.Tensor
-    # the qkv that memories project: "k", "v"
+    # which of "k" and "v" memories project
     projected: tuple[str, ...]
-    # whether anything is read at the weights of the chunk's start
+    # whether the weights of the chunk's start are read
     reads_chunk_start: bool
 
     @staticmethod
     def initial_shapes(config: HopeConfig) -> dict[str, tuple[int, ...]]:
-        """Shapes of the learned initial weights by parameter name, in the order in which they act."""
+        """Shapes of the learned initial weights by parameter name, in the order in which they are applied."""
 
     @staticmethod
     def reset_initial(name: str, weight: torch.Tensor) -> None:
-        """Give one of the learned initial weights its value before training."""
+        """Set one of the learned initial weights to its value before training."""
 
     @staticmethod
     def options(config: HopeConfig) -> Any:
-        """The options of the rule itself."""
+        """Options of the rule, for `of`."""
 
     @classmethod
     def of(
@@ -116,39 +116,39 @@ class Memories(Protocol):
         Args:
             conv_weights: [K, b, 1, 3 D].
             initial: the learned initial weights [b, ...].
-            value_share: [b, 1, 1], or `None` where the rule has none.
+            value_share: [b, 1, 1], or `None` without `has_value_share`.
             rate_factors: factor on the learning rate of each memory.
-            options: as `options` gave them.
+            options: the result of `options`.
         """
 
     def fresh(self) -> tuple[torch.Tensor, ...]:
-        """The weights of having read nothing."""
+        """The weights before the first token."""
 
     def project(self, chunk_start: tuple[torch.Tensor, ...], index: int, x: torch.Tensor) -> torch.Tensor:
-        """What memory `index` makes of its stream [b, C, D], at the weights of the chunk's start (equation 83)."""
+        """Keys or values `x` [b, C, D], transformed by memory `index` at the chunk's start (equation 83)."""
 
     def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Reads [b, C, D] of the content memory, each after its token's own write, and the weights after the span."""
+        """Reads [b, C, D] of the content memory, each including its token's own write, and the weights afterwards."""
 
     def initial_read(self, queries: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """The reads [b, C, D] of `write_and_read` if nothing had ever been written."""
+        """The reads [b, C, D] of a content memory without writes."""
 
     def recall(self, state: tuple[torch.Tensor, ...], keys: torch.Tensor) -> torch.Tensor:
-        """What the content memory of a state holds under unit keys [b, C, D]."""
+        """The content memory of a state, read at unit keys [b, C, D]."""
 
     def target(self, chunk_start: tuple[torch.Tensor, ...], values: torch.Tensor) -> torch.Tensor:
-        """What the content memory is taught for values [b, C, D]."""
+        """Targets of the content memory's writes for values [b, C, D]."""
 
     def content(self, state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """The weights of the content memory of a state."""
+        """The weights of a state's content memory."""
 
 
 def fresh_state(memories: Memories) -> ScanState:
-    """The state of having read nothing."""
+    """The state before the first token."""
     weights = memories.fresh()
-    conv_weights, rows, _, width = memories.conv_weights.shape
+    kernel_size, rows, _, width = memories.conv_weights.shape
     chunk_start = weights if memories.reads_chunk_start else ()
-    return ScanState(weights, chunk_start, weights[0].new_zeros(rows, conv_weights - 1, width))
+    return ScanState(weights, chunk_start, weights[0].new_zeros(rows, kernel_size - 1, width))
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:
@@ -159,7 +159,7 @@ def unit(x: torch.Tensor) -> torch.Tensor:
 def decay_matrix(rows: torch.Tensor, columns: torch.Tensor, strict: bool = False) -> torch.Tensor:
     """`exp(rows_t - columns_i)` for `i <= t` (`i < t` if strict), else 0. [..., C] each; returns [..., C, C].
 
-    Masked before the exponential: above the diagonal it overflows, and an overflow times zero is a NaN gradient.
+    The mask comes before the exponential, which overflows above the diagonal: infinity times zero is a NaN gradient.
     """
     size = rows.shape[-1]
     mask = rows.new_full((size, size), float("-inf")).triu_(0 if strict else 1)
@@ -167,7 +167,7 @@ def decay_matrix(rows: torch.Tensor, columns: torch.Tensor, strict: bool = False
 
 
 def select_rows(rows: torch.Tensor, chosen: tuple, other: tuple) -> tuple:
-    """`chosen` in the rows [b, 1, 1] where `rows` is true, `other` elsewhere; tuples of tensors [b, ...]."""
+    """`chosen` where `rows` [b, 1, 1] is true, `other` elsewhere; tuples of tensors [b, ...]."""
     return tuple(torch.where(rows.view(-1, *(1,) * (a.ndim - 1)), a, b) for a, b in zip(chosen, other, strict=True))
 
 
@@ -184,21 +184,21 @@ def make_qkv(
 
 
 def written_values(inputs: ScanInputs, values: torch.Tensor, span: ChunkSpan) -> torch.Tensor:
-    """What memories are written with, from the values of a span [b, C, D]."""
+    """The values [b, C, D] that a span writes, with the norm that their gate gives them."""
     if inputs.value_norm is None:
         return values
     return unit(values) * inputs.value_norm[:, span.start : span.stop, None]
 
 
 def restart(memories: Memories, state: ScanState, span: ChunkSpan) -> ScanState:
-    """The state before a span, with fresh weights in the rows in which a document begins."""
+    """The state before a span, with fresh weights in rows in which a document begins."""
     fresh = memories.fresh()
     current, chunk_start = (select_rows(span.keeps, weights, fresh[: len(weights)]) for weights in state[:2])
     return state._replace(current=current, chunk_start=chunk_start)
 
 
 def close_span(state: ScanState, span: ChunkSpan, current: tuple[torch.Tensor, ...], tail: torch.Tensor) -> ScanState:
-    """The state after a span that has begun in `state` and left the weights `current`."""
+    """The state after a span, from the `state` before it and the weights `current` after it."""
     chunk_start = current[: len(state.chunk_start)]
     if not isinstance(span.closes, bool):
         chunk_start = select_rows(span.closes, chunk_start, state.chunk_start)
@@ -210,7 +210,7 @@ def close_span(state: ScanState, span: ChunkSpan, current: tuple[torch.Tensor, .
 def scan_span(
     inputs: ScanInputs, memories: Memories, state: ScanState, span: ChunkSpan
 ) -> tuple[torch.Tensor, ScanState]:
-    """One span: make keys and values, write them, and read at every token [b, C, D]."""
+    """Reads [b, C, D] of one span, and the state after it."""
     if span.keeps is not None:
         state = restart(memories, state, span)
     keys, values, queries, tail = make_qkv(inputs, memories, state, span)
@@ -223,7 +223,7 @@ def scan_span(
 def scan_plain(
     inputs: ScanInputs, memories: Memories, state: ScanState, spans: list[ChunkSpan], need_state: bool = True
 ) -> tuple[torch.Tensor, ScanState]:
-    """All spans in order: reads [b, S, D], and the state after the last (also where it is not needed)."""
+    """Reads [b, S, D] of all spans, and the state after the last, whatever `need_state` is."""
     reads = []
     for span in spans:
         read, state = scan_span(inputs, memories, state, span)
@@ -240,13 +240,13 @@ def scan(
     recompute: int,
     need_state: bool,
 ) -> tuple[torch.Tensor, ScanState | None]:
-    """Read a call's tokens: reads [b, S, D], and the state after them where it is needed.
+    """Reads [b, S, D] of a call's tokens, and the state after them if it is needed.
 
     Args:
-        run: `scan_plain`, or what computes the same.
-        state: of the call before, or `None` at a text's start.
-        recompute: spans whose activations are recomputed together in the backward pass; 0 keeps all. The last such
-            group keeps its own, which the backward pass asks for first.
+        run: `scan_plain`, or a function that computes the same.
+        state: state of the call before, or `None` at a text's start.
+        recompute: spans whose activations are recomputed together in the backward pass; 0 keeps all activations. The
+            last such group always keeps its activations, since the backward pass begins with it.
     """
     stride = recompute if recompute and torch.is_grad_enabled() else len(spans)
     state = fresh_state(memories) if state is None else state

@@ -61,7 +61,7 @@ def test_a_head_that_forgets_within_a_token_overflows_nowhere():
     assert_fused_equals_plain(*problem(ragged_pieces(64), forgetting=60.0))
 
 
-@pytest.mark.parametrize("field", memory_fast._Kept._fields)
+@pytest.mark.parametrize("field", memory_fast._Saved._fields)
 def test_a_wrong_backward_would_be_seen(monkeypatch, field):
     """The control: whatever the backward pass reads, a millionth more of it is noticed."""
     backward = memory_fast._backward_span
