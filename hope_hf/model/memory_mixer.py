@@ -44,8 +44,8 @@ class InitialMemory(nn.Module):
     """Learned initial weights of a layer's memories.
 
     Delta rule: `weight` [H, D, D] of the content memory. Paper's rule: `outer` and, for depth 2, `inner` of all
-    memories, [H, N, D, D] each. `forward` returns copies, since sharding engines gather a module's parameters before its
-    forward and free them after it.
+    memories, [H, N, D, D] each. `forward` returns copies: sharding engines free a module's parameters after its
+    forward.
     """
 
     is_initial_state = True

@@ -1,9 +1,9 @@
 """The sparse mixer: native sparse attention (arXiv 2502.11089) with rotary positions.
 
-Every query reads compressed keys of the whole text, a few blocks that matter most, and a sliding window
-(`sparse_branches`); a gate of every head and token mixes the three. Queries, keys and values pass a short convolution
-first, and queries and keys a normalisation, as those of memories do and the paper's do not: short trainings need both
-(docs/log). Keys lie in slots (`chunks`): documents begin at a block, padding is left out.
+Every query reads compressed keys of the whole text, a few selected blocks, and a sliding window (`sparse_branches`); a
+gate per head and token weights the three branches. Unlike in the paper, queries, keys and values first pass a short
+convolution, and queries and keys a normalisation, as in memories: short training runs need both (docs/log). Keys lie
+in slots (`chunks`): documents begin at a block, and padding has no slot.
 
 Axes: B row, T token of the call, S slot of the call, R slot of the text, H head of keys, G query heads that share it,
 D head width.
@@ -28,12 +28,12 @@ from .sparse_fast import TIME_TILE, make_qkv_tiled, read_sparse_fused
 from .sparse_gpu import obstacle, read_selected_fla
 
 BRANCHES = ("compressed", "selected", "window")
-# a share above it has chosen one branch
+# a token whose largest share exceeds this reads practically one branch
 COLLAPSED = 0.95
 
 
 class SparseStatistics:
-    """Sums over all calls since it was made. A mixer fills it while it is its `sparse_statistics`."""
+    """Sums per call, which a mixer adds while the object is its `sparse_statistics`."""
 
     def __init__(self):
         self._parts: list[dict[str, torch.Tensor]] = []
@@ -45,11 +45,11 @@ class SparseStatistics:
         """Add one call.
 
         Args:
-            gates: weights of the branches [B, S, heads, 3]; over their sum they are shares.
-            chosen: blocks that were selected [B, H, S, X], -1 for none.
+            gates: weights of the branches [B, S, heads, 3]; shares are these divided by their sum.
+            chosen: selected blocks [B, H, S, X], -1 for none.
             own: block of each query [B, S].
-            valid: slots that hold a token [B, S], or `None` where all do.
-            top_k: the most blocks that a query can select.
+            valid: whether a slot holds a token [B, S], or `None` if all do.
+            top_k: maximal number of selected blocks.
         """
         valid = torch.ones_like(own, dtype=torch.bool) if valid is None else valid
         gates = gates[valid].double().clamp(min=torch.finfo(torch.float32).tiny)
@@ -75,22 +75,22 @@ class SparseStatistics:
 
 
 class SparseState(NamedTuple):
-    """What a layer keeps of a text. Slots are whole blocks; what lies behind the last token is never read."""
+    """Keys and values of a text. R is a multiple of the block size; slots after the last token are never read."""
 
     # after rotation [B, H, R, D]
     slot_keys: torch.Tensor
     slot_values: torch.Tensor
-    # those of a block side by side [B, H, R / block, block / stride, D]
+    # by block [B, H, R / block, block / stride, D]
     compressed_keys: torch.Tensor
     compressed_values: torch.Tensor
-    # slot at which the row's current document begins [B]
+    # first slot of the row's current document [B]
     first: torch.Tensor
-    # last inputs of the convolutions on q, k and v side by side [B, K - 1, (H G + 2 H) D]
+    # last inputs of the convolutions of q, k and v, side by side [B, K - 1, (H G + 2 H) D]
     conv_tail: torch.Tensor
 
 
 class BlockCompression(nn.Module):
-    """Learned weights [H, stride, D] with which the tokens of a stride are added up to one, from the mean."""
+    """Learned weights [H, stride, D] that sum the tokens of a stride to one; the first weights give their mean."""
 
     _no_weight_decay = {"weight"}
 
@@ -123,12 +123,12 @@ class HopeSparseAttention(nn.Module):
         self.branch_proj = nn.Linear(width, len(BRANCHES) * heads, bias=False)
         self.o_proj = nn.Linear(heads * config.head_dim, width, bias=False)
         for projection in (self.q_proj, self.k_proj, self.v_proj):
-            # Beside memories recall begins far earlier; alone text is learned later (docs/log).
+            # With a larger scale, recall is learned far earlier beside memories, and text later without (docs/log).
             projection.keeps_scale = config.has_memories
         self.q_conv1d = ShortConvolution(config, heads)
         self.k_conv1d = ShortConvolution(config, shared)
         self.v_conv1d = ShortConvolution(config, shared)
-        # of what is normalised, shared by all heads
+        # factors of the normalised queries and keys, shared by all heads
         self.q_norm = LearnedFactors(config.head_dim)
         self.k_norm = LearnedFactors(config.head_dim)
         self.k_compress = BlockCompression(config)
@@ -137,9 +137,9 @@ class HopeSparseAttention(nn.Module):
             config.sparse_block_size, config.sparse_compress_stride, config.sparse_top_k, config.sparse_window
         )
         self.kernels = asked_kernels()
-        # why no kernel of a GPU ran, and how often
+        # reasons for which no GPU kernel ran, and their counts
         self.kernel_fallbacks: Counter[tuple[str, str]] = Counter()
-        # filled by every call while there is one
+        # every call adds to it unless it is None
         self.sparse_statistics: SparseStatistics | None = None
 
     def forward(
@@ -152,13 +152,13 @@ class HopeSparseAttention(nn.Module):
         need_state: bool = False,
         **_,
     ) -> tuple[torch.Tensor, SparseState | None]:
-        """Read a span of text.
+        """Attend from a call's tokens to the text so far.
 
         Args:
             hidden_states: [B, T, hidden_size].
-            state: what the call before returned, or `None` at a text's start.
-            blocks: where the call's tokens lie, documents at multiples of a block.
-            block_positions: cosines and sines of every slot's position in its document [B or 1, S, D].
+            state: result of the call before, or `None` at a text's start.
+            blocks: slots of the call's tokens; documents begin at multiples of a block.
+            block_positions: cosines and sines of each slot's position in its document [B or 1, S, D].
             need_state: whether to return the state after the last token.
 
         Returns:
@@ -189,7 +189,7 @@ class HopeSparseAttention(nn.Module):
         return self.o_proj(blocks.to_tokens(output).to(hidden_states.dtype)), after
 
     def choose_reads(self, query: torch.Tensor, base: int, operands: torch.dtype) -> Callable:
-        """What reads for the queries of a text; kernels of a GPU round their operands to the dtype given."""
+        """The function that reads for a text's queries; GPU kernels round their operands to the given dtype."""
         by_fla = partial(read_sparse_fused, selected_by=partial(read_selected_fla, dtype=operands))
         kernels = {
             "fla": Kernel(by_fla, partial(obstacle, query, base, self.sizes)),
@@ -199,21 +199,21 @@ class HopeSparseAttention(nn.Module):
         return choose(name, self.kernels, kernels, read_sparse_fused, counted, query.device)
 
     def branch_gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Weights between 0 and 1 of the three branches in the output of every token and head [B, T, heads, 3]."""
-        # Each by itself, as in the paper: with a softmax over them recall begins far later (docs/log).
+        """Weights of the three branches for every token and head, each from 0 to 1 [B, T, heads, 3]."""
+        # Sigmoids, as in the paper; with a softmax over the branches recall is learned far later (docs/log).
         return self.branch_proj(hidden_states).unflatten(-1, (-1, len(BRANCHES))).sigmoid()
 
     def begin_statistics(self) -> None:
-        """Sum up what is read from now on."""
+        """Collect statistics of the calls from now on."""
         self.sparse_statistics = SparseStatistics()
 
     def end_statistics(self) -> list[dict]:
-        """The sums of every call since `begin_statistics`, which ends with this."""
+        """The statistics of each call since `begin_statistics`; stops collecting."""
         found, self.sparse_statistics = self.sparse_statistics, None
         return found.read()
 
     def qkv(self, hidden_states, state: SparseState | None, blocks: SlotPlan, block_positions) -> tuple:
-        """Rotated, scaled queries [B, H, G, S, D], keys, values [B, H, S, D], in slots; the tail of convolutions."""
+        """Rotated, scaled queries [B, H, G, S, D], keys and values [B, H, S, D], and the convolutions' tail."""
         config = self.config
         projections = (self.q_proj, self.k_proj, self.v_proj)
         raw = blocks.to_slots(torch.cat([projection(hidden_states) for projection in projections], dim=-1))
@@ -221,7 +221,7 @@ class HopeSparseAttention(nn.Module):
         tail = raw.new_zeros(len(raw), tail_size, raw.shape[2]) if state is None else state.conv_tail.to(raw.dtype)
         convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         conv_weights = torch.cat([convolution(raw.dtype).flatten(1) for convolution in convolutions], dim=-1)
-        # the scale of attention is taken into the norm
+        # the norm's factors include the scale of attention
         query_norm = self.q_norm(raw.dtype) * config.head_dim**-0.5
         weights = QkvWeights(conv_weights[:, None, None], query_norm, self.k_norm(raw.dtype))
         sizes = QkvSizes(config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps)
@@ -235,15 +235,15 @@ class HopeSparseAttention(nn.Module):
     def _remember(
         self, key, value, tail, state: SparseState | None, blocks: SlotPlan, tokens: int, need_state: bool
     ) -> tuple[SparseKeys, SparseState | None, int | torch.Tensor, torch.Tensor | None]:
-        """Keys and values of the text so far, the state, slot of the call's first, and documents' first slots [B, S].
+        """Keys and values of the text so far, the new state, the call's first slot, and documents' first slots [B, S].
 
-        The slot is an `int` where it is that of all rows, else [B].
+        The call's first slot is an `int` if all rows share it, else [B].
         """
         block, length = self.sizes.block, key.shape[2]
         rows = torch.arange(len(key), device=key.device)
         begin = rows.new_zeros(len(key)) if state is None else state.first
         if blocks.valid is None:
-            # all rows have read as many tokens of one document
+            # all rows have read the same number of tokens of one document
             base, first, end = blocks.before, None, blocks.before + length
         else:
             if length == 1:
@@ -260,7 +260,7 @@ class HopeSparseAttention(nn.Module):
             if state is None:
                 base, end = 0, length
             elif torch.compiler.is_compiling():
-                # a cache of fixed length has room
+                # a cache of fixed length has room for all tokens
                 end = state.slot_keys.shape[2]
             else:
                 end = int(at.max()) + 1
@@ -287,27 +287,27 @@ class HopeSparseAttention(nn.Module):
 
 
 def _is_first(state: SparseState, columns: int | torch.Tensor) -> bool:
-    """Whether a call that goes on after `columns` columns may write into the tensors of the state.
+    """Whether a call that continues after `columns` columns may write into the tensors of the state.
 
-    Only who comes first may: another text that goes on from the same token, after a rollback, finds that more columns
-    were written than it has read, and takes copies.
+    It may only if no longer continuation was written into these tensors. After a rollback more columns were written
+    than read, and the call copies the tensors.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(columns, int):
         return False
-    # torch refuses to overwrite, outside of its inference mode, what was made there
+    # tensors made in inference mode cannot be written outside of it
     if state.slot_keys.is_inference() and not torch.is_inference_mode_enabled():
         return False
     return getattr(state.slot_keys, "written_columns", None) == columns
 
 
 def _room(before: torch.Tensor, size: int, overwrites: bool) -> torch.Tensor:
-    """`before` with `size` slots; itself where it may be overwritten and is as large."""
+    """A copy of `before` with `size` slots, or `before` itself if it may be overwritten and has that size."""
     more = size - before.shape[2]
     return F.pad(before, (0, 0, 0, more)) if more else before if overwrites else before.clone()
 
 
 def _placed(new, before, base: int | torch.Tensor, room: int, blocks: SlotPlan, overwrites: bool) -> torch.Tensor:
-    """Slots [B, H, room, D] of the text with those of a call [B, H, S, D], of which the first is `base`."""
+    """Slots [B, H, room, D] of the text, with a call's slots [B, H, S, D] written from slot `base` on."""
     length = new.shape[2]
     if blocks.valid is not None:
         new = new * blocks.valid[:, None, :, None]
@@ -323,7 +323,7 @@ def _placed(new, before, base: int | torch.Tensor, room: int, blocks: SlotPlan, 
 
 
 def _compressed(slots, compress, before, base: int | torch.Tensor, length: int, overwrites: bool) -> torch.Tensor:
-    """Compressed slots [B, H, R / stride, D] of the text, anew for the strides of a call."""
+    """Compressed slots [B, H, R / stride, D] of the text, with those of a call's strides recomputed."""
     if before is None:
         return compress(slots)
     stride = compress.weight.shape[1]

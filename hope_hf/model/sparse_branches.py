@@ -1,17 +1,17 @@
-"""The three branches of native sparse attention (arXiv 2502.11089), each query by itself: plain operations.
+"""The three branches of native sparse attention (arXiv 2502.11089), query by query in plain operations.
 
-A query at slot t of a document that begins at slot f reads
+A query at slot t of a document that begins at slot f attends by softmax attention to
 
     compressed   the compressed keys of all strides of the document that end at or before t
-    selected     the keys at or before t of the blocks that matter most: the document's first, the query's own, the one
-                 before it, and those with the largest sums of compressed attention, over the heads of a group
+    selected     the keys at or before t of the selected blocks: the document's first, the query's own, the one before
+                 it, and those with the largest compressed attention, summed over the query heads of a key head
     window       the last keys, its own included
 
-by softmax attention in each. This is the readable path, which gathers what every query reads; generation and spans of
-a text go through it. `sparse_fast` computes the same for a whole text.
+This is the plain path, which gathers the keys of every query; generation uses it. `sparse_fast` computes the same for
+many queries. `make_qkv` makes queries, keys and values from the outputs of linear maps.
 
-Axes: B row, H head of keys, G query heads that share it, N query, R slot of keys, D head width, Z compressed key
-(R / stride), Y block (R / block), X selected block.
+Axes: B row, H head of keys, G query heads that share it, N query, S slot of the call, R slot of keys, D head width, Z
+compressed key (R / stride), Y block (R / block), X selected block, C channel (q, k and v side by side), K kernel size.
 """
 
 from typing import NamedTuple
@@ -23,12 +23,12 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from .chunks import ChunkSpan
 from .layers import convolve
 
-# Queries that are read at once: what each gathers is as large as what it reads.
+# Queries per step: each gathers copies of all keys and values that it reads.
 _AT_ONCE = 16
 
 
 class SparseSizes(NamedTuple):
-    """What is read, in slots and blocks: the fields `sparse_*` of `HopeConfig`."""
+    """The fields `sparse_*` of `HopeConfig`, in slots and blocks."""
 
     block: int
     stride: int
@@ -37,7 +37,7 @@ class SparseSizes(NamedTuple):
 
 
 class SparseKeys(NamedTuple):
-    """What queries read."""
+    """Keys and values, and the compressed ones."""
 
     # [B, H, R, D]
     keys: torch.Tensor
@@ -48,36 +48,36 @@ class SparseKeys(NamedTuple):
 
 
 def masked_softmax(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Softmax over the last axis where `mask` is true; 0 everywhere in rows where it is nowhere."""
+    """Softmax over the entries of the last axis where `mask` is true, 0 elsewhere and in rows without such entries."""
     lowest = torch.finfo(scores.dtype).min
     return scores.masked_fill(~mask, lowest).softmax(-1).masked_fill(~mask, 0.0)
 
 
 def block_scores(attention: torch.Tensor, at: torch.Tensor, first: torch.Tensor, sizes: SparseSizes) -> torch.Tensor:
-    """What selection goes by [B, H, N, Y]: -inf for blocks that a query does not see, above all others where forced.
+    """Scores of blocks for selection [B, H, N, Y]: largest for forced blocks, -inf for blocks that a query cannot see.
 
     Args:
-        attention: compressed attention of each query, summed over a group's heads [B, H, N, Z].
+        attention: compressed attention of each query, summed over the heads that share a key [B, H, N, Z].
         at, first: slot of the query, and of its document's first token [B or 1, N].
     """
     scores = attention.unflatten(-1, (-1, sizes.block // sizes.stride)).sum(-1)
     block = torch.arange(scores.shape[-1], device=scores.device)
     own, begin = (slot[:, None, :, None] // sizes.block for slot in (at, first))
     for rank, forced in enumerate((own - 1, begin, own), start=1):
-        # attention sums to the number of heads at most
+        # larger than attention, whose sum is at most the number of heads
         scores = torch.where(block == forced, float(rank) * scores.new_tensor(1e6), scores)
     return scores.masked_fill((block < begin) | (block > own), float("-inf"))
 
 
 def select_blocks(attention, at, first, sizes: SparseSizes) -> torch.Tensor:
-    """The blocks that queries read [B, H, N, X]; -1 where there are fewer. Arguments as of `block_scores`."""
+    """Selected blocks of each query [B, H, N, X], -1 for none; see `block_scores` for the arguments."""
     scores = block_scores(attention, at, first, sizes)
     best = scores.topk(min(sizes.top_k, scores.shape[-1]), dim=-1)
     return best.indices.masked_fill(best.values == float("-inf"), -1)
 
 
 def read_compressed(queries, held: SparseKeys, at, first, stride: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reads [B, H, G, N, D], and the attention they come from, summed over a group's heads [B, H, N, Z]."""
+    """Reads [B, H, G, N, D], and the attention summed over the heads that share a key [B, H, N, Z]."""
     begin = torch.arange(held.compressed_keys.shape[2], device=at.device) * stride
     mask = (begin >= first[..., None]) & (begin + stride <= at[..., None] + 1)
     scores = queries @ held.compressed_keys.unsqueeze(2).mT
@@ -86,7 +86,7 @@ def read_compressed(queries, held: SparseKeys, at, first, stride: int) -> tuple[
 
 
 def read_slots(queries, held: SparseKeys, slots: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Reads [B, H, G, N, D] of the slots [B, H, N, M] given, where `mask` is true."""
+    """Reads [B, H, G, N, D] of the given slots [B, H, N, M] where `mask` is true."""
     width = queries.shape[-1]
     index = slots.flatten(2).unsqueeze(-1).expand(-1, -1, -1, width)
     keys, values = (part.gather(2, index).unflatten(2, slots.shape[2:]) for part in (held.keys, held.values))
@@ -103,11 +103,11 @@ def read_sparse(
     first: torch.Tensor,
     sizes: SparseSizes,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The branches' reads times their gates, summed [B, H, G, N, D], and the blocks that were selected [B, H, N, X].
+    """The sum of the branches' reads times their gates [B, H, G, N, D], and the selected blocks [B, H, N, X].
 
     Args:
         queries: scaled [B, H, G, N, D].
-        gates: of compressed, selected and window branch [B, H, G, N, 3].
+        gates: weights of the compressed, selected and window branch [B, H, G, N, 3].
         at, first: slot of each query, and of its document's first token [B, N].
     """
     device, heads = at.device, held.keys.shape[1]
@@ -130,9 +130,9 @@ def read_sparse(
 
 
 class QkvWeights(NamedTuple):
-    """What makes the qkv."""
+    """Kernel weights of the convolutions, and factors of the normalised queries and keys."""
 
-    # oldest token first [K, 1, 1, C]
+    # the oldest token's first [K, 1, 1, C]
     conv_weights: torch.Tensor
     # [D]
     query_norm: torch.Tensor
@@ -140,7 +140,7 @@ class QkvWeights(NamedTuple):
 
 
 class QkvSizes(NamedTuple):
-    """Heads of queries and of keys, and what is added to mean squares."""
+    """Numbers of query heads and key heads, and the epsilon of the norms."""
 
     heads: int
     key_heads: int
@@ -148,7 +148,7 @@ class QkvSizes(NamedTuple):
 
     @property
     def split(self) -> list[int]:
-        """Heads of queries, keys and values, side by side."""
+        """Numbers of heads of queries, keys and values."""
         return [self.heads, self.key_heads, self.key_heads]
 
 
@@ -160,11 +160,11 @@ def make_qkv(
     span: ChunkSpan,
     sizes: QkvSizes,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries [B, H, G, S, D], keys, values [B, H, S, D] of a span, and the tail for the next: plain operations.
+    """Queries [B, H, G, S, D], keys and values [B, H, S, D] of a span, and the tail for the next span.
 
     Args:
-        raw: what linear maps gave [B, S, C].
-        tail: last inputs of the convolutions of the span before [B, K - 1, C].
+        raw: output of the linear maps [B, S, C].
+        tail: last inputs of the convolutions before the span [B, K - 1, C].
         angles: cosines and sines of the slots' positions [B or 1, S, D].
     """
     mixed, tail = convolve(raw, tail, weights.conv_weights, span)

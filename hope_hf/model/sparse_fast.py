@@ -1,13 +1,15 @@
-"""The branches of `sparse_branches` for a whole text: tiles of queries and blocks of keys, gradients by hand.
+"""The branches of `sparse_branches` for many queries, with gradients written by hand.
 
-Nothing of the size of the text's square is built. Compressed and window branch take tiles of neighbouring queries. The
-selected branch goes block of keys by block of keys and gathers the queries that have selected it, which are far
-smaller than what each of them reads; a query's blocks are added up under a running maximum, as in flash attention
-(arXiv 2307.08691). All are ordinary products of matrices. A query's heads lie side by side: what is gathered of it is
-one span of memory.
+No tensor grows with the square of the text. The compressed and the window branch take tiles of neighbouring queries.
+The selected branch loops over blocks of keys and gathers the queries that selected the block, which are far smaller
+than the keys of each query; a running maximum combines a query's blocks, as in flash attention (arXiv 2307.08691).
+All are ordinary matrix products. The heads of a query lie side by side, so that a query is contiguous in memory.
+
+`make_qkv_tiled` makes queries, keys and values in time tiles that fit a CPU's cache. It saves only its inputs: the
+backward pass computes the rest again, which is cheap.
 
 Axes: B row, H head of keys, S query, G query heads that share it, R slot of keys, D head width, n queries of a tile, m
-keys of a tile.
+keys of a tile, C channel (q, k and v side by side), K kernel size.
 """
 
 import math
@@ -24,9 +26,9 @@ from .chunks import ChunkSpan
 from .layers import convolution_gradients, convolve_padded, tail_after
 from .sparse_branches import QkvSizes, QkvWeights, SparseKeys, SparseSizes, select_blocks
 
-# slots of a tile
+# slots per tile in which queries, keys and values are made
 TIME_TILE = 512
-# queries of a tile, and those that are gathered at once: a document's first block is read by all
+# queries per tile, and most queries that are gathered at once: all queries read a document's first block
 _QUERY_TILE, _GATHERED = 128, 1024
 _LOG2_E = math.log2(math.e)
 
@@ -40,16 +42,16 @@ def read_sparse_fused(
     sizes: SparseSizes,
     selected_by: Callable | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sparse_branches.read_sparse` of queries in neighbouring slots.
+    """`sparse_branches.read_sparse` for queries in neighbouring slots.
 
     Args:
         queries: scaled [B, H, G, S, D].
-        gates: of compressed, selected and window branch [B, H, G, S, 3].
+        gates: weights of the compressed, selected and window branch [B, H, G, S, 3].
         base: slot of the first query, in all rows.
-        first: slot of the first token of each query's document [B, S]; `None` where all begin at slot 0.
-        selected_by: what computes the selected branch; `read_selected` unless given.
+        first: slot of the first token of each query's document [B, S]; `None` if all documents begin at slot 0.
+        selected_by: function of the selected branch; `read_selected` unless given.
     """
-    # a query's heads side by side, as the mixer makes them
+    # the heads of a query side by side
     queries, gates = queries.transpose(2, 3).contiguous(), gates.transpose(2, 3)
     # whole blocks of queries
     length, front = queries.shape[2], base % sizes.block
@@ -59,14 +61,13 @@ def read_sparse_fused(
     if first is not None:
         first = F.pad(first, (front, back), value=base)
     compressed, selected, window = gates.split(1, dim=-1)
-    # One after the other: each branch hands on what it reads, so that the backward pass of one adds its gradients to
-    # those of the next.
+    # Chained so that all branches accumulate into one gradient.
     reads, chosen, queries = _Compressed.apply(
         queries, held.compressed_keys, held.compressed_values, compressed, base, first, sizes
     )
     read, *qkv = (selected_by or read_selected)(queries, held.keys, held.values, selected, chosen, base, sizes.block)
     reads.add_(read)
-    # as large as the text
+    # frees a tensor of the size of the queries
     del read
     reads.add_(_Window.apply(*qkv, window, base, first, sizes.window))
     inside = slice(front, front + length)
@@ -74,20 +75,20 @@ def read_sparse_fused(
 
 
 class _QueryTile(NamedTuple):
-    """Neighbouring queries and the range of keys that they read."""
+    """Neighbouring queries, and the range of keys that they read."""
 
     queries: slice
     keys: slice
-    # what is added to scores: 0, or -inf for keys that a query does not see [1 or B, 1, n, 1, columns]
+    # added to the scores of columns: 0, or -inf for keys that a query cannot see [1 or B, 1, n, 1, columns]
     hidden: list[tuple[slice, torch.Tensor]]
-    # 0 for queries that see none of the keys [1 or B, 1, n, 1, 1], where there may be any
+    # 0 for queries that see no key of the tile, else 1 [1 or B, 1, n, 1, 1]; None if every query sees one
     sees: torch.Tensor | None = None
 
 
 def _tile(
     cut: slice, keys: slice, columns: list[slice], visible: Callable, like: torch.Tensor, dark: bool
 ) -> _QueryTile:
-    """A tile of which all keys but those in `columns` are seen by all queries; `visible` tells of [..., n, m]."""
+    """A tile in which all queries see all keys outside `columns`; `visible` gives the mask [..., n, m] inside."""
     hidden, sees = [], None
     for part in columns:
         seen = visible(part)[:, None, :, None]
@@ -100,7 +101,7 @@ def _tile(
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, tile: _QueryTile) -> torch.Tensor:
-    """Softmax attention [B, H, n G, m] of queries [B, H, n, G, D]; 0 for those that see nothing."""
+    """Softmax attention [B, H, n G, m] of queries [B, H, n, G, D]; 0 for queries that see no key."""
     scores = query.flatten(2, 3) @ key.mT
     by_head = scores.unflatten(2, query.shape[2:4])
     for columns, mask in tile.hidden:
@@ -112,7 +113,7 @@ def _attention(query: torch.Tensor, key: torch.Tensor, tile: _QueryTile) -> torc
 
 
 def without_autocast(backward: Callable) -> Callable:
-    """A backward pass may be started within autocast, which would round its products."""
+    """Wrap a backward pass, which may start within autocast and would then round its products."""
 
     @wraps(backward)
     def run(ctx, grad, *others):
@@ -123,14 +124,14 @@ def without_autocast(backward: Callable) -> Callable:
 
 
 def _queries_of_tiles(queries: torch.Tensor, base: int) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Queries of every tile, and their slots [n, 1]."""
+    """The range of queries of every tile, and their slots [n, 1]."""
     for start in range(0, queries.shape[2], _QUERY_TILE):
         stop = min(start + _QUERY_TILE, queries.shape[2])
         yield slice(start, stop), torch.arange(base + start, base + stop, device=queries.device)[:, None]
 
 
 def _window_tiles(queries, base: int, first, window: int) -> Iterator[_QueryTile]:
-    # Inside a text all tiles hide the same.
+    # Tiles inside a text share their mask.
     last, hidden = None, None
     for cut, at in _queries_of_tiles(queries, base):
         start, stop = base + cut.start, base + cut.stop
@@ -143,7 +144,7 @@ def _window_tiles(queries, base: int, first, window: int) -> Iterator[_QueryTile
 
         columns = [slice(low, stop)]
         if first is None and low and stop - window < start:
-            # between lie those that all queries of the tile see
+            # all queries of the tile see the keys between these columns
             columns = [slice(low, stop - window), slice(start, stop)]
             if last == stop - start:
                 yield _QueryTile(cut, slice(low, stop), hidden)
@@ -169,11 +170,11 @@ def _compressed_tiles(queries, base: int, first, stride: int) -> Iterator[_Query
 
 
 class _Tiled(torch.autograd.Function):
-    """A branch of which every query reads within one range of keys: its reads times their gate [B, H, S, G, D]."""
+    """A branch whose queries each read one range of keys: its reads times their gate [B, H, S, G, D]."""
 
     @staticmethod
     def gradients(ctx, grad, tiles: Callable, grad_queries: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        """Of queries, keys, values and gates; `tiles` of the queries and of where documents begin.
+        """Gradients of queries, keys, values and gates; `tiles(queries, first)` gives the tiles of the forward pass.
 
         `grad_queries`, of the branches behind, is added to in place.
         """
@@ -185,7 +186,7 @@ class _Tiled(torch.autograd.Function):
             key, value, rows = keys[:, :, tile.keys], values[:, :, tile.keys], part.flatten(2, 3)
             attention = _attention(query, key, tile)
             through = rows @ value.mT
-            # the read times its gradient, which is the gate's gradient, too
+            # the read times its gradient, which is also the gate's gradient
             along = torch.linalg.vecdot(attention, through).unsqueeze(-1)
             grad_gates[:, :, tile.queries] = along.unflatten(2, query.shape[2:4])
             attention.mul_(gate.flatten(2, 3))
@@ -216,7 +217,7 @@ class _Window(_Tiled):
 
 
 class _Compressed(_Tiled):
-    """Also the blocks that the attention selects [B, H, S, X], and the queries, for the next branch."""
+    """Reads, the blocks that their attention selects [B, H, S, X], and the queries for the next branch."""
 
     @staticmethod
     def forward(ctx, queries, keys, values, gates, base, first, sizes):
@@ -231,7 +232,7 @@ class _Compressed(_Tiled):
             reads[:, :, cut] = read.mul_(gates[:, :, cut])
             at = torch.arange(base + cut.start, base + cut.stop, device=queries.device)[None]
             begin = torch.zeros_like(at) if first is None else first[:, cut]
-            # to the end of the tile's last block
+            # padded to the end of the tile's last block
             summed = attention.unflatten(2, query.shape[2:4]).sum(3)
             more = -(-(base + cut.stop) // sizes.block) * (sizes.block // sizes.stride) - summed.shape[-1]
             best = select_blocks(F.pad(summed, (0, more)), at, begin, sizes)
@@ -249,80 +250,80 @@ class _Compressed(_Tiled):
 
 
 class _KeyBlock(NamedTuple):
-    """A block of keys and queries of one row and head that have selected it."""
+    """One block of keys and the queries that selected it, in one row and head."""
 
     head: int
     keys: slice
     queries: torch.Tensor
-    # scores of these first queries and all keys that must not count, as the query comes before the key [n, m]
+    # true for keys after the query, among the first n queries [n, m]; None if no query is in the block
     hidden: torch.Tensor | None
 
 
 def _key_blocks(chosen: torch.Tensor, base: int, block: int) -> list[_KeyBlock]:
-    """All that is to be read, block after block, for queries `chosen` [B, H, S, X] (-1 for none)."""
+    """All blocks of keys that queries selected, from `chosen` [B, H, S, X] (-1 for none)."""
     batch, heads, length, number = chosen.shape
     blocks = (base + length) // block
-    # what is no block counts as one more
+    # -1 becomes one more block, which is left out below
     ordered, place = torch.where(chosen < 0, blocks, chosen).view(batch * heads, -1).sort(dim=1, stable=True)
     ordered += torch.arange(batch * heads, device=chosen.device)[:, None] * (blocks + 1)
     counts = ordered.view(-1).bincount(minlength=batch * heads * (blocks + 1)).tolist()
     inside = torch.arange(block, device=chosen.device)
     hidden = inside[:, None] < inside
-    visits = []
-    for visit, queries in enumerate((place // number).view(-1).split(counts)):
-        head, y = divmod(visit, blocks + 1)
+    key_blocks = []
+    for at, queries in enumerate((place // number).view(-1).split(counts)):
+        head, y = divmod(at, blocks + 1)
         if y == blocks:
             continue
         for index, part in enumerate(queries.split(max(_GATHERED, block)) if len(queries) else ()):
-            # Every query has selected its own block, and those of the block come first.
+            # Every query selects its own block, and the queries of the block itself come first.
             is_own = not index and y * block >= base
-            visits.append(_KeyBlock(head, slice(y * block, (y + 1) * block), part, hidden if is_own else None))
-    return visits
+            key_blocks.append(_KeyBlock(head, slice(y * block, (y + 1) * block), part, hidden if is_own else None))
+    return key_blocks
 
 
 class _Selected(torch.autograd.Function):
-    """Reads of the blocks `chosen` times their gate [B, H, S, G, D]; queries, keys and values, for the next branch.
+    """Reads of the blocks `chosen` times their gate [B, H, S, G, D]; queries, keys and values for the next branch.
 
     Exponentials are powers of two, which torch computes three times as fast.
     """
 
     @staticmethod
     def scores(
-        rows: list[torch.Tensor], keys: list[torch.Tensor], visit: _KeyBlock
+        rows: list[torch.Tensor], keys: list[torch.Tensor], key_block: _KeyBlock
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries [n G, D], a query's heads side by side, and their scores [n G, m] in base two."""
-        key = keys[visit.head][visit.keys]
-        query = rows[visit.head].index_select(0, visit.queries).view(-1, key.shape[1])
+        """Queries [n G, D], the heads of a query side by side, and their scores [n G, m] in base two."""
+        key = keys[key_block.head][key_block.keys]
+        query = rows[key_block.head].index_select(0, key_block.queries).view(-1, key.shape[1])
         scores = torch.addmm(query.new_zeros(()), query, key.mT, beta=0, alpha=_LOG2_E)
-        if visit.hidden is not None:
-            own = scores.view(len(visit.queries), -1, key.shape[0])[: len(visit.hidden)]
-            own.masked_fill_(visit.hidden[:, None], float("-inf"))
+        if key_block.hidden is not None:
+            own = scores.view(len(key_block.queries), -1, key.shape[0])[: len(key_block.hidden)]
+            own.masked_fill_(key_block.hidden[:, None], float("-inf"))
         return query, scores
 
     @staticmethod
     def forward(ctx, queries, keys, values, gates, chosen, base, block):
         reads = torch.zeros_like(queries)
-        # the largest score so far [..., 0], and the sum of powers beside it
+        # largest score so far [..., 0], and sum of powers so far [..., 1]
         sums = queries.new_zeros(*queries.shape[:-1], 2)
         sums[..., 0] = float("-inf")
-        visits = _key_blocks(chosen, base, block)
+        key_blocks = _key_blocks(chosen, base, block)
         rows_of, reads_of, sums_of = map(_rows_by_head, (queries, reads, sums))
         keys_of, values_of = _by_head(keys), _by_head(values)
-        for visit in visits:
-            query, scores = _Selected.scores(rows_of, keys_of, visit)
-            read, part = (of[visit.head].index_select(0, visit.queries) for of in (reads_of, sums_of))
+        for key_block in key_blocks:
+            query, scores = _Selected.scores(rows_of, keys_of, key_block)
+            read, part = (of[key_block.head].index_select(0, key_block.queries) for of in (reads_of, sums_of))
             before, count = part.view(-1, 2).split(1, dim=-1)
             after = torch.maximum(before, scores.amax(-1, keepdim=True))
             scores.sub_(after).exp2_()
             left = (before - after).exp2_()
-            read.view(query.shape).mul_(left).addmm_(scores, values_of[visit.head][visit.keys])
+            read.view(query.shape).mul_(left).addmm_(scores, values_of[key_block.head][key_block.keys])
             count.mul_(left).add_(scores.sum(-1, keepdim=True))
             before.copy_(after)
             for of, new in ((reads_of, read), (sums_of, part)):
-                of[visit.head].index_copy_(0, visit.queries, new)
+                of[key_block.head].index_copy_(0, key_block.queries, new)
         top, total = sums.split(1, dim=-1)
         reads.div_(total)
-        ctx.visits, ctx.sums = visits, top + total.log2()
+        ctx.key_blocks, ctx.sums = key_blocks, top + total.log2()
         ctx.save_for_backward(queries, keys, values, gates, reads)
         return reads * gates, queries, keys, values
 
@@ -331,26 +332,26 @@ class _Selected(torch.autograd.Function):
     @without_autocast
     def backward(ctx, grad, grad_queries, grad_keys, grad_values):
         queries, keys, values, gates, reads = ctx.saved_tensors
-        # the read times its gradient, which is the gate's gradient, too
+        # the read times its gradient, which is also the gate's gradient
         along = torch.empty_like(gates)
         for whole, *both in zip(*(part.split(_QUERY_TILE, dim=2) for part in (along, grad, reads)), strict=True):
             whole[..., 0] = torch.linalg.vecdot(*both)
-        # of each query and head, what is gathered together
+        # numbers per query and head that are gathered together
         facts = torch.cat([ctx.sums, along, gates], dim=-1)
-        # those of the branch behind are added to in place
+        # the next branch's gradients are added to in place
         rows_of, grad_of, facts_of, grad_rows_of = map(_rows_by_head, (queries, grad, facts, grad_queries))
         keys_of, values_of, grad_keys_of, grad_values_of = map(_by_head, (keys, values, grad_keys, grad_values))
-        for visit in ctx.visits:
-            head, near = visit.head, visit.keys
-            query, attention = _Selected.scores(rows_of, keys_of, visit)
-            part, known = (of[head].index_select(0, visit.queries) for of in (grad_of, facts_of))
+        for key_block in ctx.key_blocks:
+            head, near = key_block.head, key_block.keys
+            query, attention = _Selected.scores(rows_of, keys_of, key_block)
+            part, known = (of[head].index_select(0, key_block.queries) for of in (grad_of, facts_of))
             part, (total, read, gate) = part.view(query.shape), known.view(-1, 3).split(1, dim=-1)
             attention.sub_(total).exp2_().mul_(gate)
             grad_values_of[head][near].addmm_(attention.mT, part)
             grad_scores = (part @ values_of[head][near].mT).sub_(read).mul_(attention)
             grad_keys_of[head][near].addmm_(grad_scores.mT, query)
-            through = (grad_scores @ keys_of[head][near]).view(len(visit.queries), -1)
-            grad_rows_of[head].index_add_(0, visit.queries, through)
+            through = (grad_scores @ keys_of[head][near]).view(len(key_block.queries), -1)
+            grad_rows_of[head].index_add_(0, key_block.queries, through)
         return grad_queries, grad_keys, grad_values, along, None, None, None
 
 
@@ -365,24 +366,24 @@ def read_selected(
 ) -> tuple[torch.Tensor, ...]:
     """Reads of the blocks `chosen` [B, H, S, X] (-1 for none) times their gate [B, H, S, G, D].
 
-    Also queries, keys and values, through which the gradients of the next branch come. Queries and keys are whole
-    blocks; the first query's slot is `base`. Each query has chosen its own block.
+    Also returns queries, keys and values, through which the gradients of the next branch arrive. Queries and keys are
+    whole blocks; the first query's slot is `base`. Each query selects its own block.
     """
     return _Selected.apply(queries, keys, values, gates, chosen, base, block)
 
 
 def _by_head(part: torch.Tensor) -> list[torch.Tensor]:
-    """Views of [B, H, ...], row after row, wherever they lie."""
+    """Views of [B, H, ...] by row and head."""
     return [head for row in part for head in row]
 
 
 def _rows_by_head(part: torch.Tensor) -> list[torch.Tensor]:
-    """Views [S, G D] of contiguous [B, H, S, G, D], as torch gathers them fastest."""
+    """Views [S, G D] of contiguous [B, H, S, G, D], the form that torch gathers fastest."""
     return _by_head(part.view(*part.shape[:3], -1))
 
 
 def make_qkv_tiled(raw, tail, weights: QkvWeights, angles, spans: list[ChunkSpan], sizes: QkvSizes) -> tuple:
-    """`make_qkv` of all spans of a call, in place and with gradients by hand; the tail is that of the last."""
+    """`make_qkv` of all spans of a call, in place and with gradients by hand; the tail is that of the last span."""
     return _Qkv.apply(raw, tail, *weights, *angles, spans, sizes)
 
 
@@ -398,7 +399,7 @@ class _Qkv(torch.autograd.Function):
         weights, tails = (conv_weights, query_norm, key_norm), []
         exact, *norms = _exact(weights)
         for span in spans:
-            # a copy: it is a part of what the convolutions read
+            # cloned, since the tail is a view of the padded inputs
             tails.append(tail.clone())
             padded, mixed, angles = _mixed(raw, tail, exact, width, (cos, sin), span)
             tail = tail_after(padded, tail, span).to(raw.dtype)
@@ -418,7 +419,7 @@ class _Qkv(torch.autograd.Function):
     @once_differentiable
     @without_autocast
     def backward(ctx, grad_query, grad_key, grad_value, grad_tail):
-        # read once: a block that is recomputed gives them once
+        # unpacked once, since a recomputed block provides the saved tensors once
         raw, conv_weights, query_norm, key_norm, cos, sin, *tails = ctx.saved_tensors
         weights, width, sizes = (conv_weights, query_norm, key_norm), query_norm.shape[-1], ctx.sizes
         conv_weights, *norms = _exact(weights)
@@ -429,7 +430,7 @@ class _Qkv(torch.autograd.Function):
             padded, mixed, (cosine, sine) = _mixed(raw, tail, conv_weights, width, (cos, sin), span)
             given = (grad_query[..., cut, :].flatten(1, 2), grad_key[:, :, cut], grad_value[:, :, cut])
             grad_mixed = torch.cat([part.transpose(1, 2).to(conv_weights.dtype) for part in given], dim=2)
-            # not of values, which are neither normalised nor rotated
+            # without values, which are neither normalised nor rotated
             parts = zip(grad_mixed.split(sizes.split, 2), mixed.split(sizes.split, 2), norms, grad_norms, strict=False)
             for grad, part, norm, total in parts:
                 turned = rotate_half(grad * sine)
@@ -448,12 +449,12 @@ class _Qkv(torch.autograd.Function):
 
 
 def _exact(weights: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """Tiles are made in float32 (float64 where the model is), whatever the qkv are kept in."""
+    """Weights in float32, or float64 in a float64 model: the dtype in which tiles are computed."""
     return [weight.to(torch.promote_types(weight.dtype, torch.float32)) for weight in weights]
 
 
 def _mixed(raw, tail, conv_weights, width: int, angles, span: ChunkSpan) -> tuple:
-    """Of a tile: the padded qkv, heads after the convolutions [B, n, heads, D], and angles [B or 1, n, 1, D]."""
+    """A tile's padded inputs, heads after the convolutions [B, n, heads, D], and angles [B or 1, n, 1, D]."""
     cut = slice(span.start, span.stop)
     padded = torch.cat([tail, raw[:, cut]], dim=1)
     if span.tail_in is not None:

@@ -1,9 +1,9 @@
 """The selected branch of sparse attention by flash-linear-attention's kernels, the extra `hope_hf[gpu]`.
 
-`parallel_nsa` has a program for every query, which reads the blocks that it is told to. Which ones, our own compressed
-keys say (theirs are means of blocks); compressed and window branch are `sparse_fast`'s.
+`parallel_nsa` runs a program per query, which reads given blocks. `sparse_fast` selects the blocks with learned
+compressed keys (flash-linear-attention's are means of blocks), and computes the two other branches.
 
-Axes as there.
+Axes as in `sparse_fast`.
 """
 
 import importlib.util
@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from .backends import VARIABLE
 from .sparse_branches import SparseSizes
 
-# of what the kernels keep of a head on chip
+# head width that fits the chip
 _WIDEST = 256
-# rows and columns of the smallest product of matrices
+# rows and columns of the kernels' smallest matrix product
 _LEAST = 16
 
 
 def obstacle(queries: torch.Tensor, base: int, sizes: SparseSizes) -> str | None:
-    """Why the kernels cannot read what queries [B, H, G, S, D] select; `None` if they can."""
+    """Why the kernels cannot read the selected blocks of queries [B, H, G, S, D]; `None` if they can."""
     if queries.dtype == torch.float64:
         return "the model is float64"
     if queries.shape[-1] > _WIDEST:
@@ -47,9 +47,9 @@ def read_selected_fla(
     except ImportError as error:
         raise ImportError(f"flash-linear-attention does not load ({error}): set {VARIABLE}=torch") from error
     heads, length, group = queries.shape[1:4]
-    # a group is the rows of a product: queries of zeros fill it up
+    # the query heads of a key are the rows of a matrix product: zeros fill it up
     rows = F.pad(queries, (0, 0, 0, _power_of_two(max(group, _LEAST)) - group))
-    # what the keys end with are the queries' own
+    # the last keys belong to the queries' tokens
     known = (part[:, :, : base + length].transpose(1, 2).to(dtype) for part in (keys, values))
     chosen = F.pad(chosen, (0, _power_of_two(chosen.shape[-1]) - chosen.shape[-1]), value=-1)
     reads = parallel_nsa(
