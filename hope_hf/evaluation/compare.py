@@ -72,7 +72,7 @@ def _row(key: Key, found: list[Number | None], names: list[str]) -> Row:
 
 
 def _names(runs: list[str]) -> list[str]:
-    """The folders' names, or the whole paths where two are alike; a report that is named twice is told apart."""
+    """The folders' names, or the whole paths where two are alike; a name that comes twice gets a number."""
     short = [Path(run).resolve().name for run in runs]
     names = short if len(set(short)) == len(runs) else runs
     # The table has columns of these names.
@@ -95,7 +95,7 @@ def _warn_of_other_flags(records: list[dict], names: list[str]):
 
 
 def different_flags(one: dict, other: dict) -> list[str]:
-    """The flags that change what is measured, and in which two reports differ; one that a version lacks is none."""
+    """The flags that change what is measured and differ between two reports, among those that both reports have."""
     known = [flag for flag in one if flag in other and flag not in WITHOUT_EFFECT]
     return [flag for flag in known if json.dumps(one[flag]) != json.dumps(other[flag])]
 

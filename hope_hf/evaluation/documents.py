@@ -50,7 +50,7 @@ def check_documents(tasks: Iterable, limit: int | None, num_fewshot: int | None)
 
 
 def reading_failed(error: Exception) -> BadDocuments | None:
-    """The sentence for an error inside of lm-eval's work on a task whose documents were read; None for others."""
+    """The sentence for an error that lm-eval raised while it read a task's documents; None for other errors."""
     from lm_eval.api.task import ConfigurableTask
 
     task, place = None, None
@@ -227,7 +227,7 @@ def _listed(names: Iterable[str]) -> str:
 
 @contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    """Restore the random generators afterwards: some functions of tasks draw numbers."""
+    """Restore the random generators afterwards: some functions of tasks draw random numbers."""
     pythons, numpys = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:

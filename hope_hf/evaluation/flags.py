@@ -51,7 +51,7 @@ class SuiteArguments:
     tasks: str | None = flag(
         None,
         "Tasks with commas between them. synthetic, needle, class_incremental: their own (default: all); zero_shot: "
-        "lm-eval's, YAML files, or paper for the nine of the paper (default).",
+        "lm-eval's, YAML files with --trust_remote_code, or paper for the nine of the paper (default).",
     )
     num_fewshot: int | None = flag(
         None,

@@ -120,7 +120,7 @@ def overrides(name: str, config: dict, folder: Path, args: Arguments) -> dict:
     examples = config.get("fewshot_config") or {}
     evaluated = config.get("test_split") or config["validation_split"]
     needed = [evaluated]
-    # lm-eval keeps 0 if the task sets it
+    # lm-eval keeps 0 if the task sets it.
     fixed = config.get("num_fewshot")
     if (fixed if fixed == 0 or args.num_fewshot is None else args.num_fewshot) and "samples" not in examples:
         named = [examples.get("split"), *(config.get(key) for key in ("fewshot_split", *SPLITS))]

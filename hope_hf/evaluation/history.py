@@ -1,4 +1,4 @@
-"""The reports of a run's checkpoints: which are there, and every number of them over tokens."""
+"""The reports of a run's checkpoints: which ones exist, and their numbers over tokens."""
 
 import json
 from functools import partial
@@ -18,7 +18,7 @@ FILE = "over_tokens.json"
 
 
 def is_done(args: Arguments, checkpoint: Checkpoint, config: dict) -> bool:
-    """Whether `--output_dir` holds this checkpoint's report, finished. Raises ValueError for one of other flags."""
+    """Whether `--output_dir` holds a finished report of this checkpoint. Raises ValueError if its flags differ."""
     path = report_folder(args, checkpoint) / RESULTS_FILE
     if not path.exists():
         return False

@@ -106,7 +106,7 @@ def _describe(args: Arguments, subject: Subject | None) -> dict | None:
     model, checkpoint = subject.model, as_checkpoint(args.model_name_or_path)
     return {
         "name": model.name_or_path,
-        # of a checkpoint of a run
+        # Known for a checkpoint of a run.
         "step": checkpoint.step,
         "tokens": checkpoint.tokens,
         "weights_time": weights_time(args.model_name_or_path),
@@ -114,7 +114,7 @@ def _describe(args: Arguments, subject: Subject | None) -> dict | None:
         "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
-        # an infinite number, such as Mamba-2's longest time step, is not JSON, so its name is written
+        # An infinite number, such as Mamba-2's longest time step, is not JSON: its name is written.
         "config": json.loads(json.dumps(model.config.to_dict()), parse_constant=str),
     }
 

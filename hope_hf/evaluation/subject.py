@@ -1,4 +1,4 @@
-"""What is evaluated: a model with its tokenizer."""
+"""The subject of an evaluation: a model with its tokenizer."""
 
 import math
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Subject:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
-        # Not verbose: the text is cut afterwards, so that its length needs no warning.
+        # Not verbose: the text is cut afterwards, so its length needs no warning.
         return self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
     def continued(self, prompts: torch.Tensor, new_tokens: int) -> list[str]:
@@ -75,7 +75,7 @@ def choose_device(name: str | None) -> torch.device:
     there = torch.accelerator.current_accelerator()
     kinds = ("cpu", there.type) if there else ("cpu",)
     try:
-        # `meta` and others are devices on which nothing can be computed.
+        # On `meta` and some other devices nothing can be computed.
         if torch.device(name).type not in kinds:
             raise ValueError(f"--device {name} cannot be used: this machine has {' and '.join(kinds)}.")
         torch.empty(0, device=name)

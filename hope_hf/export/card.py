@@ -13,9 +13,9 @@ PROMPT = "Once upon a time"
 
 LIMITS = """\
 - Needs `trust_remote_code=True`, or the package `hope_hf`.
-- No assisted (speculative) decoding, no continuous batching, no vLLM backend and no GGUF: these know caches of keys
-  and values, and the state of this model is a memory that every token may rewrite.
-- The text it was trained on decides what it can do; nothing was done to make its output true, safe or polite."""
+- No assisted (speculative) decoding, no continuous batching, no vLLM backend and no GGUF: these expect caches of keys
+  and values, but this model's state is a memory that every token may change.
+- The training text decides what the model can do. Nothing was done to make its output true, safe or polite."""
 
 CITATION = """\
 ```bibtex
@@ -83,7 +83,7 @@ def _metadata(model, name, license, training, evaluation) -> ModelCardData:
         license=printable(license),
         datasets=[training.dataset] if training and training.dataset else None,
         base_model=training.base_model if training else None,
-        # A model-index is told by its name and its results; one without the other is refused.
+        # The Hub refuses a model-index with a name and no results, or with results and no name.
         model_name=name if metrics else None,
         eval_results=metrics or None,
     )

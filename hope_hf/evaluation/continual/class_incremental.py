@@ -67,7 +67,7 @@ def class_incremental(args: Arguments, subject: Subject) -> SuiteResult:
 
 @dataclass(frozen=True)
 class Matrix:
-    """What a model knew after each group: the matrix R[i][j].
+    """Which answers were right after each group: the matrix R[i][j].
 
     hits: of group j <= i after group i, among the classes of groups 0 to i. controls: by name, of all groups.
     """

@@ -48,7 +48,7 @@ class _Learner:
         self._subject = replace(subject, model=copy.deepcopy(subject.model))
         self._groups, self._batch_size, self._bar = groups, batch_size, bar
         self._generator = random.Random(f"fine-tuning {seed}")
-        # The tokens of a step, by which the levels' periods are counted.
+        # The periods of the levels are counted in tokens.
         rows = [self._row(example) for part in groups.train for example in part[:8]]
         tokens = round(batch_size * sum(len(ids) for ids, _ in rows) / len(rows))
         self._optimizer = build_optimizer(
@@ -56,7 +56,7 @@ class _Learner:
         )
 
     def train(self, examples: list[Example], steps: int):
-        """Steps on batches drawn from `examples`; the loss is that of the labels."""
+        """Steps on batches drawn from `examples`; the loss counts the tokens of the labels."""
         model = self._subject.model.train()
         for _ in range(steps):
             ids, targets = self._batch(self._generator.choices(examples, k=self._batch_size))
@@ -72,7 +72,7 @@ class _Learner:
         model.eval()
 
     def questions(self, seen: int, rows: int):
-        """As in the context, after nothing but the start token."""
+        """The hits as in the context, after the start token alone."""
         cache = read(self._subject, [self._subject.start])
         return questions(self._subject, cache, self._groups, seen, rows)
 
@@ -83,7 +83,7 @@ class _Learner:
         return [part.to(self._subject.model.device) for part in padded]
 
     def _row(self, example: Example) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and targets [T]: each position's target is the next token, where that is of the label."""
+        """Token ids and targets [T]: the target of a position is the next token if it belongs to the label."""
         context = [self._subject.start, *context_of(self._subject, example)]
         label = label_of(self._subject, self._groups.labels[example.label])
         targets = [IGNORED] * (len(context) - 1) + label

@@ -79,7 +79,7 @@ def open_segment(path: str, corpus: Corpus, subject: Subject) -> Segment:
 
 
 def cut(subject: Subject, text: str, tokens: int) -> str:
-    """The text of its first tokens. Encoded again, its end may be cut otherwise."""
+    """The text of the first tokens. Encoding it again may split its end otherwise."""
     options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
     ends = subject.tokenizer(text, **options)["offset_mapping"]
     return text if len(ends) <= tokens else text[: ends[tokens - 1][1]]

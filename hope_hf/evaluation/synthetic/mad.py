@@ -63,7 +63,7 @@ def draw_selective_copying(
 def draw_compression(
     rows: int, generator: torch.Generator, bin: int | None, *, symbols: int = 16, length: int = 32
 ) -> Batch:
-    """Random symbols and a signal, at whose position all of them are asked; [rows, length]."""
+    """Random symbols, then a signal after which all symbols are expected; [rows, length]."""
     input_ids = torch.randint(symbols - 1, (rows, length), generator=generator)
     input_ids[:, -1] = symbols - 1
     mask = torch.ones_like(input_ids, dtype=torch.bool)
@@ -134,7 +134,7 @@ def fuzzy_sample(chance: random.Random, training: bool, symbols: int, length: in
         asked.extend([False] * len(key) + [key in seen] * len(value))
         seen.add(key)
 
-    # From here on the pair that is asked at the end is written, if it has not occurred yet; there is room for it.
+    # From this length on the pair of the end is written next if it has not occurred yet; there is room for it.
     due = chance.randrange(length - 1 - repeated - 4 * LONGEST_WORD)
     while len(tokens) < length - 1 - repeated - 2 * LONGEST_WORD:
         write(asked_key if len(tokens) >= due and asked_key not in seen else new_key())
