@@ -134,7 +134,7 @@ def _check_dtype(values: dict):
     known = isinstance(dtype, str) and getattr(torch, dtype, None)
     # Models of several parts have a dict of dtypes.
     if not (dtype is None or isinstance(dtype, dict) or getattr(known, "is_floating_point", False) is True):
-        raise ValueError(f"its config.json has the dtype {dtype!r}, write one like \"float32\" or \"bfloat16\"")
+        raise ValueError(f'its config.json has the dtype {dtype!r}, write one like "float32" or "bfloat16"')
 
 
 def _scalar(text: str):

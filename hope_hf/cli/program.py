@@ -40,7 +40,7 @@ def program(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
 
 
 def outlive_readers():
-    """Let the program go on where nobody reads its standard output and error any more."""
+    """Let the program go on after the reader of its standard output or error has ended."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and stream is getattr(sys, f"__{name}__"):

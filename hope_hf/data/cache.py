@@ -61,7 +61,7 @@ def _state(stat: os.stat_result) -> tuple[int, ...]:
 
 
 def _write(path: Path, texts: Iterator[pa.Array]) -> None:
-    # Under another name first: nobody finds a part, and several processes do not disturb each other.
+    # Under another name first: no process finds an unfinished file, and several may write the same one.
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         unfinished = Path(scratch) / path.name
         with pa.OSFile(str(unfinished), "wb") as file, pa.ipc.new_stream(file, _SCHEMA) as writer:

@@ -3,8 +3,8 @@
 The token before a document is EOS, or the BOS of a tokenizer that puts one before every prompt: then EOS follows the
 document.
 
-An encoding takes about 110 bytes of memory for a byte of text. So little text is encoded together, and a long text in
-pieces that overlap. They are joined at a place where tokens of both pieces begin, which gives the tokens of the whole.
+An encoding takes about 110 bytes of memory for a byte of text. So little text is encoded together, and a long text is
+encoded in overlapping windows. Two windows are joined where tokens of both begin: this gives the tokens of the whole.
 """
 
 import copy
@@ -18,8 +18,8 @@ from hope_hf.cli.process import warn_once
 
 Encode = Callable[[Sequence[str | None]], list[list[int]]]
 
-# Characters of a piece, of those that it has beyond each end, and of what is encoded together.
-PIECE = 1 << 18
+# Characters of a window, of its overlap at each end, and of the texts that are encoded together.
+WINDOW = 1 << 18
 MARGIN = 1 << 12
 _TOGETHER = 1 << 19
 
@@ -80,8 +80,8 @@ def _fast(tokenizer: PreTrainedTokenizerBase):
     backend.encode_special_tokens = True
 
     def encode_all(texts: list[str]) -> list[list[int]]:
-        if max(map(len, texts)) > PIECE:
-            return [_in_pieces(backend, text) for text in texts]
+        if max(map(len, texts)) > WINDOW:
+            return [_in_windows(backend, text) for text in texts]
         return [row.ids for row in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     return encode_all
@@ -99,27 +99,27 @@ def _slow(tokenizer: PreTrainedTokenizerBase):
     )["input_ids"]
 
 
-def _in_pieces(backend: Tokenizer, text: str) -> list[int]:
+def _in_windows(backend: Tokenizer, text: str) -> list[int]:
     """The ids of a text of any length."""
-    ids, first, cut = [], 0, PIECE
-    piece = _Piece(backend, text, 0, cut + MARGIN)
+    ids, first, cut = [], 0, WINDOW
+    window = _Window(backend, text, 0, cut + MARGIN)
     while cut < len(text):
-        following = _Piece(backend, text, cut - MARGIN, cut + PIECE + MARGIN)
-        here, there = piece.joints(cut), following.joints(cut)
+        following = _Window(backend, text, cut - MARGIN, cut + WINDOW + MARGIN)
+        here, there = window.joints(cut), following.joints(cut)
         place = min(here & there or here or {cut}, key=lambda place: abs(place - cut))
         if place not in here & there:
             # One token over thousands of characters, or the same few characters without an end.
             warn_once(
-                f"A text has more than {MARGIN:,} characters without the end of a word: encoded in pieces, its "
+                f"A text has more than {MARGIN:,} characters without the end of a word: encoded in windows, its "
                 "tokens may differ from those of the whole."
             )
-            following = _Piece(backend, text, place, cut + PIECE + MARGIN)
-        ids += piece.ids[first : piece.index(place)]
-        piece, first, cut = following, following.index(place), cut + PIECE
-    return ids + piece.ids[first:]
+            following = _Window(backend, text, place, cut + WINDOW + MARGIN)
+        ids += window.ids[first : window.index(place)]
+        window, first, cut = following, following.index(place), cut + WINDOW
+    return ids + window.ids[first:]
 
 
-class _Piece:
+class _Window:
     """The tokens of a part of a text; places are those in the whole text."""
 
     def __init__(self, backend: Tokenizer, text: str, begin: int, end: int):
@@ -132,5 +132,5 @@ class _Piece:
         return bisect_left(self._starts, place)
 
     def joints(self, cut: int) -> set[int]:
-        """Places around the cut, far from the ends of the piece, where a token begins."""
+        """Places around the cut, far from the ends of the window, where a token begins."""
         return set(self._starts[max(1, self.index(cut - MARGIN // 2)) : self.index(cut + MARGIN // 2)])

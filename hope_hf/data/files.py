@@ -1,4 +1,4 @@
-"""Local files: found, checked and read as documents, in pieces that fit into memory whatever a file's size.
+"""Local files: found, checked and read as documents, a part at a time, so that a file of any size fits into memory.
 
 In .json, .jsonl, .parquet and .arrow a document is a row. In .txt it is the file, or the text between lines that hold
 only `<|endoftext|>` if there are any; one of more than `LONGEST` characters is read as several of about `PART`, cut at
@@ -12,6 +12,7 @@ import glob
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -273,7 +274,7 @@ def _check(path: str, flag: str) -> None:
 def _columns_of(path: str, flag: str) -> Columns:
     """The columns of a file, which is no plain text. Raises UnreadableText."""
     kind = kind_of(path)
-    with _InSentences(path, flag):
+    with _in_sentences(path, flag):
         if kind == "json":
             return Columns(*json_columns(path))
         with pa.memory_map(path) as file:
@@ -294,33 +295,30 @@ def _read_texts(path: str, flag: str, column: str | None) -> Iterator[pa.Array]:
 
     column: the one that holds the text; None for plain text.
     """
-    with _InSentences(path, flag):
+    with _in_sentences(path, flag):
         for texts in _READERS[kind_of(path)](path, column):
             # pyarrow's readers do not check that strings are UTF-8.
             texts.validate(full=True)
             yield texts
 
 
-class _InSentences:
+@contextmanager
+def _in_sentences(path: str, flag: str) -> Iterator[None]:
     """Errors in the body become UnreadableText, which names the flag and the file."""
-
-    def __init__(self, path: str, flag: str):
-        self.path, self.flag = path, flag
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, _, error, trace):
-        if isinstance(error, UnreadableText) or not isinstance(error, _WRONG_CONTENT):
-            return
-        name, reason = f"{self.flag} {self.path}", _first_line(error)
-        if isinstance(error, UndecodableByte):
-            raise UnreadableText(f"{name} is not UTF-8 text (byte {error.args[0]}): convert it.") from error
+    name = f"{flag} {path}"
+    try:
+        yield
+    except UnreadableText:
+        raise
+    except UndecodableByte as error:
+        raise UnreadableText(f"{name} is not UTF-8 text (byte {error.args[0]}): convert it.") from error
+    except _WRONG_CONTENT as error:
+        reason = _first_line(error)
         if isinstance(error, UnicodeDecodeError) or "UTF8" in reason:
             raise UnreadableText(f"{name} is not UTF-8 text: convert it.") from error
         if isinstance(error, OSError) and error.errno:
             raise UnreadableText(f"{name} cannot be read: {error.strerror}.") from error
-        raise UnreadableText(f"{name} cannot be read as {kind_of(self.path)}, write it again: {reason}") from error
+        raise UnreadableText(f"{name} cannot be read as {kind_of(path)}, write it again: {reason}") from error
 
 
 def _text(path: str, _: None) -> Iterator[pa.Array]:

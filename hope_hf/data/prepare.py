@@ -1,4 +1,4 @@
-"""Tokenize a mixture of corpora once, into shards that a training reads piece by piece.
+"""Tokenize a mixture of corpora once, into shards from which a training reads only what it needs.
 
     python -m hope_hf.data.prepare mix.yaml --tokenizer_name my_tokenizer --output_dir shards
     accelerate launch --config_file accelerate_configs/fsdp2.yaml run_clm.py --train_shards shards ...
@@ -44,7 +44,7 @@ _SAMPLE = 200_000
 
 
 def require_own(folder: Path) -> None:
-    """Raise ValueError where a folder holds files and no shards, such as that of a run."""
+    """Raise ValueError where a folder holds other files than shards, as the folder of a run does."""
     if os.path.lexists(folder / MANIFEST) or os.path.lexists(folder / PLAN):
         return
     for path in sorted(folder.iterdir()):

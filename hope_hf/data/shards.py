@@ -1,4 +1,4 @@
-"""Prepared shards: files of tokens that are read piece by piece, and the manifest that says what they are.
+"""Prepared shards: files of tokens, of which only what is needed is read, and the manifest that describes them.
 
     shards/
       manifest.json         corpora, sizes, hashes, and what they were made with

@@ -59,14 +59,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = DEFAULT_VOCAB_SIZE) 
 
 
 def _without_long_words(text: str) -> Iterator[str]:
-    """The text in pieces, so that no word is much longer than `_LONGEST_WORD`: time grows with the word's square."""
+    """The text, cut so that no word is much longer than `_LONGEST_WORD`: the time grows with the word's square."""
     begin = 0
     for place in range(0, len(text) - _LONGEST_WORD, _LONGEST_WORD):
         end = place + _LONGEST_WORD
         if _ONE_WORD.fullmatch(text, place, end):
             warn_once(
                 f"The text has words of more than {_LONGEST_WORD:,} characters without a space: the tokenizer learns "
-                "from them in pieces."
+                "from their parts."
             )
             yield text[begin:end]
             begin = end

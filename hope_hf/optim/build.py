@@ -21,9 +21,7 @@ def build_optimizer(
     level_optimizers: str | dict | None = None,
     vector_learning_rate: float | None = None,
 ) -> LevelClock:
-    """One optimizer for all of a causal LM's trainable parameters.
-
-    A parameter's group is decided by four questions.
+    """One optimizer for all of a causal LM's trainable parameters. Four questions decide a parameter's group.
 
     - Which level? That of the module around it that has the attributes `level` and `period` (in tokens). A parameter
       without a level steps every time.

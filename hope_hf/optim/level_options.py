@@ -2,7 +2,7 @@
 
 import json
 import stat
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from .rules import RULES
@@ -75,30 +75,29 @@ def _read_json(source: str) -> object:
         raise ValueError(f"{what} is not JSON ({error}): fix the text there.") from error
 
 
-def _level_options(level: str, entry: dict) -> LevelOptions:
-    known = [field.name for field in fields(LevelOptions)]
-    for key in entry:
-        if key not in known:
-            raise ValueError(f'{FLAG} has the unknown key "{key}" for level {level}: use {", ".join(known)}.')
-    requirements = {
-        "optimizer": (lambda value: isinstance(value, str) and value in RULES, " or ".join(RULES)),
-        "lr_factor": (lambda value: _is_number(value) and value > 0, f"a number above 0, at most {_LARGEST:,}"),
-        "betas": (
-            lambda value: (
-                isinstance(value, list | tuple)
-                and len(value) == 2
-                and all(_is_number(beta) and 0 <= beta < 1 for beta in value)
-            ),
-            "two numbers from 0 to below 1",
-        ),
-        "weight_decay": (lambda value: _is_number(value) and value >= 0, f"a number from 0 to {_LARGEST:,}"),
-    }
-    for key, value in entry.items():
-        holds, wanted = requirements[key]
-        if not holds(value):
-            raise ValueError(f"{FLAG} has {key} {json.dumps(value)} for level {level}: give {wanted}.")
-    return LevelOptions(**{key: tuple(value) if key == "betas" else value for key, value in entry.items()})
-
-
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+
+
+def _are_betas(value: object) -> bool:
+    is_pair = isinstance(value, list | tuple) and len(value) == 2
+    return is_pair and all(_is_number(beta) and 0 <= beta < 1 for beta in value)
+
+
+# What each key admits, and its description.
+_ADMITTED = {
+    "optimizer": (lambda value: isinstance(value, str) and value in RULES, " or ".join(RULES)),
+    "lr_factor": (lambda value: _is_number(value) and value > 0, f"a number above 0, at most {_LARGEST:,}"),
+    "betas": (_are_betas, "two numbers from 0 to below 1"),
+    "weight_decay": (lambda value: _is_number(value) and value >= 0, f"a number from 0 to {_LARGEST:,}"),
+}
+
+
+def _level_options(level: str, entry: dict) -> LevelOptions:
+    for key, value in entry.items():
+        if key not in _ADMITTED:
+            raise ValueError(f'{FLAG} has the unknown key "{key}" for level {level}: use {", ".join(_ADMITTED)}.')
+        admits, wanted = _ADMITTED[key]
+        if not admits(value):
+            raise ValueError(f"{FLAG} has {key} {json.dumps(value)} for level {level}: give {wanted}.")
+    return LevelOptions(**{key: tuple(value) if key == "betas" else value for key, value in entry.items()})

@@ -1,4 +1,4 @@
-"""Encoding: long texts in pieces have the tokens of the whole, and bounded memory."""
+"""Encoding: long texts, encoded in windows, have the tokens of the whole, and bounded memory."""
 
 import random
 from pathlib import Path
@@ -71,16 +71,16 @@ def test_a_long_text_has_the_tokens_of_the_whole(monkeypatch, kind):
     rng = random.Random(0)
     texts = ["".join(rng.sample(TEXT.splitlines(keepends=True), 60)) for _ in range(12)]
     whole = make_encoder(tokenizer)(["short", *texts])
-    monkeypatch.setattr(encoding, "PIECE", 300)
+    monkeypatch.setattr(encoding, "WINDOW", 300)
     monkeypatch.setattr(encoding, "MARGIN", 200)
     assert min(map(len, texts)) > 1_000
     assert make_encoder(tokenizer)(["short", *texts]) == whole
 
 
 def test_a_text_without_spaces_loses_nothing_and_is_warned_of(monkeypatch):
-    monkeypatch.setattr(encoding, "PIECE", 301)
+    monkeypatch.setattr(encoding, "WINDOW", 301)
     monkeypatch.setattr(encoding, "MARGIN", 80)
-    # Tokens of 16 letters: whatever the first one, the pieces' tokens begin at other places.
+    # Tokens of 16 letters: whatever the first one, the windows' tokens begin at other places.
     tokenizer = train_tokenizer(["a" * 999], 262)
     with pytest.warns(UserWarning, match="more than 80 characters without the end of a word"):
         (ids,) = make_encoder(tokenizer)(["a" * 2_000])
@@ -88,7 +88,7 @@ def test_a_text_without_spaces_loses_nothing_and_is_warned_of(monkeypatch):
 
 
 def test_an_unknown_word_of_any_length_is_encoded(monkeypatch):
-    monkeypatch.setattr(encoding, "PIECE", 301)
+    monkeypatch.setattr(encoding, "WINDOW", 301)
     monkeypatch.setattr(encoding, "MARGIN", 80)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=KINDS["pieces"](), eos_token="</s>", unk_token="<unk>")
     with pytest.warns(UserWarning, match="more than 80 characters without the end of a word"):
