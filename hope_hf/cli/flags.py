@@ -26,8 +26,18 @@ ROWS = {"least": 1, "most": 65_536}
 # numpy's seeds end at 2^32 - 1, and every process adds its rank.
 SEED = {"least": 0, "most": 4_000_000_000}
 
-# Flags that name the training text; a run has one of them.
-TEXT_SOURCES = ("dataset_name", "train_file", "dataset_mixture", "train_shards")
+# Flags that name the training text, of which a run has one; and why other flags mean nothing beside each.
+TEXT_SOURCES = {
+    "dataset_name": {},
+    "train_file": {},
+    "dataset_mixture": {"max_train_samples": "the mixture has max_documents for each corpus"},
+    "train_shards": {
+        "preprocessing_num_workers": "--train_shards is tokenized",
+        "max_train_samples": "--train_shards is read whole",
+        "validation_split_percentage": "--train_shards holds its validation text",
+    },
+}
+STREAMED = ("dataset_name", "train_file")
 # Flags that describe one text: another text on the command line replaces all of them.
 OF_ONE_TEXT = (
     *TEXT_SOURCES,
@@ -144,18 +154,17 @@ class TextArguments:
 
 def check_streaming(args: TextArguments) -> None:
     """Raise ValueError where `--streaming` meets text that is not read as a stream."""
-    if args.streaming and (args.dataset_mixture or args.train_shards):
-        raise ValueError("--streaming is for --dataset_name and --train_file: leave it out.")
+    if args.streaming and any(getattr(args, name) for name in TEXT_SOURCES if name not in STREAMED):
+        raise ValueError(f"--streaming is for {' and '.join(f'--{name}' for name in STREAMED)}: leave it out.")
 
 
-def warn_of_ignored_share(args: TextArguments, named: set[str]) -> None:
-    """Warn where `--validation_split_percentage` was given and the text is not split by it."""
-    if "validation_split_percentage" not in named:
-        return
-    if args.validation_file:
-        warn_once("--validation_split_percentage is ignored: --validation_file is given.")
-    if args.train_shards:
-        warn_once("--validation_split_percentage is ignored: --train_shards holds its validation text.")
+def warn_of_text_flags(args: TextArguments, named: set[str]) -> None:
+    """Warn of the flags among `named` that mean nothing for the text that is read."""
+    reasons = {"validation_split_percentage": "--validation_file is given"} if args.validation_file else {}
+    for source, ignored in TEXT_SOURCES.items():
+        reasons |= ignored if getattr(args, source) else {}
+    for name in sorted(named & reasons.keys()):
+        warn_once(f"--{name} is ignored: {reasons[name]}.")
 
 
 def check_output(path: str, flag: str):

@@ -13,13 +13,14 @@ from hope_hf.cli.flags import (
     LONGEST,
     ROWS,
     SEED,
+    TEXT_SOURCES,
     THREADS,
     Bounds,
     ModelArguments,
     TextArguments,
     check_streaming,
     flag,
-    warn_of_ignored_share,
+    warn_of_text_flags,
 )
 from hope_hf.cli.parser import Parser, named_flags, nearest
 from hope_hf.cli.process import warn_once
@@ -144,7 +145,7 @@ class Arguments(ModelArguments, TextArguments, SuiteArguments, RunArguments):
 # The flags that a suite reads for its model.
 MODEL = ("model_name_or_path", "tokenizer_name", "trust_remote_code", "attn_implementation", "dtype")
 # The flags of a text: which name it, and which say what part of it is held out.
-NAMING = ("dataset_name", "train_file", "dataset_mixture", "train_shards", "validation_file")
+NAMING = (*TEXT_SOURCES, "validation_file")
 SHARE = ("dataset_config_name", "validation_split_percentage", "max_eval_samples", "streaming")
 TEXT = (*NAMING, *SHARE, "trust_remote_code")
 # The flags that the program itself reads.
@@ -302,8 +303,8 @@ def _check(args: Arguments, suites):
                 f"--{name} shapes models that the synthetic suite trains and --model_name_or_path loads one: "
                 "run them one after the other."
             )
-    for name in ("dataset_name", "dataset_mixture", "train_shards"):
-        if args.validation_file and getattr(args, name):
+    for name in TEXT_SOURCES:
+        if name != "train_file" and args.validation_file and getattr(args, name):
             raise ValueError(f"--{name} and --validation_file both name the text: give one of them.")
     check_streaming(args)
 
@@ -326,4 +327,4 @@ def _warn_of_ignored(args: Arguments, named: set[str], suites):
     if args.prompts and set(asked) == {"sample"}:
         for name in sorted(named & set(TEXT) - {"trust_remote_code"}):
             warn_once(f"--{name} is ignored: --prompts is given.")
-    warn_of_ignored_share(args, named)
+    warn_of_text_flags(args, named - {*TRAINING_ONLY})

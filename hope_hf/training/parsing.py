@@ -3,7 +3,7 @@
 from dataclasses import fields
 from pathlib import Path
 
-from hope_hf.cli.flags import TEXT_SOURCES, check_output, check_repo_id, check_streaming, warn_of_ignored_share
+from hope_hf.cli.flags import TEXT_SOURCES, check_output, check_repo_id, check_streaming, warn_of_text_flags
 from hope_hf.cli.parser import Parser, named_flags
 from hope_hf.cli.process import warn_once
 from hope_hf.cli.recipe import MODELS, read_recipe, replaced
@@ -58,9 +58,6 @@ def repo_id(args: Arguments) -> str:
 def _warn_of_ignored(args: Arguments, named: set[str]):
     ignored = (
         ("num_train_epochs", args.max_train_steps is not None, "--max_train_steps is given"),
-        ("preprocessing_num_workers", args.train_shards is not None, "--train_shards is tokenized"),
-        ("max_train_samples", args.train_shards is not None, "--train_shards is read whole"),
-        ("max_train_samples", args.dataset_mixture is not None, "the mixture has max_documents for each corpus"),
         ("shuffle_buffer_size", not args.streaming, "only --streaming has one"),
         ("shuffle_buffer_size", args.document_boundary == "carry", "--document_boundary carry keeps the text's order"),
         ("run_name", args.report_to == "none", "--report_to names no tracker"),
@@ -76,7 +73,7 @@ def _warn_of_ignored(args: Arguments, named: set[str]):
     for name, is_ignored, reason in ignored:
         if name in named and is_ignored:
             warn_once(f"--{name} is ignored: {reason}.")
-    warn_of_ignored_share(args, named)
+    warn_of_text_flags(args, named)
 
 
 def _check(args: Arguments):
