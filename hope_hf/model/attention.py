@@ -1,6 +1,6 @@
 """The softmax mixer of Hope-Attention: transformers' own attention with rotary positions.
 
-Kernels (sdpa, eager, flash where installed) and the key-value cache come through transformers' attention interface.
+transformers' attention interface provides the kernels (sdpa, eager, flash if installed) and the key-value cache.
 """
 
 from typing import NamedTuple
@@ -18,9 +18,9 @@ class KeyValues(NamedTuple):
 
 
 class _Extension:
-    """What transformers' attention takes for a cache: it adds a call's keys and values to a state, and keeps the sum.
+    """A cache for transformers' attention that concatenates a call's keys and values to a state, in new tensors.
 
-    The state itself stays as it is, so that a block that is run again in the backward pass finds it.
+    The given state does not change, so that a block recomputed in the backward pass reads the same state.
     """
 
     def __init__(self, state: KeyValues | None):
@@ -50,11 +50,11 @@ class HopeAttention(LlamaAttention):
 
         Args:
             hidden_states: [B, T, hidden_size].
-            state: keys and values of the text so far, where no cache is given.
+            state: keys and values of the text so far, unless a cache is given.
             need_state: whether to return the state after the last token.
-            cache: to write into instead: a state is then neither read nor returned. Not under transformers' name:
-                from blocks that are recomputed it takes the cache of that name away.
-            context: what `LlamaAttention` takes: mask, rotary positions, and options of the kernels.
+            cache: cache to write into; no state is then read or returned. Not called `past_key_values`, since
+                transformers removes that argument from recomputed blocks.
+            context: arguments of `LlamaAttention`: mask, rotary positions, and options of the kernels.
         """
         extension = _Extension(state) if need_state and cache is None else None
         written = cache if extension is None else extension

@@ -1,4 +1,4 @@
-"""A cache as a file: tensors in safetensors with a checksum, which model wrote them, and what fits a model."""
+"""A cache as a file: tensors in safetensors, a checksum, and the fingerprint of the model that wrote them."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ CACHE_FILE = "hope_cache.safetensors"
 _FORMAT = "3"
 _AGAIN = "read the text again and save a new one"
 _OVERFLOWS = "holds NaN or infinity, or values that lead to them, in"
-# What says nothing about how a text is read.
+# Fields of the configuration that do not affect a cache.
 _IRRELEVANT = {
     "_name_or_path", "architectures", "auto_map", "dtype", "transformers_version", "use_cache", "recompute_chunks",
     "level_periods",
@@ -27,15 +27,15 @@ _IRRELEVANT = {
 
 
 def write_cache(folder: Path, tensors: dict[str, torch.Tensor], model: str) -> None:
-    """Write the tensors of a cache; a file that is there is replaced once the new one is complete.
+    """Write the tensors of a cache; an existing file is replaced once the new one is complete.
 
     Args:
-        model: what tells the model that read the text.
+        model: fingerprint of the model that read the text.
 
     Raises:
         ValueError: a tensor holds NaN or infinity, or values so large that reading them overflows.
     """
-    # Cloned: weights now and weights at the chunk's start can be one tensor, which safetensors refuses.
+    # Copied, since the current weights and those of the chunk's start can share memory, which safetensors refuses.
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         if not _stays_finite(tensor):
@@ -44,16 +44,16 @@ def write_cache(folder: Path, tensors: dict[str, torch.Tensor], model: str) -> N
     metadata["sha256"] = _checksum(tensors, metadata)
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f"{CACHE_FILE}.unfinished"
-    # `save_file` lets nobody else read the file, whatever the umask says
+    # not `save_file`, which ignores the umask and lets no other user read the file
     unfinished.write_bytes(save(tensors, metadata))
     unfinished.replace(folder / CACHE_FILE)
 
 
 def read_cache(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
-    """The tensors that `write_cache` wrote, and what tells their model.
+    """The tensors that `write_cache` wrote, and the fingerprint of their model.
 
     Raises:
-        ValueError: there is no such file, its format is another, or its bytes are not those that were written.
+        ValueError: there is no such file, it has another format, or it is damaged.
     """
     path = folder / CACHE_FILE
     if not path.is_file():
@@ -77,10 +77,10 @@ def read_cache(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
 
 
 def check_tensors(folder: Path, tensors: dict[str, torch.Tensor], one_token: dict[str, torch.Tensor]) -> None:
-    """ValueError unless the tensors are what a text can leave in a cache: by name, shape, dtype, value and count.
+    """ValueError unless names, shapes, dtypes, values and counts of the tensors are possible for the model.
 
     Args:
-        one_token: those that one token leaves in a cache of the model, one sequence.
+        one_token: tensors of the model's cache after one token of one sequence.
     """
     problem = _first_problem(tensors, one_token)
     if problem is not None:
@@ -90,7 +90,7 @@ def check_tensors(folder: Path, tensors: dict[str, torch.Tensor], one_token: dic
 def _first_problem(tensors: dict[str, torch.Tensor], one_token: dict[str, torch.Tensor]) -> str | None:
     for name in sorted(tensors.keys() ^ one_token.keys()):
         return f"lacks the tensor '{name}'" if name in one_token else f"holds '{name}', which the model does not have"
-    # the first layer of each kind tells how many sequences and tokens all must hold
+    # all layers must hold as many sequences and tokens as the first layer of each kind
     first = {name.partition(".")[2]: name for name in sorted(one_token, reverse=True)}
     for name in (first.get("keys"), first.get("slot_keys"), first.get("seen")):
         if name is not None and (tensors[name].ndim != one_token[name].ndim or 0 in tensors[name].shape):
@@ -102,7 +102,7 @@ def _first_problem(tensors: dict[str, torch.Tensor], one_token: dict[str, torch.
         if kind in ("keys", "values"):
             shape[2] = tensors[first["keys"]].shape[2]
         if kind in ("slot_keys", "slot_values", "compressed_keys", "compressed_values"):
-            # whole blocks, as many in all layers
+            # the same number of blocks in all layers
             shape[2] *= tensors[first["slot_keys"]].shape[2] // one_token[first["slot_keys"]].shape[2]
         if list(tensor.shape) != shape or tensor.dtype != one_token[name].dtype:
             return f"holds '{name}' as {list(tensor.shape)} {tensor.dtype}, not {shape} {one_token[name].dtype}"
@@ -118,14 +118,14 @@ def _first_problem(tensors: dict[str, torch.Tensor], one_token: dict[str, torch.
 
 
 def _stays_finite(tensor: torch.Tensor) -> bool:
-    """Whether the squared norm of what a unit vector reads of the tensor [..., D] is finite.
+    """Whether the tensor [..., D], read at a unit vector, has a finite squared norm in float32 or wider.
 
-    Norms square every read, in float32 at least. With entries of at most m it has D entries of at most m sqrt(D).
+    If entries are at most m, a read has D entries of at most m sqrt(D).
     """
     if not tensor.is_floating_point():
         return True
     largest = torch.finfo(torch.promote_types(tensor.dtype, torch.float32)).max ** 0.5 / tensor.shape[-1]
-    # NaN is not below it
+    # false for NaN
     return bool((tensor.abs().double() < largest).all())
 
 
@@ -152,15 +152,15 @@ class Fingerprint(NamedTuple):
     rounded: str
 
     def fits(self, other: "Fingerprint") -> bool:
-        """Whether it is the same model: to the last bit, or in another precision to bfloat16's."""
+        """Whether it is the same model: all bits equal, or for another dtype the weights rounded to bfloat16."""
         return self.exact == other.exact if self.dtype == other.dtype else self.rounded == other.rounded
 
 
 def fingerprint(model: PreTrainedModel) -> Fingerprint:
-    """Hashes of a model's configuration and of all weights of its trunk: heads do not change what is read.
+    """Hashes of a model's configuration and of all weights but the head's, which does not affect a cache.
 
-    Loaded in bfloat16, or moved to another device, it is the same model; in float16, which is rounded otherwise, it is
-    another. Every call reads every weight (0.04 s for 8 M parameters and 0.6 s for 160 M in float32, on one CPU core).
+    A model keeps its fingerprint in bfloat16 and on another device, but not in float16, which rounds differently. A
+    call reads every weight (0.04 s for 8 M parameters and 0.6 s for 160 M in float32, on one CPU core).
     """
     config = {key: value for key, value in model.config.to_dict().items() if key not in _IRRELEVANT}
     if not model.config.has_sparse_attention:
@@ -176,14 +176,14 @@ def fingerprint(model: PreTrainedModel) -> Fingerprint:
 
 
 def _plain_weights(trunk: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight by name as plain tensors; a quantized one has several."""
+    """Every weight by name as plain tensors, several for a quantized weight."""
     pending = [(name, weight.detach()) for name, weight in trunk.named_parameters()]
     for name, weight in pending:
         if hasattr(weight, "full_tensor"):
-            # cut over processes, all of which come here
+            # sharded over processes, all of which call this function
             yield name, weight.full_tensor()
         elif weight.is_meta:
-            # `device_map` keeps it outside of the module: in the CPU's memory, or on disk
+            # `device_map` keeps it in the CPU's memory or on disk
             yield name, load_offloaded_parameter(trunk, name)
         elif is_traceable_wrapper_subclass(weight):
             pending += [(f"{name}.{part}", getattr(weight, part)) for part in weight.__tensor_flatten__()[0]]
@@ -196,12 +196,12 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def map_state(function: Callable[[torch.Tensor], torch.Tensor], state: tuple) -> tuple:
-    """`function(tensor)` in place of every tensor."""
+    """The state with `function` applied to every tensor."""
     return type(state)(*(tuple(map(function, part)) if isinstance(part, tuple) else function(part) for part in state))
 
 
 def named_tensors(state: tuple) -> dict[str, torch.Tensor]:
-    """The tensors by name, for a file: `field`, or `field.0`, `field.1` where the field is a tuple."""
+    """The tensors by name, for a file: `field`, or `field.0`, `field.1` for a tuple."""
     tensors = {}
     for field, part in state._asdict().items():
         if isinstance(part, tuple):
@@ -212,7 +212,7 @@ def named_tensors(state: tuple) -> dict[str, torch.Tensor]:
 
 
 def state_of_named(kind: type[tuple], tensors: dict[str, torch.Tensor]) -> tuple:
-    """The inverse of `named_tensors`; a field without tensors was an empty tuple."""
+    """The inverse of `named_tensors`; a field without tensors is an empty tuple."""
     fields = dict.fromkeys(kind._fields, ())
     for name in sorted(tensors):
         field, _, index = name.partition(".")

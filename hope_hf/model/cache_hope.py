@@ -59,7 +59,7 @@ class HopeMemoryLayer(CacheLayerMixin):
         self.is_initialized = False
 
     def update_state(self, state: tuple, past: Past) -> None:
-        """Replace the state by the one after what `past` says was read."""
+        """Replace the state; `past` counts the tokens read."""
         self.state, self.past = state, past
         self.device = past.seen.device
         self.is_initialized = True
@@ -70,7 +70,7 @@ class HopeMemoryLayer(CacheLayerMixin):
     lazy_initialization = update
 
     def get_seq_length(self) -> int:
-        """Columns seen, padding included, as `generate` slices its inputs by it."""
+        """Number of columns read, including padding: `generate` slices its inputs by it."""
         return 0 if self.past is None else self.past.columns
 
     def get_max_length(self) -> int:
@@ -78,14 +78,14 @@ class HopeMemoryLayer(CacheLayerMixin):
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the attention mask that goes with the next `query_length` tokens."""
+        """Length and offset of the attention mask for the next `query_length` tokens."""
         return self.get_seq_length() + query_length, 0
 
     def crop(self, *args) -> None:
         raise RuntimeError("a self-modifying memory cannot unread tokens: take a HopeCache.snapshot() and roll back")
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace every tensor by `function(tensor)`."""
+        """Apply `function` to every tensor."""
         if self.state is not None:
             self.state, self.past = map_state(function, self.state), self.past.map(function)
 
@@ -110,7 +110,7 @@ class HopeMemoryLayer(CacheLayerMixin):
         self.map(lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
-        """All that the layer holds, by name: batch-first tensors, and `columns`, its counts as two integers."""
+        """The layer's contents by name: batch-first tensors, and its counts `columns` as two integers."""
         if self.past is None:
             return {"columns": torch.tensor([0, 1])}
         columns, is_uniform, seen, digest = self.past
@@ -118,7 +118,7 @@ class HopeMemoryLayer(CacheLayerMixin):
         return named_tensors(self.state) | counts
 
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Hold what `named_tensors` gave."""
+        """Restore the result of `named_tensors`."""
         columns, is_uniform = tensors.pop("columns").tolist()
         if tensors:
             past = Past(columns, bool(is_uniform), tensors.pop("seen"), tensors.pop("digest"))
@@ -133,20 +133,20 @@ class HopeSparseLayer(HopeMemoryLayer):
 
 
 class HopeStaticMemoryLayer(HopeMemoryLayer):
-    """A memory of transformers' `StaticCache`, for compiled generation: written in place, counted in a tensor.
+    """State of one layer in transformers' `StaticCache`, for compiled generation.
 
-    For inference: no gradient goes through a state that the next token overwrites.
+    The next token overwrites the state and the counts in place, so no gradient goes through them.
     """
 
     is_compileable = True
 
     def update_state(self, state: tuple, past: Past) -> None:
-        """Copy the state after what `past` says was read into the tensors that hold it."""
+        """Copy the state and the counts into the layer's tensors."""
         if self.state is None:
-            # A Python value would become part of the compiled graph, and the next token compile another one.
+            # A Python number would become a constant of the compiled graph, and every token would compile another.
             columns = torch.tensor(past.columns, device=past.seen.device)
             super().update_state(state, past._replace(columns=columns, is_uniform=False))
-            # Cloned: weights now and weights at the chunk's start can be one tensor.
+            # Cloned, since the current weights and those of the chunk's start can be one tensor.
             self.map(lambda tensor: tensor.detach().clone())
             return
         self.past.columns.copy_(past.columns)
@@ -199,31 +199,31 @@ def level_layers(config: HopeConfig, is_static: bool = False) -> list[HopeMemory
 
 
 def past_of(cache: Cache | None) -> Past | None:
-    """What the memories of a cache have read."""
+    """Counts of the tokens that a cache's memories have read."""
     layers = () if cache is None else cache.layers
     return next((layer.past for layer in layers if hasattr(layer, "state_class")), None)
 
 
 class CarriedKeys:
-    """A layer of keys and values in the form of a memory: a state in, a state out."""
+    """A layer of keys and values with the interface of `HopeMemoryLayer`."""
 
     def __init__(self, layer: DynamicLayer):
         self.layer = layer
 
     @property
     def state(self) -> KeyValues | None:
-        """What the layer holds."""
+        """Keys and values of the layer."""
         return KeyValues(self.layer.keys, self.layer.values) if self.layer.is_initialized else None
 
     def update_state(self, state: KeyValues, past: Past | None) -> None:
-        """Replace what the layer holds."""
+        """Replace keys and values."""
         if not self.layer.is_initialized:
             self.layer.update(*state)
         self.layer.keys, self.layer.values = state
 
 
 def carried_layers(cache: Cache) -> list[HopeMemoryLayer | CarriedKeys] | None:
-    """Layers of a cache that blocks do not write into, so that they may be run again; `None` where it has others."""
+    """Layers of a cache into which blocks do not write, so that blocks can be recomputed; `None` if it has others."""
     layers = [CarriedKeys(layer) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     fits = not cache.is_compileable and not getattr(cache, "offloading", False)
     return layers if fits and all(hasattr(layer, "update_state") for layer in layers) else None
@@ -277,7 +277,7 @@ class HopeCache(DynamicCache):
         return self
 
     def detach_(self) -> "HopeCache":
-        """Cut the gradient to the tokens read so far, in place: truncated backpropagation through time."""
+        """Detach all tensors in place: truncated backpropagation through time."""
         return self._map(torch.Tensor.detach)
 
     def to(self, device: torch.device | str) -> "HopeCache":
@@ -288,11 +288,11 @@ class HopeCache(DynamicCache):
         return self._map(lambda tensor: tensor.to(device))
 
     def snapshot(self) -> list[CacheLayerMixin]:
-        """What `rollback` needs to come back to this token. Nothing is copied: new tokens make new tensors."""
+        """A snapshot for `rollback`. It copies no tensor, since new tokens make new tensors."""
         return [copy.copy(layer) for layer in self.layers]
 
     def rollback(self, snapshot: list[CacheLayerMixin]) -> "HopeCache":
-        """Forget, in place, all that was read since `snapshot` was taken of this cache; it can be used again."""
+        """Return to a snapshot of this cache, in place; the snapshot can be used again."""
         if [type(layer) for layer in snapshot] != [type(layer) for layer in self.layers]:
             raise ValueError("the snapshot is of a cache with other layers: roll back the cache it was taken of")
         self.layers = [copy.copy(layer) for layer in snapshot]
@@ -304,7 +304,7 @@ class HopeCache(DynamicCache):
         return [layer for layer in self.layers if is_memory_layer(layer)]
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """All that the cache holds, by name: batch-first tensors, and each memory's counts as two integers."""
+        """The cache's contents by name: batch-first tensors, and each memory's counts as two integers."""
         tensors = {}
         for index, layer in enumerate(self.layers):
             if is_memory_layer(layer):
@@ -316,7 +316,7 @@ class HopeCache(DynamicCache):
 
     @classmethod
     def from_state_tensors(cls, config: HopeConfig, tensors: dict[str, torch.Tensor]) -> "HopeCache":
-        """The cache whose `state_tensors` these are."""
+        """The cache with these `state_tensors`."""
         cache = cls(config)
         for index, layer in enumerate(cache.layers):
             prefix = f"{index}."
@@ -331,10 +331,10 @@ class HopeCache(DynamicCache):
         return cache
 
     def save_pretrained(self, save_directory: str | Path, model: PreTrainedModel) -> None:
-        """Write `hope_cache.safetensors` into a folder: what was read, a checksum, and which model read it.
+        """Write `hope_cache.safetensors` into a folder: tensors, a checksum, and the model's fingerprint.
 
         Args:
-            save_directory: made where it does not exist; a cache in it is replaced.
+            save_directory: created if it does not exist; a cache in it is replaced.
             model: the HOPE model whose cache this is. The first time, all its weights are hashed
                 (`cache_file.fingerprint` says what that costs).
 
@@ -359,9 +359,9 @@ class HopeCache(DynamicCache):
             raise ValueError(
                 f"{folder / CACHE_FILE} was written by another model (or other weights of it): load it with that one"
             )
-        # One token is read to see the names, shapes and dtypes of all that this model keeps.
+        # one token shows names, shapes and dtypes of the model's cache
         sample = cls(model.config)
-        # Weights that `device_map` keeps elsewhere are on the meta device, and hooks move their inputs.
+        # weights that `device_map` offloads are on the meta device, and hooks move their inputs
         device = "cpu" if model.device.type == "meta" else model.device
         model.base_model(torch.zeros(1, 1, dtype=torch.long, device=device), past_key_values=sample)
         one_token = sample.state_tensors()

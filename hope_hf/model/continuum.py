@@ -1,8 +1,8 @@
-"""Continuum memory system: MLP levels that change at different clocks, fast to slow (equations 70 to 74).
+"""Continuum memory system: MLP levels that are updated at different periods, fast to slow (equations 70 to 74).
 
-A level's period is the number of tokens between two of its updates. Periods of at least one optimizer step drive the
-optimizer (`hope_hf.optim`), which finds the levels by their attributes `level` and `period`; inside a forward every
-level is an ordinary MLP.
+A level's period is the number of tokens between two of its updates. The optimizer (`hope_hf.optim`) applies periods of
+one optimizer step or more; it finds the levels by their attributes `level` and `period`. In a forward pass every level
+is an ordinary MLP.
 """
 
 import torch
@@ -14,9 +14,9 @@ from .layers import HopeRMSNorm
 
 
 class ContinuumLevel(nn.Module):
-    """One level: a SwiGLU MLP behind its own normalisation, without the residual connection.
+    """One level: a SwiGLU MLP after its own normalisation, without the residual connection.
 
-    `level` counts from 0, the fastest; `period` is in tokens. All its parameters learn at that clock.
+    `level` counts from 0, the fastest; all its parameters are updated every `period` tokens.
     """
 
     def __init__(self, config: HopeConfig, level: int):
@@ -35,7 +35,7 @@ class ContinuumLevel(nn.Module):
 
 
 class ContinuumMemory(nn.Module):
-    """The levels of a block in a chain (73): each reads the one before, `x <- x + MLP_l(norm(x))`, fast to slow.
+    """The levels of a block in a chain (73), `x <- x + MLP_l(norm(x))`, fast to slow.
 
     Called as a mixer is: `continuum(hidden_states, state, **context)` returns its output, residual connections
     included, and its state after the call. A kind of levels that keeps a state says of which class it is (see

@@ -1,4 +1,4 @@
-"""What `generate` does on top of transformers: a text may go on from a cache with its new tokens alone."""
+"""`generate` of HOPE models: a text can be continued from a cache with its new tokens alone."""
 
 import copy
 
@@ -16,7 +16,7 @@ from .continuum import keeps_state
 from .inputs import boundaries_of, check_inputs, check_mask, check_mask_values, later_begins
 
 logger = logging.get_logger(__name__)
-# Before 5.21, a prefill in chunks takes a cache that has read tokens for an empty one.
+# Before 5.21, a prefill in chunks treats a filled cache as empty.
 _CHUNKS_FOLLOW_A_CACHE = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 21)
 
 
@@ -34,7 +34,7 @@ def create_generation_masks(
     """
     masks = {}
     if keeps_state(config):
-        # A slice has the strides of the mask that grows, and each would compile a graph of its own.
+        # copied, since slices of the growing mask have other strides every time, and each would compile another graph
         local = None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
         masks["hope_memory"] = None if local is None else local.clone(memory_format=torch.contiguous_format)
     if config.has_attention:
@@ -46,18 +46,17 @@ def create_generation_masks(
 
 
 class HopeGenerationMixin(GenerationMixin):
-    """`generate` with a cache that has read R tokens takes the whole text, R tokens and more, or new tokens alone.
+    """`generate` with a cache of R tokens takes the whole text, of more than R tokens, or new tokens alone.
 
-    transformers tells the two apart by the mask: with one column for every token read and given, the input is new;
-    with as many columns as the input, or without a mask, it is the whole text. Here the second rule looks at the text,
-    too: an input that does not begin with what the cache has read is new, and its mask gets the columns of the R
-    tokens. A cache that knows no tokens (of softmax attention, or filled from embeddings) goes by the length: inputs
-    of at most R tokens are new.
+    transformers decides by the mask: with one column for every token of the cache and the input, the input is new;
+    with as many columns as the input, or without a mask, it is the whole text. HOPE also compares the text: an input
+    that does not begin with the tokens of the cache is new, and its mask gets R more columns. A cache without a digest
+    of its tokens (of softmax attention, or filled from embeddings) decides by length: at most R tokens are new.
 
-    `generate` does not read the last token that it returns: what follows a generated text begins with that token.
+    `generate` does not read the last token that it returns, so a continuation must begin with that token.
     """
 
-    # looked up by `generate`
+    # `generate` calls it by this name
     create_masks_for_generate = staticmethod(create_generation_masks)
 
     def _prepare_model_inputs(self, inputs, bos_token_id, model_kwargs):
@@ -91,7 +90,7 @@ class HopeGenerationMixin(GenerationMixin):
         by_column = {name: model_kwargs.get(name) for name in ("attention_mask", "position_ids")}
         mask = by_column["attention_mask"]
         if mask is not None and mask.shape == input_ids.shape:
-            # the whole text
+            # the input is the whole text
             input_ids = input_ids[:, read:]
         at_once = copy.copy(generation_config)
         at_once.prefill_chunk_size = None
@@ -104,7 +103,7 @@ class HopeGenerationMixin(GenerationMixin):
 
 
 def _with_columns_read(mask: torch.Tensor, inputs: torch.Tensor, cache: Cache | None) -> torch.Tensor:
-    """The mask [B, T] of new tokens alone with a column in front for every token read; any other mask as it is."""
+    """The mask [B, T] of new tokens with a column in front for every token of the cache; other masks unchanged."""
     read = cache.get_seq_length() if isinstance(cache, Cache) else 0
     if not read:
         return mask

@@ -1,4 +1,4 @@
-"""What a call of the model is given: tokens, masks, documents, labels and caches, and an error for what does not fit.
+"""The arguments of a call: tokens, masks, documents, labels and caches, with an error for arguments that do not fit.
 
 Documents that share a row are given as `position_ids` that restart at 0, as numbers in the attention mask (1, 1, 2, 2,
 0: padding), or as packing collators give them: `cu_seq_lens_q` and `cu_seq_lens_k` of flash attention, `cu_seqlens` of
@@ -28,23 +28,23 @@ BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 
 
 class Documents(NamedTuple):
-    """What every layer needs to know of padding and documents."""
+    """Padding and documents of a call, for every layer."""
 
-    # 0 for padding [B, T], or `None` where there is none
+    # 0 for padding [B, T], or `None` without padding
     padding: torch.Tensor | None
-    # [B or 1, T], 0 at the first token of a document; `None` where nothing was told
+    # [B or 1, T], 0 at the first token of a document; `None` if the call gives neither positions nor documents
     position_ids: torch.Tensor | None
 
 
 def boundaries_of(arguments: Mapping) -> dict[str, torch.Tensor]:
-    """Those of `BOUNDARIES` that were given."""
+    """Those of `BOUNDARIES` that are given."""
     return {name: arguments[name] for name in BOUNDARIES if arguments.get(name) is not None}
 
 
 def check_mask_values(mask: torch.Tensor) -> bool:
-    """Whether a mask [B, T] numbers documents; ValueError for one that holds anything but numbers from 0.
+    """Whether a mask [B, T] numbers documents; ValueError if it holds other values than whole numbers from 0.
 
-    Waits for the device.
+    The call waits for the device.
     """
     least, most = (float(value) for value in mask.to(torch.float64).aminmax())
     is_whole = not mask.is_floating_point() or bool((mask == mask.round()).all())
@@ -67,16 +67,16 @@ def read_documents(
     """Padding and positions of a call.
 
     Args:
-        attention_mask: as given to the model: [B, columns seen + T], softmax attention's own of other shapes, or the
-            masks that `generate` makes for a cache of fixed length.
+        attention_mask: [B, columns seen + T], a mask of another shape for softmax attention, or the masks that
+            `generate` makes for a cache of fixed length.
         position_ids: [B or 1, T].
-        arguments: the call's others, of which `BOUNDARIES` tell where documents begin.
+        arguments: the call's other arguments, with `BOUNDARIES` of documents among them.
         hidden_states: [B, T, hidden_size].
-        cache: as it is before the call.
-        has_state: whether layers keep a state, which needs a mask of columns.
+        cache: the cache before the call.
+        has_state: whether layers keep a state and need a mask of columns.
 
     Raises:
-        ValueError: what is given does not fit the call, or contradicts itself.
+        ValueError: the arguments do not fit the call, or contradict each other.
     """
     shape, device = hidden_states.shape[:2], hidden_states.device
     boundaries = boundaries_of(arguments) if arguments else {}
@@ -88,11 +88,11 @@ def read_documents(
     elif getattr(attention_mask, "ndim", None) != 2:
         attention_mask = None
     if attention_mask is not None:
-        # Unlike in transformers' mask for recurrent models, a call of one token may be padding, too: a chunked prefill
-        # can end on it. In a compiled or exported graph, which must serve every mask, any may be.
+        # Unlike in transformers' mask for recurrent models, a single token may be padding, on which a chunked prefill
+        # can end. A compiled or exported graph must work for every mask.
         padding = attention_mask[:, -shape[1] :]
         if torch.compiler.is_compiling():
-            # which cannot lay out documents; a generated token's mask is `generate`'s own
+            # the graph has no documents; the mask of a generated token comes from `generate`
             if shape[1] > 1 and padding.dtype != torch.bool:
                 fits = ((padding == 0) | (padding == 1)).all()
                 torch._assert_async(fits, "attention_mask must hold 0 and 1 alone in a compiled graph")
@@ -119,7 +119,7 @@ def read_documents(
         starts = (told == 0) & valid
         wrong = {name: starts != ((other == 0) & valid) for name, other in positions.items() if name != first}
         if position_ids is not None:
-            # Positions that count on through all documents are right, too.
+            # positions may also go on through all documents of a row
             wrong["position_ids"] = (position_ids == 0) & valid & ~starts
         for name, tokens in wrong.items():
             if bool(tokens.any()):
@@ -132,13 +132,13 @@ def read_documents(
 
 
 def later_begins(padding: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    """Whether a document begins with a token [B, T] that is not the first of its row; arguments as of `Documents`."""
+    """Whether a document begins with a token [B, T] that is not the first of its row; see `Documents`."""
     real = padding.bool()
     return (position_ids == 0) & real & (real.cumsum(1) > 1)
 
 
 def _begins(name: str, value: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """Whether a document begins with a token [B, T]."""
+    """Whether a document begins with a token [B, T], from boundaries of the given name."""
     rows, length = shape
     if name == "seq_idx":
         if value.ndim != 2 or value.shape[1] != length or value.shape[0] not in (1, rows):
@@ -159,13 +159,13 @@ def _begins(name: str, value: torch.Tensor, shape: tuple[int, int]) -> torch.Ten
             )
         if not set(range(0, rows * length, length)) <= set(ends):
             raise ValueError(f"{name} has a document that goes on from one row to the next: give a single row")
-    # one more, for the end of the last document
+    # one more entry for the end of the last document
     begins = torch.zeros(rows * length + 1, dtype=torch.bool, device=value.device)
     return begins.scatter(0, value.long(), torch.ones_like(value, dtype=torch.bool))[:-1].view(shape)
 
 
 def _begins_of_numbers(numbers: torch.Tensor) -> torch.Tensor:
-    """Whether a document begins with a token [B, T]: another number than that of the last token before."""
+    """Whether a document begins with a token [B, T]: its number differs from that of the real token before it."""
     column = torch.arange(numbers.shape[1], device=numbers.device)
     real = numbers > 0
     last = torch.where(real, column, -1).cummax(1).values
@@ -174,7 +174,7 @@ def _begins_of_numbers(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _positions(begins: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """How many real tokens of its document come before a token [B, T]: a document may begin with padding."""
+    """Number of real tokens of its document before each token [B, T]; a document may begin with padding."""
     before = valid.cumsum(1) - valid.long()
     return before - torch.where(begins, before, 0).cummax(1).values
 
@@ -182,9 +182,9 @@ def _positions(begins: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
 def check_inputs(
     config: HopeConfig, input_ids: torch.Tensor | None = None, inputs_embeds: torch.Tensor | None = None
 ) -> None:
-    """ValueError unless exactly one of them is given and is a text: tokens [B, T] or embeddings [B, T, hidden_size].
+    """ValueError unless exactly one is given: tokens [B, T] or embeddings [B, T, hidden_size] with T > 0.
 
-    Whether tokens are in the vocabulary is seen on the CPU only, where looking at them does not wait for a device.
+    The values of tokens are checked on the CPU only, where the check does not wait for a device.
     """
     if not torch.compiler.is_compiling():
         transforms = torch._C._functorch.get_interpreter_stack() or ()
@@ -216,7 +216,7 @@ def check_inputs(
 
 
 def check_mask(attention_mask: torch.Tensor, batch_size: int, query_length: int, seen: int) -> None:
-    """ValueError for a mask that does not have one column per token, read ones included."""
+    """ValueError unless a mask has one column per token, including the `seen` tokens of earlier calls."""
     shape, expected = tuple(attention_mask.shape), (batch_size, seen + query_length)
     if not isinstance(attention_mask, torch.Tensor) or len(shape) != 2:
         raise ValueError(
@@ -231,7 +231,7 @@ def check_mask(attention_mask: torch.Tensor, batch_size: int, query_length: int,
 
 
 def check_labels(labels: torch.Tensor, vocab_size: int) -> None:
-    """ValueError for labels that are no tokens; on the CPU only, where looking at them does not wait for a device."""
+    """ValueError for labels that are no tokens; on the CPU only, where the check does not wait for a device."""
     if labels.device.type == "cpu" and not torch.compiler.is_compiling():
         wrong = labels[(labels != -100) & ((labels < 0) | (labels >= vocab_size))]
         if len(wrong):
@@ -241,17 +241,17 @@ def check_labels(labels: torch.Tensor, vocab_size: int) -> None:
 
 
 def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -> Past | None:
-    """What layers with a state have read; give an empty `DynamicCache()` its layers.
+    """Counts of the tokens that layers with a state have read; an empty `DynamicCache()` gets its layers.
 
     Args:
-        hidden_states: [B, T, hidden_size], what is read next.
+        hidden_states: the call's embeddings [B, T, hidden_size].
 
     Raises:
         ValueError: other layers, another number of rows, another shape or dtype of the memories.
     """
     layers = getattr(cache, "layers", None)
     if layers == [] and getattr(cache, "layer_class_to_replicate", None) is not None:
-        # made without a config, it would append layers for keys and values
+        # a cache made without a configuration would append layers for keys and values
         layers.extend(DynamicCache(config=config).layers)
         cache.layer_class_to_replicate = None
     number = -1 if layers is None else len(layers)
@@ -288,11 +288,11 @@ def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -
 
 
 def check_recomputing(cache: Cache, is_carried: bool, blocks: Iterable[GradientCheckpointingLayer]) -> None:
-    """ValueError where blocks that are run again in the backward pass would not find what they read the first time.
+    """ValueError if blocks that are recomputed in the backward pass would read another cache than the first time.
 
     Args:
-        is_carried: whether blocks take from the cache, and return, all that they read and write.
-        blocks: of a model in training.
+        is_carried: whether blocks take states from the cache and return them, and do not write the cache.
+        blocks: blocks of a model in training.
     """
     recomputing = [block._gradient_checkpointing_func for block in blocks if block.gradient_checkpointing]
     if recomputing and not is_carried:
@@ -351,16 +351,16 @@ def create_attention_mask(
     position_ids: torch.Tensor,
     cache: Cache | None,
 ) -> torch.Tensor | None:
-    """The mask that the kernels of `config` take (a `BlockMask` of flex attention is given and returned as it is).
+    """The mask for the attention kernels of `config`; a `BlockMask` of flex attention is returned unchanged.
 
     Args:
         hidden_states: [B, T, hidden_size].
-        attention_mask: as given to the model: [B, columns seen + T], or 4-D, which is all there is to know.
-        documents: what was told of this call.
+        attention_mask: the model's argument: [B, columns seen + T], or 4-D, which replaces `documents`.
+        documents: padding and documents of the call.
         position_ids: [B or 1, T].
 
     Raises:
-        ValueError: these kernels cannot keep such a mask.
+        ValueError: the kernels do not support the mask.
     """
     if attention_mask is not None and attention_mask.ndim != 2:
         is_flash = "flash" in config._attn_implementation
@@ -371,11 +371,11 @@ def create_attention_mask(
             )
         if not isinstance(attention_mask, torch.Tensor) or attention_mask.is_floating_point():
             return attention_mask
-        # what eager attention adds to its scores
+        # eager attention adds the mask to its scores
         masked = torch.finfo(hidden_states.dtype).min
         return hidden_states.new_zeros(attention_mask.shape).masked_fill(~attention_mask.bool(), masked)
-    # transformers finds packed documents in the positions only where there is no cache and no mask: hide an empty
-    # cache, and a mask without padding
+    # transformers finds packed documents in the positions only without a cache and a mask: an empty cache and a mask
+    # without padding are left out
     if cache is not None and not cache.is_compileable and not cache.get_seq_length():
         cache = None
     only_tokens = None
@@ -402,7 +402,7 @@ def create_attention_mask(
 
 
 def run_eagerly_where_chunks_vary(forward: Callable) -> Callable:
-    """`HopeModel.forward`, which a compiler leaves out of its graphs where it would trace other chunks every time.
+    """`HopeModel.forward`, excluded from compiled graphs for calls whose chunks differ from call to call.
 
     So it is in a model with a state that is given documents, that goes on with more than a token, or whose length
     varies: the tracer takes a second length for any length, of which chunks cannot be counted.
@@ -415,7 +415,7 @@ def run_eagerly_where_chunks_vary(forward: Callable) -> Callable:
         called = forward
         if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and keeps_state(self.config):
             text = kwargs.get("inputs_embeds") if input_ids is None else input_ids
-            # `check_inputs` refuses a call without a text
+            # `check_inputs` raises an error for a call without tokens
             length = 0 if text is None else text.shape[1]
             has_documents = position_ids is not None or bool(boundaries_of(kwargs))
             goes_on = has_documents or past_of(past_key_values) is not None

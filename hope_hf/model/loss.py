@@ -1,4 +1,4 @@
-"""The next-token loss without the logits of a whole text: those of some tokens at a time.
+"""The next-token loss with the logits of some tokens at a time, never those of a whole text.
 
 Logits of a text take [tokens, vocabulary] numbers, most of the memory of a small model's training step, and their
 gradients as many again. Here the forward pass makes the logits of a chunk of tokens, and at once what the backward
@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from .backends import asked_kernels
 
 IGNORED = -100
-# Of the weight's gradient at a time: where it is added up or rounded, torch holds a second copy in float32.
+# Rows of the weight's gradient per step: torch holds a second float32 copy of the rows that are summed or rounded.
 _ROWS = 8192
 
 
@@ -22,13 +22,13 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, has_backward):
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        # Under `no_grad` a leaf still says that it needs a gradient.
+        # `needs_input_grad` is true for leaves even under `no_grad`
         for_hidden, for_weight = (has_backward and needed for needed in ctx.needs_input_grad[:2])
         grad_hidden = torch.empty_like(hidden) if for_hidden else None
-        # many chunks are added up
+        # in a wider dtype, since it sums many chunks
         grad_weight = torch.zeros_like(weight, dtype=wide) if for_weight else None
         loss = hidden.new_zeros((), dtype=wide)
-        # The logits of a chunk have as many numbers as the weight.
+        # a chunk's logits then have as many numbers as the weight
         chunk = hidden.shape[-1]
         for start in range(0, len(hidden), chunk):
             part, targets = hidden[start : start + chunk], labels[start : start + chunk, None]
@@ -72,7 +72,7 @@ def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: tor
     Args:
         hidden: [N, D].
         weight: [V, D]; the product is made in `hidden`'s dtype, or that of autocast.
-        labels: [N] from 0 to V - 1; -100 counts nothing.
+        labels: [N] from 0 to V - 1; -100 is not scored.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
@@ -81,9 +81,9 @@ def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: tor
 
 
 class HopeHead(nn.Linear):
-    """Hidden states [..., D] to logits [..., V], or with labels [...] to their summed loss.
+    """Logits [..., V] of hidden states [..., D], or with labels [...] their summed loss.
 
-    Within `forward` in either case: sharding engines gather a module's weight around it.
+    `forward` computes both, since sharding engines gather a module's weight for its forward.
     """
 
     is_head = True
@@ -94,7 +94,7 @@ class HopeHead(nn.Linear):
     def forward(self, hidden_states: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         if labels is None:
             return super().forward(hidden_states)
-        # A kind of tensor that torch does not have, as a quantised one, may know no other product than a linear map's.
+        # Other tensor classes than torch's, such as quantised weights, may support no product but that of `nn.Linear`.
         has_other_weight = type(self.weight).__module__.partition(".")[0] != "torch"
         # The tracer can ask neither.
         if not torch.compiler.is_compiling() and (has_other_weight or asked_kernels() == "plain"):
@@ -105,5 +105,5 @@ class HopeHead(nn.Linear):
 
 
 def next_labels(labels: torch.Tensor) -> torch.Tensor:
-    """The label of every position's next token [B, T], of labels that are the tokens themselves."""
+    """The label of each position's next token [B, T], from labels that are the tokens themselves."""
     return F.pad(labels[..., 1:], (0, 1), value=IGNORED)

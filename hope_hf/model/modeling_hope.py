@@ -1,4 +1,4 @@
-"""PyTorch HOPE model: wiring of mixers and levels into transformers' classes."""
+"""PyTorch HOPE model: mixers and levels in transformers' model classes."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ from .loss import IGNORED, HopeHead, next_labels
 from .memory_mixer import InitialMemory, MemoryGates, SelfModifyingTitans
 from .sparse_attention import BlockCompression, HopeSparseAttention
 
-# Above this width the logits of a fresh model grow beyond the loss of a uniform guess: the head starts smaller.
+# Above this width the head starts with smaller weights, or the first loss exceeds that of a uniform guess.
 _HEAD_WIDTH = 768
 
 
@@ -56,12 +56,12 @@ MIXERS = {
 
 
 class HopeBlock(GradientCheckpointingLayer):
-    """A mixer, then the continuum memory, each behind its normalisation and residual connection.
+    """A mixer, then the continuum memory, each with its normalisation and residual connection.
 
-    Both follow one protocol, `module(hidden_states, state, **context)`, and return their output and their state after
-    the call, `None` where the module keeps none; `context` is what the model tells all of them about the call. They
-    are functional, state in, state out: the model writes the cache, so that a checkpointed block can be run again in
-    the backward pass without a second write. Without gradients, attention writes into the cache itself.
+    Both have one interface, `module(hidden_states, state, **context)`, and return their output and their state after
+    the call (`None` without a state); `context` is the same for all modules. They do not change the given state: the
+    model writes the cache, so that a checkpointed block can be recomputed in the backward pass without a second write.
+    Without gradients, attention writes into the cache itself.
     """
 
     def __init__(self, config: HopeConfig, layer_idx: int):
@@ -81,14 +81,14 @@ class HopeBlock(GradientCheckpointingLayer):
         **context,
     ) -> tuple[torch.Tensor, tuple | None, tuple | None]:
         """Hidden states [B, T, hidden_size] of the next block, and the states of the mixer and of the levels."""
-        # attention also returns what transformers records
+        # attention also returns its weights, which transformers records
         mixed, mixer_state, *_ = self.mixer(self.input_layernorm(hidden_states), mixer_state, **context)
         output, level_state = self.continuum(hidden_states + mixed, level_state, **context)
         return output, mixer_state, level_state
 
 
 class HopePreTrainedModel(PreTrainedModel):
-    """Base of the HOPE models: initialisation, and what transformers' tools ask of a model class."""
+    """Base of the HOPE models: initialisation, and attributes that transformers' tools read."""
 
     config: HopeConfig
     base_model_prefix = "model"
@@ -123,26 +123,26 @@ class HopePreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         std = self.config.initializer_range
         if hasattr(module, "begins_as"):
-            # Defined before it, and so initialised before it.
+            # initialised earlier, since it is defined earlier
             init.copy_(module.weight, module.begins_as[0].weight)
         elif isinstance(module, (InitialMemory, ShortConvolution, MemoryGates, BlockCompression)):
             module.reset_parameters()
         elif isinstance(module, (LevelMix, LearnedFactors)):
             init.ones_(module.weight)
         elif getattr(module, "ends_branch", False):
-            # Two residual branches a layer keep the stream's scale at any depth. Asked of the projection itself:
-            # transformers initialises no module of registered classes that has no parameters of its own, as a block.
+            # Keeps the scale of the residual stream at any depth, with two branches per layer. A flag on the Linear,
+            # because `_init_weights` is only called for modules that own parameters.
             init.normal_(module.weight, std=std / (2 * self.config.num_hidden_layers) ** 0.5)
         elif getattr(module, "keeps_scale", False):
-            # Memories bring values to norm 1, attention takes them as they are.
+            # memories normalise values, attention does not
             init.normal_(module.weight, std=module.in_features**-0.5)
         elif isinstance(module, nn.Embedding) or getattr(module, "is_head", False):
             init.normal_(module.weight, std=std * min(1.0, _HEAD_WIDTH / self.config.hidden_size) ** 0.5)
 
     def compile(self, *args, **kwargs):
-        """`nn.Module.compile` of what is the same at every call; beside memories, that is every block's continuum.
+        """`nn.Module.compile` of the parts that are the same for every call; beside memories, the blocks' levels.
 
-        `torch.compile(model)` traces torch's operators; here the memories stay outside, and their kernels run.
+        `torch.compile(model)` instead traces the memories' plain operations; here their kernels run uncompiled.
         """
         if not keeps_state(self.config):
             return super().compile(*args, **kwargs)
@@ -151,18 +151,18 @@ class HopePreTrainedModel(PreTrainedModel):
                 module.compile(*args, **kwargs)
 
     def add_model_tags(self, tags: list[str] | str) -> None:
-        # To a list of this model's own: transformers would append to the one of the class.
+        # copied, since transformers would append to the list of the class
         self.model_tags = [*self.model_tags]
         super().add_model_tags(tags)
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, **kwargs):
-        """As in transformers; the configuration names the code of every Auto class, not only of the one saved."""
+        """As in transformers, but the configuration names the code of every Auto class."""
         own = {auto: f"modeling_hope.{model_class.__name__}" for auto, model_class in AUTO_CLASSES.items()}
         self.config.auto_map = {**own, **(getattr(self.config, "auto_map", None) or {})}
         wrapped = type(self)
         if not wrapped.__module__.startswith("torch."):
             return super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
-        # `fully_shard` has put a class of torch's before ours, and its files would be copied as the model's code.
+        # `fully_shard` derives a class from ours in torch's module, whose files would be copied as the model's code
         if is_main_process:
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             own_class = next(cls for cls in wrapped.__mro__ if not cls.__module__.startswith("torch."))
@@ -189,7 +189,7 @@ class HopeModel(HopePreTrainedModel):
     """
 
     def __init__(self, config: HopeConfig):
-        # fields set after the config was made, as `from_pretrained(..., field=value)` sets them, are not checked yet
+        # `from_pretrained(..., field=value)` sets fields that are not checked yet
         config.validate()
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
@@ -220,16 +220,16 @@ class HopeModel(HopePreTrainedModel):
 
         Args:
             input_ids: [B, T]; or `inputs_embeds` [B, T, hidden_size] instead.
-            attention_mask: [B, columns seen + T], 0 for padding, which neither writes to a memory nor advances it; 1
-                for tokens, or the number of every token's document. Softmax attention alone takes 4-D masks, too.
+            attention_mask: [B, columns seen + T]: 0 for padding, which does not change a memory; 1 for tokens, or the
+                number of every token's document. A model with softmax attention alone also takes 4-D masks.
             position_ids: [B, T]; position 0 begins a document, whose memories start from their initial state.
-            past_key_values: a `HopeCache`; read and updated whenever it is given.
-            use_cache: make a cache where none is given.
-            kwargs: where documents begin, as collators of packed rows tell it (see `inputs`), and options of the
+            past_key_values: a `HopeCache`, which is read and updated.
+            use_cache: whether to make a cache if none is given.
+            kwargs: boundaries of documents, as collators of packed rows give them (see `inputs`), and options of the
                 attention's kernels, among others.
 
         Raises:
-            ValueError: what is given does not fit the model, the cache or the tokens.
+            ValueError: the arguments do not fit the model, the cache or the tokens.
         """
         cache, past = past_key_values, None
         check_inputs(self.config, input_ids, inputs_embeds)
@@ -252,10 +252,10 @@ class HopeModel(HopePreTrainedModel):
             if self.training:
                 check_recomputing(cache, carried is not None, self.layers)
             if carried is not None:
-                # what attention writes by itself, a block that is recomputed would write again
+                # a recomputed block would write keys and values into the cache again
                 layers, context["cache"] = carried, None
         for block in self.layers:
-            # the mixer's layer, then that of the block's levels if they keep a state
+            # the mixer's layer, then the levels' if they have state
             cache_layers = layers[block.layer_idx :: self.config.num_hidden_layers]
             states = [getattr(layer, "state", None) for layer in cache_layers]
             hidden_states, *states = block(hidden_states, *states, **context)
@@ -294,7 +294,7 @@ class HopeModel(HopePreTrainedModel):
             mask = create_attention_mask(self.config, hidden_states, attention_mask, documents, position_ids, cache)
         return {
             "attention_mask": mask,
-            # by which kernels without a mask tell documents
+            # kernels without a mask find documents in the positions
             "position_ids": position_ids,
             "position_embeddings": self.rotary_emb(hidden_states, position_ids=position_ids),
             "cache": cache,
@@ -330,7 +330,7 @@ class HopeForCausalLM(HopePreTrainedModel, HopeGenerationMixin):
         self.post_init()
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        # `resize_token_embeddings` gives a linear map of torch's own, which knows no loss.
+        # `resize_token_embeddings` passes torch's own linear map, which computes no loss
         if type(new_embeddings) is nn.Linear and new_embeddings.bias is None:
             new_embeddings.__class__ = HopeHead
         super().set_output_embeddings(new_embeddings)
@@ -364,12 +364,20 @@ class HopeForCausalLM(HopePreTrainedModel, HopeGenerationMixin):
         """Logits [B, T, vocab_size] and, with labels, the mean next-token loss in nats.
 
         Args:
+            input_ids: [B, T], int64; or `inputs_embeds` [B, T, hidden_size] instead.
+            attention_mask: [B, columns seen + T]: 0 for padding, which does not change a memory; 1 for tokens, or the
+                number of every token's document. A model with softmax attention alone also takes 4-D masks.
+            position_ids: [B, T]; position 0 begins a document, whose memories start from their initial state.
+            past_key_values: a `HopeCache`, which is read and updated.
             labels: [B, T], the inputs themselves (they are shifted here); -100 is not scored.
-            logits_to_keep: number of last positions, or their indices, for which logits are made; 0 is all.
-            skip_logits: with labels, return the loss alone, for which logits are never whole in memory.
-            kwargs: `num_items_in_batch`, the number of scored tokens that divides the summed loss, among others.
+            use_cache: whether to make a cache if none is given.
+            logits_to_keep: number of last positions, or their indices, for which to compute logits; 0 for all.
+            skip_logits: with labels, return the loss without logits, which are then never held for all tokens.
+            kwargs: `num_items_in_batch`, the number of scored tokens that divides the summed loss; and the `kwargs` of
+                `HopeModel.forward`.
 
-        The other arguments are those of `HopeModel.forward`.
+        Raises:
+            ValueError: the arguments do not fit the model, the cache or the tokens.
         """
         if skip_logits and labels is None:
             raise ValueError("skip_logits=True returns the loss alone: give labels, or leave skip_logits out")
@@ -384,7 +392,7 @@ class HopeForCausalLM(HopePreTrainedModel, HopeGenerationMixin):
         )
         if labels is not None:
             check_labels(labels, self.config.vocab_size)
-        # A head that PEFT wraps, or whose vocabulary is cut over processes, makes logits only.
+        # a head that PEFT wraps, or whose vocabulary is sharded, computes logits only
         if skip_logits and type(self.lm_head) is HopeHead and self.tp_size is None:
             loss, logits = self._loss_alone(outputs.last_hidden_state, labels, **kwargs), None
         else:
@@ -402,7 +410,7 @@ class HopeForCausalLM(HopePreTrainedModel, HopeGenerationMixin):
         )
 
     def _loss_alone(self, hidden_states, labels, num_items_in_batch=None, shift_labels=None, **_) -> torch.Tensor:
-        """`loss_function` of the logits, without these."""
+        """The result of `loss_function`, computed without the logits of all tokens."""
         labels = (next_labels(labels) if shift_labels is None else shift_labels).to(hidden_states.device)
         count = (labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
         if isinstance(count, torch.Tensor):
@@ -411,10 +419,10 @@ class HopeForCausalLM(HopePreTrainedModel, HopeGenerationMixin):
 
 
 class OverTrunk:
-    """Base of the heads that make their trunk through AutoModel.
+    """Base of the heads that build their trunk through AutoModel.
 
-    From a local folder, transformers loads configuration and model as two copies of the code, which no import of
-    either has registered together.
+    From a local folder transformers loads configuration and model as two copies of the code. No import registers the
+    two together, so the first model does.
     """
 
     def __init__(self, config: HopeConfig):
@@ -454,7 +462,7 @@ class HopeForTokenClassification(OverTrunk, GenericForTokenClassification, HopeP
 
 
 class HopeForQuestionAnswering(OverTrunk, GenericForQuestionAnswering, HopePreTrainedModel):
-    """HOPE with two scores a token: is it the answer's first, is it the last?
+    """HOPE with two scores per token, for the answer's first and last token.
 
     Example:
 
@@ -468,7 +476,7 @@ class HopeForQuestionAnswering(OverTrunk, GenericForQuestionAnswering, HopePreTr
     """
 
 
-# Which class the Auto classes make of a saved HOPE.
+# The model class of each Auto class.
 AUTO_CLASSES = {
     "AutoModel": HopeModel,
     "AutoModelForCausalLM": HopeForCausalLM,
