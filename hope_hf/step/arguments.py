@@ -1,6 +1,6 @@
-"""Everything a user can set: one dataclass per theme, named as in transformers' ``run_clm.py``.
+"""The flags of a run: one dataclass per theme; names as in transformers' ``run_clm.py``.
 
-``hope_hf.training.parsing`` turns a command line, or a YAML file of the same keys, into these.
+``hope_hf.training.parsing`` reads them from a command line or a YAML file.
 """
 
 from dataclasses import dataclass, fields

@@ -1,7 +1,7 @@
-"""Checks the file given to `accelerate launch` for what accelerate would ignore, or refuse with its own message.
+"""The file of `accelerate launch`: read, and checked for keys that accelerate would ignore or refuse.
 
-The launcher passes on values, not names: a key that it does not know, or that the chosen version of FSDP does not use,
-never reaches the processes that it starts. So the file itself is read again.
+The launcher passes on only the values that it knows. A misspelled key, or one that the chosen version of FSDP does not
+use, never reaches the processes, so they read the file again.
 """
 
 import os
@@ -16,7 +16,7 @@ from hope_hf.cli.recipe import read_yaml
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes by accelerate's names of mixed precisions."""
 
-# Of files that earlier versions of accelerate have written.
+# Keys that earlier versions of accelerate wrote.
 OF_OLD_FILES = ("fp16", "dynamo_backend")
 WHOLE_NUMBERS = ("num_processes", "num_machines", "machine_rank")
 SECTIONS = ("fsdp_config", "deepspeed_config", "parallelism_config")
@@ -27,14 +27,14 @@ OF_VERSION_1 = {
     "parallelism_config for HYBRID_SHARD (accelerate_configs/fsdp_hybrid.yaml), or take ddp.yaml for NO_SHARD",
     "fsdp_backward_prefetch": "give run_clm.py --fsdp_prefetch N",
     "fsdp_forward_prefetch": "give run_clm.py --fsdp_prefetch N",
-    "fsdp_use_orig_params": "leave it out, version 2 knows no other way",
+    "fsdp_use_orig_params": "leave it out, version 2 always keeps the original parameters",
     "fsdp_sync_module_states": "leave it out, all processes make the same model",
 }
-# accelerate's wizard writes the strategy of version 1 under this key of version 2, which its launcher then ignores.
+# accelerate's wizard writes version 1's strategy under this key of version 2, and its launcher ignores it.
 RESHARD = "fsdp_reshard_after_forward"
 # Switches that accelerate's parser declares as strings without a default.
 SWITCHES_WITHOUT_DEFAULT = ("zero3_init_flag", "zero3_save_16bit_model")
-# Axes of a mesh along which the trainer does not divide its work.
+# Axes of a mesh that the trainer does not support.
 UNSUPPORTED_AXES = {"parallelism_config_tp_size": "tensor", "parallelism_config_cp_size": "context"}
 # accelerate refuses any of these with a DeepSpeed json, and its error lists all of them.
 DECIDED_BY_JSON = (
@@ -44,14 +44,14 @@ DECIDED_BY_JSON = (
 
 
 def check_launch_file() -> None:
-    """Raise ValueError with one sentence if the file of this launch asks for something that would not happen."""
+    """Raise ValueError with one sentence if accelerate would ignore or refuse a key of this launch's file."""
     path = launch_file()
     if path is not None:
         read(path, f"The launch file {path}")
 
 
 def read(path: Path, named: str) -> dict:
-    """What a launch file holds, checked. Raises ValueError with one sentence that names the file."""
+    """The checked content of a launch file. Raises ValueError with one sentence that names the file."""
     content = read_yaml(path, named)
     if not isinstance(content, dict):
         raise ValueError(f"{named} must hold lines of the form 'key: value'.")
@@ -62,7 +62,7 @@ def read(path: Path, named: str) -> dict:
 
 
 def launch_file() -> Path | None:
-    """The file on the launcher's command line, else what `accelerate config` has written; None without launcher."""
+    """The file on the launcher's command line, else the one that `accelerate config` wrote; None without launcher."""
     try:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode().split("\0")
     except (OSError, UnicodeDecodeError):
@@ -76,7 +76,7 @@ def launch_file() -> Path | None:
 
 
 def _default_file(words: list[str]) -> Path | None:
-    """The file of `accelerate launch` if its command line names none; None if the command line chooses an engine."""
+    """The file that `accelerate launch` reads without --config_file; None if a flag chooses an engine."""
     from accelerate.commands.config.config_args import default_config_file
 
     script = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
@@ -86,7 +86,7 @@ def _default_file(words: list[str]) -> Path | None:
 
 
 def check(path: Path, content: dict) -> None:
-    """`content` is what the file at `path` holds. Raises ValueError."""
+    """Raise ValueError if `content`, of the file at `path`, has a key that would be ignored or refused."""
 
     def refuse(sentence: str):
         raise ValueError(f"{path}: {sentence}" + ("" if sentence.endswith("?") else "."))
@@ -116,8 +116,8 @@ def check(path: Path, content: dict) -> None:
 
 
 def _check_sections(content: dict, refuse) -> None:
-    """Refuse keys that accelerate does not know, and values that the processes would fail to read."""
-    # Imported here: plain `python run_clm.py` does not need it.
+    """Refuse keys that accelerate does not know, and values that the processes cannot read."""
+    # Imported here, since plain `python run_clm.py` does not need it.
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
 

@@ -1,4 +1,4 @@
-"""The next-token loss, as a sum: the caller divides it by the number of valid tokens it averages over."""
+"""The next-token loss as a sum. The caller divides it by the number of valid tokens of all processes."""
 
 import inspect
 
@@ -10,7 +10,7 @@ from hope_hf.cli.results import IGNORED
 
 
 def count_valid(labels: Tensor) -> int:
-    """Number of tokens of `labels` [B, T] that are predicted: the first of a row never is."""
+    """Number of predicted tokens of `labels` [B, T]; the first token of a row is not predicted."""
     return int((labels[:, 1:] != IGNORED).sum())
 
 
@@ -18,9 +18,9 @@ def summed_loss(model: nn.Module, inputs: dict, labels: Tensor, skips_logits: bo
     """Sum of -log p(label) in nats over the valid tokens of a forward pass, an fp32 scalar.
 
     Args:
-        model: as the engine has wrapped it; called with `inputs`.
+        model: wrapped by the engine; called with `inputs`.
         labels: [B, T], not shifted.
-        skips_logits: whether the model itself can make the loss without whole logits, as `can_skip_logits` tells.
+        skips_logits: whether the model computes the loss without whole logits (`can_skip_logits`).
     """
     if skips_logits:
         return model(**inputs, labels=labels, num_items_in_batch=1, skip_logits=True).loss
@@ -28,21 +28,21 @@ def summed_loss(model: nn.Module, inputs: dict, labels: Tensor, skips_logits: bo
 
 
 def can_skip_logits(model: nn.Module) -> bool:
-    """Whether the forward of a model (not wrapped) takes `skip_logits`, as HOPE's does."""
+    """Whether the forward of an unwrapped model has the argument `skip_logits`, as HOPE's does."""
     return "skip_logits" in inspect.signature(type(model).forward).parameters
 
 
 def loss_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
-    """As `summed_loss`, from logits [B, T, V] of any float type."""
+    """`summed_loss` from logits [B, T, V] of any float dtype."""
     predictions = logits[:, :-1].flatten(0, 1).float()
     targets = labels[:, 1:].flatten().to(logits.device)
     return F.cross_entropy(predictions, targets, ignore_index=IGNORED, reduction="sum")
 
 
 def model_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The part of a batch (on the CPU) that the model reads.
+    """The model's inputs from a batch on the CPU.
 
-    Positions without a restart inside a row are left out: models then use their fast path for one document per row.
+    Without a document start inside a row, `position_ids` are left out: models then use their fast path.
     """
     inputs = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
     if "position_ids" in inputs and bool((inputs["position_ids"] == torch.arange(inputs["input_ids"].shape[1])).all()):
@@ -52,7 +52,7 @@ def model_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def check_token_ids(batch: dict[str, Tensor], vocab_size: int):
-    """ValueError where a token id has no row in the embedding; `batch` on the CPU."""
+    """ValueError if a token id has no row in the embedding; `batch` on the CPU."""
     low, high = (int(bound) for bound in batch["input_ids"].aminmax())
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high

@@ -64,9 +64,9 @@ INSTEAD = {
 
 
 def drop_foreign(words: list[str], flags: Collection[str] = ()) -> list[str]:
-    """A command line without the flags that have no effect here, each with a warning; `flags` are the program's own.
+    """A command line without the flags that have no effect; each gives a warning. `flags`: the program's own.
 
-    Raises ValueError for a flag that has a replacement, and names it.
+    Raises ValueError that names the replacement of a renamed flag.
     """
     kept, dropping = [], False
     for word in words:
@@ -83,9 +83,9 @@ def drop_foreign(words: list[str], flags: Collection[str] = ()) -> list[str]:
 
 
 def split_run_recipe(argv: list[str], flags: Collection[str] = FLAGS) -> tuple[list[str], list[str]]:
-    """The words of the recipe that comes first, those of `flags` alone, and the words after it.
+    """The words of the recipe at the beginning, only those of `flags`, and the words after it.
 
-    Raises ValueError for a key that no recipe of `run_clm.py` has, and for a flag with a replacement.
+    Raises ValueError for a key that is no flag of `run_clm.py`, and for a renamed flag.
     """
     known = {*FLAGS, *NO_EFFECT, *INSTEAD}
     recipe, rest = split_recipe(argv, known, left_out={*FLAGS} - {*flags})

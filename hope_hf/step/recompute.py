@@ -1,4 +1,4 @@
-"""Activations that are not kept from forward to backward, but computed again (`--gradient_checkpointing`)."""
+"""`--gradient_checkpointing`: activations that the backward pass recomputes instead of reading stored ones."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,24 +13,24 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hope_hf.cli.flags import Checked
 
 MOST_BLOCKS = 10_000
-# What blocks call their sequence mixer; a hybrid has one of them in each block.
+# Names of a block's sequence mixer in transformers; a hybrid has one of them in each block.
 MIXERS = frozenset("mixer self_attn linear_attn attn attention self_attention mamba temporal_block".split())
 
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What is computed again.
+    """What is recomputed.
 
     Attributes:
-        part: of a block: nothing, all of it, or its sequence mixer (attention, memories).
-        every: of the blocks, the first and every N-th one after it.
+        part: nothing, whole blocks, or their sequence mixers (attention, memories).
+        every: N recomputes the first block and every N-th block after it.
     """
 
     part: Literal["none", "block", "mixer"]
     every: int = 1
 
 
-# True and False: the flag was a switch.
+# `true` and `false`, because the flag was a switch.
 NAMES = {
     "none": Recomputed("none"), "false": Recomputed("none"), "block": Recomputed("block"),
     "true": Recomputed("block"), "mixer": Recomputed("mixer"),
@@ -60,9 +60,9 @@ def parse_recomputed(value: str) -> Recomputed:
 
 
 def recompute_activations(model: PreTrainedModel, what: Recomputed) -> None:
-    """Make a causal LM that is not wrapped yet recompute `what` in its backward pass, while it trains.
+    """Make an unwrapped causal LM recompute `what` in its backward pass.
 
-    Names of modules and parameters stay as they are, so weights of any setting load under any other. ValueError where
+    Names of modules and parameters do not change, so weights of any setting load in any other. Raises ValueError if
     the architecture has no such part.
     """
     if what.part == "none":
@@ -70,7 +70,7 @@ def recompute_activations(model: PreTrainedModel, what: Recomputed) -> None:
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if what.part == "mixer":
         for mixer in _mixers(model, blocks):
-            # Around `forward`, as transformers does it for blocks: hooks of sharding engines stay outside.
+            # Around `forward`, as transformers does for blocks: hooks of sharding engines stay outside.
             mixer.forward = partial(_recomputing, mixer.forward)
         return
     kind = model.config.model_type
@@ -96,7 +96,7 @@ def _mixers(model: PreTrainedModel, blocks: list[nn.Module]) -> list[nn.Module]:
 
 
 def _recomputing(forward: Callable, *args, **kwargs):
-    """`forward`, a module's own, which keeps its inputs alone in training."""
+    """A module's `forward`, which stores only its inputs in training."""
     if not forward.__self__.training:
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
