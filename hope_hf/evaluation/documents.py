@@ -18,8 +18,6 @@ from datasets.table import CastError
 
 from hope_hf.cli.process import one_line, warn_once
 
-# Answers to one question: lm-eval makes a list of them all.
-MOST_REPEATS = 1000
 # The names of columns that a sentence lists.
 MOST_NAMES = 12
 
@@ -97,8 +95,6 @@ def _check(task, limit: int | None, shots: int | None) -> list[int]:
                 where = f"--tasks {_name(task)}: {_source(task, source)}"
                 raise BadDocuments(f"{where} has no column {name}, which the task reads.")
     empty, numbers = Counter(), []
-    if not isinstance(task.config.repeats, int) or not 1 <= task.config.repeats <= MOST_REPEATS:
-        raise BadDocuments(f"--tasks {_name(task)}: repeats is {task.config.repeats!r}: give 1 to {MOST_REPEATS:,}.")
     for number, document in enumerate(islice(task.task_docs, limit), 1):
         try:
             text = task.doc_to_text(document)

@@ -7,8 +7,10 @@ from dataclasses import fields
 
 import pytest
 
-from hope_hf.evaluation.flags import ALWAYS, FLAGS, Arguments, parse
+from hope_hf.evaluation import main
+from hope_hf.evaluation.flags import ALWAYS, FLAGS, Arguments, chosen_tasks, parse, suite
 from hope_hf.evaluation.held_out import held_out_documents
+from hope_hf.evaluation.result import SuiteResult
 from hope_hf.evaluation.subject import load_subject
 from hope_hf.evaluation.suites import SUITES
 
@@ -82,6 +84,16 @@ def test_flags_that_are_read_give_no_warning():
 def test_tasks_choose_their_suites(tasks, suite):
     assert parse(["--tasks", tasks], SUITES).suite == suite
     assert parse(["--tasks", tasks, "--suite", "sample,zero_shot"], SUITES).suite == "sample,zero_shot"
+
+
+def test_a_new_suite_is_one_entry_of_the_table(monkeypatch, capsys):
+    @suite("tasks", tasks=["toy"], loads_model=False)
+    def own(args, subject):
+        return SuiteResult({"Own": [{"task": name, "score": 1.0} for name in chosen_tasks(args, "own", ["toy"])]})
+
+    monkeypatch.setitem(SUITES, "own", own)
+    assert parse(["--tasks", "toy,parity"], SUITES).suite == "own,synthetic"
+    assert main(["--tasks", "toy"]) == 0 and "| toy  | 1.0000 |" in capsys.readouterr().out
 
 
 @pytest.fixture

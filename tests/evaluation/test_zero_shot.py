@@ -483,14 +483,6 @@ def test_examples_are_read_from_their_own_file(folders, piqa, capsys):
     assert "piqa_train.jsonl has no column goal, which the task reads" in capsys.readouterr().err
 
 
-def test_repeats_have_a_bound(tasks, trusting):
-    (tasks / "often.yaml").write_text(f"include: {tasks / 'choice.yaml'}\nrepeats: 99999999\n")
-    args = trusting(suite="zero_shot", tasks=str(tasks / "often.yaml"), model_name_or_path="x")
-    manager, found = find_tasks(args)
-    with pytest.raises(BadDocuments, match="repeats is 99999999: give 1 to 1,000"):
-        manager.load(found)
-
-
 def test_without_lm_eval_the_other_suites_run(folders, text_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     flags = ["--suite", "zero_shot,sample", "--tasks", "piqa", "--max_new_tokens", 2, "--validation_file", text_file]
