@@ -127,7 +127,7 @@ class Mixers:
         return torch.randn(1, length, WIDTH, requires_grad=True)
 
     def step(self, model: HopeModel, hidden_states: torch.Tensor) -> None:
-        if model.config.has_sparse_attention:
+        if "blocks" in model.config.needs:
             context, _ = model._plans(hidden_states, None, Documents(None, None), None)
         else:
             angles = model.rotary_emb(hidden_states, position_ids=torch.arange(hidden_states.shape[1])[None])

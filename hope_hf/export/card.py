@@ -91,17 +91,15 @@ def _metadata(model, name, license, training, evaluation) -> ModelCardData:
 
 def _introduction(model) -> str:
     config = model.config
-    kinds = {"full_attention": "softmax attention", "sparse_attention": "native sparse attention"}
-    numbers = [(kind, config.layer_types.count(name)) for name, kind in kinds.items() if name in config.layer_types]
-    if config.has_memories:
-        mixer = (
-            "made of self-modifying memories: small networks of every sequence's own that are rewritten while it is\n"
-            f"read, and make keys and values with new weights every {config.memory_chunk_size} tokens"
-        )
-        for kind, number in numbers:
-            mixer += f" (and {kind} in {number} of the {config.num_hidden_layers} layers)"
+    kinds = dict.fromkeys(config.mixers)
+    mixer = " and ".join(kind.describe(config) for kind in kinds if kind.is_recurrent)
+    others = [kind for kind in kinds if not kind.is_recurrent]
+    if mixer:
+        for kind in others:
+            number = config.mixers.count(kind)
+            mixer += f" (and {kind.name} in {number} of the {config.num_hidden_layers} layers)"
     else:
-        mixer = " and ".join(kind for kind, _ in numbers) + " (Hope-Attention)"
+        mixer = " and ".join(kind.name for kind in others) + " (Hope-Attention)"
     periods = ", ".join(f"{period:,}" for period in config.level_periods)
     dtype = str(model.dtype).removeprefix("torch.")
     return f"""\

@@ -3,18 +3,13 @@
 transformers' attention interface provides the kernels (sdpa, eager, flash if installed) and the key-value cache.
 """
 
-from typing import NamedTuple
-
 import torch
 from transformers.cache_utils import Cache
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-
-class KeyValues(NamedTuple):
-    """Keys and values of a text [B, H, T, D], as the state of a layer."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
+from .cache_hope import KeyValues
+from .layers import Mixer
 
 
 class _Extension:
@@ -33,8 +28,13 @@ class _Extension:
         return self.state
 
 
-class HopeAttention(LlamaAttention):
+class HopeAttention(Mixer, LlamaAttention):
     """Causal multi-head attention with rotary positions."""
+
+    needs = frozenset({"mask", "rotary"})
+    heads = ("num_attention_heads", "num_key_value_heads")
+    input_readers = 3
+    name = "softmax attention"
 
     def forward(
         self,
@@ -60,3 +60,24 @@ class HopeAttention(LlamaAttention):
         written = cache if extension is None else extension
         output, weights = super().forward(hidden_states, past_key_values=written, **context)
         return output, None if extension is None else extension.state, weights
+
+    @staticmethod
+    def tensor_parallel_maps(config: PreTrainedConfig) -> dict[str, str]:
+        """The halves of a rank's heads stay there between two maps."""
+        return {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+
+    @staticmethod
+    def mixing_flops(config: PreTrainedConfig, sequence_length: int) -> int:
+        """2 T per channel."""
+        return 2 * sequence_length * config.num_attention_heads * config.head_dim
+
+    @staticmethod
+    def cache_bytes(config: PreTrainedConfig, tokens: int) -> int:
+        """Keys and values of all tokens."""
+        return 4 * 2 * tokens * config.num_key_value_heads * config.head_dim
+
+    @staticmethod
+    def kept_bytes(config: PreTrainedConfig, batch_size: int, length: int, low: int) -> int:
+        """Queries, keys, values and reads, and in fp32 a sum of every query's softmax."""
+        heads, groups = config.num_attention_heads, config.num_key_value_heads
+        return batch_size * length * (low * (2 * heads + 2 * groups) * config.head_dim + 4 * heads)

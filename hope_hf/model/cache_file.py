@@ -163,8 +163,8 @@ def fingerprint(model: PreTrainedModel) -> Fingerprint:
     call reads every weight (0.04 s for 8 M parameters and 0.6 s for 160 M in float32, on one CPU core).
     """
     config = {key: value for key, value in model.config.to_dict().items() if key not in _IRRELEVANT}
-    if not model.config.has_sparse_attention:
-        config = {key: value for key, value in config.items() if not key.startswith("sparse_")}
+    unused = model.config.unused_fields
+    config = {key: value for key, value in config.items() if not key.startswith(unused)}
     config = json.dumps(config, sort_keys=True, default=str)
     exact, rounded = (hashlib.sha256(config.encode()) for _ in range(2))
     for name, weight in sorted(_plain_weights(model.base_model)):

@@ -3,20 +3,13 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
-from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    STATIC_LAYER_TYPE_MAPPING,
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from .attention import KeyValues
 from .cache_file import (
     CACHE_FILE,
     Fingerprint,
@@ -29,17 +22,20 @@ from .cache_file import (
     write_cache,
 )
 from .chunks import Past
-from .configuration_hope import HopeConfig
-from .continuum import CONTINUA
-from .memory_scan import ScanState
-from .sparse_attention import SparseState
+
+
+class KeyValues(NamedTuple):
+    """Keys and values of a text [B, H, T, D], as the state of a layer."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
 
 
 class HopeMemoryLayer(CacheLayerMixin):
-    """State of one layer of memories, or of the levels of one block, of constant size.
+    """State of one mixer, or of the levels of one block.
 
-    `state` is what the mixer or the levels returned last, and `past` says what was read. Both are `None` before the
-    first token.
+    `state`, a `state_class`, is what the mixer or the levels returned last; `past` says what was read. Both are `None`
+    before the first token.
     """
 
     is_compileable = False
@@ -47,7 +43,7 @@ class HopeMemoryLayer(CacheLayerMixin):
     supports_early_init = False
     is_sliding = False
 
-    def __init__(self, state_class: type[tuple] = ScanState, **kwargs):
+    def __init__(self, state_class: type[tuple], **kwargs):
         super().__init__()
         self.state_class = state_class
         self.reset()
@@ -125,13 +121,6 @@ class HopeMemoryLayer(CacheLayerMixin):
             self.update_state(state_of_named(self.state_class, tensors), past)
 
 
-class HopeSparseLayer(HopeMemoryLayer):
-    """Keys, values and compressed keys of one layer of sparse attention; they grow with the text."""
-
-    def __init__(self, state_class: type[tuple] = SparseState, **kwargs):
-        super().__init__(state_class, **kwargs)
-
-
 class HopeStaticMemoryLayer(HopeMemoryLayer):
     """State of one layer in transformers' `StaticCache`, for compiled generation.
 
@@ -158,42 +147,14 @@ class HopeStaticMemoryLayer(HopeMemoryLayer):
             tensor.copy_(value.detach())
 
 
-class HopeStaticSparseLayer(HopeStaticMemoryLayer):
-    """Sparse attention in transformers' `StaticCache`: room for `max_cache_len` tokens from the first call on."""
-
-    def __init__(self, max_cache_len: int = 0, state_class: type[tuple] = SparseState, **kwargs):
-        super().__init__(state_class, **kwargs)
-        self.max_cache_len = max_cache_len
-
-    def update_state(self, state: SparseState, past: Past) -> None:
-        """As of memories; the first state is given room."""
-        if self.state is None:
-            held = state.compressed_keys.shape[2]
-            block = state.slot_keys.shape[2] // held
-            # one block more, for a call that begins within one
-            more = max(0, -(-self.max_cache_len // block) + 1 - held)
-            slots = (F.pad(part, (0, 0, 0, more * block)) for part in state[:2])
-            compressed = (F.pad(part, (0, 0, 0, 0, 0, more)) for part in state[2:4])
-            state = SparseState(*slots, *compressed, *state[4:])
-        super().update_state(state, past)
-
-
-# transformers makes the layers of its caches by the names in `HopeConfig.layer_types`. Every copy of this file (each
-# model loaded with `trust_remote_code` brings one) comes here, and the first serves the models of all.
-DYNAMIC_LAYER_TYPE_MAPPING.setdefault("hope_memory", HopeMemoryLayer)
-DYNAMIC_LAYER_TYPE_MAPPING.setdefault("sparse_attention", HopeSparseLayer)
-STATIC_LAYER_TYPE_MAPPING.setdefault("hope_memory", HopeStaticMemoryLayer)
-STATIC_LAYER_TYPE_MAPPING.setdefault("sparse_attention", HopeStaticSparseLayer)
-
-
 def is_memory_layer(layer: CacheLayerMixin) -> bool:
     """Whether a layer of a cache is a `HopeMemoryLayer`, or sparse: of this file, or of another copy of it."""
     return hasattr(layer, "state_class")
 
 
-def level_layers(config: HopeConfig, is_static: bool = False) -> list[HopeMemoryLayer]:
+def level_layers(config: PreTrainedConfig, is_static: bool = False) -> list[HopeMemoryLayer]:
     """Layers for the states of the blocks' levels, which follow those of the mixers; none where levels keep none."""
-    state_class = CONTINUA[config.level_variant].state_class
+    state_class = config.levels.state_class
     kind = HopeStaticMemoryLayer if is_static else HopeMemoryLayer
     return [] if state_class is None else [kind(state_class) for _ in range(config.num_hidden_layers)]
 
@@ -232,10 +193,10 @@ def carried_layers(cache: Cache) -> list[HopeMemoryLayer | CarriedKeys] | None:
 class HopeCache(DynamicCache):
     """Cache of a HOPE model: `past_key_values` of its `forward` and of `generate`.
 
-    Layers are of the kind that `config.layer_types` names: `HopeMemoryLayer` for self-modifying memories,
-    `HopeSparseLayer` for sparse attention, a growing key-value layer for softmax attention. Where levels keep a state,
-    a `HopeMemoryLayer` for those of every block follows. `copy.deepcopy` forks the cache, `snapshot` and `rollback` go
-    back to an earlier token, `save_pretrained` and `from_pretrained` keep it as a file.
+    It has a `HopeMemoryLayer` for every layer with memories or sparse attention, and a growing key-value layer for
+    softmax attention. If levels keep a state, a `HopeMemoryLayer` for those of every block follows. `copy.deepcopy`
+    forks the cache, `snapshot` and `rollback` go back to an earlier token, `save_pretrained` and `from_pretrained`
+    keep it as a file.
 
     Example:
 
@@ -254,7 +215,7 @@ class HopeCache(DynamicCache):
     ```
     """
 
-    def __init__(self, config: HopeConfig):
+    def __init__(self, config: PreTrainedConfig):
         super().__init__(config=config)
         self.layers += level_layers(config)
 
@@ -315,7 +276,7 @@ class HopeCache(DynamicCache):
         return tensors
 
     @classmethod
-    def from_state_tensors(cls, config: HopeConfig, tensors: dict[str, torch.Tensor]) -> "HopeCache":
+    def from_state_tensors(cls, config: PreTrainedConfig, tensors: dict[str, torch.Tensor]) -> "HopeCache":
         """The cache with these `state_tensors`."""
         cache = cls(config)
         for index, layer in enumerate(cache.layers):

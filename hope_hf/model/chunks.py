@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-
-from .configuration_hope import HopeConfig
+from transformers.configuration_utils import PreTrainedConfig
 
 # The digest of a row's tokens is a polynomial modulo 2^64, so that each call can extend it:
 # digest_{t+1} = BASE (digest_t + id_t), with digest_0 = 1. The digest 0 means that the tokens are unknown.
@@ -118,7 +117,7 @@ def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x.gather(1, index.reshape(*index.shape, *(1,) * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
 
 
-def plan_chunks(config: HopeConfig, shape: tuple[int, int], device: torch.device, *args, **kwargs) -> ChunkPlan:
+def plan_chunks(config: PreTrainedConfig, shape: tuple[int, int], device: torch.device, *args, **kwargs) -> ChunkPlan:
     """The slots and chunk spans of one call; see `plan_slots` for the arguments."""
     slots = plan_slots(config.memory_chunk_size, shape, device, *args, **kwargs)
     if slots.valid is None:

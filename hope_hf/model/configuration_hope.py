@@ -1,14 +1,15 @@
 """Configuration of HOPE, and its named sizes."""
 
 from copy import deepcopy
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
 
 from huggingface_hub.dataclasses import strict
-from huggingface_hub.errors import StrictDataclassError
-from transformers import configuration_utils
 from transformers.configuration_utils import PreTrainedConfig
+
+from .continuum import CONTINUA
+from .memory_paper import PaperRule
+from .mixers import MIXERS
 
 PRESETS = {
     # about 8 M parameters at a vocabulary of 4,096: the demo and the tests; periods for steps of 1,024 tokens
@@ -69,12 +70,6 @@ _OWN_PREFIXES = (
     "adaptive_", "gate_mode", "inner_layer", "level_", "memory_", "mixer", "num_memory_heads", "paper_rule",
     "projection_", "retention_bias", "sparse_",
 )  # fmt: skip
-# Of what is stored under a key a write of rate eta leaves 1 - eta: at 2 it would grow with the text.
-_LARGEST_RATE = 1.99
-LAYER_TYPES = ("hope_memory", "sparse_attention", "full_attention")
-# `Trainer` reads a checkpoint's configuration as one of no particular model, which knows transformers' kinds only.
-if LAYER_TYPES[0] not in configuration_utils.ALLOWED_ATTN_LAYER_TYPES:
-    configuration_utils.ALLOWED_ATTN_LAYER_TYPES += LAYER_TYPES[:2]
 # The smallest value of single fields.
 _LEAST = dict.fromkeys(
     (
@@ -91,21 +86,6 @@ _LEAST = dict.fromkeys(
     ),
     1,
 ) | dict.fromkeys(("projection_memory_rate", "recompute_chunks"), 0)
-
-
-@strict
-@dataclass
-class PaperRule:
-    """The fields of `HopeConfig.paper_rule`, which explains them."""
-
-    depth: Literal[1, 2] = 1
-    erase: Literal["output", "both", "none"] = "output"
-    hidden_norm: Literal["unit", "none"] = "unit"
-    inner_rate: float | int = 0.1
-    error_clip: float | int | None = 2.0
-    target_norm: bool = True
-    read_mode: Literal["inclusive", "exclusive"] = "inclusive"
-    decay_to: Literal["initial", "zero"] = "initial"
 
 
 @strict
@@ -296,57 +276,60 @@ class HopeConfig(PreTrainedConfig):
             self.level_periods = [1_000_000, 4_000_000, 16_000_000]
         if self.level_intermediate_sizes is None and self.level_periods:
             # A SwiGLU of width w has 3 * w * hidden_size parameters.
-            width = (2 if self.has_memories else 8) * self.hidden_size / (3 * len(self.level_periods))
+            squares = min((mixer.level_parameters for mixer in self.mixers), default=0)
+            width = squares * self.hidden_size / (3 * len(self.level_periods))
             self.level_intermediate_sizes = [max(8, round(width / 8) * 8)] * len(self.level_periods)
         # no field, and never saved; older versions of transformers add to it for tied heads
         self.base_model_tp_plan = self._tensor_parallel_plan()
         super().__post_init__(**kwargs)
 
     @property
+    def mixers(self) -> list[type]:
+        """The class of every layer's mixer (`layers.Mixer`), without kinds that `validate` refuses."""
+        return [MIXERS[kind] for kind in self.layer_types if kind in MIXERS]
+
+    @property
+    def levels(self) -> type:
+        """The class of every block's levels (`continuum.ContinuumMemory`)."""
+        return CONTINUA[self.level_variant]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What mixers and levels have to be told about a call (`layers.Mixer.needs`)."""
+        of_levels = frozenset() if self.levels.state_class is None else {"chunks"}
+        return of_levels.union(*(mixer.needs for mixer in self.mixers))
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether a model carries anything from token to token besides softmax attention's keys and values."""
+        return bool(self.needs & {"chunks", "blocks"})
+
+    @property
+    def unused_fields(self) -> tuple[str, ...]:
+        """How the fields begin that belong to mixers which no layer has."""
+        return tuple(kind.own_fields for kind in MIXERS.values() if kind.own_fields and kind not in self.mixers)
+
+    @property
     def has_memories(self) -> bool:
-        """Whether any layer has self-modifying memories."""
-        return "hope_memory" in self.layer_types
-
-    @property
-    def has_attention(self) -> bool:
-        """Whether any layer has softmax attention to all tokens."""
-        return "full_attention" in self.layer_types
-
-    @property
-    def has_sparse_attention(self) -> bool:
-        """Whether any layer has sparse attention."""
-        return "sparse_attention" in self.layer_types
+        """Whether any layer has a state of constant size, as self-modifying memories have."""
+        return any(mixer.is_recurrent for mixer in self.mixers)
 
     @property
     def has_positions(self) -> bool:
         """Whether any layer has attention, of either kind: it alone knows rotary positions."""
-        return self.has_attention or self.has_sparse_attention
+        return any("rotary" in mixer.needs for mixer in self.mixers)
+
+    @property
+    def attention_layer(self) -> int | None:
+        """The first layer that takes transformers' attention masks."""
+        return next((layer for layer, mixer in enumerate(self.mixers) if "mask" in mixer.needs), None)
 
     def mixing_flops_per_token(self, sequence_length: int) -> int:
         """Forward FLOPs of the mixers' own products per token of a text of `sequence_length` tokens.
 
-        Attention: 2 T per channel; sparse attention: 4 for every key that its branches read. Memories, per head of
-        width D and layer of a memory: 4 D^2 for each memory (under the paper's rule 8 D^2, as all have learned initial
-        weights and take their errors at other weights), 2 D^2 more where it projects a stream, 6 D^2 (4 D^2) for the
-        initial weights and the reads of the content memory, and 6 C D for the products of a chunk's C tokens with each
-        other. Triangular solves are not counted.
+        Triangular solves are not counted.
         """
-        attention = 2 * sequence_length * (self.num_attention_heads or 0) * self.head_dim
-        width, made, rule = self.head_dim, len(self.memory_projections), self.paper_rule
-        squares = 8 * (made + 1) + 2 * made + 4 if rule else 4 * (made + 1) + 2 * made + 6
-        layers = (self.num_memory_heads or 0) * (rule["depth"] if rule else 1)
-        memory = layers * (squares * width**2 + 6 * self.memory_chunk_size * width)
-
-        def seen(most: int) -> float:
-            """Mean over tokens of the last `most` tokens that they see."""
-            most = min(most, sequence_length)
-            return most - most**2 / (2 * sequence_length)
-
-        keys = seen(self.sparse_window) + seen(self.sparse_top_k * self.sparse_block_size)
-        keys += sequence_length / (2 * self.sparse_compress_stride)
-        sparse = round(4 * keys * (self.num_attention_heads or 0) * self.head_dim)
-        of_kind = {"hope_memory": memory, "sparse_attention": sparse, "full_attention": attention}
-        return sum(of_kind[kind] for kind in self.layer_types)
+        return sum(mixer.mixing_flops(self, sequence_length) for mixer in self.mixers)
 
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "HopeConfig":
@@ -383,15 +366,10 @@ class HopeConfig(PreTrainedConfig):
         sparse attention run whole on every rank: only the weights of the mixer's maps are shared out, and their
         outputs are gathered. The plan cannot tell layers apart, so that attention beside these runs whole, too.
         """
-        if self.has_memories or self.has_sparse_attention:
-            shared = self.memory_projections if self.memory_rule == "paper" else []
-            maps = ["q_proj", "o_proj"] + (["g_proj"] if self.has_memories else [])
-            maps += ["in_proj"] if self.has_memories and shared else []
-            maps += [f"{name}_proj" for name in "kv" if name not in shared or self.has_positions]
-            maps += ["branch_proj"] if self.has_sparse_attention else []
-            mixer = dict.fromkeys(maps, "colwise_gather_output")
-        else:
-            mixer = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+        kinds = dict.fromkeys(self.mixers)
+        mixer = {name: style for kind in kinds for name, style in kind.tensor_parallel_maps(self).items()}
+        if len(kinds) > 1:
+            mixer = dict.fromkeys(mixer, "colwise_gather_output")
         level = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
         return {f"layers.*.mixer.{name}": style for name, style in mixer.items()} | {
             f"layers.*.continuum.levels.*.{name}": style for name, style in level.items()
@@ -400,8 +378,8 @@ class HopeConfig(PreTrainedConfig):
     def validate_layer_type(self):
         """Part of `@strict`-powered validation: one known kind for every layer."""
         for kind in self.layer_types:
-            if kind not in LAYER_TYPES:
-                raise ValueError(f"`layer_types` holds '{kind}': choose of {', '.join(LAYER_TYPES)}")
+            if kind not in MIXERS:
+                raise ValueError(f"`layer_types` holds '{kind}': choose of {', '.join(MIXERS)}")
         if len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
                 f"`layer_types` has {len(self.layer_types)} entries, and `num_hidden_layers` is "
@@ -413,10 +391,7 @@ class HopeConfig(PreTrainedConfig):
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)}")
-        needed = (["num_memory_heads"] if self.has_memories else []) + (
-            ["num_attention_heads", "num_key_value_heads"] if self.has_positions else []
-        )
-        for name in needed:
+        for name in dict.fromkeys(name for kind in MIXERS.values() if kind in self.mixers for name in kind.heads):
             heads = getattr(self, name)
             if heads is None:
                 raise ValueError(
@@ -425,68 +400,14 @@ class HopeConfig(PreTrainedConfig):
                 )
             if heads < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {heads}")
-        if needed[-1:] == ["num_key_value_heads"] and self.num_attention_heads % self.num_key_value_heads:
+        if self.has_positions and self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
                 f"({self.num_key_value_heads})"
             )
-        self._validate_memory()
-        self._validate_sparse()
+        for mixer in MIXERS.values():
+            mixer.check_config(self)
         self._validate_levels()
-
-    def _validate_memory(self):
-        if self.memory_projections not in ([], ["k"], ["v"], ["k", "v"]):
-            raise ValueError(
-                f"`memory_projections` is {self.memory_projections}: choose of [], ['k'], ['v'] and ['k', 'v']"
-            )
-        for name in ("memory_learning_rate_bias", "retention_bias"):
-            pair = getattr(self, name)
-            if pair is not None and len(pair) != 2:
-                raise ValueError(f"`{name}` must be two numbers, of the first and of the last head, got {pair}")
-        if not 0 <= self.memory_learning_rate_max <= _LARGEST_RATE:
-            raise ValueError(
-                f"`memory_learning_rate_max` must be between 0 and {_LARGEST_RATE}, got "
-                f"{self.memory_learning_rate_max}: at 2 what is stored turns over without shrinking, and grows with "
-                "the text"
-            )
-        if self.memory_rule == "paper":
-            self._validate_paper_rule()
-        elif "v" in self.memory_projections and not self.memory_value_gate:
-            raise ValueError(
-                "`memory_value_gate` is off and `memory_projections` holds 'v': a memory that is taught values of its "
-                "own making can grow without bound; leave one of them out"
-            )
-        elif self.paper_rule is not None:
-            raise ValueError(
-                f"`paper_rule` is given and `memory_rule` is '{self.memory_rule}': leave it out, or set "
-                "`memory_rule` to 'paper'"
-            )
-
-    def _validate_sparse(self):
-        block = self.sparse_block_size
-        if block % self.sparse_compress_stride:
-            raise ValueError(
-                f"`sparse_compress_stride` ({self.sparse_compress_stride}) must divide `sparse_block_size` ({block})"
-            )
-        if self.sparse_window % block:
-            raise ValueError(f"`sparse_block_size` ({block}) must divide `sparse_window` ({self.sparse_window})")
-
-    def _validate_paper_rule(self):
-        for name in self.paper_rule.keys() - vars(PaperRule()):
-            raise ValueError(f"`paper_rule` has no field '{name}': choose of {', '.join(vars(PaperRule()))}")
-        try:
-            rule = PaperRule(**self.paper_rule)
-        except StrictDataclassError as error:
-            raise ValueError(f"`paper_rule` holds a wrong value: {error.__cause__}") from None
-        if rule.inner_rate < 0:
-            raise ValueError(f"`inner_rate` of `paper_rule` must be at least 0, got {rule.inner_rate}")
-        if rule.error_clip is not None and not rule.error_clip > 0:
-            raise ValueError(f"`error_clip` of `paper_rule` must be positive or None, got {rule.error_clip}")
-        if self.memory_learning_rate_max > 1 and rule.error_clip is None:
-            raise ValueError(
-                f"`memory_learning_rate_max` above 1 ({self.memory_learning_rate_max}) diverges without `error_clip` "
-                "of `paper_rule`: set it, for instance to 2"
-            )
 
     def _validate_levels(self):
         periods, sizes = self.level_periods, self.level_intermediate_sizes

@@ -8,8 +8,9 @@ is an ordinary MLP.
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import initialization as init
+from transformers.configuration_utils import PreTrainedConfig
 
-from .configuration_hope import HopeConfig
 from .layers import HopeRMSNorm
 
 
@@ -19,7 +20,7 @@ class ContinuumLevel(nn.Module):
     `level` counts from 0, the fastest; all its parameters are updated every `period` tokens.
     """
 
-    def __init__(self, config: HopeConfig, level: int):
+    def __init__(self, config: PreTrainedConfig, level: int):
         super().__init__()
         self.level = level
         self.period = config.level_periods[level]
@@ -43,8 +44,10 @@ class ContinuumMemory(nn.Module):
     """
 
     state_class: type[tuple] | None = None
+    # whether autograd keeps the output of every level
+    keeps_outputs = False
 
-    def __init__(self, config: HopeConfig):
+    def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.levels = nn.ModuleList([ContinuumLevel(config, level) for level in range(len(config.level_periods))])
 
@@ -58,7 +61,9 @@ class ContinuumMemory(nn.Module):
 class IndependentContinuum(ContinuumMemory):
     """Levels side by side (74): `x + sum_l w_l MLP_l(norm(x))` with learned weights that start at 1."""
 
-    def __init__(self, config: HopeConfig):
+    keeps_outputs = True
+
+    def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
         self.mix = LevelMix(len(self.levels))
 
@@ -70,6 +75,8 @@ class IndependentContinuum(ContinuumMemory):
 class LevelMix(nn.Module):
     """Learned weighted sum of the levels' outputs (`Agg` of equation 74)."""
 
+    has_initial_values = True
+
     def __init__(self, num_levels: int):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(num_levels))
@@ -77,16 +84,10 @@ class LevelMix(nn.Module):
     def forward(self, outputs: list[torch.Tensor]) -> torch.Tensor:
         return sum(weight * output for weight, output in zip(self.weight, outputs, strict=True))
 
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        init.ones_(self.weight)
+
 
 # What each `HopeConfig.level_variant` makes of the levels.
 CONTINUA = {"sequential": ContinuumMemory, "independent": IndependentContinuum}
-
-
-def keeps_state(config: HopeConfig) -> bool:
-    """Whether a model carries anything from token to token besides softmax attention's keys and values."""
-    return config.has_sparse_attention or has_chunks(config)
-
-
-def has_chunks(config: HopeConfig) -> bool:
-    """Whether a mixer or the levels read the text in chunks."""
-    return config.has_memories or CONTINUA[config.level_variant].state_class is not None

@@ -12,7 +12,6 @@ from transformers.utils import logging
 from .cache_hope import past_of
 from .chunks import begins_with
 from .configuration_hope import HopeConfig
-from .continuum import keeps_state
 from .inputs import boundaries_of, check_inputs, check_mask, check_mask_values, later_begins
 
 logger = logging.get_logger(__name__)
@@ -28,19 +27,18 @@ def create_generation_masks(
     position_ids: torch.Tensor | None = None,
     **_,
 ) -> dict[str, torch.Tensor | None]:
-    """Masks by kind of layer, of one shape for every generated token: `generate` makes them for caches of fixed shape.
+    """Masks of one shape for every generated token: `generate` makes them for caches of fixed shape.
 
-    Of memories, the columns [B, T] that belong to `inputs_embeds` [B, T, ...]; of attention, transformers' own.
+    `columns` [B, T] are those of `inputs_embeds` [B, T, ...], for mixers with a state; `attention` is transformers'.
     """
     masks = {}
-    if keeps_state(config):
+    if config.keeps_state:
         # copied, since slices of the growing mask have other strides every time, and each would compile another graph
         local = None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
-        masks["hope_memory"] = None if local is None else local.clone(memory_format=torch.contiguous_format)
-    if config.has_attention:
-        layer = config.layer_types.index("full_attention")
-        masks["full_attention"] = create_causal_mask(
-            config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx=layer
+        masks["columns"] = None if local is None else local.clone(memory_format=torch.contiguous_format)
+    if config.attention_layer is not None:
+        masks["attention"] = create_causal_mask(
+            config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx=config.attention_layer
         )
     return masks
 

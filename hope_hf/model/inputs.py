@@ -20,9 +20,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from .cache_hope import level_layers, past_of
 from .chunks import Past
 from .configuration_hope import HopeConfig
-from .continuum import CONTINUA, keeps_state
-from .memory_scan import ScanState
-from .sparse_attention import SparseState
+from .continuum import CONTINUA
+from .mixers import MIXERS
 
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 
@@ -82,7 +81,7 @@ def read_documents(
     boundaries = boundaries_of(arguments) if arguments else {}
     padding = numbered = None
     if isinstance(attention_mask, dict):
-        attention_mask = attention_mask.get("hope_memory")
+        attention_mask = attention_mask.get("columns")
     elif attention_mask is not None and has_state:
         check_mask(attention_mask, *shape, 0 if cache is None else cache.get_seq_length())
     elif getattr(attention_mask, "ndim", None) != 2:
@@ -268,16 +267,16 @@ def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -
             "give a HopeCache(model.config)"
         )
     for layer, kind in zip(layers, config.layer_types, strict=False):
-        state_class = getattr(layer, "state_class", None)
-        if (None if state_class is None else state_class.__name__) != _STATES.get(kind):
+        mixer = MIXERS[kind]
+        # by name: another copy of the code may have made the cache
+        held, expected = (getattr(getattr(of, "state_class", None), "__name__", None) for of in (layer, mixer))
+        if held != expected:
             raise ValueError(
                 f"past_key_values is a {type(cache).__name__} with a {type(layer).__name__} where this model has a "
                 f"layer of type '{kind}': give a HopeCache(model.config)"
             )
-        if kind == "hope_memory" and layer.state is not None:
-            _check_memories(layer.state, config, hidden_states.dtype)
-        if kind == "sparse_attention" and layer.state is not None:
-            _check_sparse(layer.state, config)
+        if mixer.state_class is not None and layer.state is not None:
+            mixer.check_state(layer.state, config, hidden_states.dtype)
     past = next((layer.past for layer in layers if hasattr(layer, "state_class")), None)
     if past is not None and len(past.seen) != len(hidden_states):
         raise ValueError(
@@ -304,42 +303,6 @@ def check_recomputing(cache: Cache, is_carried: bool, blocks: Iterable[GradientC
         raise ValueError(
             "gradient checkpointing with use_reentrant=True cuts the gradient that goes through past_key_values: give "
             "use_reentrant=False"
-        )
-
-
-# of the states of a layer, whichever copy of the code made it
-_STATES = {"hope_memory": ScanState.__name__, "sparse_attention": SparseState.__name__}
-
-
-def _check_sparse(state: SparseState, config: HopeConfig) -> None:
-    (_, heads, slots, width), (blocks, strides) = state.slot_keys.shape, state.compressed_keys.shape[2:4]
-    held = (heads, width, slots // blocks, slots // (blocks * strides), state.conv_tail.shape[1] + 1)
-    ours = (
-        config.num_key_value_heads, config.head_dim, config.sparse_block_size, config.sparse_compress_stride,
-        config.conv_kernel_size,
-    )  # fmt: skip
-    if held != ours:
-        layout = "{} heads of width {}, blocks of {}, strides of {} and convolutions of {} tokens"
-        raise ValueError(
-            f"past_key_values holds sparse attention with {layout.format(*held)}, and this model's has "
-            f"{layout.format(*ours)}: it is the cache of another model"
-        )
-
-
-def _check_memories(state: ScanState, config: HopeConfig, dtype: torch.dtype) -> None:
-    tail, heads, width = state.conv_tail, config.num_memory_heads, config.head_dim
-    memories = len(config.memory_projections) + 1
-    held = state.current[0][0].numel() // (tail.shape[1] * width**2)
-    if tuple(tail.shape[1:]) != (heads, config.conv_kernel_size - 1, 3 * width) or held != memories:
-        raise ValueError(
-            f"past_key_values holds {tail.shape[1]} heads of {held} memories of width {tail.shape[3] // 3}, and this "
-            f"model's have {heads} of {memories} of width {width}: it is the cache of another model"
-        )
-    dtype = torch.promote_types(dtype, torch.float32)
-    if tail.dtype != dtype:
-        raise ValueError(
-            f"past_key_values holds {tail.dtype} memories, and this model computes them in {dtype}: read the text "
-            "with the model as it is now"
         )
 
 
@@ -397,7 +360,7 @@ def create_attention_mask(
         past_key_values=cache,
         position_ids=position_ids,
         and_mask_function=only_tokens,
-        layer_idx=config.layer_types.index("full_attention"),
+        layer_idx=config.attention_layer,
     )
 
 
@@ -413,7 +376,7 @@ def run_eagerly_where_chunks_vary(forward: Callable) -> Callable:
     @wraps(forward)
     def call(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
         called = forward
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and keeps_state(self.config):
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and self.config.keeps_state:
             text = kwargs.get("inputs_embeds") if input_ids is None else input_ids
             # `check_inputs` raises an error for a call without tokens
             length = 0 if text is None else text.shape[1]

@@ -1,4 +1,4 @@
-"""Small layers that mixers and levels share: normalisation, learned factors, and the short convolution.
+"""What mixers and levels share: a mixer's protocol, normalisation, learned factors, and the short convolution.
 
 The convolution is causal and depthwise, and stays within a document. `convolve` computes it in plain operations,
 `convolve_padded` and `convolution_gradients` in place, for scans with a backward pass written by hand.
@@ -10,9 +10,80 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
+from transformers.configuration_utils import PreTrainedConfig
 
+from .cache_hope import HopeMemoryLayer, HopeStaticMemoryLayer
 from .chunks import ChunkSpan
-from .configuration_hope import HopeConfig
+
+
+class Mixer:
+    """What a mixer's class declares; the kinds of layers are listed in `mixers`.
+
+    An instance is a module `mixer(hidden_states, state, need_state=..., **context)`, made of a `HopeConfig` and the
+    layer's index. It returns its output [B, T, hidden_size] and its state after the call (`None` unless `need_state`),
+    and does not change the state that it is given. Its last linear map is `o_proj`. Of its submodules, those with
+    parameters that are no linear map's set `has_initial_values`, and `reset_parameters` fills them.
+
+    Attributes:
+        state_class: a NamedTuple of batch-first tensors and tuples of them, which a `HopeMemoryLayer` of a cache
+            holds; `None` where the mixer writes keys and values into transformers' own layers.
+        static_layer: the layer of a `StaticCache` that holds the state.
+        is_recurrent: whether the state has the same size after any number of tokens.
+        needs: what `context` has to hold:
+            "chunks": `plan`, the call's tokens in chunks of `memory_chunk_size` (`chunks.ChunkPlan`);
+            "blocks": `blocks`, the tokens in blocks of `sparse_block_size` (`chunks.SlotPlan`);
+            "rotary": cosines and sines of positions, with blocks as `block_positions`, else `position_embeddings`;
+            "mask": what transformers' attention takes: `attention_mask`, `position_ids`, `cache`, and options.
+            Every mixer with a state needs chunks or blocks: they tell documents and padding.
+        heads: the fields of `HopeConfig` that say how many heads it has.
+        own_fields: how its fields of `HopeConfig` begin; cache files of models without it do not depend on them.
+        level_parameters: parameters of a block's levels by default, in units of the squared width.
+        input_readers: linear maps that read the mixer's input.
+        name: in a model card.
+    """
+
+    state_class: type[tuple] | None = None
+    static_layer: type[HopeMemoryLayer] = HopeStaticMemoryLayer
+    is_recurrent = False
+    needs: frozenset[str] = frozenset()
+    heads: tuple[str, ...] = ()
+    own_fields: str | None = None
+    level_parameters = 8
+    input_readers = 0
+    name = ""
+
+    @classmethod
+    def describe(cls, config: PreTrainedConfig) -> str:
+        """The mixer in a model card."""
+        return cls.name
+
+    @staticmethod
+    def check_config(config: PreTrainedConfig) -> None:
+        """ValueError for values of its fields that do not fit; also called for models without such layers."""
+
+    @staticmethod
+    def check_state(state: tuple, config: PreTrainedConfig, dtype: torch.dtype) -> None:
+        """ValueError for a state of another model; `dtype` is that of the hidden states [B, T, hidden_size]."""
+
+    @staticmethod
+    def tensor_parallel_maps(config: PreTrainedConfig) -> dict[str, str]:
+        """How tensor parallelism cuts its linear maps, as transformers names it."""
+        return {}
+
+    @staticmethod
+    def mixing_flops(config: PreTrainedConfig, sequence_length: int) -> int:
+        """Forward FLOPs of the mixer's own products per token of a text of `sequence_length` tokens."""
+        return 0
+
+    @staticmethod
+    def cache_bytes(config: PreTrainedConfig, tokens: int) -> int:
+        """fp32 bytes of the state of one sequence after `tokens` tokens."""
+        return 0
+
+    @staticmethod
+    def kept_bytes(config: PreTrainedConfig, batch_size: int, length: int, low: int) -> int:
+        """Bytes that autograd keeps of a forward pass, beside the input: `low` bytes a number that a map gives."""
+        return 0
 
 
 class HopeRMSNorm(nn.Module):
@@ -34,12 +105,18 @@ class LearnedFactors(nn.Module):
     still needs its values.
     """
 
+    has_initial_values = True
+
     def __init__(self, number: int):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(number))
 
     def forward(self, dtype: torch.dtype) -> torch.Tensor:
         return self.weight.to(dtype, copy=True)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        init.ones_(self.weight)
 
 
 class ShortConvolution(nn.Module):
@@ -48,7 +125,9 @@ class ShortConvolution(nn.Module):
     `forward` returns them as [K, H, D], the weights of the oldest token first.
     """
 
-    def __init__(self, config: HopeConfig, heads: int):
+    has_initial_values = True
+
+    def __init__(self, config: PreTrainedConfig, heads: int):
         super().__init__()
         self.heads = heads
         self.weight = nn.Parameter(torch.empty(heads * config.head_dim, 1, config.conv_kernel_size))

@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import torch
 from transformers import initialization as init
+from transformers.configuration_utils import PreTrainedConfig
 
 from .chunks import ChunkSpan
-from .configuration_hope import HopeConfig
 from .memory_scan import (
     ScanInputs,
     ScanState,
@@ -54,13 +54,37 @@ class DeltaMemories(NamedTuple):
     has_decay_rate = True
     has_value_share = True
     has_value_gate = True
+    errors_at_chunk_start = False
+    kept_factor = 1
 
     @property
     def reads_chunk_start(self) -> bool:
         return bool(self.projected)
 
     @staticmethod
-    def initial_shapes(config: HopeConfig) -> dict[str, tuple[int, ...]]:
+    def check_config(config: PreTrainedConfig) -> None:
+        if "v" in config.memory_projections and not config.memory_value_gate:
+            raise ValueError(
+                "`memory_value_gate` is off and `memory_projections` holds 'v': a memory that is taught values of its "
+                "own making can grow without bound; leave one of them out"
+            )
+        if config.paper_rule is not None:
+            raise ValueError(
+                f"`paper_rule` is given and `memory_rule` is '{config.memory_rule}': leave it out, or set "
+                "`memory_rule` to 'paper'"
+            )
+
+    @staticmethod
+    def depth(config: PreTrainedConfig) -> int:
+        return 1
+
+    @staticmethod
+    def products(projecting: int) -> int:
+        """4 of each memory, 2 more of each that projects, 6 of the content memory's initial weights and reads."""
+        return 4 * (projecting + 1) + 2 * projecting + 6
+
+    @staticmethod
+    def initial_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
         """Of the content memory alone; the others begin at the identity."""
         return {"weight": (config.num_memory_heads, config.head_dim, config.head_dim)}
 
@@ -70,7 +94,7 @@ class DeltaMemories(NamedTuple):
         init.zeros_(weight)
 
     @staticmethod
-    def options(config: HopeConfig) -> None:
+    def options(config: PreTrainedConfig) -> None:
         return None
 
     @classmethod

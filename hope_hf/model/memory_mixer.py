@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
+from transformers.configuration_utils import PreTrainedConfig
 
 from .backends import Kernel, asked_kernels, choose, operand_dtype
 from .chunks import ChunkPlan
-from .configuration_hope import HopeConfig
-from .layers import HopeRMSNorm, LearnedFactors, ShortConvolution
+from .layers import HopeRMSNorm, LearnedFactors, Mixer, ShortConvolution
 from .memory_delta import DeltaMemories
 from .memory_diagnostics import contribution, gate_values, memory_statistics
 from .memory_fast import scan_fused
@@ -38,6 +38,8 @@ FAST_SCANS = {DeltaMemories: scan_fused}
 # ranges from which softplus(dt_bias) and exp(A_log) are drawn
 _TIME_STEPS = (0.001, 0.1)
 _DECAY_RATES = (0.01, 16.0)
+# A write of rate eta leaves 1 - eta of what is stored under its key: at 2 it would grow with the text.
+_LARGEST_RATE = 1.99
 
 
 class InitialMemory(nn.Module):
@@ -48,9 +50,9 @@ class InitialMemory(nn.Module):
     forward.
     """
 
-    is_initial_state = True
+    is_initial_state = has_initial_values = True
 
-    def __init__(self, config: HopeConfig):
+    def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.rule = RULES[config.memory_rule]
         shapes = self.rule.initial_shapes(config)
@@ -80,8 +82,9 @@ class MemoryGates(nn.Module):
     """
 
     _no_weight_decay = {"learning_rate_bias", "A_log", "dt_bias", "value_bias"}
+    has_initial_values = True
 
-    def __init__(self, config: HopeConfig):
+    def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.config = config
         heads, rule = config.num_memory_heads, RULES[config.memory_rule]
@@ -127,7 +130,7 @@ class MemoryGates(nn.Module):
             init.zeros_(self.value_bias)
 
 
-class SelfModifyingTitans(nn.Module):
+class SelfModifyingTitans(Mixer, nn.Module):
     """The sequence mixer of HOPE, equations (83) to (96).
 
     Linear maps make keys, values and queries, and memories may project keys and values. A short convolution, SiLU and
@@ -138,7 +141,15 @@ class SelfModifyingTitans(nn.Module):
     transformers' `Qwen3NextGatedDeltaNet` with as many key as value heads.
     """
 
-    def __init__(self, config: HopeConfig, layer_idx: int):
+    state_class = ScanState
+    is_recurrent = True
+    needs = frozenset({"chunks"})
+    heads = ("num_memory_heads",)
+    # the memories' own parameters take the place of wider levels
+    level_parameters = 2
+    input_readers = 5
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
@@ -221,6 +232,95 @@ class SelfModifyingTitans(nn.Module):
             current, chunk_start = (tuple(x.unflatten(0, shape) for x in part) for part in (current, chunk_start))
             after = ScanState(current, chunk_start, tail.unflatten(0, shape))
         return output, after
+
+    @classmethod
+    def describe(cls, config: PreTrainedConfig) -> str:
+        return (
+            "made of self-modifying memories: small networks of every sequence's own that are rewritten while it is\n"
+            f"read, and make keys and values with new weights every {config.memory_chunk_size} tokens"
+        )
+
+    @staticmethod
+    def check_config(config: PreTrainedConfig) -> None:
+        if config.memory_projections not in ([], ["k"], ["v"], ["k", "v"]):
+            raise ValueError(
+                f"`memory_projections` is {config.memory_projections}: choose of [], ['k'], ['v'] and ['k', 'v']"
+            )
+        for name in ("memory_learning_rate_bias", "retention_bias"):
+            pair = getattr(config, name)
+            if pair is not None and len(pair) != 2:
+                raise ValueError(f"`{name}` must be two numbers, of the first and of the last head, got {pair}")
+        if not 0 <= config.memory_learning_rate_max <= _LARGEST_RATE:
+            raise ValueError(
+                f"`memory_learning_rate_max` must be between 0 and {_LARGEST_RATE}, got "
+                f"{config.memory_learning_rate_max}: at 2 what is stored turns over without shrinking, and grows with "
+                "the text"
+            )
+        RULES[config.memory_rule].check_config(config)
+
+    @staticmethod
+    def check_state(state: ScanState, config: PreTrainedConfig, dtype: torch.dtype) -> None:
+        tail, heads, width = state.conv_tail, config.num_memory_heads, config.head_dim
+        memories = len(config.memory_projections) + 1
+        held = state.current[0][0].numel() // (tail.shape[1] * width**2)
+        if tuple(tail.shape[1:]) != (heads, config.conv_kernel_size - 1, 3 * width) or held != memories:
+            raise ValueError(
+                f"past_key_values holds {tail.shape[1]} heads of {held} memories of width {tail.shape[3] // 3}, and "
+                f"this model's have {heads} of {memories} of width {width}: it is the cache of another model"
+            )
+        dtype = torch.promote_types(dtype, torch.float32)
+        if tail.dtype != dtype:
+            raise ValueError(
+                f"past_key_values holds {tail.dtype} memories, and this model computes them in {dtype}: read the text "
+                "with the model as it is now"
+            )
+
+    @staticmethod
+    def tensor_parallel_maps(config: PreTrainedConfig) -> dict[str, str]:
+        """The layer runs whole on every rank: only the weights of its maps are shared out."""
+        shared = config.memory_projections if RULES[config.memory_rule].shares_input else []
+        maps = ["q_proj", "o_proj", "g_proj", *(["in_proj"] if shared else [])]
+        maps += [f"{name}_proj" for name in "kv" if name not in shared]
+        return dict.fromkeys(maps, "colwise_gather_output")
+
+    @staticmethod
+    def mixing_flops(config: PreTrainedConfig, sequence_length: int) -> int:
+        """Per head and layer of a memory: the rule's products of weights, and 6 C D of a chunk's C tokens."""
+        rule, width = RULES[config.memory_rule], config.head_dim
+        products = rule.products(len(config.memory_projections)) * width**2
+        return config.num_memory_heads * rule.depth(config) * (products + 6 * config.memory_chunk_size * width)
+
+    @staticmethod
+    def cache_bytes(config: PreTrainedConfig, tokens: int) -> int:
+        """The weights, those of the chunk's start if anything is read at them, and the convolutions' tail."""
+        rule, width = RULES[config.memory_rule], config.head_dim
+        copies = 2 if rule.errors_at_chunk_start or config.memory_projections else 1
+        memories = copies * rule.depth(config) * (len(config.memory_projections) + 1) * width**2
+        return 4 * config.num_memory_heads * (memories + 3 * (config.conv_kernel_size - 1) * width)
+
+    @staticmethod
+    def kept_bytes(config: PreTrainedConfig, batch_size: int, length: int, low: int) -> int:
+        """The qkv inputs, the memory's outputs and their norm in fp32, gate and output as the linear maps give them.
+
+        Of the scan in fp32: the chunks of the last group, which is not recomputed, and a state for every other group.
+        """
+        chunk, width, heads = config.memory_chunk_size, config.head_dim, config.num_memory_heads
+        around = batch_size * length * (4 * 6 + low * 4) * heads * width
+        memories, kernel = len(config.memory_projections) + 1, config.conv_kernel_size
+        chunks = math.ceil(length / chunk)
+        stride = config.recompute_chunks or chunks
+        groups = math.ceil(chunks / stride)
+        last = chunks - (groups - 1) * stride
+        size = min(chunk, length)
+        state = memories * width**2
+        streams = 3 * width * (3 * size + kernel - 1)
+        # Decays and the products of keys with keys and queries with keys; inverses are padded to a power of two.
+        padded = max(4, 2 ** math.ceil(math.log2(size)))
+        rates = 1 if not config.memory_projections else 2
+        squares = 3 * size**2 + rates * padded * (padded + 1)
+        piece = state + streams + squares + memories * size * width + 5 * size
+        scan = RULES[config.memory_rule].kept_factor * piece * last + (groups - 1) * state
+        return around + batch_size * 4 * heads * scan
 
     # methods, since the mixer may come from another copy of the code
     statistics, gate_values, contribution = memory_statistics, gate_values, contribution

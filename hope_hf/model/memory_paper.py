@@ -12,13 +12,16 @@ Axes: b sequences times heads, N memory of a layer (the content memory last), C 
 `i` are the output and input width of one layer of a memory. Tokens are rows.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 from transformers import initialization as init
+from transformers.configuration_utils import PreTrainedConfig
 
-from .configuration_hope import HopeConfig, PaperRule
 from .memory_scan import NORM_EPSILON, ScanState, Tokens, decay_matrix, unit
 
 # standard deviation of a memory's output layer at initialisation, before the factor 1 / sqrt(input width)
@@ -29,6 +32,21 @@ _HIDDEN_NORM_FLOOR = 0.1
 
 # Weights of N memories in the order in which they are applied: (W,) or (W2, W1); each [b, N, o, i].
 Weights = tuple[torch.Tensor, ...]
+
+
+@strict
+@dataclass
+class PaperRule:
+    """The fields of `HopeConfig.paper_rule`, which explains them."""
+
+    depth: Literal[1, 2] = 1
+    erase: Literal["output", "both", "none"] = "output"
+    hidden_norm: Literal["unit", "none"] = "unit"
+    inner_rate: float | int = 0.1
+    error_clip: float | int | None = 2.0
+    target_norm: bool = True
+    read_mode: Literal["inclusive", "exclusive"] = "inclusive"
+    decay_to: Literal["initial", "zero"] = "initial"
 
 
 class PaperMemories(NamedTuple):
@@ -51,10 +69,39 @@ class PaperMemories(NamedTuple):
     has_decay_rate = False
     has_value_share = False
     has_value_gate = False
+    errors_at_chunk_start = True
+    kept_factor = 4
     reads_chunk_start = True
 
     @staticmethod
-    def initial_shapes(config: HopeConfig) -> dict[str, tuple[int, ...]]:
+    def check_config(config: PreTrainedConfig) -> None:
+        for name in config.paper_rule.keys() - vars(PaperRule()):
+            raise ValueError(f"`paper_rule` has no field '{name}': choose of {', '.join(vars(PaperRule()))}")
+        try:
+            rule = PaperRule(**config.paper_rule)
+        except StrictDataclassError as error:
+            raise ValueError(f"`paper_rule` holds a wrong value: {error.__cause__}") from None
+        if rule.inner_rate < 0:
+            raise ValueError(f"`inner_rate` of `paper_rule` must be at least 0, got {rule.inner_rate}")
+        if rule.error_clip is not None and not rule.error_clip > 0:
+            raise ValueError(f"`error_clip` of `paper_rule` must be positive or None, got {rule.error_clip}")
+        if config.memory_learning_rate_max > 1 and rule.error_clip is None:
+            raise ValueError(
+                f"`memory_learning_rate_max` above 1 ({config.memory_learning_rate_max}) diverges without "
+                "`error_clip` of `paper_rule`: set it, for instance to 2"
+            )
+
+    @staticmethod
+    def depth(config: PreTrainedConfig) -> int:
+        return config.paper_rule["depth"]
+
+    @staticmethod
+    def products(projecting: int) -> int:
+        """8 of each memory, whose errors are taken at other weights than it has; 2 more of each that projects."""
+        return 8 * (projecting + 1) + 2 * projecting + 4
+
+    @staticmethod
+    def initial_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
         """One weight per layer, [H, N, D, D] for all memories."""
         shape = (config.num_memory_heads, len(config.memory_projections) + 1, config.head_dim, config.head_dim)
         return dict.fromkeys(("inner", "outer")[-config.paper_rule["depth"] :], shape)
@@ -71,7 +118,7 @@ class PaperMemories(NamedTuple):
         init.copy_(weight, _INNER_GAIN * torch.linalg.qr(noise).Q)
 
     @staticmethod
-    def options(config: HopeConfig) -> PaperRule:
+    def options(config: PreTrainedConfig) -> PaperRule:
         return PaperRule(**config.paper_rule)
 
     @classmethod

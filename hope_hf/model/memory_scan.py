@@ -15,9 +15,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers.configuration_utils import PreTrainedConfig
 
 from .chunks import ChunkSpan
-from .configuration_hope import HopeConfig
 from .layers import convolve
 
 # Added to squared norms of keys and queries, as in transformers' and flash-linear-attention's gated DeltaNet.
@@ -87,6 +87,10 @@ class Memories(Protocol):
     has_value_share: ClassVar[bool]
     # whether `HopeConfig.memory_value_gate` applies
     has_value_gate: ClassVar[bool]
+    # whether errors are taken at the weights of the chunk's start
+    errors_at_chunk_start: ClassVar[bool]
+    # bytes that autograd keeps of a chunk, over those of a backward pass by hand
+    kept_factor: ClassVar[int]
 
     # kernel weights of the convolutions of k, v and q, side by side, the oldest token's first [K, b, 1, 3 D]
     conv_weights: torch.Tensor
@@ -96,7 +100,19 @@ class Memories(Protocol):
     reads_chunk_start: bool
 
     @staticmethod
-    def initial_shapes(config: HopeConfig) -> dict[str, tuple[int, ...]]:
+    def check_config(config: PreTrainedConfig) -> None:
+        """ValueError for values of the configuration that do not fit the rule."""
+
+    @staticmethod
+    def depth(config: PreTrainedConfig) -> int:
+        """Layers of one memory."""
+
+    @staticmethod
+    def products(projecting: int) -> int:
+        """Forward products of D x D weights per token, head and layer, in D^2 FLOPs; `projecting` memories project."""
+
+    @staticmethod
+    def initial_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
         """Shapes of the learned initial weights by parameter name, in the order in which they are applied."""
 
     @staticmethod
@@ -104,7 +120,7 @@ class Memories(Protocol):
         """Set one of the learned initial weights to its value before training."""
 
     @staticmethod
-    def options(config: HopeConfig) -> Any:
+    def options(config: PreTrainedConfig) -> Any:
         """Options of the rule, for `of`."""
 
     @classmethod

@@ -26,7 +26,7 @@ from .attention import HopeAttention
 from .cache_hope import HopeCache, carried_layers
 from .chunks import Past, plan_chunks, plan_slots
 from .configuration_hope import HopeConfig
-from .continuum import CONTINUA, ContinuumMemory, LevelMix, has_chunks, keeps_state
+from .continuum import CONTINUA, ContinuumMemory
 from .generation_hope import HopeGenerationMixin
 from .inputs import (
     Documents,
@@ -38,21 +38,12 @@ from .inputs import (
     read_documents,
     run_eagerly_where_chunks_vary,
 )
-from .layers import HopeRMSNorm, LearnedFactors, ShortConvolution
+from .layers import HopeRMSNorm
 from .loss import IGNORED, HopeHead, next_labels
-from .memory_mixer import InitialMemory, MemoryGates, SelfModifyingTitans
-from .sparse_attention import BlockCompression, HopeSparseAttention
+from .mixers import MIXERS
 
 # Above this width the head starts with smaller weights, or the first loss exceeds that of a uniform guess.
 _HEAD_WIDTH = 768
-
-
-# What each of `HopeConfig.layer_types` mixes tokens with.
-MIXERS = {
-    "hope_memory": SelfModifyingTitans,
-    "sparse_attention": HopeSparseAttention,
-    "full_attention": HopeAttention,
-}
 
 
 class HopeBlock(GradientCheckpointingLayer):
@@ -125,10 +116,8 @@ class HopePreTrainedModel(PreTrainedModel):
         if hasattr(module, "begins_as"):
             # initialised earlier, since it is defined earlier
             init.copy_(module.weight, module.begins_as[0].weight)
-        elif isinstance(module, (InitialMemory, ShortConvolution, MemoryGates, BlockCompression)):
+        elif getattr(module, "has_initial_values", False):
             module.reset_parameters()
-        elif isinstance(module, (LevelMix, LearnedFactors)):
-            init.ones_(module.weight)
         elif getattr(module, "ends_branch", False):
             # Keeps the scale of the residual stream at any depth, with two branches per layer. A flag on the Linear,
             # because `_init_weights` is only called for modules that own parameters.
@@ -144,7 +133,8 @@ class HopePreTrainedModel(PreTrainedModel):
 
         `torch.compile(model)` instead traces the memories' plain operations; here their kernels run uncompiled.
         """
-        if not keeps_state(self.config):
+        # CODEPATH: 'full_attention' layers alone keep no state.
+        if not self.config.keeps_state:
             return super().compile(*args, **kwargs)
         for module in self.modules():
             if isinstance(module, ContinuumMemory) and module.state_class is None:
@@ -195,12 +185,11 @@ class HopeModel(HopePreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList([HopeBlock(config, layer_idx) for layer_idx in range(config.num_hidden_layers)])
         self.norm = HopeRMSNorm(config.hidden_size, config.rms_norm_eps)
-        # CODEPATH: 'hope_memory' layers in HOPE, 'full_attention' layers in Hope-Attention, both in hybrids.
+        # CODEPATH: layers that need positions, as attention does, or none.
         self.rotary_emb = LlamaRotaryEmbedding(config) if config.has_positions else None
         self.gradient_checkpointing = False
         # read by every call
-        self.has_state, self.has_chunks = keeps_state(config), has_chunks(config)
-        self.has_attention, self.has_sparse_attention = config.has_attention, config.has_sparse_attention
+        self.needs, self.has_state = config.needs, config.keeps_state
         self.post_init()
 
     @run_eagerly_where_chunks_vary
@@ -243,8 +232,8 @@ class HopeModel(HopePreTrainedModel):
         if self.has_state:
             plans, past = self._plans(hidden_states, input_ids, documents, past, cache is not None)
             context |= plans
-        # CODEPATH: 'full_attention' layers in Hope-Attention and in hybrids.
-        if self.has_attention:
+        # CODEPATH: 'full_attention' layers alone and in hybrids.
+        if "mask" in self.needs:
             context |= kwargs | self._attention_arguments(hidden_states, attention_mask, documents, cache)
         layers = () if cache is None else cache.layers
         if cache is not None and torch.is_grad_enabled():
@@ -271,10 +260,10 @@ class HopeModel(HopePreTrainedModel):
         shape, device = hidden_states.shape[:2], hidden_states.device
         call = shape, device, past, documents.padding, documents.position_ids, input_ids, has_cache
         plans = {}
-        if self.has_chunks:
+        if "chunks" in self.needs:
             plans["plan"] = plan_chunks(self.config, *call)
         # CODEPATH: 'sparse_attention' layers alone and in hybrids.
-        if self.has_sparse_attention:
+        if "blocks" in self.needs:
             plans["blocks"] = blocks = plan_slots(self.config.sparse_block_size, *call)
             positions = blocks.position
             if positions is None:
@@ -289,7 +278,7 @@ class HopeModel(HopePreTrainedModel):
         if position_ids is None:
             position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + seen).unsqueeze(0)
         if isinstance(attention_mask, dict):
-            mask = attention_mask["full_attention"]
+            mask = attention_mask["attention"]
         else:
             mask = create_attention_mask(self.config, hidden_states, attention_mask, documents, position_ids, cache)
         return {

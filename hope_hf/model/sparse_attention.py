@@ -18,11 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
+from transformers.configuration_utils import PreTrainedConfig
 
 from .backends import Kernel, asked_kernels, choose, operand_dtype
-from .chunks import SlotPlan, convolution_spans
-from .configuration_hope import HopeConfig
-from .layers import LearnedFactors, ShortConvolution
+from .cache_hope import HopeStaticMemoryLayer
+from .chunks import Past, SlotPlan, convolution_spans
+from .layers import LearnedFactors, Mixer, ShortConvolution
 from .sparse_branches import QkvSizes, QkvWeights, SparseKeys, SparseSizes, make_qkv, read_sparse
 from .sparse_fast import TIME_TILE, make_qkv_tiled, read_sparse_fused
 from .sparse_gpu import obstacle, read_selected_fla
@@ -89,12 +90,33 @@ class SparseState(NamedTuple):
     conv_tail: torch.Tensor
 
 
+class HopeStaticSparseLayer(HopeStaticMemoryLayer):
+    """Sparse attention in transformers' `StaticCache`: memory for `max_cache_len` tokens from the first call on."""
+
+    def __init__(self, state_class: type[tuple], max_cache_len: int = 0, **kwargs):
+        super().__init__(state_class, **kwargs)
+        self.max_cache_len = max_cache_len
+
+    def update_state(self, state: SparseState, past: Past) -> None:
+        """As in the base class; the first state is padded to the cache's length."""
+        if self.state is None:
+            held = state.compressed_keys.shape[2]
+            block = state.slot_keys.shape[2] // held
+            # one block more, for a call that begins within one
+            more = max(0, -(-self.max_cache_len // block) + 1 - held)
+            slots = (F.pad(part, (0, 0, 0, more * block)) for part in state[:2])
+            compressed = (F.pad(part, (0, 0, 0, 0, 0, more)) for part in state[2:4])
+            state = SparseState(*slots, *compressed, *state[4:])
+        super().update_state(state, past)
+
+
 class BlockCompression(nn.Module):
     """Learned weights [H, stride, D] that sum the tokens of a stride to one; the first weights give their mean."""
 
     _no_weight_decay = {"weight"}
+    has_initial_values = True
 
-    def __init__(self, config: HopeConfig):
+    def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.weight = nn.Parameter(
             torch.empty(config.num_key_value_heads, config.sparse_compress_stride, config.head_dim)
@@ -109,10 +131,18 @@ class BlockCompression(nn.Module):
         init.constant_(self.weight, 1 / self.weight.shape[1])
 
 
-class HopeSparseAttention(nn.Module):
+class HopeSparseAttention(Mixer, nn.Module):
     """Causal attention whose cost per token grows with `top_k * block + window + T / stride`."""
 
-    def __init__(self, config: HopeConfig, layer_idx: int):
+    state_class = SparseState
+    static_layer = HopeStaticSparseLayer
+    needs = frozenset({"blocks", "rotary"})
+    heads = ("num_attention_heads", "num_key_value_heads")
+    own_fields = "sparse_"
+    input_readers = 4
+    name = "native sparse attention"
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
@@ -197,6 +227,68 @@ class HopeSparseAttention(nn.Module):
         }
         name, counted = "sparse_attention", self.kernel_fallbacks
         return choose(name, self.kernels, kernels, read_sparse_fused, counted, query.device)
+
+    @staticmethod
+    def check_config(config: PreTrainedConfig) -> None:
+        block = config.sparse_block_size
+        if block % config.sparse_compress_stride:
+            raise ValueError(
+                f"`sparse_compress_stride` ({config.sparse_compress_stride}) must divide `sparse_block_size` ({block})"
+            )
+        if config.sparse_window % block:
+            raise ValueError(f"`sparse_block_size` ({block}) must divide `sparse_window` ({config.sparse_window})")
+
+    @staticmethod
+    def check_state(state: SparseState, config: PreTrainedConfig, dtype: torch.dtype) -> None:
+        (_, heads, slots, width), (blocks, strides) = state.slot_keys.shape, state.compressed_keys.shape[2:4]
+        held = (heads, width, slots // blocks, slots // (blocks * strides), state.conv_tail.shape[1] + 1)
+        ours = (
+            config.num_key_value_heads, config.head_dim, config.sparse_block_size, config.sparse_compress_stride,
+            config.conv_kernel_size,
+        )  # fmt: skip
+        if held != ours:
+            layout = "{} heads of width {}, blocks of {}, strides of {} and convolutions of {} tokens"
+            raise ValueError(
+                f"past_key_values holds sparse attention with {layout.format(*held)}, and this model's has "
+                f"{layout.format(*ours)}: it is the cache of another model"
+            )
+
+    @staticmethod
+    def tensor_parallel_maps(config: PreTrainedConfig) -> dict[str, str]:
+        """The layer runs whole on every rank: only the weights of its maps are shared out."""
+        return dict.fromkeys(("q_proj", "k_proj", "v_proj", "branch_proj", "o_proj"), "colwise_gather_output")
+
+    @staticmethod
+    def mixing_flops(config: PreTrainedConfig, sequence_length: int) -> int:
+        """4 per channel for every key that the branches read."""
+
+        def seen(most: int) -> float:
+            """Mean over tokens of the last `most` tokens that they see."""
+            most = min(most, sequence_length)
+            return most - most**2 / (2 * sequence_length)
+
+        keys = seen(config.sparse_window) + seen(config.sparse_top_k * config.sparse_block_size)
+        keys += sequence_length / (2 * config.sparse_compress_stride)
+        return round(4 * keys * config.num_attention_heads * config.head_dim)
+
+    @staticmethod
+    def cache_bytes(config: PreTrainedConfig, tokens: int) -> int:
+        """Whole blocks, their compressed keys, the convolutions' tail, and an int64."""
+        width, groups = config.head_dim, config.num_key_value_heads
+        slots = -(-tokens // config.sparse_block_size) * config.sparse_block_size
+        compressed = slots // config.sparse_compress_stride
+        tail = (config.conv_kernel_size - 1) * (config.num_attention_heads + 2 * groups) * width
+        return 4 * (2 * (slots + compressed) * groups * width + tail + 2)
+
+    @staticmethod
+    def kept_bytes(config: PreTrainedConfig, batch_size: int, length: int, low: int) -> int:
+        heads, groups = config.num_attention_heads, config.num_key_value_heads
+        # outputs of the linear maps, and the output; in fp32 queries, keys, values, the selected branch and gates
+        streams = low * (2 * heads + 2 * groups) + 4 * (2 * heads + 2 * groups)
+        compressed = 4 * 2 * groups * config.head_dim // config.sparse_compress_stride
+        # int64 indices of the queries that read a block
+        selected = 8 * config.sparse_top_k * groups
+        return batch_size * length * (streams * config.head_dim + compressed + 4 * 3 * heads + selected)
 
     def branch_gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Weights of the three branches for every token and head, each from 0 to 1 [B, T, heads, 3]."""

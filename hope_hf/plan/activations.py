@@ -9,7 +9,6 @@ step. Attention is sdpa or flash attention, whose kernels never hold heads x tok
 - cast (FSDP): blocks have 2-byte weights and inputs.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -160,51 +159,12 @@ def _hope(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
         _norm(width, mode) + _casts(width, mode, 2) + low * 4 * hidden for hidden in config.level_intermediate_sizes
     )
     # Parallel levels keep their outputs for the gradient of the mixing weights.
-    levels += low * width * len(config.level_periods) if config.level_variant == "independent" else 0
-    heads, groups = (config.num_attention_heads or 0), (config.num_key_value_heads or 0)
-    attention = _casts(width, mode, 3) + low * (2 * heads + 2 * groups) * config.head_dim + 4 * heads
-    blocks = {"full_attention": _block(config, mode, tokens, levels, attention)}
-    blocks["sparse_attention"] = _block(config, mode, tokens, levels, _casts(width, mode, 4) + _sparse(config, mode))
-    if config.has_memories:
-        inner = config.num_memory_heads * config.head_dim
-        # The qkv inputs, the memory's outputs and their norm are fp32; gate and output have the linear layers' dtype.
-        around = 4 * 6 * inner + low * 4 * inner
-        scan = batch_size * _scan(config, block_size)
-        blocks["hope_memory"] = _block(config, mode, tokens, levels, _casts(width, mode, 5) + around, scan)
-    return [blocks[kind] for kind in config.layer_types]
-
-
-def _sparse(config, mode: Mode) -> int:
-    """Bytes per token that sparse attention keeps besides its input."""
-    heads, groups = (config.num_attention_heads or 0), (config.num_key_value_heads or 0)
-    low = 4 if mode == "fp32" else 2
-    # outputs of the linear layers, and the output; in fp32 queries, keys, values, the selected branch and gates
-    streams = low * (2 * heads + 2 * groups) + 4 * (2 * heads + 2 * groups)
-    compressed = 4 * 2 * groups * config.head_dim // config.sparse_compress_stride
-    # int64 indices of the queries that read a block
-    selected = 8 * config.sparse_top_k * groups
-    return streams * config.head_dim + compressed + 4 * 3 * heads + selected
-
-
-def _scan(config, block_size: int) -> int:
-    """fp32 bytes that the scan of one sequence keeps: the chunk spans of the last group, which is not recomputed."""
-    chunk, width, heads = config.memory_chunk_size, config.head_dim, config.num_memory_heads
-    memories, kernel = len(config.memory_projections) + 1, config.conv_kernel_size
-    pieces = math.ceil(block_size / chunk)
-    stride = config.recompute_chunks or pieces
-    groups = math.ceil(pieces / stride)
-    last = pieces - (groups - 1) * stride
-    size = min(chunk, block_size)
-    state = memories * width**2
-    streams = 3 * width * (3 * size + kernel - 1)
-    # Decays and the products of keys with keys and queries with keys; inverses are padded to a power of two.
-    padded = max(4, 2 ** math.ceil(math.log2(size)))
-    rates = 1 if not config.memory_projections else 2
-    squares = 3 * size**2 + rates * padded * (padded + 1)
-    piece = state + streams + squares + memories * size * width + 5 * size
-    # Autograd saves about four times as much for the paper's rule.
-    factor = 4 if config.memory_rule == "paper" else 1
-    return 4 * heads * (factor * piece * last + (groups - 1) * state)
+    levels += low * width * len(config.level_periods) if config.levels.keeps_outputs else 0
+    blocks = {}
+    for mixer in set(config.mixers):
+        kept = mixer.kept_bytes(config, batch_size, block_size, low)
+        blocks[mixer] = _block(config, mode, tokens, levels, _casts(width, mode, mixer.input_readers), kept)
+    return [blocks[mixer] for mixer in config.mixers]
 
 
 def _by_matrices(shapes: Shapes, tokens: int, low: int) -> list[Block]:
@@ -218,25 +178,9 @@ def _by_matrices(shapes: Shapes, tokens: int, low: int) -> list[Block]:
 
 
 def cache_bytes(config, tokens: int) -> int:
-    """fp32 bytes of the state of one sequence after `tokens` tokens: memories, inputs of convolutions, keys, values.
-
-    The size of memories does not depend on the tokens. They are stored once, and a second time at the chunk's start
-    where the paper's rule or projected keys and values read that version.
-    """
+    """fp32 bytes that one sequence carries after `tokens` tokens: HOPE's states, or keys and values."""
     if config.model_type == "hope":
-        width, heads = config.head_dim, config.num_memory_heads or 0
-        layers = config.paper_rule["depth"] if config.memory_rule == "paper" else 1
-        copies = 2 if config.memory_rule == "paper" or config.memory_projections else 1
-        memories = copies * layers * (len(config.memory_projections) + 1) * width**2
-        memory = heads * (memories + 3 * (config.conv_kernel_size - 1) * width)
-        keys = 2 * tokens * (config.num_key_value_heads or 0) * width
-        # whole blocks, compressed keys and values, the convolutions' last inputs, and an int64
-        slots = math.ceil(tokens / config.sparse_block_size) * config.sparse_block_size
-        compressed, groups = slots // config.sparse_compress_stride, config.num_key_value_heads or 0
-        tail = (config.conv_kernel_size - 1) * ((config.num_attention_heads or 0) + 2 * groups) * width
-        sparse = 2 * (slots + compressed) * groups * width + tail + 2
-        of_kind = {"hope_memory": memory, "sparse_attention": sparse, "full_attention": keys}
-        return 4 * sum(of_kind[kind] for kind in config.layer_types)
+        return sum(mixer.cache_bytes(config, tokens) for mixer in config.mixers)
     layers = config.num_hidden_layers
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -53,8 +53,7 @@ def test_models_of_two_copies_of_the_code_work_side_by_side(tiny_model, code_cop
 
 def test_heads_take_a_configuration_of_another_copy(tiny_config, code_copy, tmp_path):
     """From a local folder, `trust_remote_code` loads configuration and model as two copies."""
-    (tmp_path / "configuration_copy").mkdir()
-    shutil.copy(Path(hope_hf.__file__).parent / "model" / "configuration_hope.py", tmp_path / "configuration_copy")
+    shutil.copytree(Path(hope_hf.__file__).parent / "model", tmp_path / "configuration_copy")
     config_class = importlib.import_module("configuration_copy.configuration_hope").HopeConfig
     config = config_class.from_dict(tiny_config().to_dict())
     for head in ("SequenceClassification", "TokenClassification", "QuestionAnswering"):

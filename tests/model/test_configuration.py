@@ -126,7 +126,7 @@ def test_a_bad_value_of_attention_is_refused_where_there_is_attention(field, val
 
 
 def test_heads_of_layers_that_are_not_there_may_be_anything():
-    assert not HopeConfig(**SMALL, num_attention_heads=0).has_attention
+    assert not HopeConfig(**SMALL, num_attention_heads=0).has_positions
     assert not HopeConfig(**SMALL, num_memory_heads=0, layer_types=["full_attention"]).has_memories
 
 
@@ -166,7 +166,7 @@ def test_every_layer_has_one_type():
     with pytest.raises(StrictDataclassError, match="`layer_types` has 2 entries, and `num_hidden_layers` is 3"):
         HopeConfig(**SMALL | {"num_hidden_layers": 3}, layer_types=["hope_memory", "full_attention"])
     hybrid = HopeConfig(**SMALL | {"num_hidden_layers": 2}, layer_types=["hope_memory", "full_attention"])
-    assert hybrid.has_memories and hybrid.has_attention
+    assert hybrid.has_memories and hybrid.has_positions
     assert HopeConfig(**SMALL).layer_types == ["hope_memory"]
 
 

@@ -85,10 +85,12 @@ def test_equal_keys_at_the_largest_rate():
 
 def test_strong_forgetting():
     """Sums of log alpha overflow what an exponential can hold above the diagonal."""
-    arguments = problem(plain_pieces(64))
+    inputs, memories, state, pieces, leaves = problem(plain_pieces(64))
     with torch.no_grad():
-        arguments[0].log_retention[:] = -60.0
-    assert_triton_equals_plain(arguments)
+        inputs.log_retention[:] = -60.0
+    # The gradient of log alpha is of the size of e^-60, which flash-linear-attention's sums round away.
+    leaves = [leaf for leaf in leaves if leaf is not inputs.log_retention]
+    assert_triton_equals_plain((inputs, memories, state, pieces, leaves))
 
 
 @pytest.mark.gpu

@@ -9,7 +9,8 @@ from transformers import GPT2Config, LlamaConfig, Qwen2Config
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM, HopeModel
 from hope_hf.model.inputs import Documents
-from hope_hf.plan.activations import _sparse, activations, cache_bytes
+from hope_hf.model.sparse_attention import HopeSparseAttention
+from hope_hf.plan.activations import activations, cache_bytes
 from hope_hf.plan.launch import STRATEGIES, Launch, StepOptions, fsdp_strategy
 from hope_hf.plan.memory import Bytes, memory, shard_bytes, state_bytes
 from hope_hf.plan.shapes import Shapes, Weight, shapes_of
@@ -175,7 +176,7 @@ def test_what_sparse_attention_keeps(groups):
         output = model.layers[0].mixer(hidden_states, **plans)[0]
     assert output.requires_grad
     found = sum(storage.nbytes() for storage in saved.values()) / tokens + 8 * config.sparse_top_k * groups
-    assert found == pytest.approx(_sparse(config, "fp32"), rel=0.03)
+    assert found == pytest.approx(HopeSparseAttention.kept_bytes(config, 1, 1, 4), rel=0.03)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,175 @@
+"""A new kind of layer is a class and a line: this one trains, packs, generates, saves, shards and is planned."""
+
+import json
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from training_runs import HOPE
+
+from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
+from hope_hf.export.card import model_card
+from hope_hf.model.layers import LearnedFactors, Mixer
+from hope_hf.model.mixers import MIXERS, register
+from hope_hf.plan import main as plan
+
+
+class ToyState(NamedTuple):
+    """The sum so far [B, hidden_size]."""
+
+    total: torch.Tensor
+
+
+class ToyMixer(Mixer, nn.Module):
+    """`s_t = d s_{t-1} + v_t` over the tokens of a document, with a learned `d` for every channel."""
+
+    state_class = ToyState
+    is_recurrent = True
+    needs = frozenset({"chunks"})
+    input_readers = 1
+    name = "a decayed sum"
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.decay = LearnedFactors(config.hidden_size)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden_states, state=None, *, plan, need_state=False, **_):
+        values = plan.to_slots(self.v_proj(hidden_states))
+        decay = 0.5 * self.decay(values.dtype)
+        total = torch.zeros_like(values[:, 0]) if state is None else state.total
+        sums = []
+        for slot, value in enumerate(values.unbind(1)):
+            if plan.valid is None:
+                total = decay * total + value
+            else:
+                is_token, is_first = plan.valid[:, slot, None], plan.position[:, slot, None] == 0
+                total = torch.where(is_token, decay * torch.where(is_first, 0.0, total) + value, total)
+            sums.append(total)
+        output = self.o_proj(plan.to_tokens(torch.stack(sums, dim=1)))
+        return output, ToyState(total) if need_state else None
+
+    @staticmethod
+    def check_state(state, config, dtype):
+        if state.total.shape[-1] != config.hidden_size:
+            raise ValueError(f"past_key_values holds sums of width {state.total.shape[-1]}")
+
+    @staticmethod
+    def tensor_parallel_maps(config):
+        return dict.fromkeys(("v_proj", "o_proj"), "colwise_gather_output")
+
+    @staticmethod
+    def mixing_flops(config, sequence_length):
+        return 2 * config.hidden_size
+
+    @staticmethod
+    def cache_bytes(config, tokens):
+        return 4 * config.hidden_size
+
+    @staticmethod
+    def kept_bytes(config, batch_size, length, low):
+        # the sum before every token, and the sums side by side
+        return batch_size * length * 2 * low * config.hidden_size
+
+
+LAYERS = "layer_types=[toy,full_attention]"
+TOY = [HOPE[0], f"{HOPE[1]},{LAYERS}"]
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    register("toy", ToyMixer)
+    yield
+    del MIXERS["toy"]
+
+
+@pytest.fixture
+def model(tiny_model):
+    return tiny_model(torch.float64, layer_types=["toy", "full_attention"])
+
+
+def ids(*shape):
+    return torch.randint(62, shape, generator=torch.Generator().manual_seed(0))
+
+
+def test_it_trains_and_the_trained_model_loads(run, tmp_path):
+    status, rows = run("toy", model=TOY)
+    losses = [row["train/loss"] for row in rows if "train/loss" in row]
+    assert status == 0 and len(losses) == 8 and losses[-1] < losses[0]
+    trained = HopeForCausalLM.from_pretrained(tmp_path / "toy")
+    assert trained.config.layer_types == ["toy", "full_attention"]
+    assert type(trained.model.layers[0].mixer) is ToyMixer
+
+
+def test_packed_documents_are_read_as_if_each_were_alone(model):
+    first, second = ids(1, 7), ids(1, 11)
+    positions = torch.cat([torch.arange(7), torch.arange(11)])[None]
+    packed = model(torch.cat([first, second], dim=1), position_ids=positions, use_cache=False).logits
+    alone = torch.cat([model(text, use_cache=False).logits for text in (first, second)], dim=1)
+    torch.testing.assert_close(packed, alone)
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), first], dim=1)
+    mask = torch.tensor([[0] * 3 + [1] * 7])
+    torch.testing.assert_close(model(padded, attention_mask=mask, use_cache=False).logits[:, 3:], alone[:, :7])
+
+
+@pytest.mark.parametrize("implementation", ["dynamic", "static"])
+def test_it_generates_with_a_cache(model, implementation):
+    text = ids(2, 9)
+    options = dict(max_new_tokens=6, do_sample=False, pad_token_id=63)
+    made = model.generate(text, cache_implementation=implementation, disable_compile=True, **options)
+    assert torch.equal(made, model.generate(text, use_cache=False, **options))
+
+
+def test_its_cache_is_saved_and_one_of_another_width_is_refused(model, tiny_model, tmp_path):
+    cache = HopeCache(model.config)
+    with torch.no_grad():
+        whole = model(ids(1, 12)).logits
+        model(ids(1, 12)[:, :5], past_key_values=cache)
+        cache.save_pretrained(tmp_path, model)
+        loaded = HopeCache.from_pretrained(tmp_path, model)
+        assert isinstance(loaded.layers[0].state, ToyState)
+        torch.testing.assert_close(model(ids(1, 12)[:, 5:], past_key_values=loaded).logits, whole[:, 5:])
+    wider = tiny_model(torch.float64, layer_types=["toy", "full_attention"], hidden_size=64)
+    with pytest.raises(ValueError, match="past_key_values holds sums of width 32"):
+        wider(ids(1, 2), past_key_values=cache)
+
+
+def test_it_shards_and_is_saved_whole(model, tmp_path):
+    model, text = model.float(), ids(1, 9)
+    expected = model(text, use_cache=False).logits
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for block in model.model.layers:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model(text, labels=text, use_cache=False).loss.backward()
+        weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        model.save_pretrained(tmp_path, state_dict=weights)
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(HopeForCausalLM.from_pretrained(tmp_path)(text, use_cache=False).logits, expected)
+
+
+def test_it_is_planned(capsys, model):
+    sizes = f"num_hidden_layers=2,hidden_size=64,{LAYERS}"
+    words = ["--config_overrides", sizes, "--block_size", "64", "--per_device_train_batch_size", "2", "--json"]
+    assert plan(words) == 0
+    planned = json.loads(capsys.readouterr().out)
+    config = HopeConfig.from_preset("tiny", num_hidden_layers=2, hidden_size=64, layer_types=["toy", "full_attention"])
+    assert planned["parameters"] == HopeForCausalLM(config).num_parameters()
+    (asked,) = [row for row in planned["settings"] if row["is_asked"]]
+    assert asked["peak"] == pytest.approx(planned["simulation"]["peak"], rel=0.15)
+
+
+def test_its_card_and_its_plan_for_tensor_parallelism(model):
+    card = model_card(model, "me/toy", "mit", None, None).text
+    assert "a decayed sum (and softmax attention in 1 of the 2 layers)" in card
+    assert model.config.base_model_tp_plan["layers.*.mixer.v_proj"] == "colwise_gather_output"
