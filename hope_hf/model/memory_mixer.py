@@ -21,12 +21,11 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from .backends import Kernel, asked_kernels, choose, operand_dtype
 from .chunks import ChunkPlan
+from .kernels_fla import scan_fla, scan_obstacle
 from .layers import HopeRMSNorm, LearnedFactors, Mixer, ShortConvolution
 from .memory_delta import DeltaMemories
 from .memory_diagnostics import contribution, gate_values, memory_statistics
 from .memory_fast import scan_fused
-from .memory_gpu import obstacle as obstacle_to_fla
-from .memory_gpu import scan_fla
 from .memory_paper import PaperMemories
 from .memory_scan import Memories, ScanInputs, ScanState, scan, scan_plain
 from .memory_triton import obstacle as obstacle_to_triton
@@ -330,7 +329,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
         if self.kernels == "plain" or torch.compiler.is_compiling():
             return scan_plain
         kernels = {
-            "fla": Kernel(partial(scan_fla, dtype=operands), partial(obstacle_to_fla, inputs, memories)),
+            "fla": Kernel(partial(scan_fla, dtype=operands), partial(scan_obstacle, inputs, memories)),
             "triton": Kernel(partial(scan_triton, dtype=operands), partial(obstacle_to_triton, inputs, memories)),
         }
         otherwise = FAST_SCANS.get(self.rule, scan_plain)

@@ -3,7 +3,7 @@
 The memories that project are written with the keys and values that they make, and do not depend on the content memory.
 So their scan comes first, in one kernel (`memory_triton_kernels`); keys and values that no memory projects are made
 for all slots at once. The content memory is then a gated delta rule under these keys and values, which
-flash-linear-attention's kernels compute (`memory_gpu.read_content`).
+flash-linear-attention's kernels compute (`kernels_fla.read_content`).
 
 Axes: b sequences times heads, S slots, N time tiles, R memories that project, D head width, K kernel size of the
 convolution.
@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from .chunks import ChunkSpan, merge_spans
+from .kernels_fla import read_content, scan_obstacle
 from .layers import convolve
 from .memory_delta import DeltaMemories, step_token
-from .memory_gpu import obstacle as obstacle_to_fla
-from .memory_gpu import read_content
 from .memory_scan import ScanInputs, ScanState, unit, written_values
 
 _WIDTHS = (16, 32, 64, 128)
@@ -34,7 +33,7 @@ def obstacle(inputs: ScanInputs, memories) -> str | None:
         return "Triton's kernels are for memory_projections, and the model has none (set HOPE_KERNELS=fla)"
     if inputs.query.shape[-1] not in _WIDTHS:
         return f"heads of Triton's kernels are 16, 32, 64 or 128 wide, not {inputs.query.shape[-1]}"
-    return obstacle_to_fla(inputs, memories._replace(projected=()))
+    return scan_obstacle(inputs, memories._replace(projected=()))
 
 
 class _Tiles(NamedTuple):

@@ -23,10 +23,10 @@ from transformers.configuration_utils import PreTrainedConfig
 from .backends import Kernel, asked_kernels, choose, operand_dtype
 from .cache_hope import HopeStaticMemoryLayer
 from .chunks import Past, SlotPlan, convolution_spans
+from .kernels_fla import read_selected_fla, selection_obstacle
 from .layers import LearnedFactors, Mixer, ShortConvolution
 from .sparse_branches import QkvSizes, QkvWeights, SparseKeys, SparseSizes, make_qkv, read_sparse
 from .sparse_fast import TIME_TILE, make_qkv_tiled, read_sparse_fused
-from .sparse_gpu import obstacle, read_selected_fla
 
 BRANCHES = ("compressed", "selected", "window")
 # a token whose largest share exceeds this reads practically one branch
@@ -222,7 +222,7 @@ class HopeSparseAttention(Mixer, nn.Module):
         """The function that reads for a text's queries; GPU kernels round their operands to the given dtype."""
         by_fla = partial(read_sparse_fused, selected_by=partial(read_selected_fla, dtype=operands))
         kernels = {
-            "fla": Kernel(by_fla, partial(obstacle, query, base, self.sizes)),
+            "fla": Kernel(by_fla, partial(selection_obstacle, query, base, self.sizes)),
             "triton": Kernel(read_sparse_fused, lambda: "HOPE has none of its own"),
         }
         name, counted = "sparse_attention", self.kernel_fallbacks

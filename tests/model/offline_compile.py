@@ -69,7 +69,7 @@ def compile_launch(function, *args, about, done, warmup=None, grid=None, **kwarg
 
 
 def without_content(queries, keys, values, inputs, memories, current, *_):
-    """In place of `memory_gpu.read_content`, whose kernels are not ours."""
+    """In place of `kernels_fla.read_content`, whose kernels are not ours."""
     return queries + keys + values, current
 
 

@@ -8,10 +8,10 @@ import torch
 from mixers import MIXERS
 
 from hope_hf import HopeConfig, HopeForCausalLM
-from hope_hf.model import loss, memory_gpu, memory_mixer, sparse_attention
+from hope_hf.model import kernels_fla, loss, memory_mixer, sparse_attention
 from hope_hf.model.backends import Kernel, choose
+from hope_hf.model.kernels_fla import selection_obstacle
 from hope_hf.model.sparse_branches import SparseSizes
-from hope_hf.model.sparse_gpu import obstacle
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -96,9 +96,9 @@ def test_what_stands_in_the_way_of_sparse_attention(monkeypatch, tiny_model, ask
 
 def test_gradients_of_the_keys_of_earlier_calls_are_torchs():
     sizes, queries = SparseSizes(16, 8, 4, 16), torch.zeros(1, 1, 1, 4, 16)
-    assert "no gradients of the keys of earlier calls" in obstacle(queries, 16, sizes)
+    assert "no gradients of the keys of earlier calls" in selection_obstacle(queries, 16, sizes)
     with torch.no_grad():
-        assert "earlier calls" not in (obstacle(queries, 16, sizes) or "")
+        assert "earlier calls" not in (selection_obstacle(queries, 16, sizes) or "")
 
 
 @pytest.mark.parametrize("asked, options", [("fla", {}), ("triton", {"memory_projections": ["k"]})])
@@ -119,9 +119,9 @@ def test_a_missing_library(monkeypatch, tiny_model, asked, options):
 ])  # fmt: skip
 def test_a_compiler_that_makes_wrong_gradients(monkeypatch, capability, triton, tilelang, refused):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(memory_gpu.importlib.metadata, "version", lambda name: triton)
-    monkeypatch.setattr(memory_gpu.importlib.util, "find_spec", lambda name: "found" if tilelang else None)
-    assert ("wrong gradients" in (memory_gpu._defect(GPU) or "")) == refused
+    monkeypatch.setattr(kernels_fla.importlib.metadata, "version", lambda name: triton)
+    monkeypatch.setattr(kernels_fla.importlib.util, "find_spec", lambda name: "found" if tilelang else None)
+    assert ("wrong gradients" in (kernels_fla._defect(GPU) or "")) == refused
 
 
 def test_every_config_has_kernels_or_a_reason():

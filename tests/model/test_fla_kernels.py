@@ -10,7 +10,7 @@ import torch
 from interpreter import import_interpreted
 from scans import TAPS, largest_error, plain_pieces, problem, ragged_pieces
 
-from hope_hf.model.memory_gpu import scan_fla
+from hope_hf.model.kernels_fla import scan_fla
 
 pytestmark = [
     pytest.mark.kernels,

@@ -1,11 +1,16 @@
-"""The scan of the delta rule by the kernels of flash-linear-attention (arXiv 2412.06464), the extra `hope_hf[gpu]`.
+"""Kernels of flash-linear-attention, the extra `hope_hf[gpu]`: the delta rule's scan, and selected blocks of keys.
 
-Without memories that project keys or values, the deviation S of the content memory is the state of a gated DeltaNet
-whose targets are the values minus the reads of the initial weights:
+Delta rule (arXiv 2412.06464): without memories that project keys or values, the deviation S of the content memory is
+the state of a gated DeltaNet whose targets are the values minus the reads of the initial weights:
 
     S_t = alpha_t S_{t-1} + eta_t k_t^T (v_t - k_t W_0 - k_t alpha_t S_{t-1}),     read: q_t S_t + q_t W_0 + d v_t
 
 Convolution and norms take all chunks at once. A document within a row is a sequence of its own.
+
+Sparse attention: `parallel_nsa` runs a program per query, which reads given blocks. `sparse_fast` selects the blocks
+with learned compressed keys (flash-linear-attention's are means of blocks), and computes the two other branches.
+
+Axes of the scan as in `memory_scan`, of sparse attention as in `sparse_fast`.
 """
 
 import importlib.metadata
@@ -20,18 +25,16 @@ from .backends import VARIABLE
 from .chunks import ChunkSpan, merge_spans
 from .memory_delta import DeltaMemories
 from .memory_scan import ScanInputs, ScanState, make_qkv, unit, written_values
+from .sparse_branches import SparseSizes
 
 # head width that fits the chip
 _WIDEST = 256
+# rows and columns of the smallest matrix product of `parallel_nsa`
+_LEAST = 16
 
 
-def obstacle(inputs: ScanInputs, memories) -> str | None:
-    """Why the kernels cannot compute this scan; `None` if they can."""
-    query = inputs.query
-    if not isinstance(memories, DeltaMemories):
-        return "flash-linear-attention has no kernels for memory_rule='paper'"
-    if memories.projected:
-        return "flash-linear-attention has no kernels for memory_projections"
+def _obstacle(query: torch.Tensor) -> str | None:
+    """Why no kernel can read at queries [..., D]; `None` if one can."""
     if query.dtype == torch.float64:
         return "the model is float64"
     if query.shape[-1] > _WIDEST:
@@ -40,7 +43,17 @@ def obstacle(inputs: ScanInputs, memories) -> str | None:
         return "the model is on a CPU"
     if importlib.util.find_spec("fla") is None:
         return "flash-linear-attention is not installed (pip install 'hope_hf[gpu]')"
-    return _defect(query.device) if torch.is_grad_enabled() else None
+    return None
+
+
+def scan_obstacle(inputs: ScanInputs, memories) -> str | None:
+    """Why the kernels cannot compute this scan; `None` if they can."""
+    query = inputs.query
+    if not isinstance(memories, DeltaMemories):
+        return "flash-linear-attention has no kernels for memory_rule='paper'"
+    if memories.projected:
+        return "flash-linear-attention has no kernels for memory_projections"
+    return _obstacle(query) or (_defect(query.device) if torch.is_grad_enabled() else None)
 
 
 def _defect(device: torch.device) -> str | None:
@@ -82,14 +95,14 @@ def read_content(
     need_state: bool,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Reads of the content memory [b, S, D], and its deviation [b, D, D] after the last token where it is needed.
+    """Reads of the content memory [b, S, D], and its deviation [b, D, D] after the last token if it is needed.
 
     Args:
-        queries, keys: of norm 1 [b, S, D].
-        values: as they are written [b, S, D].
-        inputs: for the gates.
-        current: the deviation before the first token [b, D, D].
-        dtype: to which the kernels' operands are rounded.
+        queries, keys: normalised [b, S, D].
+        values: values to write [b, S, D].
+        inputs: input of the scan, for its gates.
+        current: deviation before the first token [b, D, D].
+        dtype: dtype to which the kernels' operands are rounded.
     """
     operands = [part.to(dtype) for part in (queries, keys, values - keys @ memories.initial)]
     gates, bounds = [inputs.log_retention, inputs.rate], None
@@ -102,7 +115,7 @@ def read_content(
         row, index = begins.nonzero(as_tuple=True)
         starts = torch.tensor([part.start for part in spans], device=row.device)
         bounds = F.pad(row * slots + starts[index], (0, 1), value=len(begins) * slots)
-        # a row's first sequence goes on from its state, unless a document begins there
+        # a row's first sequence continues from the row's state, unless it begins a document
         continues = (index == 0) & ~first[row]
         current = torch.where(continues[:, None, None], current[row], 0.0)
         operands = [part.flatten(0, 1).unsqueeze(0) for part in operands]
@@ -129,3 +142,43 @@ def read_content(
         # the state of each row's last sequence
         after = after[torch.bincount(row, minlength=len(begins)).cumsum(0) - 1]
     return reads, after.squeeze(1)
+
+
+def selection_obstacle(queries: torch.Tensor, base: int, sizes: SparseSizes) -> str | None:
+    """Why the kernels cannot read the selected blocks of queries [B, H, G, S, D]; `None` if they can."""
+    if sizes.block < _LEAST or sizes.block != _power_of_two(sizes.block):
+        return f"flash-linear-attention has no kernels for sparse_block_size={sizes.block} (16, 32, 64, ...)"
+    if base and torch.is_grad_enabled():
+        return "flash-linear-attention has no gradients of the keys of earlier calls"
+    return _obstacle(queries)
+
+
+def read_selected_fla(
+    queries, keys, values, gates, chosen, base: int, block: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    """`sparse_fast.read_selected`; the kernels' operands are rounded to `dtype`."""
+    try:
+        from fla.ops.nsa.parallel import parallel_nsa
+    except ImportError as error:
+        raise ImportError(f"flash-linear-attention does not load ({error}): set {VARIABLE}=torch") from error
+    heads, length, group = queries.shape[1:4]
+    # the query heads of a key are the rows of a matrix product: zeros fill it up
+    rows = F.pad(queries, (0, 0, 0, _power_of_two(max(group, _LEAST)) - group))
+    # the last keys belong to the queries' tokens
+    known = (part[:, :, : base + length].transpose(1, 2).to(dtype) for part in (keys, values))
+    chosen = F.pad(chosen, (0, _power_of_two(chosen.shape[-1]) - chosen.shape[-1]), value=-1)
+    reads = parallel_nsa(
+        rows.transpose(1, 2).flatten(2, 3).to(dtype),
+        *known,
+        block_indices=chosen.transpose(1, 2),
+        block_counts=chosen.shape[-1],
+        block_size=block,
+        scale=1.0,
+    )
+    reads = reads.unflatten(2, (heads, -1))[:, :, :, :group].transpose(1, 2)
+    return reads.to(queries.dtype) * gates, queries, keys, values
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest one that is not smaller."""
+    return 1 << (number - 1).bit_length()
