@@ -20,14 +20,24 @@ from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
 from .backends import Kernel, asked_kernels, choose, operand_dtype
-from .chunks import ChunkPlan
+from .chunks import ChunkPlan, plan_chunks
 from .kernels_fla import scan_fla, scan_obstacle
 from .layers import HopeRMSNorm, LearnedFactors, Mixer, ShortConvolution
 from .memory_delta import DeltaMemories
-from .memory_diagnostics import contribution, gate_values, memory_statistics
 from .memory_fast import scan_fused
 from .memory_paper import PaperMemories
-from .memory_scan import Memories, ScanInputs, ScanState, scan, scan_plain
+from .memory_scan import (
+    Memories,
+    ScanInputs,
+    ScanState,
+    fresh_state,
+    make_qkv,
+    scan,
+    scan_plain,
+    scan_span,
+    unit,
+    written_values,
+)
 from .memory_triton import obstacle as obstacle_to_triton
 from .memory_triton import scan_triton
 
@@ -232,6 +242,115 @@ class SelfModifyingTitans(Mixer, nn.Module):
             after = ScanState(current, chunk_start, tail.unflatten(0, shape))
         return output, after
 
+    def scan_inputs(self, hidden_states: torch.Tensor, plan: ChunkPlan) -> ScanInputs:
+        """Keys, values, queries and gates from `hidden_states` [B, T, hidden_size], in the slots of the plan."""
+        heads, in_slots = self.config.num_memory_heads, plan.token_of_slot is not None
+        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+        made = []
+        for projection in (self.in_proj, self.k_proj, self.v_proj, self.q_proj):
+            if projection is None:
+                # keys and values without a map of their own share the output of `in_proj`
+                made.append(made[0] if made else None)
+                continue
+            x = projection(hidden_states)
+            x = (plan.to_slots(x) if in_slots else x).to(dtype).unflatten(-1, (heads, -1))
+            made.append(x.transpose(1, 2).flatten(0, 1))
+        gates = []
+        for gate in self.gates(hidden_states):
+            if gate is not None:
+                gate = (plan.to_slots(gate) if in_slots else gate).transpose(1, 2)
+                if plan.valid is not None:
+                    # padding neither writes nor decays
+                    gate = torch.where(plan.valid[:, None], gate, 0.0)
+                gate = gate.flatten(0, 1)
+            gates.append(gate)
+        return ScanInputs(*made[1:], *gates)
+
+    def memories(self, batch_size: int, dtype: torch.dtype) -> Memories:
+        """The memories of `batch_size` sequences, for the scan."""
+        conv_weights = torch.cat([conv(dtype) for conv in (self.k_conv1d, self.v_conv1d, self.q_conv1d)], dim=-1)
+        conv_weights = conv_weights.unsqueeze(1).expand(-1, batch_size, -1, -1).flatten(1, 2).unsqueeze(2)
+        # [H, ...] of heads to [b, ...]
+        initial = tuple(x.expand(batch_size, *x.shape).flatten(0, 1) for x in self.initial_memory(dtype))
+        share = None
+        if self.value_share is not None:
+            share = self.value_share(dtype).expand(batch_size, -1).flatten()[:, None, None]
+        return self.rule.of(conv_weights, self.projected, initial, share, self.rate_factors, self.rule_options)
+
+    def choose_scan(self, inputs: ScanInputs, memories: Memories, operands: torch.dtype) -> Callable:
+        """The scan to run, equal to `memory_scan.scan_plain`; GPU kernels round their operands to the given dtype."""
+        if self.kernels == "plain" or torch.compiler.is_compiling():
+            return scan_plain
+        kernels = {
+            "fla": Kernel(partial(scan_fla, dtype=operands), partial(scan_obstacle, inputs, memories)),
+            "triton": Kernel(partial(scan_triton, dtype=operands), partial(obstacle_to_triton, inputs, memories)),
+        }
+        otherwise = FAST_SCANS.get(self.rule, scan_plain)
+        return choose("memory_scan", self.kernels, kernels, otherwise, self.kernel_fallbacks, inputs.query.device)
+
+    def _spans(self, hidden_states: torch.Tensor):
+        """For every span: the memories, keys, values, queries, reads, and the states before and after."""
+        plan = plan_chunks(self.config, hidden_states.shape[:2], hidden_states.device)
+        inputs = self.scan_inputs(hidden_states, plan)
+        memories = self.memories(len(hidden_states), inputs.query.dtype)
+        state = fresh_state(memories)
+        for span in plan.spans:
+            keys, values, queries, _ = make_qkv(inputs, memories, state, span)
+            values = written_values(inputs, values, span)
+            reads, after = scan_span(inputs, memories, state, span)
+            yield memories, keys, values, queries, reads, state, after
+            state = after
+
+    @torch.no_grad()
+    def statistics(self, hidden_states: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Means over sequences, heads and tokens, 0-dim tensors.
+
+        | name | meaning |
+        |---|---|
+        | learning_rate_mean, retention_mean | eta and alpha of equation (88) |
+        | surprise_before, surprise_after | norm of M(k) - target at the chunk's first and last weights |
+        | state_norm_ratio | norm of the content memory's change over the norm of the identity |
+        | key_norm, value_norm, target_norm | norms of keys before normalisation, of values and targets as written |
+        """
+        norms = {name: [] for name in ("surprise_before", "surprise_after", "key_norm", "value_norm", "target_norm")}
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            # each span is a chunk, so the state before it holds the weights of the chunk's start
+            for memories, keys, values, _, _, before, after in self._spans(hidden_states):
+                target = memories.target(before.current, values)
+                for name, vectors in (
+                    ("surprise_before", memories.recall(before.current, unit(keys)) - target),
+                    ("surprise_after", memories.recall(after.current, unit(keys)) - target),
+                    ("key_norm", keys),
+                    ("value_norm", values),
+                    ("target_norm", target),
+                ):
+                    norms[name].append(vectors.norm(dim=-1))
+            initial, final = memories.content(memories.fresh()), memories.content(after.current)
+        moved = sum((b - a).square().sum((-1, -2)) for a, b in zip(initial, final, strict=True)).sqrt()
+        rate, retention = self.gate_values(hidden_states)
+        return {
+            "learning_rate_mean": rate.mean(),
+            "retention_mean": retention.mean(),
+            **{name: torch.cat(parts, -1).mean() for name, parts in norms.items()},
+            "state_norm_ratio": moved.mean() / self.config.head_dim**0.5,
+        }
+
+    @torch.no_grad()
+    def gate_values(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Learning rate and retention, eta and alpha of equation (88), of every token and head, both [B, T, H]."""
+        rate, log_retention, _ = self.gates(hidden_states)
+        return rate, log_retention.exp()
+
+    @torch.no_grad()
+    def contribution(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Norm of the change that writes make to the content memory's reads, per token [B, T, H]."""
+        parts = []
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            for memories, _, values, queries, reads, _, _ in self._spans(hidden_states):
+                parts.append((reads - memories.initial_read(unit(queries), values)).norm(dim=-1))
+        heads = self.config.num_memory_heads
+        return torch.cat(parts, dim=1).unflatten(0, (-1, heads)).transpose(1, 2)
+
     @classmethod
     def describe(cls, config: PreTrainedConfig) -> str:
         return (
@@ -320,52 +439,3 @@ class SelfModifyingTitans(Mixer, nn.Module):
         piece = state + streams + squares + memories * size * width + 5 * size
         scan = RULES[config.memory_rule].kept_factor * piece * last + (groups - 1) * state
         return around + batch_size * 4 * heads * scan
-
-    # methods, since the mixer may come from another copy of the code
-    statistics, gate_values, contribution = memory_statistics, gate_values, contribution
-
-    def choose_scan(self, inputs: ScanInputs, memories: Memories, operands: torch.dtype) -> Callable:
-        """The scan to run, equal to `memory_scan.scan_plain`; GPU kernels round their operands to the given dtype."""
-        if self.kernels == "plain" or torch.compiler.is_compiling():
-            return scan_plain
-        kernels = {
-            "fla": Kernel(partial(scan_fla, dtype=operands), partial(scan_obstacle, inputs, memories)),
-            "triton": Kernel(partial(scan_triton, dtype=operands), partial(obstacle_to_triton, inputs, memories)),
-        }
-        otherwise = FAST_SCANS.get(self.rule, scan_plain)
-        return choose("memory_scan", self.kernels, kernels, otherwise, self.kernel_fallbacks, inputs.query.device)
-
-    def scan_inputs(self, hidden_states: torch.Tensor, plan: ChunkPlan) -> ScanInputs:
-        """Keys, values, queries and gates from `hidden_states` [B, T, hidden_size], in the slots of the plan."""
-        heads, in_slots = self.config.num_memory_heads, plan.token_of_slot is not None
-        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-        made = []
-        for projection in (self.in_proj, self.k_proj, self.v_proj, self.q_proj):
-            if projection is None:
-                # keys and values without a map of their own share the output of `in_proj`
-                made.append(made[0] if made else None)
-                continue
-            x = projection(hidden_states)
-            x = (plan.to_slots(x) if in_slots else x).to(dtype).unflatten(-1, (heads, -1))
-            made.append(x.transpose(1, 2).flatten(0, 1))
-        gates = []
-        for gate in self.gates(hidden_states):
-            if gate is not None:
-                gate = (plan.to_slots(gate) if in_slots else gate).transpose(1, 2)
-                if plan.valid is not None:
-                    # padding neither writes nor decays
-                    gate = torch.where(plan.valid[:, None], gate, 0.0)
-                gate = gate.flatten(0, 1)
-            gates.append(gate)
-        return ScanInputs(*made[1:], *gates)
-
-    def memories(self, batch_size: int, dtype: torch.dtype) -> Memories:
-        """The memories of `batch_size` sequences, for the scan."""
-        conv_weights = torch.cat([conv(dtype) for conv in (self.k_conv1d, self.v_conv1d, self.q_conv1d)], dim=-1)
-        conv_weights = conv_weights.unsqueeze(1).expand(-1, batch_size, -1, -1).flatten(1, 2).unsqueeze(2)
-        # [H, ...] of heads to [b, ...]
-        initial = tuple(x.expand(batch_size, *x.shape).flatten(0, 1) for x in self.initial_memory(dtype))
-        share = None
-        if self.value_share is not None:
-            share = self.value_share(dtype).expand(batch_size, -1).flatten()[:, None, None]
-        return self.rule.of(conv_weights, self.projected, initial, share, self.rate_factors, self.rule_options)
