@@ -29,8 +29,8 @@ PROMPT_TOKENS = 32
 def finish(args: Arguments, engine: Engine, data, evaluation: dict, checkpoint: Path | None = None):
     """Write weights, config, generation config, tokenizer and all_results.json.
 
-    `checkpoint`: of the same weights, where there is one; of a run whose weights are in parts they stay there, so that
-    no process has to hold all of them.
+    `checkpoint`: a checkpoint of the same weights, if there is one. With `--save_sharded` the weights stay there in
+    parts, so that no process has to hold all of them.
     """
     in_parts = engine.saves_parts(args)
     weights = {} if in_parts else final_weights(engine, checkpoint)
@@ -39,7 +39,9 @@ def finish(args: Arguments, engine: Engine, data, evaluation: dict, checkpoint: 
         if not in_parts:
             engine.save_model(folder, weights)
         data.tokenizer.save_pretrained(folder)
-        _write_results(folder, evaluation)
+        results = {name.replace("/", "_"): value for name, value in evaluation.items()}
+        results["perplexity"] = evaluation["eval/perplexity"]
+        (folder / "all_results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     engine.accelerator.wait_for_everyone()
 
 
@@ -68,12 +70,6 @@ def _show_sample(args: Arguments, engine: Engine, data):
     # Models and tokenizers of other families may raise anything, and memory may run out.
     except Exception as error:
         warnings.warn(f"No sample of the model: {one_line(error)}.", stacklevel=2)
-
-
-def _write_results(folder: Path, evaluation: dict):
-    results = {name.replace("/", "_"): value for name, value in evaluation.items()}
-    results["perplexity"] = evaluation["eval/perplexity"]
-    (folder / "all_results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 def final_weights(engine: Engine, checkpoint: Path | None) -> dict[str, Tensor]:

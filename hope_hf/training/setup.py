@@ -245,8 +245,8 @@ def _gradients(args: Arguments, engine: Engine, model) -> str:
     part = sum(parameter.nbytes for parameter in trained) / engine.launch().parts
     batches = f"between {args.gradient_accumulation_steps} batches"
     if args.sync_each_batch:
-        return f"sharded {batches}: {part / GIB:.3g} GiB a rank (whole: {whole / GIB:.3g})"
-    return f"whole {batches}: {whole / GIB:.3g} GiB a rank; --sync_each_batch: {part / GIB:.3g} GiB"
+        return f"sharded {batches}: {part / GIB:.3g} GiB per process (whole: {whole / GIB:.3g})"
+    return f"whole {batches}: {whole / GIB:.3g} GiB per process; --sync_each_batch: {part / GIB:.3g} GiB"
 
 
 def _size(args: Arguments) -> str:

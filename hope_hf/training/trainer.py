@@ -290,8 +290,8 @@ def _diverged(what: str, args: Arguments) -> TrainingDiverged:
 @torch.no_grad()
 def weights_are_finite(engine: Engine) -> bool:
     """The same on all processes, which all call it. Buffers do not count: some hold infinities on purpose."""
-    slices = (part for part in engine.weight_slices() if not engine.trained.keys().isdisjoint(part.names))
-    broken = any(not part.tensors["weight"].isfinite().all() for part in slices)
+    slices = (held for held in engine.weight_slices() if not engine.trained.keys().isdisjoint(held.names))
+    broken = any(not held.tensors["weight"].isfinite().all() for held in slices)
     return not any(sum_over_processes(engine.accelerator, broken))
 
 

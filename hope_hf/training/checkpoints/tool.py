@@ -52,7 +52,11 @@ def main(argv: list[str]) -> int:
         options = make_parser().parse_args(argv)
         if options.command == "consolidate":
             check_output(options.to, "--to")
-        folder = _checkpoint(Path(options.dir))
+        folder = Path(options.dir)
+        if not os.path.isdir(folder):
+            raise ValueError(f"{folder} is not a folder: name a checkpoint-<step>, or the --output_dir of a run.")
+        if not folder.name.startswith("checkpoint-") and (newest := latest_checkpoint(folder)):
+            folder = newest.folder
         if options.command == "info":
             print(_info(folder))
             return 0
@@ -63,14 +67,6 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         return complain(error, 2)
     return 0
-
-
-def _checkpoint(folder: Path) -> Path:
-    """`folder` itself, or the newest complete checkpoint in it."""
-    if not os.path.isdir(folder):
-        raise ValueError(f"{folder} is not a folder: name a checkpoint-<step>, or the --output_dir of a run.")
-    inside = None if folder.name.startswith("checkpoint-") else latest_checkpoint(folder)
-    return folder if inside is None else inside.folder
 
 
 def _info(folder: Path) -> str:

@@ -27,7 +27,7 @@ from .loss_scaling import LossScaling, TorchScaling
 
 @dataclass(frozen=True)
 class Slice:
-    """This process's part of one of the model's tensors: contiguous elements of the flattened tensor.
+    """What this process holds of one of the model's tensors: contiguous elements of the flattened tensor.
 
     Attributes:
         names: of the tensor in the unwrapped model; several if it is tied.
@@ -78,10 +78,12 @@ class Engine:
     fills_shards = False
     """Whether it shards a model on the meta device, whose values are set afterwards (`--init sharded`)."""
     shards_weights = False
-    """Whether a process holds only a part of the weights."""
+    """Whether a process holds only slices of the weights."""
+    autocasts = True
+    """Whether autocast lowers the precision, and not a copy of the weights."""
     whole_gradients: torch.dtype | None = None
-    """In which dtype a process adds up whole gradients between accumulated batches, beyond its part of those of a
-    step; None where it does not."""
+    """The dtype in which a process adds up whole gradients between accumulated batches; None where it adds up its
+    slices alone."""
 
     def __init__(self, accelerator: Accelerator | None = None):
         self.accelerator = accelerator
@@ -207,20 +209,20 @@ class Engine:
         return {name: buffer for name, buffer in found.items() if buffer is not None}
 
     def compute_dtype(self) -> str | None:
-        """In which dtype parameters compute, in words; None: in their own."""
+        """The dtype in which parameters compute, in words; None: their own."""
         low = LOW_PRECISION.get(self.accelerator.mixed_precision)
-        return None if low is None else f"{dtype_name(low)} (autocast)"
+        return None if low is None else dtype_name(low) + (" (autocast)" if self.autocasts else "")
 
     def buffer_dtype(self) -> torch.dtype | None:
-        """In which dtype buffers of fractions compute; None: in their own."""
+        """The dtype in which buffers of fractions compute; None: their own."""
         return None
 
     def reduce_dtype(self, name: str) -> torch.dtype | None:
-        """In which dtype the gradient of a parameter is summed over processes; None where it is not."""
+        """The dtype in which the gradient of a parameter is summed over processes; None where it is not."""
         return None if self.accelerator.num_processes == 1 else self.model.get_parameter(name).dtype
 
     def weight_slices(self) -> Iterator[Slice]:
-        """This process's part of the state dict: the same weights in the same order on all processes."""
+        """This process's slices of the state dict: the same weights in the same order on all processes."""
         tied: dict[int, list[str]] = {}
         tensors = {}
         for name, tensor in self._state():
@@ -234,7 +236,7 @@ class Engine:
         return list(self.model.state_dict(keep_vars=True).items())
 
     def _slice(self, names: tuple[str, ...], tensor: Tensor, values: dict[str, Tensor]) -> Slice:
-        """This process's part of a weight or buffer; `values`: its values or optimizer state, as the engine has it."""
+        """This process's slice of a tensor; `values`: its weight or optimizer state, as the engine has it."""
         values = {key: value.view(-1) for key, value in values.items()}
         return Slice(names, tensor.shape, 0, values, not PartialState().is_main_process)
 
@@ -262,7 +264,7 @@ class Engine:
         return self._model_class.from_pretrained(folder) if self.shards_weights else self.model
 
     def optimizer_slices(self) -> Iterator[tuple[Slice, dict[str, Tensor]]]:
-        """This process's part of the optimizer's state, and each parameter's scalars; created if there is none."""
+        """This process's slices of the optimizer's state, and each parameter's scalars; created if there are none."""
         self.optimizer.create_states()
         for names, group in zip(self.groups, self.optimizer.param_groups, strict=True):
             for name, parameter in zip(names, group["params"], strict=True):

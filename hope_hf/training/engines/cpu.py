@@ -11,6 +11,8 @@ import torch
 from accelerate import Accelerator, ParallelismConfig, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
+from hope_hf.cli.process import local_processes
+
 
 def cpu_accelerator(wanted: str, options: dict) -> Accelerator:
     """The Accelerator of the engine `wanted` ("plain", "fsdp" or "deepspeed") on CPUs; `options` are its own."""
@@ -60,5 +62,4 @@ def _stand_in_for_devices():
     torch.Tensor.pin_memory = lambda self, *arguments, **keywords: self
     torch.cpu.Stream.synchronize = lambda self: None
     # FSDP1's hybrid strategy takes this for the number of processes per machine; with 1 the replicas would drift.
-    per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.cpu.device_count = lambda: per_machine
+    torch.cpu.device_count = local_processes

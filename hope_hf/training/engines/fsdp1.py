@@ -11,15 +11,17 @@ from hope_hf.plan import UNSHARDED, Launch, fsdp_strategy
 from hope_hf.step.arguments import Arguments
 from hope_hf.step.launch_file import LOW_PRECISION
 
-from .base import Engine, Slice, dtype_name, is_on_meta, make_real
+from .base import Engine, Slice, is_on_meta, make_real
 
 
 class FSDP1(Engine):
-    """All four strategies. A process holds any contiguous range of the flat tensor: parts of parameters, not rows."""
+    """All four strategies. A process holds any contiguous range of the flat tensor: slices of parameters, not rows."""
 
     flattens = True
     fills_shards = True
     shards_weights = True
+    autocasts = False
+    autocasts = False
 
     def __init__(self, accelerator, args: Arguments):
         """Raises ValueError without original parameters, which level clocks and weight decay need."""
@@ -105,10 +107,6 @@ class FSDP1(Engine):
                 make_real(parameter, self.accelerator.device)
         return module
 
-    def compute_dtype(self) -> str | None:
-        low = LOW_PRECISION.get(self.accelerator.mixed_precision)
-        return None if low is None else dtype_name(low)
-
     def buffer_dtype(self) -> torch.dtype | None:
         return None if self.accelerator.mixed_precision == "no" else torch.float32
 
@@ -122,7 +120,7 @@ class FSDP1(Engine):
         for parameter in parameters:
             if parameter.grad is not None:
                 total += parameter.grad.float().square().sum().to(total.device)
-        # Other processes may hold parameters of which this one has no part.
+        # Other processes may hold parameters of which this one holds nothing.
         return float(self.accelerator.reduce(total, "sum") / self._replicas) ** 0.5 if parameters else None
 
     def _state(self) -> list[tuple[str, Tensor]]:

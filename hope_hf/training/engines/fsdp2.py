@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism of torch, version 2: every process owns a part of each parameter."""
+"""Fully sharded data parallelism of torch, version 2: every process holds rows of each parameter."""
 
 import math
 
@@ -15,7 +15,7 @@ from hope_hf.plan import Launch, fsdp_strategy
 from hope_hf.step.arguments import Arguments
 from hope_hf.step.launch_file import LOW_PRECISION
 
-from .base import Engine, Slice, dtype_name, is_on_meta
+from .base import Engine, Slice, is_on_meta
 
 
 class FSDP2(Engine):
@@ -23,6 +23,8 @@ class FSDP2(Engine):
 
     fills_shards = True
     shards_weights = True
+    autocasts = False
+    autocasts = False
 
     def __init__(self, accelerator, args: Arguments):
         super().__init__(accelerator)
@@ -83,10 +85,6 @@ class FSDP2(Engine):
             block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + self._prefetch])
             block.set_modules_to_backward_prefetch(blocks[max(0, index - self._prefetch) : index][::-1])
 
-    def compute_dtype(self) -> str | None:
-        low = LOW_PRECISION.get(self.accelerator.mixed_precision)
-        return None if low is None else dtype_name(low)
-
     def reduce_dtype(self, name: str) -> torch.dtype | None:
         # Whole gradients are added up as they are reduced.
         return self.whole_gradients
@@ -117,7 +115,7 @@ def _place(tensor: DTensor) -> tuple[int, bool]:
     """Where this process's slice begins in the flattened tensor, and whether another process writes it."""
     (chunk,) = tensor.__create_chunk_list__()
     assert chunk.sizes[1:] == tensor.shape[1:], "shared out along another axis than the first"
-    # In a hybrid mesh several processes hold the same part; the first one writes it.
+    # In a hybrid mesh several processes hold the same slice; the first one writes it.
     mesh = tensor.device_mesh
     copies = [mesh.get_local_rank(axis) for axis, place in enumerate(tensor.placements) if place.is_replicate()]
     return chunk.offsets[0] * math.prod(tensor.shape[1:]), any(copies)

@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from hope_hf.cli.process import complain
+from hope_hf.cli.process import complain, local_processes
 
 from .placement import device_name
 
@@ -41,7 +41,7 @@ def check_devices(accelerator: Accelerator):
     visible = torch.cuda.device_count()
     _check_single_rank(accelerator.num_processes, visible)
     # Before the processes communicate: NCCL refuses two of them on one GPU with its own message.
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local = local_processes()
     if local > visible:
         raise ValueError(f"{local} processes share {visible} GPU(s): launch one process per GPU (--num_processes).")
     places = gather_object([f"{accelerator.device} of {socket.gethostname()}"])

@@ -18,13 +18,13 @@ from .base import Engine, dtype_name
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This process's part of a parameter or a state: its shard under FSDP2 and ZeRO-3, else all of it."""
+    """What this process holds of a parameter or a state: its shard under FSDP2 and ZeRO-3, else all of it."""
     # ZeRO-3 empties a parameter's tensor and keeps its shard as an attribute.
     return own_part(getattr(tensor, "ds_tensor", tensor))
 
 
 def size_in_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of this process's parts, padding included; memory that several of them share counts once."""
+    """Bytes that this process holds, padding included; memory that several tensors share counts once."""
     storages = (local_part(tensor).untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -42,11 +42,10 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def rank_lines(accelerator: Accelerator, model: nn.Module) -> list[str]:
-    """One line per process, the same list on all: its place, its device, and its part of the parameters."""
-    parts = [local_part(parameter) for parameter in model.parameters()]
+    """One line per process, the same list on all: its place, its device, and its share of the parameters."""
     by_dtype = Counter()
-    for part in parts:
-        by_dtype[dtype_name(part.dtype)] += part.numel()
+    for held in map(local_part, model.parameters()):
+        by_dtype[dtype_name(held.dtype)] += held.numel()
     held = ", ".join(f"{count:,} {dtype}" for dtype, count in sorted(by_dtype.items()))
     place = str(accelerator.device)
     if accelerator.device.type == "cuda":
@@ -67,14 +66,9 @@ def free_host_memory(system: Path = Path("/")) -> int | None:
     Args:
         system: the folder that has `proc` and `sys`.
     """
-    limits = [*_machine(system), *_cgroups(system)]
+    lines = (line for line in _lines(system / "proc/meminfo") if line.startswith("MemAvailable:"))
+    limits = [*(int(line.split()[1]) * 1024 for line in lines), *_cgroups(system)]
     return max(0, min(limits)) if limits else None
-
-
-def _machine(system: Path) -> Iterator[int]:
-    for line in _lines(system / "proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            yield int(line.split()[1]) * 1024
 
 
 def _cgroups(system: Path) -> Iterator[int]:
@@ -127,14 +121,14 @@ def write_audit(folder: str | os.PathLike, engine: Engine) -> None:
 
 def _parameters(engine: Engine) -> Iterator[tuple]:
     compute = engine.compute_dtype()
-    for part in engine.weight_slices():
-        name, held = part.names[0], part.tensors["weight"]
+    for own in engine.weight_slices():
+        name, held = own.names[0], own.tensors["weight"]
         if name not in engine.trained:
             continue
         dtype, trained = dtype_name(held.dtype), engine.trained[name]
         reduce = engine.reduce_dtype(name) if trained else None
         yield (
-            " = ".join(part.names), "parameter", list(part.shape), part.start, part.start + held.numel(), part.is_copy,
+            " = ".join(own.names), "parameter", list(own.shape), own.start, own.start + held.numel(), own.is_copy,
             dtype, compute or dtype, "-" if reduce is None else dtype_name(reduce), held.device, trained,
         )  # fmt: skip
 

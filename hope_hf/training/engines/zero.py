@@ -49,7 +49,9 @@ class _HeldSlice:
     def slice(self, names: tuple[str, ...], flat: dict[str, Tensor]) -> Slice:
         """The slices of the tensors `flat`, which have the layout of `self.flat`."""
         values = {key: tensor.narrow(0, self.place, self.length) for key, tensor in flat.items()}
-        return Slice(names, _shape(self.parameter), self.start, values, is_copy=False)
+        # Stage 3 empties the parameter itself.
+        shape = getattr(self.parameter, "ds_shape", self.parameter.shape)
+        return Slice(names, shape, self.start, values, is_copy=False)
 
 
 class Zero(Engine):
@@ -218,7 +220,7 @@ class Zero(Engine):
         return self._zero.get_param_comm_dtype(self.model.get_parameter(name))
 
     def weight_slices(self) -> Iterator[Slice]:
-        # Only DeepSpeed's groups map parameters to their parts.
+        # Only DeepSpeed's groups map parameters to their slices.
         self._own = {id(held.parameter): held for held in self._held_slices()}
         return super().weight_slices()
 
@@ -227,7 +229,7 @@ class Zero(Engine):
             return super()._slice(names, tensor, values)
         held = self._own.get(id(tensor))
         if held is None:
-            # Stage 2 cuts all parameters end to end: this process's part does not overlap with this parameter.
+            # Stage 2 cuts all parameters end to end: this process's range does not overlap with this parameter.
             return Slice(names, tensor.shape, 0, {"weight": torch.empty(0)}, is_copy=False)
         return held.slice(names, {"weight": held.flat.detach()})
 
@@ -263,14 +265,9 @@ class Zero(Engine):
             for parameter in zero.fp16_groups[index]:
                 _, place, length = zero.grad_position[zero.get_param_id(parameter)]
                 start = self.accelerator.process_index * length
-                # The last parts are padded.
+                # The last slices are padded.
                 length = max(0, min(length, parameter.ds_numel - start))
                 yield _HeldSlice(parameter, start, flat, place, length, groups[zero.sub_group_to_group_id[index]])
-
-
-def _shape(parameter: Tensor) -> torch.Size:
-    """Shape of the whole parameter."""
-    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def _file() -> dict:

@@ -95,11 +95,6 @@ def read_free_memory(args: Arguments, accelerator: Accelerator) -> FreeMemory:
     return FreeMemory(free_memory(accelerator.device), free_memory(torch.device("cpu")), disk)
 
 
-def local_processes() -> int:
-    """Processes of the run on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
 def held_bytes(output_dir: str) -> int:
     """Bytes of the checkpoints in a run's folder."""
     return sum(path.stat().st_size for path in Path(output_dir).glob("checkpoint-*/**/*") if path.is_file())

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from hope_hf.cli.folder_lock import is_locked
-from hope_hf.cli.process import memory_is_full
+from hope_hf.cli.process import local_processes, memory_is_full
 from hope_hf.plan import StepOptions, plan_running
 from hope_hf.step.arguments import Arguments
 from hope_hf.step.gpus import GIB
@@ -24,7 +24,7 @@ from ..trainer import Training, begin, rehearse
 from ..watch.telemetry import peak_memory_gib
 from ..watch.tracking import tracker_names
 from .checks import CHECKS, COMFORTABLE, LEVELS, Result, line, smaller_steps, worst
-from .facts import Facts, FreeMemory, Gpu, Text, held_bytes, local_processes, read_free_memory, read_gpu
+from .facts import Facts, FreeMemory, Gpu, Text, held_bytes, read_free_memory, read_gpu
 
 # On the CPU a step that does not fit would end other programs, too; a GPU only refuses it.
 FORBID_THE_STEP = ("host", "memory")

@@ -155,14 +155,6 @@ def _quantile(counts: Counter[int], share: float) -> int:
     return 0
 
 
-def count_fallbacks(model: nn.Module) -> Counter[tuple[str, str]]:
-    """Calls by what was computed and why no kernel did it, over all modules of this process."""
-    total = Counter()
-    for module in model.modules():
-        total.update(getattr(module, "kernel_fallbacks", {}))
-    return total
-
-
 class KernelReport:
     """Fallbacks of all processes, row by row and at the end."""
 
@@ -175,9 +167,11 @@ class KernelReport:
         """`kernel/<what>/fallbacks` since the last call; all processes call this together."""
         if not self._has_kernels:
             return {}
-        before, self._total = self._total, Counter()
-        for part in gather_object([count_fallbacks(self._model)]):
-            self._total.update(part)
+        before, self._total, own = self._total, Counter(), Counter()
+        for module in self._model.modules():
+            own.update(getattr(module, "kernel_fallbacks", {}))
+        for counts in gather_object([own]):
+            self._total.update(counts)
         rows = Counter()
         for what, reason in self._total:
             rows[f"kernel/{what}/fallbacks"] += self._total[what, reason] - before[what, reason]

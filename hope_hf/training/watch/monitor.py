@@ -12,12 +12,7 @@ from ..state import Progress
 from .model_report import KernelReport, SparseReport, initial_state_gradients, level_rows, memory_statistics
 from .process_files import Heartbeat, RamReport
 from .profile import StepProfile
-from .telemetry import (
-    Stopwatch,
-    ThreadLimit,
-    peak_memory_gib,
-    utilization_meter,
-)
+from .telemetry import Stopwatch, ThreadLimit, peak_memory_gib, utilization_meter
 from .tracking import Tracker, eval_line, train_line
 
 

@@ -238,8 +238,9 @@ def test_gradients_reduced_after_every_batch_are_the_same_and_less(rows, engine,
         whole, part = (memory(rows, engine, rank, run, "last batch")["gradients_gib"] for run in ("llama", name))
         weights = memory(rows, engine, rank, name)["parameters_gib"]
         assert whole == pytest.approx(2 * weights, rel=1e-3) and part == pytest.approx(weights, rel=1e-3)
-        assert f"gradients  whole between 4 batches: {whole:.3g} GiB a rank; --sync_each_batch: {part:.3g}" in card
-        assert f"gradients  sharded between 4 batches: {part:.3g} GiB a rank (whole: {whole:.3g})" in card
+        held = f"{whole:.3g} GiB per process"
+        assert f"gradients  whole between 4 batches: {held}; --sync_each_batch: {part:.3g}" in card
+        assert f"gradients  sharded between 4 batches: {part:.3g} GiB per process (whole: {whole:.3g})" in card
 
 
 def audited(folder: Path) -> dict[tuple[str, str], tuple[list[int], list[tuple[int, int]]]]:
