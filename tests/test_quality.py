@@ -140,15 +140,6 @@ def test_a_row_beside_the_search_counts_where_it_is_the_best():
     assert ready_jobs(plan, losses | {Job("small", "builtin", LLAMA, beside, 1): -1.0}) == other_text(beside)
 
 
-def test_one_rate_of_vectors_is_no_search():
-    plan = with_vectors(2e-2)
-    first = ready_jobs(plan, {})
-    assert [job.rates for job in first] == [Rates(rate, 2e-2) for rate in RATES]
-    assert [job.text for job in ready_jobs(plan, finish({}, first))] == ["moby_dick"]
-    # the same rates without vectors' own are other runs
-    assert ready_jobs(plan, finish({}, [run(LLAMA, rate) for rate in RATES])) == first
-
-
 def test_rows_by_name_take_all_rates_of_vectors():
     plan = replace(with_vectors(1e-2, 2e-2), texts=("builtin",))
     named = rows_at([4e-3], [1])(plan, {})
@@ -173,17 +164,6 @@ def test_more_seeds_for_hope_its_twin_and_the_better_recurrent_peer_of_each_text
     }
     assert {job.rates.matrices for job in ready} == {RATES[1]}
     assert ready_jobs(plan, finish(losses, ready)) == []
-
-
-def test_medium_has_one_seed_and_sizes_do_not_share_their_search():
-    small = finish({}, ready_jobs(matrix(), {}))
-    plan = matrix(sizes=("medium",))
-    losses = dict(small)
-    while ready := ready_jobs(plan, losses):
-        assert {(job.size, job.seed) for job in ready} == {("medium", 1)}
-        losses = finish(losses, ready)
-    # Three rates of matrices, two more of vectors, and the other text.
-    assert len(losses) - len(small) == len(MODELS) * (3 + 2 + 1)
 
 
 def test_rows_can_be_named_whatever_the_search_says():
@@ -218,15 +198,6 @@ def test_settings_follow_steps_batch_and_every_field_of_the_config():
     changed = replace(model, overrides=json.dumps(json.loads(model.overrides) | {"projection_memory_rate": 0.2}))
     assert base != results.settings(changed, size)
     assert base != results.settings(build(FROZEN, size), size)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_all_models_have_the_same_rate_of_vectors(name):
-    size = SIZES["small"]
-    model = build(name, size)
-    assert results.flags(model, size, 3e-2)["vector_learning_rate"] == 3e-2
-    assert "vector_learning_rate" not in results.flags(model, size)
-    assert len({results.settings(model, size, vectors) for vectors in (None, 3e-2, 6e-2)}) == 3
 
 
 def test_settings_follow_a_default_that_changes(monkeypatch):

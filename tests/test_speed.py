@@ -41,11 +41,11 @@ def test_peers_have_hopes_parameters(preset):
 def test_every_model_has_every_measure(tmp_path, capsys):
     words = ["peers", "--output_dir", str(tmp_path), "--lengths", "64", "--rounds", "1", "--new_tokens", "2"]
     models = ["hope_fla", "hope", *PEERS]
-    speed.main([*words, "--vocab_size", "320", "--models", *models])
+    words += ["--vocab_size", "320", "--measures", "step", "prefill", "token", "cache"]
+    speed.main([*words, "--models", *models])
     rows = [row for row in rows_of(tmp_path) if row["measure"] != "note"]
     found = {(row["model"], row["tokens"], row["measure"]) for row in rows}
-    expected = {("step", 64), ("prefill", 64), ("token", 64), ("cache", 64), ("peak", 64)}
-    expected |= {("prefill", 128), ("token", 128), ("cache", 128)}
+    expected = {("step", 64), *((name, length) for name in ("prefill", "token", "cache") for length in (64, 128))}
     assert found == {(model, tokens, name) for model in models[1:] for name, tokens in expected}
     assert all(value > 0 for row in rows for value in row["values"])
     # a recurrent model carries as much after any text, Llama twice as much after twice the text
@@ -60,11 +60,12 @@ def test_every_model_has_every_measure(tmp_path, capsys):
 
 
 def test_a_preset_and_a_batch_are_measured_alone(tmp_path, capsys):
-    words = ["--output_dir", str(tmp_path), "--measures", "step", "token", "--models", "hope", "--rounds", "1"]
-    words += ["--tokens_per_step", "16", "--lengths", "8", "--contexts", "4", "--new_tokens", "1"]
+    words = ["--output_dir", str(tmp_path), "--measures", "step", "token", "peak", "--models", "hope"]
+    words += ["--tokens_per_step", "16", "--lengths", "8", "--contexts", "4", "--new_tokens", "1", "--rounds", "1"]
     speed.main(["peers", "--presets", "tiny-hybrid", *words])
-    found = {(row["preset"], row["tokens"], row["measure"]) for row in rows_of(tmp_path) if row["measure"] != "cache"}
-    assert found == {("tiny-hybrid", 8, "step"), ("tiny-hybrid", 4, "token")}
+    found = {(row["preset"], row["tokens"], row["measure"]) for row in rows_of(tmp_path) if row["values"][0] > 0}
+    expected = [(8, "step"), (8, "peak"), (4, "token"), (4, "cache")]
+    assert found == {("tiny-hybrid", *measured) for measured in expected}
     assert "CPU, preset tiny-hybrid\n" in capsys.readouterr().out
 
 
