@@ -50,7 +50,11 @@ def build_config(args: ModelArguments, tokenizer, vocab_size: int, presets: dict
     # An embedding does not train the row of its padding token, and the EOS token must be trained.
     if special["pad_token_id"] == special["eos_token_id"]:
         special["pad_token_id"] = None
-    config = _make(config_class, {**given, "vocab_size": vocab_size, **special, **_as_declared(overrides, example)})
+    for name, value in overrides.items():
+        # Strict configs refuse '1' for a rate.
+        if type(value) is int and isinstance(getattr(example, name, None), float):
+            overrides[name] = float(value)
+    config = _make(config_class, {**given, "vocab_size": vocab_size, **special, **overrides})
     padding = config.pad_token_id
     if padding is not None and padding >= config.vocab_size:
         raise ValueError(
@@ -161,15 +165,6 @@ def _check_names(overrides: dict, config):
             raise ValueError(
                 f"--config_overrides: {type(config).__name__} has no field {name!r}{nearest(name, known)}"
             )
-
-
-def _as_declared(overrides: dict, config) -> dict:
-    """Integers given for float fields become floats: strict configs refuse '1' for a rate."""
-
-    def convert(name, value):
-        return float(value) if type(value) is int and isinstance(getattr(config, name, None), float) else value
-
-    return {name: convert(name, value) for name, value in overrides.items()}
 
 
 def _plain(config) -> dict:

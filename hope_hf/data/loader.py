@@ -64,9 +64,13 @@ class BlockLoader:
     ):
         self.blocks, self.layout, self.positions = blocks, layout, positions
         self.order = Carried(len(blocks), layout.global_rows) if layout.carry else order
-        self._rows = 0
-        if state is not None:
-            self._load(state)
+        self._rows = 0 if state is None else state["rows"]
+        saved, now = (state or {}).get("streams"), layout.global_rows if layout.carry else None
+        if state is not None and saved != now:
+            raise ValueError(
+                f"The checkpoint carries {saved or 'no'} rows on and this run {now or 'none'}: keep "
+                "--document_boundary, --per_device_train_batch_size and the number of processes."
+            )
 
     @property
     def batches_per_epoch(self) -> int:
@@ -81,15 +85,6 @@ class BlockLoader:
             self._rows += layout.global_rows
             state = {"rows": self._rows} | ({"streams": layout.global_rows} if layout.carry else {})
             yield collate(blocks, layout.block_size, 0, self.positions), state
-
-    def _load(self, state: dict):
-        saved, now = state.get("streams"), self.layout.global_rows if self.layout.carry else None
-        if saved != now:
-            raise ValueError(
-                f"The checkpoint carries {saved or 'no'} rows on and this run {now or 'none'}: keep "
-                "--document_boundary, --per_device_train_batch_size and the number of processes."
-            )
-        self._rows = state["rows"]
 
 
 @dataclass(frozen=True)
@@ -277,13 +272,10 @@ class Prefetched:
         return self.loader.batches_per_epoch
 
     def __iter__(self) -> Iterator[Batch]:
-        batches = map(self._pin, self.loader) if self.pin_memory else iter(self.loader)
+        batches = iter(self.loader)
+        if self.pin_memory:
+            batches = (({name: x.pin_memory() for name, x in batch.items()}, state) for batch, state in batches)
         return _read_ahead(batches, self.ahead) if self.ahead else batches
-
-    @staticmethod
-    def _pin(item: Batch) -> Batch:
-        batch, state = item
-        return {name: tensor.pin_memory() for name, tensor in batch.items()}, state
 
 
 def _read_ahead(items: Iterator, count: int) -> Iterator:

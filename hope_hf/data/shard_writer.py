@@ -97,7 +97,10 @@ class Progress:
     def note(self, written: Written) -> None:
         """Note a shard whose file is in its place."""
         self._written.append(written)
-        with open(self._file, "a", encoding="utf-8", opener=_not_through_a_link) as file:
+        # Not through a link.
+        with open(
+            self._file, "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666)
+        ) as file:
             file.write(_line(written))
             flush_to_disk(file)
 
@@ -128,10 +131,6 @@ class Progress:
 
 def _line(written: Written) -> str:
     return json.dumps(asdict(written)) + "\n"
-
-
-def _not_through_a_link(name: str, flags: int) -> int:
-    return os.open(name, flags | os.O_NOFOLLOW, 0o666)
 
 
 @dataclass(frozen=True)

@@ -267,10 +267,6 @@ def _texts_of_mixture(config: DataConfig) -> tuple[dict[str, list[str]], str]:
     return found, config.dataset_mixture
 
 
-def _texts_of_shards(config: DataConfig) -> tuple[dict[str, list[str]], str]:
-    return _decoded(config.train_shards, "--train_shards", config), config.train_shards
-
-
 def _decoded(path: str, flag: str, config: DataConfig) -> dict[str, list[str]]:
     """The validation documents of each corpus in a folder of shards."""
     folder = open_folder(path, flag)
@@ -299,7 +295,9 @@ class Source:
 
 
 SOURCES = {
-    "train_shards": Source(open_shards, _texts_of_shards),
+    "train_shards": Source(
+        open_shards, lambda config: (_decoded(config.train_shards, "--train_shards", config), config.train_shards)
+    ),
     "dataset_mixture": Source(open_mixture, _texts_of_mixture),
 }
 """By the flag that names the text; all other text is a data set, files or the built-in corpus."""

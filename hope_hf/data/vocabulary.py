@@ -157,7 +157,8 @@ def bytes_per_id(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """
     entries = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     special = set(tokenizer.all_special_ids)
-    byte_level = "ByteLevel" in _decoder(tokenizer)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    byte_level = backend is not None and "ByteLevel" in repr(backend.decoder)
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
     return [
         0 if index in special or entry is None else _bytes_of_entry(entry, byte_level and alphabet.issuperset(entry))
@@ -171,8 +172,3 @@ def _bytes_of_entry(entry: str, byte_level: bool) -> int:
     if len(entry) == 6 and entry.startswith("<0x"):
         return 1
     return len(entry.replace("▁", " ").encode("utf-8"))
-
-
-def _decoder(tokenizer: PreTrainedTokenizerBase) -> str:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return repr(backend.decoder) if backend is not None else ""

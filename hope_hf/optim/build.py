@@ -52,7 +52,11 @@ def build_optimizer(
         raise ValueError(f"--optimizer is {name!r}: use {' or '.join(RULES)}.")
     periods, level_of = _levels(model)
     options = parse_level_optimizers(level_optimizers)
-    _check_levels(options, periods)
+    for level in options:
+        if not periods:
+            raise ValueError(f"{FLAG} names level {level}, but this model has no levels: leave the flag out.")
+        if level not in periods:
+            raise ValueError(f"{FLAG} names level {level}, but this model has levels 0 to {max(periods)}: use those.")
     # A period below one step's tokens lasts one step: it averages as many gradients as the fastest level.
     lengths = {level: max(period, tokens_per_step) for level, period in periods.items()}
 
@@ -117,14 +121,6 @@ def _levels(model: nn.Module) -> tuple[dict[int, int], dict[nn.Parameter, int]]:
             assert period == module.period, "a level has one period"
             level_of.update(dict.fromkeys(module.parameters(), module.level))
     return periods, level_of
-
-
-def _check_levels(options: dict[int, LevelOptions], periods: dict[int, int]) -> None:
-    for level in options:
-        if not periods:
-            raise ValueError(f"{FLAG} names level {level}, but this model has no levels: leave the flag out.")
-        if level not in periods:
-            raise ValueError(f"{FLAG} names level {level}, but this model has levels 0 to {max(periods)}: use those.")
 
 
 class _Kinds:

@@ -73,13 +73,20 @@ class LevelClock(torch.optim.Optimizer):
         """Create the initial state of every parameter that has none."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.create_state(parameter, group)
+                if not self.state.get(parameter):
+                    self.create_state(parameter, group)
 
     def create_state(self, parameter: Tensor, group: dict) -> dict[str, Tensor]:
         """The state of one tensor of a group; created if there is none."""
         self._levels[parameter] = group["level"]
         if not self.state[parameter]:
-            self.state[parameter] = _initial_state(parameter, group)
+            # torch's fused kernels need the count on the parameter's device. The tick is read in every call: CPU.
+            state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
+            if group["period_steps"] > 1:
+                state["tick"] = torch.zeros((), dtype=torch.int64)
+                wide = torch.promote_types(parameter.dtype, torch.float32)
+                state["gradient_sum"] = torch.zeros_like(parameter, dtype=wide)
+            self.state[parameter] = state | RULES[group["optimizer"]].initial_state(parameter)
         return self.state[parameter]
 
     def _count(self, parameter: Tensor) -> int:
@@ -133,16 +140,6 @@ class LevelClock(torch.optim.Optimizer):
 
 def _gradient(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-
-def _initial_state(parameter: Tensor, group: dict) -> dict[str, Tensor]:
-    # torch's fused kernels need the count on the parameter's device; the tick is read in every call, so on the CPU.
-    state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
-    if group["period_steps"] > 1:
-        state["tick"] = torch.zeros((), dtype=torch.int64)
-        wide = torch.promote_types(parameter.dtype, torch.float32)
-        state["gradient_sum"] = torch.zeros_like(parameter, dtype=wide)
-    return state | RULES[group["optimizer"]].initial_state(parameter)
 
 
 def require_same_groups(saved: list[dict], own: list[dict]) -> None:
