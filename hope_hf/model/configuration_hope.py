@@ -8,7 +8,7 @@ from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
 from .continuum import CONTINUA
-from .memory_paper import PaperRule
+from .memory_mixer import RULES
 from .mixers import MIXERS
 
 PRESETS = {
@@ -65,7 +65,7 @@ PRESETS |= {
     for name, size in (("tiny", 392), ("pilot", 912), ("mid", 2336), ("target", 1416))
 }
 
-# How the names of fields begin that transformers has not, those of older versions included.
+# Prefixes of HOPE's own fields, also of those of older versions.
 _OWN_PREFIXES = (
     "adaptive_", "gate_mode", "inner_layer", "level_", "memory_", "mixer", "num_memory_heads", "paper_rule",
     "projection_", "retention_bias", "sparse_",
@@ -91,11 +91,11 @@ _LEAST = dict.fromkeys(
 @strict
 class HopeConfig(PreTrainedConfig):
     r"""
-    Configuration of a HOPE model: self-modifying memories (or softmax attention) followed by a chain of MLP levels
-    that learn at different clocks. Equation numbers are those of the Nested Learning paper (arXiv 2512.24695).
+    Configuration of a HOPE model: in each block self-modifying memories (or attention), then a chain of MLP levels
+    that are updated at different periods. Equation numbers are those of the Nested Learning paper (arXiv 2512.24695).
 
-    `HopeConfig(vocab_size=..., hidden_size=..., num_hidden_layers=...)` alone is a good model for every width
-    divisible by 64; the other defaults are the project's measured choices.
+    `vocab_size`, `hidden_size` (a multiple of 64) and `num_hidden_layers` are all you need to set; the other defaults
+    are the project's measured choices.
 
     Args:
         vocab_size (`int`, *optional*, defaults to 32000):
@@ -111,77 +111,69 @@ class HopeConfig(PreTrainedConfig):
         num_key_value_heads (`int`, *optional*):
             Key and value heads of attention layers; as many as heads unless given.
         layer_types (`list[str]`, *optional*):
-            What each layer mixes tokens with: `"hope_memory"` (self-modifying memories), `"full_attention"` (softmax
-            attention, Hope-Attention) or `"sparse_attention"` (native sparse attention, arXiv 2502.11089). Memories
-            everywhere unless given.
+            Mixer of each layer: `"hope_memory"` (self-modifying memories), `"full_attention"` (softmax attention,
+            Hope-Attention) or `"sparse_attention"` (native sparse attention, arXiv 2502.11089). Memories in all layers
+            unless given.
         num_memory_heads (`int`, *optional*):
             Heads of memory layers; `2 * hidden_size / head_dim` unless given, as in other recurrent models (measured
             better at equal parameters, see `docs/log`).
         memory_rule (`str`, *optional*, defaults to `"delta"`):
-            How a memory learns: by the gated delta rule (`"delta"`, see `memory_delta.py`), or as the paper says
+            Update rule of memories: the gated delta rule (`"delta"`, see `memory_delta.py`), or the paper's rule
             (`"paper"`, see `memory_paper.py`).
         memory_projections (`list[str]`, *optional*):
-            Which of keys and values self-modifying memories project (equation 83) after a linear map has made them:
-            `["k", "v"]` under the paper's rule, none under the delta rule unless given. Measured at 0.62 M parameters,
-            they cost 0.025 nats of text there (`docs/log`).
+            Which of keys and values memories project (equation 83) after their linear map; unless given, `["k", "v"]`
+            under the paper's rule and none under the delta rule. Under the delta rule they raise the loss on text by
+            0.025 nats at 0.62 M parameters (`docs/log`).
         memory_chunk_size (`int`, *optional*, defaults to 64):
-            Tokens after which keys and values are made with the new weights of their memories (section 8.2). Use the
-            same value in training and inference: it is part of the model. Train on blocks of at least four chunks: in
-            a block of one these memories never learn.
+            Tokens per chunk: keys and values are projected with the memories' weights of the chunk's start (section
+            8.2). Part of the model: use the same value in training and inference. Train on blocks of at least four
+            chunks; with one chunk per block the projecting memories are never trained.
         projection_memory_rate (`float`, *optional*, defaults to 0.1):
-            Step of the memories that make keys and values relative to the content memory's; 0 leaves them at their
-            initial state.
+            Step of the memories that project, relative to that of the content memory; 0 keeps their initial state.
         memory_learning_rate_max (`float`, *optional*, defaults to 1.0):
-            Largest step eta of equation (88), reached by the sigmoid of the learning-rate gate. 0 freezes every memory
-            at its learned initial state. At 1.99, the largest allowed, what is stored under a key changes its sign and
-            keeps 0.99 of its size; at 2 the state would grow with the text.
+            Largest step eta of equation (88), which scales the sigmoid of the learning-rate gate. 0 keeps every memory
+            at its learned initial state. With 1.99, the largest value allowed, a write multiplies the old value at
+            its key by -0.99; with 2 the state would grow with the text.
         memory_learning_rate_bias (`list[float]`, *optional*, defaults to `[0.0, 0.0]`):
-            Bias of the learning-rate gate before the sigmoid at initialisation, of the head that writes least and of
-            the head that writes most; the heads between are spread evenly. With a largest rate of 1.99, `[0, 8]`
-            begins with everything between replacing what is stored under a key and flipping its sign, which the
-            formal languages need (`benchmarks/formal_languages.yaml`).
+            Initial bias of the learning-rate gate before the sigmoid, of the first and of the last head; the heads
+            between are spaced evenly. With a largest rate of 1.99, `[0, 8]` ranges from replacing the old value at a
+            key to flipping its sign, which formal languages need (`benchmarks/formal_languages.yaml`).
         memory_value_gate (`bool`, *optional*, defaults to `True`):
-            Of the delta rule: whether a gate of every head and token gives values their norm, between 0 and 2. Without
-            it the norm is what the projection and its convolution give.
+            Delta rule only: whether a gate per head and token sets the norm of values, from 0 to 2. Without it values
+            keep the norm that their projection and convolution give.
         retention_bias (`list[float]`, *optional*):
-            Bias of the retention gate alpha before the sigmoid at initialisation, of the head that forgets fastest
-            and of the one that forgets slowest; the heads between are spread evenly. `[1, 8]` under the paper's rule
-            (horizons of about 3 to 3,000 tokens). Unless given, the delta rule begins with the gated DeltaNet's gates:
-            time steps drawn between 0.001 and 0.1, times a rate drawn up to 16.
+            Initial bias of the retention gate alpha before the sigmoid, of the first head, which decays fastest, and
+            of the last; the heads between are spaced evenly. Unless given, `[1, 8]` under the paper's rule (horizons
+            of about 3 to 3,000 tokens); the delta rule draws the gated DeltaNet's initial gates, time steps between
+            0.001 and 0.1 times a rate of up to 16.
         paper_rule (`dict`, *optional*):
-            Of `memory_rule="paper"` alone. `depth` (1): layers of a memory, 2 is equation (89), 1 is `M(z) = z + W z`.
-            `erase` ("output"): which layers erase along their input before they write, "output", "both" or "none".
-            `hidden_norm` ("unit"): hidden activations of depth 2 scaled to norm 1, or left alone ("none", the
-            paper's). `inner_rate` (0.1): step of the inner layer relative to the outer one's. `error_clip` (2.0):
-            largest norm of a token's error per layer; `None` is the paper's unclipped rule, which can diverge.
-            `target_norm` (True): self-generated targets (equation 84) are made from the unit value. `read_mode`
-            ("inclusive"): a token reads the memory with its own write (equation 82), or before it ("exclusive",
-            equation 86). `decay_to` ("initial"): what retention forgets towards, the learned initial state or "zero"
-            (literally equation 88).
+            Fields of the paper's rule, explained at `memory_paper.PaperRule`: `depth` (1), `erase` ("output"),
+            `hidden_norm` ("unit"), `inner_rate` (0.1), `error_clip` (2.0), `target_norm` (True), `read_mode`
+            ("inclusive") and `decay_to` ("initial").
         conv_kernel_size (`int`, *optional*, defaults to 4):
-            Width of the causal depthwise convolutions on queries, keys and values, in tokens.
+            Kernel size of the causal depthwise convolutions of queries, keys and values, in tokens.
         recompute_chunks (`int`, *optional*, defaults to 32):
-            Chunks whose activations are recomputed together in the backward pass (the last such group keeps its own);
-            0 keeps all activations.
+            Chunks whose activations are recomputed together in the backward pass (the last such group keeps its
+            activations); 0 keeps all activations.
         sparse_block_size (`int`, *optional*, defaults to 64):
-            Tokens of a block that sparse attention selects.
+            Tokens per block that sparse attention selects.
         sparse_compress_stride (`int`, *optional*, defaults to 32):
-            Tokens that one compressed key stands for; divides `sparse_block_size`.
+            Tokens per compressed key; divides `sparse_block_size`.
         sparse_top_k (`int`, *optional*, defaults to 16):
-            Blocks that a query reads: a document's first, its own and the one before it, then those to which its
-            group of heads attends most among compressed keys.
+            Blocks that a query reads: the document's first, its own and the one before it, then those with the largest
+            compressed attention.
         sparse_window (`int`, *optional*, defaults to 512):
             Last tokens that a query reads, its own included; a multiple of `sparse_block_size`.
         level_periods (`list[int]`, *optional*, defaults to `[1000000, 4000000, 16000000]`):
             Continuum memory: tokens per update of each MLP level, fast to slow.
         level_intermediate_sizes (`list[int]`, *optional*):
-            Hidden width of each level. Unless given, all levels together have the parameters that other models give
-            to a block: twice the square of the width beside memories, eight times beside attention.
+            Hidden width of each level. Unless given, the levels of a block together have `2 * hidden_size ** 2`
+            parameters beside memories and `8 * hidden_size ** 2` beside attention, as blocks of other models.
         level_variant (`str`, *optional*, defaults to `"sequential"`):
             Levels in a chain (`"sequential"`, equation 73) or side by side with learned weights (`"independent"`,
             equation 74).
         max_position_embeddings (`int`, *optional*, defaults to 1048576):
-            For tools that ask (give lm-eval's `batch_size=auto` a `max_length`): memories have no longest length.
+            For tools that read it; memories have no maximal length. Give lm-eval's `batch_size=auto` a `max_length`.
         rope_parameters (`dict`, *optional*):
             Rotary positions of the attention mixer, as in other models of transformers.
 
@@ -264,14 +256,9 @@ class HopeConfig(PreTrainedConfig):
             self.num_key_value_heads = self.num_attention_heads
         if self.num_memory_heads is None:
             self.num_memory_heads = None if heads is None else 2 * heads
-        if self.memory_projections is None:
-            self.memory_projections = ["k", "v"] if self.memory_rule == "paper" else []
         if self.memory_learning_rate_bias is None:
             self.memory_learning_rate_bias = [0.0, 0.0]
-        if self.retention_bias is None and self.memory_rule == "paper":
-            self.retention_bias = [1.0, 8.0]
-        if self.memory_rule == "paper":
-            self.paper_rule = vars(PaperRule()) | (self.paper_rule or {})
+        RULES[self.memory_rule].fill_defaults(self)
         if self.level_periods is None:
             self.level_periods = [1_000_000, 4_000_000, 16_000_000]
         if self.level_intermediate_sizes is None and self.level_periods:

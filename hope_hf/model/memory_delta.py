@@ -75,6 +75,11 @@ class DeltaMemories(NamedTuple):
             )
 
     @staticmethod
+    def fill_defaults(config: PreTrainedConfig) -> None:
+        if config.memory_projections is None:
+            config.memory_projections = []
+
+    @staticmethod
     def depth(config: PreTrainedConfig) -> int:
         return 1
 

@@ -37,15 +37,23 @@ Weights = tuple[torch.Tensor, ...]
 @strict
 @dataclass
 class PaperRule:
-    """The fields of `HopeConfig.paper_rule`, which explains them."""
+    """The fields of `HopeConfig.paper_rule`."""
 
+    # layers of a memory: 2 is equation (89), 1 is `M(z) = z + W z`
     depth: Literal[1, 2] = 1
+    # layers that erase along their input before the write
     erase: Literal["output", "both", "none"] = "output"
+    # depth 2: whether hidden activations are scaled to norm 1; "none" is the paper's rule
     hidden_norm: Literal["unit", "none"] = "unit"
+    # step of the inner layer relative to that of the outer layer
     inner_rate: float | int = 0.1
+    # largest norm of a token's error per layer; `None`, the paper's rule, does not clip and can diverge
     error_clip: float | int | None = 2.0
+    # whether the self-generated targets (equation 84) are made from values of norm 1
     target_norm: bool = True
+    # whether a token reads the memory with its own write (equation 82) or before it ("exclusive", equation 86)
     read_mode: Literal["inclusive", "exclusive"] = "inclusive"
+    # weights to which retention decays; "zero" is equation (88) literally
     decay_to: Literal["initial", "zero"] = "initial"
 
 
@@ -72,6 +80,14 @@ class PaperMemories(NamedTuple):
     errors_at_chunk_start = True
     kept_factor = 4
     reads_chunk_start = True
+
+    @staticmethod
+    def fill_defaults(config: PreTrainedConfig) -> None:
+        if config.memory_projections is None:
+            config.memory_projections = ["k", "v"]
+        if config.retention_bias is None:
+            config.retention_bias = [1.0, 8.0]
+        config.paper_rule = vars(PaperRule()) | (config.paper_rule or {})
 
     @staticmethod
     def check_config(config: PreTrainedConfig) -> None:

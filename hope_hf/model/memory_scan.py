@@ -100,6 +100,10 @@ class Memories(Protocol):
     reads_chunk_start: bool
 
     @staticmethod
+    def fill_defaults(config: PreTrainedConfig) -> None:
+        """Set fields of the configuration that are `None` to the rule's defaults."""
+
+    @staticmethod
     def check_config(config: PreTrainedConfig) -> None:
         """ValueError for values of the configuration that do not fit the rule."""
 
