@@ -51,9 +51,8 @@ def frozen_memories(model: PreTrainedModel) -> Iterator[None]:
 
 
 def memory_mixers(model: PreTrainedModel) -> dict[int, nn.Module]:
-    """The mixers of a HOPE's layers of memories, by layer."""
-    kinds = enumerate(model.config.layer_types)
-    return {layer: model.model.layers[layer].mixer for layer, kind in kinds if kind == "hope_memory"}
+    """The mixers of a HOPE that write memories through gates, by layer."""
+    return {layer: block.mixer for layer, block in enumerate(model.model.layers) if hasattr(block.mixer, "gates")}
 
 
 def memory_states(cache: HopeCache) -> list[Tensor]:

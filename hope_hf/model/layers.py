@@ -40,6 +40,14 @@ class Mixer:
         level_parameters: parameters of a block's levels by default, in units of the squared width.
         input_readers: linear maps that read the mixer's input.
         name: in a model card.
+        metrics: how the names of its rows in training's metrics begin.
+
+    A mixer that reports to training's metrics has one of these, or both:
+
+    - `statistics(hidden_states)`: numbers by name of a text that begins with these inputs;
+    - `begin_statistics()` and `end_statistics()`, which returns what the calls between the two have counted;
+      `summary(counts)`: numbers by name of such counts of all passes and processes; and `warning(numbers, steps)`: a
+      sentence about numbers that are bad, printed once they were bad in `steps` logged steps in a row, or `None`.
     """
 
     state_class: type[tuple] | None = None
@@ -51,6 +59,7 @@ class Mixer:
     level_parameters = 8
     input_readers = 0
     name = ""
+    metrics = ""
 
     @classmethod
     def describe(cls, config: PreTrainedConfig) -> str:

@@ -157,6 +157,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
     # the memories' own parameters take the place of wider levels
     level_parameters = 2
     input_readers = 5
+    metrics = "memory"
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__()

@@ -141,6 +141,7 @@ class HopeSparseAttention(Mixer, nn.Module):
     own_fields = "sparse_"
     input_readers = 4
     name = "native sparse attention"
+    metrics = "sparse"
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__()
@@ -304,6 +305,41 @@ class HopeSparseAttention(Mixer, nn.Module):
         found, self.sparse_statistics = self.sparse_statistics, None
         return found.read()
 
+    def summary(self, parts: list[dict]) -> dict[str, float]:
+        """Numbers by name of what `SparseStatistics` has counted, in any order and cut in any way."""
+
+        def total(name: str) -> float:
+            return sum(part[name] for part in parts)
+
+        block, gates, rows = self.sizes.block, max(1, total("gates")), max(1, total("rows"))
+        shares = [sum(share) / gates for share in zip(*(part["shares"] for part in parts), strict=True)]
+        distances = Counter()
+        for part in parts:
+            distances.update(dict(enumerate(part["distances"])))
+        return {
+            "gate_entropy_mean": total("entropy") / gates,
+            "gate_entropy_min": min(part["entropy_min"] for part in parts),
+            "gate_max": max(part["gate_max"] for part in parts),
+            "gate_collapse_fraction": total("collapsed") / gates,
+            **dict(zip((f"share_{branch}" for branch in BRANCHES), shares, strict=True)),
+            "rows": total("rows"),
+            "k_mean": total("k") / rows,
+            "k_max": max(part["k_max"] for part in parts),
+            "k_at_max_percent": 100 * total("k_at_max") / rows,
+            "selected_distance_median": block * _quantile(distances, 0.5),
+            "selected_distance_p95": block * _quantile(distances, 0.95),
+        }
+
+    def warning(self, rows: dict[str, float], steps: int) -> str | None:
+        """A sentence if most tokens and heads read one branch."""
+        if rows["gate_collapse_fraction"] <= 0.5:
+            return None
+        return (
+            f"sparse attention of layer {self.layer_idx} reads one branch: in the last {steps} logged steps the "
+            f"largest of most gates had more than {COLLAPSED} of their sum "
+            f"({self.metrics}/{self.layer_idx}/gate_collapse_fraction)"
+        )
+
     def qkv(self, hidden_states, state: SparseState | None, blocks: SlotPlan, block_positions) -> tuple:
         """Rotated, scaled queries [B, H, G, S, D], keys and values [B, H, S, D], and the convolutions' tail."""
         config = self.config
@@ -430,3 +466,13 @@ def _compressed(slots, compress, before, base: int | torch.Tensor, length: int, 
     new = compress(slots.gather(2, tokens[:, None, :, None].expand(shape)))
     index = start[:, None] + torch.arange(number, device=slots.device)
     return placed.scatter_(2, index[:, None, :, None].expand(shape), new)
+
+
+def _quantile(counts: Counter[int], share: float) -> int:
+    """The smallest value below or at which that share of the counts lies."""
+    wanted, below = share * counts.total(), 0
+    for value in sorted(counts):
+        below += counts[value]
+        if below >= wanted:
+            return value
+    return 0

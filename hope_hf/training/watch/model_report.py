@@ -1,4 +1,4 @@
-"""What a model's modules report: memories, levels, sparse attention, and kernels of a GPU that were not used."""
+"""What a model's modules report: mixers, levels, and kernels of a GPU that were not used."""
 
 from collections import Counter
 from contextlib import contextmanager
@@ -16,17 +16,18 @@ def self_modifying_mixers(model: nn.Module) -> dict[int, nn.Module]:
 @contextmanager
 def memory_statistics(model: nn.Module, rows: dict[str, float | Tensor], enabled: bool):
     """While open, the first forward pass adds `memory/<layer>/<name>` to `rows`, taken from the batch's first row."""
-    handles = []
+    handles, done = [], set()
 
     def record(layer, mixer):
         def hook(module, arguments, keywords):
             # Recomputation in backward calls this again, after the handle is removed: only the first call counts.
             hidden_states = arguments[0] if arguments else keywords["hidden_states"]
-            if f"memory/{layer}/state_norm_ratio" in rows:
+            if layer in done:
                 return
+            done.add(layer)
             with torch.no_grad():
                 statistics = mixer.statistics(hidden_states[:1].detach())
-            rows.update({f"memory/{layer}/{name}": value for name, value in statistics.items()})
+            rows.update({f"{mixer.metrics}/{layer}/{name}": value for name, value in statistics.items()})
 
         return hook
 
@@ -47,7 +48,7 @@ def initial_state_gradients(engine) -> dict[str, float]:
         states = [m for m in mixer.modules() if getattr(m, "is_initial_state", False)]
         norm = engine.gradient_norm([parameter for state in states for parameter in state.parameters()])
         if norm is not None:
-            rows[f"memory/{layer}/initial_state_grad_norm"] = norm
+            rows[f"{mixer.metrics}/{layer}/initial_state_grad_norm"] = norm
     return rows
 
 
@@ -62,17 +63,18 @@ def level_rows(optimizer, tokens_per_step: int) -> dict[str, int]:
 
 # In the names of rows: all layers together.
 ALL = "all"
-# Logged steps in a row after which a collapsed gate is worth a sentence, and the share of tokens and heads.
-STEPS, SHARE = 100, 0.5
+# Logged steps in a row after which a mixer's warning is printed.
+STEPS = 100
 
 
-class SparseReport:
-    """Rows of the steps that are logged; all processes call `rows` together."""
+class MixerReport:
+    """Rows that mixers sum up over the passes of a logged step; all processes call `rows` together."""
 
     def __init__(self, model: nn.Module):
-        self._mixers = {m.layer_idx: m for m in model.modules() if hasattr(m, "sparse_statistics")}
+        self._mixers = {m.layer_idx: m for m in model.modules() if hasattr(m, "begin_statistics")}
         self._parts: dict[int, list[dict]] = {layer: [] for layer in self._mixers}
-        self._collapsed: Counter[int] = Counter()
+        self._in_a_row: Counter[int] = Counter()
+        self._warnings: list[str] = []
 
     @contextmanager
     def forward(self, enabled: bool):
@@ -97,62 +99,22 @@ class SparseReport:
             for layer, found in of_process.items():
                 parts[layer] += found
         self._parts = {layer: [] for layer in self._mixers}
-        rows = {}
+        rows, together, self._warnings = {}, {}, []
         for layer, mixer in self._mixers.items():
-            found = summary(parts[layer], mixer.sizes.block)
-            rows |= {f"sparse/{layer}/{name}": value for name, value in found.items()}
-            self._collapsed[layer] = self._collapsed[layer] + 1 if found["gate_collapse_fraction"] > SHARE else 0
-        together = summary([part for found in parts.values() for part in found], mixer.sizes.block)
-        return rows | {f"sparse/{ALL}/{name}": value for name, value in together.items()}
+            found = mixer.summary(parts[layer])
+            rows |= {f"{mixer.metrics}/{layer}/{name}": value for name, value in found.items()}
+            warning = mixer.warning(found, STEPS)
+            self._in_a_row[layer] = self._in_a_row[layer] + 1 if warning else 0
+            if self._in_a_row[layer] == STEPS:
+                self._warnings.append(warning)
+            together.setdefault(mixer.metrics, (mixer, []))[1].extend(parts[layer])
+        for metrics, (mixer, found) in together.items():
+            rows |= {f"{metrics}/{ALL}/{name}": value for name, value in mixer.summary(found).items()}
+        return rows
 
     def warnings(self) -> list[str]:
-        """Sentences about layers whose gates have collapsed, each once."""
-        return [
-            f"sparse attention of layer {layer} reads one branch: in the last {STEPS} logged steps the largest of "
-            f"most gates had more than 0.95 of their sum (sparse/{layer}/gate_collapse_fraction)"
-            for layer, steps in self._collapsed.items()
-            if steps == STEPS
-        ]
-
-
-def summary(parts: list[dict], block: int) -> dict[str, float]:
-    """The rows of statistics that `SparseStatistics` has summed up, in any order and cut in any way.
-
-    Args:
-        block: tokens of a block.
-    """
-
-    def total(name: str) -> float:
-        return sum(part[name] for part in parts)
-
-    gates, rows = max(1, total("gates")), max(1, total("rows"))
-    shares = [sum(share) / gates for share in zip(*(part["shares"] for part in parts), strict=True)]
-    distances = Counter()
-    for part in parts:
-        distances.update(dict(enumerate(part["distances"])))
-    return {
-        "gate_entropy_mean": total("entropy") / gates,
-        "gate_entropy_min": min(part["entropy_min"] for part in parts),
-        "gate_max": max(part["gate_max"] for part in parts),
-        "gate_collapse_fraction": total("collapsed") / gates,
-        **dict(zip(("share_compressed", "share_selected", "share_window"), shares, strict=True)),
-        "rows": total("rows"),
-        "k_mean": total("k") / rows,
-        "k_max": max(part["k_max"] for part in parts),
-        "k_at_max_percent": 100 * total("k_at_max") / rows,
-        "selected_distance_median": block * _quantile(distances, 0.5),
-        "selected_distance_p95": block * _quantile(distances, 0.95),
-    }
-
-
-def _quantile(counts: Counter[int], share: float) -> int:
-    """The smallest value below or at which that share of the counts lies."""
-    wanted, below = share * counts.total(), 0
-    for value in sorted(counts):
-        below += counts[value]
-        if below >= wanted:
-            return value
-    return 0
+        """Sentences about the rows of the last call of `rows`."""
+        return self._warnings
 
 
 class KernelReport:

@@ -9,7 +9,7 @@ from hope_hf.step.gpus import peak_flops
 
 from ..engines.base import Engine, Update
 from ..state import Progress
-from .model_report import KernelReport, SparseReport, initial_state_gradients, level_rows, memory_statistics
+from .model_report import KernelReport, MixerReport, initial_state_gradients, level_rows, memory_statistics
 from .process_files import Heartbeat, RamReport
 from .profile import StepProfile
 from .telemetry import Stopwatch, ThreadLimit, peak_memory_gib, utilization_meter
@@ -41,7 +41,7 @@ class Monitor:
             )
             self._opened = opened.pop_all()
         self._kernels = KernelReport(engine.model)
-        self._sparse = SparseReport(engine.model)
+        self._mixers = MixerReport(engine.model)
         self._stopwatch, self._utilization = Stopwatch(), utilization_meter(self._device)
         self.say = self._tracker.say
         chosen = args.cpu_threads is not None or wished_threads() is not None
@@ -67,9 +67,9 @@ class Monitor:
 
     @contextmanager
     def forward(self):
-        """Around a forward pass. In a logged step the first pass measures memories, every pass sparse attention."""
+        """Around a forward pass. In a logged step mixers measure the first pass, or add up all of them."""
         is_first = self._logs and not self._rows
-        with memory_statistics(self._engine.model, self._rows, enabled=is_first), self._sparse.forward(self._logs):
+        with memory_statistics(self._engine.model, self._rows, enabled=is_first), self._mixers.forward(self._logs):
             yield
 
     def last_batch_begins(self) -> None:
@@ -132,14 +132,14 @@ class Monitor:
             **level_rows(self._engine.optimizer, plan.tokens_per_step),
             **report(),
             **self._kernels.rows(),
-            **self._sparse.rows(),
+            **self._mixers.rows(),
         }
         if update.loss_scale is not None:
             rows |= {"train/loss_scale": update.loss_scale, "train/overflowed_steps": progress.overflowed}
         if self._peak:
             rows["train/mfu_percent"] = 100 * speed["train/tokens_per_second"] * self._flops / processes / self._peak
         self._tracker.log(progress.step, progress.tokens, rows, train_line(rows))
-        for sentence in self._sparse.warnings():
+        for sentence in self._mixers.warnings():
             self.say(sentence)
 
     def evaluated(self, progress: Progress, row: dict) -> None:

@@ -8,7 +8,7 @@ from training_runs import HOPE, HOPE_SPARSE
 
 from hope_hf.model import memory_mixer
 from hope_hf.training.watch import model_report
-from hope_hf.training.watch.model_report import SparseReport, summary
+from hope_hf.training.watch.model_report import MixerReport
 
 SIZES = dict(sparse_block_size=8, sparse_compress_stride=4, sparse_top_k=3, sparse_window=8)
 
@@ -24,7 +24,7 @@ def ids(rows, length=40):
 def test_a_batch_read_in_parts_gives_the_same_rows(tiny_model):
     model, found = sparse_model(tiny_model), []
     for parts in ([ids(4)], ids(4).split([1, 3])):
-        report = SparseReport(model)
+        report = MixerReport(model)
         for part in parts:
             with report.forward(True):
                 model(part)
@@ -38,7 +38,7 @@ def test_what_is_counted(tiny_model):
     model = sparse_model(tiny_model)
     mixer, seen = model.model.layers[0].mixer, []
     mixer.branch_gates = lambda x, gates=mixer.branch_gates: seen.append(gates(x)) or seen[-1]
-    report = SparseReport(model)
+    report = MixerReport(model)
     padding = torch.ones(2, 40, dtype=torch.long)
     padding[0, :7] = 0
     with report.forward(True):
@@ -68,7 +68,7 @@ def test_what_is_computed_again_in_the_backward_pass_counts_once(tiny_model):
     model = sparse_model(tiny_model).train()
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
-    report = SparseReport(model)
+    report = MixerReport(model)
     with report.forward(True):
         loss = model(ids(2), labels=ids(2)).loss
     loss.backward()
@@ -79,7 +79,7 @@ def test_a_collapsed_gate_is_said_once(tiny_model, monkeypatch):
     monkeypatch.setattr(model_report, "STEPS", 3)
     model = sparse_model(tiny_model)
     mixer = model.model.layers[1].mixer
-    report, said = SparseReport(model), []
+    report, said = MixerReport(model), []
     for step in range(8):
         # open in the second step: what was counted before begins again
         gates = torch.tensor([0.98, 0.01, 0.01] if step != 1 else [0.4, 0.3, 0.3])
@@ -103,20 +103,21 @@ def test_a_run_writes_the_rows_of_its_logged_steps(run):
 
 
 def test_a_model_without_such_layers_says_nothing(tiny_model):
-    report = SparseReport(tiny_model())
+    report = MixerReport(tiny_model())
     with report.forward(True):
         pass
     assert report.rows() == {} and report.warnings() == []
 
 
-def test_parts_of_several_lengths_add_up():
+def test_parts_of_several_lengths_add_up(tiny_model):
     part = {
         "gates": 2, "entropy": 1.0, "shares": [1.0, 0.5, 0.5], "collapsed": 1, "rows": 2, "k": 3, "k_at_max": 1,
         "distances": [2, 1], "entropy_min": 0.4, "gate_max": 0.6, "k_max": 2,
     }  # fmt: skip
     longer = part | {"distances": [0, 0, 0, 6], "entropy_min": 0.1, "gate_max": 0.9, "k_max": 5}
-    rows = summary([part, longer], block=16)
-    assert rows["selected_distance_median"] == 48 and rows["selected_distance_p95"] == 48
+    rows = sparse_model(tiny_model).model.layers[0].mixer.summary([part, longer])
+    # 3 blocks of 8
+    assert rows["selected_distance_median"] == 24 and rows["selected_distance_p95"] == 24
     assert (rows["gate_entropy_min"], rows["gate_max"], rows["k_max"], rows["rows"]) == (0.1, 0.9, 5, 4)
     assert rows["gate_entropy_mean"] == 0.5 and rows["share_compressed"] == 0.5
 
