@@ -34,8 +34,8 @@ class KeyValues(NamedTuple):
 class HopeMemoryLayer(CacheLayerMixin):
     """State of one mixer, or of the levels of one block.
 
-    `state`, a `state_class`, is what the mixer or the levels returned last; `past` says what was read. Both are `None`
-    before the first token.
+    `state`, a `state_class`, is the last result of the mixer or the levels; `past` counts the tokens read. Both are
+    `None` before the first token.
     """
 
     is_compileable = False
@@ -296,8 +296,7 @@ class HopeCache(DynamicCache):
 
         Args:
             save_directory: created if it does not exist; a cache in it is replaced.
-            model: the HOPE model whose cache this is. The first time, all its weights are hashed
-                (`cache_file.fingerprint` says what that costs).
+            model: the HOPE model of the cache. All its weights are hashed (see `cache_file.fingerprint`).
 
         Raises:
             ValueError: nothing was read yet, or the memories hold NaN or infinity.

@@ -71,21 +71,11 @@ _OWN_PREFIXES = (
     "projection_", "retention_bias", "sparse_",
 )  # fmt: skip
 # The smallest value of single fields.
-_LEAST = dict.fromkeys(
-    (
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "head_dim",
-        "memory_chunk_size",
-        "conv_kernel_size",
-        "sparse_block_size",
-        "sparse_compress_stride",
-        "sparse_top_k",
-        "sparse_window",
-    ),
-    1,
-) | dict.fromkeys(("projection_memory_rate", "recompute_chunks"), 0)
+_POSITIVE = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "memory_chunk_size", "conv_kernel_size",
+    "sparse_block_size", "sparse_compress_stride", "sparse_top_k", "sparse_window",
+)  # fmt: skip
+_LEAST = dict.fromkeys(_POSITIVE, 1) | dict.fromkeys(("projection_memory_rate", "recompute_chunks"), 0)
 
 
 @strict
@@ -282,18 +272,18 @@ class HopeConfig(PreTrainedConfig):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What mixers and levels have to be told about a call (`layers.Mixer.needs`)."""
+        """Context that mixers and levels need for a call (`layers.Mixer.needs`)."""
         of_levels = frozenset() if self.levels.state_class is None else {"chunks"}
         return of_levels.union(*(mixer.needs for mixer in self.mixers))
 
     @property
     def keeps_state(self) -> bool:
-        """Whether a model carries anything from token to token besides softmax attention's keys and values."""
+        """Whether a layer has a state besides softmax attention's keys and values."""
         return bool(self.needs & {"chunks", "blocks"})
 
     @property
     def unused_fields(self) -> tuple[str, ...]:
-        """How the fields begin that belong to mixers which no layer has."""
+        """Prefixes of the fields of mixers that no layer has."""
         return tuple(kind.own_fields for kind in MIXERS.values() if kind.own_fields and kind not in self.mixers)
 
     @property
@@ -303,7 +293,7 @@ class HopeConfig(PreTrainedConfig):
 
     @property
     def has_positions(self) -> bool:
-        """Whether any layer has attention, of either kind: it alone knows rotary positions."""
+        """Whether any layer has attention, which needs rotary positions."""
         return any("rotary" in mixer.needs for mixer in self.mixers)
 
     @property
@@ -329,7 +319,7 @@ class HopeConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs):
-        """As in transformers, but a field of HOPE's that this version does not have is an error, not an attribute."""
+        """As in transformers, but a field of another version of HOPE is an error, not an attribute."""
         for name in config_dict:
             if name.startswith(_OWN_PREFIXES) and name not in cls.__dataclass_fields__:
                 raise ValueError(
@@ -347,11 +337,11 @@ class HopeConfig(PreTrainedConfig):
             raise ValueError(f"HopeConfig has no field '{name}'{hint}")
 
     def _tensor_parallel_plan(self) -> dict[str, str]:
-        """Which linear maps tensor parallelism cuts, for transformers' `DistributedConfig(tp_size=...)`.
+        """Linear maps that tensor parallelism shards, for transformers' `DistributedConfig(tp_size=...)`.
 
-        Levels, and attention where all layers have it, keep their halves to themselves between two maps. Memories and
-        sparse attention run whole on every rank: only the weights of the mixer's maps are shared out, and their
-        outputs are gathered. The plan cannot tell layers apart, so that attention beside these runs whole, too.
+        Levels, and attention if all layers have it, are computed in slices between two maps. Memories and sparse
+        attention are computed whole on every rank: only the weights of their maps are sharded, and the outputs are
+        gathered. The plan is the same for all layers, so attention beside such layers is also computed whole.
         """
         kinds = dict.fromkeys(self.mixers)
         mixer = {name: style for kind in kinds for name, style in kind.tensor_parallel_maps(self).items()}
@@ -363,7 +353,7 @@ class HopeConfig(PreTrainedConfig):
         }
 
     def validate_layer_type(self):
-        """Part of `@strict`-powered validation: one known kind for every layer."""
+        """One known kind for every layer; `@strict` calls it."""
         for kind in self.layer_types:
             if kind not in MIXERS:
                 raise ValueError(f"`layer_types` holds '{kind}': choose of {', '.join(MIXERS)}")
@@ -374,7 +364,7 @@ class HopeConfig(PreTrainedConfig):
             )
 
     def validate_architecture(self):
-        """Part of `@strict`-powered validation: what single fields and pairs of them must satisfy."""
+        """Conditions on single fields and on pairs of fields; `@strict` calls it."""
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)}")

@@ -38,9 +38,9 @@ class ContinuumLevel(nn.Module):
 class ContinuumMemory(nn.Module):
     """The levels of a block in a chain (73), `x <- x + MLP_l(norm(x))`, fast to slow.
 
-    Called as a mixer is: `continuum(hidden_states, state, **context)` returns its output, residual connections
-    included, and its state after the call. A kind of levels that keeps a state says of which class it is (see
-    `cache_file`); `context` then tells documents and padding.
+    `continuum(hidden_states, state, **context)` returns its output, with residual connections, and its state after
+    the call. A class of levels with a state sets `state_class` to a NamedTuple of batch-first tensors; `context` then
+    holds the plan of the call's tokens, as for a mixer that needs chunks.
     """
 
     state_class: type[tuple] | None = None
@@ -89,5 +89,5 @@ class LevelMix(nn.Module):
         init.ones_(self.weight)
 
 
-# What each `HopeConfig.level_variant` makes of the levels.
+# The class of levels of each `HopeConfig.level_variant`.
 CONTINUA = {"sequential": ContinuumMemory, "independent": IndependentContinuum}

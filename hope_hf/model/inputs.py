@@ -367,8 +367,8 @@ def create_attention_mask(
 def run_eagerly_where_chunks_vary(forward: Callable) -> Callable:
     """`HopeModel.forward`, excluded from compiled graphs for calls whose chunks differ from call to call.
 
-    So it is in a model with a state that is given documents, that goes on with more than a token, or whose length
-    varies: the tracer takes a second length for any length, of which chunks cannot be counted.
+    These are calls of a model with a state that give documents, continue a text with several tokens, or vary in
+    length: every such call would recompile, or trace a symbolic length whose chunks cannot be counted.
     """
     reason = "documents, earlier calls and other lengths cut every batch into other chunks"
     uncompiled = torch.compiler.disable(forward, reason=reason)

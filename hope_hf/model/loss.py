@@ -1,9 +1,9 @@
 """The next-token loss with the logits of some tokens at a time, never those of a whole text.
 
-Logits of a text take [tokens, vocabulary] numbers, most of the memory of a small model's training step, and their
-gradients as many again. Here the forward pass makes the logits of a chunk of tokens, and at once what the backward
-pass would make of them: the gradients of hidden states and weight for a loss of 1, which the backward pass scales
-(as in Liger-Kernel, arXiv 2410.10989). The work is that of the plain loss.
+The logits of a text and their gradients take [tokens, vocabulary] numbers each, most of the memory of a small model's
+training step. Here the forward pass computes the logits of a chunk of tokens and, right away, the gradients of hidden
+states and weight for a loss of 1, which the backward pass scales (as in Liger-Kernel, arXiv 2410.10989). It takes as
+many operations as the plain loss.
 """
 
 import torch

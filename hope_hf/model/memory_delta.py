@@ -85,7 +85,7 @@ class DeltaMemories(NamedTuple):
 
     @staticmethod
     def products(projecting: int) -> int:
-        """4 of each memory, 2 more of each that projects, 6 of the content memory's initial weights and reads."""
+        """4 per memory, 2 more per memory that projects, 6 for the content memory's initial weights and reads."""
         return 4 * (projecting + 1) + 2 * projecting + 6
 
     @staticmethod

@@ -113,7 +113,7 @@ class PaperMemories(NamedTuple):
 
     @staticmethod
     def products(projecting: int) -> int:
-        """8 of each memory, whose errors are taken at other weights than it has; 2 more of each that projects."""
+        """8 per memory, 2 more per memory that projects, 4 for the content memory's initial weights and reads."""
         return 8 * (projecting + 1) + 2 * projecting + 4
 
     @staticmethod

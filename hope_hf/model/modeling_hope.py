@@ -255,7 +255,7 @@ class HopeModel(HopePreTrainedModel):
     def _plans(
         self, hidden_states, input_ids, documents: Documents, past: Past | None = None, has_cache: bool = False
     ) -> tuple[dict, Past]:
-        """Documents, padding, chunks and blocks of this call, and what was read after it; `past` is before it."""
+        """Chunks and blocks of this call, and the counts after it; `past` are the counts before it."""
         shape, device = hidden_states.shape[:2], hidden_states.device
         call = shape, device, past, documents.padding, documents.position_ids, input_ids, has_cache
         plans = {}
