@@ -21,7 +21,6 @@ class FSDP1(Engine):
     fills_shards = True
     shards_weights = True
     autocasts = False
-    autocasts = False
 
     def __init__(self, accelerator, args: Arguments):
         """Raises ValueError without original parameters, which level clocks and weight decay need."""

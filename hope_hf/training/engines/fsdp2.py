@@ -24,7 +24,6 @@ class FSDP2(Engine):
     fills_shards = True
     shards_weights = True
     autocasts = False
-    autocasts = False
 
     def __init__(self, accelerator, args: Arguments):
         super().__init__(accelerator)
