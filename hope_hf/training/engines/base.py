@@ -101,7 +101,7 @@ class Engine:
         self.model = self.wrapped = model
         self.optimizer = optimizer
         self.scaling: LossScaling | None = None
-        # Wrappers put their own classes before it.
+        # Read now: wrappers replace the class.
         self._model_class = type(model)
         self.trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
         # Modules stay the same objects, whatever is wrapped around them; buffers may be replaced.
@@ -297,5 +297,5 @@ def like(parameter: nn.Parameter, device: torch.device | str, dtype: torch.dtype
 
 
 def make_real(parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Give it memory, without values. It stays the same object, by which tied weights and optimizers know it."""
+    """Give a parameter memory, without values. It stays the same object: tied weights and optimizers refer to it."""
     torch.utils.swap_tensors(parameter, like(parameter, device, dtype))

@@ -65,7 +65,7 @@ def make_engine(args: Arguments, trackers: list[str]) -> Engine:
             f"mixed_precision {accelerator.mixed_precision} is not supported: set 'no', bf16 or fp16 in the config."
         )
     if accelerator.mixed_precision == "fp16" and wanted != "deepspeed" and accelerator.scaler is None:
-        # accelerate silently drops it there.
+        # On other devices accelerate silently drops fp16.
         raise ValueError(
             f"mixed_precision fp16 needs a GPU and this process has {accelerator.device}: set 'no' or bf16 in the "
             "config."

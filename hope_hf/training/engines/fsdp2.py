@@ -85,16 +85,16 @@ class FSDP2(Engine):
             block.set_modules_to_backward_prefetch(blocks[max(0, index - self._prefetch) : index][::-1])
 
     def reduce_dtype(self, name: str) -> torch.dtype | None:
-        # Whole gradients are added up as they are reduced.
+        # Whole gradients add up in the dtype of their reduction.
         return self.whole_gradients
 
     def held_gradients(self) -> list[Tensor]:
-        # Whole ones are not those of the sharded parameters.
+        # Whole gradients do not belong to the sharded parameters.
         units = (unit for unit in self.wrapped.modules() if isinstance(unit, FSDPModule))
         groups = (unit._get_fsdp_state()._fsdp_param_group for unit in units)
         whole = []
         for held in (held for group in groups if group is not None for held in group.fsdp_params):
-            # Made by the first forward pass.
+            # The first forward pass makes it.
             parameter = getattr(held, "_unsharded_param", None)
             whole += [held.unsharded_accumulated_grad, None if parameter is None else parameter.grad]
         return [*super().held_gradients(), *(gradient for gradient in whole if gradient is not None)]

@@ -78,12 +78,12 @@ def _cgroups(system: Path) -> Iterator[int]:
         if number == "0":
             root, limit, used, total = "sys/fs/cgroup", "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):
-            # Version 1; its fields with the subgroups' share begin with total.
+            # Version 1, whose fields that include subgroups begin with `total_`.
             root, limit, used = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
             total = "total_"
         else:
             continue
-        # In a container the own group may be named from outside, and is then the root that is mounted here.
+        # In a container the group may have its name on the host; the root that is mounted here is then that group.
         path = PurePosixPath(own.lstrip("/"))
         for group in (path, *path.parents):
             folder = system / root / group

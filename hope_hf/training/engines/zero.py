@@ -44,7 +44,7 @@ class _HeldSlice:
     place: int
     length: int
     group: dict
-    """The optimizer's."""
+    """The optimizer's group of the parameter."""
 
     def slice(self, names: tuple[str, ...], flat: dict[str, Tensor]) -> Slice:
         """The slices of the tensors `flat`, which have the layout of `self.flat`."""
@@ -120,7 +120,7 @@ class Zero(Engine):
 
     @torch.no_grad()
     def _make_parts_real(self, model: PreTrainedModel):
-        """Cut a model on the meta device, parameter by parameter; else DeepSpeed would first move all of it."""
+        """Cut a model on the meta device, parameter by parameter: DeepSpeed would first move all of it."""
         from deepspeed import zero
 
         low = LOW_PRECISION[self.accelerator.mixed_precision] if self._low_precision else None
@@ -203,7 +203,7 @@ class Zero(Engine):
         return [*super().held_weights(), *(held.flat for held in self._held_slices())]
 
     def held_gradients(self) -> list[Tensor]:
-        # Besides the parameters' own, which DeepSpeed frees; those offloaded to the CPU belong to its flat weights.
+        # DeepSpeed keeps gradients of its own; those offloaded to the CPU belong to its flat weights.
         flat = (held.flat.grad for held in self._held_slices())
         if self.stage == 3:
             own = [self._zero.grad_partitions_flat_buffer]

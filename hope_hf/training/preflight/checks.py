@@ -1,4 +1,4 @@
-"""The checks of a dry run, `(facts) -> Result` of one process, and the report over all. `CHECKS` is their order."""
+"""The checks of a dry run, functions `(facts) -> Result` of one process. `CHECKS` is their order on the console."""
 
 import os
 from collections.abc import Callable

@@ -104,7 +104,7 @@ class Tracker:
                 raise ValueError(f"--report_to {args.report_to} could not start: {one_line(error)}") from error
 
     def advance(self):
-        """One optimizer step was done."""
+        """Move the bar by one optimizer step."""
         if self._bar is not None:
             self._bar.update(1)
 
