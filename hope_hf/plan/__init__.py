@@ -4,14 +4,6 @@ from .launch import STRATEGIES, UNSHARDED, Launch, StepOptions, Strategy, fsdp_s
 from .run import Planned, main, plan_running
 
 __all__ = [
-    "STRATEGIES",
-    "UNSHARDED",
-    "Launch",
-    "Planned",
-    "StepOptions",
-    "Strategy",
-    "fsdp_strategy",
-    "main",
-    "plan_running",
+    "STRATEGIES", "UNSHARDED", "Launch", "Planned", "StepOptions", "Strategy", "fsdp_strategy", "main", "plan_running",
     "zero_strategy",
-]
+]  # fmt: skip

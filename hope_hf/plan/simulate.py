@@ -66,11 +66,16 @@ def can_simulate(launch: Launch) -> str | None:
 def simulate(config, launch: Launch, options: StepOptions) -> Simulation:
     """Run the step of `hope_hf.training` once on fake tensors."""
     start = time.perf_counter()
-    config = _without_attention_dropout(config)
+    # With dropout the CPU's attention holds heads x tokens^2 numbers; GPU kernels never do.
+    no_dropout = {name: 0.0 for name in ATTENTION_DROPOUT if getattr(config, name, 0)}
+    config = type(config).from_dict(config.to_dict() | no_dropout)
     with ExitStack() as stack:
-        stack.enter_context(_quietly())
+        # Parts of torch warn because they expect real tensors.
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
         if launch.world_size > 1:
-            stack.enter_context(fake_processes(launch.world_size))
+            # Only the first of the ranks exists; collectives do nothing.
+            dist.init_process_group("fake", rank=0, world_size=launch.world_size, store=FakeStore())
+            stack.callback(dist.destroy_process_group)
         # Before the fake mode, because a mesh reads its own numbers.
         mesh = make_mesh(launch)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -206,16 +211,6 @@ class Step:
         yield
 
 
-@contextmanager
-def fake_processes(world_size: int) -> Iterator[None]:
-    """A process group of `world_size` ranks in which only this one, the first, exists; collectives do nothing."""
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def make_mesh(launch: Launch) -> DeviceMesh | None:
     """The mesh of a sharded launch: replicas, and the parts of a replica; None for other launches."""
     if not launch.strategy.gathers:
@@ -258,20 +253,3 @@ class _AsIfReal(TorchDispatchMode):
         if function is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else args[0].dtype is not torch.bool and 1
         return function(*args, **(kwargs or {}))
-
-
-def _without_attention_dropout(config):
-    # With dropout the CPU's attention holds heads x tokens^2 numbers; GPU kernels never do.
-    config = type(config).from_dict(config.to_dict())
-    for name in ATTENTION_DROPOUT:
-        if getattr(config, name, 0):
-            setattr(config, name, 0.0)
-    return config
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without the warnings of torch's parts that expect real tensors."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

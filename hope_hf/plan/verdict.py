@@ -14,7 +14,6 @@ from .traffic import Traffic, traffic
 # Suggested settings, the fastest first.
 SUGGESTED = ("ddp", "shard_grad_op", "full_shard", "fsdp_offload")
 MOST_ROWS = 65_536
-HOURS = 3600
 
 
 @dataclass(frozen=True)
@@ -76,13 +75,11 @@ def settings(question: Question) -> list[Setting]:
 
 
 def _setting(question: Question, launch: Launch) -> Setting:
-    compute = launch.compute_bytes
-    reduce = 4
-    if launch.strategy.engine.startswith("fsdp") and launch.precision != "no":
-        reduce = question.step.reduce_dtype.itemsize
-    step = question.step
-    sent = traffic(question.shapes.count, launch, step.accumulation, step.sync_each_batch, compute, reduce)
-    found = memory(question.config, question.shapes, launch, step, question.args.gpus_per_node)
+    step, shapes = question.step, question.shapes
+    is_cast = launch.strategy.engine.startswith("fsdp") and launch.precision != "no"
+    reduce = step.reduce_dtype.itemsize if is_cast else 4
+    sent = traffic(shapes.count, launch, step.accumulation, step.sync_each_batch, launch.compute_bytes, reduce)
+    found = memory(question.config, shapes, launch, step, question.args.gpus_per_node)
     return Setting(launch, found, sent, launch is question.launch)
 
 
@@ -92,10 +89,9 @@ def verdict(question: Question, rows: list[Setting], gpu: Gpu, simulation: Simul
     peak = simulation.peak if simulation else asked.memory.peak
     flops = flops_per_token(question.shapes.model, question.step.block_size)
     per_second = question.launch.world_size * gpu.peak_flops(question.launch.precision) * args.mfu / flops
-    days = None if question.total_tokens is None else question.total_tokens / per_second / (24 * HOURS)
-    cost = None
-    if days is not None and args.price_per_gpu_hour is not None:
-        cost = days * 24 * question.launch.world_size * args.price_per_gpu_hour
+    days = None if question.total_tokens is None else question.total_tokens / per_second / 86_400
+    has_cost = days is not None and args.price_per_gpu_hour is not None
+    cost = days * 24 * question.launch.world_size * args.price_per_gpu_hour if has_cost else None
     return Verdict(
         gpu,
         peak,
