@@ -133,7 +133,7 @@ def make_memories(mixer, batch_size):
             initial = [layer[:, index] for layer in layers.values()]
             memories[name] = PaperMemory(initial, batch_size, config.paper_rule)
         else:
-            # memories that remake streams begin at the identity
+            # memories that project keys and values begin at the identity
             weight = layers["weight"].mT
             identity = torch.eye(config.head_dim, dtype=weight.dtype).expand_as(weight)
             memories[name] = DeltaMemory(weight if name == "content" else identity, batch_size)

@@ -57,7 +57,7 @@ OBSTACLES = {
     "fla, no GPU": ("fla", {}, torch.float32, "the model is on a CPU"),
     "fla, float64": ("fla", {}, torch.float64, "the model is float64"),
     "fla, the paper's rule": ("fla", {"memory_rule": "paper"}, torch.float32, "no kernels for memory_rule='paper'"),
-    "fla, memories that remake": ("fla", {"memory_projections": ["k"]}, torch.float32, "for memory_projections"),
+    "fla, memories that project": ("fla", {"memory_projections": ["k"]}, torch.float32, "for memory_projections"),
     "fla, wide heads": ("fla", {"head_dim": 272, "num_attention_heads": 1}, torch.float32, "wider than 256"),
     "triton, no GPU": ("triton", {"memory_projections": ["k"]}, torch.float32, "the model is on a CPU"),
     "triton, float64": ("triton", {"memory_projections": ["k"]}, torch.float64, "the model is float64"),

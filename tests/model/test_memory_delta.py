@@ -72,9 +72,9 @@ def test_the_chunk_changes_nothing_where_keys_and_values_are_static():
     whole = output(200)
     for chunk in (7, 16, 64):
         torch.testing.assert_close(output(chunk), whole, rtol=1e-10, atol=1e-10)
-    # the control: memories that remake keys and values make others
-    remade = {"memory_projections": ["k", "v"]}
-    assert (output(16, **remade) - output(64, **remade)).abs().max() > 1e-3
+    # the control: memories that project keys and values give other outputs
+    projected = {"memory_projections": ["k", "v"]}
+    assert (output(16, **projected) - output(64, **projected)).abs().max() > 1e-3
 
 
 def saturated_weights(rate, made, length=4096):

@@ -35,7 +35,7 @@ def models(request, monkeypatch, tiny_model):
     built = []
     for asked in (kernels, "torch"):
         monkeypatch.setenv("HOPE_KERNELS", asked)
-        # memories that remake streams, as strong as the content memory
+        # memories that project keys and values, as strong as the content memory
         options = {"memory_projections": projections, "projection_memory_rate": 1.0} if projections else {}
         built.append(tiny_model(**options).to(DEVICE))
     return built
