@@ -34,7 +34,7 @@ class DataConfig(TextArguments):
         if len(named) > 1:
             raise ValueError(f"{' and '.join(named)} name the training text: give only one of them.")
         if self.dataset_config_name and not self.dataset_name:
-            raise ValueError("--dataset_config_name belongs to a --dataset_name: add it.")
+            raise ValueError("--dataset_config_name needs a --dataset_name: add it.")
         if self.document_boundary not in ("reset", "carry"):
             raise ValueError(f"--document_boundary is reset or carry, not '{self.document_boundary}'.")
         if self.block_size < 2:

@@ -226,7 +226,7 @@ def warn_of_excess(corpus: Corpus, tokens: int) -> None:
     """Warn where far more tokens than `max_tokens` are read, since the document that makes the limit is read whole."""
     if corpus.max_tokens is not None and tokens > 1.1 * corpus.max_tokens:
         warn_once(
-            f"corpus {corpus.name} gives {tokens:,} tokens where max_tokens is {corpus.max_tokens:,}: its last "
+            f"corpus {corpus.name} gives {tokens:,} tokens, more than max_tokens {corpus.max_tokens:,}: its last "
             "document is read whole."
         )
 
@@ -252,7 +252,7 @@ def check_cache(
     free = shutil.disk_usage(cache).free
     if free < needed:
         raise ValueError(
-            f"The cache {cache} has {free / 1e9:.1f} GB of free disk and the corpora that stream need about "
+            f"The cache {cache} has {free / 1e9:.1f} GB of free disk and the streamed corpora need about "
             f"{needed / 1e9:.1f} GB: free some, or name a folder on another disk in HF_DATASETS_CACHE."
         )
 

@@ -143,8 +143,8 @@ def load_data_set(source: str, name: str, config_name: str | None, split: str | 
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         if isinstance(error, SplitsVerificationError):
             raise ValueError(
-                f"{source} has other splits or numbers of rows than its README.md says, as an incomplete copy has: "
-                "copy the rest, or name its files instead."
+                f"{source} has other splits or row counts than its README.md states, perhaps because the "
+                "copy is incomplete: copy the rest, or name its files instead."
             ) from error
         if "Config name is missing" in str(error):
             names = str(error).splitlines()[1].partition(": ")[2]
@@ -153,7 +153,7 @@ def load_data_set(source: str, name: str, config_name: str | None, split: str | 
             ) from error
         if "scripts are no longer supported" in str(error):
             raise ValueError(
-                f"{source} is made by a program ({str(error).split()[-1]}), which is not run: name its files instead."
+                f"{source} needs its program {str(error).split()[-1]}, which is not run: name its files instead."
             ) from error
         cause = error.__cause__ or error
         reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]

@@ -51,7 +51,7 @@ def document_start(tokenizer: PreTrainedTokenizerBase) -> int:
         names = " ".join(tokenizer.convert_ids_to_tokens(before))
         warn_once(
             f"The tokenizer begins prompts with {names}, and documents begin with its EOS token {tokenizer.eos_token} "
-            "alone: give the model prompts that begin so, too."
+            "alone: begin prompts with that token alone, too."
         )
     return before[0] if len(before) == 1 else tokenizer.eos_token_id
 
@@ -110,8 +110,8 @@ def _in_windows(backend: Tokenizer, text: str) -> list[int]:
         if place not in here & there:
             # One token over thousands of characters, or the same few characters without an end.
             warn_once(
-                f"A text has more than {MARGIN:,} characters without the end of a word: encoded in windows, its "
-                "tokens may differ from those of the whole."
+                f"A text has more than {MARGIN:,} characters without the end of a word: it is encoded in windows, "
+                "and its tokens may differ from those of the whole text."
             )
             following = _Window(backend, text, place, cut + WINDOW + MARGIN)
         ids += window.ids[first : window.index(place)]

@@ -68,7 +68,7 @@ class BlockLoader:
         saved, now = (state or {}).get("streams"), layout.global_rows if layout.carry else None
         if state is not None and saved != now:
             raise ValueError(
-                f"The checkpoint carries {saved or 'no'} rows on and this run {now or 'none'}: keep "
+                f"The checkpoint carries {saved or 'no'} rows from batch to batch and this run {now or 'none'}: keep "
                 "--document_boundary, --per_device_train_batch_size and the number of processes."
             )
 
@@ -134,7 +134,7 @@ class StreamLoader:
         states = state["packers"] if state else [None] * len(shares)
         if state and [packer["share"] for packer in states] != [list(share) for share in shares]:
             raise ValueError(
-                "The checkpoint's stream was shared out in another way: keep --document_boundary, the number of "
+                "The checkpoint's stream was divided in another way: keep --document_boundary, the number of "
                 "processes and, with carry, --per_device_train_batch_size."
             )
         self._packers = [

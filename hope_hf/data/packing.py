@@ -73,7 +73,7 @@ def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase, num_workers
         if "abruptly died" not in str(error):
             raise
         raise ValueError(
-            f"One of the {num_workers} processes of --preprocessing_num_workers was killed, as where memory is full: "
+            f"One of the {num_workers} processes of --preprocessing_num_workers was killed, perhaps out of memory: "
             "lower it."
         ) from None
     return TokenStream(tokens)

@@ -50,7 +50,9 @@ def require_own(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         # What a process leaves that is killed before its plan is in its place.
         if path.name != LOCK_FILE and not is_unfinished(path.name, re.escape(PLAN)):
-            raise ValueError(f"--output_dir {folder} holds {path.name!r}, which is not of shards: name an empty one.")
+            raise ValueError(
+                f"--output_dir {folder} holds {path.name!r}, which is not a file of shards: name an empty folder."
+            )
 
 
 class Preparation:
@@ -84,7 +86,7 @@ class Preparation:
         if os.path.lexists(self.folder / MANIFEST):
             there = read_manifest(self.folder, "--output_dir")["plan"]
         elif os.path.lexists(self.folder / PLAN):
-            there = read_object(self.folder / PLAN, "--output_dir", "delete it with all that is beside it")
+            there = read_object(self.folder / PLAN, "--output_dir", "delete its folder")
         else:
             there = self.plan
         if there != self.plan:
@@ -265,9 +267,9 @@ class Arguments:
         1.0, "Percentage of each corpus's documents held out for validation.", above=0, below=100
     )
     max_eval_samples: int = flag(1000, "Validation documents of each corpus at most.", **COUNT)
-    seed: int = flag(42, "Draws the documents where a corpus is limited.", **SEED)
-    shard_tokens: int = flag(1 << 26, "A shard ends when it has so many tokens.", least=1 << 10, most=1 << 32)
-    num_proc: int = flag(1, "Processes that tokenize; one uses all cores where the tokenizer does.", **THREADS)
+    seed: int = flag(42, "Seed that draws the documents of corpora with a limit.", **SEED)
+    shard_tokens: int = flag(1 << 26, "Tokens after which a shard ends.", least=1 << 10, most=1 << 32)
+    num_proc: int = flag(1, "Number of processes that tokenize; one uses all cores with a fast tokenizer.", **THREADS)
 
 
 # Flags that change what is written.
@@ -296,15 +298,17 @@ def main(argv: list[str]) -> int:
         mixture, words = (None, argv) if not argv or argv[0].startswith("-") else (argv[0], argv[1:])
         (args,) = make_parser().parse_args_into_dataclasses(words, look_for_args_file=False)
         if mixture is None:
-            raise ValueError("The mixture is missing: name a YAML file of corpora as first word.")
+            raise ValueError("The mixture is missing: name a YAML file of corpora as the first argument.")
         check_output(args.output_dir, "--output_dir")
         _prepare(mixture, args)
     except ValueError as error:
         return complain(error, 2)
     except MemoryError:
-        return complain("Memory is full: free some, or lower --num_proc; the same command goes on where it was.", 1)
+        return complain(
+            "Memory is full: free some, or lower --num_proc; the same command continues where it stopped.", 1
+        )
     except KeyboardInterrupt:
-        return complain("stopped; the same command goes on where it was.", 130)
+        return complain("stopped; the same command continues where it stopped.", 130)
     return 0
 
 
@@ -312,7 +316,7 @@ def _prepare(mixture: str, args: Arguments) -> None:
     corpora = read_mixture(mixture)
     for corpus in corpora:
         if corpus.shards:
-            raise ValueError(f"The mixture {mixture}, corpus {corpus.name}, is shards already: leave it out.")
+            raise ValueError(f"The mixture {mixture}, corpus {corpus.name}, is tokenized already: leave it out.")
     tokenizer = load_tokenizer(args.tokenizer_name)
     folder = Path(args.output_dir)
     lock = FolderLock(folder)

@@ -120,10 +120,10 @@ class Progress:
             written = Written(**fields)
         # RecursionError: thousands of nested brackets. TypeError: other fields than these.
         except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"line {number} is no shard: {error}") from None
+            raise ValueError(f"line {number} is not a shard: {error}") from None
         before = self.of(written.part)
         if written.part not in parts or written.file != shard_name(written.part, len(before)):
-            raise ValueError(f"line {number} comes twice or out of its order")
+            raise ValueError(f"line {number} is repeated or out of order")
         if before and before[-1].last:
             raise ValueError(f"line {number} follows the last shard of its part")
         self._written.append(written)
@@ -234,8 +234,8 @@ def encoded(
             yield waiting.popleft().result()
     except BrokenProcessPool:
         raise ValueError(
-            f"One of the {pool.count} processes of --num_proc was killed, as where memory is full: lower --num_proc, "
-            "the same command goes on where it was."
+            f"One of the {pool.count} processes of --num_proc was killed, perhaps out of memory: lower it; "
+            "the same command continues where it stopped."
         ) from None
 
 

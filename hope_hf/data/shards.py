@@ -38,7 +38,7 @@ _LARGEST = 2**62
 # Read and hashed at the beginning of a run: seconds. Larger folders are checked by size, and by `prepare`.
 _HASHED_AT_ONCE = 1 << 30
 _READ_TOGETHER = 1 << 22
-_AGAIN = "repeat the python -m hope_hf.data.prepare that wrote the folder, it writes what is broken again"
+_AGAIN = "repeat the python -m hope_hf.data.prepare command of this folder, it rewrites broken files"
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,13 @@ def read_manifest(folder: Path, flag: str) -> dict:
     """The manifest of a folder of shards; ValueError that names the flag, the file and its first wrong field."""
     # Unlike Path.is_dir it answers for a name that is too long, too.
     if not os.path.isdir(folder):
-        raise ValueError(f"{flag} {folder} is no folder: name one that python -m hope_hf.data.prepare wrote.")
+        raise ValueError(f"{flag} {folder} is not a folder: name one that python -m hope_hf.data.prepare wrote.")
     path = folder / MANIFEST
     if not os.path.lexists(path):
         raise ValueError(f"{flag} {folder} has no {MANIFEST}: finish it with python -m hope_hf.data.prepare.")
     manifest = read_object(path, flag, "prepare the shards again")
     if manifest.get("format") != FORMAT:
-        raise ValueError(f"{flag} {path} is not of this version: prepare the shards again.")
+        raise ValueError(f"{flag} {path} is of another version: prepare the shards again.")
     try:
         check_fields(manifest, _MANIFEST)
         corpora = manifest["corpora"]
@@ -190,7 +190,7 @@ class ShardedStream(Stream):
         except OSError as error:
             raise ValueError(f"The shard {path} cannot be read any more: {error.strerror}.") from error
         if len(part) < stop - start:
-            raise ValueError(f"The shard {path} was cut while it was in use: {_AGAIN}.")
+            raise ValueError(f"The shard {path} was truncated while it was in use: {_AGAIN}.")
         # About a microsecond for a block, where a pass over all shards would take minutes.
         if len(part) and part.max() > self.highest_id:
             raise ValueError(
@@ -274,7 +274,7 @@ def _check_size(shard: Shard, kind: np.dtype, folder: Path, flag: str) -> None:
         raise ValueError(f"{flag}: {shard.path} {reason}: {_AGAIN}.") from None
     inside = Path(os.path.realpath(shard.path)).is_relative_to(os.path.realpath(folder))
     if not inside or not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{flag}: {shard.path} is no file of the folder's own, but a link, pipe or folder: {_AGAIN}.")
+        raise ValueError(f"{flag}: {shard.path} is a link, pipe or folder instead of a file: {_AGAIN}.")
     size, expected = status.st_size, shard.tokens * kind.itemsize
     if size != expected:
         raise ValueError(f"{flag}: {shard.path} has {size} bytes instead of {expected}: {_AGAIN}.")

@@ -123,8 +123,8 @@ class Arguments:
     files: list[str] | None = flag(None, ".txt, .json, .jsonl or .parquet; globs are allowed.")
     dataset_name: str | None = flag(None, "Hub name or folder of a data set; its training split is read.")
     dataset_config_name: str | None = flag(None, "Configuration of that data set.")
-    dataset_mixture: str | None = flag(None, "Several corpora in shares: a YAML file, see docs/data.md.")
-    max_bytes: int = flag(1_000_000_000, "Bytes of text to learn from, drawn by weight where there are more.", **COUNT)
+    dataset_mixture: str | None = flag(None, "YAML file that mixes several corpora, see docs/data.md.")
+    max_bytes: int = flag(1_000_000_000, "Bytes of text to learn from; a longer text is sampled by weight.", **COUNT)
     vocab_size: int = flag(DEFAULT_VOCAB_SIZE, "Entries.", least=SMALLEST_VOCABULARY, most=LARGEST_VOCABULARY)
 
 
@@ -170,7 +170,7 @@ def _texts(args) -> list[Text]:
         found = f"{' and '.join(named)} name" if named else "Nothing names"
         raise ValueError(f"{found} the text: give exactly one of --files, --dataset_name, --dataset_mixture.")
     if args.dataset_config_name and not args.dataset_name:
-        raise ValueError("--dataset_config_name belongs to a --dataset_name: add it.")
+        raise ValueError("--dataset_config_name needs a --dataset_name: add it.")
     if args.files:
         return [Text(pattern, load_files(find_files(pattern, "--files"), "--files")) for pattern in args.files]
     if args.dataset_name:

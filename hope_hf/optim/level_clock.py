@@ -151,7 +151,7 @@ def require_same_groups(saved: list[dict], own: list[dict]) -> None:
             (f"{len(saved)} groups", f"{len(own)} groups"),
         )
         raise ValueError(
-            f"The optimizer's state is of another run ({there} there, {here} here): resume with the batch size, "
+            f"The optimizer's state belongs to another run ({there} there, {here} here): resume with the batch size, "
             "--optimizer and --level_optimizers that it was written with."
         )
 

@@ -39,9 +39,7 @@ class LaunchArguments:
     world_size: int | None = flag(
         None, "Processes, one per GPU (default: the launch file's).", least=1, most=MOST_PROCESSES
     )
-    mixed_precision: Literal["no", "bf16", "fp16"] | None = flag(
-        None, "As accelerate launch takes it (default: the launch file's)."
-    )
+    mixed_precision: Literal["no", "bf16", "fp16"] | None = flag(None, "Mixed precision (default: the launch file's).")
 
 
 def _of_the_run(name: str) -> tuple[str, object, Field]:
@@ -63,7 +61,7 @@ class MachineArguments:
 
     _argument_group_name = "machine"
 
-    gpu: str = flag("h100-80gb", "GPUs with commas between them: h100-80gb, a100-40gb, ...")
+    gpu: str = flag("h100-80gb", "Comma-separated GPUs: h100-80gb, a100-40gb, ...")
     gpus_per_node: int = flag(8, "GPUs of one machine, joined by NVLink.", least=1, most=1024)
     network_gbit: float = flag(200.0, "Gbit/s of each GPU's link to other machines.", least=1e-3)
     max_train_steps: int | None = flag(None, "Optimizer steps of the whole run: adds days.", **COUNT)

@@ -114,7 +114,7 @@ def _config(args: Arguments):
         # Without a tokenizer the vocabulary is the config's own.
         config = build_config(args, None, _vocabulary(args), PRESETS)
     if not isinstance(getattr(config, "vocab_size", None), int):
-        raise ValueError(f"--model_type {config.model_type} has no vocab_size: it is no causal LM of one part.")
+        raise ValueError(f"--model_type {config.model_type} has no vocab_size: it is not a plain causal LM.")
     return config
 
 
@@ -143,7 +143,7 @@ def _check_plot(path: str | None):
         return
     file = Path(path)
     if file.suffix != ".png":
-        raise ValueError(f"--plot {path} is no .png: name a picture, such as plan.png.")
+        raise ValueError(f"--plot {path} is not a .png: name a picture, such as plan.png.")
     if file.is_dir() or not file.absolute().parent.is_dir() or not os.access(file.absolute().parent, os.W_OK):
         raise ValueError(f"--plot {path} cannot be written: name a file in a folder that exists.")
 

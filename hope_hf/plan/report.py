@@ -93,7 +93,7 @@ def _sentence(question: Question, rows: list[Setting], one: Verdict) -> str:
     words = f"{one.gpu.name}: {rows[0].name} "
     words += f"{'fits' if one.fits else 'does not fit'}, {one.peak / GIB:.1f} of {one.usable / GIB:.1f} usable GiB"
     if not one.fits:
-        words += f"; what would: {one.instead}" if one.instead else "; no setting does"
+        words += f"; what would: {one.instead}" if one.instead else "; no setting fits"
     peak = "TF32" if question.launch.precision == "no" else question.launch.precision
     words += f"; largest batch {one.largest_batch}" if one.largest_batch else "; not even one row fits"
     words += f"; a step computes for {one.step_seconds:.3g} s at {100 * question.args.mfu:.3g}% of the {peak} peak"

@@ -164,7 +164,7 @@ def require_a_fit(question: Question, rows: list[Setting], verdicts: list[Verdic
     least = min(rows, key=lambda row: row.memory.peak)
     recompute = "" if question.step.checkpointing == "block" else ", or give --gradient_checkpointing"
     raise ValueError(
-        f"--per_device_train_batch_size {question.step.batch_size} fits no setting on {best.gpu.name}: the least, "
+        f"--per_device_train_batch_size {question.step.batch_size} fits no setting on {best.gpu.name}: the smallest, "
         f"{least.name}, needs {least.memory.peak / GIB:.1f} of {best.usable / GIB:.1f} GiB; "
         + (
             f"lower it to {batches[name]} ({name}){recompute}."

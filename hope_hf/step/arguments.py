@@ -87,7 +87,7 @@ class RunArguments:
     seed: int = flag(42, "Seed of weights, data order and sampling.", **SEED)
     eval_steps: int = flag(500, "Evaluate every N steps; 0: only at the end.", **OR_NONE)
     logging_steps: int = flag(10, "Write a metrics row every N steps, and after the first and the last.", **COUNT)
-    report_to: str = flag("none", "Trackers besides metrics.jsonl: none, all, or names with commas (wandb,aim).")
+    report_to: str = flag("none", "Trackers besides metrics.jsonl: none, all, or comma-separated names (wandb,aim).")
     run_name: str | None = flag(None, "Name of the run in the trackers (default: WANDB_NAME, or the folder's name).")
     project_name: str | None = flag(None, "Project of the run in the trackers (default: WANDB_PROJECT, or hope_hf).")
     cpu_threads: int | None = flag(
@@ -101,7 +101,7 @@ class RunArguments:
     )
     watchdog_seconds: float = flag(
         540.0,
-        "After so long without a step every process writes its stacks to a file in --output_dir; 0: never.",
+        "Seconds without a step until every process writes its stacks to a file in --output_dir; 0: never.",
         least=0,
     )
     ddp_timeout: float = flag(1800.0, "Seconds after which a process gives up waiting for the others.", least=1)
@@ -151,7 +151,7 @@ class MemoryArguments:
         False, "FSDP: reduce gradients after every accumulated batch, so that none are held whole; sends more."
     )
     fsdp_reduce_dtype: Literal["float32", "bfloat16"] = flag(
-        "float32", "FSDP in bf16 or fp16: in which dtype gradients are summed over processes."
+        "float32", "FSDP in bf16 or fp16: dtype in which gradients are summed over processes."
     )
     fsdp_prefetch: int = flag(
         0, "FSDP version 2: blocks gathered ahead of the one that computes; 0: torch decides.", least=0, most=1000

@@ -71,9 +71,9 @@ def parse_gpus(text: str) -> list[Gpu]:
     """The GPUs of a list with commas, each once; ValueError that names an unknown one."""
     names = dict.fromkeys(word.strip().lower() for word in text.split(",") if word.strip())
     if not names:
-        raise ValueError(f"--gpu {text!r} names none: write for instance h100-80gb,a100-40gb.")
+        raise ValueError(f"--gpu {text!r} names no GPU: write for instance h100-80gb,a100-40gb.")
     for name in names:
         if name not in GPUS:
-            hint = nearest(name, GPUS) or f": choose of {', '.join(GPUS)}."
+            hint = nearest(name, GPUS) or f": choose among {', '.join(GPUS)}."
             raise ValueError(f"--gpu {name} is unknown{hint}")
     return [GPUS[name] for name in names]

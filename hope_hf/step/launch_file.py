@@ -107,9 +107,7 @@ def check(path: Path, content: dict) -> None:
     if "deepspeed_config_file" in deepspeed:
         beside = [key for key in DECIDED_BY_JSON if key in content | deepspeed]
         if beside:
-            refuse(
-                f"{', '.join(beside)} may not be given with deepspeed_config_file, which decides alone: remove it"
-            )
+            refuse(f"{', '.join(beside)} may not be given with deepspeed_config_file, which decides alone: remove it")
     for key, value in deepspeed.items():
         if value == "nvme":
             refuse(f"{key} is nvme, which is not supported: write cpu")
@@ -168,7 +166,10 @@ def _check_fsdp(config: dict, refuse) -> None:
             f"{RESHARD}: {config[RESHARD]} is ignored under FSDP's version 1: write fsdp_sharding_strategy: {strategy}"
         )
     elif str(config.get("fsdp_use_orig_params", "true")).lower() != "true":
-        refuse("fsdp_use_orig_params is false, and level clocks go by parameter: write true, or fsdp_version: 2")
+        refuse(
+            "fsdp_use_orig_params is false, but level clocks need the original parameters: write true, or "
+            "fsdp_version: 2"
+        )
     if config.get("fsdp_auto_wrap_policy") == "SIZE_BASED_WRAP" and "fsdp_min_num_params" not in config:
         refuse("SIZE_BASED_WRAP needs a size: write fsdp_min_num_params: 1000000")
     if config.get("fsdp_auto_wrap_policy") == "NO_WRAP":

@@ -121,8 +121,8 @@ def test_a_full_cache_is_foreseen(words, tmp_path, monkeypatch, capsys, read):
     flags = ["--tokenizer_name", str(tmp_path / "tokenizer"), "--output_dir", str(tmp_path / "shards")]
     assert main([str(mixture), *flags]) == 2
     # Five bytes of text a token, and two for the shards on the same disk.
-    assert "has 100.0 GB of free disk and the corpora that stream need about 119.0 GB" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="the corpora that stream need about 85.0 GB: free some, or name a folder on"):
+    assert "has 100.0 GB of free disk and the streamed corpora need about 119.0 GB" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="the streamed corpora need about 85.0 GB: free some, or name a folder on"):
         monkeypatch.setattr(corpora.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(100, 95, 80e9))
         build_data(DataConfig(dataset_mixture=str(mixture), tokenizer_name=flags[1]))
     assert not read
@@ -130,5 +130,5 @@ def test_a_full_cache_is_foreseen(words, tmp_path, monkeypatch, capsys, read):
 
 def test_a_limit_that_one_document_far_exceeds_says_so():
     warn_of_excess(Corpus("book", max_tokens=1_000), 1_090)
-    with pytest.warns(UserWarning, match="corpus book gives 90,000 tokens where max_tokens is 1,000: its last"):
+    with pytest.warns(UserWarning, match="corpus book gives 90,000 tokens, more than max_tokens 1,000: its last"):
         warn_of_excess(Corpus("book", max_tokens=1_000), 90_000)

@@ -202,11 +202,11 @@ BAD = {
     "no data set": (lambda d: {"dataset_name": f"{d}/nothing"}, "--dataset_name .*nothing is neither a folder"),
     "part of a data set": (
         lambda d: with_readme(d, "dataset_info: {splits: [{name: train, num_examples: 61}]}"),
-        "--dataset_name .* other splits or numbers of rows than its README.md says.* or name its files",
+        "--dataset_name .* other splits or row counts than its README.md states.* or name its files",
     ),
     "data set without a split": (
         lambda d: with_readme(d, "dataset_info: {splits: [{name: train}, {name: test}]}"),
-        "--dataset_name .* other splits or numbers of rows than its README.md says.* or name its files",
+        "--dataset_name .* other splits or row counts than its README.md states.* or name its files",
     ),
     "several configurations": (
         lambda d: with_readme(d, "configs: [{config_name: de, data_files: t*}, {config_name: en, data_files: t*}]"),
@@ -255,7 +255,7 @@ def test_a_file_without_read_permission_is_named(tmp_path, monkeypatch):
     "options, message",
     [
         ({"dataset_name": "x", "train_file": "y"}, "--dataset_name and --train_file"),
-        ({"dataset_config_name": "x"}, "--dataset_config_name belongs to"),
+        ({"dataset_config_name": "x"}, "--dataset_config_name needs a"),
         ({"document_boundary": "keep"}, "--document_boundary is reset or carry"),
         ({"block_size": 1}, "--block_size must be at least 2"),
     ],

@@ -128,10 +128,12 @@ def test_a_folder_with_other_files_is_refused_and_left_as_it_is(mixture, tmp_pat
     folder = tmp_path / "runs"
     (folder / "notes").mkdir(parents=True)
     (folder / "notes" / "thesis.tmp").write_text("years of work")
-    refused(capsys, prepare_words(mixture, folder), f"--output_dir {folder} holds 'notes', which is not of shards")
+    refused(
+        capsys, prepare_words(mixture, folder), f"--output_dir {folder} holds 'notes', which is not a file of shards"
+    )
     (folder / "notes" / "train-00000.bin").write_text("mine")
     (folder / "run.json").write_text("{}")
-    refused(capsys, prepare_words(mixture, folder), "holds 'notes', which is not of shards: name an empty one")
+    refused(capsys, prepare_words(mixture, folder), "holds 'notes', which is not a file of shards: name an")
     assert {path.name for path in folder.rglob("*")} == {"notes", "thesis.tmp", "train-00000.bin", "run.json"}
 
 
@@ -171,15 +173,15 @@ def first(old, new):
 @pytest.mark.parametrize(
     "change, sentence",
     [
-        (lambda lines: lines.insert(1, "garbage"), "line 2 is no shard: Expecting value"),
-        (lambda lines: lines.insert(1, "[" * 100_000), "line 2 is no shard: "),
-        (lambda lines: lines.insert(1, lines[1]), "line 3 comes twice or out of its order"),
-        (lambda lines: lines.pop(0), "line 1 comes twice or out of its order"),
-        (first("notes/", "../x/"), "line 1 is no shard: file is '../x/"),
-        (first("notes/", "other/"), "line 1 comes twice or out of its order"),
-        (first('"tokens": ', '"tokens": -'), "line 1 is no shard: tokens is -"),
-        (first('"last"', '"more": 1, "last"'), "line 1 is no shard: "),
-        (first("false", '"no"'), "is no shard: last is 'no', not true or false"),
+        (lambda lines: lines.insert(1, "garbage"), "line 2 is not a shard: Expecting value"),
+        (lambda lines: lines.insert(1, "[" * 100_000), "line 2 is not a shard: "),
+        (lambda lines: lines.insert(1, lines[1]), "line 3 is repeated or out of order"),
+        (lambda lines: lines.pop(0), "line 1 is repeated or out of order"),
+        (first("notes/", "../x/"), "line 1 is not a shard: file is '../x/"),
+        (first("notes/", "other/"), "line 1 is repeated or out of order"),
+        (first('"tokens": ', '"tokens": -'), "line 1 is not a shard: tokens is -"),
+        (first('"last"', '"more": 1, "last"'), "line 1 is not a shard: "),
+        (first("false", '"no"'), "is not a shard: last is 'no', not true or false"),
         (first("false", "true"), "line 2 follows the last shard of its part"),
     ],
 )
@@ -248,7 +250,7 @@ def test_a_killed_process_is_a_sentence_and_the_same_command_goes_on(mixture, sh
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "EncodingPool", Dying)
         words = [*prepare_words(mixture, copy), "--num_proc", "2"]
-        refused(capsys, words, "One of the 2 processes of --num_proc was killed, as where memory is full: lower")
+        refused(capsys, words, "One of the 2 processes of --num_proc was killed, perhaps out of memory: lower")
     assert main(prepare_words(mixture, copy)) == 0
     assert content(copy) == content(shards)
 
@@ -313,7 +315,9 @@ def test_a_limit_beyond_the_corpus_is_refused_before_the_manifest(mixture, tmp_p
 def test_shards_are_not_prepared_again(shards, tmp_path, mixture, capsys):
     other = tmp_path / "mix.yaml"
     other.write_text(f"corpora: {{a: {{shards: {shards}}}}}")
-    refused(capsys, prepare_words_of(other, mixture, tmp_path / "out"), "corpus a, is shards already: leave it out.")
+    refused(
+        capsys, prepare_words_of(other, mixture, tmp_path / "out"), "corpus a, is tokenized already: leave it out."
+    )
 
 
 def test_a_missing_mixture_is_asked_for(capsys):

@@ -186,7 +186,7 @@ def test_the_program_of_a_data_set_is_named_and_not_run(mixture, tmp_path):
     (folder / "train.jsonl").write_text('{"text": "a"}\n')
     path = tmp_path / "mix.yaml"
     path.write_text(f"corpora: {{a: {{dataset_name: {folder}}}}}")
-    with pytest.raises(ValueError, match="corpus a: .* is made by a program .programmed.py., which is not run: name"):
+    with pytest.raises(ValueError, match="corpus a: .* needs its program programmed.py, which is not run: name"):
         build_data(DataConfig(dataset_mixture=str(path), tokenizer_name=str(mixture.parent / "tokenizer")))
     assert not (tmp_path / "ran").exists()
 
@@ -252,7 +252,7 @@ def test_a_shard_that_is_cut_or_lost_in_use_is_named(copy):
     stream = open_folder(str(copy), "--train_shards").corpora[0].train
     path = copy / "notes" / "train-00001.bin"
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(ValueError, match="The shard .*train-00001.bin was cut while it was in use: repeat the python"):
+    with pytest.raises(ValueError, match="The shard .*train-00001.bin was truncated while it was in use: repeat the"):
         stream.read(0, len(stream))
     path.unlink()
     with pytest.raises(ValueError, match="The shard .*train-00001.bin cannot be read any more: No such file"):
@@ -262,7 +262,7 @@ def test_a_shard_that_is_cut_or_lost_in_use_is_named(copy):
 @pytest.mark.parametrize(
     "change, sentence",
     [
-        (lambda found: found.update(format=0), "is not of this version"),
+        (lambda found: found.update(format=0), "is of another version"),
         (lambda found: found.pop("corpora"), "corpora is missing"),
         (lambda found: found.update(corpora=[]), r"corpora is \[\], not an object"),
         (lambda found: found.update(corpora={}), "corpora is empty"),
@@ -309,7 +309,7 @@ def test_a_shard_that_is_a_link_out_of_the_folder_is_named(copy, tmp_path):
     shard = copy / "rows" / "train-00001.bin"
     shutil.move(shard, tmp_path / "outside.bin")
     shard.symlink_to(tmp_path / "outside.bin")
-    with pytest.raises(ValueError, match="--train_shards: .*train-00001.bin is no file of the folder's own, but"):
+    with pytest.raises(ValueError, match="--train_shards: .*train-00001.bin is a link, pipe or folder"):
         open_folder(str(copy), "--train_shards")
 
 
@@ -333,7 +333,7 @@ def test_another_tokenizer_is_refused(shards, tmp_path):
 
 
 def test_what_is_no_folder_of_shards_is_named(tmp_path):
-    with pytest.raises(ValueError, match="--train_shards .*none is no folder: name one that python -m hope_hf.data"):
+    with pytest.raises(ValueError, match="--train_shards .*none is not a folder: name one that python -m hope_hf"):
         build_data(DataConfig(train_shards=str(tmp_path / "none"), block_size=T))
 
 

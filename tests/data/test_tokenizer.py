@@ -146,7 +146,7 @@ def test_bad_arguments_give_one_sentence_each(text_file, tmp_path, capsys):
         (["--file", str(text_file)], "Unrecognized arguments: --file"),
         ([], "Nothing names the text: give exactly one of --files, --dataset_name, --dataset_mixture."),
         (["--files", str(text_file), "--dataset_name", "a/b"], "--files and --dataset_name name the text: give exact"),
-        (["--files", str(text_file), "--dataset_config_name", "a"], "--dataset_config_name belongs to a --dataset_n"),
+        (["--files", str(text_file), "--dataset_config_name", "a"], "--dataset_config_name needs a --dataset_name"),
     ]:
         assert main([*arguments, "--output_dir", str(tmp_path / "out")]) == 2
         error = capsys.readouterr().err

@@ -198,7 +198,7 @@ def test_state_of_another_run_is_refused(leveled_model, set_gradients, settings)
         build_optimizer(model, "adamw", **settings | {"tokens_per_step": 200}),
         build_optimizer(leveled_model(periods=(100, 400)), "adamw", **settings),
     ):
-        with pytest.raises(ValueError, match="is of another run .* resume with the batch size, --optimizer"):
+        with pytest.raises(ValueError, match="belongs to another run .* resume with the batch size, --optimizer"):
             other.load_state_dict(saved)
         assert not other.state
 

@@ -65,7 +65,7 @@ def fsdp(version: int | None = 2, **keys) -> dict:
         (fsdp(1, fsdp_reshard_after_forward=False), "version 1: write fsdp_sharding_strategy: SHARD_GRAD_OP"),
         (fsdp(1, fsdp_reshard_after_forward="SHARD_GRAD_OP"), "write fsdp_sharding_strategy: SHARD_GRAD_OP"),
         (fsdp(1, fsdp_reshard_after_forward="HYBRID_SHARD"), "write fsdp_sharding_strategy: HYBRID_SHARD"),
-        (fsdp(1, fsdp_use_orig_params=False), "level clocks go by parameter: write true"),
+        (fsdp(1, fsdp_use_orig_params=False), "level clocks need the original parameters: write true"),
         (fsdp(None), "names no fsdp_version"),
         (
             fsdp(fsdp_ofload_params=True),
