@@ -39,12 +39,12 @@ def read_small(path: str | Path, most: int = SMALL) -> str:
 
     Raises:
         OSError: it is missing or cannot be read.
-        ValueError: it is no regular file, has more than `most` bytes, or is not UTF-8. The message is the reason
+        ValueError: it is not a regular file, has more than `most` bytes, or is not UTF-8. The message is the reason
             alone: the caller names the file and the fix.
     """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         # In parts: Python takes as much memory as it is asked to read. One byte more than allowed shows a longer file.
         content = bytearray()
         while part := file.read(min(most + 1 - len(content), 1 << 20)):

@@ -32,9 +32,9 @@ TEXT_SOURCES = {
     "train_file": {},
     "dataset_mixture": {"max_train_samples": "the mixture has max_documents for each corpus"},
     "train_shards": {
-        "preprocessing_num_workers": "--train_shards is tokenized",
-        "max_train_samples": "--train_shards is read whole",
-        "validation_split_percentage": "--train_shards holds its validation text",
+        "preprocessing_num_workers": "the shards are already tokenized",
+        "max_train_samples": "the shards are read whole",
+        "validation_split_percentage": "the shards hold their own validation text",
     },
 }
 STREAMED = ("dataset_name", "train_file")
@@ -140,16 +140,16 @@ class TextArguments:
     train_file: str | None = flag(None, "Training text: .txt, .json, .jsonl or .parquet; a glob pattern is allowed.")
     dataset_name: str | None = flag(None, "Hub name or folder of a data set; 'synthetic' gives seeded random tokens.")
     dataset_config_name: str | None = flag(None, "Configuration of that data set.")
-    dataset_mixture: str | None = flag(None, "Several corpora in shares: a YAML file, see docs/data.md.")
+    dataset_mixture: str | None = flag(None, "YAML file that mixes several corpora, see docs/data.md.")
     train_shards: str | None = flag(None, "Folder of token shards that python -m hope_hf.data.prepare wrote.")
-    validation_file: str | None = flag(None, "Validation text, of the same kinds.")
+    validation_file: str | None = flag(None, "Validation text, in the same formats.")
     validation_split_percentage: float = flag(
         5.0, "Percentage of the training documents held out if there is no validation set.", above=0, below=100
     )
     max_train_samples: int | None = flag(None, "Use only the first N training documents.", **COUNT)
     max_eval_samples: int | None = flag(None, "Use only the first N validation documents.", **COUNT)
     streaming: bool = flag(False, "Read the data set as a stream; training needs --max_train_steps.")
-    preprocessing_num_workers: int | None = flag(None, "Processes that tokenize.", **THREADS)
+    preprocessing_num_workers: int | None = flag(None, "Number of processes that tokenize.", **THREADS)
 
 
 def check_streaming(args: TextArguments) -> None:

@@ -76,8 +76,8 @@ class FolderLock:
             except OSError as error:
                 if error.errno in _NO_LOCKS:
                     warnings.warn(
-                        f"--output_dir {self._folder} lies on a disk without locks ({error.strerror}): nothing keeps "
-                        "a second process from writing to it.",
+                        f"--output_dir {self._folder} lies on a disk without locks ({error.strerror}): a second "
+                        "process could write to it, too.",
                         stacklevel=2,
                     )
                     break

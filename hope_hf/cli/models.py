@@ -69,7 +69,7 @@ def load_config(source: str, flag: str, args: ModelArguments):
         values, _ = PreTrainedConfig.get_config_dict(source)
         # PEFT saves no config beside it.
         if find_adapter_config_file(source) is not None:
-            raise ValueError("it is an adapter of PEFT, merge it into its model (merge_and_unload) and save that")
+            raise ValueError("it is a PEFT adapter, merge it into its model (merge_and_unload) and save that")
         _check_dtype(values)
         return AutoConfig.from_pretrained(source, trust_remote_code=args.trust_remote_code)
     except MISTAKES as error:

@@ -119,7 +119,7 @@ class Parser(HfArgumentParser):
         flag = f"--{flag_of(word)}"
         if flag in self._option_string_actions and word[len(flag) :] == "=--":
             # argparse would drop the value.
-            self.error(f"argument {flag}: '--' is no value")
+            self.error(f"argument {flag}: '--' is not a value")
         return flag + word[len(flag) :] if flag in self._option_string_actions else word
 
 
@@ -162,9 +162,9 @@ def named_flags(parser: Parser, words: list[str], flags: Collection[str]) -> set
         before = [flag_of(other) for other in words[: words.index(word)] if other.startswith("--")]
         if before and os.path.exists(word):
             raise ValueError(
-                f"--{before[-1]} takes one value, and {word!r} is another: if the shell has put the files' names in "
-                f"place of a pattern, quote the pattern (--{before[-1]} '*.txt')."
+                f"--{before[-1]} takes one value, and {word!r} is another: if the shell has expanded a pattern, "
+                f"quote the pattern (--{before[-1]} '*.txt')."
             )
-        raise ValueError(f"Unexpected argument {word!r}: write --flag {word}, or a YAML file as first word.")
+        raise ValueError(f"Unexpected argument {word!r}: write --flag {word}, or a YAML file as the first argument.")
     named = [flag_of(word) for word in words if word.startswith("--")]
     return {name.removeprefix("no_") if name not in flags else name for name in named}

@@ -57,7 +57,7 @@ def _give_way():
     torch.set_num_threads(threads)
     if threads < first:
         warn_once(
-            f"Other programs use the cores, so {threads} thread(s) compute faster than {first}: this run takes "
+            f"Other programs use the cores, so {threads} thread(s) compute faster than {first}: this run uses "
             f"{threads} (--cpu_threads)."
         )
 

@@ -73,7 +73,7 @@ def draw_or_warn(draw: Callable[[Path], object], path: Path) -> Path | None:
     # Whatever fails in matplotlib, a font or the disk: the numbers are worth more than their picture.
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        warnings.warn(f"No {path}: the picture failed ({reason}).", stacklevel=2)
+        warnings.warn(f"{path} could not be drawn ({reason}).", stacklevel=2)
         return None
     return path
 

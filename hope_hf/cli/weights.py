@@ -71,7 +71,9 @@ def parts_of(index: Path) -> list[str]:
         raise _Refused(f"{index} cannot be read: save the model there again.")
     for name in names:
         if not is_inside(name) or not name.endswith(".safetensors"):
-            raise _Refused(f"{index} names {name!r}, which is no safetensors file inside its folder: do not trust it.")
+            raise _Refused(
+                f"{index} names {name!r}, which is not a safetensors file inside its folder: do not trust it."
+            )
     return sorted(names)
 
 

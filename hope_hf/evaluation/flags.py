@@ -40,10 +40,10 @@ class SuiteArguments:
 
     suite: str = flag(
         "perplexity,sample",
-        "Suites with commas: perplexity, passkey, needle, memory, synthetic, zero_shot, continual, "
+        "Comma-separated suites: perplexity, passkey, needle, memory, synthetic, zero_shot, continual, "
         "class_incremental, sample.",
     )
-    lengths: str | None = flag(None, "Lengths in tokens with commas between them; k is 1,024 (1k,2k,4k).")
+    lengths: str | None = flag(None, "Comma-separated lengths in tokens; k is 1,024 (1k,2k,4k).")
     depths: str = flag("0,0.25,0.5,0.75,1", "passkey, needle: position of the key, from 0 (first) to 1 (last).")
     samples_per_length: int = flag(
         4, "passkey, needle: samples per length and depth. perplexity: texts per longest length.", least=1, most=10_000
@@ -51,7 +51,7 @@ class SuiteArguments:
     samples_per_class: int = flag(2, "class_incremental: test sentences of each class.", **COUNT)
     tasks: str | None = flag(
         None,
-        "Tasks with commas between them. synthetic, needle, class_incremental: their own (default: all); zero_shot: "
+        "Comma-separated tasks. synthetic, needle, class_incremental: their own (default: all); zero_shot: "
         "lm-eval's, YAML files with --trust_remote_code, or paper for the nine of the paper (default).",
     )
     num_fewshot: int | None = flag(
@@ -68,7 +68,7 @@ class SuiteArguments:
         None,
         "Folder of data. zero_shot: TASK_SPLIT.jsonl (.json, .parquet), not the Hub; class_incremental: its files.",
     )
-    limit: int | None = flag(None, "Use at most N samples of everything; marked in the report.", **COUNT)
+    limit: int | None = flag(None, "Use at most N samples per measurement; the report is marked as limited.", **COUNT)
     max_train_steps: int | None = flag(
         None,
         "Steps of training. synthetic: default the task's own; class_incremental: of each group (default: 100).",
@@ -89,7 +89,9 @@ class SuiteArguments:
         "continual: a YAML file with a corpus for each segment, in the keys of --dataset_mixture (default: what the "
         "run's --dataset_mixture or --train_shards hold out).",
     )
-    prompts: str | None = flag(None, "sample: a text file with one prompt a line (default: the text's beginnings).")
+    prompts: str | None = flag(
+        None, "sample: a text file with one prompt per line (default: the beginnings of documents)."
+    )
     max_new_tokens: int | None = flag(
         None, "Tokens of each continuation (default: sample 64, needle 128).", least=1, most=1_000_000
     )
@@ -103,18 +105,20 @@ class RunArguments:
 
     output_dir: str | None = flag(None, "Folder of results.json, results.md and pictures (default: print only).")
     checkpoints: str | None = flag(
-        None, "Evaluate checkpoints of the run in --model_name_or_path: all, or every:N steps; those done are skipped."
+        None,
+        "Evaluate checkpoints of the run in --model_name_or_path: all, or every:N steps; those with a report are "
+        "skipped.",
     )
     compare: list[str] | None = flag(
-        None, "Evaluate nothing: set these reports side by side (folders or files; the differences are to the first)."
+        None, "Compare these reports (folders or files) with the first one; nothing is evaluated."
     )
     archive_dir: str | None = flag(None, "Keep every report as RUN/TIME.json in this folder; nothing is overwritten.")
-    report_to: str = flag("none", "Trackers of numbers and pictures: none, wandb, tensorboard, with commas.")
+    report_to: str = flag("none", "Trackers of numbers and pictures: none, or comma-separated (wandb,tensorboard).")
     batch_size: str | None = flag(
         None, "Rows per forward pass (default: 8; synthetic: the task's own); zero_shot: auto, as many as fit."
     )
-    offline: bool = flag(False, "Ask the Hub for nothing: models, tokenizers and data are local or in its cache.")
-    dtype: Literal["float32", "bfloat16", "float64"] = flag("float32", "Type of the weights.")
+    offline: bool = flag(False, "Do not contact the Hub: models, tokenizers and data are local or in its cache.")
+    dtype: Literal["float32", "bfloat16", "float64"] = flag("float32", "Dtype of the weights.")
     device: str | None = flag(None, "cpu, cuda, cuda:1, ... (default: the accelerator, if there is one).")
     seed: int = flag(42, "Seed of samples, and of models that are trained.", **SEED)
     cpu_threads: int | None = flag(None, "Threads (default: OMP_NUM_THREADS, or all cores).", **THREADS)
@@ -198,7 +202,9 @@ def parse(argv: list[str], suites: dict[str, Suite]) -> Arguments:
     names the flag or file and the fix.
     """
     if argv and os.path.isdir(argv[0]):
-        raise ValueError(f"{argv[0]} is a folder: write --model_name_or_path {argv[0]}, or a YAML file as first word.")
+        raise ValueError(
+            f"{argv[0]} is a folder: write --model_name_or_path {argv[0]}, or a YAML file as the first argument."
+        )
     recipe, argv = split_recipe(argv, FLAGS)
     parser = Parser(
         GROUPS,
@@ -261,7 +267,7 @@ def parse_depths(text: str) -> list[float]:
     except ValueError:
         depths = []
     if not depths or not all(0 <= depth <= 1 for depth in depths):
-        raise ValueError(f"--depths {text!r} must be numbers from 0 to 1 with commas between them, such as 0,0.5,1.")
+        raise ValueError(f"--depths {text!r} must be comma-separated numbers from 0 to 1, such as 0,0.5,1.")
     return depths
 
 
@@ -323,7 +329,7 @@ def _warn_of_ignored(args: Arguments, named: set[str], suites):
         warn_once("--batch_size auto is for --suite zero_shot: the other suites take their default.")
     for name in TRAINING_ONLY:
         if name in named:
-            warn_once(f"--{name} is ignored: it says how run_clm.py reads its training text.")
+            warn_once(f"--{name} is ignored: it sets how run_clm.py reads its training text.")
     if args.prompts and set(asked) == {"sample"}:
         for name in sorted(named & set(TEXT) - {"trust_remote_code"}):
             warn_once(f"--{name} is ignored: --prompts is given.")

@@ -61,9 +61,9 @@ def _text_of(run: Path, args: Arguments) -> dict:
             if not isinstance(value, kinds[name] | int if kinds[name] is float else kinds[name]):
                 raise ValueError(f"{name} is {value!r:.80}")
         if not 0 < found["validation_split_percentage"] < 100 or (found["max_eval_samples"] or 1) < 1:
-            raise ValueError("the share held out is out of its bounds")
+            raise ValueError("the share held out is out of range")
     except MISTAKES as error:
-        warn_once(f"{run} does not say the run's text ({one_line(error)}): the built-in corpus is read.")
+        warn_once(f"{run} does not name the run's text ({one_line(error)}): the built-in corpus is read.")
         return {}
     given = {name: getattr(args, name) for name in SHARE if getattr(args, name) != getattr(defaults, name)}
     return found | given

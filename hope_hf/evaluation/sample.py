@@ -67,5 +67,5 @@ def _prompts(args: Arguments, subject: Subject) -> list[list[int]]:
         raise ValueError(f"--prompts {args.prompts} cannot be read: {reason}.") from None
     lines = [line for line in lines if line.strip()]
     if not lines:
-        raise ValueError(f"--prompts {args.prompts} is empty: write one prompt a line.")
+        raise ValueError(f"--prompts {args.prompts} is empty: write one prompt per line.")
     return [subject.encode(line) for line in lines]

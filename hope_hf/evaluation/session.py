@@ -173,7 +173,7 @@ def _run_suites(args: Arguments, asked: list[str], report: Report) -> int:
 def _run(name: str, args: Arguments, subject: Subject | None) -> SuiteResult:
     if SUITES[name].needs_memory and not subject.has_memory:
         raise ValueError(
-            f"--suite {name} looks into self-modifying memories, and {args.model_name_or_path} "
+            f"--suite {name} measures self-modifying memories, and {args.model_name_or_path} "
             f"({subject.model.config.model_type}) has none: leave it out."
         )
     return SUITES[name](with_own_tasks(args, name), subject)
@@ -182,7 +182,7 @@ def _run(name: str, args: Arguments, subject: Subject | None) -> SuiteResult:
 def _sentence(name: str, error: Exception) -> str:
     if memory_is_full(error):
         reason = str(error).splitlines()[0] if str(error) else "MemoryError"
-        return f"--suite {name}: the memory does not hold it, lower --batch_size or --lengths ({reason})."
+        return f"--suite {name}: out of memory, lower --batch_size or --lengths ({reason})."
     if isinstance(error, ValueError):
         return one_line(error)
     place = traceback.extract_tb(error.__traceback__)[-1]

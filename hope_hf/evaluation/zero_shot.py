@@ -87,7 +87,7 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
     table = rows(found)
     for task, shots in {row["task"]: row["num_fewshot"] for row in table}.items():
         if None not in (args.num_fewshot, shots) and shots != args.num_fewshot:
-            warnings.warn(f"--num_fewshot plays no part in {task}: lm-eval defines it for {shots}.", stacklevel=2)
+            warnings.warn(f"--num_fewshot has no effect on {task}: lm-eval defines it for {shots}.", stacklevel=2)
     for row in table:
         row["chance"] = manager.chances.get(row["task"]) if row["metric"] in OF_CHOICES else None
     tables = {f"lm-eval {lm_eval.__version__}": table}

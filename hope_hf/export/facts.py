@@ -141,7 +141,7 @@ def read_evaluation(path: Path, model: PreTrainedModel) -> EvaluationFacts:
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
         raise ValueError(f"{path} is damaged: {fix}.") from None
     if size != model.num_parameters():
-        has = f"of a model of {size:,} parameters" if isinstance(size, int) else "of no single model"
+        has = f"of a model of {size:,} parameters" if isinstance(size, int) else "of several models"
         raise ValueError(f"{path} holds results {has} and this one has {model.num_parameters():,}: {fix}.")
     return facts
 

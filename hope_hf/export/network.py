@@ -57,7 +57,7 @@ def upload(folder: Path, repo_id: str, private: bool) -> str:
 def _reason(error: Exception) -> str:
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status == 401:
-        return "the Hub does not know the token (401), run `hf auth login` or set HF_TOKEN."
+        return "the Hub rejects the token (401), run `hf auth login` or set HF_TOKEN."
     if status == 403:
         return "the token may not write there (403), use one of its owner's with the right to write."
     if error.__cause__ is not None and isinstance(error, RuntimeError):

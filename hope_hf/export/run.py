@@ -21,7 +21,7 @@ def make_parser() -> Parser:
     parser = Parser(
         (),
         prog="python -m hope_hf.export",
-        description="Make the folder that one uploads to the Hub, check it, and upload it.",
+        description="Make a folder for the Hub, check it, and upload it.",
         example="python -m hope_hf.export runs/pilot --to exports/pilot --push_to_hub owner/name",
         link="docs/export.md",
         allow_abbrev=False,
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         if options.push_to_hub is not None:
             check_repo_id(options.push_to_hub, "--push_to_hub")
         elif options.private:
-            raise ValueError("--private is about an upload: add --push_to_hub REPO_ID or leave it out.")
+            raise ValueError("--private needs an upload: add --push_to_hub REPO_ID or leave it out.")
         if not os.path.isdir(options.dir):
             raise ValueError(f"{options.dir} is not a folder: name that of a finished run or of another saved HOPE.")
         if options.results and not os.path.isfile(options.results):

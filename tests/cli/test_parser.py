@@ -53,7 +53,7 @@ def test_an_error_names_one_spelling():
 
 
 def test_two_dashes_are_no_value():
-    with pytest.raises(ValueError, match="Argument --gpus_per_node: '--' is no value"):
+    with pytest.raises(ValueError, match="Argument --gpus_per_node: '--' is not a value"):
         make_plan_parser().parse_args(["--gpus-per-node=--"])
 
 

@@ -24,7 +24,7 @@ def test_a_picture_that_fails_is_a_warning(tmp_path):
     def fails(path):
         raise RuntimeError("no such font")
 
-    with pytest.warns(UserWarning, match=r"loss\.png: the picture failed \(no such font\)"):
+    with pytest.warns(UserWarning, match=r"loss\.png could not be drawn \(no such font\)"):
         assert draw_or_warn(fails, tmp_path / "loss.png") is None
 
 

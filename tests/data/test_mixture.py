@@ -75,7 +75,7 @@ def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"The mixture .*mix.yaml cannot be read: No such file or directory\."):
         read_mixture(str(tmp_path / "mix.yaml"))
     os.mkfifo(tmp_path / "mix.yaml")
-    with pytest.raises(ValueError, match=r"The mixture .*mix.yaml cannot be read: it is no regular file\."):
+    with pytest.raises(ValueError, match=r"The mixture .*mix.yaml cannot be read: it is not a regular file\."):
         read_mixture(str(tmp_path / "mix.yaml"))
 
 

@@ -156,7 +156,7 @@ def test_only_safetensors_are_read(broken, refused):
 def test_an_adapter_is_no_model(broken, refused, folders):
     folder = broken()
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": folders["llama"]}))
-    sentence = f"--model_name_or_path {folder} cannot be loaded: it is an adapter of PEFT, merge it"
+    sentence = f"--model_name_or_path {folder} cannot be loaded: it is a PEFT adapter, merge it"
     assert sentence in refused(folder)
     # PEFT saves none.
     (folder / "config.json").unlink()
@@ -168,7 +168,7 @@ def test_an_index_stays_in_its_folder(broken, refused):
     (folder / WEIGHTS).rename(folder.parent / "evil.safetensors")
     for file in ("../evil.safetensors", str(folder.parent / "evil.safetensors"), "part.bin", 5):
         write_index(folder, file)
-        assert f"{INDEX} names {file!r}, which is no safetensors file inside its folder" in refused(folder)
+        assert f"{INDEX} names {file!r}, which is not a safetensors file inside its folder" in refused(folder)
     write_index(folder, "part.safetensors")
     assert f"has no part.safetensors, which its {INDEX} names" in refused(folder)
     os.mkfifo(folder / "part.safetensors")

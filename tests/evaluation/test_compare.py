@@ -139,7 +139,7 @@ def test_what_is_no_json_is_one_sentence(reports, tmp_path, content, capsys):
 def test_a_report_that_is_a_pipe_is_refused(reports, tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     assert main(["--compare", reports[0], str(tmp_path / "pipe")]) == 2
-    assert "pipe is no report of run_eval.py: it is no regular file" in capsys.readouterr().err
+    assert "pipe is no report of run_eval.py: it is not a regular file" in capsys.readouterr().err
 
 
 def test_folders_named_like_columns_and_with_signs_of_formulas(reports, tmp_path):

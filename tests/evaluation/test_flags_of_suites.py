@@ -132,5 +132,5 @@ def test_a_runs_text_that_is_gone_is_one_sentence(run):
 def test_a_run_file_that_says_nothing_is_warned_of(run, content, monkeypatch):
     (run / "run.json").write_text(content)
     monkeypatch.setattr("hope_hf.evaluation.held_out.validation_texts", lambda config: ({"x": ["text"]}, "built-in"))
-    with pytest.warns(UserWarning, match="does not say the run's text"):
+    with pytest.warns(UserWarning, match="does not name the run's text"):
         assert held_out_documents(Arguments(model_name_or_path=str(run))).texts == ["text"]

@@ -177,7 +177,7 @@ def test_a_suite_that_cannot_run_leaves_the_others(folders, text_file, tmp_path,
     output = tmp_path / "report"
     options = ["--suite", "memory,sample", "--max_new_tokens", 2, "--output_dir", output]
     assert evaluate(folders["llama"], text_file, *options) == 1
-    assert "--suite memory looks into self-modifying memories" in capsys.readouterr().err
+    assert "--suite memory measures self-modifying memories" in capsys.readouterr().err
     record = json.loads((output / "results.json").read_text())
     assert list(record["failed"]) == ["memory"] and list(record["results"]) == ["sample"]
     assert "**memory could not run**" in (output / "results.md").read_text()
@@ -260,7 +260,7 @@ def test_a_picture_that_fails_is_a_warning(folders, text_file, tmp_path, monkeyp
         raise RuntimeError("no font")
 
     monkeypatch.setattr("hope_hf.evaluation.perplexity.curves", fails)
-    with pytest.warns(UserWarning, match="loss_by_position.png: the picture failed .no font"):
+    with pytest.warns(UserWarning, match="loss_by_position.png could not be drawn .no font"):
         flags = ["--suite", "perplexity", "--lengths", "128", "--output_dir", tmp_path]
         assert evaluate(folders["llama"], text_file, *flags) == 0
     assert json.loads((tmp_path / "results.json").read_text())["pictures"] == {"perplexity": []}
@@ -305,13 +305,13 @@ def test_one_sentence_for_wrong_files(folders, tokenizer, text_file, tmp_path, c
     blank.write_text(" \n")
     os.mkfifo(tmp_path / "pipe")
     cases = [
-        (folders["hope"], text_file, ["--prompts", str(tmp_path / "pipe")], 1, "be read: it is no regular file"),
+        (folders["hope"], text_file, ["--prompts", str(tmp_path / "pipe")], 1, "be read: it is not a regular file"),
         (folders["hope"], str(tmp_path / "none.txt"), [], 1, "does not exist"),
         (folders["hope"], str(empty), [], 1, "is empty"),
         (folders["hope"], str(blank), [], 1, "holds no text to evaluate on"),
         (str(tmp_path / "none"), text_file, [], 2, "--model_name_or_path"),
         (None, text_file, [], 2, "--suite sample needs a model"),
-        (folders["hope"], text_file, ["--prompts", str(empty)], 1, "is empty: write one prompt a line"),
+        (folders["hope"], text_file, ["--prompts", str(empty)], 1, "is empty: write one prompt per line"),
         (folders["hope"], text_file, ["--prompts", str(tmp_path / "none")], 1, "cannot be read"),
         (folders["hope"], text_file, ["--prompts", str(empty), "--dataset_name", "x"], 2, "--dataset_name and"),
     ]

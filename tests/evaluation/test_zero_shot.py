@@ -372,7 +372,7 @@ def test_local_data_replaced_by_a_file_of_the_same_time_are_read_anew(tmp_path, 
 
 def test_a_number_of_examples_that_the_task_forbids_is_told(folders, tasks, subject, trusting):
     args = trusting(model_name_or_path=folders["hope"], tasks=str(tasks / "until.yaml"), num_fewshot=1, limit=1)
-    with pytest.warns(UserWarning, match="--num_fewshot plays no part in until: lm-eval defines it for 0"):
+    with pytest.warns(UserWarning, match="--num_fewshot has no effect on until: lm-eval defines it for 0"):
         zero_shot(args, subject())
 
 

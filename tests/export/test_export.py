@@ -272,7 +272,7 @@ def test_an_output_folder_that_is_in_use(source, refused, tmp_path):
         (dict(results={"memory": {"tables": {"Gates": [{"a": 1, "b": 2}, {"a": 1}]}}}), "is damaged"),
         (dict(results=[]), "is damaged"),
         (dict(model={"parameters": 7}), "holds results of a model of 7 parameters"),
-        (dict(model=None), "holds results of no single model"),
+        (dict(model=None), "holds results of several models"),
         (dict(unfinished=["passkey"]), "is of an evaluation that has not ended"),
     ],
 )
@@ -315,7 +315,7 @@ def test_records_of_the_run_that_are_named_pipes(source, file, tmp_path):
         (["--push_to_hub", "a/b/c"], "--push_to_hub 'a/b/c' is not a name of a repository: write owner/name"),
         (["--push_to_hub", "owner/my model"], "--push_to_hub 'owner/my model' is not a name"),
         (["--push_to_hub", ""], "--push_to_hub is ''"),
-        (["--private"], "--private is about an upload: add --push_to_hub"),
+        (["--private"], "--private needs an upload: add --push_to_hub"),
         (["--results", "none.json"], "--results none.json is not a file"),
         (["--licence", "mit"], "--licence"),
     ],

@@ -56,7 +56,7 @@ def test_the_card_names_the_owner_that_the_hub_found(hub, folder):
 @pytest.mark.parametrize(
     "end, status, sentence",
     [
-        ("/create", 401, "the Hub does not know the token (401), run `hf auth login` or set HF_TOKEN."),
+        ("/create", 401, "the Hub rejects the token (401), run `hf auth login` or set HF_TOKEN."),
         ("/create", 403, "the token may not write there (403)"),
         ("/batch", 403, "the token may not write there (403)"),
         ("/commit/main", 413, "HfHubHTTPError: Client error '413"),

@@ -108,7 +108,7 @@ def test_files_that_are_no_launch_files(tmp_path, text):
 
 def test_a_pipe_and_other_yaml_files_are_no_launch_files(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
-    with pytest.raises(ValueError, match="pipe.yaml cannot be read: it is no regular file"):
+    with pytest.raises(ValueError, match="pipe.yaml cannot be read: it is not a regular file"):
         read(tmp_path / "pipe.yaml")
     mixtures = sorted((CONFIGS.parent / "recipes").rglob("*.yaml"))
     assert len(mixtures) > 8

@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_refused(run, tmp_path, shards, capsys, word_tokeni
 
 
 def test_flags_that_shards_ignore_are_named(run, shards):
-    with pytest.warns(UserWarning, match="--max_train_samples is ignored: --train_shards is read whole"):
+    with pytest.warns(UserWarning, match="--max_train_samples is ignored: the shards are read whole"):
         status, _ = run(
             "a", "--max_train_samples", "3", "--max_train_steps", "1", data=["--train_shards", str(shards)]
         )

@@ -248,7 +248,7 @@ def test_a_recipe_that_is_no_text(tmp_path):
         "binary": "can't decode byte",
         ".": "Is a directory",
         "n" * 300: "File name too long",
-        "pipe": "it is no regular file",
+        "pipe": "it is not a regular file",
         "large": "it has more than 1,048,576 bytes",
     }
     for name, reason in named.items():

@@ -162,7 +162,7 @@ def test_a_run_is_complete_whatever_happens_to_sample_and_picture(run, monkeypat
         status, _ = run("a", "--max_train_steps", "2")
     said = [str(warning.message) for warning in caught]
     assert "No sample of the model: out of paint." in said
-    assert f"No {tmp_path / 'a'}/loss.png: the picture failed (out of paint)." in said
+    assert f"{tmp_path / 'a'}/loss.png could not be drawn (out of paint)." in said
     assert status == 0 and json.loads((tmp_path / "a" / "run.json").read_text())["complete"] is True
     assert "Load the model:" in capsys.readouterr().out
 

@@ -129,7 +129,7 @@ def _grouped(file: Path, domains: dict[str, list[str]], splits: dict[str, list[t
     for where, rows in splits.items():
         found = {label for _, label in rows}
         if strange := sorted(found - set(labels)):
-            raise ValueError(f"--data_dir: {where} has a label of no group, {strange[0]!r}: add it to one.")
+            raise ValueError(f"--data_dir: {where} has a label without a group, {strange[0]!r}: add it to one.")
         if unused := sorted(set(labels) - found):
             raise ValueError(f"--data_dir: {where} has no example of the label {unused[0]!r}: add one.")
     examples = [[Example(text, number[label]) for text, label in rows] for rows in splits.values()]

@@ -54,7 +54,7 @@ def small_model(args: Arguments, vocab_size: int, seed: int) -> PreTrainedModel:
     and values that do not exist.
     """
     if args.model_name_or_path:
-        warnings.warn("The synthetic suite trains new models: --model_name_or_path plays no part in it.", stacklevel=2)
+        warnings.warn("The synthetic suite trains new models: --model_name_or_path is not used.", stacklevel=2)
     overrides = json.dumps({**sizes(args), **parse_overrides(args.config_overrides)})
     named = replace(args, model_name_or_path=None, config_overrides=overrides)
     config = build_config(named, None, vocab_size, PRESETS)

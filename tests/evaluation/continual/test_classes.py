@@ -268,7 +268,7 @@ def test_what_cannot_be_learned(subject, arguments, data, groups):
     ("file", "content", "sentence"),
     [
         ("clinc150_domains.json", {"home": ["light_on", "light_off", "call_in"]}, "fewer than two groups of classes"),
-        ("clinc150_full.json", {"train": [["x", "y"]], "test": []}, "split train, has a label of no group, 'y': add"),
+        ("clinc150_full.json", {"train": [["x", "y"]], "test": []}, "split train, has a label without a group, 'y':"),
         ("clinc150_domains.json", {"home": ["light_on"], "work": []}, "a group is not a list of labels"),
         ("clinc150_domains.json", {"home": ["light_on"], "work": [1]}, "a group is not a list of labels"),
         ("clinc150_domains.json", {"home": ["light_on"], "work": ["light_on"]}, "a label stands twice"),
@@ -281,7 +281,7 @@ def test_what_cannot_be_learned(subject, arguments, data, groups):
         ("banking77_train.csv", "text,category\n", "fewer than two groups of classes: forgetting needs two or more"),
         ("banking77_train.csv", "text,category\nx,y\n", "fewer than two groups of classes"),
         ("banking77_test.csv", "text,category\nx,Card_01\n", " has no example of the label 'Card_00'"),
-        ("banking77_test.csv", "text,category\nx,y\n", " has a label of no group, 'y': add it to one"),
+        ("banking77_test.csv", "text,category\nx,y\n", " has a label without a group, 'y': add it to one"),
     ],
 )
 def test_files_that_cannot_be_used(data, file, content, sentence):

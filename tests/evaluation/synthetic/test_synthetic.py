@@ -68,7 +68,7 @@ def test_the_users_overrides_go_on_top_and_a_named_size_stays_as_it_is():
 
 
 def test_a_loaded_model_plays_no_part_and_the_user_is_told():
-    with pytest.warns(UserWarning, match="--model_name_or_path plays no part"):
+    with pytest.warns(UserWarning, match="--model_name_or_path is not used"):
         small_model(arguments(model_name_or_path="nowhere"), 7, 0)
 
 

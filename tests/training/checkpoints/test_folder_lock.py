@@ -207,7 +207,7 @@ def test_a_disk_without_locks_warns(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     lock = FolderLock(tmp_path / "a")
-    with pytest.warns(UserWarning, match="without locks .*: nothing keeps a second process from writing to it"):
+    with pytest.warns(UserWarning, match="without locks .*: a second process could write to it, too"):
         lock.acquire()
     lock.release()
     assert not (tmp_path / "a").exists()

@@ -78,7 +78,7 @@ def test_a_value_that_cannot_be_drawn_is_left_out(tmp_path, value):
 
 def test_metrics_that_are_no_file_are_refused(tmp_path):
     os.mkfifo(tmp_path / "metrics.jsonl")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl cannot be read \(it is no regular file\)"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl cannot be read \(it is not a regular file\)"):
         read_metrics(tmp_path)
 
 
