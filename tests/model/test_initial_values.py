@@ -77,7 +77,7 @@ def test_memories_begin_at_zero_or_small_with_an_orthogonal_inner_layer():
 
 @pytest.mark.parametrize("made", [["k", "v"], ["v"]], ids=str)
 @pytest.mark.parametrize("rule", ["delta", "paper"])
-def test_memories_that_remake_streams_begin_at_the_identity_or_near_it(rule, made):
+def test_memories_that_project_begin_at_the_identity_or_near_it(rule, made):
     mixer = new_model(memory_rule=rule, memory_projections=made).model.layers[0].mixer
     memories, x = mixer.memories(1, torch.float32), torch.randn(2 * 128 // 64, 5, 64)
     for index in range(len(made)):
