@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 STATUS = 130
-"""Of a program that Ctrl-C has ended, as shells have it."""
+"""Exit status after Ctrl-C, as shells define it."""
 _PROGRAMS = {Path(__file__).resolve().parents[1] / name for name in ("run_clm.py", "run_eval.py")}
 
 

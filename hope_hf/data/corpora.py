@@ -42,17 +42,17 @@ class Needed:
     """
 
     seed: int | None = None
-    """Draws the order; None: that of the data set."""
+    """Seed of the order; None keeps the data set's order."""
     percentage: float = 0.0
-    """Of documents that are held out."""
+    """Percentage of the documents that is held out."""
     documents: int | None = None
-    """Training documents."""
+    """Training documents to read."""
     tokens: int | None = None
-    """Training tokens."""
+    """Training tokens to read."""
     size: int | None = None
-    """Bytes of training documents."""
+    """Bytes of training documents to read."""
     held: int = 0
-    """Documents that are held out."""
+    """Held-out documents to read."""
     most_documents: int | None = None
 
 

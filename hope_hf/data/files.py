@@ -59,9 +59,9 @@ class Columns:
 
     names: list[str]
     strings: list[str]
-    """Those of strings or, in JSON, of nothing."""
+    """Columns of strings or, in JSON, of nulls only."""
     texts: list[str]
-    """Those that are the text where no other is, whatever its name: neither dates nor empty."""
+    """Columns of strings that are neither dates nor empty; a single one is the text, whatever its name."""
 
 
 def find_files(name: str, flag: str, split: str = "train") -> list[str]:

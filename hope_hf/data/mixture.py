@@ -65,7 +65,7 @@ class Corpus:
     """Hub name or folder; `builtin` is the built-in corpus."""
     dataset_config_name: str | None = None
     data_dir: str | None = None
-    """Folder of that data set, where it has one for each language or topic."""
+    """Folder inside that data set, such as that of one language or topic."""
     split: str = "train"
     streaming: bool = False
     """Fetch only as much of that data set as its limit needs, in an order drawn by the seed."""
@@ -74,18 +74,18 @@ class Corpus:
     shards: str | None = None
     """Folder that `python -m hope_hf.data.prepare` wrote."""
     text_column: str | None = None
-    """Default: `text`, or the only column of strings."""
+    """Column of the text (default: `text`, or the only column of strings)."""
     weight: float | None = None
     """Share of the tokens, relative to the others' weights. Without weights a corpus counts by its size."""
     max_documents: int | None = None
-    """Read so many training documents, drawn by the seed."""
+    """Number of training documents to read, drawn by the seed."""
     max_tokens: int | None = None
-    """Read training documents, in an order drawn by the seed, until they have so many tokens."""
+    """Number of tokens to read, from training documents in an order drawn by the seed."""
     min_length: int | None = None
     """In characters."""
     max_length: int | None = None
     deduplicate: bool = False
-    """Keep the first of documents whose texts are equal."""
+    """Keep one of several documents with equal texts: the first."""
     language: str | None = None
     """One of `LANGUAGES`: keep documents that seem to be in it, by the share of its most common words."""
 
@@ -211,7 +211,7 @@ def seems_to_be(text: str, language: str) -> bool:
 
 
 class Judge:
-    """Decides for one document after another whether it passes the corpus's corpus."""
+    """Decides for one document after another whether it passes the filters of a corpus."""
 
     def __init__(self, corpus: Corpus):
         self._corpus = corpus

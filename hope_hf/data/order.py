@@ -68,7 +68,7 @@ class Mixed:
         self._firsts = np.cumsum([0, *counts])
         self._length, self.seed = sum(counts), seed
         self.shares = apportion(self._length, counts if weights is None else weights)
-        """Places of each corpus in an epoch."""
+        """Number of places of each corpus in an epoch."""
         windows = np.arange(-(-self._length // _WINDOW) + 1)
         # [windows + 1, corpora]: places that each corpus has had before a window of an epoch begins.
         self._before = windows[:, None] * np.array(self.shares) // windows[-1]

@@ -44,7 +44,7 @@ _READ_TOGETHER = 1 << 21
 @dataclass
 class Block:
     tokens: Tensor
-    """int64 [T]."""
+    """Token ids, int64 [T]."""
     starts: Tensor
     """int64 [n]: positions in the block where documents begin."""
 

@@ -39,14 +39,14 @@ class Written:
     """One finished shard, as noted in `progress.jsonl`."""
 
     part: str
-    """Corpus and `train` or `validation`: web/train."""
+    """Corpus and side (`train` or `validation`), such as web/train."""
     file: str
     documents: int
     tokens: int
     text_bytes: int
     sha256: str
     last: bool
-    """Whether its part has no more shards."""
+    """Whether this is the last shard of its part."""
 
 
 _FIELDS = {
@@ -138,11 +138,11 @@ class Encoded:
     """Documents read together, in order."""
 
     tokens: np.ndarray
-    """Of all documents, one after another, in the shards' dtype."""
+    """Token ids of all documents, concatenated, in the shards' dtype."""
     lengths: list[int]
-    """Tokens of each."""
+    """Tokens of each document."""
     text_bytes: list[int]
-    """Bytes of each in UTF-8."""
+    """Bytes of each document in UTF-8."""
 
 
 def write_shards(

@@ -151,7 +151,7 @@ class ShardedStream(Stream):
         self._length = self._length if length is None else length
         self._shards, self._kind, self._eos = list(shards), kind, eos
         self.highest_id = int(np.iinfo(kind).max)
-        """A higher id, which the vocabulary lacks, is an error where it is read."""
+        """The highest valid id; reading a higher one raises an error."""
 
     @staticmethod
     def join(streams: Sequence["ShardedStream"]) -> "ShardedStream":

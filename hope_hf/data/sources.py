@@ -40,7 +40,7 @@ class Opened:
     """Tokens of one epoch; None for a stream."""
     validation: Sequence[Block]
     identity: tuple
-    """What defines the tokens and the order, but for block size, boundary and seed."""
+    """What defines the tokens and their order, except block size, boundary and seed."""
     description: str
     """Source and size, for people."""
     is_text: bool = True

@@ -35,9 +35,9 @@ class Text:
     name: str
     documents: Dataset
     weight: float | None = None
-    """None: by size."""
+    """None: the corpus counts by its size."""
     most: int | None = None
-    """Bytes that may be read of it."""
+    """Bytes of the corpus that may be read; None: all."""
 
     @cached_property
     def size(self) -> int:

@@ -22,7 +22,7 @@ class HeldOut:
     corpora: list[str]
     """The corpus of each document; one name for all where the text is no mixture."""
     source: str
-    """Where they come from, for people."""
+    """Where the documents come from, for people."""
 
     def head(self, count: int | None) -> "HeldOut":
         """The first documents; all for None."""

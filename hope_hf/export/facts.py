@@ -39,7 +39,7 @@ class TrainingFacts:
     versions: dict[str, str]
     steps: int | None
     tokens: int | None
-    """Read by the model, over all processes."""
+    """Training tokens of all processes."""
     losses: dict[str, float]
     """The last evaluation: `eval_loss` (nats per token), `eval_perplexity`, `eval_bits_per_byte`, where known."""
 

@@ -23,8 +23,8 @@ WORDS = {
     "lengths", "depths", "batch_size", "dtype", "device", "checkpoints",
 }  # fmt: skip
 SHOWN = HUB_NAMES | FILES | WORDS
-"""Flags with a text that is published. Of all others only switches and numbers are: a shell line, the name of a
-project or a flag that nobody has thought of may hold a password."""
+"""Flags whose text is published. Of all other flags only switches and numbers are published: a shell line, a project
+name or a flag added later may hold a password."""
 # An absolute path up to its last separator. Its folders may have blanks.
 FOLDERS = re.compile(r"(?<![\w./\\])(?:(?:~|[A-Za-z]:)[/\\](?:.*[/\\])?|[/\\](?=\S).*[/\\])")
 

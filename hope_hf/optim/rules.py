@@ -24,7 +24,7 @@ class UpdateRule(Protocol):
     """Whether it updates matrices (or stacks of them) only: AdamW updates the other parameters, and an engine must not
     cut a matrix within a row."""
     state_bytes: int
-    """Bytes of its tensors per element of a float32 parameter."""
+    """Bytes of the rule's tensors per element of a float32 parameter."""
 
     @staticmethod
     def settings(betas: tuple[float, float], eps: float) -> dict:
