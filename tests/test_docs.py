@@ -18,7 +18,7 @@ from hope_hf.export import run as export
 from hope_hf.plan import parsing as plan
 from hope_hf.step.arguments import FLAGS
 from hope_hf.step.recipe import NO_EFFECT
-from hope_hf.training.checkpoints import tool
+from hope_hf.training.checkpoints import __main__ as tool
 from hope_hf.training.watch import plot
 
 ROOT = Path(__file__).parents[1]

@@ -30,7 +30,7 @@ from hope_hf.evaluation import flags as evaluation
 from hope_hf.evaluation.held_out import held_out_documents
 from hope_hf.evaluation.suites import SUITES
 from hope_hf.plan import main as plan
-from hope_hf.training.checkpoints import tool
+from hope_hf.training.checkpoints import __main__ as tool
 from hope_hf.training.parsing import parse
 from hope_hf.training.setup import data_config
 

@@ -15,13 +15,12 @@ import transformers
 from hope_hf.cli.flags import check_output
 from hope_hf.cli.process import complain, go_offline, is_first_process, memory_is_full, one_line, set_up_cpu
 
-from .checkpoints import Checkpoint, as_checkpoint, find_checkpoints
+from .checkpoints import Checkpoint, as_checkpoint, draw_history, find_checkpoints, is_done, report_folder
 from .compare import FILE as COMPARISON
 from .compare import as_page, compare, write_comparison
 from .display import show_progress
 from .documents import BadDocuments
 from .flags import Arguments, names
-from .history import draw_history, is_done, report_folder
 from .report import Report, archive, archive_folder, as_json, as_markdown, free_folder, summary
 from .result import SuiteResult, numbers
 from .saved_reports import run_name

@@ -1,8 +1,7 @@
 """Optimizers for models whose parameters step at different clocks; torch only."""
 
-from .build import build_optimizer, period_steps, periods_of, rules_of
+from .build import LevelOptions, build_optimizer, parse_level_optimizers, period_steps, periods_of, rules_of
 from .level_clock import LevelClock, require_same_groups, warn_short_levels
-from .level_options import LevelOptions, parse_level_optimizers
 from .rules import RULES, newton_schulz, own_part
 
 __all__ = [

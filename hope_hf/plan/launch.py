@@ -11,8 +11,7 @@ from hope_hf.step.launch_file import LOW_PRECISION
 from hope_hf.step.launch_file import read as read_content
 from hope_hf.step.recompute import parse_recomputed
 
-from .arguments import MOST_PROCESSES
-
+MOST_PROCESSES = 65_536
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 ALL = frozenset((WEIGHTS, GRADIENTS, OPTIMIZER))
 

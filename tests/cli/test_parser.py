@@ -13,11 +13,11 @@ from hope_hf.evaluation import flags as evaluation_flags
 from hope_hf.evaluation.flags import FLAGS as EVALUATION_FLAGS
 from hope_hf.evaluation.suites import SUITES
 from hope_hf.export.run import make_parser as make_export_parser
-from hope_hf.plan.arguments import FLAGS as PLAN_FLAGS
+from hope_hf.plan.parsing import FLAGS as PLAN_FLAGS
 from hope_hf.plan.parsing import make_parser as make_plan_parser
 from hope_hf.step.arguments import FLAGS as TRAINING_FLAGS
 from hope_hf.training import parsing as training_parsing
-from hope_hf.training.checkpoints.tool import make_parser as make_checkpoints_parser
+from hope_hf.training.checkpoints.__main__ import make_parser as make_checkpoints_parser
 
 
 @pytest.mark.parametrize("make", [make_plan_parser, make_export_parser, prepare.make_parser, tokenizer.make_parser])

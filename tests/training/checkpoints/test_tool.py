@@ -8,7 +8,7 @@ import torch
 from checkpoint_run import truncate
 from transformers import AutoModelForCausalLM
 
-from hope_hf.training.checkpoints.tool import main
+from hope_hf.training.checkpoints.__main__ import main
 
 pytestmark = pytest.mark.usefixtures("one_cpu_process")
 
