@@ -413,6 +413,12 @@ def test_what_is_allowed_breaks_no_rule(file, source):
     assert [breach for rule in RULES for breach in rule(file, ast.parse(source))] == []
 
 
+def test_no_two_test_files_have_one_name():
+    """pytest imports them by base name, and refuses the second of a name in a run of all."""
+    names = [path.split("/")[-1] for path in files_of_tests() if path.split("/")[-1].startswith("test_")]
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_the_lowest_versions_are_those_that_the_package_admits():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     named = [*project["dependencies"], *project["optional-dependencies"]["test"]]
