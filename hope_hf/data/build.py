@@ -83,7 +83,7 @@ def _bytes_per_token(validation: ValidationBatches, tokenizer: PreTrainedTokeniz
     table = torch.tensor(bytes_per_id(tokenizer), dtype=torch.int64)
     total = count = 0
     for batch in validation:
-        # A row's first token has nothing before it to be predicted from.
+        # A row's first token is not predicted.
         labels = batch["labels"][:, 1:]
         scored = labels[labels != IGNORED]
         total, count = total + int(table[scored].sum()), count + scored.numel()

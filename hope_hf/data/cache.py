@@ -16,9 +16,9 @@ from datasets import Dataset, config
 
 from hope_hf.cli.process import warn_once
 
-# Raised where the same files would be read as other texts.
+# Increase it when the same files would be read as other texts.
 _VERSION = 1
-# Of a folder that cannot be written.
+# Errors of a folder that cannot be written.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 _SCHEMA = pa.schema([("text", pa.string())])
 
@@ -26,7 +26,7 @@ _SCHEMA = pa.schema([("text", pa.string())])
 def cached_texts(files: Iterable[str], what: object, texts: Iterator[pa.Array]) -> Dataset:
     """`texts` as a data set with the one column `text`, from the cache if it has them.
 
-    files, what: the texts are those of these files, as they are now, and depend on `what`, by its repr.
+    files, what: the cache key consists of the present state of the files and the repr of `what`.
     """
     path = cache_path(files, what)
     if not path.exists():
@@ -42,9 +42,9 @@ def cache_path(files: Iterable[str], what: object) -> Path:
 
 
 def cache_for(files: Iterable[str]) -> str:
-    """The folder in the cache for what `datasets` makes of these files, as they are now.
+    """The cache folder for what `datasets` makes of these files in their present state.
 
-    `datasets` itself tells files by their names and times, and takes a new one with the time of the old for it.
+    `datasets` itself compares names and times only, so it mistakes a new file with the old one's time for the old one.
     """
     return str(writable_cache() / "hope_hf" / _key(files, "datasets"))
 
@@ -56,12 +56,12 @@ def _key(files: Iterable[str], what: object) -> str:
 
 
 def _state(stat: os.stat_result) -> tuple[int, ...]:
-    """What changes with a file's content; copies may keep the size and the time of the change (`cp -p`, `tar`)."""
+    """Numbers that change with a file's content; a copy may keep size and modification time (`cp -p`, `tar`)."""
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 def _write(path: Path, texts: Iterator[pa.Array]) -> None:
-    # Under another name first: no process finds an unfinished file, and several may write the same one.
+    # Written under another name first: no process finds an unfinished file, and several may write the same one.
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         unfinished = Path(scratch) / path.name
         with pa.OSFile(str(unfinished), "wb") as file, pa.ipc.new_stream(file, _SCHEMA) as writer:
@@ -116,12 +116,12 @@ def plain_name(name: str) -> str:
         with cache_errors():
             there.parent.mkdir(exist_ok=True)
             _link(links, there)
-    # One link stands for a file, as it does for itself.
+    # A file has one link; a folder has a folder of links.
     return str(there / next(iter(links))) if os.path.isfile(path) else str(there)
 
 
 def files_under(folder: str) -> list[str]:
-    """The paths of all files in a folder, sorted; hidden ones are none of a data set's."""
+    """The paths of all files in a folder, sorted; hidden files are not part of a data set."""
     found = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -130,7 +130,7 @@ def files_under(folder: str) -> list[str]:
 
 
 def _link(links: dict[str, str], there: Path) -> None:
-    # Under another name first, so that no other process finds a part.
+    # Made under another name first, so that no other process finds an incomplete folder.
     with tempfile.TemporaryDirectory(dir=there.parent) as scratch:
         for link, file in links.items():
             place = Path(scratch, there.name, link)

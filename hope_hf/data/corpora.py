@@ -24,21 +24,21 @@ from .packing import stable_seed
 from .shards import KINDS, dtype_of
 from .vocabulary import tokenizer_hash
 
-# Bytes of text per token, of most tokenizers at most.
+# Bytes of text per token: an upper bound for most tokenizers.
 BYTES_PER_TOKEN = 5
-# Documents among which the order is drawn; that of the data set's files is drawn, too.
+# Documents that are shuffled together; the order of the data set's files is shuffled, too.
 _SHUFFLED = 1_000
 _READ_TOGETHER = 100
-# All documents are tokenized up to so many, and one in `_SAMPLED` of the others; the estimate may err by the surplus.
+# The first `_TOKENIZED` documents are tokenized, then one in `_SAMPLED`; `_SURPLUS` covers the estimate's error.
 _TOKENIZED, _SAMPLED, _SURPLUS = 1_000, 16, 1.02
 _HELD_OUT_OF_A_STREAM = 256
 
 
 @dataclass(frozen=True)
 class Needed:
-    """A stream is read until it has given all of this, in documents that pass the corpus's filters.
+    """How much of a stream is read, counted in documents that pass the corpus's filters.
 
-    It ends with `most_documents` of them in any case.
+    After `most_documents` of them reading stops in any case.
     """
 
     seed: int | None = None
@@ -57,7 +57,7 @@ class Needed:
 
 
 def _identity(corpus: Corpus, needed: Needed, tokenizer: PreTrainedTokenizerBase | None) -> tuple[list[str], tuple]:
-    """What the fetched documents depend on, as `cached_texts` takes it; tokens are counted only where they limit."""
+    """The `files` and `what` of `cached_texts`; the tokenizer matters only if a number of tokens is needed."""
     folder = Path(corpus.dataset_name)
     files = [str(path) for path in sorted(folder.rglob("*")) if path.is_file()] if folder.is_dir() else []
     counted_by = tokenizer_hash(tokenizer) if needed.tokens is not None else None
@@ -78,10 +78,10 @@ def _text_of(corpus: Corpus, name: str, **options) -> Dataset | IterableDataset:
 
 
 def _fetched(corpus: Corpus, needed: Needed, tokenizer, name: str) -> Iterator[pa.Array]:
-    """The documents that are read, also those that do not pass."""
+    """All documents that are read, including those that do not pass."""
     stream = _text_of(corpus, name, streaming=True)
     if needed.seed is not None:
-        # By name, too: two corpora of one data set must not be drawn alike.
+        # The name is part of the seed: two corpora of one data set must not be drawn alike.
         seed = stable_seed(needed.seed, *corpus.name.encode()) % 2**32
         stream = stream.shuffle(seed=seed, buffer_size=_SHUFFLED)
     count = _Count(corpus, needed, tokenizer)
@@ -94,7 +94,7 @@ def _fetched(corpus: Corpus, needed: Needed, tokenizer, name: str) -> Iterator[p
 
 
 class _Count:
-    """What the documents that were read amount to."""
+    """Counts the documents read so far, their bytes and tokens."""
 
     def __init__(self, corpus: Corpus, needed: Needed, tokenizer: PreTrainedTokenizerBase | None):
         self._needed, self._encode = needed, make_encoder(tokenizer) if needed.tokens is not None else None
@@ -103,7 +103,7 @@ class _Count:
 
     @property
     def is_enough(self) -> bool:
-        """Whether there is all that is needed."""
+        """Whether all that is needed has been read."""
         needed = self._needed
         if self._documents == needed.most_documents:
             return True
@@ -116,7 +116,7 @@ class _Count:
         )
 
     def until_enough(self, texts: list[str | None]) -> Iterator[str | None]:
-        """The texts up to the one that is enough."""
+        """The texts, up to the one after which `is_enough`."""
         for text in texts:
             yield text
             self._add(text)
@@ -155,9 +155,9 @@ def open_corpus(
     seed: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Documents:
-    """Load what the corpus names; ValueError that names it where there is nothing to read, or less than asked for.
+    """Load a corpus. Raises ValueError that names it if it has nothing to read, or less than its limits ask for.
 
-    percentage: of the documents that pass, held out for validation, of which the first `max_eval_samples` are read.
+    percentage: share of the passing documents held out for validation; the first `max_eval_samples` of them are read.
     tokenizer: counts the tokens of a stream up to its max_tokens.
     """
     train, validation, dropped = _split(corpus, percentage, needed_of(corpus, percentage, seed), tokenizer)
@@ -170,12 +170,12 @@ def open_corpus(
 
 
 def needed_of(corpus: Corpus, percentage: float, seed: int) -> Needed:
-    """What a training reads of a stream."""
+    """How much of a stream a training run reads."""
     return Needed(seed, percentage, corpus.max_documents, corpus.max_tokens, held=1)
 
 
 def held_out_documents(corpus: Corpus, percentage: float, count: int | None, seed: int) -> Dataset:
-    """The first `count` documents that `open_corpus` holds out; of a stream no more is read than they need."""
+    """The first `count` documents that `open_corpus` holds out; a stream is read only until it has given them."""
     needed = Needed(seed, percentage, held=count or _HELD_OUT_OF_A_STREAM)
     _, validation, _ = _split(corpus, percentage, needed, None)
     return validation.select(range(min(len(validation), count or len(validation))))
@@ -187,7 +187,7 @@ def passing(
     needed: Needed | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> tuple[Dataset, Counter]:
-    """Its documents that pass its filters, and how many others there are, by reason.
+    """The documents of a corpus that pass its filters, and the number of dropped ones by reason.
 
     flag: what names the corpus in errors. needed: how much of a stream is read (default: all).
     """
@@ -215,7 +215,7 @@ def _split(
 
 
 def require_as_many(corpus: Corpus, limit: str, count: int) -> None:
-    """Raise ValueError where the corpus has fewer training documents or tokens than `limit`, the key, asks for."""
+    """Raise ValueError where the corpus has fewer training documents or tokens than its key `limit` asks for."""
     asked = getattr(corpus, limit)
     if asked is not None and count < asked:
         kind = limit.removeprefix("max_")
@@ -223,7 +223,7 @@ def require_as_many(corpus: Corpus, limit: str, count: int) -> None:
 
 
 def warn_of_excess(corpus: Corpus, tokens: int) -> None:
-    """Warn where far more tokens than `max_tokens` are read, since the document that makes the limit is read whole."""
+    """Warn if far more tokens than `max_tokens` are read, since the document that reaches the limit is read whole."""
     if corpus.max_tokens is not None and tokens > 1.1 * corpus.max_tokens:
         warn_once(
             f"corpus {corpus.name} gives {tokens:,} tokens, more than max_tokens {corpus.max_tokens:,}: its last "
@@ -236,7 +236,7 @@ def check_cache(
 ) -> None:
     """Raise ValueError where the cache's disk has less room than the streams will take.
 
-    shards: a folder for their shards, which are counted where it is on the same disk.
+    shards: the folder for their shards, whose size counts if it is on the same disk.
     """
     streams = [corpus for corpus in corpora if corpus.streaming]
     needed = sum(
@@ -269,10 +269,10 @@ def _load(corpus: Corpus, source: str) -> Dataset:
 
 
 def _drawn(corpus: Corpus, count: int, seed: int):
-    """Indices of the documents to read of `count`: all in order where there is no limit."""
+    """Indices of the documents to read, out of `count`; all in order if there is no limit."""
     if corpus.max_documents is None and corpus.max_tokens is None:
         return range(count)
     require_as_many(corpus, "max_documents", count)
-    # By name, too: two corpora of one size must not be drawn alike.
+    # The name is part of the seed: two corpora of one size must not be drawn alike.
     drawn = np.random.default_rng([seed, *corpus.name.encode()]).permutation(count)
     return drawn[: corpus.max_documents]

@@ -126,7 +126,7 @@ def builtin_corpus() -> Dataset:
 
 
 def load_data_set(source: str, name: str, config_name: str | None, split: str | None = None, **options):
-    """`datasets.load_dataset`, also of a folder that `save_to_disk` wrote: all its splits, or one.
+    """`datasets.load_dataset`, which also reads a folder that `save_to_disk` wrote: all its splits, or one.
 
     Raises ValueError that names `source` where it cannot be loaded.
     """
@@ -176,9 +176,9 @@ def _from_hub(config: DataConfig):
 
 
 def split_training(documents: Dataset, percentage: float, source: str) -> tuple[Dataset, Dataset]:
-    """Training and validation documents, by hash of their text or name; ValueError that names `source` without both.
+    """Training and validation documents, by hash of their text or name; ValueError names `source` if one is empty.
 
-    A single document is parted at a blank line.
+    A single document is split at a blank line.
     """
     key = "name" if "name" in documents.column_names else "text"
     keys = (row[key] for row in documents.select_columns([key]))

@@ -3,8 +3,8 @@
 The token before a document is EOS, or the BOS of a tokenizer that puts one before every prompt: then EOS follows the
 document.
 
-An encoding takes about 110 bytes of memory for a byte of text. So little text is encoded together, and a long text is
-encoded in overlapping windows. Two windows are joined where tokens of both begin: this gives the tokens of the whole.
+An encoding takes about 110 bytes of memory per byte of text. So little text is encoded together, and a long text is
+encoded in overlapping windows. They are joined where tokens of both begin, which gives the tokens of the whole text.
 """
 
 import copy
@@ -27,7 +27,7 @@ _TOGETHER = 1 << 19
 def make_encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
     """A function from texts to token lists, each beginning with `document_start`; blank texts give none.
 
-    A text that spells a special token does not become one.
+    Text that spells a special token is encoded as ordinary text.
     """
     start, encode_all = document_start(tokenizer), _fast(tokenizer) or _slow(tokenizer)
     end = [] if start == tokenizer.eos_token_id else [tokenizer.eos_token_id]
@@ -42,7 +42,7 @@ def make_encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
 def document_start(tokenizer: PreTrainedTokenizerBase) -> int:
     """The token that begins every document: the one that the tokenizer puts before prompts, or else EOS.
 
-    Warns where it puts several.
+    Warns if the tokenizer puts several tokens before prompts.
     """
     text, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
     places = range(len(whole) - len(text) + 1)
@@ -69,11 +69,11 @@ def _groups(texts: list[str]) -> Iterator[list[str]]:
 
 
 def _fast(tokenizer: PreTrainedTokenizerBase):
-    """By the tokenizers library itself, without offsets and masks: two thirds of the time of a call."""
+    """Encodes with the tokenizers library directly, without offsets and masks: two thirds of the time of a call."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
-    # A copy: these settings belong to this use alone.
+    # A copy, since the settings below must not change the caller's tokenizer.
     backend = copy.deepcopy(backend)
     backend.no_truncation()
     backend.no_padding()
@@ -88,7 +88,7 @@ def _fast(tokenizer: PreTrainedTokenizerBase):
 
 
 def _slow(tokenizer: PreTrainedTokenizerBase):
-    # No warning that a text exceeds the model's input.
+    # verbose=False: no warning that a text exceeds the model's input.
     return lambda texts: tokenizer(
         texts,
         add_special_tokens=False,
@@ -108,7 +108,7 @@ def _in_windows(backend: Tokenizer, text: str) -> list[int]:
         here, there = window.joints(cut), following.joints(cut)
         place = min(here & there or here or {cut}, key=lambda place: abs(place - cut))
         if place not in here & there:
-            # One token over thousands of characters, or the same few characters without an end.
+            # One token spans thousands of characters, or the same few characters repeat endlessly.
             warn_once(
                 f"A text has more than {MARGIN:,} characters without the end of a word: it is encoded in windows, "
                 "and its tokens may differ from those of the whole text."
@@ -120,7 +120,7 @@ def _in_windows(backend: Tokenizer, text: str) -> list[int]:
 
 
 class _Window:
-    """The tokens of a part of a text; places are those in the whole text."""
+    """The tokens of a part of a text; places are character positions in the whole text."""
 
     def __init__(self, backend: Tokenizer, text: str, begin: int, end: int):
         encoding = backend.encode(text[begin:end], add_special_tokens=False)

@@ -4,8 +4,8 @@ In .json, .jsonl, .parquet and .arrow a document is a row. In .txt it is the fil
 only `<|endoftext|>` if there are any; one of more than `LONGEST` characters is read as several of about `PART`, cut at
 blank lines where there are any. A folder that `Dataset.save_to_disk` wrote is read, too.
 
-Files are opened by their exact names: nothing in a name is a pattern or a URL. Of a table only the column of the text
-is read, so the other columns may be of any type and may differ between files.
+Files are opened by their exact names: nothing in a name is a pattern or a URL. Only the text column of a table is
+read, so the other columns may be of any type and may differ between files.
 """
 
 import glob
@@ -35,10 +35,10 @@ _STATE, _SPLITS = "state.json", "dataset_dict.json"
 _WRONG_CONTENT = (
     DatasetGenerationError, OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError
 )  # fmt: skip
-# Rows of a table, and characters of short documents, that are read together.
+# Number of table rows, and of characters of short documents, that are read together.
 _ROWS = 100
 _CHARACTERS = 1 << 20
-# Characters of a .txt document that is read as several, and of each of these.
+# A .txt document of more than LONGEST characters is read as several of about PART characters.
 LONGEST = 1 << 24
 PART = 1 << 17
 _LONGEST_LINE = 1 << 16
@@ -67,8 +67,8 @@ class Columns:
 def find_files(name: str, flag: str, split: str = "train") -> list[str]:
     """The files that a path or glob pattern names, sorted; none is empty, all are of one kind.
 
-    A name that exists is that file, whatever characters it has, and so are the folders at its beginning. A folder is
-    one of `Dataset.save_to_disk`; where it has splits, it means its `split`. Raises ValueError naming `flag` and file.
+    A name that exists is no pattern, whatever characters it has; nor are existing folders at its beginning. A folder
+    must come from `Dataset.save_to_disk`; `split` is read if it has splits. Raises ValueError naming `flag` and file.
     """
     if os.path.isdir(name):
         if not is_saved(name):
@@ -94,7 +94,7 @@ def load_files(
 ) -> Dataset | IterableDataset:
     """The documents of files of one kind, as the one column `text`. Raises ValueError naming the file.
 
-    column: the one that holds the text (default: see `text_column`); .txt files have none.
+    column: the column of the text (default: see `text_column`); .txt files have none.
 
     Only the beginning of a stream is read here: read the rest with `read_stream`.
     """
@@ -102,7 +102,7 @@ def load_files(
         column = None
     else:
         for path in paths:
-            # All others must have the first one's.
+            # All other files must have the first file's column.
             column = choose_column(_columns_of(path, flag), f"{flag} {path}", column)
     if streaming:
         options = {"paths": paths, "flag": flag, "column": column}
@@ -127,7 +127,7 @@ def text_column(
 ) -> Dataset | IterableDataset:
     """Only the text column of a data set, renamed `text`: see `choose_column`.
 
-    A stream of unknown columns is read to its first row.
+    Of a stream of unknown columns, the first row is read.
     """
     if dataset.features is None:
         row = next(iter(dataset), {})
@@ -141,7 +141,7 @@ def text_column(
 
 
 def choose_column(columns: Columns, source: str, column: str | None = None) -> str:
-    """The text's column: `column`, or the one of the name `text`, or the only one of strings.
+    """The text's column: `column`, or the one named `text`, or the only column of strings.
 
     Raises ValueError naming `source` if there is no such column, or more than one.
     """
@@ -170,7 +170,7 @@ def is_saved(folder: str) -> bool:
 
 
 def load_saved(folder: str, source: str, split: str | None = None, streaming: bool = False):
-    """All its splits as a dict, or one, mapped into memory; a data set without splits is `train`.
+    """A saved data set, mapped into memory: all splits as a dict, or one; without splits it counts as `train`.
 
     Raises ValueError that names `source`.
     """
@@ -212,7 +212,7 @@ def _splits(folder: str, source: str) -> list[str]:
 
 
 def documents_of_text(path: str) -> Iterator[str]:
-    """Line ends are kept, and a byte order mark is not text. Raises UndecodableByte."""
+    """The documents of a .txt file. Line ends are kept, a byte order mark is dropped. Raises UndecodableByte."""
     lines, length, most = [], 0, LONGEST
     for line in _lines(path):
         if line.strip() == END_OF_TEXT:
@@ -232,7 +232,7 @@ def _lines(path: str) -> Iterator[str]:
     with open(path, encoding="utf-8-sig", newline="") as file:
         try:
             while line := file.readline(_LONGEST_LINE):
-                # Ends of lines that only splitlines knows matter beside a marker alone.
+                # A marker may stand between line ends that only splitlines recognizes.
                 yield from line.splitlines(keepends=True) if END_OF_TEXT in line else (line,)
         except UnicodeDecodeError as error:
             raise UndecodableByte(file.buffer.tell() - len(error.object) + error.start) from error
@@ -250,7 +250,7 @@ def _cut(text: str) -> Iterator[str]:
 
 
 def _matches(pattern: str) -> Iterator[str]:
-    # Of the folders that exist no character is meant as a pattern.
+    # Characters in the names of existing folders are not meant as a pattern.
     folder = os.path.dirname(pattern)
     while folder and not os.path.isdir(folder):
         folder = os.path.dirname(folder)
@@ -272,7 +272,7 @@ def _check(path: str, flag: str) -> None:
 
 
 def _columns_of(path: str, flag: str) -> Columns:
-    """The columns of a file, which is no plain text. Raises UnreadableText."""
+    """The columns of a file of rows (not .txt). Raises UnreadableText."""
     kind = kind_of(path)
     with _in_sentences(path, flag):
         if kind == "json":
@@ -284,7 +284,7 @@ def _columns_of(path: str, flag: str) -> Columns:
 
 
 def _is_string(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds strings, in whichever way."""
+    """Whether a column of this type holds strings, in any encoding."""
     if pa.types.is_dictionary(kind):
         return _is_string(kind.value_type)
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
@@ -293,7 +293,7 @@ def _is_string(kind: pa.DataType) -> bool:
 def _read_texts(path: str, flag: str, column: str | None) -> Iterator[pa.Array]:
     """The texts of a file in their order, as arrays of strings. Raises UnreadableText where reading fails.
 
-    column: the one that holds the text; None for plain text.
+    column: the column of the text; None for plain text.
     """
     with _in_sentences(path, flag):
         for texts in _READERS[kind_of(path)](path, column):

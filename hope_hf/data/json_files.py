@@ -18,19 +18,19 @@ _CHECKED = 1 << 20
 _DEEPEST = 64
 # The closing quote may come after the bytes that are checked.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-# Bytes read together, and up to how many where an object does not end with its line.
+# Bytes read together; up to `_MOST_BYTES` if an object does not end with its line.
 _BYTES = 8 << 20
 _MOST_BYTES = 256 << 20
-# Rows whose columns are looked at.
+# Rows from which the columns are determined.
 _ROWS = 1_000
 _SPACE = re.compile(r"\s*")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d([ T][\d:.,]+ ?(Z|[+-][\d:]+)?)?")
 
 
 def check_json(path: str, flag: str) -> None:
-    """Raises ValueError where the file does not begin with rows, holds no string, or is nested too deep.
+    """Raise ValueError where the file does not begin with rows, holds no string, or is nested too deep.
 
-    Such content, as a file of only `null`, ends the process in pyarrow's reader with a segmentation fault.
+    Such content, for example a file of `null` alone, ends the process in pyarrow's reader with a segmentation fault.
     """
     with open(path, "rb") as file:
         head = file.read(_CHECKED).removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -76,12 +76,12 @@ def json_texts(path: str, column: str) -> Iterator[pa.Array]:
                     texts = pyarrow.json.read_json(io.BytesIO(lines), block, options)[column].chunks
                     break
                 except pa.ArrowInvalid as error:
-                    # It refuses half of a surrogate pair, which json.dumps writes of scraped text.
+                    # pyarrow refuses half of a surrogate pair, which json.dumps writes for scraped text.
                     rows, are_all = _decoded(lines, len(lines)) if "surrogate" in str(error) else ([], False)
                     if are_all:
                         texts = [_strings(rows, column)]
                         break
-                    # The last object may go on behind its line.
+                    # The last object may continue after its line.
                     more = file.read(len(lines)) if len(lines) < _MOST_BYTES else b""
                     if not more:
                         raise
@@ -122,7 +122,7 @@ def _decoded(head: bytes, most: int = _ROWS) -> tuple[list[dict], bool]:
         except ValueError:
             if not rows:
                 raise
-            # Not whole, or wrong, which shows when it is read.
+            # The object is cut off or invalid; reading the file will show which.
             return rows, False
         rows.append(_object(row))
         place = _SPACE.match(text, place).end()
@@ -140,5 +140,5 @@ def _strings(rows: list[dict], column: str) -> pa.Array:
     for text in texts:
         if not isinstance(text, str | None):
             raise TypeError(f"a text is {json.dumps(text)[:40]} instead of a string")
-    # Halves of surrogate pairs are no characters.
+    # Half of a surrogate pair is not a character.
     return pa.array([text and text.encode("utf-8", errors="replace").decode() for text in texts], pa.string())

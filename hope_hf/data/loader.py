@@ -49,7 +49,7 @@ class Layout:
 class BlockLoader:
     """Batches from blocks with random access, in the order of `hope_hf.data.order` that suits the layout.
 
-    `order` is that of blocks without carry; with carry it is `Carried`. `positions`: whether documents begin anew.
+    `order`: that of the blocks (with carry it is `Carried`). `positions`: whether they restart with documents.
 
     State: {"rows": rows read by all ranks together} and, for carry, {"streams": rows per global batch}.
     """
@@ -89,9 +89,9 @@ class BlockLoader:
 
 @dataclass(frozen=True)
 class Shuffle:
-    """The order of a stream: every `buffer_size` documents are drawn in an order of their own; 1 keeps the stream's.
+    """The order of a stream: every `buffer_size` documents are shuffled among themselves; 1 keeps the stream's order.
 
-    A buffer ends earlier where its text would fill too much memory. The next pass of the stream has other orders.
+    A buffer ends earlier if its text would fill too much memory. The next pass of the stream is shuffled differently.
     """
 
     buffer_size: int
@@ -112,7 +112,7 @@ class StreamLoader:
     carry: every row of every rank packs its own documents (row b of S in the global batch takes b, b+S, ...), so
     row b of one batch continues row b of the batch before.
 
-    `source` names the documents in errors. State: {"packers": [one per contiguous stream of this rank]}, see
+    `source` names the documents in errors. State: {"packers": [one state per contiguous stream of this rank]}, see
     `_Packer.state`.
     """
 
@@ -166,12 +166,12 @@ class _Packer:
         self.documents, self.encode, self.block_size, self.share = documents, encode, block_size, share
         self.shuffle, self.source = shuffle, source
         self._beginning = documents.state_dict()
-        # The stream's state before the buffer was filled: on resuming its documents are read, shuffled and encoded
-        # again, which keeps the state small however long they are.
+        # The stream's state before the buffer was filled: on resuming, the buffer's documents are read, shuffled and
+        # encoded again, which keeps the state small however long they are.
         self._before = self._after = self._beginning
         self._texts: list[str] = []
         self._buffers = 0
-        # The first text of the buffer that is encoded; so are the next ones.
+        # Index in the buffer of the first text that is encoded.
         self._first = 0
         self._encoded: list[list[int]] = []
         self._document = self._offset = 0
@@ -189,7 +189,7 @@ class _Packer:
                 )
 
     def state(self) -> dict:
-        """JSON-able: which buffer and which of its texts were read last, and the next token's place among them."""
+        """JSON-able: which buffer and which of its texts were read last, and the place of the next token in them."""
         return {
             "share": list(self.share),
             "before": self._before,
@@ -217,7 +217,7 @@ class _Packer:
     def _open(self, state: dict):
         self.documents.load_state_dict(state)
         self._iterator = read_stream(self.documents, self.source)
-        # Until the first row is read the data set's own state is that of its beginning, whatever was loaded.
+        # The data set reports the state of its beginning until a row is read, whatever state was loaded.
         self._after = state
 
     def _read(self):
@@ -247,7 +247,7 @@ class _Packer:
         """Read the next buffer; empty at the end of the stream."""
         self._before = self._after
         texts, room = [], _CHARACTERS_OF_BUFFER
-        # An order that is kept needs no more than is encoded together.
+        # Without shuffling, the buffer needs no more documents than are encoded together.
         most = self.shuffle.buffer_size if self.shuffle.buffer_size > 1 else _DOCUMENTS_ENCODED_TOGETHER
         while len(texts) < most and room > 0 and (row := next(self._iterator, None)) is not None:
             texts.append(row["text"])
@@ -268,7 +268,7 @@ class Prefetched:
 
     @property
     def batches_per_epoch(self) -> int | None:
-        """As the loader inside."""
+        """Those of the loader inside."""
         return self.loader.batches_per_epoch
 
     def __iter__(self) -> Iterator[Batch]:

@@ -24,7 +24,7 @@ from hope_hf.cli.flags import LARGEST
 from hope_hf.cli.parser import nearest
 from hope_hf.cli.recipe import read_yaml
 
-# The most frequent words of each language, without those that two of them share.
+# The most frequent words of each language, without words that two languages share.
 _COMMON = {
     "de": "der die und das ist nicht ich sie den mit dem auf ein eine auch sich wie wird sind von zu",
     "en": "the of and to that was for with as his he it is are this be have which by from",
@@ -36,7 +36,7 @@ _COMMON = {
 }
 LANGUAGES = tuple(_COMMON)
 _WORDS = {language: frozenset(words.split()) for language, words in _COMMON.items()}
-# Words read of each document, and the share of them that running text of a language has among its common words.
+# Number of words read per document, and the share of common words that running text of a language has at least.
 _MOST_WORDS = 2_000
 _LEAST_SHARE = 0.08
 
@@ -44,7 +44,7 @@ _LEAST_SHARE = 0.08
 BUILTIN = "builtin"
 _SOURCES = ("dataset_name", "files", "shards")
 _OF_A_DATA_SET = ("dataset_config_name", "data_dir", "split", "streaming")
-# Shards were made of documents that passed, and are read whole.
+# Keys that do not apply to shards: these hold documents that passed, and are read whole.
 _OF_DOCUMENTS = ("max_documents", "max_tokens", "min_length", "max_length", "deduplicate", "language", "text_column")
 # Keys without a meaning for a kind of corpus.
 _WITHOUT_MEANING = {
@@ -52,7 +52,7 @@ _WITHOUT_MEANING = {
     "shards": (*_OF_A_DATA_SET, *_OF_DOCUMENTS),
     "the built-in corpus": (*_OF_A_DATA_SET, "text_column"),
 }
-# As many documents or tokens as no corpus has.
+# More documents or tokens than any corpus has.
 _MOST = 10**16
 
 
@@ -169,7 +169,7 @@ _WORDS_OF_KINDS = {
 
 
 def _number(value: object, kind: object) -> object:
-    """The number that a text such as 5e9 means where one is asked for: YAML 1.1 reads it as a text."""
+    """A text such as 5e9 as a number, where a number is expected: YAML 1.1 reads it as a text."""
     if kind not in (int | None, float | None) or not isinstance(value, str | float):
         return value
     try:

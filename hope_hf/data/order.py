@@ -1,4 +1,4 @@
-"""Which block comes at which place: a function of the place alone, so a run continues anywhere and on any ranks.
+"""Which block comes at which place: a function of the place alone, so a run can continue at any place on any ranks.
 
 An order maps the places 0, 1, 2, ... of the endless sequence of rows to indices of blocks; `len(order)` places are
 one epoch.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .packing import stable_seed
 
-# Rows over which the corpora of a mixture have their shares; fewer would repeat a pattern, more would let one lead.
+# Number of rows in which each corpus has its share; fewer would repeat a pattern, more would let one corpus lead.
 _WINDOW = 64
 
 
@@ -55,8 +55,8 @@ class Mixed:
     """Blocks of several corpora, each shuffled on its own, in shares of tokens.
 
     An epoch has as many places as there are blocks. A corpus has its share of them, rounded to whole blocks, and has
-    it in every stretch of about 64 places, too. A corpus with a larger share than its part of the blocks is read
-    again, in another order; with a smaller one it is read on in the next epoch. Without weights an epoch reads every
+    it in every window of about 64 places, too. A corpus with a larger share than its part of the blocks is read
+    again, in another order; one with a smaller share continues in the next epoch. Without weights an epoch reads every
     block once.
 
     counts: blocks of each corpus; their indices follow one another in the same order.
@@ -86,7 +86,7 @@ class Mixed:
         return int(self._firsts[corpus]) + self._orders[corpus](int(nth))
 
     def _fill(self, epoch: int, window: int) -> list[tuple[int, int]]:
-        """(corpus, how many of it came before in this window) of each place of a window."""
+        """(corpus, number of its earlier places in this window) for each place of a window."""
         counts = self._before[window + 1] - self._before[window]
         corpora = torch.arange(len(counts)).repeat_interleave(torch.from_numpy(counts))
         generator = torch.Generator().manual_seed(stable_seed(self.seed, epoch, window))
@@ -99,7 +99,7 @@ class Mixed:
 
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
-    """`total` in whole parts by weight: each part rounded down, the rest to the largest remainders."""
+    """`total` split into whole numbers by weight: each rounded down, the rest given to the largest remainders."""
     exact = np.array(weights, dtype=np.float64) * (total / sum(weights))
     parts = np.floor(exact).astype(np.int64)
     for index in np.argsort(parts - exact, kind="stable")[: total - int(parts.sum())]:

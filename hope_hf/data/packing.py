@@ -37,7 +37,7 @@ from .cache import cache_errors
 from .encoding import make_encoder
 
 _BAR = "Tokenizing"
-# Bytes of text.
+# Bytes of text that are tokenized together.
 _READ_TOGETHER = 1 << 21
 
 
@@ -61,7 +61,7 @@ def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase, num_workers
             tokens = documents.map(
                 lambda rows: {"input_ids": encode(rows["text"])},
                 batched=True,
-                # Documents may be long: what is read together must fit into memory.
+                # Documents may be long: those that are read together must fit into memory.
                 batch_size=min(1_000, max(1, int(_READ_TOGETHER / max(1, bytes_per_row)))),
                 num_proc=num_workers,
                 remove_columns=documents.column_names,
@@ -69,7 +69,7 @@ def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase, num_workers
                 desc=_BAR,
             )
     except RuntimeError as error:
-        # datasets has no type for it.
+        # datasets has no error type of its own for a killed process.
         if "abruptly died" not in str(error):
             raise
         raise ValueError(
@@ -80,7 +80,7 @@ def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase, num_workers
 
 
 class Stream:
-    """The tokens of documents one after another, stored in parts of which only what is asked for is read."""
+    """The tokens of documents one after another, stored in parts; only the requested tokens are read."""
 
     def __init__(self, sizes: Sequence[int]):
         self._ends = list(accumulate(sizes))
@@ -120,7 +120,7 @@ class TokenStream(Stream):
         """int64 [documents]: position of every document's EOS."""
 
     def head(self, documents: int) -> "TokenStream":
-        """The first documents."""
+        """The tokens of the first documents."""
         return TokenStream(self._documents.select(range(documents)))
 
     def block(self, start: int, length: int) -> Block:

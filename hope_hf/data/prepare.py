@@ -3,7 +3,7 @@
     python -m hope_hf.data.prepare mix.yaml --tokenizer_name my_tokenizer --output_dir shards
     accelerate launch --config_file accelerate_configs/fsdp2.yaml run_clm.py --train_shards shards ...
 
-A process that was killed is continued by the same command; it also writes shards again that were lost or changed.
+After a killed process the same command continues; it also rewrites shards that were lost or changed.
 """
 
 import json
@@ -39,16 +39,16 @@ from .vocabulary import load_tokenizer, save_tokenizer, tokenizer_hash
 
 PLAN = "plan.json"
 _SEQUENCES = (1024, 2048, 4096, 8192)
-# Bytes of each corpus that are encoded to foresee its tokens.
+# Bytes of each corpus that are encoded to estimate its number of tokens.
 _SAMPLE = 200_000
 
 
 def require_own(folder: Path) -> None:
-    """Raise ValueError where a folder holds other files than shards, as the folder of a run does."""
+    """Raise ValueError where a folder holds other files than shards, such as those of a run."""
     if os.path.lexists(folder / MANIFEST) or os.path.lexists(folder / PLAN):
         return
     for path in sorted(folder.iterdir()):
-        # What a process leaves that is killed before its plan is in its place.
+        # These two may be left by a process that was killed before its plan was in place.
         if path.name != LOCK_FILE and not is_unfinished(path.name, re.escape(PLAN)):
             raise ValueError(
                 f"--output_dir {folder} holds {path.name!r}, which is not a file of shards: name an empty folder."
@@ -117,7 +117,7 @@ class Preparation:
             )
 
     def write(self, num_proc: int, shard_tokens: int, show_bar: bool) -> None:
-        """Write what is missing or broken, then the manifest."""
+        """Write the missing or broken shards, then the manifest."""
         _write_json(self.folder / PLAN, self.plan)
         save_tokenizer(self.tokenizer, self.folder / TOKENIZER)
         self._clean_up()
@@ -160,7 +160,7 @@ class Preparation:
             warn_of_excess(corpus, tokens)
 
     def _clean_up(self) -> None:
-        """Remove what killed processes left unfinished, by its name."""
+        """Remove the unfinished files of killed processes, recognized by their names."""
         shard = "(?:{})-[0-9]{{5,}}.bin".format("|".join(PARTS))
         own = {self.folder: "|".join(map(re.escape, (MANIFEST, PLAN, PROGRESS)))}
         own |= {self.folder / corpus: shard for corpus in self.plan["corpora"]}
@@ -170,7 +170,7 @@ class Preparation:
                     path.unlink()
 
     def _forget_broken(self, part: str, progress: Progress) -> None:
-        """Write again from the first shard on that is not as it was noted."""
+        """Mark for rewriting all shards from the first one that differs from its note."""
         for index, written in enumerate(progress.of(part)):
             path, size = self.folder / written.file, written.tokens * KINDS[self.dtype].itemsize
             whole = path.is_file() and not path.is_symlink() and path.stat().st_size == size
@@ -207,11 +207,11 @@ class _Speed:
         self._bar, self._tokens, self._begin = bar, 0, time.monotonic()
 
     def leave(self, text_bytes: int) -> None:
-        """Bytes that a limit leaves unread."""
+        """Subtract bytes that remain unread because of a limit."""
         self._bar.total -= text_bytes
 
     def watch(self, batches: Iterator[Encoded]) -> Iterator[Encoded]:
-        """The batches, counted."""
+        """The batches; each one advances the bar."""
         for batch in batches:
             yield batch
             self._tokens += len(batch.tokens)
@@ -236,7 +236,7 @@ def _side(shards: list[Written]) -> dict:
 
 
 def _difference(there: dict, here: dict, name: str = "") -> str:
-    """Where two plans differ first, in words; `there` is read from a file, and may hold anything."""
+    """The first difference between two plans, in words; `there` comes from a file and may hold anything."""
     for key in dict.fromkeys([*here, *there]):
         left, right = here.get(key), there.get(key)
         if left == right:
@@ -292,7 +292,7 @@ def make_parser() -> Parser:
 @program
 def main(argv: list[str]) -> int:
     """Returns 0, 1 where memory is full, 2 after a mistake of the user, or 130 after Ctrl-C."""
-    # The bar of the shards is the only one.
+    # Only the bar of the shards is shown.
     disable_progress_bars()
     try:
         mixture, words = (None, argv) if not argv or argv[0].startswith("-") else (argv[0], argv[1:])

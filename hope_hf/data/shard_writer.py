@@ -1,7 +1,7 @@
 """Encodes documents and writes them into the shards of one corpus.
 
 A shard is written under another name, moved to its own, and then noted in `progress.jsonl`. A process that is killed
-loses the shard that it was writing, and a later one goes on behind the last one that is noted, with the same bytes.
+loses the shard that it was writing; a later process continues after the last noted shard and writes the same bytes.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from .shards import COUNT, FILE, FLAG, HASH, Kind, check_fields, shard_name
 from .vocabulary import load_tokenizer
 
 PROGRESS = "progress.jsonl"
-# Text that is encoded together: enough for all threads, little enough to wait for.
+# Characters that are encoded together: enough for all threads, and few enough to wait for.
 CHARACTERS = 1 << 20
 _READ_TOGETHER = 8
 _encode: Encode
@@ -61,7 +61,7 @@ _FIELDS = {
 class Progress:
     """The shards of a folder that are finished.
 
-    parts: those that it may have. Raises ValueError that names the file where it is not as prepare wrote it.
+    parts: the parts that may occur. Raises ValueError that names the file if it is not as prepare wrote it.
     """
 
     def __init__(self, folder: Path, parts: Collection[str]):
@@ -70,7 +70,7 @@ class Progress:
         if not os.path.lexists(self._file):
             return
         try:
-            # The last line is not whole if the process was killed while it wrote it.
+            # The last line is incomplete if the process was killed while writing it.
             for number, line in enumerate(read_small(self._file).split("\n")[:-1], start=1):
                 self._read(number, line, parts)
         except (OSError, ValueError) as error:
@@ -97,7 +97,7 @@ class Progress:
     def note(self, written: Written) -> None:
         """Note a shard whose file is in its place."""
         self._written.append(written)
-        # Not through a link.
+        # A link in place of the file is not followed.
         with open(
             self._file, "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666)
         ) as file:
@@ -110,7 +110,7 @@ class Progress:
         self._written = [written for written in self._written if written.part != part or written.file in kept]
 
     def rewrite(self) -> None:
-        """Write the file anew, without what was forgotten and without a line that is not whole."""
+        """Write the file anew, without forgotten shards and incomplete lines."""
         replace_text(self._file, "".join(map(_line, self._written)))
 
     def _read(self, number: int, line: str, parts: Collection[str]) -> None:
@@ -118,7 +118,7 @@ class Progress:
             fields = json.loads(line)
             check_fields(fields, _FIELDS)
             written = Written(**fields)
-        # RecursionError: thousands of nested brackets. TypeError: other fields than these.
+        # RecursionError: thousands of nested brackets. TypeError: other fields than those of `Written`.
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"line {number} is not a shard: {error}") from None
         before = self.of(written.part)
@@ -148,9 +148,9 @@ class Encoded:
 def write_shards(
     folder: Path, part: str, batches: Iterator[Encoded], progress: Progress, shard_tokens: int, max_tokens: int | None
 ) -> None:
-    """Write the rest of a part: `batches` are its documents behind those of the shards in `progress`.
+    """Write the rest of a part; `batches`: its documents after those of the shards in `progress`.
 
-    A shard ends with the batch that makes it `shard_tokens`, the part with the document that makes it `max_tokens`.
+    A shard ends with the batch that reaches `shard_tokens`, the part with the document that reaches `max_tokens`.
     """
     done = progress.of(part)
     tokens, index = sum(written.tokens for written in done), len(done)
@@ -227,7 +227,7 @@ def encoded(
     try:
         for texts in batches:
             waiting.append(pool.submit(_work, texts, kind))
-            # Enough to keep all busy; documents are not read further ahead than that.
+            # Enough batches to keep all processes busy; documents are not read further ahead.
             if len(waiting) > 2 * pool.count:
                 yield waiting.popleft().result()
         while waiting:

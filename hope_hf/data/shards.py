@@ -1,7 +1,7 @@
-"""Prepared shards: files of tokens, of which only what is needed is read, and the manifest that describes them.
+"""Prepared shards: files of tokens, of which only the needed tokens are read, and the manifest that describes them.
 
     shards/
-      manifest.json         corpora, sizes, hashes, and what they were made with
+      manifest.json         corpora, sizes, hashes, and the settings of prepare
       tokenizer/
       web/train-00000.bin   token ids one after another, uint16 or uint32, little-endian
       web/validation-00000.bin
@@ -35,7 +35,7 @@ FORMAT = 1
 KINDS = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 PARTS = ("train", "validation")
 _LARGEST = 2**62
-# Read and hashed at the beginning of a run: seconds. Larger folders are checked by size, and by `prepare`.
+# A folder of up to so many bytes is hashed when a run begins (seconds); larger ones are checked by file size.
 _HASHED_AT_ONCE = 1 << 30
 _READ_TOGETHER = 1 << 22
 _AGAIN = "repeat the python -m hope_hf.data.prepare command of this folder, it rewrites broken files"
@@ -43,7 +43,7 @@ _AGAIN = "repeat the python -m hope_hf.data.prepare command of this folder, it r
 
 @dataclass(frozen=True)
 class Kind:
-    """What a field of a file may hold."""
+    """The values that a field of a file may have."""
 
     words: str
     admits: Callable[[object], bool]
@@ -60,7 +60,7 @@ _CORPUS = {
     "weight": Kind("null or a weight", lambda value: value is None or is_weight(value)),
     **dict.fromkeys(PARTS, _SIDE),
 }
-# What is read again; the rest of the file is for people.
+# The fields that programs read; the rest of the file is for people.
 _MANIFEST = {
     "dtype": Kind(" or ".join(KINDS), lambda value: isinstance(value, str) and value in KINDS),
     # The token that begins every document: EOS, unless the tokenizer begins prompts with another one.
@@ -73,7 +73,7 @@ _MANIFEST = {
 
 def read_manifest(folder: Path, flag: str) -> dict:
     """The manifest of a folder of shards; ValueError that names the flag, the file and its first wrong field."""
-    # Unlike Path.is_dir it answers for a name that is too long, too.
+    # Unlike Path.is_dir, it returns False for a name that is too long.
     if not os.path.isdir(folder):
         raise ValueError(f"{flag} {folder} is not a folder: name one that python -m hope_hf.data.prepare wrote.")
     path = folder / MANIFEST
@@ -176,22 +176,22 @@ class ShardedStream(Stream):
         return Block(tokens, (tokens == self._eos).nonzero().flatten())
 
     def digest(self) -> str:
-        """A hash of the tokens, from those of the shards."""
+        """A hash of the tokens, made from the hashes of the shards."""
         parts = repr(([shard.sha256 for shard in self._shards], self._length))
         return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
 
     def _read_part(self, index: int, start: int, stop: int) -> np.ndarray:
-        """Raises ValueError that names the shard where it has become unreadable or shorter, or has a wrong id."""
+        """Raises ValueError that names a shard that has become unreadable or shorter, or that has a wrong id."""
         path = self._shards[index].path
-        # Read, not mapped: a map keeps a descriptor for each of a thousand shards, and a file that was cut meanwhile
-        # would kill the process.
+        # Read, not mapped: a map keeps a descriptor open per shard, and a mapped file that is truncated would kill
+        # the process.
         try:
             part = np.fromfile(path, self._kind, stop - start, offset=start * self._kind.itemsize)
         except OSError as error:
             raise ValueError(f"The shard {path} cannot be read any more: {error.strerror}.") from error
         if len(part) < stop - start:
             raise ValueError(f"The shard {path} was truncated while it was in use: {_AGAIN}.")
-        # About a microsecond for a block, where a pass over all shards would take minutes.
+        # This takes about a microsecond per block; checking all shards beforehand would take minutes.
         if len(part) and part.max() > self.highest_id:
             raise ValueError(
                 f"The shard {path} holds the id {part.max()}, and the tokenizer's ids end at {self.highest_id}: "
@@ -216,7 +216,7 @@ class ShardFolder:
     """Their streams are `ShardedStream`."""
 
     def tokenizer(self, config: DataConfig) -> PreTrainedTokenizerBase:
-        """That of `--tokenizer_name`, which must be the shards' own, or the one in the folder."""
+        """The tokenizer of `--tokenizer_name`, which must equal the shards' own, or the one in the folder."""
         name = config.tokenizer_name or str(self.path / TOKENIZER)
         tokenizer = load_tokenizer(name, config.trust_remote_code)
         self.check_tokenizer(tokenizer)
@@ -225,7 +225,7 @@ class ShardFolder:
         return tokenizer
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raise ValueError where the shards were made with another tokenizer; from now on its ids alone are read."""
+        """Raise ValueError if the shards were made with another tokenizer; then ids above its highest are errors."""
         if tokenizer_hash(tokenizer) != self.manifest["tokenizer"]["sha256"]:
             raise ValueError(
                 f"{self.flag} {self.path} was made with another tokenizer than {tokenizer.name_or_path}: pass "

@@ -1,4 +1,4 @@
-"""Every source of training data, opened: blocks of tokens in an order, or a stream of documents, and validation text.
+"""Opens every source of training data: blocks of tokens in an order or a stream of documents, and validation text.
 
 A new source is a flag in `hope_hf.cli.flags` and two functions in the table `SOURCES`.
 """
@@ -59,7 +59,7 @@ def open_text(config: DataConfig) -> Opened:
         raise ValueError(f"{named} gave no validation text: {fix}.")
     carry = config.document_boundary == "carry"
     if isinstance(sources.train, IterableDataset):
-        # Rows that carry their memories on read a text in its order.
+        # Rows that carry their memories to the next batch read a text in its order.
         shuffle = Shuffle(1 if carry else config.shuffle_buffer_size, config.seed)
         options = {"shuffle": shuffle, "source": training_source(config)}
         train = partial(StreamLoader, sources.train, make_encoder(tokenizer), **options)
@@ -167,7 +167,7 @@ def _sample(documents: Dataset | IterableDataset) -> Iterator[str]:
 
 
 def _stream_identity(config: DataConfig) -> str:
-    """A stream is not read to the end, so its flags identify it, and files by name and size."""
+    """A stream is not read to the end, so its flags, and the names and sizes of its files, identify it."""
     names = (
         "dataset_name dataset_config_name validation_split_percentage max_train_samples shuffle_buffer_size "
         "tokenizer_name"
@@ -224,7 +224,7 @@ def _warn_of_repeats(parts: list[CorpusTokens], trains: list[TokenBlocks], order
     times = {
         part.name: share / len(blocks)
         for part, blocks, share in zip(parts, trains, order.shares, strict=True)
-        # A share rounded up to whole blocks is not meant.
+        # Rounding a share up to whole blocks is no repetition.
         if share > 1.1 * len(blocks)
     }
     if times:
@@ -237,7 +237,7 @@ def _tokenized(documents: Documents, tokenizer: PreTrainedTokenizerBase, workers
     train = tokenize(documents.train, tokenizer, workers)
     if corpus.max_tokens is not None:
         require_as_many(corpus, "max_tokens", len(train))
-        # The document that makes the limit is read whole.
+        # The document that reaches the limit is read whole.
         train = train.head(int((train.starts < corpus.max_tokens).sum()))
         warn_of_excess(corpus, len(train))
     return CorpusTokens(corpus.name, train, tokenize(documents.validation, tokenizer, workers), corpus.weight)
@@ -270,7 +270,7 @@ def _texts_of_mixture(config: DataConfig) -> tuple[dict[str, list[str]], str]:
 def _decoded(path: str, flag: str, config: DataConfig) -> dict[str, list[str]]:
     """The validation documents of each corpus in a folder of shards."""
     folder = open_folder(path, flag)
-    # The shards' own, whatever the tokenizer of the model that reads the text.
+    # The shards' own tokenizer decodes, whatever tokenizer the model has.
     tokenizer = folder.tokenizer(DataConfig(trust_remote_code=config.trust_remote_code))
     # A document's text lies between the token that begins it and EOS, which may be the one that begins the next.
     end = None if document_start(tokenizer) == tokenizer.eos_token_id else -1
@@ -310,9 +310,9 @@ def open_source(config: DataConfig) -> Opened:
 
 
 def validation_texts(config: DataConfig) -> tuple[dict[str, list[str]], str]:
-    """The held-out documents of each corpus, and where they come from, for people.
+    """The held-out documents of each corpus, and a description of the source for people.
 
-    Text that is not of a mixture is one corpus, called `text`. Tokens of shards are decoded. The first
+    Text without a mixture is one corpus, called `text`. Tokens of shards are decoded. The first
     `max_eval_samples` documents of each corpus are read. Raises ValueError that names the flag or file.
     """
     return _source(config).texts(config)

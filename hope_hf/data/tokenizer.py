@@ -41,17 +41,17 @@ class Text:
 
     @cached_property
     def size(self) -> int:
-        """In bytes."""
+        """Size in bytes."""
         return text_bytes(self.documents)
 
     @property
     def readable(self) -> int:
-        """Bytes that are there and may be read."""
+        """Number of bytes that exist and may be read."""
         return self.size if self.most is None else min(self.size, self.most)
 
 
 def sample(texts: list[Text], max_bytes: int) -> Iterator[str]:
-    """Documents of all corpora with `max_bytes` together, of each in proportion to its weight, or all it has."""
+    """Documents of all corpora, `max_bytes` in total, each corpus in proportion to its weight or read whole."""
     weights = [text.readable if text.weight is None else text.weight for text in texts]
     for text, weight in zip(texts, weights, strict=True):
         share = round(max_bytes * weight / (sum(weights) or 1))
@@ -59,7 +59,7 @@ def sample(texts: list[Text], max_bytes: int) -> Iterator[str]:
 
 
 def drawn(documents: Dataset, size: int, max_bytes: int) -> Iterator[str]:
-    """Documents with `max_bytes` together, in an order that is drawn, the same in every call; the last one is cut.
+    """Documents of `max_bytes` in total, in a random order that is the same in every call; the last one is cut.
 
     size: bytes of all documents.
     """
@@ -81,12 +81,12 @@ def text_bytes(documents: Dataset) -> int:
     return sum(pc.sum(pc.binary_length(table["text"])).as_py() or 0 for table in tables)
 
 
-# Read of each corpus.
+# Bytes of each corpus that are measured.
 _BYTES = 1_000_000
 
 
 def report_on(tokenizer: PreTrainedTokenizerBase, texts: list[Text]) -> dict:
-    """JSON-able: bytes per token, unknown tokens and exact round trips, of 1 MB of each corpus; special tokens."""
+    """JSON-able: bytes per token, unknown tokens and exact round trips on 1 MB of each corpus; special tokens."""
     corpora = {text.name: _measure(tokenizer, [*drawn(text.documents, text.size, _BYTES)]) for text in texts}
     total_bytes = sum(corpus["bytes"] for corpus in corpora.values())
     total_tokens = sum(corpus["tokens"] for corpus in corpora.values())
@@ -186,7 +186,7 @@ def _texts(args) -> list[Text]:
 
 
 def _text(corpus: Corpus, max_bytes: int) -> Text:
-    """A corpus up to its limits; without a tokenizer its tokens are counted by the bytes that they usually have."""
+    """A corpus up to its limits; without a tokenizer, tokens are estimated from their usual number of bytes."""
     most = None if corpus.max_tokens is None else BYTES_PER_TOKEN * corpus.max_tokens
     size = max_bytes if most is None else min(max_bytes, most)
     documents, _ = passing(corpus, needed=Needed(SEED, size=size, most_documents=corpus.max_documents))

@@ -22,14 +22,14 @@ END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
 SMALLEST_VOCABULARY = 256 + 2
 _LONGEST_WORD = 1 << 10
-# What byte-level BPE takes for one word: letters, digits, other signs or spaces.
+# A word of byte-level BPE: letters, digits, other signs or spaces.
 _ONE_WORD = re.compile(r"[^\W\d_]+|\d+|[^\w\s]+|_+|\s+")
-# What single calls set in a tokenizer and leave there; it changes no ids of ours.
+# Settings that a call leaves in a tokenizer; they change no ids here.
 _CALLS = {"truncation": None, "padding": None}
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = DEFAULT_VOCAB_SIZE) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with at most `vocab_size` entries, both special tokens counted; the same for the same texts.
+    """A byte-level BPE with at most `vocab_size` entries, special tokens included; equal texts give equal tokenizers.
 
     There are fewer entries if the texts have no more pairs to merge. Raises ValueError below 258 entries.
     """
@@ -59,7 +59,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = DEFAULT_VOCAB_SIZE) 
 
 
 def _without_long_words(text: str) -> Iterator[str]:
-    """The text, cut so that no word is much longer than `_LONGEST_WORD`: the time grows with the word's square."""
+    """The text, cut so that no word is much longer than `_LONGEST_WORD`: time grows with the square of the length."""
     begin = 0
     for place in range(0, len(text) - _LONGEST_WORD, _LONGEST_WORD):
         end = place + _LONGEST_WORD
@@ -77,7 +77,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     """The tokenizer of a folder or Hub name. Raises ValueError if there is none, or it has no EOS token."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-        # Some settings of a wrong type fail only here, and a file may name a class that is no tokenizer.
+        # Some settings of a wrong type fail only here, and a file may name a class that is not a tokenizer.
         tokenizer(END_OF_TEXT)["input_ids"]
     # The tokenizers library raises a bare Exception for a file that it cannot read.
     except Exception as error:
@@ -142,7 +142,7 @@ def highest_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of what turns text into ids: equal for a tokenizer and its saved copy."""
+    """SHA-256 of all settings that turn text into ids: equal for a tokenizer and its saved copy."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = tokenizer.get_vocab() if backend is None else {**json.loads(backend.to_str()), **_CALLS}
     parts = json.dumps([rules, tokenizer.eos_token_id], sort_keys=True)

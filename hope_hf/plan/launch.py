@@ -216,9 +216,7 @@ def _fsdp(content: dict, launch: Launch, refuse: Callable[[str], NoReturn]) -> L
     if replicas * parts == 1:
         parts = processes
     elif replicas * parts != processes:
-        refuse(
-            f" makes a mesh of {replicas} x {parts} processes and --world_size is {processes}: change one of them"
-        )
+        refuse(f" makes a mesh of {replicas} x {parts} processes and --world_size is {processes}: change one of them")
     if config.get("fsdp_version") == 2:
         keeps_gathered = not _is_true(config.get("fsdp_reshard_after_forward", True))
         return replace(launch, strategy=fsdp_strategy(False, keeps_gathered, replicas, offloads), parts=parts)

@@ -161,4 +161,3 @@ def _in_backward(shapes, launch: Launch, states: dict, kept: Activations, comput
         moment["gathered"] = 2 * block * compute
         moment["whole gradients"] = block * 4
     return moment
-
