@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-# In the folder of a run. A checkpoint that is still being written has another name.
+# Names in the folder of a run. A checkpoint that is still being written has another name.
 RUN_FILE = "run.json"
 CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
 
@@ -45,7 +45,7 @@ def read_small(path: str | Path, most: int = SMALL) -> str:
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("it is not a regular file")
-        # In parts: Python takes as much memory as it is asked to read. One byte more than allowed shows a longer file.
+        # In parts, since Python allocates all bytes asked for. One byte above the limit reveals a longer file.
         content = bytearray()
         while part := file.read(min(most + 1 - len(content), 1 << 20)):
             content += part
@@ -78,9 +78,9 @@ def copy_rights(file: Path, to: Path) -> None:
 
 
 def unfinished(file: Path) -> Path:
-    """A name beside a file for what will replace it, drawn at random: open it with mode x.
+    """A random name beside a file for its replacement: open it with mode x.
 
-    So it is never a file or a link that another program put there.
+    It is then never a file or a link that another program put there.
     """
     return file.with_name(f"{file.name}.tmp-{secrets.token_hex(8)}")
 
@@ -91,7 +91,7 @@ def is_unfinished(name: str, of: str) -> bool:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Write a file of text in UTF-8, so that whoever reads it finds the old text or the new one, and never a part.
+    """Write a text file in UTF-8, so that readers find the old text or the new one, and never a part.
 
     This holds after a power failure, too. A link in its place is replaced, not followed.
     """
@@ -107,13 +107,13 @@ def replace_text(file: Path, text: str) -> None:
 
 
 def flush_to_disk(file: IO) -> None:
-    """Return when what was written to an open file is on the disk."""
+    """Return once everything written to an open file is on the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def copy_rights_of_folder(file: Path) -> None:
-    """Give a file what its folder's permissions are for files."""
+    """Give a file the permissions that match those of its folder."""
     with suppress(OSError):
         file.chmod(file.parent.stat().st_mode & 0o666)
 

@@ -26,7 +26,7 @@ ROWS = {"least": 1, "most": 65_536}
 # numpy's seeds end at 2^32 - 1, and every process adds its rank.
 SEED = {"least": 0, "most": 4_000_000_000}
 
-# Flags that name the training text, of which a run has one; and why other flags mean nothing beside each.
+# Flags that name the training text (a run has one), and why other flags are ignored beside each.
 TEXT_SOURCES = {
     "dataset_name": {},
     "train_file": {},
@@ -153,13 +153,13 @@ class TextArguments:
 
 
 def check_streaming(args: TextArguments) -> None:
-    """Raise ValueError where `--streaming` meets text that is not read as a stream."""
+    """Raise ValueError if `--streaming` is given for text that cannot be read as a stream."""
     if args.streaming and any(getattr(args, name) for name in TEXT_SOURCES if name not in STREAMED):
         raise ValueError(f"--streaming is for {' and '.join(f'--{name}' for name in STREAMED)}: leave it out.")
 
 
 def warn_of_text_flags(args: TextArguments, named: set[str]) -> None:
-    """Warn of the flags among `named` that mean nothing for the text that is read."""
+    """Warn of the flags among `named` that have no effect on the text that is read."""
     reasons = {"validation_split_percentage": "--validation_file is given"} if args.validation_file else {}
     for source, ignored in TEXT_SOURCES.items():
         reasons |= ignored if getattr(args, source) else {}
@@ -175,14 +175,14 @@ def check_output(path: str, flag: str):
             raise ValueError(f"{flag} {folder} is a file: name a folder.")
         nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     except OSError as error:
-        # A name that is too long.
+        # The name is too long.
         raise ValueError(f"{flag} {folder} cannot be written: {error.strerror}.") from None
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise ValueError(f"{flag} {folder} cannot be written: {nearest} is a file or read-only.")
 
 
 def check_repo_id(repo_id: str, flag: str):
-    """Raise ValueError that names `flag` if `repo_id` is no valid repository name, with or without owner."""
+    """Raise ValueError that names `flag` if `repo_id` is not a valid repository name, with or without owner."""
     try:
         validate_repo_id(repo_id)
     except HFValidationError:

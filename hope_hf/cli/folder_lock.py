@@ -44,7 +44,7 @@ class FolderLock:
         """Unlock the folder; delete it if this lock made it and nothing was written there."""
         if self._descriptor not in _held:
             return
-        # Removed while still locked: a process that opens it later gets a new file, one that opened it before will
+        # Removed while still locked: a process that opens it later gets a new file, and one that opened it before will
         # notice. If the folder was deleted meanwhile, the file there now is another run's.
         if self._is_the_file(self._descriptor):
             self._file.unlink(missing_ok=True)
@@ -55,7 +55,7 @@ class FolderLock:
             for folder in self._made:
                 folder.rmdir()
         except OSError:
-            # It holds a run now.
+            # The folder holds a run now.
             pass
 
     def _acquire(self):
@@ -66,7 +66,7 @@ class FolderLock:
                 # Started programs do not inherit it; forked processes close it (below).
                 descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             except FileNotFoundError:
-                # Another process released and deleted the folder.
+                # Another process released its lock and deleted the folder.
                 continue
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -47,11 +47,11 @@ def build_config(args: ModelArguments, tokenizer, vocab_size: int, presets: dict
     example = _make(config_class, given)
     _check_names(overrides, example)
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
-    # An embedding does not train the row of its padding token, and the EOS token must be trained.
+    # An embedding does not train the row of its padding token, but the EOS token must be trained.
     if special["pad_token_id"] == special["eos_token_id"]:
         special["pad_token_id"] = None
     for name, value in overrides.items():
-        # Strict configs refuse '1' for a rate.
+        # Strict configs refuse the integer 1 for a rate.
         if type(value) is int and isinstance(getattr(example, name, None), float):
             overrides[name] = float(value)
     config = _make(config_class, {**given, "vocab_size": vocab_size, **special, **overrides})
@@ -67,7 +67,7 @@ def load_config(source: str, flag: str, args: ModelArguments):
     """The config of a folder or Hub name that was given with `--flag`."""
     try:
         values, _ = PreTrainedConfig.get_config_dict(source)
-        # PEFT saves no config beside it.
+        # PEFT saves no config.json beside an adapter.
         if find_adapter_config_file(source) is not None:
             raise ValueError("it is a PEFT adapter, merge it into its model (merge_and_unload) and save that")
         _check_dtype(values)
@@ -108,7 +108,7 @@ def parse_overrides(text: str | None) -> dict:
 
 
 def named_vocabulary(text: str | None) -> int | None:
-    """The `vocab_size` of `--config_overrides`; ValueError unless it is a whole number of entries, or not there."""
+    """The `vocab_size` of `--config_overrides`; ValueError unless it is absent or a whole number of entries."""
     size = parse_overrides(text).get("vocab_size")
     if size is not None and (type(size) is not int or not 1 <= size <= LARGEST_VOCABULARY):
         raise ValueError(

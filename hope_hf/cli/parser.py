@@ -8,8 +8,8 @@ from collections.abc import Collection
 
 from transformers import HfArgumentParser
 
-# Names that other programs and models have for flags and config fields, so that a wrong one is answered with ours.
-# Ours, of which the first one that exists counts, and the names that mean it elsewhere. `x=N`: a field of the config.
+# Names of flags and config fields in other programs, so that an unknown name is answered with this project's name.
+# Pairs: this project's names (the first that exists counts), and the names elsewhere. `x=N`: a config field.
 _USUAL = (
     (("per_device_train_batch_size", "batch_size"), "batch_size batch bs train_batch_size micro_batch_size mbs"),
     (("learning_rate",), "lr max_lr peak_lr rate"),
@@ -71,7 +71,7 @@ _OURS = {name: ours for ours, names in _USUAL for name in names.split()}
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Each flag once, a switch that is on together with its `--no_` form; defaults that say something, once."""
+    """Lists each flag once, a switch that is on together with its `--no_` form, and informative defaults once."""
 
     def add_argument(self, action):
         if f"--no_{action.dest}" not in action.option_strings:
@@ -96,7 +96,7 @@ class Parser(HfArgumentParser):
 
     A word such as `--output-dir` is read as `--output_dir`, and messages and `--help` name the latter alone.
 
-    example, link: a command and a page of the documentation, with which the text of `--help` ends.
+    example, link: a command and a documentation page, shown at the end of `--help`.
     """
 
     def __init__(self, *given, example: str = "", link: str = "", **options):
@@ -129,7 +129,7 @@ def flag_of(word: str) -> str:
 
 
 def nearest(name: str, known, most: int = 1) -> str:
-    """'; did you mean X?' with at most `most` names for a misspelled or a usual one, '' if none is close."""
+    """'; did you mean X?' with at most `most` known names close to a wrong one; '' if none is close."""
     dashes = "--" if name.startswith("--") else ""
     plain = [other.removeprefix(dashes) for other in known]
     usual = _our_name(name.removeprefix(dashes), plain)
@@ -141,7 +141,7 @@ def nearest(name: str, known, most: int = 1) -> str:
 
 
 def _our_name(name: str, known: list[str]) -> str | None:
-    """What of `known`, flags or fields, has the usual name `name`: '' if none of them, None for a name not in use."""
+    """The one of `known` that other programs call `name`; '' if `known` lacks it, None if no program uses `name`."""
     if name.lower() not in _OURS:
         return None
     for ours in _OURS[name.lower()]:

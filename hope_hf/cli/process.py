@@ -27,7 +27,7 @@ _format_warning = warnings.formatwarning
 
 
 def set_up_cpu(threads: int | None):
-    """Use `threads` threads, or `default_threads()` as far as other programs leave cores for them; flush denormals."""
+    """Use `threads` threads (None: `default_threads()`, or fewer if other programs use the cores); flush denormals."""
     torch.set_num_threads(threads or default_threads())
     if threads is None and wished_threads() is None:
         _give_way()
@@ -50,7 +50,7 @@ def local_processes() -> int:
 
 
 def _give_way():
-    """Halve the threads, and warn, while fewer of them compute faster: all wait for one whose core is not free."""
+    """Halve the threads, and warn, while fewer of them compute faster: all threads wait for one whose core is busy."""
     first = threads = torch.get_num_threads()
     while threads > 1 and _slowdown(threads, threads // 2) > 1.5:
         threads //= 2
@@ -63,7 +63,7 @@ def _give_way():
 
 
 def _slowdown(threads: int, fewer: int) -> float:
-    """How many times as long `threads` threads take as `fewer` of them: the median of short trials, 0.1 s in all."""
+    """Time with `threads` threads divided by the time with `fewer`: the median of short trials, 0.1 s in total."""
     matrix = torch.ones(256, 1024)
     ratios = []
     for _ in range(5):
@@ -113,7 +113,7 @@ def is_first_process() -> bool:
 
 
 def warn_once(sentence: str):
-    """Warn on the first process only, of what all processes find."""
+    """Warn on the first process only; for warnings that all processes raise."""
     if is_first_process():
         warnings.warn(sentence, stacklevel=2)
 
@@ -124,9 +124,9 @@ def warn_in_sentences():
 
 
 def print_anything():
-    """Let standard output and error take any text: a character that their encoding lacks is written as its escape.
+    """Make standard output and error accept any text: a character that their encoding lacks is written as an escape.
 
-    What a model generates is not known before, and a stream in cp1252 or ASCII would end the program with an error.
+    A model may generate any character, and a stream in cp1252 or ASCII would end the program with an error.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -147,7 +147,7 @@ def die_with_parent():
 
 
 def trim_memory():
-    """Give freed memory back to the system: Linux's glibc keeps that of blocks below 32 MiB, as much as all of it."""
+    """Return freed memory to the system: Linux's glibc keeps freed blocks below 32 MiB, which may be all of them."""
     if sys.platform.startswith("linux"):
         # Other C libraries have no such function.
         with suppress(AttributeError):
@@ -155,14 +155,14 @@ def trim_memory():
 
 
 def go_offline():
-    """Let huggingface_hub, and processes that are started from now on, ask the Hub for nothing."""
+    """Keep huggingface_hub, here and in processes started from now on, from contacting the Hub."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     constants.HF_HUB_OFFLINE = True
 
 
 def complain(error: Exception | str, status: int, everywhere: bool = False) -> int:
     """Print the error as one line on standard error, on rank 0 unless `everywhere`; returns `status`."""
-    # An error of all processes is printed once.
+    # An error that all processes raise is printed once.
     if everywhere or is_first_process():
         print(f"error: {error}", file=sys.stderr, flush=True)
     return status
@@ -180,7 +180,7 @@ def one_line(error: BaseException) -> str:
 
 
 def memory_is_full(error: BaseException) -> bool:
-    """Whether `error` says that the CPU or a GPU is out of memory."""
+    """Whether `error` means that the CPU or a GPU is out of memory."""
     # torch has no exception type for this on the CPU.
     on_cpu = re.search("can't allocate memory|Storage size calculation overflowed", str(error))
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or bool(on_cpu)

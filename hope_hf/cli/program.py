@@ -1,4 +1,4 @@
-"""What surrounds the work of every program: warnings as sentences, output that cannot fail, progress, Ctrl-C."""
+"""The frame of every program: warnings as sentences, output that cannot fail, progress, Ctrl-C."""
 
 import errno
 import functools
@@ -15,9 +15,9 @@ from hope_hf.interrupt import STATUS, while_importing
 
 from .process import complain, is_first_process, print_anything, warn_in_sentences
 
-# The reader of a pipe, or the terminal, is gone.
+# Errors of a write after the reader of a pipe, or the terminal, is gone.
 _NO_READER = (errno.EPIPE, errno.EIO)
-# Between two lines of progress in a log file.
+# Seconds between two lines of progress in a log file.
 LOG_SECONDS = 20.0
 
 
@@ -48,7 +48,7 @@ def outlive_readers():
 
 
 class Outliving:
-    """A stream of text to a file descriptor. What is written after its reader has gone goes nowhere."""
+    """A text stream to a file descriptor. Text written after its reader has gone is dropped."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -74,20 +74,20 @@ class Outliving:
         except OSError as error:
             if error.errno not in _NO_READER:
                 raise
-            # The descriptor itself: libraries and child processes write to it, too.
+            # The descriptor itself is replaced: libraries and child processes write to it, too.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
 
 
 class LogLines(io.TextIOBase):
-    """A file for bars that go to a log: writes one of the drawn lines to stderr every `LOG_SECONDS`.
+    """A file for progress bars in a log: it writes one of the drawn lines to stderr every `LOG_SECONDS`.
 
-    It may take the place of stderr, where it is made before.
+    It may replace `sys.stderr`, since it keeps the stderr that existed when it was made.
     """
 
     def __init__(self, wanted: str = " of ", keeps_others: bool = False):
-        """`wanted`: what a bar's text contains; other text is dropped, or goes to stderr as it is."""
+        """`wanted`: text that every bar contains; other text is dropped or, with `keeps_others`, written as it is."""
         self._wanted, self._keeps_others = wanted, keeps_others
         self._stderr, self._last = sys.stderr, time.monotonic()
         self._is_within_line = False
@@ -96,7 +96,7 @@ class LogLines(io.TextIOBase):
         """Takes a bar as tqdm draws it, from a carriage return on."""
         line = text.strip()
         if self._wanted not in line:
-            # tqdm ends a bar with a line break alone; others end their own lines with it.
+            # tqdm ends a bar with a lone line break, which is dropped; one that ends another text's line is kept.
             if self._keeps_others and (line or self._is_within_line):
                 self._stderr.write(text)
                 self._is_within_line = not text.endswith("\n")
@@ -108,7 +108,7 @@ class LogLines(io.TextIOBase):
 
 @contextmanager
 def lines_of_datasets(name: str) -> Iterator[None]:
-    """In the body a bar of `datasets` with this name writes lines into a log; on a terminal it is drawn as ever.
+    """Inside, a `datasets` bar of this name writes lines into a log; on a terminal it is drawn as usual.
 
     Only the first process shows it.
     """

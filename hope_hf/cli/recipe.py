@@ -23,7 +23,7 @@ _LARGEST = 1 << 20
 def split_recipe(
     argv: list[str], flags: Collection[str], left_out: Collection[str] = ()
 ) -> tuple[list[str], list[str]]:
-    """The words of the recipe that comes first (none if there is none), and the words after it."""
+    """The words of the recipe at the beginning (none if there is none), and the words after it."""
     return ([], argv) if not argv or argv[0].startswith("-") else (read_recipe(argv[0], flags, left_out), argv[1:])
 
 
@@ -38,7 +38,7 @@ def read_recipe(path: str | Path, flags: Collection[str], left_out: Collection[s
             raise ValueError(f"The recipe {path} has an unknown key {key!r}{nearest(str(key), flags)}")
         word = _word(path, key, value)
         if key not in left_out:
-            # One word, so that a value which looks like a flag is none.
+            # One word, so that a value that looks like a flag is not taken for one.
             words.append(f"--{key}={word}")
     return words
 
@@ -46,7 +46,7 @@ def read_recipe(path: str | Path, flags: Collection[str], left_out: Collection[s
 def replaced(recipe: list[str], named: Collection[str]) -> list[str]:
     """The words of a recipe without those that the flags `named` on the command line replace as a group.
 
-    Another text replaces all that the recipe says about its own, and another model likewise. Shards have a tokenizer.
+    Another text replaces all flags of the recipe's text, another model those of its model. Shards bring a tokenizer.
     """
     dropped: set[str] = set()
     for sources, group in ((TEXT_SOURCES, OF_ONE_TEXT), (MODELS, {*MODELS, "config_overrides"})):
@@ -85,9 +85,9 @@ def load_yaml(text: str) -> object:
 
 
 class PlainLoader(yaml.SafeLoader):
-    """YAML without repeated keys, of which the last would be kept silently, and without aliases.
+    """YAML without repeated keys, of which only the last would count, and without aliases.
 
-    A few aliases of aliases fill the memory. The loader in C ends the process on thousands of nested brackets.
+    A few aliases of aliases can fill the memory. PyYAML's loader in C crashes on thousands of nested brackets.
     """
 
     def compose_node(self, parent, index):

@@ -45,10 +45,10 @@ def markdown_table(rows: list[Row]) -> str:
 
 
 def can_draw() -> bool:
-    """Whether there is matplotlib; warns if not. Afterwards matplotlib can be imported whatever MPLBACKEND says.
+    """Whether matplotlib is installed; warns if not. Afterwards it can be imported whatever MPLBACKEND is set to.
 
-    Notebooks export their own backend to the processes that they start, and matplotlib fails at import where it is
-    not installed. Pictures go to files alone.
+    Notebooks export their own backend to the processes that they start, and matplotlib fails at import if that backend
+    is not installed. Pictures go to files alone.
     """
     if find_spec("matplotlib") is None:
         warnings.warn("No pictures: matplotlib is not installed (pip install 'hope_hf[plot]').", stacklevel=2)
@@ -65,12 +65,12 @@ def as_label(text: str) -> str:
 
 
 def draw_or_warn(draw: Callable[[Path], object], path: Path) -> Path | None:
-    """Call `draw(path)`; `path`, or None and a warning that names it where the picture fails."""
+    """Call `draw(path)`; return `path`, or None and warn of `path` if drawing fails."""
     if not can_draw():
         return None
     try:
         draw(path)
-    # Whatever fails in matplotlib, a font or the disk: the numbers are worth more than their picture.
+    # matplotlib, a font or the disk may fail; the numbers are worth more than their picture.
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         warnings.warn(f"{path} could not be drawn ({reason}).", stacklevel=2)
@@ -79,7 +79,7 @@ def draw_or_warn(draw: Callable[[Path], object], path: Path) -> Path | None:
 
 
 def provenance() -> dict:
-    """The command, the packages' versions and the package's git commit, JSON-able; None for what is not known."""
+    """The command, the packages' versions and the package's git commit, JSON-able; unknown ones are None."""
     return {
         "command": sys.argv,
         "versions": {"python": platform.python_version(), **{name: _installed(name) for name in _PACKAGES}},
@@ -108,8 +108,8 @@ def next_token_accuracy():
         def _compute(self, predictions, references):
             return {"accuracy": float((torch.as_tensor(predictions) == torch.as_tensor(references)).double().mean())}
 
-    # A file in the cache would be shared with other processes. `evaluate` makes its folder all the same, which may be
-    # one that cannot be written.
+    # A file in the cache would be shared with other processes. `evaluate` makes the cache's folder anyway, which may
+    # not be writable.
     with tempfile.TemporaryDirectory() as folder:
         return NextTokenAccuracy(keep_in_memory=True, cache_dir=folder)
 
@@ -119,7 +119,7 @@ def _cell(row: Row, name: str) -> str:
     if error is None:
         return _number(value)
     text = f"{error:{_form(value)}}"
-    # With the digits of its value, unless they are all 0.
+    # The error has the digits of its value, unless these are all 0.
     return f"{_number(value)} ± {text if text.strip('0.') else _number(error)}"
 
 

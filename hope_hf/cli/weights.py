@@ -33,8 +33,8 @@ def load_model(source: str, config, named: str, **options) -> PreTrainedModel:
         options: for `from_pretrained`.
 
     Raises:
-        ValueError: there are no safetensors, a file is broken, or a weight is missing, of another shape than the
-            config says, or no floating-point number.
+        ValueError: there are no safetensors, a file is broken, or a weight is missing, has another shape than
+            the config gives, or is not of a floating-point type.
     """
     try:
         files = weight_files(source, getattr(config, "transformers_weights", None), named)
@@ -78,7 +78,7 @@ def parts_of(index: Path) -> list[str]:
 
 
 def weight_files(source: str, given: str | None, named: str) -> list[Path]:
-    """The safetensors of a model; `given` is the config's name for them, in place of the usual ones."""
+    """The safetensors of a model; `given` is the config's name for them, instead of the usual ones."""
     if given is not None and not is_inside(given):
         raise _Refused(f"{named} has a config.json whose transformers_weights is not a file of its folder: {given!r}.")
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME) if given is None else (given,):
@@ -138,7 +138,7 @@ def _check_names(model: PreTrainedModel, report: dict, named: str) -> None:
     if not unknown:
         return
     sentence = f"{named} has weights for {unknown[0]}{_more(unknown)}, which the model of its config.json lacks"
-    # A HOPE has no unused weights; other families have heads and buffers for other uses.
+    # HOPE checkpoints have no unused weights; those of other families hold heads and buffers for other uses.
     if model.config.model_type == "hope":
         raise ValueError(f"{sentence}: put back the config.json that was saved with these weights.")
     warnings.warn(f"{sentence}: they are left out.", stacklevel=4)
