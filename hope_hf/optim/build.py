@@ -14,7 +14,7 @@ from .rules import RULES
 LR_FACTOR_MAX = 4.0
 # Settings of a level's optimizer that differ from the run's.
 FLAG = "--level_optimizers"
-# As for the flags of the run: products of rates and decays stay within float32.
+# The same bound as for the flags of the run: products of rates and decays stay within float32.
 _LARGEST = 10**9
 _MOST_BYTES = 1 << 20
 
@@ -36,8 +36,8 @@ def build_optimizer(
       without a level steps every time.
     - Which rule? That of the level's entry, or else `name`. A rule that needs matrices (Muon) gets matrices and stacks
       of them; AdamW updates embeddings, the output embeddings, convolutions, initial memories and what does not decay.
-    - Weight decay? Not for parameters of one axis, biases, norms, initial memories (`is_initial_state`), and what a
-      module lists in `_no_weight_decay`.
+    - Weight decay? Not for parameters of one axis, biases, norms, initial memories (`is_initial_state`), and those
+      that a module lists in `_no_weight_decay`.
     - Which rate? `vector_learning_rate`, where it is given, for vectors: parameters of one axis, biases, norms and
       (though they decay) the kernel weights of depthwise convolutions. A wider model needs a smaller rate for its
       matrices, but not for its vectors (Yang et al. 2022, arXiv 2203.03466, table 3).
@@ -46,10 +46,10 @@ def build_optimizer(
 
     Args:
         model: as `from_config` or `from_pretrained` returns it, not wrapped.
-        name: of the rule, a key of `RULES`.
+        name: the rule, a key of `RULES`.
         learning_rate: the peak learning rate.
         vector_learning_rate: the peak learning rate of vectors; `None`: `learning_rate`.
-        betas, eps: AdamW's.
+        betas, eps: those of AdamW.
         tokens_per_step: over all processes and accumulated micro-batches.
         level_optimizers: see `parse_level_optimizers`; a level without an entry takes the run's settings, and as
             learning-rate factor the square root of its period over the fastest level's, at most 4.
@@ -159,7 +159,7 @@ class _Kinds:
         return _is_flat(name, parameter) or is_depthwise_kernel
 
     def rule(self, name: str, parameter: nn.Parameter, asked: str) -> str:
-        """The rule that is asked for, or AdamW where that one needs a matrix and this is none."""
+        """The rule `asked`, or AdamW if that rule needs matrices and the parameter is not one."""
         # A depthwise convolution [channels, 1, width] outside a convolution module is a stack of vectors.
         is_stack_of_vectors = min(parameter.shape[-2:], default=1) == 1
         is_matrix = self.decays(name, parameter) and parameter not in self.not_matrix and not is_stack_of_vectors
@@ -167,7 +167,7 @@ class _Kinds:
 
 
 def _is_flat(name: str, parameter: nn.Parameter) -> bool:
-    """Whether it has one axis, or is a norm or a bias (those of heads are rows of one parameter)."""
+    """Whether a parameter has one axis, or is a norm or a bias (which has a row for each head)."""
     owner, _, own_name = name.rpartition(".")
     is_norm = "norm" in own_name.lower() or "norm" in owner.rpartition(".")[2].lower()
     is_bias = own_name == "bias" or own_name.endswith("_bias")
@@ -180,9 +180,9 @@ class LevelOptions:
 
     Attributes:
         optimizer: a key of `RULES`.
-        lr_factor: the level's learning rate divided by the run's.
+        lr_factor: the level's learning rate divided by the learning rate of the run.
         betas: AdamW's two decay rates.
-        weight_decay: of the level's matrices.
+        weight_decay: for the level's matrices.
     """
 
     optimizer: str | None = None
@@ -197,7 +197,7 @@ def parse_level_optimizers(source: str | dict | None) -> dict[int, LevelOptions]
     Example: `{"2": {"optimizer": "muon", "lr_factor": 2.0, "betas": [0.9, 0.95], "weight_decay": 0.0}}`.
 
     Raises:
-        ValueError: not readable, not JSON, or a key or value that is not known.
+        ValueError: the source is not readable or not JSON, or a key or value is not allowed.
     """
     if source is None:
         return {}
@@ -231,7 +231,7 @@ def _read_json(source: str) -> object:
             raise ValueError(f"{what} cannot be read ({error}): give JSON text or the path of a JSON file.") from error
     try:
         return json.loads(text)
-    # ValueError: a number of thousands of digits, too; RecursionError: thousands of nested brackets.
+    # ValueError: not JSON, or a number of thousands of digits; RecursionError: thousands of nested brackets.
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{what} is not JSON ({error}): fix the text there.") from error
 
@@ -245,7 +245,7 @@ def _are_betas(value: object) -> bool:
     return is_pair and all(_is_number(beta) and 0 <= beta < 1 for beta in value)
 
 
-# What each key admits, and its description.
+# A check of each key's value, and the description of an allowed value.
 _ADMITTED = {
     "optimizer": (lambda value: isinstance(value, str) and value in RULES, " or ".join(RULES)),
     "lr_factor": (lambda value: _is_number(value) and value > 0, f"a number above 0, at most {_LARGEST:,}"),

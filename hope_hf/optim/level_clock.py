@@ -30,7 +30,7 @@ class LevelClock(torch.optim.Optimizer):
         gradient_sum: sum of the gradients since its last step, at least float32; only where `period_steps` > 1.
         and the rule's own tensors.
 
-    A parameter without a gradient takes no part in a call, and its clock does not advance. (The clock is kept per
+    A parameter without a gradient is skipped in a call, and its clock does not advance. (The clock is kept per
     parameter because sharding engines call `step()` once per part of a group.)
     """
 
@@ -90,7 +90,7 @@ class LevelClock(torch.optim.Optimizer):
         return self.state[parameter]
 
     def _count(self, parameter: Tensor) -> int:
-        """Add the gradient to the parameter's sum; returns how many gradients it holds."""
+        """Add the gradient to the parameter's sum; returns the number of gradients in the sum."""
         state = self.state[parameter]
         state["gradient_sum"].add_(_gradient(parameter))
         state["tick"] += 1
@@ -104,7 +104,7 @@ class LevelClock(torch.optim.Optimizer):
         """Continue from `state_dict()`, a partly filled period included.
 
         Raises:
-            ValueError: the state is of other levels, rules or periods.
+            ValueError: the state has other levels, rules or periods.
         """
         saved_groups = state_dict["param_groups"]
         require_same_groups(saved_groups, self.param_groups)
@@ -128,7 +128,7 @@ class LevelClock(torch.optim.Optimizer):
                 zeros = {"updates": 0, "steps_since_update": 0}
                 periods = {name: group[name] for name in ("period_steps", "period_tokens")}
                 report.setdefault(group["level"], zeros | periods)
-        # The parameters of a level step together; one that never had a gradient does not count.
+        # The parameters of a level step together; one that never had a gradient is left out.
         for parameter, level in levels.items():
             state = self.state.get(parameter)
             if state and level is not None:
@@ -163,14 +163,14 @@ def _structure(group: dict) -> dict:
 def warn_short_levels(optimizer: LevelClock, max_train_steps: int, least_periods: int = 4) -> list[str]:
     """Warn of every level that makes fewer than `least_periods` steps in `max_train_steps` optimizer steps.
 
-    Levels that step every time do not count.
+    Levels that step every time are left out.
 
-    Returns the sentences it warned with. With several processes call it on one of them.
+    Returns the sentences of the warnings. With several processes call it on one of them.
     """
     sentences = []
     for level, row in optimizer.level_report().items():
         periods = max_train_steps // row["period_steps"]
-        # A shorter period than a step does not exist.
+        # No period is shorter than a step.
         if periods < least_periods and row["period_steps"] > 1:
             times = {0: "never", 1: "once", 2: "twice"}.get(periods, f"{periods} times")
             sentences.append(

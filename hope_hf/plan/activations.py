@@ -1,4 +1,4 @@
-"""Bytes that a causal LM keeps: activations from forward to backward per block, and the state of a sequence.
+"""Bytes that a causal LM keeps: the activations of each block from forward to backward, and the state of a sequence.
 
 The formulas read the config. Each term is one tensor that autograd saves; tests compare the sums with the simulated
 step. Attention is sdpa or flash attention, whose kernels never hold heads x tokens^2 numbers. Three modes differ:
@@ -30,7 +30,7 @@ class Block:
     """Bytes that a block keeps: its sequence mixer, and the rest of the block.
 
     Attributes:
-        mixer_input: kept as well if the mixer is recomputed; `rest` does not include it.
+        mixer_input: the mixer's input, also kept if the mixer is recomputed; `rest` does not include it.
     """
 
     rest: int
@@ -50,8 +50,8 @@ class Activations:
         blocks: all blocks, as they are kept for the backward pass.
         one_block: the largest block without recomputation.
         in_backward: largest sum over the backward pass of the blocks still kept and the block that is recomputed.
-        loss: the last norm, the logits and their gradients.
-        weight_copies: low-precision copies of weights, which autocast keeps.
+        loss: those of the last norm, the logits and their gradients.
+        weight_copies: the low-precision copies of weights that autocast keeps.
         is_estimate: whether no formula below describes the architecture's blocks.
     """
 
@@ -106,7 +106,7 @@ def activations(
 
 def _loss_without_logits(width: int, tokens: int, mode: Mode) -> int:
     """Bytes per vocabulary entry: the head's gradient, and the logits of a chunk with their gradients."""
-    # in fp32 the logits twice; with rounded logits also the gradient in the low precision
+    # In fp32 the logits are kept twice; in low precision their rounded gradient, too.
     return 4 * width + min(width, tokens) * (8 if mode == "fp32" else 10)
 
 
@@ -178,7 +178,7 @@ def _by_matrices(shapes: Shapes, tokens: int, low: int) -> list[Block]:
 
 
 def cache_bytes(config, tokens: int) -> int:
-    """fp32 bytes that one sequence carries after `tokens` tokens: HOPE's states, or keys and values."""
+    """Bytes of one sequence's fp32 state after `tokens` tokens: HOPE's states, or keys and values."""
     if config.model_type == "hope":
         return sum(mixer.cache_bytes(config, tokens) for mixer in config.mixers)
     layers = config.num_hidden_layers

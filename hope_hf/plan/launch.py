@@ -1,4 +1,4 @@
-"""How processes share out a model: the strategies, a launch, and the launch that an accelerate file describes."""
+"""How a model is divided among processes: strategies, a launch, and the launch that an accelerate file describes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,16 +18,16 @@ ALL = frozenset((WEIGHTS, GRADIENTS, OPTIMIZER))
 
 @dataclass(frozen=True)
 class Strategy:
-    """What is cut into one part per process.
+    """What is sharded, into one part per process.
 
     Attributes:
         key: the name in tables and in `--json`.
         engine: "plain" (one process, DDP), "fsdp2", "fsdp1" or "deepspeed".
-        shared: which of `WEIGHTS`, `GRADIENTS` and `OPTIMIZER` are cut.
+        shared: which of `WEIGHTS`, `GRADIENTS` and `OPTIMIZER` are sharded.
         keeps_gathered: whether gathered weights are kept from forward to backward (SHARD_GRAD_OP).
-        is_hybrid: whether each machine holds a replica, cut into one part per process of the machine.
+        is_hybrid: whether each machine holds a replica, sharded over the processes of the machine.
         offloads: which of the three are held in the machine's memory instead of the GPU's.
-        launch_file: a file of `accelerate_configs/`; None where no engine of this project does it.
+        launch_file: a file of `accelerate_configs/`; None if no engine of this project has the strategy.
     """
 
     key: str
@@ -48,7 +48,7 @@ STRATEGIES = {
     strategy.key: strategy
     for strategy in (
         Strategy("ddp", "plain", launch_file="ddp.yaml"),
-        # The literature counts it; this project's engines begin with stage 2.
+        # Stage 1 is in the literature only; this project's engines begin with stage 2.
         Strategy("zero1", "deepspeed", frozenset((OPTIMIZER,))),
         Strategy("zero2", "deepspeed", frozenset((GRADIENTS, OPTIMIZER)), launch_file="deepspeed_zero2.yaml"),
         Strategy("zero3", "deepspeed", ALL, launch_file="deepspeed_zero3.yaml"),
@@ -61,9 +61,9 @@ STRATEGIES = {
 }
 VERSION_1 = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 """Strategies of FSDP's version 1, in the order of accelerate's numbers, which begin with 1."""
-# Version 1 with NO_SHARD.
+# FSDP version 1 with NO_SHARD.
 UNSHARDED = replace(STRATEGIES["ddp"], engine="fsdp1")
-# What the launch file must say as well.
+# Settings that the launch file needs in addition.
 SETTINGS = {"shard_grad_op": "with fsdp_reshard_after_forward: false"}
 
 
@@ -73,9 +73,9 @@ class Launch:
 
     Attributes:
         world_size: number of processes.
-        parts: number of processes that share out one replica.
+        parts: number of processes among which one replica is divided.
         precision: accelerate's mixed precision: "no", "bf16" or "fp16".
-        checkpointing: whether the launch file asks for recomputed blocks.
+        checkpointing: whether the launch file switches recomputed blocks on.
     """
 
     strategy: Strategy
@@ -103,7 +103,7 @@ class Launch:
             return None
         if self.precision == "no":
             return torch.float32
-        # Version 1 accumulates in the dtype that computes, version 2 in that of the sum.
+        # Version 1 accumulates in the compute dtype, version 2 in the dtype of the sum.
         return LOW_PRECISION[self.precision] if self.strategy.engine == "fsdp1" else reduce_dtype
 
     def recomputes(self, flag: str) -> str:

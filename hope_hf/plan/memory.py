@@ -1,7 +1,8 @@
 """Peak memory of one process, by arithmetic: states, gathered blocks and activations at four moments of a step.
 
-The states are weights, gradients and optimizer. Rajbhandari et al. 2020 (arXiv 1910.02054) count 16 bytes a parameter
-under Adam: weights and gradients 4 (or 2) each, two moments of 4. A strategy divides those that it shares out.
+The states are weights, gradients and optimizer. Rajbhandari et al. 2020 (arXiv 1910.02054) count 16 bytes per
+parameter under Adam: 4 (or 2) each for weights and gradients, 4 for each of two moments. A strategy divides those it
+shards.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ class Bytes:
 
 
 def state_bytes(parameters: float, strategy: Strategy, parts: int, each: Bytes = Bytes()) -> float:  # noqa: B008
-    """Weights, gradients and optimizer of one process, of a model cut evenly into `parts` parts."""
+    """Bytes of weights, gradients and optimizer of one process, if a model is cut evenly into `parts` parts."""
     sizes = {WEIGHTS: each.weights, GRADIENTS: each.gradients, OPTIMIZER: each.optimizer}
     return parameters * sum(size / (parts if kind in strategy.shared else 1) for kind, size in sizes.items())
 
@@ -69,7 +70,7 @@ class Memory:
 
 
 def memory(config, shapes: Shapes, launch: Launch, step: StepOptions, per_node: int = 8) -> Memory:
-    """The peak of one optimizer step, with `per_node` processes on one machine."""
+    """The peak memory of one optimizer step, with `per_node` processes on one machine."""
     recomputed = parse_recomputed(step.checkpointing)
     kept = activations(config, shapes, launch, step.batch_size, step.block_size, recomputed)
     tokens = step.batch_size * step.block_size * step.accumulation * launch.world_size
@@ -79,7 +80,7 @@ def memory(config, shapes: Shapes, launch: Launch, step: StepOptions, per_node: 
     whole = launch.whole_gradients(step.reduce_dtype)
     holds_whole = whole is not None and step.accumulation > 1 and not step.sync_each_batch
     between = whole.itemsize * shapes.count if holds_whole else 0
-    # A process's own part of the gradients: sum of the earlier batches, and after this batch.
+    # A process's own part of the gradients: the sum before this batch, and the sum after it.
     before = states["gradients"] if step.accumulation > 1 and not between else 0
     after = 0 if between else states["gradients"]
     moments = {
@@ -153,11 +154,11 @@ def _in_blocks(shapes, launch: Launch, states: dict, kept: Activations, compute:
 
 
 def _in_backward(shapes, launch: Launch, states: dict, kept: Activations, compute: int) -> dict[str, int]:
-    """At the last of the blocks: all gradients, one block's activations, and gradients of a quarter of these."""
+    """At the end of the backward pass: all gradients, one block's activations, and gradients of a quarter of these."""
     moment = {**states, "activations": kept.one_block, "backward": kept.one_block // 4}
     block = shapes.largest_block
     if launch.strategy.gathers:
-        # The block and the next one, which is gathered ahead; the block's gradients, in fp32 while they are reduced.
+        # This block and the next one, which is gathered ahead. The block's gradients are fp32 while they are reduced.
         moment["gathered"] = 2 * block * compute
         moment["whole gradients"] = block * 4
     return moment

@@ -119,12 +119,12 @@ class Question:
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all processes and accumulated batches."""
+        """Tokens of all processes and accumulated batches."""
         return self.step.batch_size * self.step.block_size * self.step.accumulation * self.launch.world_size
 
     @property
     def total_tokens(self) -> float | None:
-        """Of the whole run; None where no flag gives its length."""
+        """Tokens of the whole run; None if no flag gives its length."""
         if self.args.total_tokens is not None or self.args.max_train_steps is None:
             return self.args.total_tokens
         return self.args.max_train_steps * self.tokens_per_step
@@ -145,7 +145,7 @@ def make_parser() -> Parser:
 
 
 def parse(argv: list[str]) -> Question:
-    """Read `[recipe.yaml] --flag value ...`; the planner ignores keys of the recipe that are none of its flags.
+    """Read `[recipe.yaml] --flag value ...`; the planner ignores keys of the recipe that are not its flags.
 
     A new model on the command line replaces the weights that the recipe names. Raises ValueError with one sentence
     that names the flag or file and the fix.

@@ -1,4 +1,4 @@
-"""What the planner answers: a command line, and a run that has started (`run_clm.py --dry_run`)."""
+"""Plans a command line, or a run that has started (`run_clm.py --dry_run`)."""
 
 import json
 from dataclasses import dataclass, replace
@@ -18,11 +18,11 @@ class Planned:
     """Bytes of a run that has started.
 
     Attributes:
-        peak: of the device of the process with the largest part.
+        peak: on the device of the process with the largest part.
         is_estimate: whether its activations are only estimated.
         weights, optimizer: of the whole model, weights in fp32.
-        offloaded: in the memory of one machine, of all its processes.
-        is_shared_out: whether processes hold parts of the model.
+        offloaded: in the memory of one machine, by all its processes.
+        is_shared_out: whether each process holds only a part of the model.
         whole_gradients: of one process between accumulated batches, without `--sync_each_batch`.
     """
 
@@ -74,7 +74,7 @@ def _answer(question: Question) -> None:
         except Exception as error:
             if is_hope(question.config):
                 raise
-            # Operators of other architectures may need the numbers that fake tensors lack.
+            # Operators of other architectures may read numbers, which fake tensors lack.
             found = f"{question.config.model_type} does not run on fake tensors ({one_line(error)})"
     if isinstance(found, Simulation):
         verdicts = [verdict(question, rows, gpu, found) for gpu in question.gpus]

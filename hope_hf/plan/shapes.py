@@ -26,7 +26,7 @@ class Weight:
         shape: of the whole parameter.
         unit: the number of its block, or `EMBEDDING`, `TAIL` or `ROOT`.
         period: tokens between two updates of its level; 0 for a parameter of no level.
-        rules: by the value of `--optimizer`, the rule that updates it.
+        rules: value of `--optimizer` -> the rule that updates the parameter.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Weight:
         return math.prod(self.shape)
 
     def optimizer_bytes(self, optimizer: str, tokens_per_step: int) -> int:
-        """Bytes per element of its optimizer state: the rule's, and a sum of gradients where its level waits.
+        """Bytes of optimizer state per element: the rule's, plus a sum of gradients if its level steps less often.
 
         `tokens_per_step`: over all processes and accumulated batches.
         """
@@ -58,12 +58,12 @@ class Shapes:
 
     @cached_property
     def count(self) -> int:
-        """Parameters."""
+        """Number of parameters."""
         return sum(weight.count for weight in self.weights)
 
     @cached_property
     def units(self) -> dict[int | str, int]:
-        """Parameters of each unit that FSDP gathers at once."""
+        """Number of parameters of each unit that FSDP gathers at once."""
         units: dict[int | str, int] = {}
         for weight in self.weights:
             units[weight.unit] = units.get(weight.unit, 0) + weight.count
@@ -71,12 +71,12 @@ class Shapes:
 
     @property
     def largest_block(self) -> int:
-        """Parameters of the largest block."""
+        """Number of parameters of the largest block."""
         return max((count for unit, count in self.units.items() if isinstance(unit, int)), default=0)
 
     @cached_property
     def matrices(self) -> int:
-        """Parameters of the matrices that are multiplied: tables that are only looked up are not."""
+        """Number of parameters of the matrices that are multiplied, without tables that are only looked up."""
         looked_up = {ROOT} if self.is_tied else {ROOT, EMBEDDING}
         return sum(w.count for w in self.weights if len(w.shape) == 2 and w.unit not in looked_up)
 

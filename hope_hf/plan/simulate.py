@@ -1,8 +1,8 @@
 """The peak memory of one training step, simulated on fake tensors and a fake process group.
 
 Fake tensors have shapes but no numbers, so one CPU process simulates any model on any number of processes. torch's
-trackers (`torch.distributed._tools`) count the bytes of all live tensors. torch's estimator of running times needs the
-GPU whose time it estimates, and is not used.
+trackers (`torch.distributed._tools`) count the bytes of all live tensors. torch's estimator of running times is not
+used, since it needs the GPU whose time it estimates.
 """
 
 import time
@@ -34,11 +34,11 @@ from hope_hf.step.recompute import parse_recomputed, recompute_activations
 
 from .launch import Launch, StepOptions
 
-# accelerate's names of a mesh's axes.
+# accelerate's names for the axes of a mesh.
 MESH = ("dp_replicate", "dp_shard_cp")
 # Fields of configurations with the dropout rate of attention weights.
 ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop")
-# torch's categories of tensors, and the planner's.
+# torch's categories of tensors -> the planner's.
 CATEGORIES = {
     "Parameter": "weights", "Sharded Param": "weights", "Gradient": "gradients", "Sharded Grad": "gradients",
     "Optstate": "optimizer", "OptState": "optimizer", "Unsharded Param": "gathered", "All Gather": "gathered",
@@ -122,7 +122,7 @@ class Step:
         )  # fmt: skip
         self.optimizer.create_states()
         shape = (options.batch_size, options.block_size)
-        # Memory repeats from the second batch on.
+        # Memory use repeats from the second batch on.
         self.batches = [torch.zeros(shape, dtype=torch.long) for _ in range(min(options.accumulation, 2))]
         self.wrapped.train()
 
@@ -166,7 +166,7 @@ class Step:
         return fsdp2_prepare_model(accelerator, model)
 
     def tracker(self) -> MemTracker:
-        """torch's counter of live tensors, with the tensors that exist before the step."""
+        """torch's counter of live tensors; it counts those that exist before the step, too."""
         if isinstance(self.wrapped, FSDPModule):
             tracker = FSDPMemTracker(self.wrapped, self.optimizer)
             tracker.track_inputs(tuple(self.batches))
@@ -189,7 +189,7 @@ class Step:
     def warm_up(self):
         """Update once with zero gradients, so that DTensor has planned its operations.
 
-        It plans them on whole fake tensors, which the tracker would count.
+        DTensor plans them on whole fake tensors, which the tracker would count.
         """
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -230,7 +230,7 @@ class _AsIfReal(TorchDispatchMode):
     """Replaces operations that need the numbers of a tensor.
 
     - A boolean mask selects no elements, so checks of values (such as token ids) find nothing.
-    - The first block of sparse attention is selected by all `queries` of a row, as in every text; the others by none.
+    - All `queries` of a row select the first block of sparse attention, as in every text, and no other block.
     - The two gradients of a tied embedding are added in place, as autograd does with real tensors.
     """
 

@@ -1,4 +1,4 @@
-"""Bytes that a process sends in one optimizer step, and the seconds that a link takes for them.
+"""Bytes that a process sends in one optimizer step, and the time that a link takes to send them.
 
 In a ring of N processes each sends (N - 1) / N of the tensor that is gathered or scattered. An all-reduce is a scatter
 and a gather.
@@ -17,7 +17,7 @@ class Traffic:
     """Bytes that a process sends per optimizer step.
 
     Attributes:
-        gather: weights, in the dtype in which they compute.
+        gather: weights, in the compute dtype.
         reduce: gradients.
     """
 
@@ -29,7 +29,7 @@ class Traffic:
         return self.gather + self.reduce
 
     def seconds(self, bandwidth: float) -> float:
-        """At `bandwidth` bytes per second and direction, without overlap with computation."""
+        """Time at `bandwidth` bytes per second and direction, without overlap with computation."""
         return self.total / bandwidth
 
 
@@ -41,7 +41,7 @@ def traffic(
     gather_bytes: float = 4,
     reduce_bytes: float = 4,
 ) -> Traffic:
-    """The traffic of a step of `accumulation` batches.
+    """The traffic of an optimizer step of `accumulation` batches.
 
     Full sharding gathers the weights twice per batch, SHARD_GRAD_OP once (FSDP version 1 once per step, since it keeps
     them between batches). Gradients are reduced once per step; after every batch by DeepSpeed's stages 2 and 3, and by

@@ -1,4 +1,4 @@
-"""Whether a run fits a GPU, which setting fits instead, the largest batch, days and cost."""
+"""Whether a run fits a GPU, which other setting fits, the largest batch, days and cost."""
 
 from dataclasses import dataclass, replace
 
@@ -40,7 +40,7 @@ class Verdict:
         usable: bytes.
         largest_batch: rows per process and forward pass that fit; 0 if one row does not fit.
         instead: the first setting that fits; None if the setting asked for fits.
-        step_seconds: computation of a step at `--mfu`.
+        step_seconds: compute time of a step at `--mfu`.
         days, cost: of the whole run; None without the flags for them.
     """
 
@@ -96,7 +96,7 @@ def verdict(question: Question, rows: list[Setting], gpu: Gpu, simulation: Simul
         gpu,
         peak,
         room,
-        # The simulation of this setting corrects its arithmetic.
+        # The simulated peak of this setting corrects its arithmetic.
         largest_batch(question, question.launch, room, peak / asked.memory.peak),
         None if peak <= room else _instead(question, rows, room),
         question.tokens_per_step / per_second,
@@ -108,7 +108,7 @@ def verdict(question: Question, rows: list[Setting], gpu: Gpu, simulation: Simul
 
 
 def largest_batch(question: Question, launch: Launch, room: int, factor: float = 1.0) -> int:
-    """Rows per process and forward pass that fit into `room` bytes; `factor` times the arithmetic."""
+    """Rows per process and forward pass that fit into `room` bytes; `factor` scales the arithmetic's bytes."""
 
     def fits(rows: int) -> bool:
         step = replace(question.step, batch_size=rows)
@@ -142,7 +142,7 @@ def _instead(question: Question, rows: list[Setting], room: int) -> str | None:
 
 
 def _words(question: Question, launch: Launch, step: StepOptions) -> str | None:
-    """The changes that another launch and step make; None without changes."""
+    """The flags that change to another launch and step, in words; None without changes."""
     words = []
     if launch is not question.launch:
         setting = SETTINGS.get(launch.strategy.key)

@@ -15,7 +15,7 @@ LONGEST_DEFAULT_BLOCK = 1024
 
 @dataclass
 class DataArguments(TextArguments):
-    """Which text is read, and how it is cut. Without a data set or file: the built-in corpus."""
+    """Which text is read, and how it is cut into rows. Without a data set or file: the built-in corpus."""
 
     block_size: int | None = flag(
         None, "Tokens per row (default: the model's longest input, at most 1,024).", least=2, most=LONGEST
@@ -49,7 +49,7 @@ class OptimizationArguments:
     learning_rate: float = flag(
         3e-4, "Peak learning rate of the fastest level and of everything outside the levels.", above=0
     )
-    # The schedules of transformers that need no setting but the warm-up.
+    # The schedules of transformers that need no setting besides the warm-up.
     lr_scheduler_type: Literal[
         "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
     ] = flag("cosine", "Schedule of the learning rate.")
@@ -135,7 +135,7 @@ class CheckpointArguments:
 
 @dataclass
 class MemoryArguments:
-    """What trades memory, speed and communication, without a change of the result."""
+    """Flags that trade memory, speed and communication and leave the result unchanged."""
 
     _argument_group_name = "memory and speed"
 

@@ -6,8 +6,8 @@ from transformers import PreTrainedModel
 def flops_per_token(model: PreTrainedModel, sequence_length: int) -> int:
     """FLOPs of forward and backward per token of a text of `sequence_length` tokens; recomputation is not counted.
 
-    The model's own count where it has one, as HOPE does. Others: 6 per parameter outside of embeddings that are only
-    looked up, and attention's products. The model may be on the meta device.
+    The model's own count, if it has one, as HOPE does. For others: 6 per parameter, without embeddings that are only
+    looked up, plus attention's products. The model may be on the meta device.
     """
     if hasattr(model, "flops_per_token"):
         return model.flops_per_token(sequence_length)
@@ -20,7 +20,7 @@ def flops_per_token(model: PreTrainedModel, sequence_length: int) -> int:
 def attention_flops_per_token(config, sequence_length: int) -> int:
     """Forward FLOPs of causal attention's own products, of any model but HOPE, per token.
 
-    2 T per channel of a text of T tokens; in layers with a sliding window 4 for each key inside it.
+    2 T per channel for a text of T tokens; in layers with a sliding window, 4 per channel and key inside it.
     """
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int) or not heads:

@@ -1,4 +1,4 @@
-"""The GPUs that the project knows. The figures are those of the makers' data sheets; none was measured here."""
+"""The table of GPUs. Figures are those of the makers' data sheets; none was measured here."""
 
 import re
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ class Gpu:
     """One GPU.
 
     Attributes:
-        gib: memory.
+        gib: memory in GiB.
         flops: dense matrix FLOP/s in bf16 and fp16.
         link: bytes per second and direction to the other GPUs of its machine: NVLink, or PCIe where it has none. Data
-            sheets add both directions up.
-        device: a regular expression that is found in torch's name of the device.
+            sheets state the sum of both directions.
+        device: a regular expression that matches a part of torch's name of the device.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Gpu:
 
     @property
     def usable(self) -> int:
-        """Bytes that a plan may fill."""
+        """Bytes that a run may use."""
         return int(self.gib * GIB * (1 - RESERVED))
 
     def peak_flops(self, precision: str) -> float:
@@ -68,7 +68,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def parse_gpus(text: str) -> list[Gpu]:
-    """The GPUs of a list with commas, each once; ValueError that names an unknown one."""
+    """The GPUs of a comma-separated list, each once; ValueError that names an unknown one."""
     names = dict.fromkeys(word.strip().lower() for word in text.split(",") if word.strip())
     if not names:
         raise ValueError(f"--gpu {text!r} names no GPU: write for instance h100-80gb,a100-40gb.")

@@ -1,6 +1,6 @@
 """The file of `accelerate launch`: read, and checked for keys that accelerate would ignore or refuse.
 
-The launcher passes on only the values that it knows. A misspelled key, or one that the chosen version of FSDP does not
+The launcher passes on only values of known keys. A misspelled key, or one that the chosen version of FSDP does not
 use, never reaches the processes, so they read the file again.
 """
 
@@ -32,7 +32,7 @@ OF_VERSION_1 = {
 }
 # accelerate's wizard writes version 1's strategy under this key of version 2, and its launcher ignores it.
 RESHARD = "fsdp_reshard_after_forward"
-# Switches that accelerate's parser declares as strings without a default.
+# Switches that accelerate declares as strings without a default.
 SWITCHES_WITHOUT_DEFAULT = ("zero3_init_flag", "zero3_save_16bit_model")
 # Axes of a mesh that the trainer does not support.
 UNSUPPORTED_AXES = {"parallelism_config_tp_size": "tensor", "parallelism_config_cp_size": "context"}
@@ -114,7 +114,7 @@ def check(path: Path, content: dict) -> None:
 
 
 def _check_sections(content: dict, refuse) -> None:
-    """Refuse keys that accelerate does not know, and values that the processes cannot read."""
+    """Refuse keys that accelerate does not have, and values that the processes cannot read."""
     # Imported here, since plain `python run_clm.py` does not need it.
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser

@@ -42,7 +42,7 @@ def loss_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
 def model_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The model's inputs from a batch on the CPU.
 
-    Without a document start inside a row, `position_ids` are left out: models then use their fast path.
+    `position_ids` are left out if no document starts inside a row: models then use their fast path.
     """
     inputs = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
     if "position_ids" in inputs and bool((inputs["position_ids"] == torch.arange(inputs["input_ids"].shape[1])).all()):

@@ -64,7 +64,7 @@ INSTEAD = {
 
 
 def drop_foreign(words: list[str], flags: Collection[str] = ()) -> list[str]:
-    """A command line without the flags that have no effect; each gives a warning. `flags`: the program's own.
+    """A command line without the flags that have no effect; each of them is warned of. `flags`: the program's own.
 
     Raises ValueError that names the replacement of a renamed flag.
     """
@@ -85,7 +85,7 @@ def drop_foreign(words: list[str], flags: Collection[str] = ()) -> list[str]:
 def split_run_recipe(argv: list[str], flags: Collection[str] = FLAGS) -> tuple[list[str], list[str]]:
     """The words of the recipe at the beginning, only those of `flags`, and the words after it.
 
-    Raises ValueError for a key that is no flag of `run_clm.py`, and for a renamed flag.
+    Raises ValueError for a key that is not a flag of `run_clm.py`, and for a renamed flag.
     """
     known = {*FLAGS, *NO_EFFECT, *INSTEAD}
     recipe, rest = split_recipe(argv, known, left_out={*FLAGS} - {*flags})

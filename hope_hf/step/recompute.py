@@ -19,7 +19,7 @@ MIXERS = frozenset("mixer self_attn linear_attn attn attention self_attention ma
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What is recomputed.
+    """What the backward pass recomputes.
 
     Attributes:
         part: nothing, whole blocks, or their sequence mixers (attention, memories).
@@ -30,7 +30,7 @@ class Recomputed:
     every: int = 1
 
 
-# `true` and `false`, because the flag was a switch.
+# `true` and `false` are accepted, because the flag was a switch once.
 NAMES = {
     "none": Recomputed("none"), "false": Recomputed("none"), "block": Recomputed("block"),
     "true": Recomputed("block"), "mixer": Recomputed("mixer"),
@@ -79,7 +79,7 @@ def recompute_activations(model: PreTrainedModel, what: Recomputed) -> None:
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable({"use_reentrant": False})
     else:
-        # transformers before 5.23
+        # For transformers before 5.23.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for index, block in enumerate(blocks):
         block.gradient_checkpointing = index % what.every == 0
