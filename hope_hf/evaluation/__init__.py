@@ -13,7 +13,7 @@ def main(argv: list[str]) -> int:
     A ValueError is one sentence for the user; any other exception is a bug or machine failure and keeps its traceback.
     """
     try:
-        # Not at the top: they import models and data sets.
+        # Not imported at the top, since these modules import models and data sets.
         from .session import begin
         from .suites import SUITES
 

@@ -18,14 +18,14 @@ from .flags import Arguments, parse_checkpoints
 from .result import Number, numbers
 from .saved_reports import is_count, read_report
 
-# Bytes of the rows of a run of millions of steps.
+# Bytes of metrics.jsonl that are read at most: enough for millions of steps.
 METRICS = 1 << 30
 FILE = "over_tokens.json"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A saved model of a run: its folder, and how long it had been trained, where that is known."""
+    """A saved model of a run: its folder, and its steps and tokens of training if these are known."""
 
     path: str
     step: int | None
@@ -33,7 +33,7 @@ class Checkpoint:
 
 
 def as_checkpoint(path: str) -> Checkpoint:
-    """What is known of a model's folder or Hub name: a folder `checkpoint-<step>` or its run hold the tokens."""
+    """The checkpoint of a model's folder or Hub name; tokens come from a folder `checkpoint-<step>` or its run."""
     found = CHECKPOINT.fullmatch(os.path.basename(os.path.normpath(path)))
     if not found:
         return Checkpoint(path, None, None)
@@ -41,9 +41,9 @@ def as_checkpoint(path: str) -> Checkpoint:
 
 
 def find_checkpoints(args: Arguments) -> list[Checkpoint]:
-    """Those of `--checkpoints` in the run's folder, or of a pattern in `--model_name_or_path`, by step.
+    """The checkpoints of `--checkpoints` in the run's folder, or of a pattern in `--model_name_or_path`, by step.
 
-    Empty where neither is given. Raises ValueError where nothing matches, and for checkpoints of several runs.
+    Empty if neither is given. Raises ValueError where nothing matches, and for checkpoints of several runs.
     """
     name = args.model_name_or_path or ""
     # A folder may have brackets in its name.
@@ -71,9 +71,9 @@ def find_checkpoints(args: Arguments) -> list[Checkpoint]:
 
 
 def _tokens(folder: Path, step: int) -> int | None:
-    """The tokens that a checkpoint's own file holds, or the run's metrics."""
+    """The number of training tokens from the checkpoint's own file, or from the run's metrics."""
     found = None
-    # A checkpoint of the model alone has no such file.
+    # A checkpoint with the model alone has no such file.
     with suppress(*MISTAKES):
         found = json.loads(read_small(folder / "trainer.json"))["progress"]["tokens"]
     # The last row of a run that was killed may be cut off.

@@ -25,10 +25,10 @@ FILE = "compare.json"
 
 
 def compare(args: Arguments) -> SuiteResult:
-    """A row for every number of the reports of `--compare`, in the order of the first.
+    """A row for every number of the reports of `--compare`, in the order of the first report.
 
-    Each report after the first adds its difference to the first, with the standard error of independent samples.
-    Raises ValueError for what is no report.
+    Each further report has its difference from the first, with the standard error of independent samples. Raises
+    ValueError for a path that is not a report.
     """
     if len(args.compare) < 2:
         raise ValueError("--compare needs two reports or more: name the folders of two evaluations.")
@@ -72,10 +72,10 @@ def _row(key: Key, found: list[Number | None], names: list[str]) -> Row:
 
 
 def _names(runs: list[str]) -> list[str]:
-    """The folders' names, or the whole paths where two are alike; a name that comes twice gets a number."""
+    """The folders' names, or the whole paths if two are equal; repeated names get a number."""
     short = [Path(run).resolve().name for run in runs]
     names = short if len(set(short)) == len(runs) else runs
-    # The table has columns of these names.
+    # The table has columns with these names already.
     taken = [name in ("row", "number") or name.endswith("_stderr") for name in names]
     again = [names.index(name) != index for index, name in enumerate(names)]
     return [f"{name} ({i + 1})" if taken[i] or again[i] else name for i, name in enumerate(names)]
@@ -106,7 +106,7 @@ def as_page(result: SuiteResult) -> str:
 
 
 def write_comparison(args: Arguments, result: SuiteResult, folder: Path) -> Path:
-    """Write compare.json, compare.md and the picture into the folder. Raises ValueError where it cannot."""
+    """Write compare.json, compare.md and the picture into the folder. Raises ValueError if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         replace_text(folder / "compare.md", as_page(result))

@@ -17,7 +17,7 @@ from .result import Number
 # Longer names of a heat map's columns are written at an angle.
 MOST_LETTERS = 9
 
-# Nested rings and dashes keep curves that coincide visible.
+# Nested rings and dashes keep coinciding curves visible.
 STYLES = [
     {"linestyle": line, "linewidth": 1.8, "marker": "o", "markersize": size, "markerfacecolor": "none"}
     for line, size in zip(["-", (0, (3, 3))] * 2, (12, 9, 6, 3), strict=True)
@@ -30,7 +30,7 @@ def show_progress() -> bool:
 
 
 def progress(items: Iterable | None, name: str, total: int | None = None) -> tqdm:
-    """A bar over `items`, or one of `total` units to be updated; in a log a line every `LOG_SECONDS` instead."""
+    """A bar over `items`, or one of `total` units to be updated; a log gets a line every `LOG_SECONDS` instead."""
     if show_progress():
         return tqdm(items, name, total, leave=False)
     words = "{desc}: {n_fmt} of {total_fmt}, {elapsed}"
@@ -59,7 +59,7 @@ def curves(path: Path, x: list[int], panels: dict[str, dict[str, list[tuple[floa
 
 @dataclass(frozen=True)
 class Panel:
-    """One heat map: its values by row, the range of its colours, and matplotlib's name of them."""
+    """One heat map: its values by row, the range of its colours, and the name of matplotlib's colour map."""
 
     title: str
     values: list[list[float]]
@@ -70,7 +70,7 @@ class Panel:
 def heat_maps(
     path: Path, panels: list[Panel], rows: list[str], columns: list[str], labels: tuple[str, str], title: str = ""
 ):
-    """Panels side by side, every cell with its number; `labels` of the columns' and the rows' axis."""
+    """Panels side by side, every cell with its number; `labels`: those of the columns' and of the rows' axis."""
     figure = _figure(width=2 + len(panels) * max(4.5, 0.9 * len(columns)))
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         low, high = panel.limits
@@ -84,7 +84,7 @@ def heat_maps(
                 if math.isnan(value):
                     continue
                 red, green, blue, _ = image.to_rgba(value)
-                # The brightness that an eye sees.
+                # Brightness as the eye sees it.
                 is_dark = 0.3 * red + 0.6 * green + 0.1 * blue < 0.5
                 axes.text(j, i, f"{value:.2f}", ha="center", va="center", color="white" if is_dark else "black")
         figure.colorbar(image, ax=axes)
@@ -117,7 +117,7 @@ def small_curves(path: Path, panels: dict[str, dict[str, list[tuple[int, Number]
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.grid(alpha=0.3)
         if len(curves_of) > 1:
-            # Beside the panel, where it covers no curve.
+            # The legend stands beside the panel, where it covers no curve.
             axes.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1, 1), ncols=1 + len(curves_of) // 20)
     figure.savefig(path, dpi=100)
 
@@ -131,7 +131,7 @@ def dots(path: Path, panels: dict[str, dict[str, dict[str, Number]]]):
         rows = rows_of[title]
         for index, name in enumerate(names):
             found = runs.get(name, {})
-            # Side by side, so that equal values are all seen.
+            # Dots stand side by side, so that equal values stay visible.
             shift = 0.5 * (index - (len(names) - 1) / 2) / len(names)
             places = [rows.index(row) + shift for row in found]
             errors = [math.nan if number.stderr is None else number.stderr for number in found.values()]
@@ -154,7 +154,7 @@ def _united(lists: Iterable[Iterable[str]]) -> list[str]:
 
 
 def _grid(panels: dict, rows: int):
-    """A figure with a panel for each, three in a row, high enough for `rows` lines of text in each."""
+    """A figure with three panels per row, each high enough for `rows` lines of text."""
     from matplotlib.figure import Figure
 
     columns = min(3, len(panels))
@@ -167,7 +167,7 @@ def _grid(panels: dict, rows: int):
 
 
 def _colours(count: int) -> list:
-    """Distinct for few curves, in the order of a scale for many."""
+    """Distinct colours for few curves, a colour scale for many."""
     from matplotlib import colormaps
 
     return [f"C{i}" for i in range(count)] if count <= 10 else list(colormaps["viridis"].resampled(count).colors)

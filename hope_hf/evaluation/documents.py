@@ -1,6 +1,6 @@
 """Checks the documents of lm-eval's tasks against what the tasks read, before the model is asked.
 
-lm-eval takes the name of a column that is missing for the text itself, and counts a label that is no choice as a wrong
+If a column is missing, lm-eval uses its name as the text; a label that is not among the choices counts as a wrong
 answer.
 """
 
@@ -18,7 +18,7 @@ from datasets.table import CastError
 
 from hope_hf.cli.process import one_line, warn_once
 
-# The names of columns that a sentence lists.
+# Most names of columns that a sentence lists.
 MOST_NAMES = 12
 
 
@@ -29,16 +29,16 @@ class BadDocuments(ValueError):
 def check_documents(tasks: Iterable, limit: int | None, num_fewshot: int | None) -> dict[str, float]:
     """Read the first `limit` documents of every task as lm-eval will, without a model.
 
-    `num_fewshot`: that of the flag, which tasks that fix 0 ignore. Returns the chance of a right answer in every task
-    with choices. Raises BadDocuments, which names task, file and column, for columns that are missing, labels that are
-    none of the choices, and text that is no text.
+    `num_fewshot`: the flag's value; tasks that fix 0 ignore it. Returns the chance of a right answer in every task
+    with choices. Raises BadDocuments, which names task, file and column, for columns that are missing, labels that
+    are not among the choices, and values that are not text.
     """
     from lm_eval.api.task import ConfigurableTask
 
     chances = {}
     with _same_random_numbers():
         for task in tasks:
-            # The code of other classes does not tell which columns it reads.
+            # The columns that the code of other classes reads are not known.
             if isinstance(task, ConfigurableTask):
                 own = task.config.num_fewshot
                 numbers = _check(task, limit, own if own == 0 or num_fewshot is None else num_fewshot)
@@ -88,7 +88,7 @@ def _check(task, limit: int | None, shots: int | None) -> list[int]:
     split = _evaluated(task)
     read = _columns_read(task)
     for source in [split, _examples(task)] if shots else [split]:
-        # Where another file has the column, its values are null here, and a template prints None.
+        # If only another file has the column, its values are null here, and a template prints None.
         data = task.dataset[source] if isinstance(task.dataset, dict) and source in task.dataset else None
         for name in sorted(read & set(getattr(data, "column_names", ()))):
             if len(data) and data.data.column(name).null_count == len(data):
@@ -113,7 +113,7 @@ def _check(task, limit: int | None, shots: int | None) -> list[int]:
 
 
 def _columns_read(task) -> set[str]:
-    """The columns that the templates of a task name. Python functions do not tell theirs."""
+    """The columns that the templates of a task name; those of Python functions are not known."""
     import lm_eval.utils
     from jinja2.meta import find_undeclared_variables
 
@@ -132,7 +132,7 @@ def _problem(task, text, choices, target) -> str | None:
         return f"the choices ({_field(config.doc_to_choice)}) are {_short(choices)}, no list of texts"
     if is_choice and not choices:
         return f"the choices ({_field(config.doc_to_choice)}) are empty"
-    # lm-eval takes a number in place of the text for the choice that is right.
+    # lm-eval takes a number instead of a text as the index of the right choice.
     several_texts = isinstance(text, int) and choices is not None
     label, field = (text, config.doc_to_text) if several_texts else (target, config.doc_to_target)
     if is_choice and is_scored_by_lm_eval:
@@ -155,12 +155,12 @@ def _problem(task, text, choices, target) -> str | None:
 def _is_choice(label, choices: list[str]) -> bool:
     if isinstance(label, str):
         return label in choices
-    # A whole number that a table kept as a fraction counts as one.
+    # A whole number that a table stores as a float counts, too.
     return isinstance(label, Integral | float) and float(label).is_integer() and 0 <= label < len(choices)
 
 
 def _missing(task, field, value) -> str | None:
-    """What to say if a template names a column that is missing: lm-eval takes the name for the text."""
+    """The sentence for a template that names a missing column, whose name lm-eval would use as the text."""
     if isinstance(field, str) and field.isidentifier() and field not in task.features and value == field:
         return f"there is no column {field} (its columns: {_listed(task.features)})"
     return None
@@ -177,7 +177,7 @@ def _failure(task, split: str | None, error: Exception, number: int | None = Non
         name = lost[0]
     if isinstance(error, KeyError) and splits and name == split:
         return f"{start} has no split {name} (its splits: {_listed(splits)})."
-    # A value of the document is the key of a function's table.
+    # The missing key may be a value of the document, looked up in a table of the task's function.
     values = map(str, document.values()) if isinstance(document, dict) else ()
     if isinstance(name, str) and name not in columns and name not in values:
         return f"{start} has no column {name}, which the task reads (its columns: {_listed(columns)})."

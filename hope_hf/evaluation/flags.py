@@ -26,9 +26,9 @@ from hope_hf.cli.parser import Parser, named_flags, nearest
 from hope_hf.cli.process import warn_once
 from hope_hf.cli.recipe import replaced, split_recipe
 
-# The `--batch_size` that lm-eval finds by trying.
+# The value of `--batch_size` with which lm-eval finds the size by trying.
 AUTO = "auto"
-# The suite of every task that no suite defines.
+# The suite of all tasks that no suite defines.
 LM_EVAL = "zero_shot"
 
 
@@ -142,13 +142,13 @@ class Arguments(ModelArguments, TextArguments, SuiteArguments, RunArguments):
 
     @property
     def texts_per_length(self) -> int:
-        """`--samples_per_length`, and no more than `--limit`."""
+        """`--samples_per_length`, but not more than `--limit`."""
         return min(self.samples_per_length, self.limit or self.samples_per_length)
 
 
 # The flags that a suite reads for its model.
 MODEL = ("model_name_or_path", "tokenizer_name", "trust_remote_code", "attn_implementation", "dtype")
-# The flags of a text: which name it, and which say what part of it is held out.
+# Flags of a text: those that name it, and those that set which part of it is held out.
 NAMING = (*TEXT_SOURCES, "validation_file")
 SHARE = ("dataset_config_name", "validation_split_percentage", "max_eval_samples", "streaming")
 TEXT = (*NAMING, *SHARE, "trust_remote_code")
@@ -163,7 +163,7 @@ class Suite:
     """A suite of measurements, and what it offers.
 
     measure: `measure(args, subject) -> SuiteResult`. It writes nothing; a mistake raises ValueError of one sentence.
-    reads: the flags that it reads. Others that are given are warned of.
+    reads: the flags that it reads. Other given flags raise a warning.
     tasks: the names of `--tasks` that the suite defines.
     loads_model: whether the program loads the model, as `subject`. Other suites train models or load several.
     needs_memory: whether it measures self-modifying memories.
@@ -228,12 +228,12 @@ def parse(argv: list[str], suites: dict[str, Suite]) -> Arguments:
 
 
 def names(text: str) -> list[str]:
-    """The words of a list with commas, in order, each once."""
+    """The words of a comma-separated list, in order, each once."""
     return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
 def chosen_tasks(args: Arguments, suite: str, known: Collection[str]) -> list[str]:
-    """The names of `--tasks`; all `known` ones without the flag. Raises ValueError for no name and unknown ones."""
+    """The names of `--tasks`; all `known` ones without the flag. Raises ValueError for no name and unknown names."""
     if args.tasks is None:
         return list(known)
     chosen = names(args.tasks)

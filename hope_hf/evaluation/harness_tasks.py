@@ -18,7 +18,7 @@ from .documents import check_documents, reading_failed
 from .flags import Arguments, names
 from .result import Row
 
-# lm-eval merges the fields of a group's member into the task of that name. The group itself is not reported.
+# Name of a group whose members' fields lm-eval merges into its tasks; the group itself is not reported.
 LOCAL = "local data"
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
@@ -34,15 +34,15 @@ COLUMNS = {
     "social_iqa": [("siqa acc", "acc", True)],
     "boolq": [("boolq acc", "acc", True)],
 }
-# The name of all nine together, and the paper's name of one.
+# `paper` names all nine tasks; `siqa` is the paper's name for one of them.
 ALIASES = {"paper": tuple(COLUMNS), "siqa": ("social_iqa",)}
 
 
 def find_tasks(args: Arguments):
     """lm-eval's task manager, and the list of `tasks` for `lm_eval.simple_evaluate`.
 
-    Raises ValueError for unknown names, missing files, and files that are not trusted; so does the manager's `load`
-    for tasks that cannot be loaded.
+    Raises ValueError for unknown names, missing files, and files that are not trusted; the manager's `load`
+    raises it for tasks that cannot be loaded.
     """
     asked = names("paper" if args.tasks is None else args.tasks)
     if not asked:
@@ -110,17 +110,17 @@ def _on_local_data(manager, name: str, folder: Path, args: Arguments) -> list[di
 
 
 def overrides(name: str, config: dict, folder: Path, args: Arguments) -> dict:
-    """The fields of lm-eval's task that say where its documents come from, for `folder/<task>_<split>.jsonl`.
+    """The fields of lm-eval's task that make it read its documents from `folder/<task>_<split>.jsonl`.
 
-    `config` is lm-eval's own. Every split the evaluation reads needs its file, and no other is read: the evaluated
-    one, and with examples in the context the one they are drawn from. Raises ValueError for the first that is missing.
+    `config`: lm-eval's own. Each split that is read needs its file: the evaluated one and, with examples in the
+    context, the one they are drawn from. Raises ValueError for the first missing file.
     """
     if "dataset_path" not in config or "custom_dataset" in config:
         raise ValueError(f"--data_dir cannot serve {name}: this task of lm-eval makes its documents by code.")
     examples = config.get("fewshot_config") or {}
     evaluated = config.get("test_split") or config["validation_split"]
     needed = [evaluated]
-    # lm-eval keeps 0 if the task sets it.
+    # lm-eval keeps a 0 that the task sets.
     fixed = config.get("num_fewshot")
     if (fixed if fixed == 0 or args.num_fewshot is None else args.num_fewshot) and "samples" not in examples:
         named = [examples.get("split"), *(config.get(key) for key in ("fewshot_split", *SPLITS))]

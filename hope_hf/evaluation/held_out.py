@@ -25,15 +25,15 @@ class HeldOut:
     """Where the documents come from, for people."""
 
     def head(self, count: int | None) -> "HeldOut":
-        """The first documents; all for None."""
+        """The first `count` documents; all for None."""
         return HeldOut(self.texts[:count], self.corpora[:count], self.source)
 
 
 def held_out_documents(args: Arguments) -> HeldOut:
     """All of `--validation_file`, or the documents that `run_clm.py` holds out with the same data flags.
 
-    Without any of these flags, the flags are those of the model's own run, if its folder has them. Of a stream the
-    first documents are read, and with `--max_eval_samples` the first of every corpus. Raises ValueError without text.
+    Without any of these flags, those of the model's own run apply, if its folder has them. Of a stream, the first
+    documents are read; `--max_eval_samples` limits every corpus. Raises ValueError without text.
     """
     if (run := _run_of(args)) is None:
         return _read(args)
@@ -44,7 +44,7 @@ def held_out_documents(args: Arguments) -> HeldOut:
 
 
 def _run_of(args: Arguments) -> Path | None:
-    """The file of the run that trained the model, unless a flag names the text."""
+    """The run.json of the run that trained the model; None if a flag names the text."""
     if any(getattr(args, name) for name in NAMING) or not args.model_name_or_path:
         return None
     folder = Path(args.model_name_or_path)

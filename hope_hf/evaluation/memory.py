@@ -44,7 +44,7 @@ def memory(args: Arguments, subject: Subject) -> SuiteResult:
 
 @torch.no_grad()
 def gate_rows(subject: Subject, texts: list[Tensor]) -> list[Row]:
-    """A row a layer and head: mean and standard deviation over tokens of the rate, quartiles of the horizon."""
+    """A row per layer and head: mean and standard deviation over tokens of the rate, quartiles of the horizon."""
     found = {}
 
     def record(layer):
@@ -81,14 +81,14 @@ def gate_rows(subject: Subject, texts: list[Tensor]) -> list[Row]:
     return rows
 
 
-# Added to the biases of the gates: (learning rate, time step of forgetting).
+# Values added to the biases of the gates: (learning rate, time step of forgetting).
 GATES = {"as learned": (0.0, 0.0), "writing most, forgetting nothing": (15.0, -15.0)}
 
 
 def stress(args: Arguments, subject: Subject, lengths: list[int]) -> list[Row]:
-    """A row for every setting of the gates, input and length: largest weight of any memory, largest logit.
+    """A row per setting of the gates, input and length: largest weight of any memory, largest logit.
 
-    Raises ValueError where they are not finite.
+    Raises ValueError if these are not finite.
     """
     vocabulary, generator = subject.model.config.vocab_size, torch.Generator().manual_seed(args.seed)
     iid = torch.randint(vocabulary, (1, lengths[-1]), generator=generator)
@@ -118,7 +118,7 @@ def _read(subject: Subject, ids: Tensor, lengths: list[int], bar) -> Iterator[Ro
     ends = sorted({*range(PIECE, lengths[-1], PIECE), *lengths})
     for start, end in zip([0, *ends], ends, strict=False):
         logits = subject.model(ids[:, start:end].to(subject.model.device), past_key_values=cache).logits
-        # not max(), which would drop a NaN
+        # Not Python's max(), which would drop a NaN.
         largest_logit = float(torch.stack([torch.tensor(largest_logit), logits.abs().max().float().cpu()]).max())
         bar.update(end - start)
         if end in lengths:

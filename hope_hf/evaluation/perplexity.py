@@ -33,7 +33,7 @@ RESET_EVERY = 256
 DEFAULT_LENGTHS = [256, 512, 1024, 2048, 4096, 8192]
 CONTROLS = ("frozen", "window", f"reset_{RESET_EVERY}")
 LONGEST_WINDOW = 2048
-# Tokens of each document with `--limit`.
+# Most tokens of each document with `--limit`.
 LIMITED = 2048
 LABELS = {
     "frozen": "memories frozen",
@@ -48,7 +48,7 @@ def perplexity(args: Arguments, subject: Subject) -> SuiteResult:
     """Loss, perplexity and bits per byte of the held-out documents, and loss by position in the long ones.
 
     Every document follows one end-of-text token. By position: texts of the longest of `--lengths` tokens, read in one
-    pass with the state carried (`loss`; none for a text longer than the model's positions) and by the controls:
+    pass with the state carried (`loss`; left out for a text longer than the model's positions) and with controls:
     memories frozen at their initial state (`frozen`), a new state at every multiple of 256 tokens (`reset_256`), and
     sliding windows with at least half a window of context (`window`: the second-largest length, at most 2,048 and the
     model's positions). Losses in nats per token; `x_minus_loss` is the gain of the carried state over the control x.
@@ -64,7 +64,7 @@ def perplexity(args: Arguments, subject: Subject) -> SuiteResult:
     whole, *parts = by_corpus(args, subject, held, documents)
     tables = {f"Text: {held.source}": [whole]} | ({"By corpus": parts} if parts else {})
     positions = by_position(args, subject, documents)
-    # Two tables that fit a terminal.
+    # The columns are split over two tables that fit a terminal.
     gains = [name for name in positions[0] if "_minus_loss" in name or name.startswith("state_")]
     tables["Loss by position"] = [{name: row[name] for name in row if name not in gains} for row in positions]
     if gains:
@@ -97,7 +97,7 @@ class Part(NamedTuple):
 
 
 def by_corpus(args: Arguments, subject: Subject, held: HeldOut, documents: list[Tensor]) -> list[Row]:
-    """A row of all documents, each read by itself from its beginning, and a row of every corpus if there are several.
+    """A row for all documents, each read by itself from its beginning, and one for every corpus if there are several.
 
     Every token has the same weight.
     """
@@ -133,7 +133,7 @@ def _row(parts: list[Part]) -> Row:
 
 
 def by_position(args: Arguments, subject: Subject, documents: list[Tensor]) -> list[Row]:
-    """A row for every bucket of positions that ends at one of the lengths; bits per byte are the first mode's."""
+    """A row for every bucket of positions that ends at one of the lengths; bits per byte: those of the first mode."""
     edges = _edges(args, subject, documents)
     streams = _streams(documents, edges[-1], subject.start, args.texts_per_length)
     sizes, modes = [], {}
@@ -157,7 +157,7 @@ def by_position(args: Arguments, subject: Subject, documents: list[Tensor]) -> l
         for name, losses in modes.items():
             row[name], row[f"{name}_stderr"] = mean_of_blocks(losses[:, start:end])
         for name in [control for control in CONTROLS if {"loss", control} <= modes.keys()]:
-            # Paired by token: the error is that of the difference.
+            # Paired by token: the error is the standard error of the difference.
             gain = (modes[name] - modes["loss"])[:, start:end]
             row[f"{name}_minus_loss"], row[f"{name}_minus_loss_stderr"] = mean_of_blocks(gain)
         first = next(iter(modes))
@@ -197,7 +197,7 @@ def _edges(args: Arguments, subject: Subject, documents: list[Tensor]) -> list[i
 
 
 def _streams(documents: list[Tensor], length: int, start: int, count: int) -> Tensor:
-    """Texts of `length` tokens after a start token [n, length + 1]: one of each document, then the second ones ..."""
+    """Texts of `length` tokens after a start token [n, length + 1]: one from each document, then a second one, ..."""
     cut = []
     for document in documents:
         whole = document[1 : 1 + (len(document) - 1) // length * length].view(-1, length)
@@ -210,7 +210,7 @@ def _streams(documents: list[Tensor], length: int, start: int, count: int) -> Te
 def _carried(
     args: Arguments, subject: Subject, streams: Tensor, edges: list[int], sizes: list[Row] | None = None
 ) -> Tensor:
-    """Losses [n, T] in one pass; `sizes` receives the largest memory sizes of any text at each edge."""
+    """Losses [n, T] in one pass; `sizes` receives, for each edge, the largest memory sizes of any text."""
     pieces = len({*range(PIECE, edges[-1], PIECE), *edges})
     total = math.ceil(len(streams) / args.rows) * pieces
     losses, held = [], []

@@ -1,6 +1,6 @@
 """A report: results as tables on the terminal, as a record and as a page, and the folder that holds them.
 
-The folder is written again when a suite has ended, so a killed evaluation loses one suite alone.
+The files are rewritten after every suite, so a killed evaluation loses only one suite.
 """
 
 import json
@@ -40,7 +40,7 @@ def as_markdown(name: str, result: SuiteResult) -> str:
 
 
 def summary(results: dict[str, SuiteResult]) -> str:
-    """The main numbers of all suites, as a section; empty where there are none."""
+    """The main numbers of all suites, as a section; empty if there are none."""
     rows: list[Row] = [{"suite": name, **row} for name, result in results.items() for row in result.summary]
     return f"## summary\n\n{markdown_table(rows)}\n" if rows else ""
 
@@ -53,7 +53,7 @@ def make_record(
     seconds: float,
     unfinished: Sequence[str] = (),
 ) -> dict:
-    """What results.json holds; `unfinished`: the suites that have not ended yet."""
+    """The content of results.json; `unfinished`: the suites that have not ended yet."""
     return {
         "schema_version": SCHEMA_VERSION,
         "config": asdict(args),
@@ -106,7 +106,7 @@ def _describe(args: Arguments, subject: Subject | None) -> dict | None:
     model, checkpoint = subject.model, as_checkpoint(args.model_name_or_path)
     return {
         "name": model.name_or_path,
-        # Known for a checkpoint of a run.
+        # Steps and tokens are known only for a checkpoint of a run.
         "step": checkpoint.step,
         "tokens": checkpoint.tokens,
         "weights_time": weights_time(args.model_name_or_path),
@@ -114,7 +114,7 @@ def _describe(args: Arguments, subject: Subject | None) -> dict | None:
         "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
-        # An infinite number, such as Mamba-2's longest time step, is not JSON: its name is written.
+        # An infinite number, such as Mamba-2's longest time step, is not JSON: it is written as a string.
         "config": json.loads(json.dumps(model.config.to_dict()), parse_constant=str),
     }
 
@@ -122,8 +122,8 @@ def _describe(args: Arguments, subject: Subject | None) -> dict | None:
 class Report:
     """The results of an evaluation so far, and its files if there is `--output_dir`.
 
-    The results of an unfinished report of the same evaluation in the folder are taken over. Beside any other report
-    the files go to a folder of their own, named by the time. Raises ValueError where the folder cannot be written.
+    The results of an unfinished report of the same evaluation in the folder are taken over. If the folder holds
+    another report, the files go to a new folder in it, named by the time. Raises ValueError if it cannot be written.
     """
 
     def __init__(self, args: Arguments, asked: list[str]):
@@ -162,7 +162,7 @@ class Report:
 
     @property
     def record(self) -> dict:
-        """What results.json holds now."""
+        """The present content of results.json."""
         unfinished = [name for name in self._asked if name not in self.results and name not in self.failed]
         seconds = self._before + time.perf_counter() - self._start
         record = make_record(self._args, self.subject, self.results, self.failed, seconds, unfinished)
@@ -174,7 +174,7 @@ class Report:
         return [self.folder / file for files in self._drawn.values() for file in files]
 
     def add(self, name: str, result: SuiteResult):
-        """Take a suite's result, and write the report with it."""
+        """Add a suite's result and write the report."""
         self.results[name] = result
         if self.folder is None:
             return
@@ -192,7 +192,7 @@ class Report:
             self._drawn[name] = drawn
 
     def write(self) -> Path:
-        """Write results.md and results.json; returns the path of the latter. Raises ValueError where they cannot."""
+        """Write results.md and results.json; returns the path of the latter. Raises ValueError if that fails."""
         try:
             record = self.record
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from hope_hf.cli.results import Row
 
-# Columns that say which row it is.
+# Columns that identify a row.
 LABELS = frozenset({"length", "depth", "layer", "head", "tokens", "num_fewshot", "step"})
-# Columns that say how much was measured, or what a task is.
+# Columns that give the number of samples, or describe a task.
 COUNTS = frozenset(
     {"n", "documents", "steps", "parameters", "seconds", "keys", "values_per_key", "keys_asked_for", "bytes"}
 )
@@ -18,7 +18,7 @@ COUNTS = frozenset(
 
 @dataclass
 class SuiteResult:
-    """Tables, pictures and text of one suite, which are written when the suite has ended.
+    """Tables, pictures and text of one suite, written when the suite has ended.
 
     tables: title -> rows. All rows of a table have the same keys. A number `x` with a key `x_stderr` is shown as
         `x ± x_stderr`; `n` is the number of samples of a row. Values are JSON-able.
@@ -38,7 +38,7 @@ class SuiteResult:
 
 
 def summary_row(number: str, value: float, stderr: float | None, chance: float | None = None) -> Row:
-    """A number of a suite; `chance`: its value for a uniform guess, None where there is no such value."""
+    """A number of a suite; `chance`: its value for a uniform guess; None if there is none."""
     return {"number": number, "value": value, "value_stderr": stderr, "chance": chance}
 
 
@@ -73,14 +73,14 @@ class Key(NamedTuple):
 
 
 class Number(NamedTuple):
-    """A value and its standard error, where it has one."""
+    """A value and its standard error, or None."""
 
     value: float
     stderr: float | None
 
 
 def numbers(results: dict[str, dict]) -> dict[Key, Number]:
-    """The numbers in `results` of a report, in its order. A number in the column `value` has its metric's name."""
+    """The numbers in `results` of a report, in its order. Numbers in the column `value` are named by metric."""
     found = {}
     for suite, result in results.items():
         for table, rows in result["tables"].items():
@@ -95,7 +95,7 @@ def numbers(results: dict[str, dict]) -> dict[Key, Number]:
 
 
 def _label(name: str, value) -> str | None:
-    # lm-eval's version of a task is no label, nor is a metric, which names the number.
+    # lm-eval's task version is not a label, and neither is a metric, since it names the number.
     if isinstance(value, str):
         return None if name in ("version", "metric") else value
     if name in LABELS and value is not None:

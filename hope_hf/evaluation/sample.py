@@ -13,7 +13,7 @@ from .subject import Subject, require_finite
 NUM_PROMPTS = 3
 PROMPT_TOKENS = 32
 NEW_TOKENS = 64
-# Bytes of a file of prompts.
+# Most bytes of a file of prompts.
 LARGEST = 1 << 20
 
 
@@ -21,11 +21,11 @@ LARGEST = 1 << 20
 def sample(args: Arguments, subject: Subject) -> SuiteResult:
     """Greedy and sampled (temperature 0.8, top 50) continuations of `--prompts`, or of held-out documents' beginnings.
 
-    The same for the same seed.
+    Equal seeds give equal samples.
     """
     prompts = _prompts(args, subject)[: args.limit]
     new_tokens = args.max_new_tokens or NEW_TOKENS
-    # With the start token.
+    # The start token is counted, too.
     longest, bound = 1 + max(map(len, prompts)), subject.longest_input
     if bound is not None and longest + new_tokens > bound:
         raise ValueError(

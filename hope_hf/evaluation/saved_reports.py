@@ -1,4 +1,4 @@
-"""Reports that were written before: found and read."""
+"""Finds and reads reports of earlier evaluations."""
 
 import json
 import os
@@ -8,12 +8,12 @@ from hope_hf.cli.files import is_inside, read_small
 from hope_hf.cli.process import one_line
 from hope_hf.cli.results import RESULTS_FILE, SCHEMA_VERSION
 
-# No number of a report comes near it; differences and pictures of larger ones overflow.
+# Larger than any number of a report; differences and pictures of larger numbers would overflow.
 LARGEST = 1e100
 
 
 def find_report(run: str, flag: str) -> Path:
-    """The report that `run` names: a file, a folder with results.json, or an archive's folder, of which the newest.
+    """The report that `run` names: a file, a folder with results.json, or the newest in an archive's folder.
 
     Raises ValueError naming `flag`.
     """
@@ -29,7 +29,7 @@ def find_report(run: str, flag: str) -> Path:
 
 
 def read_report(path: Path, flag: str) -> dict:
-    """The record of a report, its fields checked. Raises ValueError naming `flag` where it is none."""
+    """The record of a report, its fields checked. Raises ValueError naming `flag` if the file is not a report."""
     try:
         record = json.loads(read_small(path), parse_constant=_refuse)
         if not isinstance(record, dict):
@@ -51,7 +51,7 @@ def _refuse(word: str):
 
 
 def _check(record: dict):
-    """Raise ValueError for the first field that is not of its kind; add the fields that older reports lack."""
+    """Raise ValueError for the first field of a wrong type; add the fields that older reports lack."""
     for name, value in (("model", None), ("seconds", 0.0), ("unfinished", []), ("pictures", {})):
         record.setdefault(name, value)
     kinds = {"config": dict, "seconds": int | float, "model": dict | None, "unfinished": list, "pictures": dict}
@@ -66,7 +66,7 @@ def _check(record: dict):
         if not isinstance(files, list) or not all(is_inside(file) for file in files):
             raise ValueError(f"pictures of {suite} is no list of files")
     for suite, result in _require(record, "results", dict).items():
-        # It becomes part of a picture's name.
+        # The suite's name becomes part of a picture's name.
         if not suite.isidentifier():
             raise ValueError(f"{suite!r} is no suite")
         result = _require(record["results"], suite, dict)
@@ -107,6 +107,6 @@ def is_count(value: object) -> bool:
 
 
 def run_name(model: str) -> str:
-    """The run's name of a model's folder or Hub name: of a checkpoint that of the folder it lies in."""
+    """The run's name for a model's folder or Hub name; for a checkpoint, that of the folder it lies in."""
     path = Path(os.path.abspath(model)) if os.path.exists(model) else Path(model)
     return path.parent.name if path.name.startswith("checkpoint-") else path.name

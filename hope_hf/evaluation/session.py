@@ -30,7 +30,7 @@ from .tracking import Trackers
 
 
 def begin(args: Arguments) -> int:
-    """Do what the flags ask for; returns 0, or 1 if a suite could not run. Raises ValueError for mistakes in them."""
+    """Run what the flags name; returns 0, or 1 if a suite could not run. Raises ValueError for mistakes in them."""
     if args.compare:
         return _compare(args)
     _set_up(args)
@@ -47,10 +47,10 @@ def begin(args: Arguments) -> int:
 def _set_up(args: Arguments):
     if args.offline:
         go_offline()
-        # datasets read the environment when it was imported.
+        # datasets has read the environment at import.
         datasets.config.HF_HUB_OFFLINE = True
     set_up_cpu(args.cpu_threads)
-    # transformers and datasets draw their bars in log files, too.
+    # transformers and datasets would draw their bars in log files, too.
     if not show_progress():
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
@@ -66,7 +66,7 @@ def _set_up(args: Arguments):
 
 
 def _join_processes():
-    """Connect to the processes that the launcher started; each has its own accelerator where there are several."""
+    """Connect to the processes that the launcher started; each has its own accelerator if there are several."""
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
     # The processes exchange answers only, so gloo works for every device. The slowest one may take any time.
@@ -157,7 +157,7 @@ def _run_suites(args: Arguments, asked: list[str], report: Report) -> int:
         _say(f"Suite {index} of {len(asked)}: {name} ...")
         try:
             result = _run(name, args, report.subject)
-        # Whatever fails in a suite or a library, the other suites are worth running.
+        # Any exception of a suite or a library is caught, so that the other suites still run.
         except Exception as error:
             report.failed[name] = _sentence(name, error)
             complain(report.failed[name], 1)

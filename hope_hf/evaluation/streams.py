@@ -20,7 +20,7 @@ from .subject import Subject
 
 # Tokens of one forward pass over a long text: bounds the memory that logits take.
 PIECE = 1024
-# Standard errors are those of means over this many neighbouring tokens: single tokens are not independent.
+# Standard errors are computed from means over this many neighbouring tokens: single tokens are not independent.
 BLOCK = 256
 
 
@@ -35,11 +35,11 @@ class Scores(NamedTuple):
 
 @contextmanager
 def frozen_memories(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, all memories of a HOPE stay at their learned initial state: the control for all that they store."""
+    """Inside, all memories of a HOPE stay at their learned initial state: the control for their writes."""
 
     def neither_write_nor_forget(gates, arguments, values):
         rate, log_retention, value_norm = values
-        # A read includes a share of the token's own value, which stays.
+        # A read includes a share of the token's own value, which stays unchanged.
         return torch.zeros_like(rate), torch.zeros_like(log_retention), value_norm
 
     handles = [mixer.gates.register_forward_hook(neither_write_nor_forget) for mixer in memory_mixers(model).values()]
@@ -72,7 +72,7 @@ def carried_scores(
     """Scores [B, T-1], each token given all tokens before it. No token is read twice.
 
     Args:
-        input_ids: [B, T] of rows that begin a document each, padded on the right.
+        input_ids: [B, T]; each row begins a document and is padded on the right.
         lengths: tokens of each row without its padding (default: T). Scores of padding are undefined.
         after_piece: called with the number of tokens read and the cache, after every forward pass.
         edges: numbers of tokens at which a forward pass must end, besides the multiples of `PIECE`.
@@ -81,7 +81,7 @@ def carried_scores(
     mask = None
     if lengths is not None:
         mask = (torch.arange(length) < torch.tensor(lengths)[:, None]).long().to(model.device)
-    # A model with another kind of state may not be able to read several tokens after its first call.
+    # Models with other kinds of state may not read several tokens after their first call.
     in_pieces = is_hope(model.config) or not getattr(model, "_is_stateful", False)
     ends = [length]
     if in_pieces:
@@ -157,6 +157,6 @@ def mean_of_blocks(losses: Tensor) -> tuple[float, float | None]:
 
 
 def bits_per_byte(loss: float, stderr: float | None, tokens_per_byte: float) -> Row:
-    """From a mean loss in nats per token and its standard error."""
+    """Bits per byte from a mean loss in nats per token, and their standard error."""
     factor = tokens_per_byte / math.log(2)
     return {"bits_per_byte": loss * factor, "bits_per_byte_stderr": stderr and stderr * factor}

@@ -26,7 +26,7 @@ class Subject:
 
     @property
     def longest_input(self) -> int | None:
-        """Positions of a model with attention; None where nothing bounds the length."""
+        """Number of positions of a model with attention; None if the length is not bounded."""
         config = self.model.config
         is_bounded = config.has_positions if is_hope(config) else not getattr(self.model, "_is_stateful", False)
         return getattr(config, "max_position_embeddings", None) if is_bounded else None
@@ -42,11 +42,11 @@ class Subject:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
-        # Not verbose: the text is cut afterwards, so its length needs no warning.
+        # Not verbose: the text is cut later, so its length needs no warning.
         return self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
     def continued(self, prompts: torch.Tensor, new_tokens: int) -> list[str]:
-        """Greedy continuations of prompts [B, T], of `new_tokens` tokens or as many as the model has positions for."""
+        """Greedy continuations of prompts [B, T], with `new_tokens` tokens, or fewer if positions run out."""
         prompts = prompts.to(self.model.device)
         tokens = self.model.generate(
             prompts,
@@ -86,7 +86,7 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def load_subject(args: Arguments) -> Subject:
-    """The model of `--model_name_or_path` and its tokenizer; ValueError where they do not load or do not fit."""
+    """The model of `--model_name_or_path` and its tokenizer; ValueError if they do not load or do not match."""
     device = choose_device(args.device)
     config = load_config(args.model_name_or_path, "model_name_or_path", args)
     tokenizer = load_tokenizer(args.tokenizer_name or args.model_name_or_path, args.trust_remote_code)

@@ -25,10 +25,10 @@ def tracker_names(report_to: str) -> list[str]:
 
 
 class Trackers:
-    """Sends reports to the trackers of `--report_to`, which begin with the first one; a context manager."""
+    """Sends reports to the trackers of `--report_to`, which start with the first report; a context manager."""
 
     def __init__(self, report_to: str, run: str, folder: str | None):
-        """`run`: the run's name. `folder`: the place of their files; later evaluations into it continue the run."""
+        """`run`: the run's name. `folder`: holds their files; later evaluations into it continue the run."""
         self._names, self._run, self._folder = tracker_names(report_to), run, folder
         self._open = {}
 

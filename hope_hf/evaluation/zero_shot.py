@@ -21,9 +21,9 @@ from .harness_tasks import LOCAL, find_tasks, paper_row, without_foreign_code
 from .result import Row, SuiteResult, summary_row
 from .subject import Subject
 
-# lm-eval finds a batch size by passes over rows of the model's longest input.
+# lm-eval finds a batch size with rows as long as the model's longest input.
 LONGEST_TRIED = 16_384
-# lm-eval's metrics that count the documents whose right choice is the likeliest.
+# lm-eval's metrics that count documents whose right choice is the likeliest.
 OF_CHOICES = ("acc", "acc_norm", "acc_bytes", "acc_mutual_info")
 
 
@@ -43,7 +43,7 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
         from lm_eval.models.huggingface import HFLM
     except ImportError as error:
         raise ValueError(f"--suite zero_shot needs lm-eval ({error}): pip install hope_hf[eval].") from None
-    # Loaded again, since lm-eval changes it.
+    # The name: lm-eval loads its own tokenizer, since it changes it.
     tokenizer = args.tokenizer_name or args.model_name_or_path
     _check_length(args, subject)
     with _own_output(), without_foreign_code(args.trust_remote_code):
@@ -67,7 +67,7 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
                 limit=args.limit,
                 task_manager=manager,
                 log_samples=args.log_samples,
-                # Every process has all answers: only one draws the 100,000 bootstrap samples for the errors.
+                # Every process has all answers; only the first draws the 100,000 bootstrap samples for the errors.
                 **({} if is_first_process() else {"bootstrap_iters": 0}),
             )
         except Exception as error:
@@ -76,7 +76,7 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
                 raise ValueError(
                     f"--num_fewshot {args.num_fewshot} is more than the examples that a task has: lower it."
                 ) from None
-            # One sentence already, or a failure of the machine.
+            # The error is one sentence already, or the machine is out of memory.
             if isinstance(error, ValueError) or memory_is_full(error):
                 raise
             if failure := reading_failed(error):
@@ -160,14 +160,14 @@ def rows(found: dict) -> list[Row]:
 
 @contextmanager
 def _own_output():
-    """Show lm-eval's bars and notes on a terminal, in a log a line of a bar from time to time, warnings as one line.
+    """Show lm-eval's bars and notes on a terminal; a log gets a bar's line now and then. Warnings take one line.
 
     Only the first process shows them.
     """
     shown = is_first_process() and show_progress()
     sentences = logging.StreamHandler(sys.stderr) if is_first_process() else logging.NullHandler()
     sentences.setFormatter(logging.Formatter("warning: lm-eval: %(message)s"))
-    # Constructors warn of their defaults, which are intended.
+    # Warnings of constructors concern their defaults, which are intended.
     sentences.addFilter(lambda record: record.levelno >= logging.WARNING and record.funcName != "__init__")
     logger = logging.getLogger("lm_eval")
     logger.addHandler(sentences)

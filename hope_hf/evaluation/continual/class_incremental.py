@@ -29,7 +29,7 @@ def class_incremental(args: Arguments, subject: Subject) -> SuiteResult:
     """Accuracy among the classes met so far, after each group of classes: a matrix for each of `--tasks`.
 
     Labels are chosen by their probability after the sentence. Raises ValueError without the data sets' files, and for
-    a model that cannot go on from a cache.
+    a model that cannot continue from a cache.
     """
     if args.data_dir is None:
         raise ValueError(
@@ -69,7 +69,7 @@ def class_incremental(args: Arguments, subject: Subject) -> SuiteResult:
 class Matrix:
     """Which answers were right after each group: the matrix R[i][j].
 
-    hits: of group j <= i after group i, among the classes of groups 0 to i. controls: by name, of all groups.
+    hits: those of group j <= i after group i, among the classes of groups 0 to i. controls: name -> hits per group.
     """
 
     groups: list[str]
@@ -98,20 +98,20 @@ def average(hits: Hits) -> tuple[float, float | None]:
 
 
 def forgetting(matrix: Matrix) -> float:
-    """Mean over all groups but the last: the best accuracy before the end less the one at the end."""
+    """Mean over all groups but the last: the best accuracy before the end minus the accuracy at the end."""
     last = len(matrix.groups) - 1
     losses = [max(matrix.accuracy(i, j) for i in range(j, last)) - matrix.accuracy(last, j) for j in range(last)]
     return sum(losses) / last
 
 
 def backward_transfer(matrix: Matrix) -> float:
-    """Mean over all groups but the last: the accuracy at the end less that right after the group."""
+    """Mean over all groups but the last: the accuracy at the end minus the accuracy right after the group."""
     last = len(matrix.groups) - 1
     return sum(matrix.accuracy(last, j) - matrix.accuracy(j, j) for j in range(last)) / last
 
 
 def rows(matrix: Matrix) -> list[Row]:
-    """A row after every group, and one of each control: chance, then the accuracy of each group, and their mean."""
+    """A row after every group and one for each control: chance, the accuracy of each group, and their mean."""
     seen = [sum(matrix.classes[: index + 1]) for index in range(len(matrix.groups))]
     lines = [(name, hits, count) for name, hits, count in zip(matrix.groups, matrix.hits, seen, strict=True)]
     lines += [(name, hits, seen[-1]) for name, hits in matrix.controls.items()]

@@ -14,7 +14,7 @@ from hope_hf.cli.process import one_line
 
 DATA_SETS = ("clinc150", "banking77")
 BANKING_GROUPS = 7
-# Per group: 1.0 for every example of the test that was right, else 0.0.
+# Per group and test example: 1.0 for a right answer, else 0.0.
 Hits = list[list[float]]
 
 
@@ -30,8 +30,8 @@ class Example:
 class ClassGroups:
     """Labels in the order in which a model meets them.
 
-    names: of the groups. labels: words of every class. classes: numbers of the labels of each group. train, test:
-    examples of each group.
+    names: names of the groups. labels: words of every class. classes: numbers of the labels of each group.
+    train, test: examples of each group.
     """
 
     names: list[str]
@@ -41,7 +41,7 @@ class ClassGroups:
     test: list[list[Example]]
 
     def shuffled(self, seed: int, samples_per_class: int, limit: int | None) -> "ClassGroups":
-        """The examples in an order that `seed` draws; of the test at most that many of each class and each group."""
+        """The examples in an order drawn by `seed`; the test examples limited per class and per group."""
 
         def draw(kind: str, group: int, examples: list[Example]) -> list[Example]:
             return random.Random(f"{kind} {group} {seed}").sample(examples, len(examples))
@@ -119,7 +119,7 @@ def _read(path: Path, parse: Callable):
 
 
 def _grouped(file: Path, domains: dict[str, list[str]], splits: dict[str, list[tuple[str, str]]]) -> ClassGroups:
-    """`file`: where the groups are named. `splits`: file -> rows, train before test."""
+    """`file`: the file that names the groups. `splits`: file -> rows, train before test."""
     if len(domains) < 2:
         raise ValueError(f"--data_dir: {file} has fewer than two groups of classes: forgetting needs two or more.")
     labels = [label for members in domains.values() for label in members]

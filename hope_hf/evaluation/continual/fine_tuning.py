@@ -24,7 +24,7 @@ WEIGHT_DECAY, BETAS, EPSILON, MAX_GRAD_NORM = 0.1, (0.9, 0.95), 1e-8, 1.0
 def learn_by_fine_tuning(
     subject: Subject, groups: ClassGroups, steps: int, batch_size: int, rate: float, rows: int, seed: int, name: str
 ) -> tuple[list[Hits], dict[str, Hits]]:
-    """The hits after `steps` of AdamW on each group's examples, one group after the other, and those of the control.
+    """The hits after `steps` of AdamW on each group's examples, one group after the other, and the control's hits.
 
     Levels of HOPE step by their own clocks, as in run_clm.py. The control, `joint`, is another copy that learns
     all groups' examples together for as many steps. Raises ValueError where the loss is not finite.
@@ -42,7 +42,7 @@ def learn_by_fine_tuning(
 
 
 class _Learner:
-    """A copy of the model, and its optimizer, which goes on from group to group."""
+    """A copy of the model and its optimizer, which is kept from group to group."""
 
     def __init__(self, subject: Subject, groups: ClassGroups, batch_size: int, rate: float, seed: int, bar):
         self._subject = replace(subject, model=copy.deepcopy(subject.model))
@@ -72,7 +72,7 @@ class _Learner:
         model.eval()
 
     def questions(self, seen: int, rows: int):
-        """The hits as in the context, after the start token alone."""
+        """The hits of `in_context.questions` after the start token alone."""
         cache = read(self._subject, [self._subject.start])
         return questions(self._subject, cache, self._groups, seen, rows)
 

@@ -1,6 +1,6 @@
-"""Classes learned from examples in the context: the weights stay, and the model's state holds what was learned.
+"""Classes learned from examples in the context: weights stay unchanged, and the model's state stores the classes.
 
-A label is chosen without a new head: the one whose words are the likeliest after the sentence.
+No new head is needed: the chosen label is the one whose words are the likeliest after the sentence.
 """
 
 import copy
@@ -24,10 +24,10 @@ SHOTS = 1
 def learn_in_context(
     subject: Subject, groups: ClassGroups, shots: int, rows: int, seed: int, name: str
 ) -> tuple[list[Hits], dict[str, Hits]]:
-    """The hits after reading `shots` examples of every class, group after group, and those of the controls.
+    """The hits after reading `shots` examples of every class, group after group, and the controls' hits.
 
     Controls: `joint`, the same examples in a drawn order, and for a model with memories `frozen`, which keeps them at
-    their initial state. Raises ValueError for a model whose positions do not hold the examples.
+    their initial state. Raises ValueError for a model with fewer positions than the examples need.
     """
     shown = [_examples(groups, group, shots) for group in range(len(groups.names))]
     everything = [example for part in shown for example in part]
@@ -62,7 +62,7 @@ def questions(subject: Subject, cache, groups: ClassGroups, seen: int, rows: int
 
 
 def _examples(groups: ClassGroups, group: int, shots: int) -> list[Example]:
-    """The first `shots` of every class of a group, in the group's order."""
+    """The first `shots` examples of every class of a group, in the group's order."""
     found = first_of_each_class(groups.train[group], shots)
     if len(found) < shots * len(groups.classes[group]):
         fewest = min(Counter(example.label for example in found).values())
@@ -90,7 +90,7 @@ def _require_room(subject: Subject, groups: ClassGroups, examples: list[Example]
 
 
 def context_of(subject: Subject, example: Example) -> list[int]:
-    """Tokens of the sentence, up to the place of its label."""
+    """Tokens of the sentence, up to its label."""
     return subject.encode(f"Query: {example.text}\nIntent:")
 
 
@@ -119,7 +119,7 @@ def choose(subject: Subject, prefix, contexts: list[list[int]], candidates: list
     """
     chosen: dict[int, int] = {}
     together = max(1, rows // len(candidates))
-    # Of one length, so that nothing is padded.
+    # Contexts of one length are read together, so that nothing is padded.
     for size in sorted({len(context) for context in contexts}):
         alike = [index for index, context in enumerate(contexts) if len(context) == size]
         for start in range(0, len(alike), together):

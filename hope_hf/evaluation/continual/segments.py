@@ -1,4 +1,4 @@
-"""Segments of a stream: the loss of each by every checkpoint of a run, what was forgotten and what was regained."""
+"""Segments of a stream: the loss of each under every checkpoint of a run, forgetting and backward transfer."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -22,7 +22,7 @@ from ..subject import Subject, load_subject, require_finite
 
 @dataclass(frozen=True)
 class Segment:
-    """A text as documents [T] of token ids, each after a start token, and the bytes of all that is scored."""
+    """A text as documents [T] of token ids, each after a start token, and the number of scored bytes."""
 
     name: str
     documents: list[Tensor]
@@ -32,7 +32,7 @@ class Segment:
 def segment_opener(args: Arguments) -> Callable[[Subject], list[Segment]]:
     """A function that reads the segments with a tokenizer: those of `--segments`, or the held-out text of each corpus.
 
-    Raises ValueError where nothing names segments, they cannot be read, or there are fewer than two.
+    Raises ValueError if no flag names segments, they cannot be read, or there are fewer than two.
     """
     if args.segments is not None:
         corpora = read_mixture(args.segments, "--segments")
@@ -79,7 +79,7 @@ def open_segment(path: str, corpus: Corpus, subject: Subject) -> Segment:
 
 
 def cut(subject: Subject, text: str, tokens: int) -> str:
-    """The text of the first tokens. Encoding it again may split its end otherwise."""
+    """The text of the first tokens. Encoding it again may split its end differently."""
     options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
     ends = subject.tokenizer(text, **options)["offset_mapping"]
     return text if len(ends) <= tokens else text[: ends[tokens - 1][1]]
@@ -117,7 +117,7 @@ class Measured:
 def continual(args: Arguments, subject=None) -> SuiteResult:
     """Loss and bits per byte of every segment by each checkpoint of a run.
 
-    forgetting: a segment's loss less the lowest by an earlier checkpoint. backward_transfer: how much the loss fell
+    forgetting: loss of a segment minus its lowest earlier loss. backward_transfer: how much the loss fell
     from the checkpoint that ended the segment to the last one, if a stream read the segments in their order for equal
     numbers of steps. The suite loads the checkpoints itself. Raises ValueError for fewer than two of them.
     """
@@ -169,13 +169,13 @@ def by_checkpoint(checkpoints: list[Checkpoint], measured: list[Measured]) -> li
 
 
 def forgetting(segment: Measured, index: int) -> tuple[float, float | None]:
-    """Loss of a checkpoint less that of the best earlier one, and its standard error, paired by token."""
+    """Loss of a checkpoint minus that of the best earlier one, and the standard error, paired by token."""
     best = int(segment.losses[:index].double().mean(1).argmin())
     return mean_of_blocks(segment.losses[index] - segment.losses[best])
 
 
 def transfer(checkpoints: list[Checkpoint], measured: list[Measured]) -> list[Row]:
-    """A row for every segment and one of their means."""
+    """A row for every segment and one for their means."""
     last = checkpoints[-1].step
     rows = []
     for index, segment in enumerate(measured):

@@ -15,7 +15,7 @@ from .samples import HAYSTACKS, Sample, make_samples
 from .tasks import PASS_KEY_DIGITS, RULER, TASKS, NeedleTask
 
 DEFAULT_LENGTHS, PASS_KEY_LENGTHS = "1k,2k,4k", "256,512,1k"
-# As in RULER.
+# The number of RULER.
 NEW_TOKENS = 128
 
 
@@ -26,7 +26,7 @@ NEW_TOKENS = 128
 def needle(args: Arguments, subject: Subject) -> SuiteResult:
     """Retrieval after RULER: a row per task, length and depth, and the scores of chance.
 
-    The haystack of `text` is what the text flags name. Raises ValueError for lengths that the model's positions, the
+    The haystack `text` is read from the text flags. Raises ValueError for lengths that the model's positions, the
     needles or the text do not allow.
     """
     tasks = chosen_tasks(args, "needle", TASKS if args.tasks else RULER)
@@ -77,7 +77,7 @@ def _retrieve(
 
 
 def describe(task: NeedleTask, samples: list, vocab_size: int) -> Row:
-    """What is hidden and asked for, and the scores of a uniform guess.
+    """A row that describes a task and gives the scores of a uniform guess.
 
     chance: the expected `exact` of uniformly drawn tokens; chance_loss: nats per token.
     """
@@ -116,13 +116,13 @@ def measure(subject: Subject, task: NeedleTask, samples: list[Sample], batch_siz
     """Means over samples, and their standard errors.
 
     generated: the task's score of `new_tokens` greedy tokens. exact: the share of the expected strings whose every
-    token is the likeliest after all before it. loss: nats per token of these strings. With memories also frozen_exact
-    and frozen, the same two with nothing written into the memories.
+    token is the likeliest, given all tokens before it. loss: nats per token of these strings. With memories also
+    frozen_exact and frozen: the same two with nothing written into the memories.
     """
     columns = {name: [] for name in ("generated", "exact", "loss")}
     if subject.has_memory:
         columns |= {"frozen_exact": [], "frozen": []}
-    # Prompts of one length, so that nothing is padded.
+    # Prompts of one length are read together, so that nothing is padded.
     for size in sorted({len(sample.prompt) for sample in samples}):
         alike = [sample for sample in samples if len(sample.prompt) == size]
         for start in range(0, len(alike), batch_size):
@@ -143,7 +143,7 @@ def measure(subject: Subject, task: NeedleTask, samples: list[Sample], batch_siz
 def teacher_forced(subject: Subject, samples: list[Sample]) -> tuple[list[float], list[float]]:
     """Per sample: the share of values whose tokens are all the likeliest, and the mean loss of their tokens."""
     rows = [torch.tensor(sample.prompt + sample.answer) for sample in samples]
-    # What follows a row cannot change it.
+    # Padding on the right cannot change a row.
     texts = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     scores = carried_scores(subject.model, texts, [len(row) for row in rows])
     exact, losses = [], []

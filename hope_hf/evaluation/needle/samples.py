@@ -12,12 +12,12 @@ from ..held_out import held_out_documents
 from ..subject import Subject
 from .tasks import NeedleTask, Wording
 
-# As in RULER: needles without a depth of their own lie at 40 evenly spaced ones.
+# As in RULER, needles without a given depth lie at 40 evenly spaced depths.
 DEPTHS = [round(100 * index / 39) / 100 for index in range(40)]
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-# A text without sentences, such as code, is cut at words into pieces of at most so many characters.
+# A text without sentences, such as code, is cut between words into strings of at most so many characters.
 LONGEST_SENTENCE = 400
-# Characters of a token: enough of a long text is read for every length.
+# Characters read per token needed: enough for every length.
 CHARACTERS = 16
 
 
@@ -25,7 +25,7 @@ class Haystack:
     """Sentences as lists of tokens, each with the separator before it."""
 
     def __init__(self, sentences: list[list[int]], source: str, before: str, separator: str):
-        """`source`: for the message of a text that is too short. `before`: between the instructions and the text.
+        """`source`: names a text that is too short in errors. `before`: between the instructions and the text.
         `separator`: before every needle."""
         self._sentences, self._source = sentences, source
         self.before, self.separator = before, separator
@@ -79,7 +79,7 @@ def noise(subject: Subject, longest: int, args: Arguments | None = None) -> Hays
 
 
 def text(subject: Subject, longest: int, args: Arguments) -> Haystack:
-    """The held-out documents, or `--validation_file`, one after another with their white space as single spaces."""
+    """The held-out documents, or `--validation_file`, one after another, with white space reduced to single spaces."""
     held = held_out_documents(args)
     found, characters = [], 0
     for sentence in _sentences(held.texts):
@@ -116,9 +116,9 @@ class Sample:
 def make_samples(
     subject: Subject, task: NeedleTask, haystack: Haystack, length: int, depth: float, seeds: range
 ) -> list[Sample]:
-    """A sample per seed; prompt and longest answer have exactly `length` tokens together, the start token counted.
+    """A sample per seed; prompt and longest answer together have exactly `length` tokens, start token included.
 
-    All prompts have one length. Only in a filler every answer's own prompt fills the rest of `length`.
+    All prompts have one length, except in a filler, where prompt and own answer together have `length` tokens.
     `depth` is that of the first needle asked for, where each has a key of its own, and of one of them otherwise; the
     other depths are drawn. Values of one key are expected in the order of the text. Keys, values and the other depths
     depend on task and seed alone. Raises ValueError where the length is too short.

@@ -59,7 +59,7 @@ def uuid4(generator: Random) -> str:
 
 
 def distinct(draw, count: int, generator: Random) -> list[str]:
-    """`count` different ones of `draw(generator)`."""
+    """`count` different values of `draw(generator)`."""
     found = {}
     while len(found) < count:
         found[draw(generator)] = None
@@ -70,7 +70,7 @@ def distinct(draw, count: int, generator: Random) -> list[str]:
 class Wording:
     """The texts of one sample.
 
-    needles: sentences in the order in which the answer names them; those that are not asked for come last.
+    needles: sentences in the order of the answer; those that are not asked for come last.
     answers: the expected strings, in the order of the question.
     """
 
@@ -99,17 +99,17 @@ class NeedleTask:
 
     @property
     def title(self) -> str:
-        """The name of its table."""
+        """The title of its table."""
         return self.name
 
     @property
     def needles(self) -> int:
-        """Sentences that are hidden."""
+        """Number of hidden sentences."""
         return self.keys * self.values
 
     @property
     def answers(self) -> int:
-        """Strings that are expected."""
+        """Number of expected strings."""
         return self.queries * self.values
 
     def word(self, generator: Random) -> Wording:
@@ -125,7 +125,7 @@ class NeedleTask:
         return Wording(before.format(kind=self.kind), needles, question.format(kind=self.kind, query=query), answers)
 
     def score(self, text: str, values: list[str]) -> float:
-        """RULER's score of an answer: the share of the expected strings that are in it, whatever their case."""
+        """RULER's score of an answer: the share of the expected strings that it contains, ignoring case."""
         return sum(value.lower() in text.lower() for value in values) / len(values)
 
 

@@ -1,7 +1,7 @@
 """Multi-query associative recall: key-value pairs, then the keys in another order; the task is to recall their values.
 
 The task of Arora et al. 2023 (Zoology, arXiv 2312.04927), which measures how much a state of a given size can hold.
-There the distances of the asked keys follow a power law; here blanks are spread evenly among them. The accuracy of a
+There the distances of the asked keys follow a power law; here blanks are spread evenly between them. The accuracy of a
 model without memory is at most 1 / number of values.
 """
 
@@ -14,7 +14,7 @@ from hope_hf.cli.results import IGNORED
 from .task import Batch, Task
 
 PAIRS = (4, 8, 16, 32, 64)
-# Tokens per pair: two when written, two when asked, and as many blanks between those asked.
+# Tokens per pair: two when written, two when asked, and four blanks per asked pair.
 TOKENS_PER_PAIR = 8
 SYMBOLS_PER_PAIR = 4
 

@@ -128,14 +128,14 @@ def _blocks_next(symbols: int, word: Tensor) -> Tensor:
 
 
 def dyck_word(pairs: int, generator: torch.Generator) -> Tensor:
-    """Brackets 0 (open) and 1 (close) in a balanced order, uniform over all of that length, [2 * pairs] int64.
+    """Brackets 0 (open) and 1 (close), uniform over all balanced words of that length, [2 * pairs] int64.
 
     By the cycle lemma: of the rotations of `pairs` + 1 openings and `pairs` closings exactly one stays above zero.
     """
     steps = torch.ones(2 * pairs + 1, dtype=torch.int64)
     steps[torch.randperm(2 * pairs + 1, generator=generator)[:pairs]] = -1
     heights = steps.cumsum(0)
-    # the last of the lowest points; after it the walk stays above
+    # The last of the lowest points: after it the walk stays above.
     lowest = len(steps) - 1 - heights.flip(0).argmin()
     return (steps.roll(-int(lowest) - 1)[1:] < 0).long()
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .task import Batch, LogitsOf, Task
 
-# The table that is memorised is part of the task: the same in every run.
+# The memorised table is part of the task, so it is the same in every run.
 TABLE_SEED = 20240326
 # Symbols of a key or a value in fuzzy recall.
 LONGEST_WORD = 3
@@ -25,7 +25,7 @@ def draw_in_context_recall(
     """Random key-value pairs with few keys, whose value never changes within a row; [rows, 2 * pairs - 1].
 
     Keys are the lower half of the symbols, values the upper. The last pair's key has occurred before. The values of
-    all keys that have are scored; in training, every next token is.
+    all keys that have occurred before are scored; in training, every next token is scored.
     """
     half = symbols // 2
     table = half + torch.randint(half, (rows, half), generator=generator)

@@ -14,7 +14,7 @@ from hope_hf.cli.models import build_config, build_model, parse_overrides
 from ..flags import Arguments
 
 _WIDEST_CELL = 40
-# Width 64 and 2 layers for every architecture; only the fields that it has are set.
+# Width 64 and 2 layers for every architecture; only fields that its config has are set.
 SIZES = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -64,7 +64,7 @@ def small_model(args: Arguments, vocab_size: int, seed: int) -> PreTrainedModel:
 
 
 def sizes(args: Arguments) -> dict:
-    """Config fields that make the architecture small, by its own names; none where `--config_name` says the size."""
+    """Config fields that make the architecture small, under its own names; none if `--config_name` sets the size."""
     model_type = args.model_type or "hope"
     if args.config_name or model_type not in CONFIG_MAPPING:
         return {}

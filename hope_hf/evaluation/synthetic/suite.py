@@ -1,6 +1,7 @@
-"""Synthetic tasks: small models trained from scratch, and how well they do on unseen samples.
+"""Synthetic tasks: small models are trained from scratch and tested on unseen samples.
 
-Within minutes they show what an architecture can learn to remember, count and copy. A language model's loss does not.
+Within minutes this shows whether an architecture can learn to remember, count and copy, which a language model's loss
+does not.
 """
 
 import time
@@ -32,10 +33,10 @@ def synthetic(args: Arguments, subject=None) -> SuiteResult:
     """Train `--num_seeds` models per task and test them: a row per task and bin.
 
     `accuracy` is the mean of `task.score` over models and samples, and `best` that of the best model.
-    `accuracy_stderr` is over the samples of one model, or over the models where there are several. `n` counts samples,
+    `accuracy_stderr` is over the samples of one model, or over the models if there are several. `n` counts samples,
     `steps` and `seconds` (training and test) are means over the models. Every model of a task is tested on the same
     samples, which `--seed` draws. Raises ValueError for tasks that do not exist and for training that diverges. The
-    suite has no `subject`.
+    suite ignores `subject`.
     """
     device = choose_device(args.device)
     rows = [row for task in asked_tasks(args) for row in measure(task, args, device)]

@@ -15,7 +15,7 @@ class Batch:
     input_ids: [B, T], int64.
     targets: what the logits at the same position must predict: one symbol, [B, T] int64, or a set of symbols, [B, T,
         V] bool. Nothing is shifted here.
-    mask: [B, T] bool, the positions that are scored; elsewhere `targets` means nothing. Every row has at least one.
+    mask: [B, T] bool, the scored positions; elsewhere `targets` is ignored. Every row has at least one.
     """
 
     input_ids: Tensor
@@ -90,8 +90,8 @@ class Task:
 
     name: as in `--tasks`.
     vocab_size: symbols V of inputs and targets together.
-    bins: names of the kinds of samples that are evaluated apart (ranges of lengths); the first is like the training's.
-    draw: `draw(rows, generator, bin)` gives a `Batch` of that many independent samples, on the CPU; bin `None` draws
+    bins: names of the kinds of samples that are evaluated separately (ranges of lengths); training uses the first.
+    draw: `draw(rows, generator, bin)` returns a `Batch` of `rows` independent samples on the CPU; bin `None` draws
         training samples. The generator is a CPU generator and the only source of randomness.
     attach: makes a module from a causal language model; its forward maps token ids to logits.
     max_train_steps, batch_size, learning_rate, samples: training steps, rows per step, peak rate, and evaluated

@@ -10,21 +10,21 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from ..display import progress
 from .task import Batch, Task, loss, score
 
-# Small, since a count may be exact for a few dozen steps only.
+# Steps between checks. Small, since a model may count exactly for a few dozen steps only.
 CHECK_EVERY = 10
-# Enough that a model that passes is right on at least 99.7 % of all samples, with a certainty of 95 %.
+# Enough samples that a passing model is right on at least 99.7 % of all samples with 95 % confidence.
 CHECK_SAMPLES = 1024
 WARM_UP_STEPS = 50
 LAST_RATE = 0.1
 WEIGHT_DECAY = 0.1
 MAX_GRAD_NORM = 1.0
-# Offsets to seeds that no training uses: of the samples for the check, and for the test.
+# Offsets of the seeds of the check's and of the test's samples; no training uses these seeds.
 CHECK_STREAM, TEST_STREAM = 10**9, 2 * 10**9
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A model after its training: module from token ids [B, T] to logits [B, T, V], and the steps it took.
+    """A trained model: a module from token ids [B, T] to logits [B, T, V], and its number of training steps.
 
     With an `ema_decay` it has the mean weights, unless the last step's weights passed the check first.
     """
@@ -72,7 +72,7 @@ def train(task: Task, model: nn.Module, seed: int, device: torch.device) -> Trai
         bar.set_postfix_str(f"loss {value.item():.3f}", refresh=False)
         if step % CHECK_EVERY == 0:
             for candidate in candidates:
-                # The longest samples first: they are the last to be right.
+                # The longest samples are checked first, since models learn them last.
                 if all(all_right(task, candidate, samples, device) for samples in reversed(checks.values())):
                     return Trained(candidate, step)
     return Trained(candidates[-1], task.max_train_steps)
