@@ -1,6 +1,6 @@
 """HOPE (Nested Learning) as a Hugging Face model: importing this package registers it with the Auto classes."""
 
-# First of all: the others take seconds.
+# Imported first, since the other imports take seconds.
 from .interrupt import while_importing as while_importing
 
 # isort: split

@@ -14,7 +14,7 @@ _PROGRAMS = {Path(__file__).resolve().parents[1] / name for name in ("run_clm.py
 def quit_now(sentence: str = "stopped by Ctrl-C.") -> NoReturn:
     """End this process without cleaning up; prints the sentence on the first process."""
     if os.environ.get("RANK", "0") == "0":
-        # A handler of signals may not print: it may have interrupted a print.
+        # A signal handler must not print, since it may have interrupted a print.
         os.write(2, f"\nerror: {sentence}\n".encode())
     os._exit(STATUS)
 
@@ -25,12 +25,12 @@ def while_importing(number, frame):
 
 
 def _is_ours(argv: list[str], command: list[str]) -> bool:
-    """Whether `sys.argv` and `sys.orig_argv` are those of a program of the package, and not of one that imports it.
+    """Whether `sys.argv` and `sys.orig_argv` are those of a program of the package, not of a script that imports it.
 
     A user's script may be named run_clm.py, too.
     """
     if argv[:1] == ["-m"]:
-        # So it is until Python has found the module.
+        # `sys.argv[0]` is "-m" until Python has found the module.
         return command[command.index("-m") + 1].split(".")[0] == "hope_hf" if "-m" in command else False
     return bool(argv and argv[0]) and Path(argv[0]).resolve() in _PROGRAMS
 

@@ -1,6 +1,6 @@
-"""Facts for the model card: of the training from the run's folder, of the evaluation from a `results.json`.
+"""Facts for the model card: training facts from the run's folder, evaluation facts from a `results.json`.
 
-They are safe to publish: no folders of this machine. Texts but `EvaluationFacts.tables` are still to be escaped.
+They are safe to publish: they name no folders of this machine. All texts but `EvaluationFacts.tables` need escaping.
 """
 
 import json
@@ -18,7 +18,7 @@ from .public import as_text, public_command, public_value, without_folders
 
 FIX = "take it out of the folder to export without it"
 LOSSES = ("eval_loss", "eval_perplexity", "eval_bits_per_byte")
-# These suites train their own small models: not results of this model.
+# These suites train their own small models; their results are not those of this model.
 OTHER_MODELS = {"synthetic"}
 # Most rows of one table; the gates of a large model, one row per head, take thousands.
 MOST_ROWS = 40
@@ -89,7 +89,7 @@ def _text(flags: dict) -> str:
         name = public_value("dataset_name", flags["dataset_name"])
         config = flags["dataset_config_name"]
         return f"the data set {name}" + (f" ({public_value('dataset_config_name', config)})" if config else "")
-    # A run of an earlier version does not have all of these flags.
+    # A run of an earlier version may lack some of these flags.
     for flag, kind in (("train_file", ""), ("dataset_mixture", "the mixture "), ("train_shards", "the shards ")):
         if flags.get(flag):
             return kind + public_value(flag, flags[flag])
@@ -120,7 +120,7 @@ def _losses(path: Path) -> dict[str, float]:
 def read_evaluation(path: Path, model: PreTrainedModel) -> EvaluationFacts:
     """The facts in a `results.json` that was measured on `model`.
 
-    Raises ValueError with one sentence where the file cannot be read, or is another model's.
+    Raises ValueError with one sentence if the file cannot be read or belongs to another model.
     """
     fix = "name a results.json that run_eval.py wrote for this model with --results"
     record = _read_object(path, fix)

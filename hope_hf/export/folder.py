@@ -24,7 +24,7 @@ from .facts import read_evaluation, read_training
 
 DEFAULT_LICENSE = "apache-2.0"
 TOLERANCE = 1e-6
-# Longer than two memory chunks of every named size, so that the memories are read after a write.
+# Input of the check. Longer than two memory chunks of every named size, so that memories are read after a write.
 ROWS, TOKENS = 2, 160
 
 BEFORE = """\
@@ -53,8 +53,8 @@ def export_folder(
         source: a run's output folder, or another with a saved HOPE.
         out: does not exist or is empty; it appears complete and checked, or not at all.
         repo_id: the repository that the card's example names.
-        license: of the weights, as the Hub names it.
-        results: a `results.json` of `run_eval.py`; None: the one in `source`, where there is one.
+        license: the Hub's name of the weights' license.
+        results: a `results.json` of `run_eval.py`; None: the one in `source`, if it has one.
 
     Returns:
         What the card's example printed.
@@ -104,7 +104,7 @@ def load_source(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
         if "trust_remote_code" in reason:
             reason = "its own needs code that tokenizer_config.json names, which an export does not run."
         raise ValueError(f"{folder} holds no tokenizer that loads, save one in it: {reason}") from error
-    # The check and every user of the export run the code that these name; a model names its own when it is saved.
+    # `auto_map` names code that the check and every user would run; saving the model sets it to the model's own code.
     model.config.auto_map = None
     tokenizer.init_kwargs.pop("auto_map", None)
     return model, tokenizer

@@ -10,7 +10,7 @@ from hope_hf.cli.process import one_line
 from .folder import ExportFailed
 
 CARD = "README.md"
-# Without it a silent connection would block forever.
+# Timeout: without it a silent connection would block forever.
 SECONDS_OF_SILENCE = 300.0
 
 
@@ -40,7 +40,7 @@ def upload(folder: Path, repo_id: str, private: bool) -> str:
             ignore_patterns=CARD,
             commit_message="Upload the model, its code and its tokenizer",
         )
-        # Last: the files that the card describes are there, and no later step overwrites the card.
+        # The card comes last: the files that it describes are there, and no later step overwrites it.
         card = (folder / CARD).read_text(encoding="utf-8").replace(json.dumps(repo_id), json.dumps(url.repo_id))
         api.upload_file(
             repo_id=url.repo_id,
@@ -48,7 +48,7 @@ def upload(folder: Path, repo_id: str, private: bool) -> str:
             path_in_repo=CARD,
             commit_message="Upload the model card",
         )
-    # The network's layers have their own error types, with no common one.
+    # The network's layers have error types without a common base.
     except Exception as error:
         raise ExportFailed(f"The upload to {repo_id} failed: {_reason(error)}") from error
     return str(url)

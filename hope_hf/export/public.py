@@ -1,6 +1,6 @@
 """Makes commands, names and tables safe to publish, and writes text from outside as Markdown.
 
-What is not known to be public is left out.
+Values that are not known to be public are left out.
 """
 
 import html
@@ -35,11 +35,11 @@ def printable(value: object) -> str:
 
 
 def public_value(flag: str, value: str) -> str:
-    """The value of a flag in `SHOWN` on one line; of a path only the last part."""
+    """The value of a flag in `SHOWN` on one line; a path is cut to its last part."""
     value = printable(value)
     if flag in WORDS or (flag in HUB_NAMES and is_hub_name(value)):
         return FOLDERS.sub("", value)
-    # It splits at both kinds of separators.
+    # PureWindowsPath splits at both kinds of separators.
     return PureWindowsPath(value).name if "/" in value or "\\" in value else value
 
 
@@ -55,7 +55,7 @@ def public_command(words: list[str]) -> str:
             elif flag.isidentifier() and (not equals or _is_plain(value)):
                 shown.append(f"--{flag}{equals}{value}")
         elif flag in SHOWN or flag is None:
-            # Before all flags come the program and a recipe.
+            # The words before all flags are the program and a recipe.
             shown.append(public_value(flag or "output_dir", word))
         elif _is_plain(word):
             shown.append(word)
@@ -80,15 +80,15 @@ def _is_plain(value: str) -> bool:
 
 
 def as_text(value: object) -> str:
-    """`value` on one line, in which no letter is markup, HTML or the edge of a table's cell."""
-    # Underscores within a word mark nothing.
+    """`value` on one line, in which no character acts as markup, HTML or the edge of a table's cell."""
+    # Underscores within a word are no markup.
     return re.sub(r"[\\`*~$|\[\]]|(?<![^\W_])_+|_+(?![^\W_])", _escaped, html.escape(printable(value), quote=False))
 
 
 def as_code_block(line: object) -> str:
     """`line` on one line as a block of code."""
     code = printable(line)
-    # The fence is longer than any of the code's.
+    # The fence is longer than any fence in the code.
     fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", code))])
     return f"{fence}\n{code}\n{fence}"
 
