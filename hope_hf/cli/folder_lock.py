@@ -27,7 +27,7 @@ class FolderLock:
     def acquire(self):
         """Make the folder if there is none, and lock it.
 
-        Raises ValueError where another process holds it or nothing can be written there; warns where the disk has no
+        Raises ValueError if another process holds it or nothing can be written there; warns if the disk has no
         locks.
         """
         try:

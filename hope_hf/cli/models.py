@@ -78,7 +78,7 @@ def load_config(source: str, flag: str, args: ModelArguments):
 
 
 def build_model(args: ModelArguments, config, dtype: torch.dtype = torch.float32, **loading) -> PreTrainedModel:
-    """The model on the CPU; ValueError where it cannot be built or loaded. `loading`: options of `from_pretrained`."""
+    """The model on the CPU; ValueError if it cannot be built or loaded. `loading`: options of `from_pretrained`."""
     options = {"attn_implementation": args.attn_implementation} if args.attn_implementation else {}
     options |= {"dtype": dtype, "trust_remote_code": args.trust_remote_code}
     source = args.model_name_or_path

@@ -57,13 +57,13 @@ class Outliving:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """As the stream's."""
+        """Write to the stream; returns the number of characters."""
         with self._without_reader():
             self._stream.write(text)
         return len(text)
 
     def flush(self):
-        """As the stream's."""
+        """Flush the stream."""
         with self._without_reader():
             self._stream.flush()
 

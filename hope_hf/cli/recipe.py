@@ -28,7 +28,7 @@ def split_recipe(
 
 
 def read_recipe(path: str | Path, flags: Collection[str], left_out: Collection[str] = ()) -> list[str]:
-    """A YAML file of flags as command-line words; ValueError that names the file where it cannot be read."""
+    """A YAML file of flags as command-line words; ValueError that names the file if it cannot be read."""
     recipe = read_yaml(path, f"The recipe {path}")
     if not isinstance(recipe, dict):
         raise ValueError(f"The recipe {path} must hold lines of the form 'flag: value'.")
@@ -63,7 +63,7 @@ def without(recipe: list[str], flags: Collection[str]) -> list[str]:
 
 
 def read_yaml(path: str | Path, named: str) -> object:
-    """The value of a YAML file as `load_yaml` has it; ValueError that begins with `named` where it cannot be read."""
+    """The value of a YAML file as `load_yaml` has it; ValueError that begins with `named` if it cannot be read."""
     try:
         return load_yaml(read_small(path, _LARGEST))
     # RecursionError: thousands of nested brackets. ValueError: not UTF-8, or a date that does not exist.
@@ -79,7 +79,7 @@ def load_yaml(text: str) -> object:
     """
     try:
         return yaml.load(text, Loader=PlainLoader)
-    # What PyYAML raises for `!!int ''` and `!!bool x`.
+    # PyYAML raises LookupError for `!!int ''` and `!!bool x`.
     except LookupError as error:
         raise yaml.YAMLError(f"a value does not fit its tag ({error})") from None
 

@@ -59,7 +59,7 @@ class _Refused(ValueError):
 def parts_of(index: Path) -> list[str]:
     """The files that an index of safetensors names, each once.
 
-    Raises ValueError where it cannot be read, or names anything but safetensors inside its folder.
+    Raises ValueError if it cannot be read, or names anything but safetensors inside its folder.
     """
     try:
         content = json.loads(read_small(index))

@@ -1,4 +1,4 @@
-"""The cache of `datasets`: where it is, texts of local files in it, and links that give files plain names."""
+"""The cache of `datasets`: its folder, texts of local files in it, and links that give files plain names."""
 
 import atexit
 import errno
@@ -71,7 +71,7 @@ def _write(path: Path, texts: Iterator[pa.Array]) -> None:
 
 
 def writable_cache() -> Path:
-    """The cache's folder; where it cannot be written, a temporary one that takes its place until the process ends."""
+    """The cache's folder; if it cannot be written, a temporary folder that replaces it until the process ends."""
     folder = Path(config.HF_DATASETS_CACHE)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -215,7 +215,7 @@ def _split(
 
 
 def require_as_many(corpus: Corpus, limit: str, count: int) -> None:
-    """Raise ValueError where the corpus has fewer training documents or tokens than its key `limit` asks for."""
+    """Raise ValueError if the corpus has fewer training documents or tokens than its key `limit` asks for."""
     asked = getattr(corpus, limit)
     if asked is not None and count < asked:
         kind = limit.removeprefix("max_")
@@ -234,7 +234,7 @@ def warn_of_excess(corpus: Corpus, tokens: int) -> None:
 def check_cache(
     corpora: list[Corpus], percentage: float, seed: int, tokenizer: PreTrainedTokenizerBase, shards: Path | None = None
 ) -> None:
-    """Raise ValueError where the cache's disk has less room than the streams will take.
+    """Raise ValueError if the cache's disk has less room than the streams will take.
 
     shards: the folder for their shards, whose size counts if it is on the same disk.
     """

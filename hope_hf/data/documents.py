@@ -36,7 +36,7 @@ def corpus_documents() -> list[tuple[str, str]]:
 
     A document is a source file of the standard library, named by its path there (`asyncio/events.py`), or a chapter of
     the language reference behind `help()` (`pydoc_data/topics/while`). Nothing is imported or executed.
-    Raises ValueError where this Python carries no sources.
+    Raises ValueError if this Python carries no sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
     documents = {}
@@ -58,7 +58,7 @@ def held_out(key: str, percentage: float) -> bool:
 
 
 def split_documents(keys: Iterable[str], percentage: float) -> tuple[list[int], list[int]]:
-    """Indices of (training, validation) documents; neither is empty where there are two different keys.
+    """Indices of (training, validation) documents; neither is empty if there are two different keys.
 
     The split is by hash of the key, not by position. So copies of a document are on the same side, and adding or
     removing documents moves no other one. Blank keys belong to neither side.
@@ -128,7 +128,7 @@ def builtin_corpus() -> Dataset:
 def load_data_set(source: str, name: str, config_name: str | None, split: str | None = None, **options):
     """`datasets.load_dataset`, which also reads a folder that `save_to_disk` wrote: all its splits, or one.
 
-    Raises ValueError that names `source` where it cannot be loaded.
+    Raises ValueError that names `source` if it cannot be loaded.
     """
     if is_saved(name):
         return load_saved(name, source, split, options.get("streaming", False))
@@ -202,7 +202,7 @@ def _part_at_blank_line(text: str, percentage: float) -> tuple[str, str] | None:
     A book in one file is the usual case: its paragraphs stay together as one document on each side.
     """
     target = round(len(text) * (1 - percentage / 100))
-    # Blank lines before the first word and behind the last one split nothing.
+    # Blank lines before the first word and after the last one do not count.
     blank = re.compile(r"\n[ \t\r]*+\n\s*+").finditer(text, len(text) - len(text.lstrip()), len(text.rstrip()))
     cut = min((match.end() for match in blank), key=lambda position: abs(position - target), default=None)
     return None if cut is None else (text[:cut], text[cut:])

@@ -31,7 +31,7 @@ _KINDS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parque
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4", ".7z", ".tar", ".tgz")
 # The files of a folder that `save_to_disk` wrote.
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
-# What datasets, pyarrow and json raise for the content of a file; RuntimeError: for example, too deep nesting.
+# Errors that datasets, pyarrow and json raise for a file's content; RuntimeError: for example, too deep nesting.
 _WRONG_CONTENT = (
     DatasetGenerationError, OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError
 )  # fmt: skip
@@ -185,7 +185,7 @@ def load_saved(folder: str, source: str, split: str | None = None, streaming: bo
 
 
 def saved_files(folder: str, source: str, split: str) -> list[str]:
-    """The .arrow files of a data set, or of its `split` where it has splits. Raises ValueError that names `source`."""
+    """The .arrow files of a data set, or of its `split` if it has splits. Raises ValueError that names `source`."""
     path, splits = Path(folder), _splits(folder, source)
     if splits and split not in splits:
         raise ValueError(f"{source} has no split {split!r}: name one of its folders, {', '.join(splits)}.")
@@ -291,7 +291,7 @@ def _is_string(kind: pa.DataType) -> bool:
 
 
 def _read_texts(path: str, flag: str, column: str | None) -> Iterator[pa.Array]:
-    """The texts of a file in their order, as arrays of strings. Raises UnreadableText where reading fails.
+    """The texts of a file in their order, as arrays of strings. Raises UnreadableText if reading fails.
 
     column: the column of the text; None for plain text.
     """

@@ -28,7 +28,7 @@ _DATE = re.compile(r"\d{4}-\d\d-\d\d([ T][\d:.,]+ ?(Z|[+-][\d:]+)?)?")
 
 
 def check_json(path: str, flag: str) -> None:
-    """Raise ValueError where the file does not begin with rows, holds no string, or is nested too deep.
+    """Raise ValueError if the file does not begin with rows, holds no string, or is nested too deep.
 
     Such content, for example a file of `null` alone, ends the process in pyarrow's reader with a segmentation fault.
     """
@@ -113,7 +113,7 @@ def _first_rows(path: str) -> tuple[list[dict], bool]:
 
 
 def _decoded(head: bytes, most: int = _ROWS) -> tuple[list[dict], bool]:
-    """The objects at the beginning of some bytes, at most `most`, and whether there is nothing behind them."""
+    """The objects at the beginning of some bytes, at most `most`, and whether nothing follows them."""
     text, rows, decoder = head.decode("utf-8-sig", errors="replace"), [], json.JSONDecoder()
     place = _SPACE.match(text).end()
     while place < len(text) and len(rows) < most:

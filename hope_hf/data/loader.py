@@ -268,7 +268,7 @@ class Prefetched:
 
     @property
     def batches_per_epoch(self) -> int | None:
-        """Those of the loader inside."""
+        """`batches_per_epoch` of the loader inside."""
         return self.loader.batches_per_epoch
 
     def __iter__(self) -> Iterator[Batch]:

@@ -123,7 +123,7 @@ def is_weight(value: object) -> bool:
 
 
 def check_weights(weights: dict[str, float | None], source: str) -> None:
-    """Raise ValueError where some corpora have a weight and some none, or where all weights are 0."""
+    """Raise ValueError if some corpora have a weight and some none, or if all weights are 0."""
     without = [name for name, weight in weights.items() if weight is None]
     if without and len(without) < len(weights):
         raise ValueError(f"{source} gives no weight to {', '.join(without)}")
@@ -218,7 +218,7 @@ class Judge:
         self._seen: set[bytes] = set()
 
     def reason(self, text: str | None) -> str | None:
-        """Why the next document is dropped; None where it passes."""
+        """Why the next document is dropped; None if it passes."""
         corpus = self._corpus
         if not text or text.isspace():
             return "blank"

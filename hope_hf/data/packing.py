@@ -52,7 +52,7 @@ class Block:
 def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase, num_workers: int | None = None) -> "TokenStream":
     """All documents as one stream of tokens.
 
-    Raises ValueError where one of the processes is killed or the cache cannot be written.
+    Raises ValueError if one of the processes is killed or the cache cannot be written.
     """
     encode = make_encoder(tokenizer)
     bytes_per_row = documents.data.nbytes / max(1, documents.data.num_rows)

@@ -44,7 +44,7 @@ _SAMPLE = 200_000
 
 
 def require_own(folder: Path) -> None:
-    """Raise ValueError where a folder holds other files than shards, such as those of a run."""
+    """Raise ValueError if a folder holds other files than shards, such as those of a run."""
     if os.path.lexists(folder / MANIFEST) or os.path.lexists(folder / PLAN):
         return
     for path in sorted(folder.iterdir()):
@@ -82,7 +82,7 @@ class Preparation:
         }
 
     def check_folder(self) -> None:
-        """Raise ValueError where the folder holds other shards than these, or links in their place."""
+        """Raise ValueError if the folder holds other shards than these, or links in their place."""
         if os.path.lexists(self.folder / MANIFEST):
             there = read_manifest(self.folder, "--output_dir")["plan"]
         elif os.path.lexists(self.folder / PLAN):
@@ -101,7 +101,7 @@ class Preparation:
         self.progress = Progress(self.folder, [f"{corpus}/{side}" for corpus, side in self.bytes])
 
     def check_room(self) -> None:
-        """Raise ValueError where the disk has less room than the shards will need."""
+        """Raise ValueError if the disk has less room than the shards will need."""
         encode, needed = make_encoder(self.tokenizer), 0
         for part in self.documents:
             texts = list(drawn(part.train, self.bytes[part.corpus.name, "train"], _SAMPLE))

@@ -86,12 +86,12 @@ class Progress:
 
     @property
     def tokens(self) -> int:
-        """Of all finished shards."""
+        """Tokens of all finished shards."""
         return sum(written.tokens for written in self._written)
 
     @property
     def text_bytes(self) -> int:
-        """Of all finished shards."""
+        """Bytes of text of all finished shards."""
         return sum(written.text_bytes for written in self._written)
 
     def note(self, written: Written) -> None:
@@ -216,7 +216,7 @@ def encoded(
 ) -> Iterator[Encoded]:
     """The tokens of all documents in their order, about 1 MB of text at a time.
 
-    Raises ValueError where a process of the pool was killed.
+    Raises ValueError if a process of the pool was killed.
     """
     batches = _batches(documents)
     if pool is None:

@@ -126,7 +126,7 @@ def _write(tokenizer: PreTrainedTokenizerBase, folder: Path):
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int):
-    """Raise ValueError where the tokenizer's ids go beyond the model's `vocab_size` embeddings."""
+    """Raise ValueError if the tokenizer's ids go beyond the model's `vocab_size` embeddings."""
     highest = highest_id(tokenizer)
     if highest >= vocab_size:
         name = tokenizer.name_or_path or "the tokenizer made from the text"

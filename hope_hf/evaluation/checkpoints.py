@@ -43,7 +43,7 @@ def as_checkpoint(path: str) -> Checkpoint:
 def find_checkpoints(args: Arguments) -> list[Checkpoint]:
     """The checkpoints of `--checkpoints` in the run's folder, or of a pattern in `--model_name_or_path`, by step.
 
-    Empty if neither is given. Raises ValueError where nothing matches, and for checkpoints of several runs.
+    Empty if neither is given. Raises ValueError if nothing matches, and for checkpoints of several runs.
     """
     name = args.model_name_or_path or ""
     # A folder may have brackets in its name.
@@ -81,7 +81,6 @@ def _tokens(folder: Path, step: int) -> int | None:
         rows = map(json.loads, read_small(folder.parent / "metrics.jsonl", METRICS).splitlines()) if not found else ()
         found = next((row["tokens"] for row in rows if row["step"] == step), found)
     return found if is_count(found) else None
-
 
 
 def is_done(args: Arguments, checkpoint: Checkpoint, config: dict) -> bool:

@@ -84,7 +84,7 @@ def _different_columns(error: BaseException | None) -> BadDocuments | None:
 
 
 def _check(task, limit: int | None, shots: int | None) -> list[int]:
-    """Check a task; returns the number of choices of every document, where there are choices."""
+    """Check a task; returns the number of choices of every document, if it has choices."""
     split = _evaluated(task)
     read = _columns_read(task)
     for source in [split, _examples(task)] if shots else [split]:

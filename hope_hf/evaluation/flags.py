@@ -132,7 +132,7 @@ class Arguments(ModelArguments, TextArguments, SuiteArguments, RunArguments):
 
     @property
     def given_rows(self) -> int | None:
-        """`--batch_size` where it is a number."""
+        """`--batch_size` if it is a number, else None."""
         return None if self.batch_size in (None, AUTO) else int(self.batch_size)
 
     @property
@@ -180,7 +180,7 @@ class Suite:
     in_processes: bool = False
 
     def __call__(self, args: Arguments, subject=None):
-        """As `measure`."""
+        """Call `measure`."""
         return self.measure(args, subject)
 
 

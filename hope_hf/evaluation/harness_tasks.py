@@ -173,7 +173,7 @@ def written_out(tasks: list[str]) -> list[str]:
 
 
 def paper_row(rows: list[Row]) -> Row | None:
-    """The paper's row from zero_shot's rows, accuracies in percent; None where a task is missing.
+    """The paper's row from zero_shot's rows, accuracies in percent; None if a task is missing.
 
     `average` is the mean of the eight accuracies, with the standard error of independent ones.
     """

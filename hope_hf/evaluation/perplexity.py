@@ -169,7 +169,7 @@ def by_position(args: Arguments, subject: Subject, documents: list[Tensor]) -> l
 
 
 def draw(rows: list[Row], path: Path):
-    """By the last position of each bucket: the loss of every mode, and the gain of the carried state over each."""
+    """Plot over the last position of each bucket: every mode's loss, and the gain of the carried state over each."""
     ends = [int(row["positions"].split("-")[1].replace(",", "")) for row in rows]
 
     def series(suffix: str) -> dict[str, list]:

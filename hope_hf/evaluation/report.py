@@ -230,14 +230,14 @@ def free_folder(output_dir: str, file: str) -> Path:
 
 
 def _by_time(folder: Path) -> Path:
-    """A new folder in this one, named by the time. Raises ValueError where it cannot be made."""
+    """A new folder in this one, named by the time. Raises ValueError if it cannot be made."""
     path = _make_by_time(folder, "", Path.mkdir, "--output_dir")
     print(f"--output_dir {folder} holds a report already: this one goes to {path}.", flush=True)
     return path
 
 
 def _make_by_time(folder: Path, ending: str, make: Callable[[Path], object], flag: str) -> Path:
-    """Make `<UTC time><ending>` in the folder, or `<UTC time>-2<ending>` ... where there is one already; its path."""
+    """Make `<UTC time><ending>` in the folder, or `<UTC time>-2<ending>` ... if that exists; returns its path."""
     time = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -251,7 +251,7 @@ def _make_by_time(folder: Path, ending: str, make: Callable[[Path], object], fla
 
 
 def archive_folder(archive_dir: str, model: str | None) -> Path:
-    """`<archive_dir>/<run>`. Raises ValueError where it cannot be written."""
+    """`<archive_dir>/<run>`. Raises ValueError if it cannot be written."""
     folder = Path(archive_dir) / run_name(model or "synthetic")
     check_output(str(folder), "--archive_dir")
     return folder

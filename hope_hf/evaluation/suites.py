@@ -28,7 +28,7 @@ SUITES = {
 def with_own_tasks(args: Arguments, suite: str) -> Arguments:
     """The arguments for one of the suites in `--suite`: `--tasks` without the names that the others define.
 
-    A name that none of them defines stays for zero_shot; where that does not run, every suite refuses the name.
+    A name that none of them defines is left to zero_shot; if that does not run, every suite refuses the name.
     """
     if args.tasks is None:
         return args

@@ -36,7 +36,7 @@ class Trackers:
         return self
 
     def log(self, found: dict[Key, Number], pictures: list[Path], checkpoint: Checkpoint):
-        """Send one report; raises ValueError where a tracker fails."""
+        """Send one report; raises ValueError if a tracker fails."""
         for name in self._names:
             # Every tracker has its own error types: not logged in, no network, no space.
             try:
@@ -87,7 +87,7 @@ class _TensorBoard:
         for key, number in found.items():
             self._writer.add_scalar(str(key), number.value, at)
         for path in pictures:
-            # Pictures exist only where there is matplotlib.
+            # Pictures exist only if matplotlib is installed.
             from matplotlib.image import imread
 
             self._writer.add_image(path.stem, imread(path)[..., :3], at, dataformats="HWC")

@@ -32,7 +32,7 @@ OF_CHOICES = ("acc", "acc_norm", "acc_bytes", "acc_mutual_info")
 )
 def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
     """The tasks of `--tasks`: a row per metric, with lm-eval's standard error and the number of documents, and the
-    paper's row where its tasks are among them.
+    paper's row if its tasks are among them.
 
     The numbers equal those of lm-eval's command on the same model (`lm_eval --model hf`) with its own seeds. Several
     processes share the requests; only the first returns rows. Raises ValueError without lm-eval, and for tasks and

@@ -59,7 +59,7 @@ class EvaluationFacts:
 
 
 def read_training(folder: Path) -> TrainingFacts | None:
-    """The facts in `run.json`, `metrics.jsonl` and `all_results.json` of a run; None where there is no `run.json`.
+    """The facts in `run.json`, `metrics.jsonl` and `all_results.json` of a run; None if there is no `run.json`.
 
     Raises ValueError with one sentence for a file that cannot be read.
     """

@@ -143,7 +143,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def require_same_groups(saved: list[dict], own: list[dict]) -> None:
-    """ValueError where the groups of a saved state are not those of this run's optimizer."""
+    """ValueError if the groups of a saved state are not those of this run's optimizer."""
     saved, own = [_structure(group) for group in saved], [_structure(group) for group in own]
     if saved != own:
         there, here = next(

@@ -144,7 +144,7 @@ def _gpt2(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
     # Under autocast the cast of the norm's output is kept by the linear layer that reads it.
     norms = 2 * width * (stream + low)
     cast = low * width if mode == "autocast" else 0
-    # One tensor of query, key and value; contiguous copies of query and key; attention's output twice.
+    # Kept: one tensor of query, key and value; contiguous copies of query and key; attention's output twice.
     attention = low * width * 6 + 4 * config.n_head
     mask = width if config.resid_pdrop else 0
     tokens = batch_size * block_size

@@ -107,7 +107,7 @@ class Launch:
         return LOW_PRECISION[self.precision] if self.strategy.engine == "fsdp1" else reduce_dtype
 
     def recomputes(self, flag: str) -> str:
-        """The value of `--gradient_checkpointing`, or the launch file's where the flag is none."""
+        """The value of `--gradient_checkpointing`, or the launch file's if the flag is `none`."""
         return "block" if self.checkpointing and parse_recomputed(flag).part == "none" else flag
 
     def under(self, strategy: Strategy, per_node: int) -> "Launch":
@@ -134,7 +134,7 @@ class StepOptions:
 
     @classmethod
     def of(cls, args, block_size: int, attn_implementation: str | None = None) -> "StepOptions":
-        """From the flags of `run_clm.py` or of the planner, which have the same names."""
+        """The options given by the flags of `run_clm.py` or of the planner, which have the same names."""
         return cls(
             args.per_device_train_batch_size,
             block_size,
@@ -221,7 +221,7 @@ def _fsdp(content: dict, launch: Launch, refuse: Callable[[str], NoReturn]) -> L
         keeps_gathered = not _is_true(config.get("fsdp_reshard_after_forward", True))
         return replace(launch, strategy=fsdp_strategy(False, keeps_gathered, replicas, offloads), parts=parts)
     named = str(config.get("fsdp_sharding_strategy", "FULL_SHARD")).upper()
-    # By name, or by number as accelerate's wizard once wrote it.
+    # The file has the strategy's name, or its number as accelerate's wizard once wrote it.
     named = dict(enumerate(VERSION_1, start=1)).get(int(named) if named.isdecimal() else 0, named)
     if named not in VERSION_1:
         refuse(f": fsdp_sharding_strategy {named} is not planned: write one of {', '.join(VERSION_1)}")

@@ -140,7 +140,7 @@ def as_json(question: Question, rows: list[Setting], verdicts: list[Verdict], fo
 
 
 def draw(rows: list[Setting], verdicts: list[Verdict], path: str) -> None:
-    """Write the picture; ValueError where matplotlib is missing or the file cannot be written."""
+    """Write the picture; ValueError if matplotlib is missing or the file cannot be written."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

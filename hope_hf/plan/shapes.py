@@ -82,7 +82,7 @@ class Shapes:
 
 
 def shapes_of(config, trust_remote_code: bool = False) -> Shapes:
-    """The shapes of the causal LM of a config. ValueError where transformers cannot build it."""
+    """The shapes of the causal LM of a config. ValueError if transformers cannot build it."""
     model = meta_model(config, trust_remote_code)
     kinds = model._no_split_modules or ()
     blocks = [f"{name}." for name, module in model.named_modules() if type(module).__name__ in kinds]
@@ -107,7 +107,7 @@ def shapes_of(config, trust_remote_code: bool = False) -> Shapes:
 
 
 def meta_model(config, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The causal LM of a config on the meta device; ValueError where transformers cannot build it."""
+    """The causal LM of a config on the meta device; ValueError if transformers cannot build it."""
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)

@@ -155,7 +155,7 @@ def _words(question: Question, launch: Launch, step: StepOptions) -> str | None:
 
 
 def require_a_fit(question: Question, rows: list[Setting], verdicts: list[Verdict]) -> None:
-    """ValueError of one sentence where the batch fits no GPU under any setting."""
+    """ValueError of one sentence if the batch fits no GPU under any setting."""
     if any(found.fits or found.instead for found in verdicts):
         return
     best = max(verdicts, key=lambda found: found.usable)

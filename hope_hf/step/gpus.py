@@ -21,7 +21,7 @@ class Gpu:
     Attributes:
         gib: memory in GiB.
         flops: dense matrix FLOP/s in bf16 and fp16.
-        link: bytes per second and direction to the other GPUs of its machine: NVLink, or PCIe where it has none. Data
+        link: bytes per second and direction to the other GPUs of its machine: NVLink, or PCIe if it has none. Data
             sheets state the sum of both directions.
         device: a regular expression that matches a part of torch's name of the device.
     """

@@ -27,7 +27,7 @@ def learn_by_fine_tuning(
     """The hits after `steps` of AdamW on each group's examples, one group after the other, and the control's hits.
 
     Levels of HOPE step by their own clocks, as in run_clm.py. The control, `joint`, is another copy that learns
-    all groups' examples together for as many steps. Raises ValueError where the loss is not finite.
+    all groups' examples together for as many steps. Raises ValueError if the loss is not finite.
     """
     count, hits = len(groups.names), []
     with progress(None, name, 2 * steps * count) as bar:

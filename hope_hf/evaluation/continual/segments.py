@@ -58,7 +58,7 @@ def segment_opener(args: Arguments) -> Callable[[Subject], list[Segment]]:
 def open_segment(path: str, corpus: Corpus, subject: Subject) -> Segment:
     """Read a segment up to its max_documents and max_tokens, from its beginning.
 
-    Raises ValueError where the text is shorter than a limit.
+    Raises ValueError if the text is shorter than a limit.
     """
     where = f"--segments {path}, corpus"
     needed = Needed(documents=corpus.max_documents, tokens=corpus.max_tokens)
@@ -209,7 +209,7 @@ def transfer(checkpoints: list[Checkpoint], measured: list[Measured]) -> list[Ro
 
 
 def draw(rows: list[Row], path: Path):
-    """Bits per byte and forgetting of each segment over tokens, or over steps where these are not known."""
+    """Bits per byte and forgetting of each segment over tokens, or over steps if tokens are not known."""
     unit = "step" if any(row["tokens"] is None for row in rows) else "tokens"
     panels = {"bits per byte": {}, "forgetting: loss above the best earlier checkpoint": {}}
     for title, name in zip(panels, ("bits_per_byte", "forgetting"), strict=True):

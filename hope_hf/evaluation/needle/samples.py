@@ -34,7 +34,7 @@ class Haystack:
     def around(self, needles: list[list[int]], depths: list[float], room: int) -> list[int]:
         """`room` tokens of the text with the needles before the sentences that begin nearest to their depths.
 
-        `depths` are from 0 (before the first sentence) to 1 (after the last). Raises ValueError where the text has
+        `depths` are from 0 (before the first sentence) to 1 (after the last). Raises ValueError if the text has
         fewer tokens.
         """
         tokens = [token for sentence in self._sentences[: bisect_left(self._ends, room) + 1] for token in sentence]
@@ -121,7 +121,7 @@ def make_samples(
     All prompts have one length, except in a filler, where prompt and own answer together have `length` tokens.
     `depth` is that of the first needle asked for, where each has a key of its own, and of one of them otherwise; the
     other depths are drawn. Values of one key are expected in the order of the text. Keys, values and the other depths
-    depend on task and seed alone. Raises ValueError where the length is too short.
+    depend on task and seed alone. Raises ValueError if the length is too short.
     """
     drawn = []
     for seed in seeds:

@@ -111,5 +111,5 @@ class Task:
     ema_decay: float = 0.0
 
     def with_settings(self, **given: float | None) -> "Task":
-        """The task with the user's settings where they are not None."""
+        """The task with the user's settings that are not None."""
         return replace(self, **{name: value for name, value in given.items() if value is not None})
