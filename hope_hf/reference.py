@@ -69,7 +69,7 @@ class PaperMemory:
         return self(z, self.snap)
 
     def target(self, v):
-        """Equation (84): the memory makes its own value, at the chunk's start."""
+        """Equation (84): the target `M(v)`, with the weights of the chunk's start."""
         return self.at_chunk_start(unit(v) if self.rule["target_norm"] else v)
 
     def layer_inputs_and_errors(self, k, target):
@@ -85,7 +85,7 @@ class PaperMemory:
         loss = (k + product - target).square().sum() / 2
         inner_error, outer_error = torch.autograd.grad(loss, [pre, product], create_graph=True)
         if self.rule["hidden_norm"] == "unit":
-            # a tiny hidden activation passes no more than one of norm 0.1 would
+            # a hidden activation of norm below 0.1 passes no larger error than one of norm 0.1
             norm = (F.silu(pre).square().sum(-1, keepdim=True) + NORM_EPSILON).sqrt()
             inner_error = inner_error * (norm / HIDDEN_NORM_FLOOR).clamp(max=1.0)
         return [(k, inner_error), (hidden, outer_error)]
@@ -124,7 +124,7 @@ def causal_convolution(weight, history):
 
 
 def make_memories(mixer, batch_size):
-    """The memories at the start of a text: those that make keys and values by name, and the content memory."""
+    """The memories at the start of a text: those that project keys and values, by name, and the content memory."""
     config = mixer.config
     layers = dict(mixer.initial_memory.named_parameters())
     memories = {}

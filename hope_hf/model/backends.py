@@ -1,4 +1,4 @@
-"""Which code computes: kernels of a GPU, torch's operators, or the plain code that is read.
+"""Choice of the code that computes an operation: GPU kernels, torch's operators, or the plain reference code.
 
 The environment variable `HOPE_KERNELS` chooses:
 
@@ -8,7 +8,7 @@ The environment variable `HOPE_KERNELS` chooses:
 | `torch` | torch's operators, with backward passes written by hand |
 | `plain` | the plain code on every device, to change a rule in one file: no kernel and no fast path runs |
 | `fla` | the kernels of flash-linear-attention, or a ValueError that says why they cannot |
-| `triton` | EXPERIMENTAL, never run on a GPU: HOPE's own kernels of `memory_projections`, or a ValueError |
+| `triton` | EXPERIMENTAL, never run on a GPU: HOPE's own kernels for `memory_projections`, or a ValueError |
 """
 
 import os
@@ -26,7 +26,7 @@ KERNELS = ("auto", "torch", "plain", "fla", "triton")
 
 
 class Kernel(NamedTuple):
-    """A function, and a question: why can it not run (`None`: it can)?"""
+    """A function, and a second one that returns the reason why the first cannot run (`None` if it can)."""
 
     run: Callable
     obstacle: Callable[[], str | None]
@@ -41,7 +41,7 @@ def asked_kernels() -> str:
 
 
 def operand_dtype(hidden_states: torch.Tensor) -> torch.dtype:
-    """The dtype to which kernels of a GPU round their operands: that of a linear map's output for `hidden_states`."""
+    """The dtype to which GPU kernels round their operands: that of a linear map's output for `hidden_states`."""
     # not read off the map's weights, which may be quantised or on the meta device
     kind = hidden_states.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_states.dtype

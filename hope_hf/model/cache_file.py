@@ -15,7 +15,7 @@ from transformers.integrations.accelerate import load_offloaded_parameter
 from transformers.modeling_utils import PreTrainedModel
 
 CACHE_FILE = "hope_cache.safetensors"
-# 1 had no checksum, 2 states of two groups of memories
+# format 1 had no checksum, format 2 stored the states of two groups of memories
 _FORMAT = "3"
 _AGAIN = "read the text again and save a new one"
 _OVERFLOWS = "holds NaN or infinity, or values that lead to them, in"
@@ -152,7 +152,7 @@ class Fingerprint(NamedTuple):
     rounded: str
 
     def fits(self, other: "Fingerprint") -> bool:
-        """Whether it is the same model: all bits equal, or for another dtype the weights rounded to bfloat16."""
+        """Whether the models are the same: equal bits or, in another dtype, equal weights rounded to bfloat16."""
         return self.exact == other.exact if self.dtype == other.dtype else self.rounded == other.rounded
 
 

@@ -49,7 +49,7 @@ class HopeMemoryLayer(CacheLayerMixin):
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Return to the state before the first token."""
         self.state: tuple | None = None
         self.past: Past | None = None
         self.is_initialized = False
@@ -148,12 +148,12 @@ class HopeStaticMemoryLayer(HopeMemoryLayer):
 
 
 def is_memory_layer(layer: CacheLayerMixin) -> bool:
-    """Whether a layer of a cache is a `HopeMemoryLayer`, or sparse: of this file, or of another copy of it."""
+    """Whether a cache layer is a `HopeMemoryLayer`, of this file or of another copy of it."""
     return hasattr(layer, "state_class")
 
 
 def level_layers(config: PreTrainedConfig, is_static: bool = False) -> list[HopeMemoryLayer]:
-    """Layers for the states of the blocks' levels, which follow those of the mixers; none where levels keep none."""
+    """Layers for the states of the blocks' levels, which follow those of the mixers; empty if levels have no state."""
     state_class = config.levels.state_class
     kind = HopeStaticMemoryLayer if is_static else HopeMemoryLayer
     return [] if state_class is None else [kind(state_class) for _ in range(config.num_hidden_layers)]

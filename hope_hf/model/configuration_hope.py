@@ -49,7 +49,7 @@ PRESETS = {
 
 
 def _hybrid(preset: str, level_intermediate_size: int) -> dict:
-    """The preset with sparse attention in every fourth layer, four query heads a key head, and wider levels."""
+    """The preset with sparse attention in every fourth layer, four query heads per key head, and wider levels."""
     sizes = PRESETS[preset]
     kinds = ["hope_memory", "hope_memory", "hope_memory", "sparse_attention"]
     return sizes | dict(

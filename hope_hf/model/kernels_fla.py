@@ -27,7 +27,7 @@ from .memory_delta import DeltaMemories
 from .memory_scan import ScanInputs, ScanState, make_qkv, unit, written_values
 from .sparse_branches import SparseSizes
 
-# head width that fits the chip
+# largest head width that fits the chip
 _WIDEST = 256
 # rows and columns of the smallest matrix product of `parallel_nsa`
 _LEAST = 16
@@ -57,7 +57,7 @@ def scan_obstacle(inputs: ScanInputs, memories) -> str | None:
 
 
 def _defect(device: torch.device) -> str | None:
-    """Why flash-linear-attention refuses its backward pass: its issue 640."""
+    """Why flash-linear-attention refuses its backward pass (its issue 640); `None` if it does not."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return None
     found = TorchVersion(importlib.metadata.version("triton"))
@@ -162,9 +162,9 @@ def read_selected_fla(
     except ImportError as error:
         raise ImportError(f"flash-linear-attention does not load ({error}): set {VARIABLE}=torch") from error
     heads, length, group = queries.shape[1:4]
-    # the query heads of a key are the rows of a matrix product: zeros fill it up
+    # the query heads of a key head are the rows of a matrix product: zeros pad them to its smallest size
     rows = F.pad(queries, (0, 0, 0, _power_of_two(max(group, _LEAST)) - group))
-    # the last keys belong to the queries' tokens
+    # keys up to the last query
     known = (part[:, :, : base + length].transpose(1, 2).to(dtype) for part in (keys, values))
     chosen = F.pad(chosen, (0, _power_of_two(chosen.shape[-1]) - chosen.shape[-1]), value=-1)
     reads = parallel_nsa(
@@ -180,5 +180,5 @@ def read_selected_fla(
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest one that is not smaller."""
+    """The smallest power of two that is not below `number`."""
     return 1 << (number - 1).bit_length()

@@ -19,10 +19,10 @@ from .chunks import ChunkSpan
 class Mixer:
     """What a mixer's class declares; the kinds of layers are listed in `mixers`.
 
-    An instance is a module `mixer(hidden_states, state, need_state=..., **context)`, made of a `HopeConfig` and the
-    layer's index. It returns its output [B, T, hidden_size] and its state after the call (`None` unless `need_state`),
-    and does not change the state that it is given. Its last linear map is `o_proj`. Of its submodules, those with
-    parameters that are no linear map's set `has_initial_values`, and `reset_parameters` fills them.
+    An instance is a module `mixer(hidden_states, state, need_state=..., **context)`, constructed from a `HopeConfig`
+    and the layer's index. It returns its output [B, T, hidden_size] and its state after the call (`None` unless
+    `need_state`), and does not change the given state. Its last linear map is `o_proj`. Submodules with parameters
+    other than linear maps set `has_initial_values`; their `reset_parameters` initialises these parameters.
 
     Attributes:
         state_class: a NamedTuple of batch-first tensors and tuples of them, which a `HopeMemoryLayer` of a cache
@@ -34,20 +34,20 @@ class Mixer:
             "blocks": `blocks`, the tokens in blocks of `sparse_block_size` (`chunks.SlotPlan`);
             "rotary": cosines and sines of positions, with blocks as `block_positions`, else `position_embeddings`;
             "mask": what transformers' attention takes: `attention_mask`, `position_ids`, `cache`, and options.
-            Every mixer with a state needs chunks or blocks: they tell documents and padding.
-        heads: the fields of `HopeConfig` that say how many heads it has.
-        own_fields: how its fields of `HopeConfig` begin; cache files of models without it do not depend on them.
-        level_parameters: parameters of a block's levels by default, in units of the squared width.
+            Every mixer with a state needs chunks or blocks, which mark documents and padding.
+        heads: names of the fields of `HopeConfig` with its numbers of heads.
+        own_fields: prefix of its fields of `HopeConfig`; cache files of models without it do not depend on them.
+        level_parameters: default number of parameters of a block's levels, in units of the squared width.
         input_readers: linear maps that read the mixer's input.
-        name: in a model card.
-        metrics: how the names of its rows in training's metrics begin.
+        name: its name in a model card.
+        metrics: prefix of its rows in the training metrics.
 
-    A mixer that reports to training's metrics has one of these, or both:
+    A mixer that adds rows to the training metrics has one of these, or both:
 
-    - `statistics(hidden_states)`: numbers by name of a text that begins with these inputs;
-    - `begin_statistics()` and `end_statistics()`, which returns what the calls between the two have counted;
+    - `statistics(hidden_states)`: numbers by name, for texts that begin with these inputs;
+    - `begin_statistics()` and `end_statistics()`, which returns the counts of the calls between the two;
       `summary(counts)`: numbers by name of such counts of all passes and processes; and `warning(numbers, steps)`: a
-      sentence about numbers that are bad, printed once they were bad in `steps` logged steps in a row, or `None`.
+      sentence about bad numbers, printed after they were bad in `steps` logged steps in a row, or `None`.
     """
 
     state_class: type[tuple] | None = None
@@ -76,7 +76,7 @@ class Mixer:
 
     @staticmethod
     def tensor_parallel_maps(config: PreTrainedConfig) -> dict[str, str]:
-        """How tensor parallelism cuts its linear maps, as transformers names it."""
+        """transformers' tensor-parallel style of each linear map, by the map's name."""
         return {}
 
     @staticmethod
@@ -91,7 +91,7 @@ class Mixer:
 
     @staticmethod
     def kept_bytes(config: PreTrainedConfig, batch_size: int, length: int, low: int) -> int:
-        """Bytes that autograd keeps of a forward pass, beside the input: `low` bytes a number that a map gives."""
+        """Bytes that autograd keeps of a forward pass besides the input; `low` bytes per output of a linear map."""
         return 0
 
 

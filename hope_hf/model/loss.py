@@ -96,7 +96,7 @@ class HopeHead(nn.Linear):
             return super().forward(hidden_states)
         # Other tensor classes than torch's, such as quantised weights, may support no product but that of `nn.Linear`.
         has_other_weight = type(self.weight).__module__.partition(".")[0] != "torch"
-        # The tracer can ask neither.
+        # The tracer supports neither check.
         if not torch.compiler.is_compiling() and (has_other_weight or asked_kernels() == "plain"):
             logits = super().forward(hidden_states).flatten(0, -2)
             wide = torch.promote_types(logits.dtype, torch.float32)

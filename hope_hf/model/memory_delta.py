@@ -90,7 +90,7 @@ class DeltaMemories(NamedTuple):
 
     @staticmethod
     def initial_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-        """Of the content memory alone; the others begin at the identity."""
+        """The shape of the content memory's weights; the other memories begin at the identity."""
         return {"weight": (config.num_memory_heads, config.head_dim, config.head_dim)}
 
     @staticmethod

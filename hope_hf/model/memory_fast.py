@@ -1,7 +1,7 @@
 """`memory_scan.scan_plain` for the delta rule, with a backward pass written by hand.
 
-Two thirds of its time are batched matrix products, which take all memories side by side as columns. Per span it saves
-only what the backward pass reads, which is far less than autograd would save.
+Batched matrix products, with all memories side by side as columns, take two thirds of its time. Per span it saves only
+the tensors that the backward pass reads, far less than autograd would save.
 
 Axes: b sequences times heads, S slot (`chunks`), C slot of a span, D head width, M memories of a layer, K kernel size
 of the convolution. Tokens are rows; a memory is applied as `z W`.
@@ -177,7 +177,7 @@ def _end_span(inputs: ScanInputs, state: _State, span: ChunkSpan, saved: _Saved)
     written = scale * saved.qkv[..., :width]
     after = torch.baddbmm(saved.decay_from_start[:, -1:, None] * saved.current, written.mT, saved.errors, alpha=-1)
     if isinstance(span.closes, bool):
-        # the same tensor: `W_c` is `W`
+        # one tensor for both, as `_Scan` checks by identity
         chunk_start = after if span.closes else saved.chunk_start
     else:
         chunk_start = torch.where(span.closes, after, saved.chunk_start)
@@ -195,7 +195,7 @@ def _backward_span(
     grad_inputs: ScanInputs,
     grad_weights: _Weights,
 ) -> _State:
-    """Gradient of the state before a span, from those of its reads and of the state after it (each may be None).
+    """Gradient of the state before a span, from the gradients of its reads and of the state after it (may be None).
 
     Gradients of inputs are written into `grad_inputs`; gradients of weights are added to `grad_weights`.
     """

@@ -1,8 +1,9 @@
 """The mixer of memories: self-modifying Titans, and without `memory_projections` the gated DeltaNet.
 
-The content memory is written with keys and values and read at the queries (equation 86). With `memory_projections`,
-more memories project the keys and values of linear maps, and are written with the results (equation 83). One scan,
-`memory_scan`, writes and reads all memories under one of the rules of `memory_delta` and `memory_paper`.
+Keys and values are written into the content memory, which is read at the queries (equation 86). With
+`memory_projections`, further memories project the keys and values that linear maps give; the results are also written
+into these memories (equation 83). One scan, `memory_scan`, writes and reads all memories under one of the rules of
+`memory_delta` and `memory_paper`.
 
 Axes: B sequence in batch, T token of the call, S slot (`chunks`), b sequences times heads, H head, N memory of a layer
 (those that project, then the content memory), D head width, K kernel size of the convolution.
@@ -47,7 +48,7 @@ FAST_SCANS = {DeltaMemories: scan_fused}
 # ranges from which softplus(dt_bias) and exp(A_log) are drawn
 _TIME_STEPS = (0.001, 0.1)
 _DECAY_RATES = (0.01, 16.0)
-# A write of rate eta leaves 1 - eta of what is stored under its key: at 2 it would grow with the text.
+# A write with rate eta multiplies the value stored at its key by 1 - eta: at 2 the state would grow with the text.
 _LARGEST_RATE = 1.99
 
 
@@ -179,14 +180,14 @@ class SelfModifyingTitans(Mixer, nn.Module):
         self.v_conv1d = ShortConvolution(config, config.num_memory_heads)
         self.q_conv1d = ShortConvolution(config, config.num_memory_heads)
         if rule.queries_begin_as_keys:
-            # A token then reads at first what similar tokens wrote (docs/log). In tuples, since an attribute that is a
-            # module would be registered twice.
+            # Before training, a token then reads the values of similar tokens (docs/log). In tuples, since a module as
+            # an attribute would be registered twice.
             self.q_proj.begins_as, self.q_conv1d.begins_as = (self.k_proj,), (self.k_conv1d,)
         self.initial_memory = InitialMemory(config)
         # share [H] of a token's own value in its read, Mamba-2's `D`
         self.value_share = LearnedFactors(config.num_memory_heads) if rule.has_value_share else None
         self.gates = MemoryGates(config)
-        # a larger epsilon of the norm is the same as divided reads
+        # dividing the reads has the same effect as a larger epsilon of the norm
         eps = config.rms_norm_eps * (config.head_dim if rule.divides_reads else 1)
         self.o_norm = HopeRMSNorm(config.head_dim, eps)
         self.kernels = asked_kernels()
@@ -206,7 +207,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
 
         Args:
             hidden_states: [B, T, hidden_size].
-            state: result of the call before, or `None` at a text's start; tensors are [B, H, ...].
+            state: state after the previous call, or `None` at a text's start; tensors are [B, H, ...].
             plan: the slots and chunks of the call's tokens.
             need_state: whether to return the state after the last token.
 
@@ -279,7 +280,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
         return self.rule.of(conv_weights, self.projected, initial, share, self.rate_factors, self.rule_options)
 
     def choose_scan(self, inputs: ScanInputs, memories: Memories, operands: torch.dtype) -> Callable:
-        """The scan to run, equal to `memory_scan.scan_plain`; GPU kernels round their operands to the given dtype."""
+        """The scan to run, equal to `memory_scan.scan_plain`; GPU kernels round their operands to `operands`."""
         if self.kernels == "plain" or torch.compiler.is_compiling():
             return scan_plain
         kernels = {
@@ -396,7 +397,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
 
     @staticmethod
     def tensor_parallel_maps(config: PreTrainedConfig) -> dict[str, str]:
-        """The layer runs whole on every rank: only the weights of its maps are shared out."""
+        """Every rank computes the whole layer; only the weights of its linear maps are sharded."""
         shared = config.memory_projections if RULES[config.memory_rule].shares_input else []
         maps = ["q_proj", "o_proj", "g_proj", *(["in_proj"] if shared else [])]
         maps += [f"{name}_proj" for name in "kv" if name not in shared]
@@ -404,14 +405,14 @@ class SelfModifyingTitans(Mixer, nn.Module):
 
     @staticmethod
     def mixing_flops(config: PreTrainedConfig, sequence_length: int) -> int:
-        """Per head and layer of a memory: the rule's products of weights, and 6 C D of a chunk's C tokens."""
+        """Per head and layer of a memory: the rule's products with weights, and 6 C D of a chunk's C tokens."""
         rule, width = RULES[config.memory_rule], config.head_dim
         products = rule.products(len(config.memory_projections)) * width**2
         return config.num_memory_heads * rule.depth(config) * (products + 6 * config.memory_chunk_size * width)
 
     @staticmethod
     def cache_bytes(config: PreTrainedConfig, tokens: int) -> int:
-        """The weights, those of the chunk's start if anything is read at them, and the convolutions' tail."""
+        """The current weights, those of the chunk's start if anything reads them, and the convolutions' tail."""
         rule, width = RULES[config.memory_rule], config.head_dim
         copies = 2 if rule.errors_at_chunk_start or config.memory_projections else 1
         memories = copies * rule.depth(config) * (len(config.memory_projections) + 1) * width**2
@@ -419,9 +420,9 @@ class SelfModifyingTitans(Mixer, nn.Module):
 
     @staticmethod
     def kept_bytes(config: PreTrainedConfig, batch_size: int, length: int, low: int) -> int:
-        """The qkv inputs, the memory's outputs and their norm in fp32, gate and output as the linear maps give them.
+        """The qkv inputs, the reads and their norm in fp32; gate and output in the dtype of linear maps.
 
-        Of the scan in fp32: the chunks of the last group, which is not recomputed, and a state for every other group.
+        The scan adds, in fp32, the chunks of the last group, which is not recomputed, and a state per other group.
         """
         chunk, width, heads = config.memory_chunk_size, config.head_dim, config.num_memory_heads
         around = batch_size * length * (4 * 6 + low * 4) * heads * width

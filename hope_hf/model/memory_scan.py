@@ -73,7 +73,7 @@ class Tokens(NamedTuple):
 class Memories(Protocol):
     """The memories of a layer under one rule: those that project k and v, in that order, then the content memory.
 
-    The class attributes and static methods tell `memory_mixer` how to build the layer.
+    `memory_mixer` builds the layer from the class attributes and static methods.
     """
 
     # whether one linear map makes the input of all keys and values that memories project
@@ -89,7 +89,7 @@ class Memories(Protocol):
     has_value_gate: ClassVar[bool]
     # whether errors are taken at the weights of the chunk's start
     errors_at_chunk_start: ClassVar[bool]
-    # bytes that autograd keeps of a chunk, over those of a backward pass by hand
+    # bytes that autograd keeps of a chunk, relative to those of a hand-written backward pass
     kept_factor: ClassVar[int]
 
     # kernel weights of the convolutions of k, v and q, side by side, the oldest token's first [K, b, 1, 3 D]
@@ -204,7 +204,7 @@ def make_qkv(
 
 
 def written_values(inputs: ScanInputs, values: torch.Tensor, span: ChunkSpan) -> torch.Tensor:
-    """The values [b, C, D] that a span writes, with the norm that their gate gives them."""
+    """The values [b, C, D] that a span writes; the value gate, if there is one, sets their norm."""
     if inputs.value_norm is None:
         return values
     return unit(values) * inputs.value_norm[:, span.start : span.stop, None]

@@ -1,9 +1,9 @@
 """The scan of memories that project keys and values, with HOPE's own Triton kernels. EXPERIMENTAL: never run on a GPU.
 
-The memories that project are written with the keys and values that they make, and do not depend on the content memory.
-So their scan comes first, in one kernel (`memory_triton_kernels`); keys and values that no memory projects are made
-for all slots at once. The content memory is then a gated delta rule under these keys and values, which
-flash-linear-attention's kernels compute (`kernels_fla.read_content`).
+The memories that project keys and values do not depend on the content memory, so one kernel scans them first
+(`memory_triton_kernels`). Keys and values that no memory projects are computed for all slots at once.
+flash-linear-attention's kernels then compute the content memory's gated delta rule with these keys and values
+(`kernels_fla.read_content`).
 
 Axes: b sequences times heads, S slots, N time tiles, R memories that project, D head width, K kernel size of the
 convolution.
@@ -37,17 +37,17 @@ def obstacle(inputs: ScanInputs, memories) -> str | None:
 
 
 class _Tiles(NamedTuple):
-    """Time tiles: runs of at most C slots that do not cross the start of a document or of a chunk."""
+    """Time tiles: at most C consecutive slots of one document and one chunk."""
 
-    # C
+    # largest number of slots per tile, C
     size: int
-    # first slot of every tile, and S: int32 [N + 1]
+    # first slot of every tile, then S: int32 [N + 1]
     bounds: torch.Tensor
-    # 0 where a document begins at the tile, else 1; 1 after the last: float32 [b, N + 1]
+    # 0 for a tile at which a document begins, else 1; the last entry is 1: float32 [b, N + 1]
     keeps: torch.Tensor
-    # index into the states of the chunk's start: 0 = before the call, n + 1 = before tile n: int32 [b, N]
+    # for every tile, the index of its chunk's start state: 0 = of an earlier call, n + 1 = before tile n: int32 [b, N]
     starts: torch.Tensor
-    # number of tiles of the chunk that began with each state: int32 [b, N + 1]
+    # for every state, the number of tiles whose chunk starts with it: int32 [b, N + 1]
     counts: torch.Tensor
     # whether the last chunk ends with the call: bool [b, 1, 1, 1]
     closed: torch.Tensor
@@ -77,14 +77,14 @@ class _Tiles(NamedTuple):
         return len(self.bounds) - 1
 
     def states(self, start: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
-        """Memory for the states of all tiles [b, N + 2, R, D, D]; the two of earlier calls are filled in."""
+        """Allocate the states [b, N + 2, R, D, D]; fill in 0 (`start`) and 1 (`current`, reset at new documents)."""
         states = current.new_empty(len(current), self.number + 2, *current.shape[1:])
         states[:, 0] = start
         states[:, 1] = current * self.keeps[:, 0, None, None, None]
         return states
 
     def opened(self, states: torch.Tensor) -> torch.Tensor:
-        """The state with which the last chunk began [b, R, D, D]."""
+        """The state at the start of the last chunk [b, R, D, D]."""
         return states[torch.arange(len(states), device=states.device), self.starts[:, -1].long()]
 
 
@@ -98,20 +98,20 @@ def _on(device: torch.device):
 
 
 def tile_size(width: int, dtype: torch.dtype) -> int:
-    """Slots of a tile: the most with few register spills (`tests/model/test_offline_kernels.py`)."""
+    """Largest number of slots per time tile with few register spills (`tests/model/test_offline_kernels.py`)."""
     return 16 if width > 64 or dtype == torch.float32 else 32
 
 
 def _launch(width: int, is_backward: bool) -> dict[str, int]:
-    """Warps and stages. One stage: a load of what the program itself has stored must not be hoisted."""
+    """Numbers of warps and stages. With one stage Triton moves no load ahead of a store to the same address."""
     return {"num_warps": 8 if width > (32 if is_backward else 64) else 4, "num_stages": 1}
 
 
 class _Projection(torch.autograd.Function):
-    """Keys and values [b, S, D], rows of the convolution [R, b, K - 1 + S, D], and two states [b, R, D, D].
+    """Keys and values [b, S, D], the convolutions' padded inputs [R, b, K - 1 + S, D], and two states [b, R, D, D].
 
-    The states are the one after the last token and the one at the start of the last chunk. `fixed` is the key or value
-    that no memory projects, if there is one.
+    The states are those after the last token and at the start of the last chunk. `fixed` holds the keys or values that
+    no memory projects [b, S, D], or is `None`.
     """
 
     @staticmethod
@@ -149,7 +149,7 @@ class _Projection(torch.autograd.Function):
             ctx.save_for_backward(*saved, raw, keys, values, states, inverses)
             ctx.set_materialize_grads(False)
         outputs = (keys, values, raw, states[:, -1].clone(), tiles.opened(states))
-        # autograd does not take an input as an output
+        # copied, since autograd does not accept an input as an output
         return tuple(part.clone() if part is fixed else part for part in outputs)
 
     @staticmethod
@@ -165,7 +165,7 @@ class _Projection(torch.autograd.Function):
         opened, grad_opened, grad_start = _opened_gradient(tiles, grad_opened, states)
         grad_state = _own(grad_after, states[:, 0])
         grad_first = torch.zeros_like(grad_state)
-        # written in place
+        # copies, since the kernel writes into them
         grad_keys, grad_values = _own(grad_keys, keys), _own(grad_values, values)
         grad_mixed, grad_given = torch.empty_like(given), torch.empty_like(given)
         grad_rate, grad_log = torch.empty_like(rate), torch.empty_like(rate)
@@ -195,19 +195,22 @@ def _triton_type(dtype: torch.dtype):
 
 
 def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
-    """A kernel takes a tensor for every argument, also for one that it does not read."""
+    """`tensor`, or `other` for `None`: a kernel needs a tensor for every argument, even if it does not read it."""
     return other if tensor is None else tensor
 
 
 def _own(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """A gradient that a kernel may write into."""
+    """A contiguous copy of `grad`, into which a kernel may write; for `None` zeros of the shape of `like`."""
     if grad is None:
         return torch.zeros_like(like, memory_format=torch.contiguous_format)
     return grad.clone(memory_format=torch.contiguous_format)
 
 
 def _opened_gradient(tiles: _Tiles, grad: torch.Tensor | None, states: torch.Tensor) -> tuple:
-    """The last chunk's start: its index or -1, its gradient, and the part [b, R, D, D] for the state passed in."""
+    """Index [b] of the last chunk's start state, its gradient, and the gradient of the state passed in [b, R, D, D].
+
+    The index is -1 without a gradient, and where an earlier call began the chunk: its start is the state passed in.
+    """
     if grad is None:
         return torch.full_like(tiles.starts[:, -1], -1), states, None
     place = tiles.starts[:, -1]
@@ -216,13 +219,13 @@ def _opened_gradient(tiles: _Tiles, grad: torch.Tensor | None, states: torch.Ten
 
 
 def _tail_rows(tails: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
-    """Rows of the padded streams that the tail of earlier calls fills, in the tail's shape [R, b, K - 1, D]."""
+    """Row indices of the tail of earlier calls in the padded inputs, expanded to its shape [R, b, K - 1, D]."""
     around = torch.arange(tail.shape[2], device=tails.device)
     return (tails.long()[:, None] + around)[None, :, :, None].expand_as(tail)
 
 
 def _convolution_gradients(raw, taps, inside, tails, grad_mixed, grad_raw, tail):
-    """Gradients of the taps [R, b, K, D] and of the tail of earlier calls [R, b, K - 1, D]."""
+    """Gradients of the kernel weights [R, b, K, D] and of the tail of earlier calls [R, b, K - 1, D]."""
     reach, slots = tail.shape[2], grad_mixed.shape[2]
     grad_taps = torch.empty_like(taps)
     grad_padded = torch.zeros_like(raw) if grad_raw is None else grad_raw.clone()
@@ -234,7 +237,7 @@ def _convolution_gradients(raw, taps, inside, tails, grad_mixed, grad_raw, tail)
         grad_padded[:, :, tap : tap + slots].addcmul_(taps[:, :, tap, None], part)
     index = _tail_rows(tails, tail)
     moved = grad_padded.gather(2, index)
-    # the first rows hold the tail, too, unless `tails` places it elsewhere
+    # the first K - 1 rows hold a copy of the tail, which counts unless `tails` points to the same rows
     return grad_taps, moved + grad_padded.scatter(2, index, 0.0)[:, :, :reach]
 
 
@@ -246,10 +249,10 @@ def scan_triton(
     need_state: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, ScanState | None]:
-    """`memory_scan.scan_plain` of memories that project; operands of products are rounded to `dtype`.
+    """`memory_scan.scan_plain` for memories that project; operands of products are rounded to `dtype`.
 
-    In the state that is returned, the content memory's columns of `chunk_start` hold its weights after the call:
-    nothing reads them.
+    In the returned state, the content memory's columns of `chunk_start` hold its weights after the call. Nothing reads
+    these columns.
     """
     if spans[-1].stop == 1 and not torch.is_grad_enabled():
         reads, state = step_token(inputs, memories, state, spans[0])

@@ -1,7 +1,7 @@
 """Triton kernels of the memories that project keys and values (equation 83 of arXiv 2512.24695). Needs Triton.
 
-A program per sequence and head walks over its time tiles of C tokens. It projects the raw streams at the weights of
-the chunk's start, mixes tokens by the convolution, and writes the tile into every such memory:
+One program per sequence and head loops over its time tiles of C tokens. It projects the qkv inputs with the weights
+of the chunk's start, applies the convolution, and writes the tile into every memory:
 
     x (I + S_start)  ->  convolution  ->  SiLU  ->  k / |k|, v or n v / |v|  ->  S of each memory, with U = V - K
 
@@ -10,14 +10,14 @@ With `T_t` the sum of log alpha within the tile up to token t, and memories that
     (I + rho L) A = e^T K S - U,     L_ti = e^(T_t - T_i) eta_i (k_t . k_i) for i < t
     S <- e^(T_C) S - (eta e^(T_C - T) K)^T rho A
 
-Operands of products are rounded to DT; sums, gates, the solve and states are float32. A transposed left operand of a
-product is read from memory, never made from a product's result, which Triton 3.4 to 3.7.0 gets wrong on Hopper GPUs.
-A barrier stands between a write of a program and a read of it by other threads of that program: rows of the
-convolution, and states, which stay in the chip's caches while registers hold one of them.
+Operands of products are rounded to DT; sums, gates, the solve and states are float32. The transposed left operand of
+a product is loaded from memory: made from another product's result, it is wrong in Triton 3.4 to 3.7.0 on Hopper GPUs.
+A barrier separates a program's stores from loads of the same addresses by other threads of the program. Such addresses
+hold the convolution's padded inputs, and the states: registers hold one state, the chip's caches the others.
 
 Axes: b rows (sequences times heads), R memories that project, S slots, N time tiles, K kernel size of the convolution,
-D head width. The states of a row are [N + 2, R, D, D]: the chunk's start of earlier calls at 0, the state before tile
-n at n + 1.
+D head width. The states of a row are [N + 2, R, D, D]: index 0 holds the chunk's start of earlier calls, index n + 1
+the state before tile n.
 """
 
 try:
@@ -32,43 +32,43 @@ _EPSILON = tl.constexpr(1e-6)
 
 @triton.jit
 def product(a, b, DT: tl.constexpr):
-    """`a @ b` in float32, of operands rounded to DT; float32 operands as three products of tf32."""
+    """`a @ b` in float32, of operands rounded to DT; float32 operands take three tf32 products."""
     return tl.dot(a.to(DT), b.to(DT), input_precision="tf32x3")
 
 
 @triton.jit
 def tile(rows, columns, WIDTH: tl.constexpr):
-    """Offsets [rows, columns] into a matrix of that width; its transpose with the shapes of the indices swapped."""
+    """Offsets [rows, columns] of the elements of a matrix with WIDTH columns."""
     return rows[:, None] * WIDTH + columns[None, :]
 
 
 @triton.jit
 def turned(rows, columns, WIDTH: tl.constexpr):
-    """Offsets [columns, rows] of the transpose of a matrix of that width."""
+    """Offsets [columns, rows] of the transpose of a matrix with WIDTH columns."""
     return rows[None, :] * WIDTH + columns[:, None]
 
 
 @triton.jit
 def read_rows(pointer, rows, live, columns, WIDTH: tl.constexpr):
-    """The rows of a matrix; rows that are not live read as 0."""
+    """The rows of a matrix; 0 for rows that are not live."""
     return tl.load(pointer + tile(rows, columns, WIDTH), mask=live[:, None], other=0.0)
 
 
 @triton.jit
 def read_turned(pointer, rows, live, columns, WIDTH: tl.constexpr):
-    """The transpose of `read_rows`, read by its addresses."""
+    """The transpose of `read_rows`, loaded from transposed addresses."""
     return tl.load(pointer + turned(rows, columns, WIDTH), mask=live[None, :], other=0.0)
 
 
 @triton.jit
 def write_rows(pointer, rows, live, columns, WIDTH: tl.constexpr, x):
-    """The inverse of `read_rows`."""
+    """Store `x` in the live rows of a matrix."""
     tl.store(pointer + tile(rows, columns, WIDTH), x.to(pointer.dtype.element_ty), mask=live[:, None])
 
 
 @triton.jit
 def read_gates(rate, log_retention, rows, live):
-    """eta, T [C] and T_C; both are 0 for a slot that is not live, which then neither writes nor forgets."""
+    """eta [C], T [C] and T_C; eta and log alpha are 0 for slots that are not live, which neither write nor decay."""
     logs = tl.load(log_retention + rows, mask=live, other=0.0)
     return tl.load(rate + rows, mask=live, other=0.0), tl.cumsum(logs, 0), tl.sum(logs, 0)
 
@@ -98,8 +98,8 @@ def strictly_lower(x, C: tl.constexpr):
 def unit_lower_inverse(lower, C: tl.constexpr, LEVELS: tl.constexpr):
     """`(I + lower)^-1` of a strictly lower triangular [C, C], `C = 2^LEVELS`, in float32.
 
-    The inverse of a block of 2 is a change of sign. Blocks are then merged two by two: the corner of a pair with
-    inverses P and Q is -Q corner P. Powers of larger blocks would cancel where keys are alike.
+    A block of 2 is inverted by a change of sign. Blocks are then merged in pairs: with the inverses P and Q of two
+    diagonal blocks, the corner below becomes -Q corner P. Powers of larger blocks would cancel if keys are similar.
     """
     c = tl.arange(0, C)
     same = c[:, None] // 2 == c[None, :] // 2
@@ -121,7 +121,7 @@ def errors(keys, state, targets, kept, inverse, rho, DT: tl.constexpr):
 
 @triton.jit
 def written_gradients(keys, errors, grad, scale, DT: tl.constexpr):
-    """Gradients of errors and keys [C, D] and scale [C] of `S - (scale K)^T errors`, from its result's gradient."""
+    """Gradients of errors and keys [C, D] and of scale [C], from the gradient of `S - (scale K)^T errors`."""
     grad_errors = -scale[:, None] * product(keys, grad, DT)
     grad_written = -product(errors, tl.trans(grad.to(DT)), DT)
     return grad_errors, scale[:, None] * grad_written, tl.sum(grad_written * keys, 1)
@@ -129,7 +129,7 @@ def written_gradients(keys, errors, grad, scale, DT: tl.constexpr):
 
 @triton.jit
 def _mixed(raw, taps, inside, c, live, d, slots, K: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr):
-    """Convolution [C, D] of one stream with `taps` [K, D]; `raw` points to the row K - 1 before the tile."""
+    """Convolution [C, D] of one padded input with the kernel weights `taps` [K, D]; `raw` points K - 1 rows early."""
     mixed = read_rows(raw + (K - 1) * D, c, live, d, D) * tl.load(taps + (K - 1) * D + d)[None, :]
     for tap in tl.static_range(K - 1):
         term = read_rows(raw + tap * D, c, live, d, D) * tl.load(taps + tap * D + d)[None, :]
@@ -144,7 +144,7 @@ def _stream(
     raw, taps, inside, norms, c, live, d, slots,
     K: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """Convolution and SiLU of one stream; then UNIT divides it by its norm, and NORMED multiplies by `norms` [S]."""
+    """Convolution and SiLU of one qkv input; UNIT divides by the norm, then NORMED multiplies by `norms` [S]."""
     mixed = _mixed(raw, taps, inside, c, live, d, slots, K, D, MASKED)
     x = mixed * tl.sigmoid(mixed)
     if UNIT:
@@ -185,21 +185,21 @@ def projection_forward(
     ALIKE: tl.constexpr,
     K: tl.constexpr, D: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values [b, S, D] of the streams `given` [R, b, S, D]. Tensors are float32.
+    """Keys and values [b, S, D] from the qkv inputs `given` [R, b, S, D]. Tensors are float32.
 
     Args:
-        taps: [R, b, K, D].
-        inside: with MASKED, which taps reach a token of the same document [b, K - 1, S].
+        taps: kernel weights of the convolutions [R, b, K, D].
+        inside: with MASKED, whether the token K - 1 to 1 slots earlier is of the same document [b, K - 1, S].
         norms: with NORMED, norms of the values [b, S].
         rate, log_retention: eta, log alpha [b, S].
-        factors: rho of the memories [R]; ALIKE: all are one.
-        bounds: first slot of every tile, and S [N + 1].
-        keeps: 0 where a document begins at a tile, else 1; 1 after the last [b, N + 1].
-        starts: index of the chunk's start among the states, for every tile [b, N].
-        tails: first row of `raw` that the tail of earlier calls fills [b].
-        raw: [R, b, K - 1 + S, D], written except for the tail.
+        factors: rho of each memory [R]; with ALIKE all are equal.
+        bounds: first slot of every tile, then S [N + 1].
+        keeps: 0 for a tile at which a document begins, else 1; the last entry is 1 [b, N + 1].
+        starts: for every tile, the index of its chunk's start state [b, N].
+        tails: row of `raw` at which the tail of earlier calls begins [b].
+        raw: padded inputs of the convolutions [R, b, K - 1 + S, D]; the tail is read, the other rows are written.
         keys, values: written where a memory projects them, else read.
-        states: [b, N + 2, R, D, D]; 0 and 1 are read, the others written.
+        states: [b, N + 2, R, D, D]; indices 0 and 1 are read, the others written.
         inverses: (I + rho L)^-1 in DT, written [b, N, 1 or R, C, C].
         batch, tiles, slots: b, N, S.
     """
@@ -213,7 +213,7 @@ def projection_forward(
     starts += row * tiles
     states += row * (tiles + 2) * memories * D * D
     inverses += row * tiles * groups * C * C
-    # strides from one stream to the next
+    # strides from one memory's tensor to the next
     given_size = batch.to(tl.int64) * slots * D
     raw_size = batch.to(tl.int64) * (K - 1 + slots) * D
     taps_size = batch * K * D
@@ -221,7 +221,7 @@ def projection_forward(
     for n in range(tiles):
         first = tl.load(bounds + n)
         live = c < tl.load(bounds + n + 1) - first
-        # first slot of the tile, and its first row of the convolution, over all sequences and heads
+        # first slot of the tile and pointer to its first padded input, over all sequences and heads
         at = row * slots + first
         raw_at = raw + (at + row * (K - 1)) * D
         start = states + tl.load(starts + n) * memories * D * D
@@ -271,7 +271,7 @@ def _given_gradients(
     given, grad_mixed, grad_raw, grad_given, taps, inside, bounds, tail, state, row, n, count, slots,
     K: tl.constexpr, D: tl.constexpr, C: tl.constexpr, MASKED: tl.constexpr, TAILED: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the state [D, D] that projects tiles n to n + count; writes the gradient of `given`."""
+    """Gradient of the state [D, D] that projects `count` tiles from n on; writes the gradient of `given`."""
     c, d = tl.arange(0, C), tl.arange(0, D)
     state_turned = tl.load(state + turned(d, d, D))
     grad_state = tl.zeros([D, D], tl.float32)
@@ -306,14 +306,14 @@ def projection_backward(
     ALIKE: tl.constexpr,
     TAILED: tl.constexpr, K: tl.constexpr, D: tl.constexpr, C: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """Gradients through `projection_forward`, with what it has written.
+    """Backward pass of `projection_forward`, from the tensors that it wrote.
 
     Args:
-        counts: number of tiles whose chunk began with each state [b, N + 1].
+        counts: for every state, the number of tiles whose chunk starts with it [b, N + 1].
         opened: index of the state [b] to which `grad_opened` [b, R, D, D] is added, or -1.
-        grad_raw: with TAILED, [R, b, K - 1 + S, D].
-        grad_keys, grad_values: [b, S, D]; added to in place for streams that no memory projects.
-        grad_state: gradient of the state after the last tile [b, R, D, D]; in the end, of that before the first.
+        grad_raw: with TAILED, gradient of `raw` [R, b, K - 1 + S, D].
+        grad_keys, grad_values: [b, S, D]; those of keys or values that no memory projects are added to in place.
+        grad_state: gradient of the state after the last tile [b, R, D, D]; overwritten by that before the first.
         grad_first: gradient of the chunk's start of earlier calls [b, R, D, D].
         grad_mixed: gradient of the convolutions' output [R, b, S, D].
         grad_given, grad_norms, grad_rate, grad_log_retention: as the inputs.
@@ -337,13 +337,13 @@ def projection_backward(
     taps_size = batch * K * D
     tail = tl.load(tails + row)
     place = tl.load(opened + row)
-    # the last iteration, n = -1, is the chunk that earlier calls began
+    # the last iteration, n = -1, is for the chunk that earlier calls began
     for back in tl.range(tiles + 1, disable_licm=True):
         n = tiles - 1 - back
         if n >= 0:
             first = tl.load(bounds + n)
             live = c < tl.load(bounds + n + 1) - first
-            # first slot of the tile, and its first row of the convolution, over all sequences and heads
+            # first slot of the tile and pointer to its first padded input, over all sequences and heads
             at = row * slots + first
             raw_at = raw + (at + row * (K - 1)) * D
             step, total, last = read_gates(rate + at, log_retention + at, c, live)

@@ -1,7 +1,7 @@
 """The kinds of layers, with the class of each one's mixer; and softmax attention, which is transformers' own.
 
 A new mixer is a file with a class that derives from `layers.Mixer`, and a line at the end of this file. Configuration,
-cache, checks, planner and model card read all else from the class.
+cache, checks, planner and model card read everything else from the class.
 """
 
 from functools import partial
@@ -69,12 +69,12 @@ class HopeAttention(Mixer, LlamaAttention):
 
     @staticmethod
     def tensor_parallel_maps(config: PreTrainedConfig) -> dict[str, str]:
-        """The halves of a rank's heads stay there between two maps."""
+        """Each rank computes the heads of its part of the maps; `o_proj` sums over the ranks."""
         return {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 
     @staticmethod
     def mixing_flops(config: PreTrainedConfig, sequence_length: int) -> int:
-        """2 T per channel."""
+        """2 T per channel: scores and reads of T / 2 keys on average."""
         return 2 * sequence_length * config.num_attention_heads * config.head_dim
 
     @staticmethod
@@ -84,7 +84,7 @@ class HopeAttention(Mixer, LlamaAttention):
 
     @staticmethod
     def kept_bytes(config: PreTrainedConfig, batch_size: int, length: int, low: int) -> int:
-        """Queries, keys, values and reads, and in fp32 a sum of every query's softmax."""
+        """Queries, keys, values and reads, and the sum of every query's softmax in fp32."""
         heads, groups = config.num_attention_heads, config.num_key_value_heads
         return batch_size * length * (low * (2 * heads + 2 * groups) * config.head_dim + 4 * heads)
 

@@ -113,7 +113,7 @@ class HopePreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         std = self.config.initializer_range
         if hasattr(module, "begins_as"):
-            # initialised earlier, since it is defined earlier
+            # the keys' module is defined first, so it is already initialised
             init.copy_(module.weight, module.begins_as[0].weight)
         elif getattr(module, "has_initial_values", False):
             module.reset_parameters()
@@ -326,9 +326,9 @@ class HopeForCausalLM(HopePreTrainedModel, HopeGenerationMixin):
     def flops_per_token(self, sequence_length: int) -> int:
         """Matrix FLOPs of forward and backward per token of a text of `sequence_length` tokens.
 
-        6 per parameter of a matrix that every token meets (embedding rows are looked up, the head counts), and three
-        times the forward cost of the mixers' own products (`HopeConfig.mixing_flops_per_token`). A test holds these
-        against torch's counter, which leaves out triangular solves. Recomputation is not counted.
+        6 per parameter of a matrix that multiplies every token (the head counts, the embedding does not), and three
+        times the forward cost of the mixers' own products (`HopeConfig.mixing_flops_per_token`). A test compares both
+        with torch's counter, which leaves out triangular solves. Recomputation is not counted.
         """
         matrices = sum(p.numel() for n, p in self.named_parameters() if p.ndim == 2 and "embed_tokens" not in n)
         if self.config.tie_word_embeddings:
@@ -410,7 +410,7 @@ class OverTrunk:
     """Base of the heads that build their trunk through AutoModel.
 
     From a local folder transformers loads configuration and model as two copies of the code. No import registers the
-    two together, so the first model does.
+    two together, so the first model registers them.
     """
 
     def __init__(self, config: HopeConfig):
@@ -435,7 +435,7 @@ class HopeForSequenceClassification(OverTrunk, GenericForSequenceClassification,
 
 
 class HopeForTokenClassification(OverTrunk, GenericForTokenClassification, HopePreTrainedModel):
-    """HOPE with a linear head on every token, which has seen the tokens before it only.
+    """HOPE with a linear head on every token; a token's scores depend only on itself and the tokens before it.
 
     Example:
 

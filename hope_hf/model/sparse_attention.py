@@ -111,7 +111,7 @@ class HopeStaticSparseLayer(HopeStaticMemoryLayer):
 
 
 class BlockCompression(nn.Module):
-    """Learned weights [H, stride, D] that sum the tokens of a stride to one; the first weights give their mean."""
+    """Learned weights [H, stride, D] that sum the tokens of a stride to one; the initial weights give their mean."""
 
     _no_weight_decay = {"weight"}
     has_initial_values = True
@@ -154,7 +154,7 @@ class HopeSparseAttention(Mixer, nn.Module):
         self.branch_proj = nn.Linear(width, len(BRANCHES) * heads, bias=False)
         self.o_proj = nn.Linear(heads * config.head_dim, width, bias=False)
         for projection in (self.q_proj, self.k_proj, self.v_proj):
-            # With a larger scale, recall is learned far earlier beside memories, and text later without (docs/log).
+            # A larger scale speeds up learning recall beside memories, and slows down text without (docs/log).
             projection.keeps_scale = config.has_memories
         self.q_conv1d = ShortConvolution(config, heads)
         self.k_conv1d = ShortConvolution(config, shared)
@@ -187,7 +187,7 @@ class HopeSparseAttention(Mixer, nn.Module):
 
         Args:
             hidden_states: [B, T, hidden_size].
-            state: result of the call before, or `None` at a text's start.
+            state: state after the previous call, or `None` at a text's start.
             blocks: slots of the call's tokens; documents begin at multiples of a block.
             block_positions: cosines and sines of each slot's position in its document [B or 1, S, D].
             need_state: whether to return the state after the last token.
@@ -206,7 +206,7 @@ class HopeSparseAttention(Mixer, nn.Module):
             query, held = query.to(dtype), SparseKeys(*(part.to(dtype) for part in held))
             at = torch.arange(query.shape[3], device=query.device)
             at = (at + base if isinstance(base, int) else at + base[:, None]).expand(len(query), -1)
-            # the plain path for the tracer, which meets no loop over what was selected
+            # the tracer takes the plain path, which has no loop whose length depends on the selection
             is_plain = self.kernels == "plain" or torch.compiler.is_compiling()
             if isinstance(base, int) and query.shape[3] > 1 and not is_plain:
                 reads, chosen = self.choose_reads(query, base, operands)(query, weights, held, base, first, self.sizes)
@@ -220,7 +220,7 @@ class HopeSparseAttention(Mixer, nn.Module):
         return self.o_proj(blocks.to_tokens(output).to(hidden_states.dtype)), after
 
     def choose_reads(self, query: torch.Tensor, base: int, operands: torch.dtype) -> Callable:
-        """The function that reads for a text's queries; GPU kernels round their operands to the given dtype."""
+        """The function that reads for a text's queries; GPU kernels round their operands to `operands`."""
         by_fla = partial(read_sparse_fused, selected_by=partial(read_selected_fla, dtype=operands))
         kernels = {
             "fla": Kernel(by_fla, partial(selection_obstacle, query, base, self.sizes)),
@@ -256,7 +256,7 @@ class HopeSparseAttention(Mixer, nn.Module):
 
     @staticmethod
     def tensor_parallel_maps(config: PreTrainedConfig) -> dict[str, str]:
-        """The layer runs whole on every rank: only the weights of its maps are shared out."""
+        """Every rank computes the whole layer; only the weights of its linear maps are sharded."""
         return dict.fromkeys(("q_proj", "k_proj", "v_proj", "branch_proj", "o_proj"), "colwise_gather_output")
 
     @staticmethod
@@ -264,7 +264,7 @@ class HopeSparseAttention(Mixer, nn.Module):
         """4 per channel for every key that the branches read."""
 
         def seen(most: int) -> float:
-            """Mean over tokens of the last `most` tokens that they see."""
+            """Mean number of the last `most` tokens that a token sees."""
             most = min(most, sequence_length)
             return most - most**2 / (2 * sequence_length)
 
@@ -274,7 +274,7 @@ class HopeSparseAttention(Mixer, nn.Module):
 
     @staticmethod
     def cache_bytes(config: PreTrainedConfig, tokens: int) -> int:
-        """Whole blocks, their compressed keys, the convolutions' tail, and an int64."""
+        """Whole blocks, their compressed keys, the convolutions' tail, and the int64 `first`."""
         width, groups = config.head_dim, config.num_key_value_heads
         slots = -(-tokens // config.sparse_block_size) * config.sparse_block_size
         compressed = slots // config.sparse_compress_stride
@@ -306,7 +306,7 @@ class HopeSparseAttention(Mixer, nn.Module):
         return found.read()
 
     def summary(self, parts: list[dict]) -> dict[str, float]:
-        """Numbers by name of what `SparseStatistics` has counted, in any order and cut in any way."""
+        """Numbers by name from the counts of `SparseStatistics`; their order and division do not matter."""
 
         def total(name: str) -> float:
             return sum(part[name] for part in parts)
@@ -417,8 +417,8 @@ class HopeSparseAttention(Mixer, nn.Module):
 def _is_first(state: SparseState, columns: int | torch.Tensor) -> bool:
     """Whether a call that continues after `columns` columns may write into the tensors of the state.
 
-    It may only if no longer continuation was written into these tensors. After a rollback more columns were written
-    than read, and the call copies the tensors.
+    It may unless a longer continuation was written into them: after a rollback the tensors hold more columns than were
+    read, and the call copies them.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(columns, int):
         return False
@@ -469,7 +469,7 @@ def _compressed(slots, compress, before, base: int | torch.Tensor, length: int, 
 
 
 def _quantile(counts: Counter[int], share: float) -> int:
-    """The smallest value below or at which that share of the counts lies."""
+    """The smallest value such that at least this share of the counts is not above it."""
     wanted, below = share * counts.total(), 0
     for value in sorted(counts):
         below += counts[value]

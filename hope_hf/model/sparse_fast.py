@@ -176,7 +176,7 @@ class _Tiled(torch.autograd.Function):
     def gradients(ctx, grad, tiles: Callable, grad_queries: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Gradients of queries, keys, values and gates; `tiles(queries, first)` gives the tiles of the forward pass.
 
-        `grad_queries`, of the branches behind, is added to in place.
+        The gradient of the queries is added in place to `grad_queries`, which comes from the later branches.
         """
         queries, keys, values, gates, first = ctx.saved_tensors
         grad_keys, grad_values, grad_gates = map(torch.zeros_like, (keys, values, gates))
@@ -186,7 +186,7 @@ class _Tiled(torch.autograd.Function):
             key, value, rows = keys[:, :, tile.keys], values[:, :, tile.keys], part.flatten(2, 3)
             attention = _attention(query, key, tile)
             through = rows @ value.mT
-            # the read times its gradient, which is also the gate's gradient
+            # the read times its gradient: also the gradient of the gate
             along = torch.linalg.vecdot(attention, through).unsqueeze(-1)
             grad_gates[:, :, tile.queries] = along.unflatten(2, query.shape[2:4])
             attention.mul_(gate.flatten(2, 3))
@@ -332,11 +332,11 @@ class _Selected(torch.autograd.Function):
     @without_autocast
     def backward(ctx, grad, grad_queries, grad_keys, grad_values):
         queries, keys, values, gates, reads = ctx.saved_tensors
-        # the read times its gradient, which is also the gate's gradient
+        # the read times its gradient: also the gradient of the gate
         along = torch.empty_like(gates)
         for whole, *both in zip(*(part.split(_QUERY_TILE, dim=2) for part in (along, grad, reads)), strict=True):
             whole[..., 0] = torch.linalg.vecdot(*both)
-        # numbers per query and head that are gathered together
+        # three numbers per query and head, gathered together
         facts = torch.cat([ctx.sums, along, gates], dim=-1)
         # the next branch's gradients are added to in place
         rows_of, grad_of, facts_of, grad_rows_of = map(_rows_by_head, (queries, grad, facts, grad_queries))
