@@ -17,7 +17,7 @@ from .process import sum_over_processes
 
 @torch.no_grad()
 def evaluate(model, data, accelerator: Accelerator) -> dict[str, float]:
-    """Rows `eval/...` over `data.validation`, each of W processes taking every W-th batch; `model` is the wrapped one.
+    """Rows `eval/...` over `data.validation`. Each of W processes takes every W-th batch; `model` is wrapped.
 
     Bits per byte: loss in bits over the bytes of the scored text, comparable across tokenizers.
     """
@@ -26,8 +26,8 @@ def evaluate(model, data, accelerator: Accelerator) -> dict[str, float]:
     loss_sum, right, tokens = 0.0, 0.0, 0
     batches = iter(data.validation)
     while group := list(islice(batches, accelerator.num_processes)):
-        # A sharded forward pass communicates, so every process takes part to the end: one that has no batch left uses
-        # a batch that does not count.
+        # A sharded forward pass communicates, so every process takes part to the end: a process without a batch left
+        # uses one that does not count.
         counts = accelerator.process_index < len(group)
         batch = group[accelerator.process_index if counts else 0]
         inputs = send_to_device(model_inputs(batch), accelerator.device)
@@ -53,7 +53,7 @@ def evaluate(model, data, accelerator: Accelerator) -> dict[str, float]:
 
 @torch.no_grad()
 def right_tokens(logits: Tensor, labels: Tensor) -> float:
-    """How many valid tokens are the most probable one.
+    """Number of valid tokens to which the model gives the highest probability.
 
     logits [B, T, V]; labels [B, T] not shifted.
     """
@@ -65,5 +65,5 @@ def right_tokens(logits: Tensor, labels: Tensor) -> float:
     return accuracy["accuracy"] * int(valid.sum())
 
 
-# One for all batches: making it takes longer than using it.
+# One metric for all batches: creating it takes longer than using it.
 _metric = cache(next_token_accuracy)

@@ -46,7 +46,7 @@ def finish(args: Arguments, engine: Engine, data, evaluation: dict, checkpoint: 
 
 
 def show(args: Arguments, engine: Engine, data, checkpoint: Path | None = None):
-    """Print a sample, draw loss.png, and say how to load the model. What fails is a warning: the run is complete."""
+    """Print a sample, draw loss.png, and say how to load the model. A failure is a warning: the run is complete."""
     if engine.accelerator.is_main_process:
         folder = Path(args.output_dir)
         in_parts = engine.saves_parts(args)
@@ -121,7 +121,7 @@ def push(args: Arguments):
     """Export the finished run in `--output_dir` and upload it; any failure is a warning."""
     try:
         for left in Path(args.output_dir).glob(f"{PLACE}*"):
-            # A process that was killed left it.
+            # A killed process left it behind.
             shutil.rmtree(left, ignore_errors=True)
         with TemporaryDirectory(dir=args.output_dir, prefix=PLACE) as place:
             out = Path(place) / "export"

@@ -1,7 +1,7 @@
-"""The first weights of a run: whether a machine can build the whole model, and `--init sharded` where it cannot.
+"""The initial weights of a run; `--init sharded` is for models that no machine can build as a whole.
 
-Then the model is sharded on the meta device, and each process fills its slices: of weights in files it reads its own,
-and new ones it draws with the random numbers of the ordinary way, holding one block at a time.
+With it the model is sharded on the meta device, and each process fills its own slices. It reads them from weights in
+files, or draws new ones with the random numbers of an unsharded build, one block in memory at a time.
 """
 
 import socket
@@ -31,7 +31,7 @@ from .engines.placement import free_memory
 def build_on_meta(args: Arguments, config) -> PreTrainedModel:
     """The model of the flags with its parameters on the meta device and real buffers; errors as `build_model`.
 
-    It draws random numbers, though not those of the model.
+    It draws random numbers, but not those that `build_model` draws.
     """
     with init_empty_weights(include_buffers=False):
         new = build_model(replace(args, model_name_or_path=None), config)
@@ -46,7 +46,7 @@ def build_on_meta(args: Arguments, config) -> PreTrainedModel:
 
 
 class DrawnValues:
-    """The initial values of a new model: `build_model` would draw the same now."""
+    """The initial values of a new model: those that `build_model` would draw now."""
 
     def __init__(self, args: Arguments, config, model: PreTrainedModel, random: Tensor):
         """`model`: from `build_on_meta`, not sharded yet. `random`: the state of torch's generator to draw with."""
@@ -125,18 +125,18 @@ def draw_by_block(
 ) -> PreTrainedModel:
     """Build a model whose parameters end on the meta device, one block at a time.
 
-    A model draws twice: every layer as it is made, then transformers' initialisation, whose values count. The first
-    values are freed as soon as a layer has its place. For the second time all parameters of a block (or of a module
-    outside of blocks) are real at once, since modules copy from others of their block.
+    Random values are drawn twice: in the constructor of every layer, and in transformers' initialisation, whose values
+    count. The first values are freed as soon as a layer has its place. For the second, all parameters of a block (or
+    of a module outside of blocks) are real at once, since modules copy from others of their block.
 
     Args:
         build: makes the model on the CPU and initialises it.
         receive: called with the name and the initial values of each parameter, which are freed afterwards. Tied
-            parameters have a call each, as if they were not tied.
-        roots: the name in the whole model of every model of transformers that is in it.
+            parameters have one call each, as if they were not tied.
+        roots: by class, the name within the whole model of every transformers model that it contains.
 
     Raises:
-        ValueError: the model sets a value outside of its initialisation, or of a block that is done.
+        ValueError: the model sets a value outside of its initialisation, or changes a block that is done.
     """
     blocks = _Blocks(receive, roots)
     original = PreTrainedModel._initialize_weights
@@ -162,7 +162,7 @@ class _Blocks:
 
     def __init__(self, receive: Callable[[str, Tensor], None], roots: dict[type, str]):
         self._receive, self._roots = receive, roots
-        # By root: the block of each module in one, and the names of all.
+        # By root: the block of each module that is in one, and the names of all modules.
         self._known: dict[PreTrainedModel, tuple[dict, dict]] = {}
         self._current: nn.Module | None = None
         self._real: list[tuple[nn.Module, str, nn.Parameter, str]] = []
@@ -196,7 +196,7 @@ class _Blocks:
                     own._parameters[key] = like(parameter, "cpu")
 
     def close(self, model: PreTrainedModel) -> None:
-        """Hand over the last block, and check that none was changed after its turn, and all had one."""
+        """Hand over the last block; check that all parameters were initialised, and not changed afterwards."""
         self._leave()
         for name, parameter in model.named_parameters():
             if not parameter.is_meta:
@@ -222,7 +222,7 @@ def _refusal(name: str) -> str:
     return f"--init sharded cannot draw {name}, which this model sets in its own way: leave --init out."
 
 
-# All models train in it.
+# The dtype in which all models train.
 DTYPE = torch.float32
 
 

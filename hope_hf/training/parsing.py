@@ -14,7 +14,7 @@ from hope_hf.step.recompute import parse_recomputed
 from .watch.profile import parse_profiled
 
 DEMO_RECIPE = Path(__file__).with_name("demo.yaml")
-# transformers' default.
+# The default of transformers.
 POLYNOMIAL_END = 1e-7
 NAMES_DATA = {*TEXT_SOURCES, "validation_file"}
 
@@ -22,7 +22,7 @@ NAMES_DATA = {*TEXT_SOURCES, "validation_file"}
 def parse(argv: list[str]) -> Arguments:
     """Read `[recipe.yaml] --flag value ...`; flags override the recipe, the recipe overrides the defaults.
 
-    Flags that name another text or model replace all that the recipe says about its own. Raises ValueError with one
+    Flags that name another text or model replace all that the recipe sets for its own. Raises ValueError with one
     sentence that names the flag or file and the fix.
     """
     recipe, argv = split_run_recipe(argv)
@@ -77,7 +77,7 @@ def _warn_of_ignored(args: Arguments, named: set[str]):
 
 
 def _check(args: Arguments):
-    """Mistakes that the flags alone show."""
+    """ValueError for mistakes that need nothing but the flags to be found."""
     if not args.output_dir:
         raise ValueError("--output_dir is missing: name a folder for the run.")
     check_output(args.output_dir, "--output_dir")

@@ -23,7 +23,7 @@ def prepare_process(args: Arguments, accelerator: Accelerator):
     if accelerator.device.type == "cuda" and args.tf32:
         torch.set_float32_matmul_precision("high")
     set_seed(args.seed)
-    # In fp16 the first step may have no update, because the scale begins too high: not the user's mistake.
+    # In fp16 the first step may have no update, because the scale begins too high. The user need not act.
     warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)` before `optimizer.step\(\)`")
     if not shows_bars(accelerator):
         transformers.utils.logging.disable_progress_bar()
@@ -52,10 +52,11 @@ def leave(accelerator: Accelerator, status: int = 0):
 
 
 class StopSignal:
-    """Remembers a signal that ends the run, so that the loop can stop at a step boundary; a context manager.
+    """Records a signal that ends the run, so that the loop can stop at a step boundary; a context manager.
 
-    These are SIGTERM, SIGUSR1 and SIGHUP (of schedulers and closed terminals; unless it is ignored, as under nohup),
-    and the first Ctrl-C. It is answered at once with the sentence `then`; a second one ends the process.
+    Such signals are SIGTERM, SIGUSR1 and SIGHUP (from schedulers and closed terminals; SIGHUP only if it is not
+    ignored, as under nohup), and the first Ctrl-C, after which the sentence `then` is printed at once. A second Ctrl-C
+    ends the process.
 
     After an error in the loop the process ignores SIGTERM, so that it can print the error: if one process is lost, the
     launcher sends SIGTERM to all others at once.
@@ -85,5 +86,5 @@ class StopSignal:
                 quit_now(QUIT)
             self._interrupted = True
             if is_first_process():
-                # A handler of signals may not print: it may have interrupted a print.
+                # A signal handler must not call `print`: it may have interrupted one.
                 os.write(2, f"\n{self._then}; press Ctrl-C again to quit now.\n".encode())

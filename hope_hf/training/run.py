@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
     die_with_launcher()
     try:
         args = parse(argv)
-        # Not at the top: --help and misspelled flags answer before models and data sets are imported.
+        # Not at the top: --help and misspelled flags need no import of models and data sets.
         from .engines.guard import OneSidedError, gone, lost_process
         from .preflight import dry_run
         from .process import QUIT

@@ -75,7 +75,7 @@ def build_all(args: Arguments, engine: Engine, data_state: dict | None) -> Run:
     if vocab_size is None and args.dataset_name == SYNTHETIC and not args.tokenizer_name:
         vocab_size = DEFAULT_VOCAB_SIZE
     wanted = data_config(args, accelerator, pretrained, vocab_size)
-    # Preparing the data takes minutes, in which a misspelled field would wait.
+    # Checked first: preparing the data takes minutes, and a misspelled field would be reported only afterwards.
     _check_model(args, pretrained, vocab_size, wanted.block_size)
     if not shows_bars(accelerator):
         disable_progress_bars()
@@ -124,7 +124,7 @@ def _check_model(args: Arguments, pretrained, vocab_size: int | None, block_size
         return
     if vocab_size is None:
         config.vocab_size, config.pad_token_id = DEFAULT_VOCAB_SIZE, None
-    # The model of the run draws the same numbers as without this.
+    # This check does not change the random numbers of the run's model.
     with torch.random.fork_rng(devices=[]):
         _optimizer(args, build_on_meta(args, config), tokens_per_step=1)
 
@@ -182,7 +182,7 @@ def data_config(args: Arguments, accelerator: Accelerator, pretrained, vocab_siz
 
 
 def _check_push(args: Arguments, config):
-    """ValueError for a model that is no HOPE, a warning where there is no login yet."""
+    """ValueError for a model that is not HOPE; a warning if there is no login yet."""
     if not is_hope(config):
         raise ValueError(f"--push_to_hub uploads a HOPE and this is a {config.model_type}: train without it.")
     if huggingface_hub.get_token() is None:
@@ -239,7 +239,7 @@ def run_card(args: Arguments, engine: Engine, run) -> str:
 
 
 def _gradients(args: Arguments, engine: Engine, model) -> str:
-    """What a process holds between accumulated batches, under an engine that may hold whole gradients then."""
+    """GiB of gradients between accumulated batches, for an engine that may keep whole gradients there."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     whole = sum(parameter.numel() for parameter in trained) * engine.whole_gradients.itemsize
     part = sum(parameter.nbytes for parameter in trained) / engine.launch().parts

@@ -123,7 +123,7 @@ class TrainState:
         }
 
     def load(self, saved: SavedRun, device: torch.device) -> None:
-        """Continue from `state_dict()`; without random generators where another number of processes wrote it.
+        """Continue from `state_dict()`; without random generators if another number of processes wrote it.
 
         Raises ValueError that names the file for values that no run writes.
         """
@@ -164,7 +164,7 @@ def _continue_schedule(scheduler: LRScheduler, saved: dict, step: int) -> None:
     if saved["base_lrs"] != own["base_lrs"] or saved["last_epoch"] != step:
         raise ValueError(f"base_lrs {saved['base_lrs']} at {saved['last_epoch']}, this run has {own['base_lrs']}")
     groups = scheduler.optimizer.param_groups
-    # The last digit may be another one on another machine.
+    # The last digit may differ between machines.
     for found in (saved["_last_lr"], [group["lr"] for group in groups]):
         if not all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(found, rates, strict=True)):
             raise ValueError(f"learning rates {found}, this run has {rates}")

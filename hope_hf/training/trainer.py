@@ -1,4 +1,4 @@
-"""The training, top to bottom: set up, continue or begin, step, report, finish."""
+"""The training, from top to bottom: set up, begin or continue, step, report, finish."""
 
 import json
 import math
@@ -47,12 +47,12 @@ class Training:
 
     Attributes:
         run: data, model, optimizer and plan.
-        model: what runs the forward pass, as the engine has wrapped it.
-        state: all but weights and optimizer.
-        start_step: steps done before.
-        record: of the run's folder.
-        flops_per_token: of forward and backward.
-        checkpoints: folders by step, of those written or continued from.
+        model: the module that runs the forward pass, wrapped by the engine.
+        state: everything to save besides weights and optimizer.
+        start_step: number of steps done before.
+        record: content of the folder's run.json.
+        flops_per_token: FLOPs of forward and backward pass per token.
+        checkpoints: by step, the folders of checkpoints that this run wrote or continued from.
     """
 
     run: Run
@@ -179,7 +179,7 @@ def _steps(args: Arguments, engine: Engine, training: Training, monitor: Monitor
     with StopSignal() as stop, NeighbourWatch(find_neighbours()):
         while progress.step < plan.total_steps:
             monitor.step_begins(progress.step + 1)
-            # The whole window of accumulated batches is read first: the number of its valid tokens divides the loss.
+            # The whole window of accumulated batches is read first: its number of valid tokens divides the loss.
             with monitor.loading():
                 window, data_state = _read(batches, args.gradient_accumulation_steps, run.model.config.vocab_size)
             own_tokens = sum(count_valid(batch["labels"]) for batch in window)
@@ -229,7 +229,7 @@ def _steps(args: Arguments, engine: Engine, training: Training, monitor: Monitor
 
 
 def rehearse(args: Arguments, engine: Engine, training: Training) -> tuple[float, Update]:
-    """One real step, which nothing reports or saves: nats per token over all processes, and the update."""
+    """One real step that is neither reported nor saved: nats per token over all processes, and the update."""
     training.model.train()
     window, _ = _read(
         iter(training.run.data.train), args.gradient_accumulation_steps, training.run.model.config.vocab_size
@@ -289,7 +289,7 @@ def _diverged(what: str, args: Arguments) -> TrainingDiverged:
 
 @torch.no_grad()
 def weights_are_finite(engine: Engine) -> bool:
-    """The same on all processes, which all call it. Buffers do not count: some hold infinities on purpose."""
+    """Whether all weights are finite, the same on all processes. Some buffers hold infinities, so none are checked."""
     slices = (held for held in engine.weight_slices() if not engine.trained.keys().isdisjoint(held.names))
     broken = any(not held.tensors["weight"].isfinite().all() for held in slices)
     return not any(sum_over_processes(engine.accelerator, broken))

@@ -19,7 +19,7 @@ from pathlib import Path
 from ..process import StopSignal
 
 LOG_FILE = "checkpoint_hook.log"
-# Variables of launchers: with them a program in the hook would believe that it is one of the run's processes.
+# Variables of launchers: with them a program in the hook would act as one of the run's processes.
 OF_LAUNCHERS = re.compile(
     r"(LOCAL_|GROUP_|ROLE_|NODE_)?(RANK|WORLD_SIZE)|ROLE_NAME|"
     r"(MASTER|ACCELERATE|TORCHELASTIC|FSDP|PARALLELISM_CONFIG|PMI|OMPI_COMM_WORLD|MV2_COMM_WORLD)_.*"
@@ -79,7 +79,7 @@ class CheckpointHook:
         self._deadline = time.monotonic() + max(0.0, seconds - LEAVING)
 
     def wait(self) -> None:
-        """Wait for all hooks, and say so; a signal, or the deadline after one, ends the waiting and the hook."""
+        """Wait for all hooks, and print that; a signal, or the deadline after one, ends the waiting and the hook."""
         if not self._open:
             return
         until = "; Ctrl-C or SIGTERM ends the waiting"
@@ -135,7 +135,7 @@ class CheckpointHook:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # Signals to the training's group, such as Ctrl-C, are not for the hook.
+                # Signals to the training's process group, such as Ctrl-C, must not reach the hook.
                 start_new_session=True,
             )
             status = process.wait()

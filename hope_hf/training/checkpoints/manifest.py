@@ -30,13 +30,13 @@ FIX = "resume from another checkpoint"
 FOLDER_NAME = re.compile(CHECKPOINT.pattern + r"(\.replaced)?")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 2**63 - 1
-# The manifest of ten thousand processes has 5 MB.
+# The manifest of a checkpoint of ten thousand processes has 5 MB.
 _MOST_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the manifest of a checkpoint says, every field checked.
+    """The content of a checkpoint's manifest, every field checked.
 
     Attributes:
         folder: the checkpoint.
@@ -210,7 +210,7 @@ def publish(folder: Path, step: int, facts: dict, files: dict[str, dict]) -> Pat
 
 
 def remove_leftovers(output_dir: Path) -> None:
-    """Delete what killed processes left half written, half deleted or replaced."""
+    """Delete folders that killed processes left half written, half deleted or replaced."""
     for folder in output_dir.glob("checkpoint-*.tmp-*"):
         shutil.rmtree(folder, ignore_errors=True)
     for folder in output_dir.glob("checkpoint-*.replaced"):
@@ -255,7 +255,7 @@ def _has_all_bytes(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    # Renamed first, so that a kill leaves no partial checkpoint under a checkpoint's name.
+    # Renamed first, so that a killed process leaves no partial checkpoint under a checkpoint's name.
     doomed = folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex[:8]}")
     # It may already be deleted.
     with suppress(FileNotFoundError):

@@ -34,7 +34,7 @@ SECOND_MOMENT = "exp_avg_sq"
 def optimizer_part(
     engine: Engine, copied: Callable[[str, Tensor], Tensor] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, dict], list[dict]]:
-    """What this process writes of the optimizer's state: tensors on the CPU, where each begins, and the groups.
+    """This process's part of the optimizer's state: tensors on the CPU, where each begins, and the groups.
 
     The tensors are the optimizer's own if possible, or results of `copied(name, tensor)`.
     """
@@ -58,7 +58,7 @@ def optimizer_part(
 def save_optimizer(
     folder: Path, rank: int, tensors: dict[str, Tensor], index: dict[str, dict], groups: list[dict]
 ) -> None:
-    """Write what `optimizer_part` has found; rank 0 writes the groups as well."""
+    """Write the result of `optimizer_part`; rank 0 writes the groups as well."""
     stem = folder / f"optimizer_rank_{rank}"
     stem.with_suffix(".json").write_text(json.dumps(index), encoding="utf-8")
     if tensors:
@@ -86,7 +86,7 @@ def load_optimizer(manifest: Manifest, engine: Engine) -> None:
             files = _Files(manifest, opened)
             for held, scalars in engine.optimizer_slices():
                 files.read_into(held, scalars)
-    # Names, types and shapes that this program does not write.
+    # Errors of names, types and shapes that this program does not write.
     except (LookupError, TypeError, AttributeError, RecursionError, SafetensorError, json.JSONDecodeError) as error:
         raise OneSidedError(
             f"{manifest.folder} holds no optimizer state of this run ({one_line(error)}): {FIX}."
@@ -143,7 +143,7 @@ class _Files:
             scalar.fill_(value)
         for key, tensor in held.tensors.items():
             read_slices(tensor, held.start, f"{parameter}:{key}", self._slices[parameter])
-            # The square of every gradient was finite, and those of its means are, too.
+            # The squares of all gradients were finite, so those of their means must be finite, too.
             squares = tensor if key == SECOND_MOMENT else tensor.float().square()
             if not squares.isfinite().all() or bool((squares < 0).any()):
                 raise self._impossible(parameter, key)

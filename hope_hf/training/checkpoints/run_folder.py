@@ -39,17 +39,17 @@ class RunFolder:
     def check(self, identity: dict) -> dict | None:
         """The record of the run in this folder, or None for a new one; locks the folder if there is work to do.
 
-        What a killed process has left half written or half deleted is removed.
+        Folders that a killed process left half written or half deleted are removed.
 
-        Raises ValueError where it is another run's, or another process trains in it. Keys missing on one side (the
-        data's fingerprint, before the data are read) are not compared.
+        Raises ValueError if the folder is another run's, or another process trains in it. Keys missing on one side
+        (the data's fingerprint, before the data are read) are not compared.
         """
 
         def take():
             record = self._check(identity)
             if not self._only_looks and (record is None or not record["complete"]):
                 self._lock.acquire()
-                # Once more: the process that held the lock may have finished the run.
+                # Checked again: the process that held the lock may have finished the run.
                 record = self._check(identity)
             if not self._only_looks and record is not None:
                 remove_leftovers(self.path)

@@ -127,7 +127,7 @@ def take_parts(engine: Engine, buffers: HostBuffers | None = None) -> TakenParts
 def weight_part(
     engine: Engine, copied: Callable[[str, Tensor], Tensor] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, dict]]:
-    """What this process writes of the current weights: 1-D tensors by name, and shape and start of each.
+    """This process's part of the current weights: 1-D tensors by name, and shape and start of each.
 
     The tensors are the model's own if possible, or results of `copied(name, tensor)`.
     """
@@ -144,16 +144,16 @@ def weight_part(
 
 
 def writable(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU, as safetensors writes it: it refuses views of a larger one."""
+    """The tensor on the CPU, copied if it is a view of a larger one, which safetensors refuses."""
     values = tensor.detach().cpu()
     return values if values.untyped_storage().nbytes() == values.nbytes else values.clone()
 
 
 def save_weight_part(folder: Path, rank: int, tensors: dict[str, Tensor], slices: dict[str, dict]) -> None:
-    """Write what `weight_part` has found, unless it is empty."""
+    """Write the result of `weight_part`, unless it is empty."""
     if tensors:
         file = folder / f"model-rank{rank}.safetensors"
-        # One key alone: safetensors writes several in any order.
+        # A single key: safetensors writes several in any order.
         save_file(tensors, file, metadata={"slices": json.dumps(slices)})
         copy_rights_of_folder(file)
 
@@ -212,7 +212,7 @@ class WholeWeights(StoredWeights):
             self._files |= dict.fromkeys(file.keys(), file)
         for name, stored in (self._names or {name: name for name in self._files}).items():
             values = self._files[stored].get_slice(stored)
-            # The dtype has a name here that is not torch's.
+            # safetensors and torch name dtypes differently.
             some = values[:0] if values.get_shape() else self.read(name)
             self.like[name] = torch.empty(values.get_shape(), dtype=some.dtype, device="meta")
         return self

@@ -48,9 +48,9 @@ class _Pending:
 class CheckpointWriter:
     """Writes `checkpoint-<step>` in the existing `output_dir`, and deletes the oldest beyond `save_total_limit`.
 
-    None keeps all. All processes call all methods, in the same order. `only_model` leaves out what a run needs to
-    continue. `hook` is called with each complete checkpoint, on the first process; what it uses is deleted later.
-    `in_parts`: every process writes its own part of the weights.
+    None keeps all. All processes call all methods, in the same order. `only_model` leaves out the files that only a
+    continued run needs. `hook` is called with each complete checkpoint, on the first process; a checkpoint that it
+    still uses is deleted later. `in_parts`: every process writes its own part of the weights.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class CheckpointWriter:
                 tokenizer.save_pretrained(folder)
                 for name in SHARED_STATE:
                     save_state(folder / name, state[name])
-            # Only the first process makes subfolders, and some are deleted while another process would search them.
+            # Only the first process makes subfolders; it may delete one while another process searches it.
             files = folder.rglob("*") if first else folder.glob("*")
             pending.files = describe(folder, [path for path in files if _owner(path) == rank])
 

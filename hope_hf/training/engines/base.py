@@ -27,7 +27,7 @@ from .loss_scaling import LossScaling, TorchScaling
 
 @dataclass(frozen=True)
 class Slice:
-    """What this process holds of one of the model's tensors: contiguous elements of the flattened tensor.
+    """This process's part of one of the model's tensors: contiguous elements of the flattened tensor.
 
     Attributes:
         names: of the tensor in the unwrapped model; several if it is tied.
@@ -65,7 +65,7 @@ class Engine:
 
     Attributes, after `adopt` or `prepare`:
         model: the model itself, without wrappers.
-        wrapped: what runs the forward pass.
+        wrapped: the module that runs the forward pass.
         optimizer: not wrapped.
         groups: names of the parameters of each of the optimizer's groups.
         trained: by name, tied ones too, whether a parameter is trained.
@@ -89,7 +89,7 @@ class Engine:
         self.accelerator = accelerator
 
     def launch(self) -> Launch:
-        """How the processes share out the model, as the planner reads it from a launch file."""
+        """How the model is divided among the processes, as the planner reads it from a launch file."""
         return self._launch(STRATEGIES["ddp"], 1)
 
     def _launch(self, strategy: Strategy, parts: int, checkpointing: bool = False) -> Launch:
@@ -115,7 +115,7 @@ class Engine:
         return self
 
     def prepare(self, model: PreTrainedModel, optimizer: LevelClock) -> nn.Module:
-        """Wrap both for training; returns what runs the forward pass."""
+        """Wrap both for training; returns the module that runs the forward pass."""
         self.adopt(model, optimizer)
         if self.flattens and any(RULES[group["optimizer"]].needs_matrices for group in optimizer.param_groups):
             raise ValueError(
@@ -167,7 +167,7 @@ class Engine:
         if self.scaling is None:
             self._stepper.step()
         else:
-            # Not by the stepper: it briefly replaces `step`, which the scheduler watches.
+            # Not through the stepper, which briefly replaces `step`: the scheduler watches that method.
             self.scaling.step(self.optimizer)
         self._stepper.zero_grad()
 

@@ -1,7 +1,7 @@
 """Makes the engine that the launcher's environment asks for, with its Accelerator.
 
 accelerate decides the engine from that environment, and some wrong launches silently start something else (one process
-instead of two, plain DDP instead of FSDP). Here they stop with an error.
+instead of two, plain DDP instead of FSDP). This module stops them with an error.
 """
 
 import datetime
@@ -24,7 +24,7 @@ from .fsdp2 import FSDP2
 from .guard import OneSidedError, check_devices
 from .zero import Zero
 
-# Begins the names of the variables with which the launcher passes on a launch file's mesh.
+# Prefix of the variables with which the launcher passes on a launch file's mesh.
 MESH = "PARALLELISM_CONFIG"
 ENGINE_TYPES = {"fsdp": DistributedType.FSDP, "deepspeed": DistributedType.DEEPSPEED}
 
@@ -159,7 +159,7 @@ def check_mesh() -> None:
 
 
 def wanted_engine() -> str:
-    """What the launcher's environment asks for: "fsdp", "deepspeed" or "plain" (single process, DDP)."""
+    """The engine that the launcher's environment selects: "fsdp", "deepspeed" or "plain" (single process, DDP)."""
     for name in ("fsdp", "deepspeed"):
         if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() == "true":
             return name

@@ -58,8 +58,8 @@ def _fsdp(options: dict) -> Accelerator:
 
 
 def _stand_in_for_devices():
-    """Add what torch's CPU device lacks: pinned memory for offloading, streams to wait for, a device per process."""
+    """Add to torch's CPU device what it lacks: pinned memory for offloading, streams, and a device per process."""
     torch.Tensor.pin_memory = lambda self, *arguments, **keywords: self
     torch.cpu.Stream.synchronize = lambda self: None
-    # FSDP1's hybrid strategy takes this for the number of processes per machine; with 1 the replicas would drift.
+    # FSDP1's hybrid strategy uses this as the number of processes per machine; with 1 the replicas would diverge.
     torch.cpu.device_count = local_processes

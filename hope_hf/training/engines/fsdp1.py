@@ -41,7 +41,7 @@ class FSDP1(Engine):
                 "launch file."
             )
         if plugin.cpu_offload.offload_params and accelerator.device.type == "cpu":
-            # Torch would add each step's gradients to those of the step before.
+            # Otherwise torch would add each step's gradients to those of the step before.
             warn_once("fsdp_offload_params is ignored: parameters are on the CPU already.")
             plugin.cpu_offload = CPUOffload(offload_params=False)
         is_mixed = accelerator.mixed_precision != "no"
@@ -80,7 +80,7 @@ class FSDP1(Engine):
         super().prepare(model, optimizer)
         units = FullyShardedDataParallel.fsdp_modules(self.wrapped)
         for unit in units:
-            # Torch falls back to whole replicas with a warning; in a hybrid of one process a machine they drift apart.
+            # Torch falls back to whole replicas with a warning; in a hybrid of one process per machine they diverge.
             if unit.sharding_strategy != self._strategy:
                 raise ValueError(
                     f"fsdp_sharding_strategy {self._strategy.name} was asked for and {unit.sharding_strategy.name} "

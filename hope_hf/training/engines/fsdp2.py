@@ -85,7 +85,7 @@ class FSDP2(Engine):
             block.set_modules_to_backward_prefetch(blocks[max(0, index - self._prefetch) : index][::-1])
 
     def reduce_dtype(self, name: str) -> torch.dtype | None:
-        # Whole gradients add up in the dtype of their reduction.
+        # Whole gradients are accumulated in the dtype of their reduction.
         return self.whole_gradients
 
     def held_gradients(self) -> list[Tensor]:
@@ -94,7 +94,7 @@ class FSDP2(Engine):
         groups = (unit._get_fsdp_state()._fsdp_param_group for unit in units)
         whole = []
         for held in (held for group in groups if group is not None for held in group.fsdp_params):
-            # The first forward pass makes it.
+            # The first forward pass creates it.
             parameter = getattr(held, "_unsharded_param", None)
             whole += [held.unsharded_accumulated_grad, None if parameter is None else parameter.grad]
         return [*super().held_gradients(), *(gradient for gradient in whole if gradient is not None)]

@@ -1,6 +1,6 @@
-"""Refuses launches that would silently waste a machine or spoil a run, and notices that another process has ended.
+"""Refuses launches that would silently waste a machine or spoil a run, and detects that another process has ended.
 
-A killed process closes its connections, and the collectives of the others fail (`lost_process` knows the errors).
+A killed process closes its connections, and the collectives of the others fail (`lost_process` finds their errors).
 gloo's do not always: if the process ends between two checks of its connection, gloo waits until `--ddp_timeout`, in an
 all-reduce or in a send (`NeighbourWatch`).
 """
@@ -28,7 +28,7 @@ ALLOW_SINGLE_RANK = "HOPE_ALLOW_SINGLE_RANK"
 
 
 class OneSidedError(ValueError):
-    """A mistake that perhaps only one process finds, so every process that finds it prints it."""
+    """A mistake that possibly only one process finds, so every process that finds it prints it."""
 
 
 def check_devices(accelerator: Accelerator):
@@ -106,7 +106,7 @@ def lost_process(error: BaseException | None) -> str | None:
 
 
 def gone(reason: str) -> str:
-    """The message for the user if another process is gone, or does not come."""
+    """The message for the user if another process has ended, or does not connect."""
     if re.search("timed? ?out", reason, re.IGNORECASE):
         what = "did not come within --ddp_timeout"
         fix = "see what it does (its last line, stacks_rank<N>.txt in --output_dir), or raise --ddp_timeout"
@@ -143,7 +143,7 @@ class NeighbourWatch:
         with ExitStack() as opened:
             ends, processes = select.poll(), {}
             for pid in self._neighbours:
-                # Some sandboxes forbid it.
+                # Some sandboxes forbid this call.
                 with suppress(OSError):
                     descriptor = os.pidfd_open(pid)
                     opened.callback(os.close, descriptor)

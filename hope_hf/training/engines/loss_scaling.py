@@ -1,7 +1,7 @@
 """The factor of the loss in fp16, which keeps small gradients from vanishing, and its lower bound.
 
-Both kinds double it after many good steps and halve it where gradients overflow. An engine without fp16 has none. All
-processes have the same scale, since they agree on overflows.
+Both kinds double the factor after many good steps and halve it where gradients overflow. An engine without fp16 has
+none. All processes have the same scale, since they agree on overflows.
 """
 
 import torch

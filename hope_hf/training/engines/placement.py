@@ -1,4 +1,4 @@
-"""Where the run is: the device of each process, its slices of the model, and how much free memory it has."""
+"""Placement of the run: the device of each process, its slices of the model, and its free memory."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ from .base import Engine, dtype_name
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a parameter or a state: its shard under FSDP2 and ZeRO-3, else all of it."""
+    """This process's part of a parameter or a state: its shard under FSDP2 and ZeRO-3, else the whole tensor."""
     # ZeRO-3 empties a parameter's tensor and keeps its shard as an attribute.
     return own_part(getattr(tensor, "ds_tensor", tensor))
 
@@ -72,7 +72,7 @@ def free_host_memory(system: Path = Path("/")) -> int | None:
 
 
 def _cgroups(system: Path) -> Iterator[int]:
-    """What is left of the limit of each group, from the process's own to the outermost visible one."""
+    """Bytes left below the limit of each group, from the process's own to the outermost visible one."""
     for line in _lines(system / "proc/self/cgroup"):
         number, controllers, own = line.split(":", 2)
         if number == "0":
@@ -111,7 +111,7 @@ def write_audit(folder: str | os.PathLike, engine: Engine) -> None:
 
     - name, shape: of the whole tensor, as in the unwrapped model; names of tied parameters are joined by " = ".
     - start, end: the elements of the flattened tensor that this process holds; equal if none.
-    - copy: whether another process counts them: rows without it, of all processes, make the model.
+    - copy: whether another process counts them; the other rows of all processes together are the model.
     - dtype: as stored; compute: in the forward pass; reduce: of gradients summed over processes, "-" for none.
     """
     rows = ["\t".join(map(str, row)) for row in (HEADER, *_parameters(engine), *_buffers(engine))]

@@ -64,8 +64,8 @@ class Zero(Engine):
         super().__init__(accelerator)
         # DeepSpeed calls deprecated functions of torch in every step; its user cannot change that.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-        # While it is set, transformers shards models as it makes them: with other initial values, and a process that
-        # loads a model alone waits forever. Here --init decides how models are made.
+        # While this config is set, transformers shards models as it makes them: initial values differ, and a process
+        # that loads a model alone waits forever. Here --init decides how models are made.
         unset_hf_deepspeed_config()
         if os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false").lower() == "true":
             warn_once(f"zero3_init_flag is ignored: --init {args.init} decides.")
@@ -77,7 +77,7 @@ class Zero(Engine):
         self.name = f"DeepSpeed ZeRO-{self.stage}"
         self.fills_shards = self.stage == 3
         _check_file(args)
-        # Our optimizer runs on the CPU, not one of DeepSpeed's.
+        # With offloading this package's optimizer runs on the CPU, not one of DeepSpeed's.
         config["zero_force_ds_cpu_optimizer"] = False
         for key, flag in FLAGS_OF_KEYS.items():
             config[key] = getattr(args, flag)
@@ -91,7 +91,7 @@ class Zero(Engine):
         # DeepSpeed's own fp16: forward weights in fp16, the optimizer's in fp32. With torch's autocast it would clip
         # gradients that are still scaled, and each process would detect only its own overflow.
         self._low_precision = any(config.get(name, {}).get("enabled") is True for name in LOW_PRECISION)
-        # Then its fp32 weights are sharded.
+        # In low precision DeepSpeed shards its fp32 weights.
         self.shards_weights = self.stage == 3 or self._low_precision
 
     def launch(self) -> Launch:
@@ -167,7 +167,7 @@ class Zero(Engine):
         self.wrapped.backward(loss)
 
     def _clip(self, max_norm: float) -> float:
-        """The norm; DeepSpeed clips inside its step, to the `--max_grad_norm` in its config."""
+        """Returns the norm; DeepSpeed clips within its step, to the `--max_grad_norm` in its config."""
         from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
 
         groups = self._zero._get_norm_groups() if self.stage == 3 else None
@@ -187,7 +187,7 @@ class Zero(Engine):
         finally:
             self.optimizer.step = step
         if scaling is not None:
-            # It treats every non-finite gradient as an overflow, whatever its cause.
+            # DeepSpeed treats every non-finite gradient as an overflow, whatever its cause.
             self.scaling.load(scaling)
 
     @torch.no_grad()

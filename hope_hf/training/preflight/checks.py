@@ -33,7 +33,7 @@ class Result:
 
     Attributes:
         text: the reason, and after a colon or semicolon the fix.
-        strain: which of several equal levels is the worst: the largest.
+        strain: orders results of one level; the largest is the worst.
     """
 
     level: Literal["ok", "warn", "fail"]
@@ -79,7 +79,7 @@ def check_run(facts: Facts) -> Result:
 
 
 def check_trackers(facts: Facts) -> Result:
-    """`--report_to`; nothing is sent, and whether W&B has a key it says itself when the run starts."""
+    """The trackers of `--report_to`. Nothing is sent; W&B itself reports a missing key when the run starts."""
     names, mode = facts.trackers, os.environ.get("WANDB_MODE", "online")
     if "wandb" in names and mode == "disabled":
         return Result("warn", "WANDB_MODE is disabled, so W&B records nothing: unset it or write offline")
@@ -126,7 +126,7 @@ def check_disk(facts: Facts) -> Result:
     sizes, args = facts.sizes, facts.args
     each = sizes.weights + (0 if args.save_only_model else sizes.optimizer)
     count = max(3, args.save_total_limit + 1)
-    # At the end the weights are written once more.
+    # The finished run writes the weights once more.
     need, free = count * each + sizes.weights - facts.held, facts.free.disk
     reason = f"{count} checkpoints of {_gib(each)} and the weights need {_gib(max(0, need))} more, {_gib(free)} free"
     if need > free:

@@ -1,4 +1,4 @@
-"""What the checks look at: numbers of one process, read before the run's memory is filled."""
+"""The input of the checks: numbers of one process, read before the run fills its memory."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """Free bytes before the run has taken any; None where the system does not say."""
+    """Free bytes before the run has taken any; None where the system does not report them."""
 
     device: int | None
     host: int | None
@@ -51,7 +51,7 @@ class Facts:
         local_processes: on this machine.
         on_gpu: whether the run computes on one.
         in_parts: whether every process saves its own part of the weights.
-        gpu: this process's, or why nothing is known about it; None on a machine without one.
+        gpu: this process's, or why it could not be read; None on a machine without one.
         in_use: whether another process trains in the folder.
         held: bytes of the checkpoints in the folder.
         continues: the checkpoint to continue from.
@@ -76,7 +76,7 @@ class Facts:
 
 
 def read_gpu() -> Gpu | str | None:
-    """`Facts.gpu`, asked before this process uses it; needs nvidia-ml-py."""
+    """`Facts.gpu`, read before this process uses the GPU; needs nvidia-ml-py."""
     if not torch.cuda.is_available():
         return "torch does not see it" if shutil.which("nvidia-smi") else None
     own = int(os.environ.get("LOCAL_RANK", "0"))

@@ -1,4 +1,4 @@
-"""Prepare the run as `train` does, check it, take one step, say what was found, and leave no trace of it."""
+"""Prepare the run as `train` does, check it, take one step, report the results, and leave no trace."""
 
 import time
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from ..watch.tracking import tracker_names
 from .checks import CHECKS, COMFORTABLE, LEVELS, Result, line, smaller_steps, worst
 from .facts import Facts, FreeMemory, Gpu, Text, held_bytes, read_free_memory, read_gpu
 
-# On the CPU a step that does not fit would end other programs, too; a GPU only refuses it.
+# On the CPU a step that does not fit may make the system end other programs; a GPU only refuses the memory.
 FORBID_THE_STEP = ("host", "memory")
 
 
@@ -93,7 +93,7 @@ def _facts(
 
 
 class Report:
-    """Prints one line per check on rank 0; all processes add each result, and know them all."""
+    """Prints one line per check on rank 0; all processes add their own results, and get those of all."""
 
     def __init__(self, accelerator: Accelerator, say: Callable[[str], None]):
         self._accelerator, self._say = accelerator, say
@@ -117,7 +117,7 @@ class Report:
 
 
 def take_step(args: Arguments, engine: Engine, training: Training) -> Result | None:
-    """The result of one step; None where this process ran out of memory, which it prints: the others cannot know."""
+    """The result of one step. None where this process ran out of memory, which it prints: others cannot see it."""
     device, rank = engine.accelerator.device, engine.accelerator.process_index
     start = time.perf_counter()
     try:

@@ -1,4 +1,4 @@
-"""What a model's modules report: mixers, levels, and kernels of a GPU that were not used."""
+"""Rows that a model's modules report: mixers, levels, and GPU kernels that were not used."""
 
 from collections import Counter
 from contextlib import contextmanager
@@ -61,7 +61,7 @@ def level_rows(optimizer, tokens_per_step: int) -> dict[str, int]:
     return rows
 
 
-# In the names of rows: all layers together.
+# Stands for the layer in names of rows of all layers together.
 ALL = "all"
 # Logged steps in a row after which a mixer's warning is printed.
 STEPS = 100
@@ -78,7 +78,7 @@ class MixerReport:
 
     @contextmanager
     def forward(self, enabled: bool):
-        """Around a forward pass: what is recomputed in the backward pass is not counted again."""
+        """Around a forward pass: blocks recomputed in the backward pass are not counted again."""
         if not (enabled and self._mixers):
             yield
             return
@@ -140,7 +140,7 @@ class KernelReport:
         return dict(rows)
 
     def table(self) -> str:
-        """The rows so far added up, with reasons; empty where every kernel ran."""
+        """The sums of all rows so far, with reasons; empty if every kernel ran."""
         if not self._total:
             return ""
         lines = [f"| {what} | {count:,} | {reason} |" for (what, reason), count in self._total.most_common()]

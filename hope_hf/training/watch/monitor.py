@@ -148,14 +148,14 @@ class Monitor:
         self._tracker.log(progress.step, progress.tokens, finite, eval_line(row))
 
     def close_tracker(self) -> None:
-        """Close the tracker, and say where kernels did not run: what is printed next begins on a new line."""
+        """Close the tracker, so that later prints begin on a new line; print the kernels that did not run."""
         self._tracker.close()
         if table := self._kernels.table():
             self._accelerator.print(f"\n{table}\n")
 
 
 class Silence:
-    """Stands in for a `Monitor` where nothing is to be measured or written."""
+    """Takes the place of a `Monitor` if nothing is to be measured or written."""
 
     def __getattr__(self, event: str):
         return lambda *arguments, **keywords: nullcontext()

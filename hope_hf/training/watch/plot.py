@@ -67,7 +67,7 @@ def draw_memory(folder: str | Path, target: str | Path) -> None:
             _draw(axes[-2], rows, f"sparse/all/{share}", label=share.removeprefix("share_"))
         axes[-2].set(title="sparse attention: shares of the branches", ylim=(0, 1))
     for level in levels:
-        # Narrower and narrower: levels of one period lie on one line.
+        # Each level's line is narrower, since levels of one period coincide.
         width = 1.5 * (len(levels) - level)
         _draw(axes[-1], rows, f"level/{level}/updates", label=f"level {level}", color=f"C{level}", lw=width)
     axes[-1].set(title="updates of the levels")
@@ -127,7 +127,7 @@ def draw_curves(folders: list[str | Path], target: str | Path) -> None:
                     axis.plot(*zip(*points, strict=True), style, label=label, color=f"C{index}", markersize=4)
         axis.set(title=title)
     _share_tokens(figure.axes)
-    # Without it a few percent of noise would fill the panel.
+    # Otherwise a few percent of noise would fill the panel.
     figure.axes[-1].set_ylim(bottom=0)
     if figure.axes[0].has_data():
         figure.axes[0].legend()

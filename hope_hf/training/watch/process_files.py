@@ -1,4 +1,4 @@
-"""Files that every process writes: heartbeats, its stacks where it hangs, and what uses its memory."""
+"""Files that every process writes: heartbeats, its stacks if it hangs, and its use of memory."""
 
 import faulthandler
 import json
@@ -26,11 +26,11 @@ class Heartbeat:
 
     def __init__(self, output_dir: str, rank: int, watchdog_seconds: float):
         """0 seconds: no watchdog."""
-        # On another machine's own disk the folder that the first process made does not exist.
+        # The folder that the first process made does not exist on another machine's own disk.
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         self._lines = (Path(output_dir) / f"heartbeat_rank{rank}.jsonl").open("a", encoding="utf-8")
         self._stacks = Path(output_dir) / f"stacks_rank{rank}.txt"
-        # Opened now: a process that hangs opens no file.
+        # Opened now, since a process that hangs cannot open a file.
         self._stacks_file = self._stacks.open("a", encoding="utf-8") if watchdog_seconds else None
         self._seconds = watchdog_seconds
         self._wait()
@@ -74,7 +74,7 @@ class RamReport:
         every_steps: int,
         engine: Engine,
     ):
-        """`every_steps` 0: at the start and after the first step alone."""
+        """`every_steps` 0: only at the start and after the first step."""
         self._folder, self._rank, self._device, self._every = Path(output_dir), rank, device, every_steps
         self._engine = engine
         self._gradients: int | None = None

@@ -12,7 +12,7 @@ from hope_hf.step.gpus import GIB
 
 
 class Stopwatch:
-    """Training seconds, of which data loading; evaluation, checkpoints and first steps stay outside the averages."""
+    """Seconds of training and of data loading in it; averages leave out evaluation, checkpoints and first steps."""
 
     WARM_UP_STEPS = 3
 
@@ -67,7 +67,7 @@ def peak_memory_gib(device: torch.device) -> float:
 def utilization_meter(device: torch.device) -> Callable[[], int] | None:
     """A function that reads a GPU's recent utilization in percent; None if it is not available.
 
-    Not available: without GPU, without the package `nvidia-ml-py`, on a part of a GPU. This is checked once.
+    It is not available without a GPU or the package `nvidia-ml-py`, or on a part of a GPU. This is checked once.
     """
     if device.type != "cuda":
         return None

@@ -12,7 +12,7 @@ STEP = "ProfilerStep#"
 """Begins the names of the spans in a trace that are steps, as torch's own tools have it."""
 GPU_COPIES = frozenset(("gpu_memcpy", "gpu_memset"))
 CPU_COPIES = frozenset(("aten::copy_",))
-# Operators of other libraries have their own prefixes; these are shells around operators, or around communication.
+# Operators of other libraries have their own prefixes; these prefixes mark wrappers of operators or communication.
 SHELLS = ("autograd::", "torch::", "c10d::")
 
 Spans = list[tuple[float, float]]
@@ -20,13 +20,13 @@ Spans = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds a step of one process: the first four make the step.
+    """Milliseconds per step of one process; the first four add up to the step.
 
     Attributes:
         compute: kernels on the GPU, or operators on the CPU.
         communication: communication without computation; includes waiting for other processes.
         copies: memory copies while neither of these runs.
-        waiting: none of these runs.
+        waiting: time while none of these runs.
         hidden: communication during computation.
     """
 

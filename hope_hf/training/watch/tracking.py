@@ -22,7 +22,7 @@ METRICS_FILE = "metrics.jsonl"
 PROJECT = "hope_hf"
 """The trackers' project without `--project_name`."""
 COUNTERS = ("step", "tokens")
-# Pictures cannot show larger ones.
+# Pictures cannot show larger values.
 LARGEST_VALUE = 1e300
 
 
@@ -87,7 +87,7 @@ class Tracker:
             _drop_rows_after(self._path, start_step)
             self._file = self._path.open("a", encoding="utf-8")
             if shows_bars(accelerator):
-                # The bar of each saved model would break this one in two.
+                # The bar of each saved model would interrupt this one.
                 transformers.utils.logging.disable_progress_bar()
                 self._bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True)
         if accelerator.trackers or accelerator.log_with:
@@ -135,7 +135,7 @@ class Tracker:
             tqdm.write(text) if self._bar is not None else print(text, flush=True)
 
     def close(self):
-        """Close the file and the bar: what is printed next begins on a new line. The trackers end with the process."""
+        """Close the file and the bar, so that later prints begin on a new line. Trackers end with the process."""
         if self._file is not None:
             self._file.close()
         if self._bar is not None:
