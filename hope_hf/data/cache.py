@@ -44,7 +44,7 @@ def cache_path(files: Iterable[str], what: object) -> Path:
 def cache_for(files: Iterable[str]) -> str:
     """The cache folder for what `datasets` makes of these files in their present state.
 
-    `datasets` itself compares names and times only, so it mistakes a new file with the old one's time for the old one.
+    `datasets` itself compares names and times only, so it misses a replaced file that keeps the old time.
     """
     return str(writable_cache() / "hope_hf" / _key(files, "datasets"))
 

@@ -155,7 +155,7 @@ def open_corpus(
     seed: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Documents:
-    """Load a corpus. Raises ValueError that names it if it has nothing to read, or less than its limits ask for.
+    """Load a corpus. Raises ValueError that names it if it has nothing to read, or less than its limits require.
 
     percentage: share of the passing documents held out for validation; the first `max_eval_samples` of them are read.
     tokenizer: counts the tokens of a stream up to its max_tokens.
@@ -215,7 +215,7 @@ def _split(
 
 
 def require_as_many(corpus: Corpus, limit: str, count: int) -> None:
-    """Raise ValueError if the corpus has fewer training documents or tokens than its key `limit` asks for."""
+    """Raise ValueError if the corpus has fewer training documents or tokens than its key `limit` sets."""
     asked = getattr(corpus, limit)
     if asked is not None and count < asked:
         kind = limit.removeprefix("max_")

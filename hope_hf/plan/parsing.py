@@ -1,4 +1,4 @@
-"""Flags of `python -m hope_hf.plan`, named as in the recipes of `run_clm.py`, and the question that they ask."""
+"""Flags of `python -m hope_hf.plan`, named as in the recipes of `run_clm.py`, and the `Question` they describe."""
 
 import os
 from dataclasses import Field, dataclass, field, fields, make_dataclass, replace

@@ -107,7 +107,7 @@ def _sentence(question: Question, rows: list[Setting], one: Verdict) -> str:
 
 
 def as_json(question: Question, rows: list[Setting], verdicts: list[Verdict], found: Simulation | str) -> dict:
-    """The plan as an object of JSON: sizes in bytes, times in seconds unless a name says otherwise."""
+    """The plan as an object of JSON: sizes in bytes, times in seconds unless a name gives another unit."""
     simulated = isinstance(found, Simulation)
     return {
         "model_type": question.config.model_type,

@@ -7,7 +7,7 @@ tested (bin 1: 51 to 100).
 
 The end of the word is one more symbol of the set, in all languages. For parity, (aa)* and (abab)* those papers predict
 only one bit, whether the prefix is itself a word: the end symbol here. So parity's label after `1011` is {0, 1},
-without the end, since three ones are odd; the bits of 0 and 1 are always on, and the end's is the parity. In (aa)* the
+without the end, since three ones are odd; the bits of 0 and 1 are always on, the end's bit is the parity. In (aa)* the
 bit of `a` is always on, in (abab)* the other bits alternate, and shuffle-2 may end where both counters are zero.
 """
 

@@ -110,7 +110,7 @@ def draw_fuzzy_recall(
 
 
 def fuzzy_sample(chance: random.Random, training: bool, symbols: int, length: int) -> tuple[list[int], list[bool]]:
-    """Tokens of a row, and which of them are asked; both `length` long."""
+    """Tokens of a row, and which of them are values of repeated keys; both `length` long."""
     filler = symbols - 1
     key_symbols, value_symbols = range(filler // 2), range(filler // 2, filler)
 
@@ -134,7 +134,7 @@ def fuzzy_sample(chance: random.Random, training: bool, symbols: int, length: in
         asked.extend([False] * len(key) + [key in seen] * len(value))
         seen.add(key)
 
-    # From this length on the pair of the end is written next if it has not occurred yet; there is room for it.
+    # From this length on, the last pair is written next if it has not occurred yet; there is room for it.
     due = chance.randrange(length - 1 - repeated - 4 * LONGEST_WORD)
     while len(tokens) < length - 1 - repeated - 2 * LONGEST_WORD:
         write(asked_key if len(tokens) >= due and asked_key not in seen else new_key())
