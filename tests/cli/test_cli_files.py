@@ -15,7 +15,7 @@ def test_a_small_file_is_read(tmp_path):
 def test_a_named_pipe_a_folder_and_a_device_are_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", "/dev/zero"):
-        with pytest.raises(ValueError, match="no regular file"):
+        with pytest.raises(ValueError, match="not a regular file"):
             read_small(path)
     with pytest.raises(OSError):
         read_small(tmp_path)
