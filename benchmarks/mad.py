@@ -37,7 +37,7 @@ from hope_hf.evaluation.flags import Arguments
 from hope_hf.evaluation.synthetic.model import small_model
 from hope_hf.evaluation.synthetic.suite import synthetic
 
-# Model type, and fields that make all of one size (0.13 M parameters and the vocabulary's).
+# Model type, and the fields that give all models one size (0.13 M parameters besides the embedding).
 UNTIED = {"tie_word_embeddings": False}
 HOPE = UNTIED | {"level_intermediate_sizes": [32, 32, 32]}
 HYBRID = HOPE | {"layer_types": ["hope_memory", "sparse_attention"], "level_intermediate_sizes": [56, 56, 56]}
@@ -54,7 +54,7 @@ MODELS = {
     "mamba2": ("mamba2", UNTIED | MAMBA),
     "gated_deltanet": ("gated_deltanet", UNTIED | DELTANET),
 }
-# Rows per step and the most steps; a training ends earlier if 1,024 unseen samples are right.
+# Rows per step and largest number of steps; a training ends earlier if all of 1,024 unseen samples are right.
 NAMES = ("compression", "recall", "fuzzy-recall", "selective-copying", "memorisation")
 TASKS = dict.fromkeys((*(f"mad-{name}" for name in NAMES), "mqar"), (32, 1000))
 LEARNING_RATES = (3e-3, 1e-2)
@@ -121,7 +121,7 @@ def measure(job: Job) -> dict:
 
 
 def load(path: Path, jobs: list[Job]) -> dict[Job, Accuracies]:
-    """The accuracies of the finished ones of these trainings; ValueError for a line that is no row."""
+    """The accuracies of those `jobs` that are finished; ValueError for a line that is not a row."""
     expected = {job: job.settings for job in jobs}
 
     def read(row: dict) -> tuple[Job, str, Accuracies]:
@@ -145,7 +145,7 @@ def unsolved(jobs: list[Job], rows: dict[Job, Accuracies]) -> list[Job]:
 
 
 def table(rows: dict[Job, Accuracies]) -> str:
-    """Right answers in per cent at each model's best rate, by length: mean over seeds and spread; and the rate."""
+    """Accuracy in percent at each model's best rate, by length: mean and spread over seeds; and the rate."""
 
     def best(task: str, model: str) -> str:
         by_rate: dict[float, list[Accuracies]] = {}
@@ -165,7 +165,7 @@ def table(rows: dict[Job, Accuracies]) -> str:
 
 
 def by_length(seeds: list[list[float]]) -> str:
-    """In per cent: at each length the mean over the seeds, and the standard deviation if there are several."""
+    """Accuracy in percent at each length: the mean over seeds, and the standard deviation if there are several."""
 
     def cell(shares: tuple[float, ...]) -> str:
         spread = f" ± {100 * statistics.stdev(shares):.1f}" if len(shares) > 1 else ""
@@ -175,7 +175,7 @@ def by_length(seeds: list[list[float]]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Train what is left and print the table. Returns 0, 2 after a mistake of the user."""
+    """Run the trainings that are left and print the table. Returns 0, or 2 after a mistake of the user."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
@@ -200,7 +200,7 @@ def _main(options: argparse.Namespace) -> int:
             try:
                 _train_all(pool, options.results, jobs, options.learning_rates)
             except BaseException:
-                # otherwise the pool finishes all running and waiting trainings first
+                # otherwise the pool first finishes all running and waiting trainings
                 pool.shutdown(wait=False, cancel_futures=True)
                 for process in multiprocessing.active_children():
                     process.terminate()
@@ -210,7 +210,7 @@ def _main(options: argparse.Namespace) -> int:
 
 
 def _train_all(pool: Executor, path: Path, jobs: list[Job], rates: list[float]) -> None:
-    """Train what is left of `jobs`, one learning rate after the other, and append a row as each of them ends."""
+    """Run those `jobs` that are left, one learning rate after the other; append a row as each training ends."""
     for rate in rates:
         left = unsolved([job for job in jobs if job.learning_rate == rate], load(path, jobs))
         running = {pool.submit(measure, job): job for job in left}

@@ -1,4 +1,4 @@
-"""How one step, token, cache, peak or operator is measured, and how models take turns."""
+"""Measurements of a step, a token, a cache, peak memory and operators, in which models take turns."""
 
 import time
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from transformers import DynamicCache
 
 from hope_hf.step.objective import can_skip_logits, summed_loss
 
-# What says that a model does not run here: no memory, no kernel, no package.
+# Errors of a model that cannot run here: no memory, no kernel, no package.
 REFUSALS = (RuntimeError, ValueError, ImportError)
-# Operators that only look at a tensor in another way, or reserve its memory.
+# Operators that only return a view of a tensor, or allocate one.
 VIEWS = frozenset(
     "view _unsafe_view expand slice select transpose permute unsqueeze squeeze t alias detach as_strided split "
     "split_with_sizes unbind diagonal unfold empty empty_like empty_strided new_empty new_empty_strided "
@@ -35,9 +35,10 @@ def seconds(function: Callable[[], object], device: str = "cpu") -> float:
 
 
 def in_turn(measures: dict, rounds: int, refused: Callable[[str, Exception], None] | None = None) -> dict:
-    """What each function of `measures` returns in `rounds` rounds after one to warm up [name: values].
+    """The results of each function of `measures` in `rounds` rounds after a warm-up round [name: values].
 
-    A function that raises one of REFUSALS is handed to `refused` and left out; without `refused` the error goes on.
+    A function that raises one of REFUSALS is left out, and `refused` gets its name and error; without `refused` the
+    error is raised.
     """
     values = {name: [] for name in measures}
     for _ in range(rounds + 1):
@@ -53,7 +54,7 @@ def in_turn(measures: dict, rounds: int, refused: Callable[[str, Exception], Non
 
 
 def train_step(network: nn.Module, input_ids: torch.Tensor) -> None:
-    """Forward and backward as the trainer makes them."""
+    """Forward and backward pass as in the trainer."""
     network.train()
     loss = summed_loss(network, {"input_ids": input_ids, "use_cache": False}, input_ids, can_skip_logits(network))
     (loss / input_ids.numel()).backward()
@@ -61,7 +62,7 @@ def train_step(network: nn.Module, input_ids: torch.Tensor) -> None:
 
 
 class CountingCache(DynamicCache):
-    """For models without softmax attention, in whose layers transformers' cache counts the tokens, or raises."""
+    """A cache for models without softmax attention: transformers' cache counts tokens in such layers, or raises."""
 
     read = 0
 
@@ -77,7 +78,7 @@ class Decoder:
 
     def __init__(self, network: nn.Module, context: torch.Tensor):
         self.network, self.token, self.cache = network.eval(), context, None
-        # Mamba has a name of its own for it.
+        # Mamba-2 names this argument differently.
         self.name = "cache_params" if network.config.model_type == "mamba2" else "past_key_values"
         if set(getattr(network.config, "layer_types", ())) == {"linear_attention"} and self.name == "past_key_values":
             self.cache = CountingCache(config=network.config)
@@ -117,7 +118,7 @@ def held_bytes(cache) -> int:
 
 def peak_growth(function: Callable[[], object]) -> int:
     """Bytes by which this process grows at most while the function runs (Linux)."""
-    # the largest memory so far becomes that of now
+    # resets the recorded peak to the current memory
     Path("/proc/self/clear_refs").write_text("5")
     before = _resident_kib("VmRSS")
     function()
@@ -130,7 +131,7 @@ def _resident_kib(field: str) -> int:
 
 
 class Calls(TorchDispatchMode):
-    """Counts the operators that run inside, but for views."""
+    """Counts the operators that run inside, except views."""
 
     def __init__(self):
         super().__init__()

@@ -70,7 +70,7 @@ SPARSE, SDPA = "sparse_attention", "full_attention"
 
 
 def apart(*words: object) -> dict:
-    """The JSON object that this program prints last when it runs with these words in a process of its own."""
+    """The JSON object that this program prints last when it runs with these arguments in its own process."""
     command = [sys.executable, str(Path(__file__).resolve()), *map(str, words), "--here"]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
 
@@ -98,7 +98,7 @@ class Peers:
         with patch.dict(os.environ, KERNELS.get(name, {})), torch.device(self.device):
             if name == HOPE or name in KERNELS:
                 return AutoModelForCausalLM.from_config(self.config, dtype=dtype)
-            # Kimi Delta Attention cannot be quite as small.
+            # Kimi Delta Attention cannot be as small.
             larger = 1.01 if name == "kimi_linear" else 1
             network = build(name, replace(self.size, parameters=round(larger * self.size.parameters))).new(dtype)
         if name == LLAMA and self.device == "cuda" and importlib.util.find_spec("flash_attn") is not None:
@@ -160,7 +160,7 @@ def measure(options: argparse.Namespace, case: Peers | Mixers, preset: str | Non
     for length in sorted({*options.lengths, *options.contexts}):
         running = {n: net for n, net in networks.items() if length <= MOST_TOKENS.get((n, device), length)}
         if length != min(options.lengths, default=length):
-            # torch's operators alone take seconds a step on a GPU: one length shows it
+            # torch's operators alone take seconds per step on a GPU: one length suffices
             running.pop("hope_torch", None)
         if length in options.lengths and wanted & {"step", "speed", "mfu"}:
             inputs = case.inputs(length)
@@ -218,7 +218,7 @@ def _peak(options, case: Peers | Mixers, preset: str | None, name: str, network:
 
 
 def print_peak(options: argparse.Namespace, case: Peers | Mixers) -> None:
-    """Print the bytes by which this process grows in a step, after a short step that loads what is loaded once."""
+    """Print the bytes by which this process grows in a step; a short step before it loads libraries and buffers."""
     network = case.new(options.models[0])
     for length in (8 if isinstance(case, Peers) else 64, *options.lengths):
         inputs = case.inputs(length)
@@ -227,9 +227,9 @@ def print_peak(options: argparse.Namespace, case: Peers | Mixers) -> None:
 
 
 def table(rows: list[dict], ranges: bool = False) -> str:
-    """Medians, in brackets the first model's over this one's; with `ranges` also the range of it over the rounds."""
+    """Medians, in brackets the first model's over this one's; with `ranges` also the ratio's range over the rounds."""
     models = list(dict.fromkeys(row["model"] for row in rows if "values" in row))
-    # of what was measured again the last
+    # of repeated measurements, the last one
     found = {(row["model"], row["tokens"], row["measure"]): row["values"] for row in rows if "values" in row}
     lines = [f"| measure | tokens | {' | '.join(models)} |", "|---" * (len(models) + 2) + "|"]
     for measure, unit in MEASURES.items():
@@ -248,7 +248,7 @@ def table(rows: list[dict], ranges: bool = False) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits, or all before the point."""
+    """The value with three digits, or with all digits before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -262,7 +262,7 @@ def report(rows: list[dict], picture: Path) -> None:
 
 
 def draw(rows: list[dict], picture: Path) -> None:
-    """Median by length, a panel for each measure."""
+    """Draw the medians by length, one panel per measure."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogFormatter
 
@@ -356,7 +356,7 @@ def prompt(options: argparse.Namespace) -> None:
 
 
 def prompt_apart(length: int, prefill_chunk_size: int, preset: str = "tiny") -> dict:
-    """`{"seconds", "mib"}` of one prompt, in a process of its own."""
+    """`{"seconds", "mib"}` of one prompt, measured in its own process."""
     return apart("prompt", "--lengths", length, "--prefill_chunk_size", prefill_chunk_size, "--preset", preset)
 
 

@@ -38,16 +38,16 @@ from hope_hf.plan.verdict import Setting, settings
 from hope_hf.training.watch.trace import read_events
 
 ROOT = Path(__file__).resolve().parents[1]
-# Launch files that the others are compared with.
+# Launch files with which the others are compared.
 FIRST = ("single", "single_bf16", "ddp")
 # A setting that the comments of a launch file name.
 KEPT = "fsdp2, fsdp_reshard_after_forward: false"
-# By accumulated batches; the last step is profiled.
+# Steps by number of accumulated batches; the last step is profiled.
 STEPS = {1: 6, 4: 3}
 ROWS = 2
 FP32 = 4
 MACHINE = {} if torch.cuda.is_available() else {
-    # Else glibc keeps what is freed.
+    # Otherwise glibc keeps freed memory.
     "ACCELERATE_USE_CPU": "true", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536",
 }  # fmt: skip
 COLUMNS = ("strategy", "ranks", "peak", "more", "planned", "tokens/s", "of DDP", "of one", "set-up")
@@ -74,7 +74,7 @@ def strategies(folder: Path) -> dict[str, Path]:
 
 
 def start(file: Path, ranks: int, flags: list[str]) -> tuple[float, str | None]:
-    """Launch run_clm.py on as many machines as the file names; when it began, and the error message if it refused."""
+    """Launch run_clm.py on as many machines as the file names; the start time, and the error of a refused run."""
     machines = yaml.safe_load(file.read_text(encoding="utf-8"))["num_machines"]
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
     command += ["--num_processes", str(ranks)]
@@ -123,7 +123,7 @@ def measure(file: Path, ranks: int, batches: int, model: list[str], launch: Laun
 
 
 def sent_bytes(events: list[dict], launch: Launch) -> float:
-    """By the collectives of one process: an all-reduce in a ring sends a tensor nearly twice, the others once."""
+    """Bytes that one process sends: an all-reduce in a ring sends a tensor nearly twice, other collectives once."""
     shards = launch.parts
     replicas = launch.replicas if launch.strategy.is_hybrid else launch.world_size
     ring = {
@@ -137,7 +137,7 @@ def sent_bytes(events: list[dict], launch: Launch) -> float:
 
 
 def plan(file: Path, ranks: int, batches: int, model: list[str]) -> tuple[Launch, Setting] | None:
-    """The planner's launch and setting of the same run; None if the planner refuses the launch, as the run does."""
+    """The planner's launch and setting of the same run; None if planner and run refuse the launch."""
     words = [*model, "--accelerate_config", str(file), "--world_size", str(ranks), "--no_simulate"]
     try:
         question = parse([*words, "--gradient_accumulation_steps", str(batches)])
@@ -154,7 +154,7 @@ def imports() -> float:
 
 
 def row(name: str, file: Path, ranks: int, model: list[str], base: float, speeds: dict) -> str:
-    """A line of the table; `speeds` has those of the lines before, and gets this one's."""
+    """A row of the table; `speeds` has the speeds of the rows before, and this one's is added."""
     plans = {batches: plan(file, ranks, batches, model) for batches in STEPS}
     found = {}
     for batches in STEPS:

@@ -42,7 +42,7 @@ TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class Size:
-    """What all models of a size share, and how they are trained."""
+    """What all models of a size share: dimensions and training."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -100,7 +100,7 @@ SIZES = {
         hybrid_memory_heads=13,
     ),
 }
-# Its hybrids have three layers of memories and one of sparse attention.
+# The hybrids of this size have three layers of memories and one of sparse attention.
 SIZES["deep"] = replace(
     SIZES["small"],
     num_hidden_layers=4,
@@ -109,7 +109,7 @@ SIZES["deep"] = replace(
     more_seeds=(),
     hybrid_memory_heads=6,
 )
-# Wider levels and one head less than `small`: an ablation tests the levels, too.
+# Wider levels and one head less than `small`, since an ablation also tests the levels.
 ABLATION = replace(
     SIZES["small"],
     memory_heads=4,
@@ -126,13 +126,13 @@ MODELS = (HOPE, FROZEN, *WITH_ATTENTION, LLAMA, LLAMA_CONV, *RECURRENT_PEERS)
 
 
 def paper(**rule) -> dict:
-    """The paper's rule with these of its fields changed."""
+    """The paper's rule with the fields `rule` changed."""
     return {"memory_rule": "paper", "paper_rule": rule}
 
 
 # HOPE with one ingredient removed, added or changed: fields of `HopeConfig` that differ from the default.
 # `level_periods` count in optimizer steps and `level_intermediate_sizes` in thirds of all levels together. Variants of
-# the paper's rule are to be compared with `paper`.
+# the paper's rule must be compared with `paper`.
 VARIANTS = {
     "keys_and_values_from_memories": {"memory_projections": ["k", "v"]},
     "keys_from_memories": {"memory_projections": ["k"]},
@@ -196,7 +196,7 @@ def build(name: str, size: Size) -> Model:
 
 
 def _fitted(name: str, size: Size) -> int:
-    """The multiple of four with which the model's parameters are nearest to the size's."""
+    """The multiple of four that brings the model's parameters nearest to the size's."""
     # Parameters are linear in the fitted number.
     low, high = (_model(name, size, fitted).parameters for fitted in (64, 128))
     fitted = 64 + (size.parameters - low) / ((high - low) / 64)
@@ -288,12 +288,12 @@ def count_parameters(model_type: str, overrides: dict) -> int:
 
 
 def fields_of_model(config) -> dict:
-    """The fields of a config that say what its model is, by which results are told apart."""
+    """The fields of a config that define its model; results with different fields are kept apart."""
     values = config.to_dict()
     values.pop("transformers_version", None)
     if "sparse_attention" in (values.get("layer_types") or ()):
         return values
-    # no part of the model, and newer than most results
+    # not a part of the model, and newer than most results
     return {name: value for name, value in values.items() if not name.startswith("sparse_")}
 
 

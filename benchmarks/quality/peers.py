@@ -106,7 +106,7 @@ def convolve(x: torch.Tensor, weights: torch.Tensor, position_ids: torch.Tensor 
     Args:
         x: [B, T, H, D].
         weights: [K, H, D], oldest token first.
-        position_ids: [B or 1, T], tokens of the document before each one; without them a row is one document.
+        position_ids: [B or 1, T], number of tokens before each one in its document; without it a row is one document.
     """
     width, length = len(weights), x.shape[1]
     mixed = weights[-1] * x
@@ -164,12 +164,12 @@ class GatedDeltaNetConfig(Qwen3NextConfig):
 
 
 class GatedDeltaNetModel(Qwen3NextModel):
-    """`Qwen3NextModel` whose layers begin with long memories.
+    """`Qwen3NextModel` whose layers retain their state for long at initialisation.
 
-    transformers sets every `dt_bias` to 1: a new memory then loses most of its content with each token. The authors'
-    code (fla, `layers/gated_deltanet.py`) draws the time step log-uniformly between 0.001 and 0.1, and so does this
-    class. After 120 steps of `small` on the built-in corpus at 4e-3 the loss is 4.163, and 4.168 with transformers'
-    values (seed 1).
+    transformers sets every `dt_bias` to 1: the state of a new layer then loses most of its content with each token.
+    The authors' code (fla, `layers/gated_deltanet.py`) draws the time step log-uniformly between 0.001 and 0.1, and so
+    does this class. After 120 steps of `small` on the built-in corpus at 4e-3 the loss is 4.163, and 4.168 with
+    transformers' values (seed 1).
     """
 
     config: GatedDeltaNetConfig
@@ -196,7 +196,7 @@ class GatedDeltaNetForCausalLM(Qwen3NextForCausalLM):
 
 @strict
 class KimiDeltaConfig(KimiLinearConfig):
-    """A `KimiLinearConfig` whose every layer is Kimi Delta Attention (forgetting by channel) with a dense MLP."""
+    """A `KimiLinearConfig` whose every layer is Kimi Delta Attention (decay per channel) with a dense MLP."""
 
     model_type = "kimi_delta"
 
@@ -205,7 +205,7 @@ class KimiDeltaConfig(KimiLinearConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     rms_norm_eps: float = 1e-6
-    # As for the gated DeltaNet.
+    # As in `GatedDeltaNetConfig`.
     use_cache: bool = False
 
     def __post_init__(self, **kwargs):

@@ -1,10 +1,11 @@
-"""Which runs benchmarks/quality.py still has to do, as pure functions of the known losses.
+"""The runs that benchmarks/quality.py still has to do, as pure functions of the known losses.
 
-Every model's best learning rate is found once per size, on the search text at seed 1: of three, and then of half the
-lowest or twice the highest while that end is the best. If vectors (norms, biases, convolutions) have their own rates,
-the search uses the middle one of those; then it finds theirs in the same way, at the best rate of matrices. At its
-best rates, including rows named by `--learning_rates`, a model is trained on the other texts at seed 1. If a size has
-more seeds, HOPE, HOPE with frozen memories and the best recurrent peer of each text are trained on them, too.
+Every model's best learning rate is found once per size, on the search text at seed 1. The search begins with three
+rates; while the lowest (highest) is the best, it tries half (twice) that rate. If vectors (norms, biases,
+convolutions) have their own rates, the search uses the middle one of these; it then finds the vectors' best rate in
+the same way, at the best rate of matrices. At its best rates, including rows named by `--learning_rates`, a model is
+trained on the other texts at seed 1. If a size has more seeds, HOPE, HOPE with frozen memories and the best recurrent
+peer of each text are trained with them, too.
 """
 
 import itertools
@@ -63,7 +64,7 @@ Plan = Callable[[Matrix, Losses], list[Job]]
 def widen(rates: Iterable[float | None], loss: Callable[[float | None], float | None]) -> tuple[list, bool]:
     """The rates of a search as far as `loss` is known, ascending, and whether it is over.
 
-    It continues beyond an end that is the best, to half or twice it, until the end is not the best.
+    While the lowest (highest) rate is the best, half (twice) that rate follows.
     """
     rates = sorted(rates)
     while None not in (measured := [loss(rate) for rate in rates]):
@@ -125,7 +126,7 @@ def ready_jobs(matrix: Matrix, losses: Losses) -> list[Job]:
 def rows_at(learning_rates: Sequence[float], seeds: Sequence[int]) -> Plan:
     """A plan of all rows of a matrix at these rates of matrices, all rates of vectors and these seeds.
 
-    Seed by seed, so that every row has one run before any has two.
+    The order is seed by seed, so that every row has one run before any has two.
     """
 
     def jobs(matrix: Matrix, losses: Losses) -> list[Job]:

@@ -36,7 +36,7 @@ from benchmarks.quality.texts import BUILTIN, TEXTS, Text, prepare
 
 
 def main(argv: list[str]) -> int:
-    """Run what is left and print the tables. Returns 0, 2 after a mistake of the user, 1 where a run failed."""
+    """Do the runs that are left and print the tables. Returns 0, 1 if a run failed, 2 after a mistake of the user."""
     return finish(_main, _parser().parse_args(argv))
 
 

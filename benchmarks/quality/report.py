@@ -20,7 +20,7 @@ MISSING = "missing"
 
 
 def report(matrix: Matrix, rows: dict[Job, dict]) -> str:
-    """All tables of the sizes and texts of `matrix`, for all models, also those not asked for."""
+    """All tables of the sizes and texts of `matrix`, for all models, even those that no flag names."""
     parts = [table for size in matrix.sizes for table in (_losses(matrix, rows, size), _ratios(matrix, rows, size))]
     commits = sorted({f"{row['commit']}{' with changes' if row.get('modified') else ''}" for row in rows.values()})
     if commits:
@@ -29,7 +29,7 @@ def report(matrix: Matrix, rows: dict[Job, dict]) -> str:
 
 
 def differences(matrix: Matrix, rows: dict[Job, dict]) -> str:
-    """Of an ablation: every variant's loss, its difference to HOPE seed by seed, and the time it takes over HOPE's.
+    """The table of an ablation: each variant's loss, its difference from HOPE by seed, and its time relative to HOPE.
 
     The seed changes the loss, and a variant with other parameters has other initial values: a difference below the
     spread over seeds is not significant.

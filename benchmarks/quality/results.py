@@ -3,16 +3,16 @@
 | field | meaning |
 |---|---|
 | size, text, model, learning_rate, seed | the run |
-| vector_learning_rate | of norms, biases and convolutions; null or absent: the learning rate |
+| vector_learning_rate | learning rate of norms, biases and convolutions; null or absent: as `learning_rate` |
 | steps, tokens | optimizer steps, and tokens read in them |
 | parameters | of the model |
 | eval_loss | nats per token of the held-out part; null where the training diverged |
-| bits_per_byte, perplexity | from it |
+| bits_per_byte, perplexity | computed from `eval_loss` |
 | seconds | of training only, wall clock |
-| settings | hash of the model's config and of all flags: runs with others are never compared |
+| settings | hash of the model's config and of all flags; runs with different hashes are never compared |
 | data | hash of the text |
 | overrides | fields of the model's config that are not its defaults |
-| commit, modified, versions, threads, date | where it comes from; modified: the code had uncommitted changes |
+| commit, modified, versions, threads, date | origin of the row; modified: the code had uncommitted changes |
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.quality.models import MODELS, VARIANTS, Model, Size, build
 from benchmarks.quality.plan import Job, Matrix, Rates
 
-# The same for every model.
+# Flags that are the same for every model.
 FLAGS = {
     "weight_decay": 0.1,
     "lr_scheduler_type": "cosine",
@@ -58,7 +58,7 @@ def settings(model: Model, size: Size, vectors: float | None = None) -> str:
 
 
 def read_rows(path: Path, read: Callable[[dict], Any], noun: str) -> list:
-    """What `read` makes of each line of a results file, if there is one; ValueError for a line of another kind."""
+    """The results of `read` for each line of a results file, empty without a file; ValueError for an invalid line."""
     if path.is_dir():
         raise ValueError(f"--results {path} is a folder: name a file.")
     found = []

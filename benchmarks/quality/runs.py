@@ -49,7 +49,7 @@ class Runner:
         self.failures: list[str] = []
 
     def run_all(self, parallel: int, lock: int) -> None:
-        """Train until no run is left that can start. Processes inherit the descriptor `lock`."""
+        """Do runs until none is left that can start. Their processes inherit the descriptor `lock`."""
         running: list[Run] = []
         failed: set[Job] = set()
         try:
@@ -66,7 +66,7 @@ class Runner:
                     if not self._collect(run):
                         failed.add(run.job)
         finally:
-            # Runs that are stopped write a checkpoint at their next step.
+            # A stopped run writes a checkpoint at its next step.
             for run in running:
                 run.process.terminate()
             for run in running:
@@ -164,7 +164,7 @@ class Runner:
 
 
 def _training_seconds(metrics: Path) -> float:
-    """Seconds of the steps alone, of all parts of a run that was stopped and continued."""
+    """Seconds of the steps alone, summed over all parts of a run that was stopped and continued."""
     seconds, tokens = 0.0, 0
     for line in metrics.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)

@@ -1,8 +1,9 @@
 """The texts of benchmarks/quality.py: found, split by position, each with one tokenizer for all models.
 
 Each part of a text is ONE document, also of the built-in corpus, whose files are joined with a blank line between
-them. Where a document begins inside a row, transformers' recurrent models keep their state, HOPE and attention models
-restart. Without such boundaries all models see the same rows of tokens and start each row with an empty state.
+them. At the start of a document inside a row, transformers' recurrent models would keep their state, but HOPE and
+attention models would restart. Without such boundaries all models see the same rows of tokens and start each row with
+an empty state.
 """
 
 import hashlib
@@ -17,7 +18,7 @@ BUILTIN = "builtin"
 FILES = {"tinyshakespeare": "tinyshakespeare.txt", "moby_dick": "gutenberg_2701_moby_dick.txt"}
 TEXTS = (BUILTIN, *FILES)
 HELD_OUT_PERCENT = 10.0
-# The corpus is eight times as long as the others: evaluating a tenth of it would take as long as some trainings.
+# The built-in corpus is eight times as long as the others: evaluating a tenth would take as long as some trainings.
 HELD_OUT_PERCENT_OF_BUILTIN = 5.0
 
 
@@ -66,7 +67,7 @@ def part(text: str, percentage: float = HELD_OUT_PERCENT) -> tuple[str, str]:
 
 
 def book(text: str) -> str:
-    """The text between Project Gutenberg's notices, whose licence would be a seventh of the held-out tenth."""
+    """The text between Project Gutenberg's notices; its licence would be a seventh of the held-out tenth."""
     lines = text.splitlines(keepends=True)
     starts = [index for index, line in enumerate(lines) if line.startswith("*** START OF")]
     ends = [index for index, line in enumerate(lines) if line.startswith("*** END OF")]
@@ -75,7 +76,7 @@ def book(text: str) -> str:
 
 def _builtin() -> tuple[str, str]:
     documents = corpus_documents()
-    # By hash of the file's name, as in the demo.
+    # Split by hash of the file's name, as in the demo.
     sides = split_documents((name for name, _ in documents), HELD_OUT_PERCENT_OF_BUILTIN)
     train, validation = ("\n\n".join(documents[index][1] for index in side) for side in sides)
     return train, validation

@@ -1,4 +1,4 @@
-"""run_clm.py that also knows the models of benchmarks/quality/peers.py: the same flags, the same trainer.
+"""run_clm.py with the models of benchmarks/quality/peers.py registered: the same flags, the same trainer.
 
 python benchmarks/quality/train.py --model_type llama_conv --output_dir runs/llama_conv
 """
