@@ -1,8 +1,8 @@
-"""The self-modifying mixer token by token, to be read beside the paper; the slow twin of `hope_hf.model`.
+"""The self-modifying mixer token by token, for reading beside the paper; slow, and equal to `hope_hf.model`.
 
-Nothing is parallel over tokens here and no update of the paper's rule is derived by hand: errors come from autograd of
-the inner loss. Only tests use this file. Vectors are rows, so a memory acts as `z W^T`. Axes of a tensor: B sequence,
-H head, D head width; equation numbers are those of arXiv 2512.24695.
+Nothing is parallel over tokens here, and no gradient of the paper's rule is derived by hand: autograd of the inner
+loss gives the errors. Only tests use this file. Vectors are rows, so a memory acts as `z W^T`. Axes of a tensor: B
+sequence, H head, D head width; equation numbers are those of arXiv 2512.24695.
 """
 
 import torch

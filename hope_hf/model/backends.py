@@ -53,7 +53,7 @@ def choose(
     """The function that computes `name`: one of the kernels, or `otherwise`.
 
     Args:
-        asked: the value of `HOPE_KERNELS`, not `plain`.
+        asked: the value of `HOPE_KERNELS`, except `plain`.
         kernels: by value of `HOPE_KERNELS`.
         fallbacks: counts `(name, reason)` where torch's operators replace kernels on a GPU.
 

@@ -29,7 +29,8 @@ def create_generation_masks(
 ) -> dict[str, torch.Tensor | None]:
     """Masks of one shape for every generated token: `generate` makes them for caches of fixed shape.
 
-    `columns` [B, T] are those of `inputs_embeds` [B, T, ...], for mixers with a state; `attention` is transformers'.
+    `columns` [B, T] is the padding mask of `inputs_embeds` [B, T, ...], for mixers with a state; `attention` is
+    transformers' mask.
     """
     masks = {}
     if config.keeps_state:

@@ -36,7 +36,7 @@ class Documents(NamedTuple):
 
 
 def boundaries_of(arguments: Mapping) -> dict[str, torch.Tensor]:
-    """Those of `BOUNDARIES` that are given."""
+    """The `BOUNDARIES` of documents among the arguments, by name."""
     return {name: arguments[name] for name in BOUNDARIES if arguments.get(name) is not None}
 
 

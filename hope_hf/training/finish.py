@@ -46,7 +46,7 @@ def finish(args: Arguments, engine: Engine, data, evaluation: dict, checkpoint: 
 
 
 def show(args: Arguments, engine: Engine, data, checkpoint: Path | None = None):
-    """Print a sample, draw loss.png, and say how to load the model. A failure is a warning: the run is complete."""
+    """Print a sample, draw loss.png, and print how to load the model. A failure is a warning: the run is complete."""
     if engine.accelerator.is_main_process:
         folder = Path(args.output_dir)
         in_parts = engine.saves_parts(args)
@@ -103,7 +103,7 @@ def sample(model, data, seed: int) -> tuple[str, str]:
 
 
 def loading_lines(model, folder: Path) -> str:
-    """Three lines of Python that load what was written, ready to be pasted."""
+    """Three lines of Python that load the written model, for pasting."""
     modules = "hope_hf, transformers" if model.config.model_type == "hope" else "transformers"
     path = json.dumps(str(folder))
     return (

@@ -238,7 +238,7 @@ def built_bytes(args: Arguments, config, continues: bool) -> int:
             with WholeWeights(weight_files(source, getattr(config, "transformers_weights", None), source)) as stored:
                 tensors = [tensor for tensor in stored.like.values() if tensor.dtype != DTYPE]
         except MISTAKES:
-            # Loading will report what is wrong with the files.
+            # Loading reports errors of the files.
             return 0
     else:
         tensors = build_on_meta(replace(args, model_name_or_path=None), config).parameters()

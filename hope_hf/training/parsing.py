@@ -77,7 +77,7 @@ def _warn_of_ignored(args: Arguments, named: set[str]):
 
 
 def _check(args: Arguments):
-    """ValueError for mistakes that need nothing but the flags to be found."""
+    """ValueError for mistakes that the flags alone show."""
     if not args.output_dir:
         raise ValueError("--output_dir is missing: name a folder for the run.")
     check_output(args.output_dir, "--output_dir")

@@ -79,7 +79,7 @@ def build_all(args: Arguments, engine: Engine, data_state: dict | None) -> Run:
     _check_model(args, pretrained, vocab_size, wanted.block_size)
     if not shows_bars(accelerator):
         disable_progress_bars()
-    # One process prepares what the others then find in the cache.
+    # One process prepares the data; the others then find them in the cache.
     with accelerator.local_main_process_first():
         data = build_data(
             wanted, rank=accelerator.process_index, world_size=accelerator.num_processes, state=data_state
@@ -111,7 +111,7 @@ def build_all(args: Arguments, engine: Engine, data_state: dict | None) -> Run:
 
 
 def _check_model(args: Arguments, pretrained, vocab_size: int | None, block_size: int):
-    """Raise ValueError for what is wrong whatever the text is: config, model, level options.
+    """Raise ValueError for mistakes that do not depend on the text: config, model, level options.
 
     `pretrained`: the config of a loaded model, or None; `vocab_size`: None where the tokenizer decides it.
     """

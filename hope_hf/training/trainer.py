@@ -242,7 +242,7 @@ def rehearse(args: Arguments, engine: Engine, training: Training) -> tuple[float
 def _update(
     args: Arguments, engine: Engine, training: Training, monitor: Monitor, window: list[dict], tokens: float
 ) -> tuple[float, float, Update]:
-    """Forward, backward and update of one step; returns this process's summed loss, that of all, and the update."""
+    """Forward, backward and update of one step; returns the summed loss of this process and of all, and the update."""
     own_loss = _add_gradients(engine, training, monitor, window, tokens)
     monitor.backward_ends()
     (loss,) = sum_over_processes(engine.accelerator, own_loss)

@@ -73,7 +73,7 @@ class CheckpointHook:
             )
 
     def stop_soon(self) -> None:
-        """A signal has ended the run: `wait` ends before the launcher kills what is left."""
+        """A signal has ended the run: `wait` must end before the launcher kills the remaining processes."""
         value = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
         seconds = float(value) if value.isdecimal() else LAUNCHER_TIMEOUT
         self._deadline = time.monotonic() + max(0.0, seconds - LEAVING)
@@ -102,7 +102,7 @@ class CheckpointHook:
     def _terminate(self) -> None:
         process = self._process
         if process is not None and process.poll() is None:
-            # The shell and what it has started. No such process: all of them have ended.
+            # Ends the shell and all processes that it started. Without such a process, all of them have ended.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
                 until = time.monotonic() + LEAVING / 2

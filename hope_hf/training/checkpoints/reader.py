@@ -47,7 +47,7 @@ class SavedRun:
 
 
 def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | None) -> SavedRun | None:
-    """Choose the checkpoint to continue from, verify every byte of it, and read what is needed first.
+    """Choose the checkpoint to continue from, verify every byte of it, and read the state that is needed first.
 
     Args:
         output_dir: of the run.

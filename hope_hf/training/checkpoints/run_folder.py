@@ -113,7 +113,7 @@ def _read(file: Path) -> dict:
 
 
 def require_same_run(place: object, ours: dict, theirs: dict):
-    """ValueError where the identity `ours` is not that of the run in `place`; keys of one side only are ignored."""
+    """ValueError if the identity `ours` differs from that of the run in `place`; keys of one side are ignored."""
     ours = json.loads(json.dumps(ours))
     # The data last: if a flag names other data, the error is about that flag.
     for name in sorted(ours.keys() & theirs.keys(), key=lambda name: (name == "data", name)):

@@ -255,7 +255,7 @@ class Engine:
         return args.save_sharded and self.shards_weights
 
     def save_model(self, folder: Path, weights: dict[str, Tensor], **options) -> None:
-        """`save_pretrained` with the whole `weights`, on the first process; the config says their dtype."""
+        """`save_pretrained` with the whole `weights`, on the first process; the config names their dtype."""
         self.model.save_pretrained(folder, state_dict=weights, **options)
         share_weights(folder)
 

@@ -1,4 +1,4 @@
-"""Makes the engine that the launcher's environment asks for, with its Accelerator.
+"""Makes the engine that the launcher's environment selects, with its Accelerator.
 
 accelerate decides the engine from that environment, and some wrong launches silently start something else (one process
 instead of two, plain DDP instead of FSDP). This module stops them with an error.
@@ -30,7 +30,7 @@ ENGINE_TYPES = {"fsdp": DistributedType.FSDP, "deepspeed": DistributedType.DEEPS
 
 
 def make_engine(args: Arguments, trackers: list[str]) -> Engine:
-    """The engine that the launcher asked for, with its Accelerator.
+    """The engine that the launcher selected, with its Accelerator.
 
     Raises ValueError if separate runs or another engine started, or the processes do not connect.
     """

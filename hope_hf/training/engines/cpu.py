@@ -27,7 +27,7 @@ def cpu_accelerator(wanted: str, options: dict) -> Accelerator:
         if asked is not None:
             os.environ["ACCELERATE_USE_CPU"] = asked
         return accelerator
-    # A torchrun-type launch becomes WORLD_SIZE separate runs unless the CPU is asked for.
+    # Without an explicit request for the CPU, a launch by torchrun becomes WORLD_SIZE separate runs.
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if wanted == "fsdp" and several:
         return _fsdp(options)

@@ -19,7 +19,7 @@ from .base import Engine, Slice, is_on_meta
 
 
 class FSDP2(Engine):
-    """`fully_shard` by transformer block or by size, as the launch file says; also in hybrid meshes."""
+    """`fully_shard` by transformer block or by size, as the launch file sets; also in hybrid meshes."""
 
     fills_shards = True
     shards_weights = True

@@ -140,7 +140,7 @@ def check_host(facts: Facts) -> Result:
     """The machine's memory: every process may first build the model there, and checkpoints pass through it."""
     sizes, free = facts.sizes, facts.free.host
     built = 0 if facts.args.init == "sharded" else facts.local_processes * sizes.weights
-    # The first process gathers the whole weights for a checkpoint; a background one is a copy of what is here.
+    # The first process gathers the whole weights for a checkpoint; a background one copies the state held here.
     saved = 0 if facts.in_parts else sizes.weights
     if facts.args.async_save:
         share = facts.local_processes / facts.processes if sizes.is_shared_out else 1
@@ -187,7 +187,7 @@ def check_allocator(facts: Facts) -> Result:
 
 
 def check_memory(facts: Facts) -> Result:
-    """The plan against what was free before the run."""
+    """The planned memory against the memory that was free before the run."""
     sizes = facts.sizes
     how = "estimated" if sizes.is_estimate else "planned"
     whole = f"give --sync_each_batch ({_gib(sizes.whole_gradients)} are whole gradients between batches)"

@@ -60,10 +60,10 @@ class Heartbeat:
 class RamReport:
     """Appends lines to `ram_rank<N>.jsonl`: at the start, after the first step, every so often, and out of memory.
 
-    A step whose batches accumulate has another line, before the last of them. Rows are GiB of this process: weights,
+    A step that accumulates batches has another line, before the last batch. Rows are GiB of this process: weights,
     gradients (after a step those before its update) and optimizer state as it holds them, the largest total so far,
-    and what is left of the device. On a GPU also what torch has allocated and reserved, and, when memory runs out,
-    torch's own table in `ram_summary_rank<N>.txt`. A context manager around the training.
+    and the device's free memory. On a GPU rows also have torch's allocated and reserved memory. When
+    memory runs out, torch's own table goes to `ram_summary_rank<N>.txt`. A context manager around the training.
     """
 
     def __init__(

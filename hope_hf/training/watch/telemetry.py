@@ -33,7 +33,7 @@ class Stopwatch:
         self._data += time.perf_counter() - start
 
     def step_ends(self, tokens: int) -> tuple[float, float]:
-        """Returns the seconds of this step, and those of them spent waiting for data."""
+        """Returns the seconds of this step, and its seconds of waiting for data."""
         seconds = time.perf_counter() - self._start
         self._steps += 1
         for index, value in enumerate((seconds, self._data, tokens)):
@@ -91,7 +91,7 @@ SHORTEST = 1.0
 
 
 class ThreadLimit:
-    """Halves this process's threads after steps that were far slower than the fastest one; `say` tells the user."""
+    """Halves this process's threads after steps far slower than the fastest one; `say` prints a line for the user."""
 
     def __init__(self, say: Callable[[str], None]):
         self._say = say

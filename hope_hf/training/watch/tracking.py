@@ -27,7 +27,7 @@ LARGEST_VALUE = 1e300
 
 
 def tracker_names(report_to: str) -> list[str]:
-    """The trackers of `--report_to`, checked to exist and to be installed."""
+    """The trackers of `--report_to`; ValueError if one does not exist or is not installed."""
     available = [str(getattr(name, "value", name)) for name in get_available_trackers()]
     names = [name.strip() for name in report_to.split(",") if name.strip()]
     if names == ["all"]:
