@@ -356,7 +356,7 @@ class HopeConfig(PreTrainedConfig):
         """One known kind for every layer; `@strict` calls it."""
         for kind in self.layer_types:
             if kind not in MIXERS:
-                raise ValueError(f"`layer_types` holds '{kind}': choose of {', '.join(MIXERS)}")
+                raise ValueError(f"`layer_types` holds '{kind}': choose among {', '.join(MIXERS)}")
         if len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
                 f"`layer_types` has {len(self.layer_types)} entries, and `num_hidden_layers` is "

@@ -364,7 +364,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
     def check_config(config: PreTrainedConfig) -> None:
         if config.memory_projections not in ([], ["k"], ["v"], ["k", "v"]):
             raise ValueError(
-                f"`memory_projections` is {config.memory_projections}: choose of [], ['k'], ['v'] and ['k', 'v']"
+                f"`memory_projections` is {config.memory_projections}: choose among [], ['k'], ['v'] and ['k', 'v']"
             )
         for name in ("memory_learning_rate_bias", "retention_bias"):
             pair = getattr(config, name)

@@ -92,7 +92,7 @@ class PaperMemories(NamedTuple):
     @staticmethod
     def check_config(config: PreTrainedConfig) -> None:
         for name in config.paper_rule.keys() - vars(PaperRule()):
-            raise ValueError(f"`paper_rule` has no field '{name}': choose of {', '.join(vars(PaperRule()))}")
+            raise ValueError(f"`paper_rule` has no field '{name}': choose among {', '.join(vars(PaperRule()))}")
         try:
             rule = PaperRule(**config.paper_rule)
         except StrictDataclassError as error:

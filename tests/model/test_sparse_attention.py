@@ -194,7 +194,7 @@ ERRORS = {
     "top k": ({"sparse_top_k": 0}, "`sparse_top_k` must be at least 1, got 0"),
     "block": ({"sparse_block_size": 0}, "`sparse_block_size` must be at least 1, got 0"),
     "heads": ({"num_key_value_heads": 3}, r"`num_attention_heads` \(4\) must be a multiple of"),
-    "kind": ({"layer_types": ["sparse"]}, "`layer_types` holds 'sparse': choose of hope_memory, sparse_attention"),
+    "kind": ({"layer_types": ["sparse"]}, "`layer_types` holds 'sparse': choose among hope_memory, sparse_attention"),
 }
 
 

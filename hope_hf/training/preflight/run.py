@@ -50,7 +50,7 @@ def dry_run(args: Arguments) -> int:
             report.add(name, check(facts))
         does_not_fit = not facts.on_gpu and "fail" in (report.levels[name] for name in FORBID_THE_STEP)
         if does_not_fit or is_fake(training.run.model):
-            report.add("step", Result("warn", "not taken, because the memory does not hold it: fix that first"))
+            report.add("step", Result("warn", "not taken, because the run does not fit into memory: fix that first"))
         else:
             found = take_step(args, engine, training)
             if found is None:

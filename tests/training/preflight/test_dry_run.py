@@ -139,7 +139,7 @@ def test_a_step_that_would_fill_the_cpus_memory_is_not_taken(dry, monkeypatch):
     monkeypatch.setattr(trainer, "summed_loss", None)
     status, found, _ = dry("a")
     assert status == 1 and found["memory"][0] == found["host"][0] == "fail"
-    assert found["step"] == ("warn", "not taken, because the memory does not hold it: fix that first")
+    assert found["step"] == ("warn", "not taken, because the run does not fit into memory: fix that first")
 
 
 @pytest.mark.parametrize(("model", "flags"), [(HOPE, []), (LLAMA, ["--optimizer", "muon"])], ids=["hope", "muon"])
