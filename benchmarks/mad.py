@@ -91,14 +91,14 @@ class Job:
 
     @property
     def settings(self) -> str:
-        """A hash of the model's config and of how it is trained: rows with different hashes are never compared."""
+        """A hash of the model's config and of its training: rows with different hashes are never compared."""
         config = fields_of_model(small_model(self.arguments, 16, 0).config)
         words = json.dumps([config, TASKS[self.task]], sort_keys=True, default=str)
         return hashlib.sha256(words.encode()).hexdigest()[:12]
 
 
 def measure(job: Job) -> dict:
-    """Train and test; the row for the results file, with `"accuracy": None` where the training diverged."""
+    """Train and test; the row for the results file, with `"accuracy": None` if the training diverged."""
     start = time.perf_counter()
     try:
         lengths = synthetic(job.arguments).tables["Synthetic tasks"]

@@ -20,7 +20,7 @@ layers (but for Mamba-2, whose blocks have no MLP). One number of each model is 
 | gated_deltanet | Qwen3-Next, all layers gated DeltaNets (values twice as wide as keys) | width of its MLP |
 | kimi_linear | Kimi Linear, all layers Kimi Delta Attention | width of its MLP |
 
-Initial values are transformers' own but for the recurrent peers, which get those of their authors. Mamba-2's maps
+Initial values are transformers' own; only the recurrent peers get those of their authors. Mamba-2's maps
 have the standard deviation 1 / sqrt(3 width) instead of 0.1: after 120 steps of `small` on the built-in corpus at
 4e-3, seed 1, the loss is 4.453 instead of 4.604 (4.472 with 0.02). For the gated DeltaNet see `peers.py`.
 """
@@ -187,7 +187,7 @@ class Model:
 
 @cache
 def build(name: str, size: Size) -> Model:
-    """The model `name` of MODELS or VARIANTS at a size, its parameters within 2 % of the size's (but for variants)."""
+    """The model `name` of MODELS or VARIANTS at a size, its parameters within 2 % of the size's (except variants)."""
     # Variants are not fitted: they differ from HOPE in one ingredient only.
     is_hope = name in (HOPE, FROZEN, *VARIANTS)
     model = _model(name, size, size.level_intermediate_size if is_hope else _fitted(name, size))

@@ -6,7 +6,7 @@
 | vector_learning_rate | learning rate of norms, biases and convolutions; null or absent: as `learning_rate` |
 | steps, tokens | optimizer steps, and tokens read in them |
 | parameters | of the model |
-| eval_loss | nats per token of the held-out part; null where the training diverged |
+| eval_loss | nats per token of the held-out part; null if the training diverged |
 | bits_per_byte, perplexity | computed from `eval_loss` |
 | seconds | of training only, wall clock |
 | settings | hash of the model's config and of all flags; runs with different hashes are never compared |
@@ -124,5 +124,5 @@ def current(rows: Iterable[dict], matrix: Matrix, digests: dict[str, str]) -> di
 
 
 def losses(rows: dict[Job, dict]) -> dict[Job, float]:
-    """Validation losses, infinite where the training diverged."""
+    """Validation losses, infinite if the training diverged."""
     return {job: math.inf if row["eval_loss"] is None else row["eval_loss"] for job, row in rows.items()}

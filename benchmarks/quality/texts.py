@@ -1,6 +1,6 @@
 """The texts of benchmarks/quality.py: found, split by position, each with one tokenizer for all models.
 
-Each part of a text is ONE document, also of the built-in corpus, whose files are joined with a blank line between
+Each part of a text is ONE document, also in the built-in corpus, whose files are joined with a blank line between
 them. At the start of a document inside a row, transformers' recurrent models would keep their state, but HOPE and
 attention models would restart. Without such boundaries all models see the same rows of tokens and start each row with
 an empty state.
@@ -46,7 +46,7 @@ class Text:
 def prepare(name: str, data_dir: Path | None, work_dir: Path) -> Text:
     """Write the two parts of a text of TEXTS to `work_dir`, or find them there.
 
-    `data_dir` holds `text/<file>`. Raises ValueError with one sentence where the file is missing.
+    `data_dir` holds `text/<file>`. Raises ValueError with one sentence if the file is missing.
     """
     train, validation = _builtin() if name == BUILTIN else part(_read(name, data_dir))
     digest = hashlib.sha256(f"{train}\0{validation}".encode()).hexdigest()[:12]

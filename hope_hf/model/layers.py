@@ -26,7 +26,7 @@ class Mixer:
 
     Attributes:
         state_class: a NamedTuple of batch-first tensors and tuples of them, which a `HopeMemoryLayer` of a cache
-            holds; `None` where the mixer writes keys and values into transformers' own layers.
+            holds; `None` if the mixer writes keys and values into transformers' own layers.
         static_layer: the layer of a `StaticCache` that holds the state.
         is_recurrent: whether the state has the same size after any number of tokens.
         needs: what `context` has to hold:

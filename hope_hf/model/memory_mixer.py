@@ -291,7 +291,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
         return choose("memory_scan", self.kernels, kernels, otherwise, self.kernel_fallbacks, inputs.query.device)
 
     def _spans(self, hidden_states: torch.Tensor):
-        """For every span: the memories, keys, values, queries, reads, and the states before and after."""
+        """Yields for every span: memories, keys, values, queries, reads, and the states before and after."""
         plan = plan_chunks(self.config, hidden_states.shape[:2], hidden_states.device)
         inputs = self.scan_inputs(hidden_states, plan)
         memories = self.memories(len(hidden_states), inputs.query.dtype)

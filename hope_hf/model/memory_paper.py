@@ -248,7 +248,7 @@ def linearise(weights: Weights, keys: torch.Tensor, values: torch.Tensor, rule: 
 
 
 def clip_norm(x: torch.Tensor, limit: float | None) -> torch.Tensor:
-    """`x` scaled down to norm `limit` over its last axis where it is longer; unchanged for `None`."""
+    """`x` with norms over its last axis limited to `limit`; unchanged for `None`."""
     if limit is None:
         return x
     return x * (limit * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPSILON)).clamp(max=1.0)

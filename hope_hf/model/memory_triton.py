@@ -209,7 +209,7 @@ def _own(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 def _opened_gradient(tiles: _Tiles, grad: torch.Tensor | None, states: torch.Tensor) -> tuple:
     """Index [b] of the last chunk's start state, its gradient, and the gradient of the state passed in [b, R, D, D].
 
-    The index is -1 without a gradient, and where an earlier call began the chunk: its start is the state passed in.
+    The index is -1 without a gradient, or if an earlier call began the chunk: its start is the state passed in.
     """
     if grad is None:
         return torch.full_like(tiles.starts[:, -1], -1), states, None

@@ -198,7 +198,7 @@ def projection_forward(
         starts: for every tile, the index of its chunk's start state [b, N].
         tails: row of `raw` at which the tail of earlier calls begins [b].
         raw: padded inputs of the convolutions [R, b, K - 1 + S, D]; the tail is read, the other rows are written.
-        keys, values: written where a memory projects them, else read.
+        keys, values: written if a memory projects them, else read.
         states: [b, N + 2, R, D, D]; indices 0 and 1 are read, the others written.
         inverses: (I + rho L)^-1 in DT, written [b, N, 1 or R, C, C].
         batch, tiles, slots: b, N, S.

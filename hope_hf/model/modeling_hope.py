@@ -128,7 +128,7 @@ class HopePreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, std=std * min(1.0, _HEAD_WIDTH / self.config.hidden_size) ** 0.5)
 
     def compile(self, *args, **kwargs):
-        """`nn.Module.compile` of the parts that are the same for every call; beside memories, the blocks' levels.
+        """`nn.Module.compile` of the parts that are the same for every call: with memories, the blocks' levels.
 
         `torch.compile(model)` instead traces the memories' plain operations; here their kernels run uncompiled.
         """

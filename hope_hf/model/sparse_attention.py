@@ -154,7 +154,7 @@ class HopeSparseAttention(Mixer, nn.Module):
         self.branch_proj = nn.Linear(width, len(BRANCHES) * heads, bias=False)
         self.o_proj = nn.Linear(heads * config.head_dim, width, bias=False)
         for projection in (self.q_proj, self.k_proj, self.v_proj):
-            # A larger scale speeds up learning recall beside memories, and slows down text without (docs/log).
+            # A larger scale makes recall faster to learn with memories, and text slower without them (docs/log).
             projection.keeps_scale = config.has_memories
         self.q_conv1d = ShortConvolution(config, heads)
         self.k_conv1d = ShortConvolution(config, shared)

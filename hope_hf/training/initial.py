@@ -259,7 +259,7 @@ def is_fake(model: PreTrainedModel) -> bool:
 
 
 def check_host_memory(size: int, engine: Engine) -> None:
-    """ValueError on all processes where a machine's memory is too small for `size` bytes of each of its processes."""
+    """ValueError on all processes if a machine's memory is too small for `size` bytes of each of its processes."""
     # Every process reads it before any process builds.
     everyone = gather_object([(socket.gethostname(), free_memory(torch.device("cpu")))])
     for host, free in everyone:

@@ -13,7 +13,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 @program
 def main(argv: list[str]) -> int:
-    """Parse `argv` and train. Returns 0, or 2 after a mistake of the user, or 1 where training diverged, a check of
+    """Parse `argv` and train. Returns 0, or 2 after a mistake of the user, or 1 if training diverged, a check of
     `--dry_run` failed or another process is gone, or 130 after Ctrl-C outside of the steps or twice.
 
     A ValueError is one sentence for the user; any other exception is a bug or machine failure and keeps its traceback.

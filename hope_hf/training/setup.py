@@ -38,7 +38,7 @@ MOST_WARM_UP_STEPS = 1000
 
 @dataclass(frozen=True)
 class Plan:
-    """How long the run is."""
+    """The length of the run."""
 
     block_size: int
     """Tokens per row."""
@@ -113,7 +113,7 @@ def build_all(args: Arguments, engine: Engine, data_state: dict | None) -> Run:
 def _check_model(args: Arguments, pretrained, vocab_size: int | None, block_size: int):
     """Raise ValueError for mistakes that do not depend on the text: config, model, level options.
 
-    `pretrained`: the config of a loaded model, or None; `vocab_size`: None where the tokenizer decides it.
+    `pretrained`: the config of a loaded model, or None; `vocab_size`: None if the tokenizer decides it.
     """
     config = pretrained or build_config(args, None, vocab_size or LARGEST_VOCABULARY, hope_hf.PRESETS)
     check_block_size(block_size, config)

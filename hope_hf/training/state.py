@@ -31,7 +31,7 @@ class CarriedMemory:
         return {"use_cache": False} if self._cache is None else {"past_key_values": self._cache}
 
     def hand_over(self):
-        """After backward: keep the memories after the forward pass, without their gradient."""
+        """Keep the memories of the forward pass for the next one, detached; called after the backward pass."""
         if self._cache is not None:
             self._cache.detach_()
 
@@ -41,7 +41,7 @@ class CarriedMemory:
             self._cache = HopeCache(self._config)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The memories by name, on the CPU, for a checkpoint; empty where none are carried."""
+        """The memories by name, on the CPU, for a checkpoint; empty if none are carried."""
         tensors = {} if self._cache is None else self._cache.state_tensors()
         return {name: tensor.cpu() for name, tensor in tensors.items()}
 
@@ -86,7 +86,7 @@ class Progress:
             self.overflowed += 1
 
     def take_mean_loss(self) -> float | None:
-        """Nats per token since the last call; None where no step counted."""
+        """Nats per token since the last call; None if no step counted."""
         mean = self.loss_sum / self.loss_tokens if self.loss_tokens else None
         self.loss_sum, self.loss_tokens = 0.0, 0
         return mean
@@ -111,7 +111,7 @@ class TrainState:
         self.data: dict | None = None
 
     def state_dict(self) -> dict[str, dict]:
-        """By file: "scheduler" and "trainer", the same on all processes, and "rank", this process's own."""
+        """The state by file: "scheduler" and "trainer" are the same on all processes, "rank" is this process's own."""
         return {
             "scheduler": self.scheduler.state_dict(),
             "trainer": {
@@ -158,7 +158,7 @@ def _progress(values: dict, step: int) -> Progress:
 
 
 def _continue_schedule(scheduler: LRScheduler, saved: dict, step: int) -> None:
-    """Set the scheduler to `step`; ValueError where `saved` is not its state there."""
+    """Set the scheduler to `step`; ValueError if `saved` is not its state there."""
     own = scheduler.state_dict()
     rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
     if saved["base_lrs"] != own["base_lrs"] or saved["last_epoch"] != step:

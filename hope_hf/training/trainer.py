@@ -296,7 +296,7 @@ def weights_are_finite(engine: Engine) -> bool:
 
 
 def require_finite_weights(engine: Engine, source: object) -> None:
-    """ValueError, on all processes, where weights that came from `source` are not finite."""
+    """ValueError, on all processes, if weights that came from `source` are not finite."""
     if not weights_are_finite(engine):
         raise ValueError(
             f"{source} holds weights that are not finite, its run has diverged: begin from an earlier checkpoint "

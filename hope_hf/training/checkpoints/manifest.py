@@ -56,19 +56,19 @@ class Manifest:
         return sum(entry["size"] for entry in self.files.values())
 
     def path(self, name: str) -> Path:
-        """The path of a listed file; ValueError where it is not listed."""
+        """The path of a listed file; ValueError if it is not listed."""
         if name not in self.files:
             raise ValueError(f"{self.folder / MANIFEST} lists no {name}: {FIX}.")
         return self.folder / name
 
     def weight_files(self) -> list[Path]:
-        """The safetensors of whole weights; ValueError where one is not listed."""
+        """The safetensors of whole weights; ValueError if one is not listed."""
         index = "model.safetensors.index.json"
         names = parts_of(self.folder / index) if index in self.files else ["model.safetensors"]
         return [self.path(name) for name in names]
 
     def part_files(self) -> list[Path]:
-        """The weights of each process (`--save_sharded`); empty where weights are whole."""
+        """The weights of each process (`--save_sharded`); empty if weights are whole."""
         return [self.folder / name for name in sorted(self.files) if PART.fullmatch(name)]
 
 
@@ -80,7 +80,7 @@ def seal(content: dict) -> str:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint; the files it lists are not looked at.
 
-    Raises ValueError where there is none, it was changed, or a field is invalid.
+    Raises ValueError if there is none, it was changed, or a field is invalid.
     """
     if not os.path.isdir(folder):
         raise ValueError(f"{folder} is not a folder: name a checkpoint-<step> of a run.")
@@ -105,7 +105,7 @@ def read_manifest(folder: Path) -> Manifest:
 def file_size(folder: Path, name: str) -> int:
     """Bytes of a checkpoint's file, without opening it: opening a pipe would block forever.
 
-    Raises OSError where there is none, and ValueError for anything but a regular file in the folder.
+    Raises OSError if there is none, and ValueError for anything but a regular file in the folder.
     """
     path = folder / name
     status = path.stat()
@@ -118,7 +118,7 @@ def file_size(folder: Path, name: str) -> int:
 def verify(folder: Path) -> Manifest:
     """The manifest of a checkpoint, after every byte of its files was compared with it.
 
-    Raises ValueError where the checkpoint is unfinished, truncated, changed or invalid.
+    Raises ValueError if the checkpoint is unfinished, truncated, changed or invalid.
     """
     manifest = read_manifest(folder)
     for name, expected in manifest.files.items():
@@ -138,7 +138,7 @@ def verify(folder: Path) -> Manifest:
 def latest_checkpoint(output_dir: str | Path) -> Manifest | None:
     """The newest checkpoint in `output_dir` that verifies; None if there is none at all.
 
-    Warns of every newer one that it skips. Raises ValueError where there are checkpoints, and none is complete.
+    Warns of every newer one that it skips. Raises ValueError if there are checkpoints, and none is complete.
     """
     problem = None
     for folder in _checkpoints(Path(output_dir)):

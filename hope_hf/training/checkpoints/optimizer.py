@@ -72,7 +72,7 @@ def save_optimizer(
 def load_optimizer(manifest: Manifest, engine: Engine) -> None:
     """Load the state in a checkpoint into the engine's optimizer.
 
-    Raises ValueError where the state has other levels, rules, periods, parameters or settings, or values that no step
+    Raises ValueError if the state has other levels, rules, periods, parameters or settings, or values that no step
     leaves.
     """
     file = manifest.folder / "optimizer.json"
@@ -96,7 +96,7 @@ def load_optimizer(manifest: Manifest, engine: Engine) -> None:
 
 
 def _require_same_settings(saved: list[dict], engine: Engine, file: Path) -> None:
-    """ValueError where decay rates and other settings of the groups are not those that the run's flags give."""
+    """ValueError if decay rates and other settings of the groups are not those that the run's flags give."""
     for theirs, group in zip(saved, engine.optimizer.param_groups, strict=True):
         for name, ours in group.items():
             # JSON has no tuples.

@@ -52,7 +52,7 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | None) 
     Args:
         output_dir: of the run.
         resume_from_checkpoint: a checkpoint's folder; "latest": the newest complete one in `output_dir`; None: the
-            same, where there is one.
+            same, if there is one.
 
     Raises:
         ValueError: the named one is not complete, or none is, or it carries memories of another number of processes.

@@ -18,7 +18,7 @@ SHARED_STATE = ("scheduler", "trainer")
 
 
 def save_state(stem: Path, state: object) -> None:
-    """Write `state` to `<stem>.json` and, where it holds tensors, `<stem>.safetensors`.
+    """Write `state` to `<stem>.json` and, if it holds tensors, to `<stem>.safetensors`.
 
     `state`: dicts (any plain keys), lists, tuples, tensors, None, bool, int, float, str, nested in any way. Numbers
     come back bit for bit.

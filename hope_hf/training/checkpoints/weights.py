@@ -169,7 +169,7 @@ class StoredSlice:
 def read_slices(into: Tensor, start: int, key: str, stored: Iterable[StoredSlice]) -> None:
     """Fill the 1-D `into` with elements from `start` on of the flattened tensor `key`, wherever they are stored.
 
-    Raises LookupError where some are missing.
+    Raises LookupError if some are missing.
     """
     found = 0
     for own in stored:
@@ -237,7 +237,7 @@ class WholeWeights(StoredWeights):
 
 
 class WeightParts(StoredWeights):
-    """The parts of a checkpoint; ValueError where a file is broken, or slices of a weight are missing."""
+    """The parts of a checkpoint; ValueError if a file is broken, or slices of a weight are missing."""
 
     def __init__(self, manifest: Manifest):
         super().__init__()
@@ -322,7 +322,7 @@ def read_weights(manifest: Manifest) -> dict[str, Tensor]:
 def load_weights(model: PreTrainedModel, manifest: Manifest) -> None:
     """Copy the weights of a checkpoint into `model`, before an engine wraps it.
 
-    Raises ValueError where names, shapes or dtypes differ; then nothing is changed.
+    Raises ValueError if names, shapes or dtypes differ; then nothing is changed.
     """
     own = model.state_dict()
     with stored_weights(manifest) as stored:

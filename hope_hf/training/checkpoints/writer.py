@@ -205,7 +205,7 @@ class CheckpointWriter:
         self._hook.stop_soon()
 
     def close(self) -> None:
-        """After the run: wait for the hooks, then delete the checkpoints that were kept for them."""
+        """Called after the run: wait for the hooks, then delete the checkpoints that were kept for them."""
         self._hook.wait()
         if self._newest is not None:
             self._rotate()

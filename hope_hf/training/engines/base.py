@@ -46,7 +46,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Update:
-    """How one optimizer step ended, the same on all processes.
+    """The end of an optimizer step, the same on all processes.
 
     Attributes:
         outcome: "stepped"; "overflowed": left out because the gradient, scaled for fp16, overflowed, and the scale was
@@ -69,7 +69,7 @@ class Engine:
         optimizer: not wrapped.
         groups: names of the parameters of each of the optimizer's groups.
         trained: by name, tied ones too, whether a parameter is trained.
-        scaling: of the loss in fp16; None where gradients are not scaled.
+        scaling: of the loss in fp16; None if gradients are not scaled.
     """
 
     name = "one process"
@@ -218,7 +218,7 @@ class Engine:
         return None
 
     def reduce_dtype(self, name: str) -> torch.dtype | None:
-        """The dtype in which the gradient of a parameter is summed over processes; None where it is not."""
+        """The dtype in which the gradient of a parameter is summed over processes; None if it is not."""
         return None if self.accelerator.num_processes == 1 else self.model.get_parameter(name).dtype
 
     def weight_slices(self) -> Iterator[Slice]:

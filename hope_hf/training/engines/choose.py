@@ -148,7 +148,7 @@ def _warn_of_ignored(args: Arguments, fsdp: bool, accelerator: Accelerator):
 
 
 def check_mesh() -> None:
-    """ValueError where the launch file's mesh of replicas and shards is not as large as the number of processes."""
+    """ValueError if the launch file's mesh of replicas and shards is not as large as the number of processes."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     replicas, shards = (int(os.environ.get(f"{MESH}_DP_{axis}_SIZE") or 1) for axis in ("REPLICATE", "SHARD"))
     if replicas * shards not in (1, world_size):

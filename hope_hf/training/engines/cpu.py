@@ -1,7 +1,7 @@
 """FSDP and DeepSpeed on CPUs with gloo, which accelerate and torch silently switch off there.
 
-For tests, and for trying out a launch: the same code runs as on GPUs. Nothing here is used where there is an
-accelerator. `choose.make_engine` checks afterwards that the engine asked for is the one that runs.
+This is for tests, and for trying out a launch: the same code runs as on GPUs. With an accelerator it is not used.
+`choose.make_engine` checks afterwards that the selected engine is the one that runs.
 """
 
 import os

@@ -111,7 +111,7 @@ class FSDP2(Engine):
 
 
 def _place(tensor: DTensor) -> tuple[int, bool]:
-    """Where this process's slice begins in the flattened tensor, and whether another process writes it."""
+    """The start of this process's slice in the flattened tensor, and whether another process writes it."""
     (chunk,) = tensor.__create_chunk_list__()
     assert chunk.sizes[1:] == tensor.shape[1:], "shared out along another axis than the first"
     # In a hybrid mesh several processes hold the same slice; the first one writes it.

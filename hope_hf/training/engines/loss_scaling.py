@@ -1,6 +1,6 @@
 """The factor of the loss in fp16, which keeps small gradients from vanishing, and its lower bound.
 
-Both kinds double the factor after many good steps and halve it where gradients overflow. An engine without fp16 has
+Both kinds double the factor after many good steps and halve it if gradients overflow. An engine without fp16 has
 none. All processes have the same scale, since they agree on overflows.
 """
 

@@ -36,7 +36,7 @@ FLAGS_OF_KEYS = {
 
 @dataclass(frozen=True)
 class _HeldSlice:
-    """Where this process holds its slice of a parameter in fp32: `start` in the parameter, `place` in `flat`."""
+    """The place of this process's slice of a parameter in fp32: `start` in the parameter, `place` in `flat`."""
 
     parameter: Tensor
     start: int
@@ -60,7 +60,7 @@ class Zero(Engine):
     flattens = True
 
     def __init__(self, accelerator: Accelerator, args: Arguments):
-        """Raises ValueError where the DeepSpeed file contradicts a flag."""
+        """Raises ValueError if the DeepSpeed file contradicts a flag."""
         super().__init__(accelerator)
         # DeepSpeed calls deprecated functions of torch in every step; its user cannot change that.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)

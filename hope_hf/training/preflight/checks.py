@@ -42,7 +42,7 @@ class Result:
 
 
 def worst(results: list[Result]) -> Result:
-    """The worst over all processes, in order of their ranks; it names its rank where the processes differ."""
+    """The worst over all processes, in order of their ranks; it names its rank if the processes differ."""
     rank = max(range(len(results)), key=lambda rank: (LEVELS.index(results[rank].level), results[rank].strain))
     found = results[rank]
     if all(result.text == found.text for result in results):
@@ -56,7 +56,7 @@ def line(name: str, result: Result) -> str:
 
 
 def check_processes(facts: Facts) -> Result:
-    """The guard has compared the processes before, and ends the run where they differ."""
+    """The guard has compared the processes before, and ends the run if they differ."""
     if facts.processes == 1:
         return Result("ok", "one process")
     return Result("ok", f"{facts.processes} processes have the same flags, data and code")
@@ -177,7 +177,7 @@ def check_gpus(facts: Facts) -> Result:
 
 
 def check_allocator(facts: Facts) -> Result:
-    """On a GPU: torch's setting against fragmented memory."""
+    """Whether torch's setting against fragmented memory is on, on a GPU."""
     if not facts.on_gpu:
         return Result("ok", "not used on the CPU")
     for name in ALLOCATOR:

@@ -26,7 +26,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """Free bytes before the run has taken any; None where the system does not report them."""
+    """Free bytes before the run has taken any; None if the system does not report them."""
 
     device: int | None
     host: int | None

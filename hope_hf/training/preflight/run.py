@@ -117,7 +117,7 @@ class Report:
 
 
 def take_step(args: Arguments, engine: Engine, training: Training) -> Result | None:
-    """The result of one step. None where this process ran out of memory, which it prints: others cannot see it."""
+    """The result of one step. None if this process ran out of memory, which it prints: others cannot see it."""
     device, rank = engine.accelerator.device, engine.accelerator.process_index
     start = time.perf_counter()
     try:

@@ -42,7 +42,7 @@ def memory_statistics(model: nn.Module, rows: dict[str, float | Tensor], enabled
 
 
 def initial_state_gradients(engine) -> dict[str, float]:
-    """Per layer, the gradient norm of its memories' initial states: the teach signal, before clipping."""
+    """Gradient norm of each layer's initial memory states before clipping, by row."""
     rows = {}
     for layer, mixer in self_modifying_mixers(engine.model).items():
         states = [m for m in mixer.modules() if getattr(m, "is_initial_state", False)]
@@ -53,7 +53,7 @@ def initial_state_gradients(engine) -> dict[str, float]:
 
 
 def level_rows(optimizer, tokens_per_step: int) -> dict[str, int]:
-    """Per CMS level: its updates so far and the tokens seen since the last one."""
+    """Rows of each CMS level: its updates so far, and the tokens since its last update."""
     rows = {}
     for level, report in optimizer.level_report().items():
         rows[f"level/{level}/updates"] = report["updates"]
@@ -78,7 +78,7 @@ class MixerReport:
 
     @contextmanager
     def forward(self, enabled: bool):
-        """Around a forward pass: blocks recomputed in the backward pass are not counted again."""
+        """Context of a forward pass; blocks recomputed in the backward pass are not counted again."""
         if not (enabled and self._mixers):
             yield
             return

@@ -20,7 +20,7 @@ class Monitor:
     """Metrics, console, heartbeat, RAM report and profile of one run, step by step; a context manager around it.
 
     The trainer calls `step_begins`, `loading`, `forward`, `backward_ends`, `updated` and `step_ends`, in this order;
-    where batches accumulate, `last_batch_begins` as well.
+    if batches accumulate, `last_batch_begins` as well.
     """
 
     def __init__(self, args: Arguments, engine: Engine, plan, flops_per_token: int, start_step: int, run_id: str):
@@ -62,28 +62,28 @@ class Monitor:
         self._stopwatch.step_begins()
 
     def loading(self) -> AbstractContextManager:
-        """Around waiting for data."""
+        """Context of waiting for data."""
         return self._stopwatch.loading()
 
     @contextmanager
     def forward(self):
-        """Around a forward pass. In a logged step mixers measure the first pass, or add up all of them."""
+        """Context of a forward pass. In a logged step mixers measure the first pass, or add up all passes."""
         is_first = self._logs and not self._rows
         with memory_statistics(self._engine.model, self._rows, enabled=is_first), self._mixers.forward(self._logs):
             yield
 
     def last_batch_begins(self) -> None:
-        """Before the last of the accumulated batches."""
+        """Called before the last of the accumulated batches."""
         self._ram.last_batch_begins(self._step)
 
     def backward_ends(self) -> None:
-        """After the last backward pass, before gradients are clipped."""
+        """Called after the last backward pass, before gradients are clipped."""
         if self._logs:
             self._rows |= initial_state_gradients(self._engine)
         self._ram.backward_ends(self._step)
 
     def updated(self, update: Update, mean_loss: float) -> None:
-        """After the optimizer's step was made or left out."""
+        """Called after the optimizer's step was made or left out."""
         if update.outcome == "overflowed":
             self.say(
                 f"step {self._step} left out: the gradient overflowed at loss scale {update.loss_scale:g}, the next "
@@ -100,7 +100,7 @@ class Monitor:
             progress: the loop's counters, this step included.
             update: the outcome of the step.
             learning_rate: of this step.
-            own_loss: nats per token of this process's own tokens; NaN where none counted.
+            own_loss: nats per token of this process's own tokens; NaN if none counted.
             report: called for more values if a row is written.
         """
         plan = self._plan

@@ -25,7 +25,7 @@ LAYER_PANELS = (
     ("state: change over the identity", ("state_norm_ratio",)),
     ("gradient into the initial states", ("initial_state_grad_norm",)),
 )
-# Drawn where a layer has sparse attention.
+# Drawn if a layer has sparse attention.
 SPARSE_PANELS = (
     ("sparse gates: entropy (-), collapsed (--)", ("gate_entropy_mean", "gate_collapse_fraction")),
     ("tokens back to a block: median (-), 95 % (--)", ("selected_distance_median", "selected_distance_p95")),
@@ -38,7 +38,7 @@ LOGARITHMIC = {"initial_state_grad_norm"}
 
 
 def require_memories(folder: str | Path) -> None:
-    """Raise ValueError where the run's rows hold nothing to draw."""
+    """Raise ValueError if the run's rows hold nothing to draw."""
     rows = read_metrics(folder)
     if not any(_indices(rows, kind) for kind in KINDS):
         raise ValueError(f"{folder} has no rows of memories or levels: name a run of a HOPE.")
@@ -147,7 +147,7 @@ def make_parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Draw each folder's own loss.png, or for several folders one comparison in the working directory.
 
-    Returns 0, 1 where the picture failed, or 2 after a mistake of the user.
+    Returns 0, 1 if the picture failed, or 2 after a mistake of the user.
     """
     try:
         args = make_parser().parse_args(argv)

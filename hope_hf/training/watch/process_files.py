@@ -92,17 +92,17 @@ class RamReport:
             self._write("out of memory", None)
 
     def last_batch_begins(self, step: int):
-        """Before the last of the accumulated batches of `step`."""
+        """Called before the last of the accumulated batches of `step`."""
         if self._due(step):
             self._write("last batch", step)
 
     def backward_ends(self, step: int):
-        """After the last backward pass of `step`; the update will free the gradients."""
+        """Called after the last backward pass of `step`; the update will free the gradients."""
         if self._due(step):
             self._gradients = size_in_bytes(self._engine.held_gradients())
 
     def step_ends(self, step: int):
-        """After the update of `step`."""
+        """Called after the update of `step`."""
         if self._due(step):
             self._write("step", step)
             self._gradients = None

@@ -31,7 +31,7 @@ def parse_profiled(value: str) -> range:
 
 
 def check_profiled(named: str | None, total_steps: int) -> None:
-    """ValueError where the run ends before the last of the steps."""
+    """ValueError if the run ends before the last of the steps."""
     if named and parse_profiled(named)[-1] > total_steps:
         raise ValueError(f"--profile_steps {named}: the run has {total_steps:,} steps, name some of these.")
 
@@ -65,7 +65,7 @@ class StepProfile:
             warn_once(f"--profile_steps: the run ended before step {self._steps[-1]} did, so no trace was written.")
 
     def step_begins(self, step: int) -> None:
-        """Before anything of `step`, from 1."""
+        """Called before `step` (from 1) begins."""
         if step not in self._steps:
             return
         if step == self._steps[0]:
@@ -76,7 +76,7 @@ class StepProfile:
         self._step.__enter__()
 
     def step_ends(self, step: int) -> None:
-        """After all of `step`."""
+        """Called after `step` has ended."""
         if step not in self._steps:
             return
         if self._accelerator.device.type == "cuda":

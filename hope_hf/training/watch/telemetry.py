@@ -1,4 +1,4 @@
-"""Measurements of a process: speed, memory, FLOPs, and threads where other programs need the cores."""
+"""Measurements of a process: speed, memory, FLOPs, and fewer threads if other programs need the cores."""
 
 import resource
 import sys

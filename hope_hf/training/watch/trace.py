@@ -72,7 +72,7 @@ def times(events: list[dict]) -> Times:
 
 
 def _gpu_layers(spans: list[dict], kernels: list[dict]) -> list[tuple[str, list[dict]]]:
-    """Events by kind; where several run at the same time, the first kind counts."""
+    """Events by kind; if several run at the same time, the first kind counts."""
     return [
         ("compute", [kernel for kernel in kernels if "nccl" not in kernel["name"].lower()]),
         ("communication", [kernel for kernel in kernels if "nccl" in kernel["name"].lower()]),

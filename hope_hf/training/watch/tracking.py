@@ -44,7 +44,7 @@ def tracker_names(report_to: str) -> list[str]:
 def read_metrics(output_dir: str | Path) -> list[dict]:
     """The rows of a run's metrics.jsonl; a last row cut off by a crash is left out.
 
-    Raises ValueError where it cannot be read or has other rows.
+    Raises ValueError if it cannot be read or has other rows.
     """
     file = Path(output_dir) / METRICS_FILE
     try:
@@ -130,7 +130,7 @@ class Tracker:
             )
 
     def say(self, text: str):
-        """Print on rank 0, above the progress bar where there is one."""
+        """Print on rank 0, above the progress bar if there is one."""
         if self._accelerator.is_main_process:
             tqdm.write(text) if self._bar is not None else print(text, flush=True)
 
