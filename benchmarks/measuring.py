@@ -117,7 +117,7 @@ def held_bytes(cache) -> int:
 
 
 def peak_growth(function: Callable[[], object]) -> int:
-    """Bytes by which this process grows at most while the function runs (Linux)."""
+    """Largest growth of this process's memory in bytes while the function runs (Linux)."""
     # resets the recorded peak to the current memory
     Path("/proc/self/clear_refs").write_text("5")
     before = _resident_kib("VmRSS")

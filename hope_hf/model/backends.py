@@ -54,7 +54,7 @@ def choose(
 
     Args:
         asked: the value of `HOPE_KERNELS`, except `plain`.
-        kernels: by value of `HOPE_KERNELS`.
+        kernels: the kernel for each value of `HOPE_KERNELS`.
         fallbacks: counts `(name, reason)` where torch's operators replace kernels on a GPU.
 
     Raises:

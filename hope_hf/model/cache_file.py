@@ -142,13 +142,13 @@ def _checksum(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> str
 
 
 class Fingerprint(NamedTuple):
-    """Hashes of 16 hexadecimal digits."""
+    """Hashes of a model, of 16 hexadecimal digits each."""
 
-    # of the weights, such as torch.float32
+    # dtype of the weights, such as torch.float32
     dtype: str
-    # of every byte of the weights
+    # hash of every byte of the weights
     exact: str
-    # of the weights rounded to bfloat16
+    # hash of the weights rounded to bfloat16
     rounded: str
 
     def fits(self, other: "Fingerprint") -> bool:

@@ -59,7 +59,7 @@ def _hybrid(preset: str, level_intermediate_size: int) -> dict:
     )
 
 
-# as many parameters as the presets that they are named after
+# hybrids have as many parameters as the presets that they are named after
 PRESETS |= {
     f"{name}-hybrid": _hybrid(name, size)
     for name, size in (("tiny", 392), ("pilot", 912), ("mid", 2336), ("target", 1416))

@@ -268,7 +268,7 @@ def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -
         )
     for layer, kind in zip(layers, config.layer_types, strict=False):
         mixer = MIXERS[kind]
-        # by name: another copy of the code may have made the cache
+        # compared by name, since another copy of the code may have made the cache
         held, expected = (getattr(getattr(of, "state_class", None), "__name__", None) for of in (layer, mixer))
         if held != expected:
             raise ValueError(

@@ -25,7 +25,7 @@ class _Loss(torch.autograd.Function):
         # `needs_input_grad` is true for leaves even under `no_grad`
         for_hidden, for_weight = (has_backward and needed for needed in ctx.needs_input_grad[:2])
         grad_hidden = torch.empty_like(hidden) if for_hidden else None
-        # in a wider dtype, since it sums many chunks
+        # wider dtype, since the gradient sums many chunks
         grad_weight = torch.zeros_like(weight, dtype=wide) if for_weight else None
         loss = hidden.new_zeros((), dtype=wide)
         # a chunk's logits then have as many numbers as the weight

@@ -38,7 +38,7 @@ from .memory_scan import (
 class DeltaMemories(NamedTuple):
     """The memories of a layer under the delta rule; states are [b, D, M D]."""
 
-    # the first two as in `Memories`
+    # as in `Memories`
     conv_weights: torch.Tensor
     projected: tuple[str, ...]
     # W_0 of the content memory [b, D, D]

@@ -63,7 +63,7 @@ class PaperMemories(NamedTuple):
     A state holds deviations from the initial weights if retention decays to these, else the weights themselves.
     """
 
-    # the first two as in `Memories`
+    # as in `Memories`
     conv_weights: torch.Tensor
     projected: tuple[str, ...]
     initial: Weights

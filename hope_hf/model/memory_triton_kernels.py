@@ -26,7 +26,7 @@ try:
 except ImportError as error:
     raise ImportError("Triton is not installed: pip install triton, or set HOPE_KERNELS=torch") from error
 
-# as `memory_scan.NORM_EPSILON`
+# the value of `memory_scan.NORM_EPSILON`
 _EPSILON = tl.constexpr(1e-6)
 
 
@@ -316,7 +316,7 @@ def projection_backward(
         grad_state: gradient of the state after the last tile [b, R, D, D]; overwritten by that before the first.
         grad_first: gradient of the chunk's start of earlier calls [b, R, D, D].
         grad_mixed: gradient of the convolutions' output [R, b, S, D].
-        grad_given, grad_norms, grad_rate, grad_log_retention: as the inputs.
+        grad_given, grad_norms, grad_rate, grad_log_retention: gradients of the inputs, in their shapes.
     """
     row = tl.program_id(0).to(tl.int64)
     memories: tl.constexpr = K_PROJECTED + V_PROJECTED

@@ -49,7 +49,7 @@ class DrawnValues:
     """The initial values of a new model: those that `build_model` would draw now."""
 
     def __init__(self, args: Arguments, config, model: PreTrainedModel, random: Tensor):
-        """`model`: from `build_on_meta`, not sharded yet. `random`: the state of torch's generator to draw with."""
+        """`model`: the result of `build_on_meta`, not sharded yet. `random`: the state of torch's generator to use."""
         self._build: Callable[[], PreTrainedModel] = lambda: build_model(args, config)
         self._random = random
         self._roots = {type(own): name for name, own in model.named_modules() if isinstance(own, PreTrainedModel)}

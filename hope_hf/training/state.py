@@ -98,9 +98,9 @@ class TrainState:
     Attributes:
         identity: the flags and data that define the run.
         progress: the loop's counters.
-        scheduler: of the learning rate.
+        scheduler: the learning rate's schedule.
         carry: the memories carried from one step to the next.
-        scaling: of the loss in fp16, or None.
+        scaling: the scaling of the loss in fp16, or None.
         data: the loader's own state after the last batch trained on.
     """
 

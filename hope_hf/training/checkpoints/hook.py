@@ -1,4 +1,4 @@
-"""`--checkpoint_hook`: runs a command after every complete checkpoint, while the training goes on.
+"""`--checkpoint_hook`: runs a command after every complete checkpoint, while the training continues.
 
 Hooks run one after the other, in the order of their steps, on the first process's machine. None of them can stop or
 fail the training: their output and status go to `checkpoint_hook.log`, and a hook that fails gives one line on the
@@ -62,7 +62,7 @@ class CheckpointHook:
         self._open.append(folder)
         self._calls.put((folder, step))
         if self._thread is None:
-            # A daemon: after an error the process ends without waiting for it, and the hook goes on.
+            # A daemon: after an error the process ends without waiting for it, and the hook continues.
             self._thread = threading.Thread(target=self._serve, name="checkpoint-hook", daemon=True)
             self._thread.start()
         if len(self._open) > BACKLOG and not self._told_of_backlog:

@@ -153,7 +153,7 @@ def latest_checkpoint(output_dir: str | Path) -> Manifest | None:
 
 
 def last_good(output_dir: str | Path) -> str:
-    """The newest checkpoint that verifies, in words for the user."""
+    """A phrase for the user that names the newest checkpoint that verifies."""
     try:
         found = latest_checkpoint(output_dir)
     except ValueError:
@@ -180,10 +180,10 @@ def publish(folder: Path, step: int, facts: dict, files: dict[str, dict]) -> Pat
     """Seal a written folder with its manifest and give it its final name.
 
     Args:
-        folder: from `temporary_name`, everything else already in it.
+        folder: a folder named by `temporary_name` that holds everything else.
         step: optimizer steps done.
         facts: JSON-able, for `Manifest.facts`.
-        files: from `describe`, all files in the folder.
+        files: the result of `describe` for all files in the folder.
 
     Returns:
         `checkpoint-<step>` next to `folder`. At every moment it or the previous one is complete on disk.

@@ -24,11 +24,11 @@ from .state_files import SHARED_STATE, load_state
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A verified checkpoint: what this process needs of it before model and data exist.
+    """A verified checkpoint, and the state that this process needs before model and data exist.
 
     Attributes:
-        manifest: of the checkpoint.
-        state: by file, as given to `CheckpointWriter.save`; "rank" is this process's own, with None for the random
+        manifest: the checkpoint's manifest.
+        state: the states by file, as given to `CheckpointWriter.save`; "rank" is this process's own, with None for the random
             generators if another number of processes wrote the checkpoint.
     """
 
@@ -50,7 +50,7 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | None) 
     """Choose the checkpoint to continue from, verify every byte of it, and read the state that is needed first.
 
     Args:
-        output_dir: of the run.
+        output_dir: the run's folder.
         resume_from_checkpoint: a checkpoint's folder; "latest": the newest complete one in `output_dir`; None: the
             same, if there is one.
 

@@ -1,4 +1,4 @@
-"""`run.json`: which run a folder holds, so that no other overwrites it and a finished one is not repeated."""
+"""`run.json` identifies a folder's run, so that no other run overwrites it and a finished run is not repeated."""
 
 import json
 import uuid

@@ -102,8 +102,8 @@ def take_parts(engine: Engine, buffers: HostBuffers | None = None) -> TakenParts
     The first process copies its own straight to their places in the whole weights.
 
     Args:
-        engine: of the training.
-        buffers: for copies, if the training changes weights before `together` is done; None if it waits.
+        engine: the training's engine.
+        buffers: memory for copies, if the training changes weights before `together` is done; None if it waits.
     """
     whole, own = {}, []
     for held in engine.weight_slices():

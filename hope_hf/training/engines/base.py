@@ -30,8 +30,8 @@ class Slice:
     """This process's part of one of the model's tensors: contiguous elements of the flattened tensor.
 
     Attributes:
-        names: of the tensor in the unwrapped model; several if it is tied.
-        shape: of the whole tensor.
+        names: the tensor's names in the unwrapped model; several if it is tied.
+        shape: shape of the whole tensor.
         start: where the slice begins in the flattened tensor.
         tensors: by key, 1-D views of the slice's length: {"weight": ...}, or those of the optimizer's state.
         is_copy: another process holds the same slice and writes it.
@@ -68,8 +68,8 @@ class Engine:
         wrapped: the module that runs the forward pass.
         optimizer: not wrapped.
         groups: names of the parameters of each of the optimizer's groups.
-        trained: by name, tied ones too, whether a parameter is trained.
-        scaling: of the loss in fp16; None if gradients are not scaled.
+        trained: whether a parameter is trained, by name, tied ones too.
+        scaling: the scaling of the loss in fp16; None if gradients are not scaled.
     """
 
     name = "one process"
@@ -144,7 +144,7 @@ class Engine:
     def update(self, loss: float, max_grad_norm: float) -> Update:
         """End the step after its last batch: clip, then change the weights or leave the step out.
 
-        `loss`: of the step, over all processes. Loss and norm are the same on all, so all processes step or none does.
+        `loss`: the step's loss over all processes. Loss and norm are the same on all, so all step or none does.
         """
         grad_norm = self._clip(max_grad_norm)
         scale = None if self.scaling is None else self.scaling.scale
@@ -209,7 +209,7 @@ class Engine:
         return {name: buffer for name, buffer in found.items() if buffer is not None}
 
     def compute_dtype(self) -> str | None:
-        """The dtype in which parameters compute, in words; None: their own."""
+        """Name of the dtype in which parameters compute; None: their own."""
         low = LOW_PRECISION.get(self.accelerator.mixed_precision)
         return None if low is None else dtype_name(low) + (" (autocast)" if self.autocasts else "")
 

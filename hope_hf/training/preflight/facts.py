@@ -48,14 +48,14 @@ class Facts:
     """Everything that the checks need.
 
     Attributes:
-        local_processes: on this machine.
-        on_gpu: whether the run computes on one.
+        local_processes: number of processes on this machine.
+        on_gpu: whether the run computes on a GPU.
         in_parts: whether every process saves its own part of the weights.
-        gpu: this process's, or why it could not be read; None on a machine without one.
+        gpu: this process's GPU, or why it could not be read; None on a machine without one.
         in_use: whether another process trains in the folder.
         held: bytes of the checkpoints in the folder.
         continues: the checkpoint to continue from.
-        step: done before.
+        step: number of steps done before.
     """
 
     args: Arguments

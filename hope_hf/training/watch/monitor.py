@@ -24,7 +24,7 @@ class Monitor:
     """
 
     def __init__(self, args: Arguments, engine: Engine, plan, flops_per_token: int, start_step: int, run_id: str):
-        """`plan`: of the run; `flops_per_token`: of its model, for the MFU."""
+        """`plan`: the run's plan; `flops_per_token`: FLOPs of its model, for the MFU."""
         self._engine, self._accelerator, self._plan = engine, engine.accelerator, plan
         self._device = engine.accelerator.device
         self._logging_steps = args.logging_steps
@@ -99,7 +99,7 @@ class Monitor:
         Args:
             progress: the loop's counters, this step included.
             update: the outcome of the step.
-            learning_rate: of this step.
+            learning_rate: the step's learning rate.
             own_loss: nats per token of this process's own tokens; NaN if none counted.
             report: called for more values if a row is written.
         """

@@ -99,7 +99,7 @@ class ThreadLimit:
         self._slow = 0
 
     def step_ends(self, seconds: float) -> None:
-        """`seconds`: of a step, without waiting for data."""
+        """`seconds`: duration of a step, without waiting for data."""
         self._fastest = min(self._fastest, seconds)
         is_slow = seconds > max(SLOWER * self._fastest, SHORTEST)
         self._slow = self._slow + 1 if is_slow else 0
