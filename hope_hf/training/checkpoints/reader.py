@@ -28,8 +28,8 @@ class SavedRun:
 
     Attributes:
         manifest: the checkpoint's manifest.
-        state: the states by file, as given to `CheckpointWriter.save`; "rank" is this process's own, with None for the random
-            generators if another number of processes wrote the checkpoint.
+        state: the states by file, as given to `CheckpointWriter.save`; "rank" is this process's own, with None for the
+            random generators if another number of processes wrote the checkpoint.
     """
 
     manifest: Manifest
