@@ -72,6 +72,29 @@ def read_yaml(path: str | Path, named: str) -> object:
         raise ValueError(f"{named} cannot be read: {reason}.") from None
 
 
+def yaml_fields(path: str | Path, named: str) -> dict[str, str | list[str] | None] | None:
+    """The fields of a YAML file whose tags may be unknown: strings, lists of strings, `None` for other values.
+
+    Returns `None` if the file is not a mapping. Nothing is constructed. Raises ValueError that begins with `named` for
+    a file that cannot be read.
+    """
+
+    def plain(node: yaml.Node) -> str | list[str] | None:
+        if isinstance(node, yaml.SequenceNode):
+            return [child.value for child in node.value if isinstance(child, yaml.ScalarNode)]
+        return node.value if node.tag == "tag:yaml.org,2002:str" else None
+
+    try:
+        # PyYAML's loader in C, which lm-eval uses, crashes on thousands of nested brackets.
+        node = yaml.compose(read_small(path, _LARGEST), Loader=yaml.SafeLoader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise ValueError(f"{named} cannot be read: {reason}.") from None
+    if not isinstance(node, yaml.MappingNode):
+        return None
+    return {key.value: plain(value) for key, value in node.value if isinstance(key, yaml.ScalarNode)}
+
+
 def load_yaml(text: str) -> object:
     """The value of a YAML text, which may have no repeated keys, no aliases and no merged mappings.
 

@@ -20,6 +20,7 @@ from hope_hf.cli.process import one_line, warn_once
 
 # Most names of columns that a sentence lists.
 MOST_NAMES = 12
+MOST_REPEATS = 1_000
 
 
 class BadDocuments(ValueError):
@@ -94,6 +95,9 @@ def _check(task, limit: int | None, shots: int | None) -> list[int]:
             if len(data) and data.data.column(name).null_count == len(data):
                 where = f"--tasks {_name(task)}: {_source(task, source)}"
                 raise BadDocuments(f"{where} has no column {name}, which the task reads.")
+    repeats = task.config.repeats
+    if not isinstance(repeats, int) or not 1 <= repeats <= MOST_REPEATS:
+        raise BadDocuments(f"--tasks {_name(task)}: repeats is {repeats!r}: give 1 to {MOST_REPEATS:,}.")
     empty, numbers = Counter(), []
     for number, document in enumerate(islice(task.task_docs, limit), 1):
         try:

@@ -12,6 +12,7 @@ from transformers import dynamic_module_utils
 
 from hope_hf.cli.parser import nearest
 from hope_hf.cli.process import one_line
+from hope_hf.cli.recipe import yaml_fields
 from hope_hf.data import cache_for, plain_name
 
 from .documents import check_documents, reading_failed
@@ -58,6 +59,7 @@ def find_tasks(args: Arguments):
                 f"--tasks {name} is no task of lm-eval's own, and a task file can run code: read it and the files "
                 "that it includes, then give --trust_remote_code."
             )
+        _check_file(name)
     # A copy, since `load` is replaced below.
     manager = copy(_listed(len(files) < len(asked), args.tokenizer_name or args.model_name_or_path))
     for name in asked:
@@ -67,6 +69,24 @@ def find_tasks(args: Arguments):
         asked = [spec for name in asked for spec in _on_local_data(manager, name, Path(args.data_dir), args)]
     _load_in_sentences(manager, args)
     return manager, asked
+
+
+def _check_file(name: str) -> None:
+    """ValueError for a file that lm-eval would not read as a task or group; nothing in it is constructed or run."""
+    fields = yaml_fields(name, f"--tasks {name}")
+    if fields is None:
+        raise ValueError(f"--tasks {name} holds no task of lm-eval: write its fields as 'name: value'.")
+    if fields.get("include", "") is None:
+        raise ValueError(f"--tasks {name}: its include is not a path: name a file.")
+    if fields.get("task", "") is None or fields.get("group", "") is None:
+        raise ValueError(f"--tasks {name}: its task or group is not a name: write one.")
+    if "group" in fields and isinstance(fields.get("task"), list):
+        for member in fields["task"]:
+            if Path(member).suffix in (".yaml", ".yml"):
+                raise ValueError(
+                    f"--tasks {name}: its group names the file {member}, and a group holds names alone: give the "
+                    "file to --tasks."
+                )
 
 
 @lru_cache(maxsize=4)
@@ -148,8 +168,12 @@ def overrides(name: str, config: dict, folder: Path, args: Arguments) -> dict:
 
 def _load_in_sentences(manager, args: Arguments):
     """Make the manager's `load` raise a one-sentence error: tasks run their own code on the data."""
-    load, place = manager.load, "the Hub's cache (--offline)" if args.offline else "the Hub"
-    place = f"--data_dir {args.data_dir}" if args.data_dir else place
+    load, place = manager.load, " from the Hub's cache (--offline)" if args.offline else " from the Hub"
+    if args.data_dir:
+        place = f" from --data_dir {args.data_dir}"
+    elif ".yaml" in (args.tasks or "") or ".yml" in (args.tasks or ""):
+        # the fault may be in the file or in the data that it names
+        place = ""
 
     def load_or_say(tasks):
         try:
@@ -158,7 +182,7 @@ def _load_in_sentences(manager, args: Arguments):
             if failure := reading_failed(error):
                 raise failure from error
             reason = f"{type(error).__name__}: {one_line(error)}"
-            raise ValueError(f"--tasks {args.tasks or 'paper'} cannot be loaded from {place}: {reason}") from error
+            raise ValueError(f"--tasks {args.tasks or 'paper'} cannot be loaded{place}: {reason}") from error
         manager.chances = check_documents(found["tasks"].values(), args.limit, args.num_fewshot)
         return found
 

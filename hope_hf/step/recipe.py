@@ -5,6 +5,7 @@ from collections.abc import Collection
 from hope_hf.cli.parser import flag_of
 from hope_hf.cli.process import warn_once
 from hope_hf.cli.recipe import split_recipe
+from hope_hf.optim import RULES
 
 from .arguments import FLAGS
 
@@ -35,7 +36,7 @@ INSTEAD = {
     "logging_dir": "metrics.jsonl and the trackers of --report_to are in --output_dir",
     "eval_strategy": "use --eval_steps",
     "evaluation_strategy": "use --eval_steps",
-    "optim": "use --optimizer",
+    "optim": f"use --optimizer {' or '.join(RULES)}",
     "project": "use --project_name",
     "data_seed": "--seed also seeds the data",
     "no_keep_linebreaks": "texts always keep their line breaks, so remove them in the file",

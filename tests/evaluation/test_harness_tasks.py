@@ -83,10 +83,38 @@ def test_code_runs_where_it_is_trusted(task_file, tmp_path, arguments):
     assert (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("lines", ["a: [", "include: missing.yaml", "include: {a: b}", "a: !!python/x 1"])
-def test_what_cannot_be_read_is_one_sentence(task_file, arguments, lines):
-    manager, tasks = find_tasks(arguments(tasks=str(task_file(lines)), trust_remote_code=True))
-    with pytest.raises(ValueError, match=r"^--tasks .*task.yaml[^\n]*$"):
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ("a: [", "cannot be read"),
+        ("a: " + 100_000 * "[", "cannot be read"),
+        ("include: missing.yaml", "cannot be loaded: "),
+        ("include: {a: b}", "include is not a path"),
+        ("include: 5", "include is not a path"),
+        ("task: 5", "task or group is not a name"),
+        ("group: g\ntask: [other.yaml]", "names the file other.yaml"),
+        ("a: !!python/x 1", "cannot be loaded: "),
+    ],
+)
+def test_what_cannot_be_read_is_one_sentence(task_file, arguments, lines, reason):
+    """A deeply nested file, read by PyYAML's loader in C, would end the process."""
+    path = task_file(lines)
+    with pytest.raises(ValueError, match=rf"^--tasks .*task.yaml[^\n]*{reason}[^\n]*$"):
+        manager, tasks = find_tasks(arguments(tasks=str(path), trust_remote_code=True))
+        manager.load(tasks)
+
+
+def test_a_file_without_fields_is_no_task(tmp_path, arguments):
+    (tmp_path / "x.yaml").write_text("- piqa\n")
+    with pytest.raises(ValueError, match="holds no task"):
+        find_tasks(arguments(tasks=str(tmp_path / "x.yaml"), trust_remote_code=True))
+
+
+@pytest.mark.parametrize("repeats", ["0", "x", "99999999"])
+def test_repeats_have_a_bound(task_file, arguments, repeats):
+    path = task_file(f"doc_to_target: '{{{{sol}}}}'\nrepeats: {repeats}" + ACC)
+    manager, tasks = find_tasks(arguments(tasks=str(path), trust_remote_code=True))
+    with pytest.raises(ValueError, match=f"repeats is '?{repeats}'?: give 1 to 1,000"):
         manager.load(tasks)
 
 

@@ -70,9 +70,10 @@ def _retrieve(
                     bar.update()
             tables[task.title] = rows
             pictures[f"needle_{task.name}.png"] = partial(draw, task.name, rows)
-            for name in ("generated", "exact"):
+            guessed = {"generated": task.chance_generated(chance["chance"]), "exact": chance["chance"]}
+            for name, score in guessed.items():
                 mean = sum(row[name] for row in rows) / len(rows)
-                scores.append(summary_row(f"{task.name}, {name}, mean of all", mean, None, chance["chance"]))
+                scores.append(summary_row(f"{task.name}, {name}, mean of all", mean, None, score))
     return SuiteResult(tables, pictures, summary=scores)
 
 

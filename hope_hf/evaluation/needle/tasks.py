@@ -102,6 +102,10 @@ class NeedleTask:
         """The title of its table."""
         return self.name
 
+    def chance_generated(self, chance: float) -> float:
+        """The expected score of a guessed answer; `chance` is that of uniformly drawn tokens."""
+        return chance
+
     @property
     def needles(self) -> int:
         """Number of hidden sentences."""
@@ -133,6 +137,10 @@ class PassKey(NeedleTask):
     """A number is hidden in filler text that is cut at any token. The answer must begin with the number."""
 
     title = "Passkey"
+
+    def chance_generated(self, chance: float) -> float:
+        """One of all numbers of that many digits."""
+        return 1 / (9 * 10 ** (PASS_KEY_DIGITS - 1))
 
     def word(self, generator: Random) -> Wording:
         """Draw one sample's number."""
