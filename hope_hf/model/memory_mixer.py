@@ -343,16 +343,6 @@ class SelfModifyingTitans(Mixer, nn.Module):
         rate, log_retention, _ = self.gates(hidden_states)
         return rate, log_retention.exp()
 
-    @torch.no_grad()
-    def contribution(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Norm of the change that writes make to the content memory's reads, per token [B, T, H]."""
-        parts = []
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            for memories, _, values, queries, reads, _, _ in self._spans(hidden_states):
-                parts.append((reads - memories.initial_read(unit(queries), values)).norm(dim=-1))
-        heads = self.config.num_memory_heads
-        return torch.cat(parts, dim=1).unflatten(0, (-1, heads)).transpose(1, 2)
-
     @classmethod
     def describe(cls, config: PreTrainedConfig) -> str:
         return (
