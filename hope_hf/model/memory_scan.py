@@ -268,11 +268,11 @@ def scan(
         recompute: spans whose activations are recomputed together in the backward pass; 0 keeps all activations. The
             last such group always keeps its activations, since the backward pass begins with it.
     """
-    stride = recompute if recompute and torch.is_grad_enabled() else len(spans)
     state = fresh_state(memories) if state is None else state
-    if stride >= len(spans):
+    if not torch.is_grad_enabled():
         reads, state = run(inputs, memories, state, spans, need_state)
         return reads, state if need_state else None
+    stride = recompute or len(spans)
     groups = [spans[index : index + stride] for index in range(0, len(spans), stride)]
     parts = inputs.split([group[-1].stop - group[0].start for group in groups])
     reads = []
@@ -286,4 +286,4 @@ def scan(
                 run, part, memories, state, group, True, use_reentrant=False, preserve_rng_state=False
             )
         reads.append(read)
-    return torch.cat(reads, dim=1), state if need_state else None
+    return reads[0] if len(reads) == 1 else torch.cat(reads, dim=1), state if need_state else None
