@@ -103,7 +103,7 @@ def test_random_blocks_depend_on_seed_and_index_only():
 
 def test_a_killed_process_is_a_sentence(tokenizer, monkeypatch):
     monkeypatch.setattr(packing, "make_encoder", lambda tokenizer: lambda texts: os._exit(137))
-    with pytest.raises(ValueError, match="One of the 2 processes of --preprocessing_num_workers was killed, as where"):
+    with pytest.raises(ValueError, match="One of the 2 processes of --preprocessing_num_workers was killed, perhaps"):
         tokenize(Dataset.from_dict({"text": ["a", "b"]}), tokenizer, 2)
 
 
