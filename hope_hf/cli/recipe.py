@@ -2,8 +2,9 @@
 
 import json
 import reprlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -62,10 +63,13 @@ def without(recipe: list[str], flags: Collection[str]) -> list[str]:
     return [word for word in recipe if word.split("=")[0].removeprefix("--") not in flags]
 
 
-def read_yaml(path: str | Path, named: str) -> object:
-    """The value of a YAML file as `load_yaml` has it; ValueError that begins with `named` if it cannot be read."""
+def read_yaml(path: str | Path, named: str, parse: Callable[[str], object] | None = None) -> object:
+    """What `parse` (default: `load_yaml`) makes of a YAML file's text.
+
+    Raises ValueError that begins with `named` if the file cannot be read.
+    """
     try:
-        return load_yaml(read_small(path, _LARGEST))
+        return (parse or load_yaml)(read_small(path, _LARGEST))
     # RecursionError: thousands of nested brackets. ValueError: not UTF-8, or a date that does not exist.
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or one_line(error)
@@ -84,12 +88,8 @@ def yaml_fields(path: str | Path, named: str) -> dict[str, str | list[str] | Non
             return [child.value for child in node.value if isinstance(child, yaml.ScalarNode)]
         return node.value if node.tag == "tag:yaml.org,2002:str" else None
 
-    try:
-        # PyYAML's loader in C, which lm-eval uses, crashes on thousands of nested brackets.
-        node = yaml.compose(read_small(path, _LARGEST), Loader=yaml.SafeLoader)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = getattr(error, "strerror", None) or one_line(error)
-        raise ValueError(f"{named} cannot be read: {reason}.") from None
+    # PyYAML's loader in C, which lm-eval uses, crashes on thousands of nested brackets.
+    node = read_yaml(path, named, partial(yaml.compose, Loader=yaml.SafeLoader))
     if not isinstance(node, yaml.MappingNode):
         return None
     return {key.value: plain(value) for key, value in node.value if isinstance(key, yaml.ScalarNode)}

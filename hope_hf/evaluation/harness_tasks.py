@@ -49,7 +49,7 @@ def find_tasks(args: Arguments):
     if not asked:
         raise ValueError("--tasks names none of lm-eval's tasks: name some, such as piqa, or write paper.")
     asked = written_out(asked)
-    files = [name for name in asked if Path(name).suffix in (".yaml", ".yml")]
+    files = [name for name in asked if _is_file(name)]
     for name in files:
         if not Path(name).is_file():
             raise ValueError(f"--tasks {name} does not exist: name a task of lm-eval or a YAML file of one.")
@@ -67,8 +67,18 @@ def find_tasks(args: Arguments):
             raise ValueError(f"--tasks {name} is not a task of lm-eval{nearest(name, manager.all_tasks, most=3)}")
     if args.data_dir is not None:
         asked = [spec for name in asked for spec in _on_local_data(manager, name, Path(args.data_dir), args)]
-    _load_in_sentences(manager, args)
+        place = f" from --data_dir {args.data_dir}"
+    # The fault may be in the file or in the data that it names.
+    elif files:
+        place = ""
+    else:
+        place = " from the Hub's cache (--offline)" if args.offline else " from the Hub"
+    _load_in_sentences(manager, args, place)
     return manager, asked
+
+
+def _is_file(name: str) -> bool:
+    return Path(name).suffix in (".yaml", ".yml")
 
 
 def _check_file(name: str) -> None:
@@ -82,7 +92,7 @@ def _check_file(name: str) -> None:
         raise ValueError(f"--tasks {name}: its task or group is not a name: write one.")
     if "group" in fields and isinstance(fields.get("task"), list):
         for member in fields["task"]:
-            if Path(member).suffix in (".yaml", ".yml"):
+            if _is_file(member):
                 raise ValueError(
                     f"--tasks {name}: its group names the file {member}, and a group holds names alone: give the "
                     "file to --tasks."
@@ -166,14 +176,9 @@ def overrides(name: str, config: dict, folder: Path, args: Arguments) -> dict:
     }
 
 
-def _load_in_sentences(manager, args: Arguments):
-    """Make the manager's `load` raise a one-sentence error: tasks run their own code on the data."""
-    load, place = manager.load, " from the Hub's cache (--offline)" if args.offline else " from the Hub"
-    if args.data_dir:
-        place = f" from --data_dir {args.data_dir}"
-    elif ".yaml" in (args.tasks or "") or ".yml" in (args.tasks or ""):
-        # the fault may be in the file or in the data that it names
-        place = ""
+def _load_in_sentences(manager, args: Arguments, place: str):
+    """Make the manager's `load` raise a one-sentence error with `place`: tasks run their own code on the data."""
+    load = manager.load
 
     def load_or_say(tasks):
         try:

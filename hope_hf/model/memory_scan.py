@@ -274,6 +274,7 @@ def scan(
         return reads, state if need_state else None
     stride = recompute or len(spans)
     groups = [spans[index : index + stride] for index in range(0, len(spans), stride)]
+    # A single group is split too: the split's gradients are contiguous, which fixes the order of the sums over them.
     parts = inputs.split([group[-1].stop - group[0].start for group in groups])
     reads = []
     for index, (part, group) in enumerate(zip(parts, groups, strict=True)):
