@@ -169,6 +169,12 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_readme_is_read_in_five_minutes():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.split()) <= 1200
+    assert max(map(len, text.splitlines())) <= 119
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_link_leads_somewhere(page):
     broken = []

@@ -35,7 +35,7 @@ def test_peers_have_hopes_parameters(preset):
     case = speed.Peers(options, preset)
     hope = case.new("hope").num_parameters()
     for name in PEERS:
-        assert case.new(name).num_parameters() == pytest.approx(hope, rel=0.02), name
+        assert case.new(name).num_parameters() == pytest.approx(hope, rel=0.005 if name == "llama" else 0.02), name
 
 
 def test_every_model_has_every_measure(tmp_path, capsys):
