@@ -24,6 +24,8 @@ _IRRELEVANT = {
     "_name_or_path", "architectures", "auto_map", "dtype", "transformers_version", "use_cache", "recompute_chunks",
     "level_periods",
 }  # fmt: skip
+# Fields that are younger than format 3: left at their defaults, they are no part of a fingerprint.
+_ADDED = {"hidden_act", "mlp_bias", "attention_out_bias", "use_qk_norm"}
 
 
 def write_cache(folder: Path, tensors: dict[str, torch.Tensor], model: str) -> None:
@@ -163,6 +165,8 @@ def fingerprint(model: PreTrainedModel) -> Fingerprint:
     call reads every weight (0.04 s for 8 M parameters and 0.6 s for 160 M in float32, on one CPU core).
     """
     config = {key: value for key, value in model.config.to_dict().items() if key not in _IRRELEVANT}
+    added = {key: type(model.config).__dataclass_fields__[key].default for key in _ADDED}
+    config = {key: value for key, value in config.items() if key not in added or value != added[key]}
     unused = model.config.unused_fields
     config = {key: value for key, value in config.items() if not key.startswith(unused)}
     config = json.dumps(config, sort_keys=True, default=str)

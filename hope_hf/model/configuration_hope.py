@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from typing import Literal
 
 from huggingface_hub.dataclasses import strict
+from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 
 from .continuum import CONTINUA
@@ -162,6 +163,17 @@ class HopeConfig(PreTrainedConfig):
         level_variant (`str`, *optional*, defaults to `"sequential"`):
             Levels in a chain (`"sequential"`, equation 73) or side by side with learned weights (`"independent"`,
             equation 74).
+        hidden_act (`str`, *optional*, defaults to `"silu"`):
+            Activation of the levels' gates, a name that transformers knows.
+        mlp_bias (`bool`, *optional*, defaults to `False`):
+            Whether the linear maps of levels have biases.
+        attention_bias (`bool`, *optional*, defaults to `False`):
+            Whether the linear maps of softmax attention have biases.
+        attention_out_bias (`bool`, *optional*):
+            The same for the output map alone, which Qwen2 has without a bias; `attention_bias` unless given.
+        use_qk_norm (`bool`, *optional*, defaults to `False`):
+            Whether softmax attention normalises queries and keys over the head width before it rotates them, as Qwen3
+            does.
         max_position_embeddings (`int`, *optional*, defaults to 1048576):
             For tools that read it; memories have no maximal length. Give lm-eval's `batch_size=auto` a `max_length`.
         rope_parameters (`dict`, *optional*):
@@ -222,6 +234,8 @@ class HopeConfig(PreTrainedConfig):
     level_periods: list[int] | None = None
     level_intermediate_sizes: list[int] | None = None
     level_variant: Literal["sequential", "independent"] = "sequential"
+    hidden_act: str = "silu"
+    mlp_bias: bool = False
 
     rms_norm_eps: float | int = 1e-6
     initializer_range: float | int = 0.02
@@ -230,6 +244,8 @@ class HopeConfig(PreTrainedConfig):
     max_position_embeddings: int = 1_048_576
     rope_parameters: dict | None = None
     attention_bias: bool = False
+    attention_out_bias: bool | None = None
+    use_qk_norm: bool = False
     attention_dropout: float | int = 0.0
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -346,7 +362,7 @@ class HopeConfig(PreTrainedConfig):
         kinds = dict.fromkeys(self.mixers)
         mixer = {name: style for kind in kinds for name, style in kind.tensor_parallel_maps(self).items()}
         if len(kinds) > 1:
-            mixer = dict.fromkeys(mixer, "colwise_gather_output")
+            mixer = {name: "colwise_gather_output" for name in mixer if name.endswith("_proj")}
         level = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
         return {f"layers.*.mixer.{name}": style for name, style in mixer.items()} | {
             f"layers.*.continuum.levels.*.{name}": style for name, style in level.items()
@@ -382,6 +398,10 @@ class HopeConfig(PreTrainedConfig):
                 f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
                 f"({self.num_key_value_heads})"
             )
+        if self.hidden_act not in ACT2FN:
+            close = get_close_matches(self.hidden_act, ACT2FN, n=1)
+            hint = f"; did you mean '{close[0]}'?" if close else ", such as 'silu' or 'gelu'"
+            raise ValueError(f"`hidden_act` '{self.hidden_act}' is no activation of transformers{hint}")
         for mixer in MIXERS.values():
             mixer.check_config(self)
         self._validate_levels()

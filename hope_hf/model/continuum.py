@@ -6,16 +6,16 @@ is an ordinary MLP.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
+from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 
 from .layers import HopeRMSNorm
 
 
 class ContinuumLevel(nn.Module):
-    """One level: a SwiGLU MLP after its own normalisation, without the residual connection.
+    """One level: an MLP with a gate (SwiGLU unless `hidden_act` differs) after its own norm, without the residual.
 
     `level` counts from 0, the fastest; all its parameters are updated every `period` tokens.
     """
@@ -26,13 +26,14 @@ class ContinuumLevel(nn.Module):
         self.period = config.level_periods[level]
         width, hidden = config.hidden_size, config.level_intermediate_sizes[level]
         self.norm = HopeRMSNorm(width, config.rms_norm_eps)
-        self.gate_proj = nn.Linear(width, hidden, bias=False)
-        self.up_proj = nn.Linear(width, hidden, bias=False)
-        self.down_proj = nn.Linear(hidden, width, bias=False)
+        self.gate_proj = nn.Linear(width, hidden, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(width, hidden, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(hidden, width, bias=config.mlp_bias)
+        self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         normed = self.norm(hidden_states)
-        return self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
+        return self.down_proj(self.act_fn(self.gate_proj(normed)) * self.up_proj(normed))
 
 
 class ContinuumMemory(nn.Module):

@@ -22,6 +22,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from .attention import HopeAttention
 from .cache_hope import HopeCache, carried_layers
 from .chunks import Past, plan_chunks, plan_slots
 from .configuration_hope import HopeConfig
@@ -39,7 +40,7 @@ from .inputs import (
 )
 from .layers import HopeRMSNorm
 from .loss import IGNORED, HopeHead, next_labels
-from .mixers import MIXERS, HopeAttention
+from .mixers import MIXERS
 
 # Above this width the head starts with smaller weights, or the first loss exceeds that of a uniform guess.
 _HEAD_WIDTH = 768

@@ -17,6 +17,7 @@ MEMORIES = {
     "paper-2": dict(memory_rule="paper", paper_rule={"depth": 2}),
 }
 HYBRID = dict(layer_types=["hope_memory", "full_attention"], memory_projections=["k", "v"])
+QWEN = dict(layer_types=["full_attention"] * 2, attention_bias=True, use_qk_norm=True, mlp_bias=True)
 ATTENTION = dict(layer_types=["full_attention", "full_attention"])
 SIZES = dict(sparse_block_size=8, sparse_compress_stride=4, sparse_top_k=4, sparse_window=8)
 SPARSE = dict(layer_types=["sparse_attention", "sparse_attention"]) | SIZES

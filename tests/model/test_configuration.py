@@ -83,6 +83,7 @@ REFUSED = {
     "memory_projections": [["q"], ["v", "k"], ["k", "k"], "kv", True],
     "memory_rule": ["gated", None],
     "layer_types": [["mamba"], ["hope_memory"] * 2, [], "full_attention", [1]],
+    "hidden_act": ["swish1", "", None],
     "level_variant": ["nested", "parallel"],
     "level_periods": [[], [0, 1, 2], [4, 2, 8], [1.5, 2, 3], 4],
     "level_intermediate_sizes": [[8], [8, 8, 8, 8], [0, 8, 8], [8, 8, -8], "8,8,8", [[8], [8], [8]]],

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from mixers import LAYERS
+from mixers import LAYERS, QWEN
 from safetensors.torch import load_file
 
+from hope_hf.model.layers import HopeRMSNorm
+
 MAPS = (torch.nn.Linear, torch.nn.Embedding)
+KINDS = LAYERS | {"biases and norms": QWEN}
 SCRIPT = Path(__file__).with_name("tensor_parallel.py")
 
 
@@ -18,22 +21,27 @@ def test_the_plan_names_maps_that_exist(tiny_model):
         {"tie_word_embeddings": True},
         {"memory_projections": ["k"], "level_variant": "independent"},
         {"memory_projections": []},
-        *LAYERS.values(),
+        *KINDS.values(),
     )
     for options in kinds:
         model = tiny_model(**options)
         modules = {".".join("*" if part.isdigit() else part for part in name.split(".")): module
                    for name, module in model.model.named_modules()}  # fmt: skip
         assert "layers.*.mixer.q_proj" in model.config.base_model_tp_plan
-        assert all(isinstance(modules[name], MAPS) for name in model.config.base_model_tp_plan)
+        plan = model.config.base_model_tp_plan
+        kinds_of = {name: HopeRMSNorm if name.endswith("_norm") else MAPS for name in plan}
+        assert all(isinstance(modules[name], kind) for name, kind in kinds_of.items())
         assert "base_model_tp_plan" not in model.config.to_dict()
 
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("warm_python")
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_model_in_two_parts_computes_what_the_whole_one_does(tiny_model, tmp_path, kind):
-    model = tiny_model(**LAYERS[kind])
+    model = tiny_model(**KINDS[kind])
+    for name, parameter in model.named_parameters():
+        if name.endswith("proj.bias"):
+            torch.nn.init.normal_(parameter)
     model.save_pretrained(tmp_path / "model")
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
     command = [*launch, str(SCRIPT), str(tmp_path / "model"), str(tmp_path / "made")]
@@ -50,4 +58,5 @@ def test_a_model_in_two_parts_computes_what_the_whole_one_does(tiny_model, tmp_p
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     maps = {name for name in sizes if name.endswith("_proj.weight") and "gates" not in name}
     cut = {name.removeprefix("cut.") for name in made if name.startswith("cut.")}
-    assert maps < cut and all(2 * made[f"cut.{name}"].item() == sizes[name] for name in cut)
+    halves = {name for name in cut if not name.endswith((".bias", "_norm.weight"))}
+    assert maps < halves and all(2 * made[f"cut.{name}"].item() == sizes[name] for name in halves)

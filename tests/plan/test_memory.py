@@ -77,6 +77,14 @@ def test_other_memories_are_near_the_simulation(fields):
     assert counted.peak == pytest.approx(simulate(*asked).peak, rel=0.3)
 
 
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_attention_with_biases_and_norms_is_near_the_simulation(precision):
+    fields = dict(level_intermediate_sizes=[688], level_periods=[1], layer_types=["full_attention"] * 4)
+    flags = dict.fromkeys(("attention_bias", "mlp_bias", "use_qk_norm"), True)
+    counted, asked = plan(small_config("tiny", **fields, **flags), "ddp", 1, precision, batch_size=4)
+    assert counted.peak == pytest.approx(simulate(*asked).peak, rel=0.07), counted.split
+
+
 def test_other_architectures_are_estimates():
     config = Qwen2Config(hidden_size=256, intermediate_size=688, num_hidden_layers=4, vocab_size=1024,
                          num_attention_heads=4, num_key_value_heads=4)  # fmt: skip

@@ -1,0 +1,144 @@
+"""Softmax attention as Llama, Mistral, Qwen2 and Qwen3 have it, with transformers' own kernels."""
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
+
+from .cache_hope import KeyValues
+from .layers import HopeRMSNorm, Mixer
+
+
+class _Extension:
+    """A cache for transformers' attention that concatenates a call's keys and values to a state, in new tensors.
+
+    The given state does not change, so that a block recomputed in the backward pass reads the same state.
+    """
+
+    def __init__(self, state: KeyValues | None):
+        self.state = state
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args) -> KeyValues:
+        if self.state is not None:
+            keys, values = (torch.cat(pair, dim=-2) for pair in zip(self.state, (keys, values), strict=True))
+        self.state = KeyValues(keys, values)
+        return self.state
+
+
+class HopeAttention(Mixer, LlamaAttention):
+    """Causal multi-head attention with rotary positions.
+
+    With `use_qk_norm`, queries and keys are normalised over the head width before they are rotated, as in Qwen3.
+    """
+
+    needs = frozenset({"mask", "rotary"})
+    heads = ("num_attention_heads", "num_key_value_heads")
+    input_readers = 3
+    name = "softmax attention"
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        if config.attention_out_bias not in (None, config.attention_bias):
+            self.o_proj = nn.Linear(self.o_proj.in_features, self.o_proj.out_features, config.attention_out_bias)
+        self.q_norm = self.k_norm = None
+        if config.use_qk_norm:
+            self.q_norm, self.k_norm = (HopeRMSNorm(self.head_dim, config.rms_norm_eps) for _ in range(2))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        state: KeyValues | None = None,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        plan=None,
+        need_state: bool = False,
+        cache: Cache | None = None,
+        **options,
+    ) -> tuple[torch.Tensor, KeyValues | None, torch.Tensor | None]:
+        """[B, T, hidden_size]; the state after the call; weights [B, H, T, T] of eager attention.
+
+        Args:
+            hidden_states: [B, T, hidden_size].
+            state: keys and values of the text so far, unless a cache is given.
+            position_embeddings: cosines and sines [B, T, head_dim] of the positions.
+            attention_mask: as transformers' attention takes it.
+            need_state: whether to return the state after the last token.
+            cache: cache to write into; no state is then read or returned. Not called `past_key_values`, since
+                transformers removes that argument from recomputed blocks.
+            options: of the kernels.
+        """
+        queries, keys, values = self.project(hidden_states, position_embeddings)
+        extension = _Extension(state) if need_state and cache is None else None
+        written = cache if extension is None else extension
+        if written is not None:
+            keys, values = written.update(keys, values, self.layer_idx)
+        output, weights = self.read(queries, keys, values, attention_mask, **options)
+        return output, None if extension is None else extension.state, weights
+
+    def project(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [B, H, T, head_dim], keys and values [B, key heads, T, head_dim]; the first two are rotated."""
+        queries, keys, values = self.project_unrotated(hidden_states)
+        return *apply_rotary_pos_emb(queries, keys, *position_embeddings), values
+
+    def project_unrotated(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `project`, without positions."""
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        queries, keys, values = (
+            projection(hidden_states).view(shape) for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        return queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
+
+    def read(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **options,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The output map of what queries [B, H, T, head_dim] read, [B, T, hidden_size]; weights of eager attention.
+
+        Args:
+            keys, values: [B, key heads, S, head_dim].
+            attention_mask: [B, 1, T, S] or what else the kernel takes; `None`: the causal mask.
+            options: of the kernels.
+        """
+        kernel = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        dropout = self.attention_dropout if self.training else 0.0
+        output, weights = kernel(
+            self, queries, keys, values, attention_mask, dropout=dropout, scaling=self.scaling, **options
+        )
+        return self.o_proj(output.reshape(*output.shape[:-2], -1).contiguous()), weights
+
+    @staticmethod
+    def tensor_parallel_maps(config: PreTrainedConfig) -> dict[str, str]:
+        """Each rank computes the heads of its part of the maps; `o_proj` sums over the ranks."""
+        maps = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+        # every rank normalises its own heads with the same weights
+        norms = ("q_norm", "k_norm") if config.use_qk_norm else ()
+        return maps | dict.fromkeys(norms, "replicated_with_grad_allreduce")
+
+    @staticmethod
+    def mixing_flops(config: PreTrainedConfig, sequence_length: int) -> int:
+        """2 T per channel: scores and reads of T / 2 keys on average."""
+        return 2 * sequence_length * config.num_attention_heads * config.head_dim
+
+    @staticmethod
+    def cache_bytes(config: PreTrainedConfig, tokens: int) -> int:
+        """Keys and values of all tokens."""
+        return 4 * 2 * tokens * config.num_key_value_heads * config.head_dim
+
+    @staticmethod
+    def kept_bytes(config: PreTrainedConfig, batch_size: int, length: int, low: int) -> int:
+        """Queries, keys, values and reads, and the sum of every query's softmax in fp32; what norms keep in fp32."""
+        heads, groups = config.num_attention_heads, config.num_key_value_heads
+        # the norms keep their input and the normalised input
+        normed = 8 * (heads + groups) if config.use_qk_norm else 0
+        return batch_size * length * ((low * (2 * heads + 2 * groups) + normed) * config.head_dim + 4 * heads)
