@@ -18,6 +18,7 @@ from hope_hf.step.arguments import FLAGS, LONGEST_DEFAULT_BLOCK, Arguments, chec
 from hope_hf.step.gpus import GIB
 from hope_hf.step.recompute import parse_recomputed, recompute_activations
 
+from .checkpoints.reader import SavedRun
 from .engines.base import Engine
 from .engines.placement import device_name
 from .initial import (
@@ -64,8 +65,8 @@ class Run:
     """What fills a model on the meta device; None for others."""
 
 
-def build_all(args: Arguments, engine: Engine, data_state: dict | None) -> Run:
-    """Everything the loop needs; `data_state` continues the data after the batch it was saved with.
+def build_all(args: Arguments, engine: Engine, saved: SavedRun | None) -> Run:
+    """Everything the loop needs; a `saved` run gives the model's config, and the batch after which its data go on.
 
     Raises ValueError with one sentence that names the flag or file.
     """
@@ -82,10 +83,16 @@ def build_all(args: Arguments, engine: Engine, data_state: dict | None) -> Run:
     # One process prepares the data; the others then find them in the cache.
     with accelerator.local_main_process_first():
         data = build_data(
-            wanted, rank=accelerator.process_index, world_size=accelerator.num_processes, state=data_state
+            wanted,
+            rank=accelerator.process_index,
+            world_size=accelerator.num_processes,
+            state=saved.state["rank"]["data"] if saved else None,
         )
     config = pretrained or build_config(args, data.tokenizer, vocab_size or len(data.tokenizer), hope_hf.PRESETS)
-    model, values = _model(args, config, engine, data_state is not None)
+    if saved and not pretrained:
+        # a preset or a default may have changed since
+        config = type(config).from_pretrained(saved.path)
+    model, values = _model(args, config, engine, saved is not None)
     recompute_activations(model, parse_recomputed(args.gradient_checkpointing))
     tokens_per_step = (
         args.per_device_train_batch_size

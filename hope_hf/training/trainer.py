@@ -121,7 +121,7 @@ def begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | None
     if record and record["complete"]:
         return None
     saved = find_checkpoint(args.output_dir, args.resume_from_checkpoint)
-    run = build_all(args, engine, saved.state["rank"]["data"] if saved else None)
+    run = build_all(args, engine, saved)
     check_same_on_all(accelerator, {"flags": json.dumps(identity, sort_keys=True), "data": run.data.fingerprint})
     identity |= {"data": run.data.fingerprint}
     if saved:

@@ -9,6 +9,7 @@ import torch
 from training_runs import HOPE, LLAMA, curve, forget_the_end
 from transformers import get_scheduler
 
+from hope_hf import PRESETS
 from hope_hf.training import trainer
 from hope_hf.training.checkpoints.manifest import MANIFEST, Manifest
 from hope_hf.training.checkpoints.reader import SavedRun
@@ -37,6 +38,14 @@ def test_continued_run_equals_the_uninterrupted_one(run, tmp_path, model, flags)
     assert curve(continued, "train/grad_norm") == curve(whole, "train/grad_norm")
     assert curve(continued, "eval/loss") == curve(whole, "eval/loss")
     assert [row["step"] for row in continued] == [row["step"] for row in whole]
+
+
+def test_a_run_keeps_its_model_when_its_preset_changes(run, tmp_path, monkeypatch):
+    _, whole = run("a", *SAVES, "--save_total_limit", "9", model=HOPE)
+    forget_the_end(tmp_path / "a", 4, 5)
+    monkeypatch.setitem(PRESETS, "tiny", PRESETS["tiny"] | {"conv_kernel_size": 3, "memory_value_gate": False})
+    status, continued = run("a", *SAVES, model=HOPE)
+    assert status == 0 and curve(continued) == curve(whole)
 
 
 def test_a_resume_reads_the_manifest_at_most_twice(run, tmp_path, monkeypatch):
