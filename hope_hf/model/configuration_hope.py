@@ -103,8 +103,8 @@ class HopeConfig(PreTrainedConfig):
             Key and value heads of attention layers; as many as heads unless given.
         layer_types (`list[str]`, *optional*):
             Mixer of each layer: `"hope_memory"` (self-modifying memories), `"full_attention"` (softmax attention,
-            Hope-Attention) or `"sparse_attention"` (native sparse attention, arXiv 2502.11089). Memories in all layers
-            unless given.
+            Hope-Attention), `"window_attention"` (the same to the last tokens and the first ones) or
+            `"sparse_attention"` (native sparse attention, arXiv 2502.11089). Memories in all layers unless given.
         num_memory_heads (`int`, *optional*):
             Heads of memory layers; `2 * hidden_size / head_dim` unless given, as in other recurrent models (measured
             better at equal parameters, see `docs/log`).
@@ -155,6 +155,13 @@ class HopeConfig(PreTrainedConfig):
             compressed attention.
         sparse_window (`int`, *optional*, defaults to 512):
             Last tokens that a query reads, its own included; a multiple of `sparse_block_size`.
+        sliding_window (`int`, *optional*):
+            Last tokens that a query of a `"window_attention"` layer sees, its own included, as in Mistral; required
+            where there is such a layer.
+        attention_sinks (`int`, *optional*, defaults to 4):
+            First tokens of the document that every query of a `"window_attention"` layer sees as well, at the distance
+            that they have when the window is first full; 0 for none. Pretrained models that read beyond their window
+            need a few (arXiv 2309.17453).
         level_periods (`list[int]`, *optional*, defaults to `[1000000, 4000000, 16000000]`):
             Continuum memory: tokens per update of each MLP level, fast to slow.
         level_intermediate_sizes (`list[int]`, *optional*):
@@ -231,6 +238,9 @@ class HopeConfig(PreTrainedConfig):
     sparse_top_k: int = 16
     sparse_window: int = 512
 
+    sliding_window: int | None = None
+    attention_sinks: int = 4
+
     level_periods: list[int] | None = None
     level_intermediate_sizes: list[int] | None = None
     level_variant: Literal["sequential", "independent"] = "sequential"
@@ -295,12 +305,12 @@ class HopeConfig(PreTrainedConfig):
     @property
     def keeps_state(self) -> bool:
         """Whether a layer has a state besides softmax attention's keys and values."""
-        return bool(self.needs & {"chunks", "blocks"})
+        return bool(self.needs & {"chunks", "blocks", "window"})
 
     @property
     def unused_fields(self) -> tuple[str, ...]:
         """Prefixes of the fields of mixers that no layer has."""
-        return tuple(kind.own_fields for kind in MIXERS.values() if kind.own_fields and kind not in self.mixers)
+        return tuple(prefix for kind in MIXERS.values() if kind not in self.mixers for prefix in kind.own_fields)
 
     @property
     def has_memories(self) -> bool:

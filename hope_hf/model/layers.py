@@ -32,11 +32,13 @@ class Mixer:
         needs: what `context` has to hold:
             "chunks": `plan`, the call's tokens in chunks of `memory_chunk_size` (`chunks.ChunkPlan`);
             "blocks": `blocks`, the tokens in blocks of `sparse_block_size` (`chunks.SlotPlan`);
-            "rotary": cosines and sines of positions, with blocks as `block_positions`, else `position_embeddings`;
+            "window": `window`, what each token sees (`window_attention.WindowPlan`);
+            "rotary": cosines and sines of positions, with a window in its plan, with blocks as `block_positions`, else
+                `position_embeddings`;
             "mask": what transformers' attention takes: `attention_mask`, `position_ids`, `cache`, and options.
-            Every mixer with a state needs chunks or blocks, which mark documents and padding.
+            Every mixer with a state needs chunks, blocks or a window, which mark documents and padding.
         heads: names of the fields of `HopeConfig` with its numbers of heads.
-        own_fields: prefix of its fields of `HopeConfig`; cache files of models without it do not depend on them.
+        own_fields: prefixes of its fields of `HopeConfig`; cache files of models without it do not depend on them.
         level_parameters: default number of parameters of a block's levels, in units of the squared width.
         input_readers: linear maps that read the mixer's input.
         name: its name in a model card.
@@ -55,7 +57,7 @@ class Mixer:
     is_recurrent = False
     needs: frozenset[str] = frozenset()
     heads: tuple[str, ...] = ()
-    own_fields: str | None = None
+    own_fields: tuple[str, ...] = ()
     level_parameters = 8
     input_readers = 0
     name = ""

@@ -14,6 +14,7 @@ from .cache_hope import HopeMemoryLayer
 from .layers import Mixer
 from .memory_mixer import SelfModifyingTitans
 from .sparse_attention import HopeSparseAttention
+from .window_attention import HopeWindowAttention
 
 MIXERS: dict[str, type[Mixer]] = {}
 
@@ -33,3 +34,4 @@ def register(kind: str, mixer: type[Mixer]) -> None:
 register("hope_memory", SelfModifyingTitans)
 register("sparse_attention", HopeSparseAttention)
 register("full_attention", HopeAttention)
+register("window_attention", HopeWindowAttention)

@@ -41,6 +41,7 @@ from .inputs import (
 from .layers import HopeRMSNorm
 from .loss import IGNORED, HopeHead, next_labels
 from .mixers import MIXERS
+from .window_attention import plan_window
 
 # Above this width the head starts with smaller weights, or the first loss exceeds that of a uniform guess.
 _HEAD_WIDTH = 768
@@ -269,6 +270,9 @@ class HopeModel(HopePreTrainedModel):
             if positions is None:
                 positions = torch.arange(blocks.before, blocks.before + shape[1], device=device)[None]
             plans["block_positions"] = self.rotary_emb(hidden_states, position_ids=positions)
+        # CODEPATH: 'window_attention' layers alone and in hybrids.
+        if "window" in self.needs:
+            plans["window"] = plan_window(self.config, self.rotary_emb, hidden_states, *call)
         return plans, next(iter(plans.values())).past
 
     def _attention_arguments(self, hidden_states, attention_mask, documents: Documents, cache) -> dict:

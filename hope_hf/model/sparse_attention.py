@@ -138,7 +138,7 @@ class HopeSparseAttention(Mixer, nn.Module):
     static_layer = HopeStaticSparseLayer
     needs = frozenset({"blocks", "rotary"})
     heads = ("num_attention_heads", "num_key_value_heads")
-    own_fields = "sparse_"
+    own_fields = ("sparse_",)
     input_readers = 4
     name = "native sparse attention"
     metrics = "sparse"

@@ -22,6 +22,8 @@ ATTENTION = dict(layer_types=["full_attention", "full_attention"])
 SIZES = dict(sparse_block_size=8, sparse_compress_stride=4, sparse_top_k=4, sparse_window=8)
 SPARSE = dict(layer_types=["sparse_attention", "sparse_attention"]) | SIZES
 SPARSE_HYBRID = dict(layer_types=["hope_memory", "sparse_attention"]) | SIZES
+WINDOW = dict(layer_types=["window_attention", "window_attention"], sliding_window=6, attention_sinks=2)
+WINDOW_HYBRID = WINDOW | dict(layer_types=["hope_memory", "window_attention"])
 # All kinds of layers, by themselves and together.
 LAYERS = {
     "memory": dict(memory_projections=["k", "v"]),
@@ -29,8 +31,9 @@ LAYERS = {
     "attention": ATTENTION,
     "sparse": SPARSE,
     "sparse-hybrid": SPARSE_HYBRID,
+    "window": WINDOW,
 }
-MIXERS = MEMORIES | {name: LAYERS[name] for name in ("hybrid", "attention", "sparse", "sparse-hybrid")}
+MIXERS = MEMORIES | {name: LAYERS[name] for name in ("hybrid", "attention", "sparse", "sparse-hybrid", "window")}
 
 
 def build_mixer(seed=0, **options):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mixers import ATTENTION, HYBRID, MEMORIES, SPARSE, SPARSE_HYBRID, TracingLevels
+from mixers import ATTENTION, HYBRID, MEMORIES, SPARSE, SPARSE_HYBRID, WINDOW, WINDOW_HYBRID, TracingLevels
 from transformers import DynamicCache, StaticCache
 
 from hope_hf import HopeCache
@@ -14,9 +14,16 @@ MEMORIES = {
     "one-made": dict(memory_projections=["v"], memory_chunk_size=5),
     "levels": dict(level_variant="independent"),
 }
-ALSO_SPARSE = {"sparse": SPARSE, "sparse-hybrid": SPARSE_HYBRID}
+OTHERS = {
+    "sparse": SPARSE,
+    "sparse-hybrid": SPARSE_HYBRID,
+    "window": WINDOW,
+    "window-hybrid": WINDOW_HYBRID,
+    "window-many-sinks": WINDOW | dict(attention_sinks=9),
+    "window-alone": WINDOW | dict(attention_sinks=0),
+}
 # what can be told of documents and padding without positions
-TOLD = MEMORIES | ALSO_SPARSE
+TOLD = MEMORIES | OTHERS
 LEVELS = {
     "memory": MEMORIES["levels"],
     "hybrid": HYBRID | MEMORIES["levels"],

@@ -1,0 +1,335 @@
+"""Softmax attention to the last tokens and to a document's first ones, with a state of constant size.
+
+A query sees the last `sliding_window` tokens, its own included, and the first `attention_sinks` tokens of its document
+("sinks", arXiv 2309.17453). A long call is computed in bands of queries: each sees the keys of its window and the
+sinks, so that time and memory grow in proportion to the text.
+
+Axes: B row, T token of the call, S slot of the call (`chunks`; padding has no slot, and documents follow each other),
+H head of keys, G query heads that share it, D head width; K sinks, W window.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.llama.modeling_llama import rotate_half
+
+from .attention import HopeAttention
+from .chunks import SlotPlan, plan_slots
+
+# Queries that are computed together: more of them compute more scores that no query sees, fewer take more operations.
+_BAND = 128
+
+
+class WindowState(NamedTuple):
+    """Keys, after rotation, and values of the current document [B, H, K + W, D].
+
+    Token t of the document lies in slot t if it is a sink (t < K), else in slot K + (t - K) % W, which token t - W had
+    before. After n tokens the first n slots are filled; the other ones are never read.
+    """
+
+    ring_keys: torch.Tensor
+    ring_values: torch.Tensor
+
+
+class Band(NamedTuple):
+    """Consecutive queries of a call, and the keys that they see, as indices into what the call holds."""
+
+    start: int
+    stop: int
+    # sinks, the same for all rows or [B, k]; `None` if no query sees one
+    sinks: slice | torch.Tensor | None
+    # keys of the window
+    near: slice
+    # keys, the sinks' first, that a query does not see [1 or B, 1, 1, stop - start, keys]; `None` if it sees all
+    hidden: torch.Tensor | None
+
+
+@dataclass(kw_only=True)
+class WindowPlan(SlotPlan):
+    """The slots of one call's tokens, and what they see and leave behind; the same for all layers.
+
+    A single token that goes on is written into the state, and sees it. Any other call holds sinks and window of the
+    calls before, then its own slots.
+    """
+
+    # cosines and sines of each slot's position in its document [B or 1, S, D]
+    angles: tuple[torch.Tensor, torch.Tensor]
+    # the same for queries that read sinks; `None` if none does
+    sink_angles: tuple[torch.Tensor, torch.Tensor] | None = None
+    bands: tuple[Band, ...] = ()
+    # the single token's slot in the state, of all rows or [B]
+    slot: int | torch.Tensor | None = None
+    # slots of the state that the call holds [M] or [B, M], or `None` at a text's start
+    recalled: torch.Tensor | None = None
+    # what of the call's goes into each slot of the state [K + W] or [B, K + W]
+    kept: torch.Tensor | None = None
+
+
+def plan_window(config: PreTrainedConfig, rotary: nn.Module, hidden_states: torch.Tensor, *call) -> WindowPlan:
+    """The plan of one call with inputs [B, T, hidden_size].
+
+    Args:
+        rotary: the module of the positions' cosines and sines.
+        call: arguments of `plan_slots` after the chunk size.
+    """
+    slots = plan_slots(1, *call)
+    sinks, window, device = config.attention_sinks, config.sliding_window, hidden_states.device
+    length = hidden_states.shape[1] if slots.valid is None else slots.valid.shape[1]
+    position = slots.position
+    if position is None:
+        position = torch.arange(slots.before, slots.before + length, device=device)[None]
+    # a row's first tokens may be padding
+    position = position.clamp(min=0)
+    layout = slots.past, slots.before, slots.valid, slots.position, slots.offset
+    plan = WindowPlan(
+        *layout, slots.token_of_slot, slots.slot_of_token, angles=rotary(hidden_states, position_ids=position)
+    )
+    goes_on = call[2] is not None
+    if length == 1 and goes_on:
+        _plan_token(plan, position, sinks, window)
+    elif slots.valid is None:
+        _plan_text(plan, sinks, window, length, device)
+    else:
+        _plan_rows(plan, position, sinks, window, length, goes_on)
+    if any(band.sinks is not None for band in plan.bands):
+        # Sinks stay at the distance that they have when the window is first full, as in StreamingLLM: beyond the
+        # trained length their own positions cost nats (docs/log).
+        plan.sink_angles = rotary(hidden_states, position_ids=position.clamp(max=sinks + window - 1))
+    return plan
+
+
+def _slot(token, sinks: int, window: int):
+    """The state's slot of a document's tokens: a number or a tensor."""
+    ring = sinks + (token - sinks) % window
+    if isinstance(token, torch.Tensor):
+        return torch.where(token < sinks, token, ring)
+    return token if token < sinks else ring
+
+
+def _plan_token(plan: WindowPlan, position: torch.Tensor, sinks: int, window: int) -> None:
+    """One token [B or 1, 1] that goes on with a state."""
+    size = sinks + window
+    if plan.valid is None:
+        plan.slot = _slot(plan.before, sinks, window)
+        sees_sinks = sinks > 0 and plan.before >= size
+        near = slice(sinks if sees_sinks else 0, min(plan.before + 1, size))
+        plan.bands = (Band(0, 1, slice(sinks) if sees_sinks else None, near, None),)
+    else:
+        plan.slot = _slot(position[:, 0], sinks, window)
+        hidden = torch.arange(size, device=position.device) > position
+        plan.bands = (Band(0, 1, slice(sinks) if sinks else None, slice(sinks, size), hidden[:, None, None, None]),)
+
+
+def _plan_text(plan: WindowPlan, sinks: int, window: int, length: int, device: torch.device) -> None:
+    """Rows that all go on with one document by `length` tokens."""
+    before, after = plan.before, plan.before + length
+    # The sinks that earlier calls have read, then the window's tokens, then the call's. A token is held at its index
+    # in the document plus `shift`, a sink of earlier calls at its index.
+    early, past = min(before, sinks), min(before, window)
+    shift = early + past - before
+    if before:
+        tokens = torch.cat([torch.arange(early, device=device), torch.arange(before - past, before, device=device)])
+        plan.recalled = _slot(tokens, sinks, window)
+    at = torch.arange(min(sinks, after), device=device)
+    # they are next to each other unless this call reads a part of them
+    held_sinks = torch.where(at < before, at, at + shift) if 0 < before < sinks else slice(sinks)
+    bands, masks = [], {}
+    for start in range(0, length, _BAND):
+        stop = min(start + _BAND, length)
+        first = max(start - (window - 1), -past)
+        sees_sinks = sinks > 0 and before + stop > window
+        all_sinks = before + start - sinks >= window - 1
+        shape = stop - start, start - first, sees_sinks, all_sinks or before + start
+        if shape not in masks:
+            query = torch.arange(start, stop, device=device)[:, None]
+            distance = query - torch.arange(first, stop, device=device)
+            hidden = (distance < 0) | (distance >= window)
+            if sees_sinks:
+                hidden = torch.cat([before + query - at < window, hidden], dim=1)
+            masks[shape] = hidden[None, None, None]
+        near = slice(early + past + first, early + past + stop)
+        bands.append(Band(start, stop, held_sinks if sees_sinks else None, near, masks[shape]))
+    plan.bands = tuple(bands)
+    # the last token of each slot; slots without one get any
+    slot = torch.arange(sinks + window, device=device)
+    token = torch.where(slot < sinks, slot, after - 1 - (after - 1 - slot) % window)
+    held = torch.where(token < min(before, sinks), token, token + shift)
+    plan.kept = torch.where(slot < after, held, 0)
+
+
+def _plan_rows(plan: WindowPlan, position: torch.Tensor, sinks: int, window: int, length: int, goes_on: bool) -> None:
+    """Rows with documents, padding or unequal counts, of which `position` are the slots' positions [B, S]."""
+    seen, device = plan.before[:, None], position.device
+    early, past = (sinks, window) if goes_on else (0, 0)
+    if goes_on:
+        at = torch.arange(sinks, device=device).expand(len(seen), -1)
+        last = (seen + torch.arange(-window, 0, device=device)).clamp(min=0)
+        plan.recalled = torch.cat([at, _slot(last, sinks, window)], dim=1)
+    position, at = position[:, :, None], torch.arange(sinks, device=device)
+    bands = []
+    # A query that sees sinks outside of its window is the `window`-th token of its document or a later one: with bands
+    # of at most that many queries, all of a band see the sinks of one document, which contains the band's first slot.
+    size = min(_BAND, window)
+    for start in range(0, length, size):
+        stop = min(start + size, length)
+        first = max(start - (window - 1), -past)
+        query = torch.arange(start, stop, device=device)[:, None]
+        distance = query - torch.arange(first, stop, device=device)
+        near = position[:, start:stop].clamp(max=window - 1)
+        hidden = (distance < 0) | (distance > near)
+        held = None
+        if sinks and (goes_on or stop > window):
+            hidden = torch.cat([position[:, start:stop] - at < window, hidden], dim=2)
+            # the document's first slot, negative if an earlier call read it
+            slot = start - position[:, start] + at
+            held = torch.where(slot < 0, at if goes_on else 0, slot + early + past).clamp(max=early + past + stop - 1)
+        near = slice(early + past + first, early + past + stop)
+        bands.append(Band(start, stop, held, near, hidden[:, None, None]))
+    plan.bands = tuple(bands)
+    # tokens of the row's last document, and the slot of its first token in the call
+    after = plan.past.seen[:, None]
+    origin = plan.valid.sum(1, keepdim=True) - after
+    slot = torch.arange(sinks + window, device=device)
+    token = torch.where(slot < sinks, slot, after - 1 - (after - 1 - slot) % window)
+    held = torch.where((slot < sinks) & (origin + token < 0), token, origin + token + early + past)
+    plan.kept = torch.where(slot < after, held, 0)
+
+
+def _take(x: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
+    """[B, H, M, D] at a slice or the indices [M] of all rows, or [B, M] of each."""
+    if isinstance(index, slice):
+        return x[:, :, index]
+    if index.ndim == 1:
+        return x.index_select(2, index)
+    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def _rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """Heads [B, H, S, D] at positions whose cosines and sines are [B or 1, S, D]."""
+    return x * cosines.unsqueeze(1) + rotate_half(x) * sines.unsqueeze(1)
+
+
+def _with_token(held: torch.Tensor, new: torch.Tensor, window: WindowPlan) -> torch.Tensor:
+    """A copy of a state's tensor [B, H, K + W, D] with a token [B, H, 1, D] in its slot."""
+    if isinstance(window.slot, int):
+        return held.slice_scatter(new, 2, window.slot, window.slot + 1)
+    index = window.slot[:, None, None, None].expand_as(new)
+    return held.scatter(2, index, torch.where(window.valid[:, None, None], new, held.gather(2, index)))
+
+
+class HopeWindowAttention(HopeAttention):
+    """Causal attention to the last `sliding_window` tokens and the first `attention_sinks` ones.
+
+    Its parameters are those of `HopeAttention`; keys keep the rotary positions of their own tokens.
+    """
+
+    state_class = WindowState
+    needs = frozenset({"window", "rotary"})
+    own_fields = ("sliding_window", "attention_sinks")
+    name = "softmax attention with a window"
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        state: WindowState | None = None,
+        *,
+        window: WindowPlan,
+        need_state: bool = False,
+        **_,
+    ) -> tuple[torch.Tensor, WindowState | None, None]:
+        """[B, T, hidden_size]; the state after the call; no weights.
+
+        Args:
+            hidden_states: [B, T, hidden_size].
+            state: state after the previous call, or `None` at a text's start.
+            window: plan of the call's tokens.
+            need_state: whether to return the state after the last token.
+        """
+        queries, keys, values = self.project_unrotated(window.to_slots(hidden_states))
+        # [B, H, G, S, D]
+        shape, queries = (keys.shape[1], -1), queries * self.scaling
+        of_sinks = None if window.sink_angles is None else _rotate(queries, *window.sink_angles).unflatten(1, shape)
+        queries, keys = _rotate(queries, *window.angles).unflatten(1, shape), _rotate(keys, *window.angles)
+        held = (keys, values)
+        if state is not None:
+            # it may have another precision
+            state = [part.to(new.dtype) for part, new in zip(state, held, strict=True)]
+        if window.slot is not None:
+            held = state = WindowState(*(_with_token(*pair, window) for pair in zip(state, held, strict=True)))
+        elif window.recalled is not None:
+            recalled = (_take(part, window.recalled) for part in state)
+            held = [torch.cat(pair, dim=2) for pair in zip(recalled, held, strict=True)]
+        reads = []
+        for band in window.bands:
+            asking = slice(band.start, band.stop)
+            pairs = [(queries[:, :, :, asking], band.near)]
+            if band.sinks is not None:
+                pairs = [(of_sinks[:, :, :, asking], band.sinks), *pairs]
+            reads.append(self._read(pairs, held, band.hidden))
+        output = reads[0] if len(reads) == 1 else torch.cat(reads, dim=3)
+        if window.slot is None:
+            state = WindowState(*(_take(part, window.kept) for part in held)) if need_state else None
+        # [B, S, heads * D]
+        output = output.flatten(1, 2).transpose(1, 2).flatten(2)
+        return self.o_proj(window.to_tokens(output)), state, None
+
+    def _read(self, pairs: list[tuple], held: tuple, hidden: torch.Tensor | None) -> torch.Tensor:
+        """What queries [B, H, G, q, D] read [B, H, G, q, D], each pair's at its part of the keys and values held."""
+        shape = pairs[0][0].shape[2:4]
+        seen = [[_take(part, index) for part in held] for _, index in pairs]
+        # The queries of a head of keys are in one product: sdpa's kernel for CPUs is several times slower in bfloat16.
+        scores = [
+            queries.flatten(2, 3) @ keys.transpose(2, 3) for (queries, _), (keys, _) in zip(pairs, seen, strict=True)
+        ]
+        scores = (scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)).unflatten(2, shape)
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -torch.inf)
+        weights = scores.softmax(-1)
+        if self.training and self.attention_dropout:
+            weights = nn.functional.dropout(weights, self.attention_dropout)
+        parts = weights.flatten(2, 3).to(held[1].dtype).split([values.shape[2] for _, values in seen], dim=-1)
+        return sum(part @ values for part, (_, values) in zip(parts, seen, strict=True)).unflatten(2, shape)
+
+    @staticmethod
+    def check_config(config: PreTrainedConfig) -> None:
+        has_layer = "window_attention" in config.layer_types
+        window, sinks = config.sliding_window, config.attention_sinks
+        if has_layer and window is None:
+            raise ValueError("`layer_types` holds 'window_attention': give its `sliding_window`, in tokens")
+        if window is not None and not has_layer:
+            raise ValueError(
+                f"`sliding_window` ({window}) is given and no layer has a window: name the layers 'window_attention' "
+                "in `layer_types`, or leave it out"
+            )
+        if window is not None and window < 1:
+            raise ValueError(f"`sliding_window` must be at least 1, got {window}")
+        if sinks < 0:
+            raise ValueError(f"`attention_sinks` must be at least 0, got {sinks}")
+
+    @staticmethod
+    def check_state(state: WindowState, config: PreTrainedConfig, dtype: torch.dtype) -> None:
+        _, heads, slots, width = state.ring_keys.shape
+        ours = config.attention_sinks + config.sliding_window
+        # a rank of tensor parallelism has a part of the heads
+        if config.num_key_value_heads % heads or (slots, width) != (ours, config.head_dim):
+            raise ValueError(
+                f"past_key_values holds windows of {slots} tokens with {heads} heads of width {width}, and this "
+                f"model's have {ours} tokens and {config.num_key_value_heads} heads of width {config.head_dim}: it is "
+                "the cache of another model"
+            )
+
+    @staticmethod
+    def mixing_flops(config: PreTrainedConfig, sequence_length: int) -> int:
+        """4 per channel for every key that a query sees."""
+        most = min(config.sliding_window, sequence_length)
+        keys = most - most**2 / (2 * sequence_length)
+        keys += config.attention_sinks * (1 - most / sequence_length)
+        return round(4 * keys * config.num_attention_heads * config.head_dim)
+
+    @staticmethod
+    def cache_bytes(config: PreTrainedConfig, tokens: int) -> int:
+        """Keys and values of the window and the sinks, however many tokens were read."""
+        return HopeAttention.cache_bytes(config, config.attention_sinks + config.sliding_window)
