@@ -8,6 +8,7 @@ import transformers
 
 from .model.cache_hope import HopeCache
 from .model.configuration_hope import PRESETS, HopeConfig
+from .model.level_learning import LevelLearning
 from .model.modeling_hope import (
     AUTO_CLASSES,
     HopeForCausalLM,
@@ -35,4 +36,5 @@ __all__ = [
     "HopeForTokenClassification",
     "HopeModel",
     "HopePreTrainedModel",
+    "LevelLearning",
 ]

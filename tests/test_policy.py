@@ -72,7 +72,7 @@ TRITON = "hope_hf/model/memory_triton_kernels"
 
 PUBLIC = [
     "PRESETS", "HopeCache", "HopeConfig", "HopeForCausalLM", "HopeForQuestionAnswering",
-    "HopeForSequenceClassification", "HopeForTokenClassification", "HopeModel", "HopePreTrainedModel",
+    "HopeForSequenceClassification", "HopeForTokenClassification", "HopeModel", "HopePreTrainedModel", "LevelLearning",
 ]  # fmt: skip
 
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}

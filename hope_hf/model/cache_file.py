@@ -22,17 +22,18 @@ _OVERFLOWS = "holds NaN or infinity, or values that lead to them, in"
 # Fields of the configuration that do not affect a cache.
 _IRRELEVANT = {
     "_name_or_path", "architectures", "auto_map", "dtype", "transformers_version", "use_cache", "recompute_chunks",
-    "level_periods",
+    "level_periods", "level_learning",
 }  # fmt: skip
 # Fields that are younger than format 3: left at their defaults, they are no part of a fingerprint.
 _ADDED = {"hidden_act", "mlp_bias", "attention_out_bias", "use_qk_norm"}
 
 
-def write_cache(folder: Path, tensors: dict[str, torch.Tensor], model: str) -> None:
+def write_cache(folder: Path, tensors: dict[str, torch.Tensor], model: str, learning: dict | None = None) -> None:
     """Write the tensors of a cache; an existing file is replaced once the new one is complete.
 
     Args:
         model: fingerprint of the model that read the text.
+        learning: fields of `level_learning`, if the cache holds what levels have learned.
 
     Raises:
         ValueError: a tensor holds NaN or infinity, or values so large that reading them overflows.
@@ -43,6 +44,8 @@ def write_cache(folder: Path, tensors: dict[str, torch.Tensor], model: str) -> N
         if not _stays_finite(tensor):
             raise ValueError(f"the cache {_OVERFLOWS} '{name}' and is not saved: read the text again")
     metadata = {"format": "pt", "hope_cache": _FORMAT, "model": model}
+    if learning is not None:
+        metadata["level_learning"] = json.dumps(learning)
     metadata["sha256"] = _checksum(tensors, metadata)
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f"{CACHE_FILE}.unfinished"
@@ -51,8 +54,8 @@ def write_cache(folder: Path, tensors: dict[str, torch.Tensor], model: str) -> N
     unfinished.replace(folder / CACHE_FILE)
 
 
-def read_cache(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
-    """The tensors that `write_cache` wrote, and the fingerprint of their model.
+def read_cache(folder: Path) -> tuple[dict[str, torch.Tensor], str, dict]:
+    """The tensors that `write_cache` wrote, the fingerprint of their model, and its fields of `level_learning`.
 
     Raises:
         ValueError: there is no such file, it has another format, or it is damaged.
@@ -75,7 +78,7 @@ def read_cache(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
         raise ValueError(f"{path} is damaged (its checksum does not fit): {_AGAIN}")
     if len(metadata.get("model", "").split(" ")) != len(Fingerprint._fields):
         raise ValueError(f"{path} does not say which model wrote it: {_AGAIN}")
-    return tensors, metadata["model"]
+    return tensors, metadata["model"], json.loads(metadata.get("level_learning", "{}"))
 
 
 def check_tensors(folder: Path, tensors: dict[str, torch.Tensor], one_token: dict[str, torch.Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,10 @@ from .cache_file import (
     write_cache,
 )
 from .chunks import Past
+from .level_learning import LEVEL_DTYPES, LevelState, loaded_state
+
+# Prefix of the names of what levels have learned.
+_OF_LEVELS = "levels."
 
 
 class KeyValues(NamedTuple):
@@ -32,10 +37,10 @@ class KeyValues(NamedTuple):
 
 
 class HopeMemoryLayer(CacheLayerMixin):
-    """State of one mixer, or of the levels of one block.
+    """State of one mixer.
 
-    `state`, a `state_class`, is the last result of the mixer or the levels; `past` counts the tokens read. Both are
-    `None` before the first token.
+    `state`, a `state_class`, is the mixer's last result; `past` counts the tokens read. Both are `None` before the
+    first token.
     """
 
     is_compileable = False
@@ -152,13 +157,6 @@ def is_memory_layer(layer: CacheLayerMixin) -> bool:
     return hasattr(layer, "state_class")
 
 
-def level_layers(config: PreTrainedConfig, is_static: bool = False) -> list[HopeMemoryLayer]:
-    """Layers for the states of the blocks' levels, which follow those of the mixers; empty if levels have no state."""
-    state_class = config.levels.state_class
-    kind = HopeStaticMemoryLayer if is_static else HopeMemoryLayer
-    return [] if state_class is None else [kind(state_class) for _ in range(config.num_hidden_layers)]
-
-
 def past_of(cache: Cache | None) -> Past | None:
     """Counts of the tokens that a cache's memories have read."""
     layers = () if cache is None else cache.layers
@@ -190,13 +188,20 @@ def carried_layers(cache: Cache) -> list[HopeMemoryLayer | CarriedKeys] | None:
     return layers if fits and all(hasattr(layer, "update_state") for layer in layers) else None
 
 
+class Snapshot(NamedTuple):
+    """What `HopeCache.rollback` needs."""
+
+    layers: list[CacheLayerMixin]
+    levels: LevelState | None
+
+
 class HopeCache(DynamicCache):
     """Cache of a HOPE model: `past_key_values` of its `forward` and of `generate`.
 
     It has a `HopeMemoryLayer` for every layer with memories or sparse attention, and a growing key-value layer for
-    softmax attention. If levels keep a state, a `HopeMemoryLayer` for those of every block follows. `copy.deepcopy`
-    forks the cache, `snapshot` and `rollback` go back to an earlier token, `save_pretrained` and `from_pretrained`
-    keep it as a file.
+    softmax attention. `levels` is what levels have learned from each row's text, `None` before they learn.
+    `copy.deepcopy` forks the cache, `snapshot` and `rollback` go back to an earlier token, `save_pretrained` and
+    `from_pretrained` keep it as a file.
 
     Example:
 
@@ -217,7 +222,7 @@ class HopeCache(DynamicCache):
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config=config)
-        self.layers += level_layers(config)
+        self.levels: LevelState | None = None
 
     def __deepcopy__(self, memo: dict) -> "HopeCache":
         if any(tensor.grad_fn is not None for tensor in self.state_tensors().values()):
@@ -235,6 +240,10 @@ class HopeCache(DynamicCache):
                 layer.map(function)
             elif layer.is_initialized:
                 layer.keys, layer.values = function(layer.keys), function(layer.values)
+        return self._map_levels(function)
+
+    def _map_levels(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "HopeCache":
+        self.levels = None if self.levels is None else self.levels.map(function)
         return self
 
     def detach_(self) -> "HopeCache":
@@ -248,25 +257,89 @@ class HopeCache(DynamicCache):
                 layer.device = torch.device(device)
         return self._map(lambda tensor: tensor.to(device))
 
-    def snapshot(self) -> list[CacheLayerMixin]:
+    def snapshot(self) -> "Snapshot":
         """A snapshot for `rollback`. It copies no tensor, since new tokens make new tensors."""
-        return [copy.copy(layer) for layer in self.layers]
+        return Snapshot([copy.copy(layer) for layer in self.layers], self.levels)
 
-    def rollback(self, snapshot: list[CacheLayerMixin]) -> "HopeCache":
+    def rollback(self, snapshot: "Snapshot") -> "HopeCache":
         """Return to a snapshot of this cache, in place; the snapshot can be used again."""
-        if [type(layer) for layer in snapshot] != [type(layer) for layer in self.layers]:
+        if [type(layer) for layer in snapshot.layers] != [type(layer) for layer in self.layers]:
             raise ValueError("the snapshot is of a cache with other layers: roll back the cache it was taken of")
-        self.layers = [copy.copy(layer) for layer in snapshot]
+        self.layers = [copy.copy(layer) for layer in snapshot.layers]
+        self.levels = snapshot.levels
         return self
+
+    def reset(self) -> None:
+        """Return to the state before the first token."""
+        super().reset()
+        self.levels = None
+
+    def reset_levels(self) -> "HopeCache":
+        """Drop what levels have learned; the text stays read."""
+        self.levels = None
+        return self
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Keep the rows `beam_idx`, in that order."""
+        super().reorder_cache(beam_idx)
+        self._map_levels(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
+        super().batch_repeat_interleave(repeats)
+        self._map_levels(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`."""
+        super().batch_select_indices(indices)
+        self._map_levels(lambda tensor: tensor[indices.to(tensor.device)])
+
+    def select(self, rows: list[int]) -> "HopeCache":
+        """A cache of these rows alone; this one stays."""
+        part = copy.copy(self)
+        part.rollback(self.snapshot())
+        return part._map(lambda tensor: tensor[rows])
+
+    def join(self, parts: list["HopeCache"], order: torch.Tensor) -> "HopeCache":
+        """Become the rows of `parts` one after the other, in the order `order` [B]; all have read as many columns."""
+        keys = {key: gradient for part in parts for key, gradient in part.levels.gradients.items()}
+        for part in parts:
+            zeros = {key: torch.zeros_like(part.levels.deltas[key]) for key in keys}
+            part.levels = part.levels._replace(gradients=zeros | part.levels.gradients)
+        tensors: list[list[torch.Tensor]] = [[] for _ in parts]
+        for part, held in zip(parts, tensors, strict=True):
+            part._map(lambda tensor, held=held: held.append(tensor) or tensor)
+        for same in zip(*tensors, strict=True):
+            if len({tensor.shape[1:] for tensor in same}) > 1:
+                raise ValueError(
+                    "padding gives the rows of this batch different numbers of the blocks that sparse attention "
+                    "holds: read these rows one by one"
+                )
+        rows = iter(torch.cat(same)[order.to(same[0].device)] for same in zip(*tensors, strict=True))
+        is_uniform = all(layer.past.is_uniform for part in parts for layer in part.memory_layers)
+        self.layers, self.levels = parts[0].layers, parts[0].levels
+        self._map(lambda tensor: next(rows))
+        for layer in self.memory_layers:
+            layer.past = layer.past._replace(is_uniform=is_uniform)
+        return self
+
+    @property
+    def level_bytes(self) -> int:
+        """Bytes of what levels have learned."""
+        return 0 if self.levels is None else self.levels.nbytes
 
     @property
     def memory_layers(self) -> list[HopeMemoryLayer]:
         """The layers of self-modifying memories."""
         return [layer for layer in self.layers if is_memory_layer(layer)]
 
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        """The cache's contents by name: batch-first tensors, and each memory's counts as two integers."""
-        tensors = {}
+    def state_tensors(self, level_dtype: str = "float32") -> dict[str, torch.Tensor]:
+        """The cache's contents by name: batch-first tensors, and each memory's counts as two integers.
+
+        `level_dtype` is that of what levels have learned (`LevelState.named`).
+        """
+        levels = {} if self.levels is None else self.levels.named(level_dtype)
+        tensors = {f"{_OF_LEVELS}{name}": tensor for name, tensor in levels.items()}
         for index, layer in enumerate(self.layers):
             if is_memory_layer(layer):
                 state = layer.named_tensors()
@@ -279,6 +352,9 @@ class HopeCache(DynamicCache):
     def from_state_tensors(cls, config: PreTrainedConfig, tensors: dict[str, torch.Tensor]) -> "HopeCache":
         """The cache with these `state_tensors`."""
         cache = cls(config)
+        levels = {name: value for name, value in tensors.items() if name.startswith(_OF_LEVELS)}
+        if levels:
+            cache.levels = LevelState.of_named({name.removeprefix(_OF_LEVELS): x for name, x in levels.items()})
         for index, layer in enumerate(cache.layers):
             prefix = f"{index}."
             state = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
@@ -291,19 +367,26 @@ class HopeCache(DynamicCache):
                 layer.load(state)
         return cache
 
-    def save_pretrained(self, save_directory: str | Path, model: PreTrainedModel) -> None:
+    def save_pretrained(
+        self, save_directory: str | Path, model: PreTrainedModel, level_dtype: str = "float32"
+    ) -> None:
         """Write `hope_cache.safetensors` into a folder: tensors, a checksum, and the model's fingerprint.
 
         Args:
             save_directory: created if it does not exist; a cache in it is replaced.
             model: the HOPE model of the cache. All its weights are hashed (see `cache_file.fingerprint`).
+            level_dtype: of what levels have learned: "float32" stores it as it is, "bfloat16" and "int8" take a half
+                and a quarter of the space.
 
         Raises:
-            ValueError: nothing was read yet, or the memories hold NaN or infinity.
+            ValueError: nothing was read yet, the memories hold NaN or infinity, or another dtype.
         """
         if not self.get_seq_length():
             raise ValueError("the cache has read nothing: give it to the model with a text, then save it")
-        write_cache(Path(save_directory), self.state_tensors(), " ".join(fingerprint(model)))
+        if level_dtype not in LEVEL_DTYPES:
+            raise ValueError(f"level_dtype is '{level_dtype}': choose one of {', '.join(LEVEL_DTYPES)}")
+        fields = None if self.levels is None else asdict(model.config.level_learning)
+        write_cache(Path(save_directory), self.state_tensors(level_dtype), " ".join(fingerprint(model)), fields)
 
     @classmethod
     @torch.no_grad()
@@ -314,7 +397,7 @@ class HopeCache(DynamicCache):
             ValueError: there is none, its format is another version's, it is damaged, or another model wrote it.
         """
         folder = Path(directory)
-        tensors, writer = read_cache(folder)
+        tensors, writer, fields = read_cache(folder)
         if not fingerprint(model).fits(Fingerprint(*writer.split(" "))):
             raise ValueError(
                 f"{folder / CACHE_FILE} was written by another model (or other weights of it): load it with that one"
@@ -325,9 +408,19 @@ class HopeCache(DynamicCache):
         device = "cpu" if model.device.type == "meta" else model.device
         model.base_model(torch.zeros(1, 1, dtype=torch.long, device=device), past_key_values=sample)
         one_token = sample.state_tensors()
+        of_levels = {name: tensors.pop(name) for name in [*tensors] if name.startswith(_OF_LEVELS)}
         check_tensors(folder, tensors, one_token)
         placed = {name: tensor.to(one_token[name].device) for name, tensor in tensors.items()}
-        return cls.from_state_tensors(model.config, placed)
+        cache = cls.from_state_tensors(model.config, placed)
+        if of_levels:
+            # of `columns` every layer has two, whatever the number of rows
+            rows = next(len(tensor) for name, tensor in placed.items() if not name.endswith(".columns"))
+            try:
+                state = LevelState.of_named({name.removeprefix(_OF_LEVELS): x for name, x in of_levels.items()})
+                cache.levels = loaded_state(state, fields, model, rows)
+            except (KeyError, ValueError) as error:
+                raise ValueError(f"{folder / CACHE_FILE} {error}") from None
+        return cache
 
 
 __all__ = ["HopeCache", "HopeMemoryLayer", "HopeStaticMemoryLayer"]

@@ -1,6 +1,7 @@
 """Configuration of HOPE, and its named sizes."""
 
 from copy import deepcopy
+from dataclasses import asdict
 from difflib import get_close_matches
 from typing import Literal
 
@@ -9,6 +10,7 @@ from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 
 from .continuum import CONTINUA
+from .level_learning import LevelLearning
 from .memory_mixer import RULES
 from .mixers import MIXERS
 
@@ -181,6 +183,10 @@ class HopeConfig(PreTrainedConfig):
         use_qk_norm (`bool`, *optional*, defaults to `False`):
             Whether softmax attention normalises queries and keys over the head width before it rotates them, as Qwen3
             does.
+        level_learning (`LevelLearning` or `dict`, *optional*):
+            Whether and how levels learn from the text that the model reads with `learn=True`, explained at
+            `level_learning.LevelLearning`: `matrices` (["down_proj"]), `blocks` (the upper quarter), `periods` (512
+            tokens), `rate` (0.0025), `drift` (0.01), `gate` (True) and `brake` (0.1).
         max_position_embeddings (`int`, *optional*, defaults to 1048576):
             For tools that read it; memories have no maximal length. Give lm-eval's `batch_size=auto` a `max_length`.
         rope_parameters (`dict`, *optional*):
@@ -246,6 +252,7 @@ class HopeConfig(PreTrainedConfig):
     level_variant: Literal["sequential", "independent"] = "sequential"
     hidden_act: str = "silu"
     mlp_bias: bool = False
+    level_learning: LevelLearning | dict | None = None
 
     rms_norm_eps: float | int = 1e-6
     initializer_range: float | int = 0.02
@@ -286,6 +293,16 @@ class HopeConfig(PreTrainedConfig):
         self.base_model_tp_plan = self._tensor_parallel_plan()
         super().__post_init__(**kwargs)
 
+    def __setattr__(self, name: str, value) -> None:
+        super().__setattr__(name, LevelLearning.of(value) if name == "level_learning" else value)
+
+    def to_dict(self) -> dict:
+        """The fields as JSON holds them."""
+        fields = super().to_dict()
+        if self.level_learning is not None:
+            fields["level_learning"] = asdict(self.level_learning)
+        return fields
+
     @property
     def mixers(self) -> list[type]:
         """The class of every layer's mixer (`layers.Mixer`), without kinds that `validate` refuses."""
@@ -298,9 +315,8 @@ class HopeConfig(PreTrainedConfig):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Context that mixers and levels need for a call (`layers.Mixer.needs`)."""
-        of_levels = frozenset() if self.levels.state_class is None else {"chunks"}
-        return of_levels.union(*(mixer.needs for mixer in self.mixers))
+        """Context that mixers need for a call (`layers.Mixer.needs`)."""
+        return frozenset().union(*(mixer.needs for mixer in self.mixers))
 
     @property
     def keeps_state(self) -> bool:
@@ -427,6 +443,8 @@ class HopeConfig(PreTrainedConfig):
             raise ValueError(f"`level_periods` ({periods}) and `level_intermediate_sizes` ({sizes}) must be positive")
         if sorted(periods) != list(periods):
             raise ValueError(f"`level_periods` must go from fast to slow, got {periods}")
+        if self.level_learning is not None:
+            self.level_learning.check(self)
 
 
 __all__ = ["PRESETS", "HopeConfig"]

@@ -2,7 +2,7 @@
 
 A level's period is the number of tokens between two of its updates. The optimizer (`hope_hf.optim`) applies periods of
 one optimizer step or more; it finds the levels by their attributes `level` and `period`. In a forward pass every level
-is an ordinary MLP.
+is an ordinary MLP, to whose weights a cache may add what the text so far has taught (`level_learning.py`).
 """
 
 import torch
@@ -31,20 +31,27 @@ class ContinuumLevel(nn.Module):
         self.down_proj = nn.Linear(hidden, width, bias=config.mlp_bias)
         self.act_fn = ACT2FN[config.hidden_act]
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, deltas: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """[B, T, hidden_size], with differences [B, o, i] to the weights of the maps that learned from each row."""
         normed = self.norm(hidden_states)
-        return self.down_proj(self.act_fn(self.gate_proj(normed)) * self.up_proj(normed))
+        if deltas is None:
+            return self.down_proj(self.act_fn(self.gate_proj(normed)) * self.up_proj(normed))
+        gate, up = (self._moved(name, normed, deltas) for name in ("gate_proj", "up_proj"))
+        return self._moved("down_proj", self.act_fn(gate) * up, deltas)
+
+    def _moved(self, name: str, inputs: torch.Tensor, deltas: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The map of that name with weights `W + D` for each row."""
+        outputs = getattr(self, name)(inputs)
+        return outputs if name not in deltas else outputs + torch.bmm(inputs, deltas[name].to(inputs.dtype).mT)
 
 
 class ContinuumMemory(nn.Module):
     """The levels of a block in a chain (73), `x <- x + MLP_l(norm(x))`, fast to slow.
 
-    `continuum(hidden_states, state, **context)` returns its output, with residual connections, and its state after
-    the call. A class of levels with a state sets `state_class` to a NamedTuple of batch-first tensors; `context` then
-    holds the plan of the call's tokens, as for a mixer that needs chunks.
+    `continuum(hidden_states, deltas)` returns its output, with residual connections; `deltas` are what each row's text
+    has taught, by level and map.
     """
 
-    state_class: type[tuple] | None = None
     # whether autograd keeps the output of every level
     keeps_outputs = False
 
@@ -52,11 +59,11 @@ class ContinuumMemory(nn.Module):
         super().__init__()
         self.levels = nn.ModuleList([ContinuumLevel(config, level) for level in range(len(config.level_periods))])
 
-    def forward(self, hidden_states: torch.Tensor, state: None = None, **context) -> tuple[torch.Tensor, None]:
-        """[B, T, hidden_size]; no state."""
+    def forward(self, hidden_states: torch.Tensor, deltas: dict[int, dict] | None = None) -> torch.Tensor:
+        """[B, T, hidden_size]."""
         for level in self.levels:
-            hidden_states = hidden_states + level(hidden_states)
-        return hidden_states, None
+            hidden_states = hidden_states + level(hidden_states, deltas and deltas.get(level.level))
+        return hidden_states
 
 
 class IndependentContinuum(ContinuumMemory):
@@ -68,9 +75,10 @@ class IndependentContinuum(ContinuumMemory):
         super().__init__(config)
         self.mix = LevelMix(len(self.levels))
 
-    def forward(self, hidden_states: torch.Tensor, state: None = None, **context) -> tuple[torch.Tensor, None]:
-        """[B, T, hidden_size]; no state."""
-        return hidden_states + self.mix([level(hidden_states) for level in self.levels]), None
+    def forward(self, hidden_states: torch.Tensor, deltas: dict[int, dict] | None = None) -> torch.Tensor:
+        """[B, T, hidden_size]."""
+        outputs = [level(hidden_states, deltas and deltas.get(level.level)) for level in self.levels]
+        return hidden_states + self.mix(outputs)
 
 
 class LevelMix(nn.Module):

@@ -1,6 +1,7 @@
 """`generate` of HOPE models: a text can be continued from a cache with its new tokens alone."""
 
 import copy
+from dataclasses import dataclass
 
 import torch
 import transformers
@@ -9,7 +10,7 @@ from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.utils import logging
 
-from .cache_hope import past_of
+from .cache_hope import HopeCache, Snapshot, past_of
 from .chunks import begins_with
 from .configuration_hope import HopeConfig
 from .inputs import boundaries_of, check_inputs, check_mask, check_mask_values, later_begins
@@ -58,6 +59,48 @@ class HopeGenerationMixin(GenerationMixin):
     # `generate` calls it by this name
     create_masks_for_generate = staticmethod(create_generation_masks)
 
+    @torch.no_grad()
+    def generate(self, *args, learn: bool = False, learn_generated: bool = False, **kwargs):
+        """As in transformers, and levels may learn (`config.level_learning`).
+
+        Args:
+            args: see `transformers.GenerationMixin.generate`.
+            learn: whether levels learn from the prompt.
+            learn_generated: whether they also learn from the new tokens, which are then read once more. What is
+                learned is kept in `past_key_values`.
+            kwargs: see `transformers.GenerationMixin.generate`.
+        """
+        if not (learn or learn_generated):
+            return super().generate(*args, **kwargs)
+        if kwargs.get("past_key_values") is None:
+            kwargs["past_key_values"] = HopeCache(self.config)
+        prompt = _Prompt(learn)
+        output = super().generate(*args, **kwargs, learn=prompt)
+        if learn_generated:
+            tokens = output if isinstance(output, torch.Tensor) else output.sequences
+            self._learn_generated(tokens, prompt, kwargs["past_key_values"])
+        return output
+
+    def _learn_generated(self, tokens: torch.Tensor, prompt: "_Prompt", cache: HopeCache) -> None:
+        """Read the new tokens of `tokens` [B, prompt and T] again from the prompt's end, and learn from them."""
+        if len(tokens) != len(prompt.mask) or prompt.beams > 1:
+            raise ValueError("learn_generated=True learns from one continuation of each row: give num_beams=1")
+        # `generate` does not read the last token
+        tokens = tokens[:, prompt.length : -1]
+        if not tokens.shape[1]:
+            return
+        ended = torch.zeros_like(tokens) if prompt.ends is None else torch.isin(tokens, prompt.ends).long()
+        # a row goes on with padding after its end token
+        real = (ended.cumsum(1) - ended == 0).to(prompt.mask.dtype)
+        cache.rollback(prompt.snapshot)
+        self(
+            tokens,
+            attention_mask=torch.cat([prompt.mask, real], dim=1),
+            past_key_values=cache,
+            learn=True,
+            logits_to_keep=1,
+        )
+
     def _prepare_model_inputs(self, inputs, bos_token_id, model_kwargs):
         inputs, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
         check_inputs(self.config, **{name: inputs})
@@ -82,6 +125,15 @@ class HopeGenerationMixin(GenerationMixin):
         return _with_columns_read(mask, inputs_tensor, model_kwargs.get("past_key_values"))
 
     def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
+        prompt = model_kwargs.pop("learn", None)
+        if prompt is None:
+            return self._prefill_in_chunks(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        given = model_kwargs | {"learn": prompt.learn}
+        outputs = self._prefill_in_chunks(input_ids, generation_config, given, *args, **kwargs)
+        prompt.end(input_ids, generation_config, model_kwargs)
+        return outputs
+
+    def _prefill_in_chunks(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
         size, cache = generation_config.prefill_chunk_size, model_kwargs.get("past_key_values")
         read = 0 if size is None or cache is None or _CHUNKS_FOLLOW_A_CACHE else int(cache.get_seq_length())
         if not read:
@@ -99,6 +151,28 @@ class HopeGenerationMixin(GenerationMixin):
             cut = {name: x if x is None else x[:, : x.shape[1] - later] for name, x in by_column.items()}
             outputs = super()._prefill(chunk, at_once, model_kwargs | cut, *args, **kwargs)
         return outputs
+
+
+@dataclass
+class _Prompt:
+    """A prompt that levels learn from, and where it ended."""
+
+    learn: bool
+    length: int = 0
+    # columns read [B, prompt and earlier tokens], 0 for padding
+    mask: torch.Tensor | None = None
+    beams: int = 1
+    # end tokens
+    ends: torch.Tensor | None = None
+    snapshot: Snapshot | None = None
+
+    def end(self, input_ids, generation_config, model_kwargs) -> None:
+        """Remember the prompt's end; `model_kwargs` are those of the first new token."""
+        cache, mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
+        if mask is None:
+            mask = input_ids.new_ones(len(input_ids), int(cache.get_seq_length()))
+        self.length, self.mask, self.beams = input_ids.shape[1], mask, generation_config.num_beams or 1
+        self.ends, self.snapshot = generation_config._eos_token_tensor, cache.snapshot()
 
 
 def _with_columns_read(mask: torch.Tensor, inputs: torch.Tensor, cache: Cache | None) -> torch.Tensor:

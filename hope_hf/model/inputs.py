@@ -17,10 +17,9 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .cache_hope import level_layers, past_of
+from .cache_hope import past_of
 from .chunks import Past
 from .configuration_hope import HopeConfig
-from .continuum import CONTINUA
 from .mixers import MIXERS
 
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
@@ -254,19 +253,13 @@ def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -
         layers.extend(DynamicCache(config=config).layers)
         cache.layer_class_to_replicate = None
     number = -1 if layers is None else len(layers)
-    expected = config.num_hidden_layers
-    if CONTINUA[config.level_variant].state_class is not None:
-        expected *= 2
-        if number == config.num_hidden_layers and not cache.get_seq_length():
-            layers.extend(level_layers(config, cache.is_compileable))
-            number = expected
-    if number != expected:
+    if number != config.num_hidden_layers:
         held = "no layers" if layers is None else f"{len(layers)} layers"
         raise ValueError(
             f"past_key_values is a {type(cache).__name__} of {held}, and the model has {config.num_hidden_layers}: "
             "give a HopeCache(model.config)"
         )
-    for layer, kind in zip(layers, config.layer_types, strict=False):
+    for layer, kind in zip(layers, config.layer_types, strict=True):
         mixer = MIXERS[kind]
         # compared by name, since another copy of the code may have made the cache
         held, expected = (getattr(getattr(of, "state_class", None), "__name__", None) for of in (layer, mixer))

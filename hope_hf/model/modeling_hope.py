@@ -39,6 +39,7 @@ from .inputs import (
     run_eagerly_where_chunks_vary,
 )
 from .layers import HopeRMSNorm
+from .level_reading import LearnsFromText
 from .loss import IGNORED, HopeHead, next_labels
 from .mixers import MIXERS
 from .window_attention import plan_window
@@ -50,10 +51,9 @@ _HEAD_WIDTH = 768
 class HopeBlock(GradientCheckpointingLayer):
     """A mixer, then the continuum memory, each with its normalisation and residual connection.
 
-    Both have one interface, `module(hidden_states, state, **context)`, and return their output and their state after
-    the call (`None` without a state); `context` is the same for all modules. They do not change the given state: the
-    model writes the cache, so that a checkpointed block can be recomputed in the backward pass without a second write.
-    Without gradients, attention writes into the cache itself.
+    The mixer returns its output and its state after the call (`None` without a state); `context` is the same for all
+    blocks. It does not change the given state: the model writes the cache, so that a checkpointed block can be
+    recomputed in the backward pass without a second write. Without gradients, attention writes into the cache itself.
     """
 
     def __init__(self, config: HopeConfig, layer_idx: int):
@@ -68,15 +68,21 @@ class HopeBlock(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        mixer_state: tuple | None = None,
-        level_state: tuple | None = None,
+        state: tuple | None = None,
+        deltas: dict[int, dict] | None = None,
         **context,
-    ) -> tuple[torch.Tensor, tuple | None, tuple | None]:
-        """Hidden states [B, T, hidden_size] of the next block, and the states of the mixer and of the levels."""
+    ) -> tuple[torch.Tensor, tuple | None]:
+        """Hidden states [B, T, hidden_size] of the next block, and the mixer's state.
+
+        Args:
+            hidden_states: [B, T, hidden_size].
+            state: the mixer's state.
+            deltas: what the text so far has taught this block's levels (`level_learning.LevelState.by_block`).
+            context: what `Mixer.needs` names.
+        """
         # attention also returns its weights, which transformers records
-        mixed, mixer_state, *_ = self.mixer(self.input_layernorm(hidden_states), mixer_state, **context)
-        output, level_state = self.continuum(hidden_states + mixed, level_state, **context)
-        return output, mixer_state, level_state
+        mixed, state, *_ = self.mixer(self.input_layernorm(hidden_states), state, **context)
+        return self.continuum(hidden_states + mixed, deltas), state
 
 
 class HopePreTrainedModel(PreTrainedModel):
@@ -138,7 +144,7 @@ class HopePreTrainedModel(PreTrainedModel):
         if not self.config.keeps_state:
             return super().compile(*args, **kwargs)
         for module in self.modules():
-            if isinstance(module, ContinuumMemory) and module.state_class is None:
+            if isinstance(module, ContinuumMemory):
                 module.compile(*args, **kwargs)
 
     def add_model_tags(self, tags: list[str] | str) -> None:
@@ -244,14 +250,14 @@ class HopeModel(HopePreTrainedModel):
             if carried is not None:
                 # a recomputed block would write keys and values into the cache again
                 layers, context["cache"] = carried, None
-        for block in self.layers:
-            # the mixer's layer, then the levels' if they have state
-            cache_layers = layers[block.layer_idx :: self.config.num_hidden_layers]
-            states = [getattr(layer, "state", None) for layer in cache_layers]
-            hidden_states, *states = block(hidden_states, *states, **context)
-            for layer, state in zip(cache_layers, states, strict=False):
-                if state is not None:
-                    layer.update_state(state, past)
+        levels = getattr(cache, "levels", None)
+        deltas = {} if levels is None else levels.by_block(self.config)
+        for index, block in enumerate(self.layers):
+            layer = layers[index] if layers else None
+            state = getattr(layer, "state", None)
+            hidden_states, state = block(hidden_states, state, deltas.get(index), **context)
+            if layer is not None and state is not None:
+                layer.update_state(state, past)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=cache)
 
     def _plans(
@@ -294,7 +300,7 @@ class HopeModel(HopePreTrainedModel):
         }
 
 
-class HopeForCausalLM(HopePreTrainedModel, HopeGenerationMixin):
+class HopeForCausalLM(LearnsFromText, HopePreTrainedModel, HopeGenerationMixin):
     """HOPE with a language-modelling head.
 
     Example:
@@ -352,6 +358,7 @@ class HopeForCausalLM(HopePreTrainedModel, HopeGenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         skip_logits: bool = False,
+        learn: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """Logits [B, T, vocab_size] and, with labels, the mean next-token loss in nats.
@@ -366,6 +373,8 @@ class HopeForCausalLM(HopePreTrainedModel, HopeGenerationMixin):
             use_cache: whether to make a cache if none is given.
             logits_to_keep: number of last positions, or their indices, for which to compute logits; 0 for all.
             skip_logits: with labels, return the loss without logits, which are then never held for all tokens.
+            learn: whether levels learn from the tokens while they are read (`config.level_learning`). What they learn
+                is kept in `past_key_values`; the weights do not change.
             kwargs: `num_items_in_batch`, the number of scored tokens that divides the summed loss; and the `kwargs` of
                 `HopeModel.forward`.
 
@@ -374,6 +383,10 @@ class HopeForCausalLM(HopePreTrainedModel, HopeGenerationMixin):
         """
         if skip_logits and labels is None:
             raise ValueError("skip_logits=True returns the loss alone: give labels, or leave skip_logits out")
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        if learn:
+            given = past_key_values, input_ids, attention_mask, position_ids, labels
+            return self._learn(*given, None if skip_logits else kept, inputs_embeds=inputs_embeds, **kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -389,7 +402,6 @@ class HopeForCausalLM(HopePreTrainedModel, HopeGenerationMixin):
         if skip_logits and type(self.lm_head) is HopeHead and self.tp_size is None:
             loss, logits = self._loss_alone(outputs.last_hidden_state, labels, **kwargs), None
         else:
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits, loss = self.lm_head(outputs.last_hidden_state[:, kept]), None
             if labels is not None:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

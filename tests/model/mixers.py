@@ -1,12 +1,9 @@
 """The kinds of layers that a test of the whole model goes through, and a mixer by itself, small and in float64."""
 
-from typing import NamedTuple
-
 import torch
 
 from hope_hf import HopeConfig
 from hope_hf.model.chunks import plan_chunks
-from hope_hf.model.continuum import ContinuumMemory
 from hope_hf.model.modeling_hope import HopeBlock
 
 # Options of models of two layers whose mixers are memories.
@@ -55,28 +52,3 @@ def run_fast(mixer, hidden_states):
     """The mixer's output for texts that begin with `hidden_states` [B, T, hidden_size]."""
     plan = plan_chunks(mixer.config, hidden_states.shape[:2], hidden_states.device)
     return mixer(hidden_states, plan=plan)[0]
-
-
-class Trace(NamedTuple):
-    """Decayed sum of a document's tokens so far [B, hidden_size]."""
-
-    total: torch.Tensor
-
-
-class TracingLevels(ContinuumMemory):
-    """A chain of levels behind one that keeps a state: it adds a decayed sum of the document's tokens."""
-
-    state_class = Trace
-
-    def forward(self, hidden_states, state=None, *, plan, **_):
-        traces = []
-        total = torch.zeros_like(hidden_states[:, 0]) if state is None else state.total
-        for slot, x in enumerate(plan.to_slots(hidden_states).unbind(1)):
-            if plan.valid is None:
-                total = 0.8 * total + 0.2 * x
-            else:
-                real, first = plan.valid[:, slot, None], plan.position[:, slot, None] == 0
-                total = torch.where(real, 0.8 * torch.where(first, 0.0, total) + 0.2 * x, total)
-            traces.append(total)
-        hidden_states = hidden_states + plan.to_tokens(torch.stack(traces, dim=1))
-        return super().forward(hidden_states)[0], Trace(total)

@@ -2,17 +2,15 @@
 
 import pytest
 import torch
-from mixers import ATTENTION, HYBRID, MEMORIES, SPARSE, SPARSE_HYBRID, WINDOW, WINDOW_HYBRID, TracingLevels
+from mixers import ATTENTION, HYBRID, MEMORIES, SPARSE, SPARSE_HYBRID, WINDOW, WINDOW_HYBRID
 from transformers import DynamicCache, StaticCache
 
 from hope_hf import HopeCache
-from hope_hf.model.continuum import CONTINUA
 
 MEMORIES = {
     **MEMORIES,
     "paper-exclusive-zero": dict(memory_rule="paper", paper_rule=dict(read_mode="exclusive", decay_to="zero")),
     "one-made": dict(memory_projections=["v"], memory_chunk_size=5),
-    "levels": dict(level_variant="independent"),
 }
 OTHERS = {
     "sparse": SPARSE,
@@ -24,24 +22,12 @@ OTHERS = {
 }
 # what can be told of documents and padding without positions
 TOLD = MEMORIES | OTHERS
-LEVELS = {
-    "memory": MEMORIES["levels"],
-    "hybrid": HYBRID | MEMORIES["levels"],
-    "attention": ATTENTION | MEMORIES["levels"],
-}
 MIXERS = TOLD | {
     "hybrid": HYBRID,
     "attention-first": dict(layer_types=["full_attention", "hope_memory"]),
     "attention": ATTENTION,
-    "levels-attention": LEVELS["attention"],
 }
 EXACT = dict(rtol=1e-9, atol=1e-9)
-
-
-@pytest.fixture(autouse=True)
-def levels_with_a_state(monkeypatch):
-    """Independent levels become levels with a state: an entry in the table is all that these need."""
-    monkeypatch.setitem(CONTINUA, "independent", TracingLevels)
 
 
 def random_ids(*shape, seed=1):
@@ -201,7 +187,7 @@ def test_reordered_cache_continues_the_chosen_rows(tiny_model, options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", ({"plain": {}} | LEVELS).values(), ids=["plain", *LEVELS])
+@pytest.mark.parametrize("options", [{}, HYBRID, ATTENTION], ids=["plain", "hybrid", "attention"])
 def test_saved_state_continues_the_text(tiny_model, tmp_path, options):
     model = tiny_model(torch.float64, **options)
     ids = random_ids(2, 22)
@@ -218,37 +204,14 @@ def test_saved_state_continues_the_text(tiny_model, tmp_path, options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", LEVELS.values(), ids=LEVELS)
-def test_caches_of_transformers_have_room_for_the_state_of_levels(tiny_model, options):
+@pytest.mark.parametrize("options", [{}, HYBRID, ATTENTION], ids=["plain", "hybrid", "attention"])
+def test_caches_of_transformers_carry_the_state(tiny_model, options):
     model = tiny_model(torch.float64, **options)
     ids = random_ids(2, 14)
     whole = model(ids).logits
     for cache in (DynamicCache(), DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=14)):
         parts = [model(part, past_key_values=cache).logits for part in ids.split([9, 1, 4], dim=1)]
         torch.testing.assert_close(torch.cat(parts, dim=1), whole, **EXACT)
-    options = dict(max_new_tokens=5, do_sample=False, pad_token_id=0, num_beams=2)
-    plain = model.generate(ids, use_cache=False, **options)
-    for implementation in ("dynamic", "static"):
-        assert torch.equal(model.generate(ids, cache_implementation=implementation, **options), plain)
-    # the control: without what levels carry, the text reads otherwise
-    cache = HopeCache(model.config)
-    model(ids[:, :9], past_key_values=cache)
-    assert len(cache.layers) == 2 * model.config.num_hidden_layers
-    for layer in cache.layers[model.config.num_hidden_layers :]:
-        layer.state = None
-    assert (model(ids[:, 9:], past_key_values=cache).logits - whole[:, 9:]).abs().max() > 1e-4
-
-
-def test_the_gradient_goes_through_the_state_of_levels_unless_it_is_cut(tiny_model):
-    model = tiny_model(torch.float64, **LEVELS["attention"]).train()
-    for cut in (False, True):
-        cache = HopeCache(model.config)
-        embeddings = model.get_input_embeddings()(random_ids(1, 9)).detach().requires_grad_()
-        model(inputs_embeds=embeddings, past_key_values=cache)
-        if cut:
-            cache.detach_()
-        tensors = [tensor for name, tensor in cache.state_tensors().items() if name.endswith("total")]
-        assert len(tensors) == 2 and all(tensor.requires_grad != cut for tensor in tensors)
 
 
 def test_state_does_not_grow(tiny_model):

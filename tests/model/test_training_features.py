@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from mixers import ATTENTION, HYBRID, MEMORIES, MIXERS, SPARSE_HYBRID, TracingLevels
+from mixers import ATTENTION, HYBRID, MEMORIES, MIXERS, SPARSE_HYBRID
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import StaticCache
 
@@ -69,14 +69,12 @@ def test_recomputing_blocks_changes_no_bit(tiny_model, runs, options, reentrant)
     assert runs == [2 + 4]
 
 
-# levels that keep a state, beside both kinds of caches
-CARRIED = MIXERS | {"attention": ATTENTION, "levels": HYBRID | dict(level_variant="independent")}
+CARRIED = MIXERS | {"attention": ATTENTION}
 
 
 @pytest.mark.parametrize("options", CARRIED.values(), ids=CARRIED.keys())
 @pytest.mark.parametrize("detach", [False, True])
-def test_recomputing_blocks_across_carried_segments_changes_no_bit(tiny_model, runs, monkeypatch, options, detach):
-    monkeypatch.setitem(CONTINUA, "independent", TracingLevels)
+def test_recomputing_blocks_across_carried_segments_changes_no_bit(tiny_model, runs, options, detach):
     segments = text(2, 42).split([19, 23], dim=1)
     plain = losses_and_gradients(tiny_model(**options).train(), segments, detach)
     model = recompute(tiny_model(**options).train(), use_reentrant=False)
@@ -197,7 +195,7 @@ def test_sequential_levels_are_a_chain_from_fast_to_slow(tiny_config):
     expected = x
     for level in range(3):
         expected = expected + swiglu(continuum.levels[level], expected)
-    torch.testing.assert_close(continuum(x)[0], expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(continuum(x), expected, rtol=1e-10, atol=1e-10)
 
 
 def test_independent_levels_are_a_weighted_sum(tiny_config):
@@ -205,7 +203,7 @@ def test_independent_levels_are_a_weighted_sum(tiny_config):
     weights = continuum.mix.weight
     assert weights.shape == (3,)
     expected = x + sum(weights[level] * swiglu(continuum.levels[level], x) for level in range(3))
-    torch.testing.assert_close(continuum(x)[0], expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(continuum(x), expected, rtol=1e-10, atol=1e-10)
 
 
 def test_independent_levels_start_with_equal_weights_and_learn_them(tiny_model):

@@ -1,0 +1,537 @@
+"""Levels that learn while reading: against the equations piece by piece in float64, and as a state of the cache."""
+
+import copy
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
+from mixers import ATTENTION, HYBRID, SPARSE
+from safetensors.torch import load_file, save_file
+from torch.func import functional_call
+
+from hope_hf import HopeCache, HopeConfig, LevelLearning
+from hope_hf.model.level_learning import normalised
+
+TEACHES = dict(periods=[8], rate=0.3, drift=2.0, gate=False, brake=0.0)
+LAYERS = {"memory": {}, "hybrid": HYBRID, "attention": ATTENTION}
+ALL = ["gate_proj", "up_proj", "down_proj"]
+
+
+def one_level(tiny_model, dtype=torch.float64, learning=TEACHES, **options):
+    """A tiny model with one level a block, which learns much."""
+    options = dict(level_periods=[1], level_intermediate_sizes=[40], num_hidden_layers=3) | options
+    if "layer_types" in options:
+        options["layer_types"] = (options["layer_types"] * 2)[:3]
+    return tiny_model(dtype, level_learning=learning, **options)
+
+
+def random_ids(*shape, seed=1):
+    """Tokens without 0, which is padding."""
+    return torch.randint(1, 64, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def read(model, ids, cache=None, **arguments):
+    """The logits of a text that the levels learn from, and the cache."""
+    cache = HopeCache(model.config) if cache is None else cache
+    with torch.no_grad():
+        return model(ids, past_key_values=cache, learn=True, **arguments).logits, cache
+
+
+def deltas(cache):
+    return {str(key): delta for key, delta in cache.levels.deltas.items()}
+
+
+def factored(gradient):
+    """Entry by entry: G_ij / sqrt(r_i c_j / mean(r)), then an RMS of at most 1."""
+    rows = [sum(g * g for g in row) / len(row) for row in gradient.tolist()]
+    columns = [sum(g * g for g in column) / len(column) for column in gradient.mT.tolist()]
+    mean = sum(rows) / len(rows)
+    scale = torch.tensor([[math.sqrt(r * c / mean) if r * c else math.inf for c in columns] for r in rows])
+    even = gradient / scale.double()
+    return even / max(1.0, even.square().mean().sqrt().item())
+
+
+def twin(model, ids, learning: LevelLearning):
+    """Logits [T, V] of one text [T], and the final differences by name, as in the equations.
+
+    Every piece is read from the states that the pieces before it left, with weights `W + D`. The loss is computed from
+    logits. Periods of slower levels sum the gradients of their pieces.
+    """
+    config = model.config
+    learning = learning.resolved(config)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    names = {
+        f"model.layers.{block}.continuum.levels.{level}.{matrix}.weight": level
+        for block in learning.blocks
+        for level in range(len(config.level_periods))
+        for matrix in learning.matrices
+    }
+    differences = {name: torch.zeros_like(weights[name]) for name in names}
+    sums = {name: torch.zeros_like(weights[name]) for name in names}
+    losses, counts = [0.0] * len(learning.periods), [0] * len(learning.periods)
+    cache, logits = HopeCache(config), []
+    for piece in ids.split(learning.periods[0]):
+        moved = {name: (weights[name] + differences[name]).requires_grad_() for name in names}
+        out = functional_call(model, weights | moved, (piece[None],), dict(past_key_values=cache)).logits[0]
+        logits.append(out.detach())
+        cache.detach_()
+        loss = F.cross_entropy(out[:-1], piece[1:], reduction="sum")
+        if len(piece) > 1:
+            gradients = torch.autograd.grad(loss, list(moved.values()))
+            for name, gradient in zip(moved, gradients, strict=True):
+                sums[name] += gradient
+        for level, period in enumerate(learning.periods):
+            losses[level] += loss.item()
+            counts[level] += len(piece) - 1
+            if sum(map(len, logits)) % period:
+                continue
+            mean, guess = losses[level] / counts[level], math.log(config.vocab_size)
+            strength = min(1.0, mean / (learning.brake * guess)) if learning.brake else 1.0
+            if learning.gate and mean > guess:
+                strength = 0.0
+            for name in (name for name, own in names.items() if own == level):
+                if strength:
+                    weight = weights[name]
+                    step = learning.rate * weight.square().mean().sqrt() * strength * factored(sums[name])
+                    differences[name] = differences[name] - step
+                    drift = differences[name].norm() / weight.norm()
+                    if drift > learning.drift:
+                        differences[name] = differences[name] * learning.drift / drift
+                sums[name] = torch.zeros_like(sums[name])
+            losses[level], counts[level] = 0.0, 0
+    return torch.cat(logits), {
+        name.removeprefix("model.layers.").replace("continuum.levels.", "").removesuffix(".weight"): difference
+        for name, difference in differences.items()
+    }
+
+
+RULES = {
+    "plain": TEACHES,
+    "drift": TEACHES | dict(drift=0.2),
+    "gate": TEACHES | dict(gate=True),
+    "brake": TEACHES | dict(brake=2.0),
+    # a smaller rate, since a column whose gradient nearly vanishes is normalised to noise
+    "matrices": TEACHES | dict(matrices=ALL, blocks=[0, 2], rate=0.03),
+}
+
+
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_outputs_and_differences_equal_the_equations(tiny_model, options, rule):
+    model = one_level(tiny_model, learning=rule, **options)
+    ids = random_ids(2, 43)
+    logits, cache = read(model, ids)
+    assert cache.levels.steps.sum() + cache.levels.skipped.sum() == 2 * 5
+    for row in range(2):
+        expected, differences = twin(model, ids[row], model.config.level_learning)
+        torch.testing.assert_close(logits[row], expected, rtol=1e-9, atol=1e-9)
+        for name, difference in differences.items():
+            torch.testing.assert_close(deltas(cache)[name][row], difference, rtol=1e-9, atol=1e-9)
+    if rule is TEACHES:
+        assert (logits - model(ids).logits)[:, 8:].abs().max() > 3e-3, "the levels have learned nothing"
+
+
+@pytest.mark.parametrize("variant", ["sequential", "independent"])
+def test_two_clocks_equal_the_equations(tiny_model, variant):
+    rule = TEACHES | dict(periods=[4, 12], blocks=[1, 2])
+    sizes = dict(level_periods=[1, 1], level_intermediate_sizes=[24, 16], level_variant=variant)
+    model = one_level(tiny_model, learning=rule, **sizes, **HYBRID)
+    ids = random_ids(1, 30)
+    logits, cache = read(model, ids)
+    assert cache.levels.steps.tolist() == [[7, 2]]
+    expected, differences = twin(model, ids[0], model.config.level_learning)
+    torch.testing.assert_close(logits[0], expected, rtol=1e-9, atol=1e-9)
+    for name, difference in differences.items():
+        torch.testing.assert_close(deltas(cache)[name][0], difference, rtol=1e-9, atol=1e-9)
+
+
+def test_a_zero_gradient_and_a_tiny_one_are_normalised_without_nan():
+    gradient = torch.randn(2, 6, 5, generator=torch.Generator().manual_seed(0))
+    gradient[:, 2] = 0.0
+    even = normalised(gradient)
+    assert even.isfinite().all() and not even[:, 2].any()
+    torch.testing.assert_close(normalised(gradient * 1e-30), even)
+    torch.testing.assert_close(even[0].double(), factored(gradient[0].double()), rtol=1e-5, atol=1e-6)
+    assert not normalised(torch.zeros(1, 3, 3)).any()
+
+
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_a_text_cut_at_periods_reads_and_teaches_the_same(tiny_model, options):
+    model, ids = one_level(tiny_model, **options), random_ids(2, 40)
+    whole, once = read(model, ids)
+    cache = HopeCache(model.config)
+    parts = [read(model, part, cache)[0] for part in ids.split([16, 8, 16], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=0)
+    for name, delta in deltas(once).items():
+        assert torch.equal(deltas(cache)[name], delta)
+
+
+def test_a_text_cut_elsewhere_teaches_nearly_the_same_at_the_same_tokens(tiny_model):
+    """Only predictions across the cut, and the gradient through keys and values of the call before, are missing."""
+    model, ids = one_level(tiny_model, **ATTENTION), random_ids(1, 40)
+    _, once = read(model, ids)
+    cache = HopeCache(model.config)
+    for part in ids.split([13, 27], dim=1):
+        read(model, part, cache)
+    assert cache.levels.steps.tolist() == once.levels.steps.tolist() == [[5]]
+    for name, delta in deltas(once).items():
+        change = (deltas(cache)[name] - delta).norm() / delta.norm()
+        assert 0 < change < 0.5
+
+
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_rows_of_a_padded_batch_learn_as_if_alone(tiny_model, options, side):
+    model = one_level(tiny_model, torch.float32, **options)
+    texts = [random_ids(1, length, seed=length) for length in (37, 21, 37)]
+    ids, mask = torch.zeros(3, 37, dtype=torch.long), torch.zeros(3, 37, dtype=torch.long)
+    for row, text in enumerate(texts):
+        columns = slice(37 - text.shape[1], 37) if side == "left" else slice(0, text.shape[1])
+        ids[row, columns], mask[row, columns] = text[0], 1
+    logits, cache = read(model, ids, attention_mask=mask)
+    assert cache.levels.tokens.tolist() == [37, 21, 37]
+    for row, text in enumerate(texts):
+        alone, own = read(model, text)
+        torch.testing.assert_close(logits[row, mask[row].bool()], alone[0], rtol=0, atol=1e-5)
+        for name, delta in deltas(own).items():
+            torch.testing.assert_close(deltas(cache)[name][row], delta[0], rtol=0, atol=1e-5)
+    if side == "right":
+        return
+    # and read on together
+    after = random_ids(3, 9, seed=5)
+    more = torch.cat([mask, torch.ones_like(after)], dim=1)
+    logits, _ = read(model, after, cache, attention_mask=more)
+    alone, own = read(model, torch.cat([texts[1], after[1:2]], dim=1)[:, :24])
+    torch.testing.assert_close(logits[1, :3], alone[0, 21:], rtol=0, atol=1e-5)
+
+
+def test_rows_that_end_elsewhere_beside_sparse_attention_are_refused(tiny_model):
+    model = one_level(tiny_model, torch.float32, **SPARSE)
+    ids, mask = random_ids(2, 64), torch.ones(2, 64, dtype=torch.long)
+    mask[0, :41] = 0
+    cache = HopeCache(model.config)
+    with pytest.raises(ValueError, match="read these rows one by one"):
+        read(model, ids, cache, attention_mask=mask)
+    assert cache.levels is None and not cache.get_seq_length()
+    read(model, ids, cache)
+
+
+def test_labels_say_what_is_scored_and_learned(tiny_model):
+    model, ids = one_level(tiny_model), random_ids(1, 32)
+    labels = ids.clone()
+    labels[:, 8:16] = -100
+    cache = HopeCache(model.config)
+    with torch.no_grad():
+        out = model(ids, labels=labels, past_key_values=cache, learn=True, logits_to_keep=3)
+        again = model(ids, labels=labels, learn=True, skip_logits=True)
+    logits, _ = read(model, ids, labels=labels)
+    kept = labels[0, 1:] != -100
+    expected = F.cross_entropy(logits[0, :-1][kept], ids[0, 1:][kept])
+    torch.testing.assert_close(out.loss, expected)
+    torch.testing.assert_close(again.loss, expected)
+    assert again.logits is None
+    torch.testing.assert_close(out.logits, logits[:, -3:])
+    # the second period holds no label: it takes no step
+    assert cache.levels.steps.tolist() == [[3]]
+
+
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_a_rate_of_0_equals_the_frozen_model_bit_by_bit(tiny_model, options):
+    model, ids = one_level(tiny_model, learning=TEACHES | dict(rate=0), **options), random_ids(2, 40)
+    logits, _ = read(model, ids)
+    cache = HopeCache(model.config)
+    with torch.no_grad():
+        frozen = [model(part, past_key_values=cache).logits for part in ids.split(8, dim=1)]
+    assert torch.equal(logits, torch.cat(frozen, dim=1))
+
+
+def test_weights_keep_their_bytes_and_two_caches_do_not_touch(tiny_model):
+    model = one_level(tiny_model, torch.float32)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    grads = [parameter.requires_grad for parameter in model.parameters()]
+    plain, other = model(random_ids(1, 12)).logits, HopeCache(model.config)
+    _, cache = read(model, random_ids(1, 40))
+    with torch.no_grad():
+        assert not torch.equal(model(random_ids(1, 12), past_key_values=cache).logits, plain)
+        assert torch.equal(model(random_ids(1, 12), past_key_values=other).logits, plain)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    assert [parameter.requires_grad for parameter in model.parameters()] == grads
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_texts_without_learning_keep_what_was_learned(tiny_model):
+    model, ids = one_level(tiny_model), random_ids(1, 24)
+    _, cache = read(model, ids)
+    learned = {name: delta.clone() for name, delta in deltas(cache).items()}
+    with torch.no_grad():
+        model(random_ids(1, 24, seed=2), past_key_values=cache)
+    assert all(torch.equal(delta, learned[name]) for name, delta in deltas(cache).items())
+    assert cache.levels.tokens.tolist() == [24]
+
+
+def test_a_step_with_a_number_that_is_not_finite_is_left_out(tiny_model, monkeypatch):
+    model, ids = one_level(tiny_model), random_ids(2, 24)
+    backward = torch.autograd.grad
+    calls = []
+
+    def broken(*args, **kwargs):
+        gradients = backward(*args, **kwargs)
+        calls.append(None)
+        if len(calls) == 2:
+            gradients[0][1, 0, 0] = math.inf
+        return gradients
+
+    monkeypatch.setattr(torch.autograd, "grad", broken)
+    _, cache = read(model, ids)
+    assert cache.levels.steps.tolist() == [[3], [2]]
+    assert cache.levels.skipped.tolist() == [[[0, 0]], [[0, 1]]]
+    assert all(delta.isfinite().all() for delta in deltas(cache).values())
+
+
+def answers(model, cache, ids):
+    """Logits of a fork of the cache."""
+    return read(model, ids, copy.deepcopy(cache))[0]
+
+
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_what_is_learned_forks_rolls_back_reorders_and_resets(tiny_model, options):
+    model = one_level(tiny_model, **options)
+    ids, after = random_ids(3, 21), random_ids(3, 11, seed=2)
+    _, cache = read(model, ids)
+    before, expected = cache.snapshot(), answers(model, cache, after)
+    read(model, random_ids(3, 30, seed=3), cache)
+    assert not torch.allclose(answers(model, cache, after), expected)
+    assert torch.equal(answers(model, cache.rollback(before), after), expected)
+    chosen = copy.deepcopy(cache)
+    chosen.reorder_cache(torch.tensor([2, 0, 0]))
+    torch.testing.assert_close(answers(model, chosen, after[[2, 0, 0]]), expected[[2, 0, 0]])
+    chosen = copy.deepcopy(cache)
+    chosen.batch_select_indices(torch.tensor([1]))
+    torch.testing.assert_close(answers(model, chosen, after[[1]]), expected[[1]])
+    chosen.batch_repeat_interleave(2)
+    torch.testing.assert_close(answers(model, chosen, after[[1, 1]]), expected[[1, 1]])
+    assert cache.level_bytes > 3 * 40 * 32 * 8
+    cache.reset_levels()
+    assert cache.level_bytes == 0 and cache.get_seq_length() == 21
+    _, fresh = read(model, ids, HopeCache(model.config))
+    fresh.reset()
+    torch.testing.assert_close(read(model, ids, fresh)[0], read(model, ids)[0])
+
+
+def test_cropping_drops_keys_and_values_and_keeps_what_was_learned(tiny_model):
+    model = one_level(tiny_model, **ATTENTION)
+    _, cache = read(model, random_ids(1, 20))
+    learned = {name: delta.clone() for name, delta in deltas(cache).items()}
+    cache.crop(-7)
+    assert cache.get_seq_length() == 13
+    assert all(torch.equal(delta, learned[name]) for name, delta in deltas(cache).items())
+
+
+IN_ANOTHER_PROCESS = """
+import sys, torch
+from pathlib import Path
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+import hope_hf
+folder = Path(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(folder / "model")
+cache = hope_hf.HopeCache.from_pretrained(folder / sys.argv[2], model)
+with torch.no_grad():
+    logits = model(load_file(folder / "ids.safetensors")["ids"], past_key_values=cache, learn=True).logits
+save_file({"logits": logits}, folder / "logits.safetensors")
+"""
+
+
+def test_a_file_continues_in_another_process(tiny_model, tmp_path, warm_python):
+    model = one_level(tiny_model, torch.float32, **HYBRID)
+    _, cache = read(model, random_ids(2, 21))
+    ids = random_ids(2, 30, seed=2)
+    expected, frozen = answers(model, cache, ids), answers(model, copy.deepcopy(cache).reset_levels(), ids)
+    model.save_pretrained(tmp_path / "model")
+    save_file({"ids": ids}, tmp_path / "ids.safetensors")
+    sizes = []
+    for dtype, tolerance in (("float32", 1e-6), ("bfloat16", 1e-3), ("int8", 1e-3)):
+        cache.save_pretrained(tmp_path / dtype, model, level_dtype=dtype)
+        sizes.append((tmp_path / dtype / "hope_cache.safetensors").stat().st_size)
+        subprocess.run([sys.executable, "-c", IN_ANOTHER_PROCESS, str(tmp_path), dtype], check=True, timeout=300)
+        logits = load_file(tmp_path / "logits.safetensors")["logits"]
+        torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance)
+    assert sizes[0] > sizes[1] > sizes[2]
+    assert (frozen - expected).abs().max() > 5e-3, "what was learned makes no difference"
+
+
+def test_a_file_of_other_fields_levels_or_a_truncated_one_is_refused(tiny_model, tmp_path):
+    model = one_level(tiny_model, torch.float32)
+    _, cache = read(model, random_ids(1, 21))
+    cache.save_pretrained(tmp_path, model)
+    file = tmp_path / "hope_cache.safetensors"
+
+    def refused(match, **fields):
+        learning = LevelLearning(**(TEACHES | fields)) if fields else None
+        changed = one_level(tiny_model, torch.float32, learning=learning)
+        with pytest.raises(ValueError, match=match):
+            HopeCache.from_pretrained(tmp_path, changed)
+
+    refused("holds what levels have learned: set model.config.level_learning")
+    refused("was written with `rate` of `level_learning` at 0.3, and the model has 0.1", rate=0.1)
+    refused("was written with `matrices` of `level_learning`", matrices=ALL)
+    with pytest.raises(ValueError, match="level_dtype is 'int4': choose one of"):
+        cache.save_pretrained(tmp_path, model, level_dtype="int4")
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="is damaged"):
+        HopeCache.from_pretrained(tmp_path, model)
+
+
+def test_a_cache_of_another_model_is_refused(tiny_model):
+    model, wider = one_level(tiny_model), one_level(tiny_model, level_intermediate_sizes=[48])
+    _, cache = read(model, random_ids(1, 21))
+    with pytest.raises(ValueError, match="which does not fit this model"):
+        read(wider, random_ids(1, 9), cache)
+    model.config.level_learning = TEACHES | dict(blocks=[0])
+    with pytest.raises(ValueError, match="`level_learning` names others"):
+        read(model, random_ids(1, 9), cache)
+
+
+def test_learn_reads_a_text_and_reports(tiny_model, tmp_path, word_tokenizer):
+    model = one_level(tiny_model)
+    ids = random_ids(1, 28)
+    logits, expected = read(model, ids)
+    cache = HopeCache(model.config)
+    report = model.learn(ids, past_key_values=cache)
+    assert all(torch.equal(delta, deltas(expected)[name]) for name, delta in deltas(cache).items())
+    assert report.loss == pytest.approx(F.cross_entropy(logits[0, :-1], ids[0, 1:]).item())
+    assert (report.tokens, report.steps, len(report.losses)) == (28, [3], 4)
+    weight = model.model.layers[2].continuum.levels[0].down_proj.weight
+    assert report.drift == pytest.approx((deltas(cache)["2.0.down_proj"].norm() / weight.norm()).item())
+    assert report.state_bytes == cache.level_bytes and "3 steps" in str(report)
+    second = model.learn("w1 w2 w3 w4", past_key_values=cache, tokenizer=word_tokenizer)
+    assert (second.tokens, second.steps) == (4, [1])
+    model.config.level_learning.gate = True
+    gated = model.learn(random_ids(1, 64, seed=7), past_key_values=HopeCache(model.config))
+    assert gated.skipped_gate > 0 and "by the gate" in str(gated)
+    with pytest.raises(ValueError, match="give past_key_values=HopeCache"):
+        model.learn(ids)
+
+
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_generate_learns_from_the_prompt_and_from_new_tokens_when_asked(tiny_model, options):
+    # so much that the new tokens change
+    model, ids = one_level(tiny_model, learning=TEACHES | dict(rate=3.0, drift=20.0), **options), random_ids(2, 21)
+    arguments = dict(do_sample=False, max_new_tokens=12, pad_token_id=0)
+    plain = model.generate(ids, **arguments)
+    cache, both = HopeCache(model.config), HopeCache(model.config)
+    taught = model.generate(ids, past_key_values=cache, learn=True, **arguments)
+    _, expected = read(model, ids)
+    for name, delta in deltas(expected).items():
+        torch.testing.assert_close(deltas(cache)[name], delta)
+    assert cache.get_seq_length() == 32 and not torch.equal(taught, plain)
+    assert torch.equal(
+        model.generate(ids, past_key_values=both, learn=True, learn_generated=True, **arguments), taught
+    )
+    read(model, taught[:, 21:32], expected)
+    assert both.levels.tokens.tolist() == [32, 32]
+    for name, delta in deltas(expected).items():
+        torch.testing.assert_close(deltas(both)[name], delta)
+    beams = model.generate(ids, learn=True, num_beams=3, **arguments)
+    assert beams.shape == plain.shape
+    with pytest.raises(ValueError, match="give num_beams=1"):
+        model.generate(ids, learn_generated=True, num_beams=3, **arguments)
+
+
+def test_new_tokens_after_the_end_of_a_row_are_not_learned(tiny_model):
+    model, ids = one_level(tiny_model), random_ids(2, 21)
+    arguments = dict(do_sample=False, max_new_tokens=12, pad_token_id=0)
+    end = model.generate(ids, learn=True, **arguments)[0, 25].item()
+    cache = HopeCache(model.config)
+    tokens = model.generate(
+        ids, past_key_values=cache, learn=True, learn_generated=True, eos_token_id=end, **arguments
+    )
+    ended = (tokens[:, 21:-1] == end).long()
+    assert cache.levels.tokens.tolist() == (21 + (ended.cumsum(1) - ended == 0).sum(1)).tolist()
+    assert cache.levels.tokens[0] < cache.levels.tokens[1]
+
+
+def test_a_call_that_cannot_learn_is_refused_and_changes_nothing(tiny_model):
+    model, ids = one_level(tiny_model), random_ids(1, 20)
+    cache = HopeCache(model.config)
+
+    def refused(match, **arguments):
+        with torch.no_grad(), pytest.raises(ValueError, match=match):
+            model(**(dict(input_ids=ids, past_key_values=cache, learn=True) | arguments))
+        assert cache.levels is None and not cache.get_seq_length()
+
+    refused("give input_ids, not inputs_embeds", input_ids=None, inputs_embeds=torch.zeros(1, 3, 32).double())
+    refused("one document a row", position_ids=torch.arange(20)[None] % 10)
+    refused("one document a row", attention_mask=torch.arange(20)[None] // 10 + 1)
+    refused("cannot hold what levels learn", past_key_values=type("Other", (), {})())
+    with torch.inference_mode(), pytest.raises(ValueError, match="use torch.no_grad\\(\\) instead"):
+        model(ids, learn=True)
+    model.model.layers[2].continuum.levels[0].down_proj.to("meta")
+    refused("down_proj of block 2 is offloaded")
+    model.config.level_learning = None
+    refused("learn=True needs `level_learning` in the configuration")
+
+
+WRONG = {
+    "periods-0": (dict(periods=[0]), "`periods` of `level_learning` is"),
+    "periods-2": (dict(periods=[8, 8]), "`periods` of `level_learning` is"),
+    "rate": (dict(rate=-1.0), "`rate` of `level_learning` must be a finite number from 0, got -1.0"),
+    "rate-nan": (dict(rate=math.nan), "`rate` of `level_learning` must be a finite number"),
+    "drift": (dict(drift=math.inf), "`drift` of `level_learning` must be a finite number"),
+    "matrices": (dict(matrices=["q_proj"]), "choose one or more of gate_proj, up_proj, down_proj"),
+    "blocks": (dict(blocks=[3]), "give blocks from 0 to 2"),
+    "unknown": (dict(speed=1), "`level_learning` has no field 'speed': choose among matrices, blocks"),
+    "type": (dict(rate="fast"), "`level_learning` holds a wrong value"),
+}
+
+
+@pytest.mark.parametrize("fields, match", WRONG.values(), ids=WRONG)
+def test_wrong_fields_are_refused(fields, match):
+    with pytest.raises((ValueError, StrictDataclassError), match=match):
+        HopeConfig(
+            hidden_size=64, num_hidden_layers=3, level_periods=[1], level_intermediate_sizes=[8], level_learning=fields
+        )
+
+
+def test_fields_survive_the_configuration_file(tmp_path):
+    config = HopeConfig(hidden_size=64, num_hidden_layers=8, level_periods=[1], level_learning=dict(rate=0.01))
+    config.save_pretrained(tmp_path)
+    again = HopeConfig.from_pretrained(tmp_path)
+    assert again.level_learning == LevelLearning(rate=0.01)
+    assert again.level_learning.resolved(again).blocks == [6, 7]
+    assert again.level_learning.resolved(again).periods == [512]
+
+
+def test_bfloat16_weights_keep_float32_differences(tiny_model):
+    model, ids = one_level(tiny_model, torch.bfloat16), random_ids(1, 40)
+    _, cache = read(model, ids)
+    exact, expected = read(one_level(tiny_model, torch.float32), ids)
+    for name, delta in deltas(cache).items():
+        assert delta.dtype == torch.float32
+        assert (delta - deltas(expected)[name]).norm() / delta.norm() < 0.3
+    assert model(ids[:, :5], past_key_values=cache).logits.dtype == torch.bfloat16
+
+
+def test_gradients_go_through_the_effect_of_what_was_learned(tiny_model):
+    """In training: the gradient is that of the loss with the differences held fixed, piece by piece."""
+    model, ids = one_level(tiny_model).train(), random_ids(2, 21)
+    model(ids, labels=ids, learn=True).loss.backward()
+    taught = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    cache, held = HopeCache(model.config), HopeCache(model.config)
+    model.eval()
+    loss = 0.0
+    targets = F.pad(ids[:, 1:], (0, 1), value=-100)
+    for start in range(0, 21, 8):
+        piece = slice(start, start + 8)
+        out = model(ids[:, piece], past_key_values=cache).logits
+        loss = loss + F.cross_entropy(out.flatten(0, 1), targets[:, piece].flatten(), reduction="sum")
+        read(model, ids[:, piece], held)
+        cache.levels = held.levels
+    (loss / 40).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(taught[name], parameter.grad, rtol=1e-9, atol=1e-9)
