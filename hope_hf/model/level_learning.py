@@ -6,8 +6,7 @@ weights, a state of the cache: `W + D`, one `D` per sequence. The trained weight
 
 For a matrix `W` and the gradient `G` of the loss of the period just read:
 
-    r_i = mean_j G_ij^2,  c_j = mean_i G_ij^2
-    U = G_ij / sqrt(r_i c_j / mean(r)),  U <- U min(1, 1 / RMS(U))
+    U_ij = G_ij |G| / (|G_i.| |G_.j|),  U <- U min(1, 1 / RMS(U))
     D <- D - rate RMS(W) s U
     D <- D min(1, drift |W| / |D|)
 
@@ -186,13 +185,13 @@ class LevelState(NamedTuple):
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def empty_state(model: PreTrainedModel, learning: LevelLearning, rows: int) -> LevelState:
-    """The state of `rows` rows before the first token."""
+def empty_state(weights: dict[MatrixKey, torch.Tensor], levels: int, rows: int) -> LevelState:
+    """The state of `rows` rows before the first token, for `learning_weights` of that many levels a block."""
     deltas = {}
-    for key, weight in learning_weights(model, learning).items():
+    for key, weight in weights.items():
         dtype = torch.promote_types(weight.dtype, torch.float32)
         deltas[key] = torch.zeros(rows, *weight.shape, dtype=dtype, device=weight.device)
-    levels, device = len(learning.periods), next(iter(deltas.values())).device
+    device = next(iter(deltas.values())).device
     counts = torch.zeros(rows, levels, dtype=torch.long, device=device)
     losses = torch.zeros(rows, levels, dtype=next(iter(deltas.values())).dtype, device=device)
     skipped = torch.zeros(rows, levels, 2, dtype=torch.long, device=device)
@@ -222,7 +221,8 @@ def loaded_state(state: LevelState, fields: dict, model: PreTrainedModel, rows: 
                 f"was written with `{name}` of `level_learning` at {fields.get(name)}, and the model has {value}: set "
                 "the model's to the file's"
             )
-    fresh = empty_state(model, learning.resolved(model.config), rows)
+    weights = learning_weights(model, learning.resolved(model.config))
+    fresh = empty_state(weights, len(model.config.level_periods), rows)
     if state.deltas.keys() != fresh.deltas.keys() or state.gradients.keys() - fresh.deltas.keys():
         raise ValueError("holds what other levels than this model's have learned")
     deltas, gradients = ({key: tensor.to(fresh.deltas[key]) for key, tensor in named.items()} for named in state[:2])
@@ -234,6 +234,14 @@ def loaded_state(state: LevelState, fields: dict, model: PreTrainedModel, rows: 
         if tensor.shape != expected[name].shape or tensor.dtype != expected[name].dtype:
             raise ValueError(f"holds 'levels.{name}' as {list(tensor.shape)} {tensor.dtype}")
     return placed
+
+
+def weight_norms(weights: dict[MatrixKey, torch.Tensor]) -> dict[MatrixKey, torch.Tensor]:
+    """Norm |W| of each matrix, float32 or wider."""
+    return {
+        key: torch.linalg.vector_norm(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        for key, weight in weights.items()
+    }
 
 
 def learning_weights(model: PreTrainedModel, learning: LevelLearning) -> dict[MatrixKey, torch.Tensor]:
@@ -264,17 +272,20 @@ def learning_weights(model: PreTrainedModel, learning: LevelLearning) -> dict[Ma
     return weights
 
 
-def step(delta, gradient, weight, learning: LevelLearning, strength: torch.Tensor) -> torch.Tensor:
-    """The next delta [B, o, i] of a matrix; rows of `strength` 0 [B, 1, 1] keep theirs."""
-    weight = weight.to(delta.dtype)
-    norm = weight.norm()
-    # a row's step may be left out because its gradient is not finite
-    gradient = torch.where(strength > 0, gradient, 0.0)
-    size = learning.rate * norm / weight.numel() ** 0.5 * strength
-    moved = delta - size * normalised(gradient)
-    drift = moved.norm(dim=(1, 2), keepdim=True)
-    moved = moved * (learning.drift * norm / drift.clamp_min(torch.finfo(delta.dtype).tiny)).clamp(max=1.0)
-    return torch.where(strength > 0, moved, delta)
+def step(
+    delta: torch.Tensor, gradient: torch.Tensor, norm: torch.Tensor, learning: LevelLearning, strength: torch.Tensor
+) -> torch.Tensor:
+    """The next delta [B, o, i] of a matrix of the given norm; rows with a `strength` [B, 1, 1] of 0 keep theirs."""
+    takes_step = strength > 0
+    if not bool(takes_step.all()):
+        # the gradient may be the reason, as a number that is not finite
+        gradient = torch.where(takes_step, gradient, 0.0)
+    size = learning.rate * norm / gradient[0].numel() ** 0.5 * strength
+    moved = torch.addcmul(delta, normalised(gradient), size, value=-1)
+    drift = torch.linalg.vector_norm(moved, dim=(1, 2), keepdim=True)
+    kept = (learning.drift * norm / drift.clamp_min(torch.finfo(delta.dtype).tiny)).clamp(max=1.0)
+    # a row without a step is inside the bound already
+    return moved * kept if bool((kept < 1).any()) else moved
 
 
 def normalised(gradient: torch.Tensor) -> torch.Tensor:
@@ -282,12 +293,9 @@ def normalised(gradient: torch.Tensor) -> torch.Tensor:
 
     As in Adafactor (arXiv 1804.04235), but of this gradient alone.
     """
-    tiny = torch.finfo(gradient.dtype).tiny
-    # first to a largest entry of 1, so that no square underflows
-    gradient = gradient / gradient.abs().amax(dim=(1, 2), keepdim=True).clamp_min(tiny)
-    squares = gradient.square()
-    rows, columns = squares.mean(2, keepdim=True), squares.mean(1, keepdim=True)
-    mean = rows.mean(1, keepdim=True).clamp_min(tiny)
-    even = gradient / (rows * columns / mean).sqrt().clamp_min(tiny)
-    rms = even.square().mean((1, 2), keepdim=True).sqrt()
+    total, rows, columns = (torch.linalg.vector_norm(gradient, dim=axes, keepdim=True) for axes in ((1, 2), 2, 1))
+    # a row or column of zeros stays one
+    rows, columns = (norms.masked_fill(norms == 0, 1.0) for norms in (rows, columns))
+    even = gradient * (total / rows) / columns
+    rms = torch.linalg.vector_norm(even, dim=(1, 2), keepdim=True) / gradient[0].numel() ** 0.5
     return even / rms.clamp_min(1.0)

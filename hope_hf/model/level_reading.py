@@ -19,7 +19,17 @@ from transformers.modeling_utils import PreTrainedModel
 
 from .cache_hope import HopeCache
 from .inputs import check_inputs, check_labels, later_begins
-from .level_learning import GATED, NOT_FINITE, LevelLearning, LevelState, empty_state, learning_weights, step
+from .level_learning import (
+    GATED,
+    NOT_FINITE,
+    LevelLearning,
+    LevelState,
+    MatrixKey,
+    empty_state,
+    learning_weights,
+    step,
+    weight_norms,
+)
 from .loss import IGNORED, HopeHead
 
 
@@ -128,7 +138,9 @@ def read_and_learn(
         kwargs: other arguments of the trunk.
     """
     learning = check_learning(model, cache, input_ids, attention_mask, position_ids)
-    if cache.levels is not None and cache.levels.deltas.keys() != learning_weights(model, learning).keys():
+    weights = learning_weights(model, learning)
+    learner = _Learner(model, learning, weight_norms(weights), second_order)
+    if cache.levels is not None and cache.levels.deltas.keys() != weights.keys():
         raise ValueError(
             f"past_key_values holds what the matrices {', '.join(map(str, cache.levels.deltas))} have learned, and "
             "`level_learning` names others: set the fields back, or call cache.reset_levels()"
@@ -144,7 +156,7 @@ def read_and_learn(
     before = cache.snapshot()
     try:
         if cache.levels is None:
-            cache.levels = empty_state(model, learning, rows)
+            cache.levels = empty_state(weights, len(learning.periods), rows)
         cuts = _cuts(cache.levels.tokens, real, learning.periods[0])
         groups = {cut: [row for row in range(rows) if cuts[row] == cut] for cut in cuts}
         # Rows whose pieces end at different columns are read one after the other, so that each is cut as if alone.
@@ -160,7 +172,7 @@ def read_and_learn(
                 if position_ids is not None:
                     inputs["position_ids"] = position_ids.expand(rows, -1)[chosen, columns]
                 piece = _Piece(inputs, targets[chosen, columns], real[chosen, columns])
-                hidden, *sums = _read(model, part, learning, piece, second_order)
+                hidden, *sums = _read(learner, part, piece)
                 read.append((hidden if keeps_hidden else None, *sums))
             results.append(read)
         order = torch.tensor([row for chosen in groups.values() for row in chosen]).argsort().to(input_ids.device)
@@ -209,18 +221,29 @@ class _Piece(NamedTuple):
     real: torch.Tensor
 
 
-def _read(model, cache, learning, piece: _Piece, second_order: bool):
+class _Learner(NamedTuple):
+    """A model, and how it learns."""
+
+    model: PreTrainedModel
+    learning: LevelLearning
+    norms: dict[MatrixKey, torch.Tensor]
+    # whether gradients also go through the steps
+    second_order: bool
+
+
+def _read(learner: _Learner, cache, piece: _Piece) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Hidden states of a piece, and each row's summed loss and number of predictions; the cache is updated."""
     if torch.is_grad_enabled():
-        return _read_with_graph(model, cache, learning, piece, keeps_graph=True, second_order=second_order)
-    with _weights_without_gradients(model), torch.enable_grad():
-        hidden, losses, scored = _read_with_graph(model, cache, learning, piece, keeps_graph=False)
+        return _read_with_graph(learner, cache, piece, keeps_graph=True)
+    with _weights_without_gradients(learner.model), torch.enable_grad():
+        hidden, losses, scored = _read_with_graph(learner, cache, piece, keeps_graph=False)
     cache.detach_()
     return hidden.detach(), losses.detach(), scored
 
 
-def _read_with_graph(model, cache, learning, piece, keeps_graph: bool, second_order: bool = False):
+def _read_with_graph(learner: _Learner, cache, piece: _Piece, keeps_graph: bool):
     """The result of `_read`. `keeps_graph`: whether a backward pass follows."""
+    model, second_order = learner.model, learner.second_order
     state = cache.levels
     # tensors of this piece alone, so that its gradient does not go on through states that earlier pieces left
     deltas = {
@@ -240,7 +263,7 @@ def _read_with_graph(model, cache, learning, piece, keeps_graph: bool, second_or
         )
         gradients = dict(zip(deltas, found, strict=True))
     with torch.set_grad_enabled(second_order):
-        cache.levels = _after_piece(state, model, learning, gradients, inside.detach(), learned, piece.real)
+        cache.levels = _after_piece(learner, state, gradients, inside.detach(), learned, piece.real)
     return hidden, losses, scored
 
 
@@ -251,9 +274,9 @@ def _row_losses(model, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Ten
     return torch.stack([model.summed_loss(*row) for row in zip(hidden, targets, strict=True)])
 
 
-def _after_piece(state: LevelState, model, learning, gradients, loss, learned, real) -> LevelState:
+def _after_piece(learner: _Learner, state: LevelState, gradients, loss, learned, real) -> LevelState:
     """The state after a piece: the gradient added to every open period, and a step for every one that it closes."""
-    device = state.tokens.device
+    learning, device = learner.learning, state.tokens.device
     tokens = state.tokens + real.sum(1).to(device)
     losses = state.losses + loss[:, None].to(state.losses)
     scored = state.scored + learned[:, None].to(device)
@@ -265,25 +288,26 @@ def _after_piece(state: LevelState, model, learning, gradients, loss, learned, r
         gradient = gradient.to(state.deltas[key].dtype)
         sums[key] = sums[key] + gradient if key in sums else gradient
     mean = losses / scored
-    guess = math.log(model.config.vocab_size)
+    guess = math.log(learner.model.config.vocab_size)
     finite = mean.isfinite()
     for key, gradient in sums.items():
-        finite[:, key.level] &= gradient.isfinite().all(-1).all(-1).to(device)
+        # the norm is not finite if an entry is not
+        finite[:, key.level] &= torch.linalg.vector_norm(gradient.detach(), dim=(1, 2)).isfinite().to(device)
     gated = mean > guess if learning.gate else torch.zeros_like(finite)
     has_loss = closes & (scored > 0)
     steps = has_loss & finite & ~gated
     strength = (mean / (learning.brake * guess)).clamp(max=1.0) if learning.brake else torch.ones_like(mean)
     strength = torch.where(steps, strength, 0.0)
     deltas = dict(state.deltas)
-    for key, weight in learning_weights(model, learning).items():
+    for key, norm in learner.norms.items():
         level = key.level
         if bool(steps[:, level].any()):
-            size = strength[:, level].to(weight.device)[:, None, None]
-            deltas[key] = step(deltas[key], sums[key], weight, learning, size)
+            size = strength[:, level].to(norm.device)[:, None, None]
+            deltas[key] = step(deltas[key], sums[key], norm, learning, size)
         if bool(closes[:, level].all()):
             sums.pop(key, None)
         elif key in sums and bool(closes[:, level].any()):
-            is_open = ~closes[:, level].to(weight.device)
+            is_open = ~closes[:, level].to(norm.device)
             sums[key] = torch.where(is_open[:, None, None], sums[key], 0.0)
     reasons = torch.stack([has_loss & finite & gated, has_loss & ~finite], dim=-1)
     return LevelState(
@@ -303,11 +327,8 @@ def report_of(reading: Reading, before: LevelState | None, after: LevelState, mo
     steps, skipped = after.steps, after.skipped
     if before is not None:
         steps, skipped = steps - before.steps, skipped - before.skipped
-    weights = learning_weights(model, learning)
-    drifts = [
-        (delta.norm(dim=(1, 2)).max() / weights[key].to(delta.dtype).norm()).item()
-        for key, delta in after.deltas.items()
-    ]
+    norms = weight_norms(learning_weights(model, learning))
+    drifts = [(delta.norm(dim=(1, 2)).max() / norms[key]).item() for key, delta in after.deltas.items()]
     total, scored = float(reading.loss.sum()), int(reading.scored.sum())
     return LearningReport(
         tokens=tokens,
