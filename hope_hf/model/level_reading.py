@@ -86,10 +86,6 @@ def check_learning(model: PreTrainedModel, cache, input_ids, attention_mask, pos
         raise ValueError(
             "learning needs gradients, which torch.inference_mode() excludes: use torch.no_grad() instead"
         )
-    if torch.compiler.is_compiling():
-        raise ValueError(
-            "learn=True cannot be compiled: compile the model's parts with model.compile(), or read eagerly"
-        )
     if not hasattr(cache, "levels"):
         raise ValueError(
             f"past_key_values is a {type(cache).__name__}, which cannot hold what levels learn: give a "
@@ -345,11 +341,15 @@ def report_of(reading: Reading, before: LevelState | None, after: LevelState, mo
 class LearnsFromText:
     """Causal language models whose levels learn while they read."""
 
+    @torch.compiler.disable(reason="pieces and steps depend on the text")
     def _learn(
         self, cache, input_ids, attention_mask, position_ids, labels, kept,
         inputs_embeds=None, num_items_in_batch=None, use_cache=None, return_dict=True, **kwargs,
     ) -> CausalLMOutputWithPast:  # fmt: skip
         """The result of `forward` for tokens that the levels learn from; `kept` indexes the columns with logits."""
+        for option in ("output_hidden_states", "output_attentions"):
+            if kwargs.pop(option, None):
+                raise ValueError(f"learn=True reads a text in pieces and returns no {option[7:]}: leave {option} out")
         check_inputs(self.config, input_ids, inputs_embeds)
         if labels is not None:
             check_labels(labels, self.config.vocab_size)

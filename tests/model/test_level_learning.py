@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassError
 from mixers import ATTENTION, HYBRID, SPARSE, WINDOW
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.func import functional_call
 
@@ -334,6 +335,7 @@ def test_cropping_drops_keys_and_values_and_keeps_what_was_learned(tiny_model):
 IN_ANOTHER_PROCESS = """
 import sys, torch
 from pathlib import Path
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 import hope_hf
@@ -467,6 +469,7 @@ def test_a_call_that_cannot_learn_is_refused_and_changes_nothing(tiny_model):
     refused("give input_ids, not inputs_embeds", input_ids=None, inputs_embeds=torch.zeros(1, 3, 32).double())
     refused("one document a row", position_ids=torch.arange(20)[None] % 10)
     refused("one document a row", attention_mask=torch.arange(20)[None] // 10 + 1)
+    refused("returns no hidden_states: leave output_hidden_states out", output_hidden_states=True)
     refused("cannot hold what levels learn", past_key_values=type("Other", (), {})())
     with torch.inference_mode(), pytest.raises(ValueError, match="use torch.no_grad\\(\\) instead"):
         model(ids, learn=True)
@@ -535,3 +538,53 @@ def test_gradients_go_through_the_effect_of_what_was_learned(tiny_model):
     (loss / 40).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(taught[name], parameter.grad, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Calling register_constant:FutureWarning")
+def test_adapters_and_int8_weights_learn_and_stay(tiny_model):
+    # `make` installs torchao for the tests alone.
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    ids = random_ids(2, 40)
+    adapted = get_peft_model(
+        one_level(tiny_model, torch.float32, **HYBRID),
+        LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False),
+    ).eval()
+    small = one_level(tiny_model, torch.float32, **HYBRID)
+    quantize_(small, Int8WeightOnlyConfig())
+    for model in (adapted, small):
+        cache = HopeCache(model.config)
+        before = {name: str(weight) for name, weight in model.named_parameters()}
+        with torch.no_grad():
+            logits = model(input_ids=ids, past_key_values=cache, learn=True).logits
+            frozen = model(input_ids=ids).logits
+        assert cache.levels.steps.tolist() == [[5], [5]]
+        assert torch.allclose(logits[:, :8], frozen[:, :8], atol=1e-5)
+        assert (logits - frozen)[:, 8:].abs().max() > 3e-3
+        assert {name: str(weight) for name, weight in model.named_parameters()} == before
+    adapted.train()(input_ids=ids, labels=ids, learn=True).loss.backward()
+    trained = {name for name, weight in adapted.named_parameters() if weight.grad is not None}
+    assert trained and all("lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_gradient_checkpointing_changes_no_bit(tiny_model, options):
+    ids, found = random_ids(2, 21), []
+    for recomputes in (False, True):
+        model = one_level(tiny_model, torch.float32, **options).train()
+        if recomputes:
+            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+            enable({"use_reentrant": False})
+        model(ids, labels=ids, learn=True).loss.backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_compiled_model_learns_the_same(tiny_model):
+    model, ids = one_level(tiny_model, torch.float32, **ATTENTION), random_ids(1, 40)
+    _, expected = read(model, ids)
+    compiled, cache = torch.compile(model, backend="eager"), HopeCache(model.config)
+    read(compiled, ids, cache)
+    for name, delta in deltas(expected).items():
+        torch.testing.assert_close(deltas(cache)[name], delta)
