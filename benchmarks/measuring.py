@@ -120,12 +120,13 @@ def peak_growth(function: Callable[[], object]) -> int:
     """Largest growth of this process's memory in bytes while the function runs (Linux)."""
     # resets the recorded peak to the current memory
     Path("/proc/self/clear_refs").write_text("5")
-    before = _resident_kib("VmRSS")
+    before = resident_kib("VmRSS")
     function()
-    return (_resident_kib("VmHWM") - before) * 1024
+    return (resident_kib("VmHWM") - before) * 1024
 
 
-def _resident_kib(field: str) -> int:
+def resident_kib(field: str) -> int:
+    """KiB that Linux counts for this process: `VmRSS`, or `VmHWM` for the peak."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1])
 

@@ -18,6 +18,7 @@ from .model.modeling_hope import (
     HopeModel,
     HopePreTrainedModel,
 )
+from .model.rate_search import learning_rate_search
 
 transformers.AutoConfig.register("hope", HopeConfig, exist_ok=True)
 HopeConfig.register_for_auto_class()
@@ -37,4 +38,5 @@ __all__ = [
     "HopeModel",
     "HopePreTrainedModel",
     "LevelLearning",
+    "learning_rate_search",
 ]

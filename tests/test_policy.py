@@ -73,6 +73,7 @@ TRITON = "hope_hf/model/memory_triton_kernels"
 PUBLIC = [
     "PRESETS", "HopeCache", "HopeConfig", "HopeForCausalLM", "HopeForQuestionAnswering",
     "HopeForSequenceClassification", "HopeForTokenClassification", "HopeModel", "HopePreTrainedModel", "LevelLearning",
+    "learning_rate_search",
 ]  # fmt: skip
 
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}

@@ -1,0 +1,108 @@
+"""What every case has: the model, the texts as tokens, lengths, and the form of a row."""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from benchmarks.levels.reading import Reading
+from benchmarks.measuring import held_bytes
+from benchmarks.quality.texts import FILES, book
+
+MB = 10**6
+WIKITEXT = {"wikitext": "wikitext2_test.txt", "wikitext_validation": "wikitext2_valid.txt"}
+# Shorter paragraphs before the first one of this many characters are a novel's title and contents.
+PARAGRAPH = 1000
+
+
+@dataclass
+class Bench:
+    """Settings of one call of the program."""
+
+    model: Path
+    data_dir: Path
+    novel: Path
+    dtype: str = "bfloat16"
+    shorten: int = 1
+
+    def load(self, dtype: torch.dtype | None = None, **fields) -> PreTrainedModel:
+        """The model in evaluation mode, in --dtype unless another is given; `fields` replace those of its config."""
+        dtype = dtype or getattr(torch, self.dtype)
+        return AutoModelForCausalLM.from_pretrained(self.model, dtype=dtype, **fields).eval().requires_grad_(False)
+
+    @cached_property
+    def tokenizer(self):
+        return AutoTokenizer.from_pretrained(self.model)
+
+    def apart(self, case: str, *words: object) -> dict:
+        """The JSON object that this program prints last for a case in a process of its own."""
+        program = Path(__file__).resolve().parents[1] / "levels.py"
+        flags = ["--model", self.model, "--data_dir", self.data_dir, "--novel", self.novel, "--dtype", self.dtype]
+        command = [sys.executable, program, case, *flags, "--shorten", self.shorten, *words]
+        done = subprocess.run([*map(str, command)], check=True, capture_output=True, text=True)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    def tokens(self, count: int) -> int:
+        """A number of tokens, divided by --shorten."""
+        return max(1, count // self.shorten)
+
+    def ids(self, text: str, count: int, skipped: int = 0) -> Tensor:
+        """`count` tokens of a text, the first `skipped` of which are left out; ValueError if it is shorter."""
+        # a token has at most about eight characters
+        words = self.text(text)[: 8 * (skipped + count) + 64]
+        ids = self.tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(ids) < skipped + count:
+            raise ValueError(f"The text {text} has {len(ids):,} tokens, not {skipped + count:,}: use --shorten.")
+        return torch.tensor(ids[skipped : skipped + count])
+
+    def text(self, name: str) -> str:
+        """The text `novel`, `code`, `tinyshakespeare`, `moby_dick` or one of WIKITEXT."""
+        if name == "code":
+            return Path(argparse.__file__).read_text(encoding="utf-8")
+        path = self.novel if name == "novel" else self.data_dir / "text" / (FILES | WIKITEXT)[name]
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            flag = "--novel" if name == "novel" else "--data_dir"
+            reason = getattr(error, "strerror", None) or "not UTF-8"
+            raise ValueError(f"{flag}: {path} cannot be read ({reason}).") from None
+        return from_first_paragraph(book(text)) if name in ("novel", "moby_dick") else text
+
+
+def from_first_paragraph(text: str) -> str:
+    """A novel from its first long paragraph on."""
+    paragraphs = text.split("\n\n")
+    first = next((index for index, one in enumerate(paragraphs) if len(one) >= PARAGRAPH), 0)
+    return "\n\n".join(paragraphs[first:]).lstrip()
+
+
+def piece_of(model: PreTrainedModel) -> int:
+    """Tokens between two steps of the model's levels: the pieces in which the cases read."""
+    return min(model.config.level_learning.resolved(model.config).periods)
+
+
+def measured(reading: Reading, piece: int) -> dict:
+    """Loss of a reading, of its last quarter and of each piece; CPU seconds; MB of its state and of its deltas."""
+    losses = reading.losses
+    return {
+        "tokens": piece * len(losses),
+        "loss": mean(losses),
+        "last_quarter": mean(losses[len(losses) * 3 // 4 :]),
+        "cpu_seconds": round(reading.seconds, 2),
+        "state_mb": round(held_bytes(reading.cache) / MB, 2),
+        "learned_mb": round(reading.cache.level_bytes / MB, 2),
+        "by_piece": [round(loss, 5) for loss in losses],
+        "piece": piece,
+    }
+
+
+def mean(losses: list[float]) -> float:
+    return round(statistics.mean(losses), 5)

@@ -1,0 +1,160 @@
+"""The table and the picture of the rows that benchmarks/levels.py wrote."""
+
+from pathlib import Path
+
+import torch
+
+from benchmarks.levels.cases import EVERYWHERE, FROZEN, LEARNING
+from benchmarks.levels.small import FROZEN_MEMORIES, LIVE_MEMORIES
+
+# Pieces of which the picture draws the mean.
+SMOOTHED = 4
+
+Found = dict[str, dict]
+
+
+def table(rows: list[dict]) -> str:
+    """A line for each measure: its bar, what was found, and the case of the program that measures it."""
+    by_case: dict[str, Found] = {}
+    for row in rows:
+        name = " ".join(str(row[field]) for field in ("what", "of", "shots") if field in row)
+        by_case.setdefault(row["case"], {})[name] = row
+    lines = ["| measure | bar | found | case |", "| --- | --- | --- | --- |"]
+    for case, write in WRITERS.items():
+        if case in by_case:
+            lines += [f"| {' | '.join(cells)} | `{case}` |" for cells in write(by_case)]
+    return "\n".join(lines)
+
+
+def _novel(by_case: dict[str, Found]) -> list[tuple[str, ...]]:
+    found = by_case["novel"]
+    lines, frozen = [], found[FROZEN]
+    bars = {LEARNING: ("-2.0 %", "-3.0 %", "1.6", "30"), EVERYWHERE: ("none", "-5.0 %", "none", "none")}
+    for name, (loss, last, seconds, size) in bars.items():
+        own = found[name]
+        lines += [
+            (f"{name}: loss of {own['tokens']:,} tokens", loss, change(own, frozen, "loss")),
+            (f"{name}: last quarter", last, change(own, frozen, "last_quarter")),
+            (f"{name}: CPU time over reading", seconds, f"{own['cpu_seconds'] / frozen['cpu_seconds']:.2f}"),
+            (f"{name}: MB learned by a sequence", size, f"{own['learned_mb']:.1f}"),
+        ]
+    return lines
+
+
+def _long(by_case: dict[str, Found]) -> list[tuple[str, ...]]:
+    found = by_case["long"]
+    frozen, own = found[FROZEN], found[LEARNING]
+    sizes = own["process_mb"]
+    drift = f"{frozen['beyond_8k'] - frozen['before_8k']:+.3f}"
+    return [
+        (f"{own['tokens']:,} tokens: loss beyond 8K", "-3.0 %", change(own, frozen, "beyond_8k")),
+        ("the same, frozen: loss beyond 8K less the loss before", "0.02", drift),
+        ("the same: MB of the process, first to last", "flat", f"{sizes[0]:,} to {sizes[-1]:,}"),
+    ]
+
+
+def _segments(by_case: dict[str, Found]) -> list[tuple[str, ...]]:
+    found = by_case["segments"]
+    frozen, own = found[FROZEN], found[LEARNING]
+    lines = [
+        (f"segment {name}", "below frozen", change(own["segments"], frozen["segments"], name))
+        for name in own["segments"]
+    ]
+    for name, row in found.items():
+        (last,) = list(row["segments"].values())[-1:]
+        forgotten = row["first_after_all"] - row["first_after_itself"]
+        words = f"{row['first_after_itself']:.4f} to {row['first_after_all']:.4f} ({forgotten:+.4f}); last {last:.4f}"
+        lines.append((f"first segment again, {name}", "none", words))
+    return lines
+
+
+def _dynamic(by_case: dict[str, Found]) -> list[tuple[str, ...]]:
+    found = by_case["dynamic"]
+    lines = []
+    for name, row in found.items():
+        cost = row["cpu_seconds"] / found[FROZEN]["cpu_seconds"]
+        words = f"{row['loss']:.4f}, last quarter {row['last_quarter']:.4f}, CPU time {cost:.1f}"
+        lines.append((f"{row['tokens']:,} tokens, {name}", "learning lowest", words))
+    return lines
+
+
+def _hostile(by_case: dict[str, Found]) -> list[tuple[str, ...]]:
+    return [
+        (f"after {name}: clean text over frozen", "1 %", f"{100 * row['above']:+.2f} %")
+        for name, row in by_case["hostile"].items()
+    ]
+
+
+def _saved(by_case: dict[str, Found]) -> list[tuple[str, ...]]:
+    return [
+        (f"saved as {name}, read on in a new process", "0.002", f"{row['difference']:+.4f}; {row['file_mb']:.1f} MB")
+        for name, row in by_case["saved"].items()
+        if "difference" in row
+    ]
+
+
+def _classes(by_case: dict[str, Found]) -> list[tuple[str, ...]]:
+    lines = []
+    for row in by_case["classes"].values():
+        shots = f", {row['shots']} examples a class" if "shots" in row else ""
+        ends = f"first group {100 * row['first_group']:.0f}, last {100 * row['last_group']:.0f} %"
+        words = f"{100 * row['accuracy']:.0f} % right ({ends})"
+        lines.append((f"15 intents, {row['what']}{shots}", "learning best", words))
+    return lines
+
+
+def _own(by_case: dict[str, Found]) -> list[tuple[str, ...]]:
+    lines, found = [], by_case["own"]
+    for row in found.values():
+        if "of" not in row:
+            lines.append(("own HOPE: rate found on validation text", "none", f"{row['rate']:g}"))
+        elif row["what"] in (FROZEN_MEMORIES, LIVE_MEMORIES):
+            lines.append((f"own HOPE, {row['of']}, {row['what']}", "none", f"{row['loss']:.4f}"))
+        else:
+            live = found[f"{LIVE_MEMORIES} {row['of']}"]
+            lines.append((f"own HOPE, {row['of']}, {row['what']}", "below live", change(row, live, "loss")))
+    return lines
+
+
+WRITERS = {
+    "novel": _novel, "long": _long, "segments": _segments, "dynamic": _dynamic, "hostile": _hostile, "saved": _saved,
+    "classes": _classes, "own": _own,
+}  # fmt: skip
+
+
+def change(own: dict, other: dict, name: str) -> str:
+    """Both losses, and how much the first is above the second in per cent."""
+    return f"{other[name]:.4f} to {own[name]:.4f} ({100 * (own[name] / other[name] - 1):+.2f} %)"
+
+
+def draw(rows: list[dict], picture: Path) -> None:
+    """Loss by position in the novel, frozen and learning, and below it how much learning lowers it."""
+    from matplotlib.figure import Figure
+
+    found = {row["what"]: row for row in rows if row["case"] == "novel"}
+    if not found:
+        raise ValueError("--picture: the results file has no row of the case novel: measure it first.")
+    figure = Figure(figsize=(7.5, 4.6), layout="constrained")
+    losses, gains = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+    styles = {FROZEN: ("0.45", "frozen weights"), LEARNING: ("C0", "learning, upper quarter of the blocks (default)")}
+    styles[EVERYWHERE] = ("C1", EVERYWHERE)
+    frozen = smooth(found[FROZEN]["by_piece"])
+    for name, (color, label) in styles.items():
+        values, piece = smooth(found[name]["by_piece"]), found[name]["piece"]
+        ends = torch.arange(SMOOTHED, SMOOTHED + len(values)) * piece / 1000
+        losses.plot(ends, values, color=color, label=label)
+        if name != FROZEN:
+            gains.plot(ends, 100 * (values / frozen - 1), color=color)
+    losses.set(ylabel="loss, nats per token")
+    losses.legend(frameon=False)
+    gains.set(ylabel="over frozen, %", xlabel="position in the novel, thousand tokens")
+    gains.axhline(0, color="0.45", linewidth=1)
+    for axes in (losses, gains):
+        axes.grid(alpha=0.3)
+    figure.savefig(picture, dpi=130)
+    print(picture)
+
+
+def smooth(values: list[float]) -> torch.Tensor:
+    """Means over SMOOTHED neighbouring pieces."""
+    return torch.tensor(values).unfold(0, min(SMOOTHED, len(values)), 1).mean(-1)
