@@ -262,8 +262,9 @@ def learning_weights(model: PreTrainedModel, learning: LevelLearning) -> dict[Ma
                 elif type(weight).__module__.partition(".")[0] != "torch":
                     # a quantised weight
                     weight = weight.dequantize()
-                if weight.is_meta or not weight.is_floating_point():
-                    how = "offloaded" if weight.is_meta else f"stored as {weight.dtype}"
+                # engines flatten or empty the weights that they cut
+                if weight.is_meta or weight.ndim != 2 or not weight.is_floating_point():
+                    how = "offloaded" if weight.is_meta else f"stored as {list(weight.shape)} {weight.dtype}"
                     raise ValueError(
                         f"{name} of block {block} is {how}, so its level cannot learn: load the model whole, in "
                         "floating point or as torchao's int8"

@@ -248,9 +248,10 @@ def _read_with_graph(learner: _Learner, cache, piece: _Piece, keeps_graph: bool)
     }
     cache.levels = state._replace(deltas=deltas)
     hidden = model.base_model(**piece.inputs, past_key_values=cache).last_hidden_state
-    # The last token's prediction is scored, not learned from: its target belongs to the next piece.
     inside = _row_losses(model, hidden[:, :-1], piece.targets[:, :-1])
-    losses = inside + _row_losses(model, hidden[:, -1:], piece.targets[:, -1:])
+    # The last token's prediction is scored, not learned from: its target belongs to the next piece.
+    with torch.set_grad_enabled(keeps_graph):
+        losses = inside + _row_losses(model, hidden[:, -1:], piece.targets[:, -1:])
     learned, scored = (piece.targets[:, :-1] != -100).sum(1), (piece.targets != -100).sum(1)
     gradients = {}
     if bool(learned.any()):

@@ -473,7 +473,11 @@ def test_a_call_that_cannot_learn_is_refused_and_changes_nothing(tiny_model):
     refused("cannot hold what levels learn", past_key_values=type("Other", (), {})())
     with torch.inference_mode(), pytest.raises(ValueError, match="use torch.no_grad\\(\\) instead"):
         model(ids, learn=True)
-    model.model.layers[2].continuum.levels[0].down_proj.to("meta")
+    projection = model.model.layers[2].continuum.levels[0].down_proj
+    weight, projection.weight = projection.weight, torch.nn.Parameter(projection.weight.detach().flatten())
+    refused(r"down_proj of block 2 is stored as \[1280\] torch.float64, so its level cannot learn")
+    projection.weight = weight
+    projection.to("meta")
     refused("down_proj of block 2 is offloaded")
     model.config.level_learning = None
     refused("learn=True needs `level_learning` in the configuration")
