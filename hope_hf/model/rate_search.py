@@ -16,8 +16,8 @@ def learning_rate_search(
 ) -> LevelLearning:
     """The model's `level_learning` with that rate whose levels predict the texts best while they read them.
 
-    The drift keeps its ratio to the rate, since a tight bound would hide a larger rate. Each text is read once for
-    each rate, from its start; the model stays as it is.
+    The drift keeps its ratio to the rate (that of the defaults if the rate is 0), since a tight bound would hide a
+    larger rate. Each text is read once for each rate, from its start; the model stays as it is.
 
     Args:
         model: a HOPE. Without `level_learning` in its configuration, `LevelLearning()` is searched.
@@ -48,7 +48,8 @@ def learning_rate_search(
         raise ValueError("learning_rate_search needs rates, and texts of at least two tokens: give both.")
     before = model.config.level_learning
     fields = before or LevelLearning()
-    ratio = fields.drift / fields.rate
+    of_ratio = fields if fields.rate else LevelLearning()
+    ratio = of_ratio.drift / of_ratio.rate
     tried = [replace(fields, rate=rate, drift=min(1.0, ratio * rate)) for rate in rates]
 
     def loss(one: LevelLearning) -> float:

@@ -120,7 +120,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("options", [*LAYERS.values(), SPARSE], ids=[*LAYERS, "sparse"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_outputs_and_differences_equal_the_equations(tiny_model, options, rule):
     model = one_level(tiny_model, learning=rule, **options)
