@@ -96,7 +96,7 @@ def measured(reading: Reading, piece: int) -> dict:
         "tokens": piece * len(losses),
         "loss": mean(losses),
         "last_quarter": mean(losses[len(losses) * 3 // 4 :]),
-        "cpu_seconds": round(reading.seconds, 2),
+        "cpu_seconds": round(reading.seconds, 4),
         "state_mb": round(held_bytes(reading.cache) / MB, 2),
         "learned_mb": round(reading.cache.level_bytes / MB, 2),
         "by_piece": [round(loss, 5) for loss in losses],

@@ -9,7 +9,7 @@
 | novel | 16K tokens of a novel: frozen, learning, learning in all blocks |
 | long | 64K tokens of Moby Dick: loss beyond 8K, memory of the process |
 | segments | Shakespeare, WikiText, the novel, Python, Shakespeare again; beside training of all weights |
-| dynamic | 8,192 tokens of the novel, beside dynamic evaluation: all weights by SGD at four rates |
+| dynamic | 4,096 tokens of the novel, beside dynamic evaluation: all weights by SGD at four rates |
 | hostile | 8,192 tokens of nonsense, then 2,048 of the novel without learning |
 | saved | 6,144 tokens of the novel, saved in three forms, and 2,048 more in a new process |
 | classes | labelled sentences of CLINC150, group by group |
