@@ -15,9 +15,13 @@ import huggingface_hub
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hope_hf import HopeConfig, HopeForCausalLM, evaluation, training
 from hope_hf.cli.parser import Parser
+from hope_hf.convert import folder as convert_folder
+from hope_hf.convert import run as convert_program
+from hope_hf.convert.check import Agreement
 from hope_hf.data import prepare as prepare_program
 from hope_hf.data import tokenizer as tokenizer_program
 from hope_hf.data import train_tokenizer
@@ -111,6 +115,8 @@ def place(tmp_path) -> Path:
     model = HopeForCausalLM(HopeConfig(vocab_size=len(tokenizer), **sizes))
     model.save_pretrained(place / "model")
     tokenizer.save_pretrained(place / "model")
+    llama = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **llama)).save_pretrained(place / "llama")
     (place / "model" / "metrics.jsonl").write_text('{"step": 1, "tokens": 64}\n')
     checkpoint = manifest.temporary_name(place, 1)
     shutil.copytree(place / "model", checkpoint)
@@ -133,6 +139,7 @@ def prepared(place, monkeypatch):
         light = suite(*suites.SUITES[name].reads)(lambda *given, read=read: SuiteResult(text=str(read(*given))))
         monkeypatch.setitem(suites.SUITES, name, light)
     monkeypatch.setattr(export_folder, "check_export", lambda *made: "")
+    monkeypatch.setattr(convert_folder, "check", lambda *made: Agreement(1, 0.0, 0.0, 0))
     monkeypatch.setattr(export_program, "upload", lambda *made: "nowhere")
     monkeypatch.setattr(plot, "draw_curves", lambda folders, target: None)
     monkeypatch.chdir(place / "work")
@@ -162,6 +169,12 @@ def programs(place: Path) -> list[Program]:
         Program("run_eval", evaluation.main, Parser(EVALUATION_FLAGS), flags=read, statuses=(0, 1, 2)),
         Program("export", export_program.main, export_program.make_parser(), (model,), {"--to": ""}),
         Program(
+            "convert",
+            convert_program.main,
+            convert_program.make_parser(),
+            flags={"--from": str(place / "llama"), "--output_dir": ""},
+        ),
+        Program(
             "tokenizer",
             tokenizer_program.main,
             tokenizer_program.make_parser(),
@@ -180,7 +193,7 @@ def programs(place: Path) -> list[Program]:
     ]
 
 
-NAMES = ["run_clm", "run_eval", "export", "tokenizer", "prepare", "checkpoints", "plan", "plot"]
+NAMES = ["run_clm", "run_eval", "export", "convert", "tokenizer", "prepare", "checkpoints", "plan", "plot"]
 
 
 @pytest.mark.parametrize("name", NAMES)

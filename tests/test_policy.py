@@ -41,6 +41,10 @@ ROOMS = {
         "hope_hf", "hope_hf.cli", "hope_hf.data", "hope_hf.optim", "hope_hf.evaluation",
     },
     "hope_hf/export": {"torch", "transformers", "huggingface_hub", "safetensors", "hope_hf.cli", "hope_hf.export"},
+    "hope_hf/convert": {
+        "torch", "transformers", "accelerate", "huggingface_hub", "safetensors",
+        "hope_hf", "hope_hf.cli", "hope_hf.convert",
+    },
     "hope_hf/step": {"torch", "transformers", "accelerate", "hope_hf.cli", "hope_hf.optim", "hope_hf.step"},
     "hope_hf/plan": {
         "torch", "transformers", "accelerate", "yaml",
@@ -57,7 +61,7 @@ ROOMS = {
 FLOORS = (
     {"hope_hf/interrupt.py", "hope_hf/model", "hope_hf/optim", "hope_hf/reference.py"},
     {"hope_hf/__init__.py", "hope_hf/cli"},
-    {"hope_hf/data", "hope_hf/export", "hope_hf/step"},
+    {"hope_hf/convert", "hope_hf/data", "hope_hf/export", "hope_hf/step"},
     {"hope_hf/evaluation", "hope_hf/plan"},
     {"hope_hf/training", "run_eval.py"},
     {"run_clm.py"},
@@ -66,7 +70,7 @@ FLOORS = (
 # Slow to import or not always installed: only inside functions, and only of these rooms.
 LAZY_ROOMS = {"hope_hf/cli", "hope_hf/training", "hope_hf/evaluation", "hope_hf/plan"}
 LAZY = dict.fromkeys(("matplotlib", "wandb", "evaluate", "lm_eval", "jinja2", "deepspeed"), LAZY_ROOMS)
-LAZY |= dict.fromkeys(("fla", "triton"), {"hope_hf/model"})
+LAZY |= dict.fromkeys(("fla", "triton"), {"hope_hf/model"}) | {"gguf": {"hope_hf/convert"}}
 # These files are Triton's kernels: it is loaded with them, and they with the first call.
 TRITON = "hope_hf/model/memory_triton_kernels"
 
@@ -152,7 +156,8 @@ def imports_only_lower_floors(file: str, tree: ast.AST):
 
 
 FACES = (
-    "hope_hf.data", "hope_hf.optim", "hope_hf.export", "hope_hf.training", "hope_hf.evaluation", "hope_hf.plan"
+    "hope_hf.convert", "hope_hf.data", "hope_hf.optim", "hope_hf.export", "hope_hf.training", "hope_hf.evaluation",
+    "hope_hf.plan",
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from transformers import GPT2Config, LlamaConfig, OPTConfig, T5Config
 
 from hope_hf import HopeConfig
 from hope_hf.cli.parser import _OURS, flag_of, nearest
+from hope_hf.convert.run import make_parser as make_convert_parser
 from hope_hf.data import prepare, tokenizer
 from hope_hf.evaluation import flags as evaluation_flags
 from hope_hf.evaluation.flags import FLAGS as EVALUATION_FLAGS
@@ -19,8 +20,10 @@ from hope_hf.step.arguments import FLAGS as TRAINING_FLAGS
 from hope_hf.training import parsing as training_parsing
 from hope_hf.training.checkpoints.__main__ import make_parser as make_checkpoints_parser
 
+MAKE = [make_plan_parser, make_export_parser, make_convert_parser, prepare.make_parser, tokenizer.make_parser]
 
-@pytest.mark.parametrize("make", [make_plan_parser, make_export_parser, prepare.make_parser, tokenizer.make_parser])
+
+@pytest.mark.parametrize("make", MAKE)
 def test_help_lists_one_spelling(make):
     text = make().format_help()
     assert "--" in text and not re.findall(r"--\w+-\w[\w-]*", text.split("\n\n", 1)[1])

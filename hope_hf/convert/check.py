@@ -1,0 +1,147 @@
+"""Is the written model exact? It and its source read a text and go on with it, in float32.
+
+Each linear map is read from its file when it is called, so that neither model is held in memory.
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import dispatch_model, init_empty_weights
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from hope_hf import HopeConfig
+from hope_hf.cli.process import trim_memory
+
+from .weights import read_names
+
+# The largest difference of two logits. Where levels side by side or windows add up in another order, it is relative to
+# the largest logit.
+TOLERANCE = 1e-5
+TOKENS, NEW_TOKENS = 256, 20
+TEXT = """\
+The harbour master kept two books. In the first he wrote the name of every ship, the hour at which it came in and what
+it carried: 340 barrels of salt, 12 crates of glass, one piano for the hotel on the hill. In the second he wrote what
+he thought of the captains, and that book he showed to nobody. "A man who counts his ropes twice," he said to his
+daughter when she asked, "will bring his ship home in November. I only write down who counts." She laughed and began a
+third book, in which she wrote what the captains thought of him. Years later, when the harbour had silted up and the
+hotel was a school, a student found all three of them in a chest below the stairs, wrapped in sailcloth, and spent a
+winter laying their pages side by side. The ships agreed in every line. About the people, the books agreed only once:
+on the 3rd of March, in three different hands, each of them said that the fog had been beautiful.
+def total(rows): return sum(price * count for price, count in rows)  # 0.5 * 4 + 1.25 * 8 = 12.0
+"""
+
+
+class CheckFailed(RuntimeError):
+    """The written model is not exact: one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How the two models compare.
+
+    Attributes:
+        tokens: number of tokens of the text.
+        difference: largest difference of two logits, left-padded rows included.
+        tolerance: the largest that is accepted.
+        new_tokens: greedy tokens after the text, which are the same.
+    """
+
+    tokens: int
+    difference: float
+    tolerance: float
+    new_tokens: int
+
+
+@torch.no_grad()
+def check(
+    source: PreTrainedConfig,
+    source_files: list[Path],
+    config: HopeConfig,
+    folder: Path,
+    tokenizer,
+    longest: int | None,
+) -> Agreement:
+    """Compare the model in `folder` with its source, in which layers of memories add nothing.
+
+    Args:
+        source: configuration of the source.
+        source_files: its safetensors.
+        config: of the written model.
+        tokenizer: of the text; without one, the ids are random.
+        longest: the most tokens at which the two must agree.
+
+    Raises:
+        CheckFailed: they differ.
+    """
+    theirs = _from_files(source, source_files)
+    for layer, kind in enumerate(config.layer_types):
+        if kind == "hope_memory":
+            theirs.model.layers[layer].self_attn.register_forward_hook(_add_nothing)
+    ours = _from_files(config, sorted(folder.glob("*.safetensors")))
+    ids = _text(tokenizer, config)[:, : TOKENS if longest is None else max(1, min(TOKENS, longest - NEW_TOKENS))]
+    # the second row is the first half of the text behind padding
+    half = ids.shape[1] // 2
+    batch, mask = ids.repeat(2, 1), torch.ones(2, ids.shape[1], dtype=torch.long)
+    batch[1], mask[1, :half] = ids[0].roll(half), 0
+    batch[1, :half] = config.pad_token_id or 0
+    given = dict(attention_mask=mask, use_cache=False)
+    expected, found = (model(batch, **given).logits[mask.bool()] for model in (theirs, ours))
+    difference = (found - expected).abs().max().item()
+    largest = max(1.0, expected.abs().max().item())
+    same_order = len(config.level_periods) == 1 and "window_attention" not in config.layer_types
+    tolerance = TOLERANCE if same_order else TOLERANCE * largest
+    # NaN must fail, too.
+    if not difference <= tolerance:
+        raise CheckFailed(
+            f"The converted model's logits differ by up to {difference:.1e} from those of its source, and at most "
+            f"{tolerance:.1e} is accepted."
+        )
+    if not torch.equal(found.argmax(-1), expected.argmax(-1)):
+        raise CheckFailed("The converted model's most likely tokens differ from those of its source.")
+    del expected, found
+    if not torch.equal(_greedy(theirs, ids), _greedy(ours, ids)):
+        raise CheckFailed(f"The converted model's {NEW_TOKENS} greedy tokens differ from those of its source.")
+    return Agreement(ids.shape[1], difference, tolerance, NEW_TOKENS)
+
+
+def _from_files(config: PreTrainedConfig, files: list[Path]) -> PreTrainedModel:
+    """The model in float32, which reads the weights of a linear map when it is called and drops them afterwards."""
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    names = read_names(files)
+    table = "model.embed_tokens.weight"
+    index = {}
+    for name in model.state_dict():
+        saved = table if config.tie_word_embeddings and name == "lm_head.weight" else name
+        index[name] = {"safetensors_file": str(names[saved]), "weight_name": saved, "dtype": "float32"}
+    # it warns that the weights lie on disk
+    logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)
+    model = dispatch_model(model.eval(), {"": "disk"}, main_device="cpu", offload_index=index)
+    for block in model.model.layers:
+        block.register_forward_hook(lambda *_: trim_memory())
+    return model
+
+
+def _add_nothing(module, inputs, outputs):
+    return torch.zeros_like(outputs[0]), *outputs[1:]
+
+
+def _text(tokenizer: PreTrainedTokenizerBase | None, config: HopeConfig) -> torch.Tensor:
+    """Token ids [1, T]."""
+    if tokenizer is not None:
+        ids = tokenizer(TEXT, return_tensors="pt")["input_ids"]
+        # a tokenizer may have more entries than the model, and then it is another model's
+        if ids.shape[1] > 1 and ids.max() < config.vocab_size:
+            return ids
+    return torch.randint(config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+
+
+def _greedy(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """The ids [NEW_TOKENS] of the most likely tokens after the text; special tokens do not end it."""
+    out, new = model(ids, use_cache=True), []
+    for _ in range(NEW_TOKENS):
+        new.append(out.logits[:, -1:].argmax(-1))
+        out = model(new[-1], past_key_values=out.past_key_values, use_cache=True)
+    return torch.cat(new, dim=1)[0]

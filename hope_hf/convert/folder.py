@@ -1,0 +1,87 @@
+"""The folder of a converted model: written under a temporary name, checked, and then renamed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from hope_hf import HopeConfig
+from hope_hf.cli.files import share_weights
+
+from .architectures import Changes, hope_config
+from .card import model_card
+from .check import Agreement, check
+from .source import open_source
+from .weights import plan_files, write_files
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written.
+
+    Attributes:
+        files: number of files of weights.
+        dtype: of the weights.
+    """
+
+    parameters: int
+    files: int
+    dtype: torch.dtype
+    agreement: Agreement
+
+
+def convert_folder(
+    place: str, out: Path, changes: Changes, gguf_file: str | None = None, license: str | None = None
+) -> Converted:
+    """Convert a model to a HOPE, and check that it is exact.
+
+    Args:
+        place: a folder or a name on the Hub.
+        out: does not exist or is empty; it appears complete and checked, or not at all.
+        changes: what the HOPE has otherwise.
+        gguf_file: a GGUF file in `place`, to convert instead of safetensors.
+        license: the Hub's name of the weights' licence; None: the source's.
+
+    Raises:
+        ValueError: a mistake in the arguments, a model that HOPE cannot express, or a file that cannot be read or
+            written; one sentence.
+        CheckFailed: the written model differs from its source.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"--output_dir {out} exists and is not an empty folder: name a new one.")
+    source = open_source(place, gguf_file)
+    config = hope_config(source.config, source.named, changes)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
+            paths, generation = source.read(Path(scratch) / "source")
+            config.dtype = dtype = config.dtype or torch.float32
+            files = plan_files(paths, config, dtype, source.named)
+            folder = Path(scratch) / out.name
+            _write_settings(config, generation, folder)
+            parameters = write_files(files, config, dtype, folder)
+            share_weights(folder)
+            if source.tokenizer is not None:
+                source.tokenizer.save_pretrained(folder)
+            agreement = check(source.config, paths, config, folder, source.tokenizer, changes.sliding_window)
+            model_card(source, config, parameters, agreement, license or source.license).save(folder / "README.md")
+            folder.rename(out)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"--output_dir {out} cannot be written: {getattr(error, 'strerror', None) or error}."
+        ) from error
+    return Converted(parameters, len(files), dtype, agreement)
+
+
+def _write_settings(config: HopeConfig, generation: GenerationConfig | None, folder: Path) -> None:
+    """Write config, settings of generation and the model's code, as `save_pretrained` does, without weights."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+    if generation is not None:
+        model.generation_config = generation
+    model.save_pretrained(folder, state_dict={})
+    for file in folder.glob("*.safetensors"):
+        file.unlink()

@@ -1,0 +1,96 @@
+"""The command line: `python -m hope_hf.convert --from MODEL --output_dir DIR`."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import transformers
+
+from hope_hf.cli.flags import Bounds, Checked, check_output
+from hope_hf.cli.parser import Parser
+from hope_hf.cli.process import complain, set_up_cpu
+from hope_hf.cli.program import program
+
+from .architectures import WORKS, Changes
+from .check import CheckFailed
+from .folder import convert_folder
+
+# Sinks of a new window: without the first four a pretrained model fails beyond it.
+SINKS = 4
+# The check needs a text within the window.
+LEAST_WINDOW = 64
+
+
+def make_parser() -> Parser:
+    """All flags."""
+    parser = Parser(
+        (),
+        prog="python -m hope_hf.convert",
+        description=f"Turn a pretrained model into a HOPE with the same logits ({WORKS}).",
+        example="python -m hope_hf.convert --from HuggingFaceTB/SmolLM2-135M --output_dir models/smol",
+        link="docs/convert.md",
+        allow_abbrev=False,
+    )
+    add = partial(parser.add_argument, action=Checked)
+    add("--from", dest="source", metavar="MODEL", required=True, help="folder or Hub name of the model")
+    add("--gguf_file", metavar="FILE", help="a GGUF file in it, instead of its safetensors")
+    add("--output_dir", metavar="DIR", required=True, help="a new folder for the HOPE")
+    add("--levels", metavar="N,N", help="cut each MLP into parallel levels with these periods, in tokens")
+    add("--memory_layers", metavar="N,N", help="replace attention in these layers by memories, to be trained")
+    bounds = Bounds(least=LEAST_WINDOW)
+    add("--sliding_window", metavar="N", type=int, bounds=bounds, help="let attention see the last N tokens only")
+    sinks = f"first tokens that are seen as well, with --sliding_window (default: {SINKS})"
+    add("--attention_sinks", metavar="N", type=int, bounds=Bounds(least=0), help=sinks)
+    add("--license", metavar="NAME", help="the Hub's name of the weights' licence (default: the source's)")
+    return parser
+
+
+@program
+def main(argv: list[str]) -> int:
+    """Convert. Returns 0, or 1 where the written model differs from its source, or 2 after a mistake of the user."""
+    try:
+        options = make_parser().parse_args(argv)
+        check_output(options.output_dir, "--output_dir")
+        if options.attention_sinks is not None and options.sliding_window is None:
+            raise ValueError("--attention_sinks needs a window: add --sliding_window N or leave it out.")
+        changes = Changes(
+            _numbers(options.levels, "--levels", least=2),
+            _numbers(options.memory_layers, "--memory_layers", least=0),
+            options.sliding_window,
+            SINKS if options.attention_sinks is None else options.attention_sinks,
+        )
+        for fast, slow in zip(changes.levels, changes.levels[1:], strict=False):
+            if slow % fast:
+                raise ValueError(
+                    f"--levels {options.levels} is not fast to slow in multiples: write each period as a multiple of "
+                    "the one before, such as 512,2048."
+                )
+        if not sys.stderr.isatty():
+            transformers.utils.logging.disable_progress_bar()
+        set_up_cpu(None)
+        out = Path(options.output_dir)
+        made = convert_folder(options.source, out, changes, options.gguf_file, options.license)
+    except ValueError as error:
+        return complain(error, 2)
+    except CheckFailed as error:
+        return complain(f"{str(error).rstrip('.')}; nothing was written.", 1)
+    dtype, found = str(made.dtype).removeprefix("torch."), made.agreement
+    print(
+        f"{out} is complete and checked: {made.parameters:,} parameters in {made.files} file(s) of {dtype}.\n"
+        f"Largest difference of a logit, over {found.tokens} tokens and behind padding: {found.difference:.1e}.\n"
+        f"The most likely token is the same at all of them, and {found.new_tokens} greedy tokens after them are, too."
+    )
+    return 0
+
+
+def _numbers(text: str | None, flag: str, least: int) -> tuple[int, ...]:
+    """Whole numbers between commas, each at least `least` and given once."""
+    words = [] if text is None else [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdecimal() and len(word) < 10 and int(word) >= least for word in words):
+        raise ValueError(
+            f"{flag} is {text!r}: write whole numbers of {least} or more, such as {least or 2},{least + 8}."
+        )
+    numbers = tuple(map(int, words))
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(f"{flag} is {text!r}, which has a number twice: leave one of the two out.")
+    return numbers

@@ -1,0 +1,210 @@
+"""The weights on their way from file to file: other names, and hidden units cut into levels.
+
+At most one file is held at a time, tensor by tensor, so that no memory map outlives the tensor that it was read for.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from hope_hf import HopeConfig, HopeForCausalLM
+from hope_hf.cli.process import trim_memory
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+class Part(NamedTuple):
+    """A weight of the converted model: a tensor of the checkpoint, from `start` to `stop` along an axis."""
+
+    name: str
+    axis: int = 0
+    start: int | None = None
+    stop: int | None = None
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """For a tensor or a slice of safetensors."""
+        return (slice(None),) * self.axis + (slice(self.start, self.stop),)
+
+
+def parts_of(name: str, config: HopeConfig) -> list[Part]:
+    """The weights that a tensor of the checkpoint becomes; none for one that the converted model does without."""
+    if name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight"):
+        return []
+    found = _LAYER.fullmatch(name)
+    if found is None or int(found[1]) >= config.num_hidden_layers:
+        return [Part(name)]
+    block, (module, _, rest) = f"model.layers.{found[1]}", found[2].partition(".")
+    levels = [f"{block}.continuum.levels.{level}" for level in range(len(config.level_periods))]
+    if module == "self_attn":
+        kept = config.layer_types[int(found[1])] != "hope_memory"
+        return [Part(f"{block}.mixer.{rest}")] if kept else []
+    if module == "post_attention_layernorm":
+        return [Part(f"{level}.norm.{rest}") for level in levels]
+    if module == "mlp" and rest != "down_proj.bias":
+        # without an end for the last level, so that units that the config lacks change its shape and are found
+        ends = [*accumulate(config.level_intermediate_sizes)][:-1]
+        axis = 1 if rest == "down_proj.weight" else 0
+        spans = zip([None, *ends], [*ends, None], strict=True)
+        return [Part(f"{level}.{rest}", axis, *span) for level, span in zip(levels, spans, strict=True)]
+    if module == "mlp":
+        return [Part(f"{levels[0]}.{rest}")]
+    return [Part(name)]
+
+
+def new_weights(config: HopeConfig, layer: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The weights of a block for which its checkpoint has none; together they change nothing.
+
+    Parallel levels are added up with weights of 1, and one of them has the bias of the sum. Memories start as in a new
+    model, but with an output map of zeros.
+    """
+    block, weights = f"model.layers.{layer}", {}
+    levels = len(config.level_periods)
+    if levels > 1:
+        weights[f"{block}.continuum.mix.weight"] = torch.ones(levels, dtype=dtype)
+    for level in range(1, levels if config.mlp_bias else 1):
+        weights[f"{block}.continuum.levels.{level}.down_proj.bias"] = torch.zeros(config.hidden_size, dtype=dtype)
+    if config.layer_types[layer] == "hope_memory":
+        alone = deepcopy(config)
+        alone.num_hidden_layers, alone.layer_types = 1, ["hope_memory"]
+        alone.vocab_size, alone.pad_token_id, alone.level_intermediate_sizes = 1, None, [1] * levels
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(layer)
+            mixer = HopeForCausalLM(alone).model.layers[0].mixer
+        torch.nn.init.zeros_(mixer.o_proj.weight)
+        weights |= {f"{block}.mixer.{name}": weight.to(dtype) for name, weight in mixer.state_dict().items()}
+    return weights
+
+
+class File(NamedTuple):
+    """What becomes of a file of the checkpoint."""
+
+    path: Path
+    # tensor of the checkpoint -> weights of the converted model
+    parts: dict[str, list[Part]]
+    # layers whose new weights are written beside it
+    layers: list[int]
+
+    def weights(self, config: HopeConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """All weights of the new file by name, copied one after the other."""
+        found = {}
+        for name, parts in self.parts.items():
+            with safe_open(self.path, framework="pt") as tensors:
+                for part in parts:
+                    found[part.name] = tensors.get_slice(name)[part.slices].clone(
+                        memory_format=torch.contiguous_format
+                    )
+        for layer in self.layers:
+            found |= new_weights(config, layer, dtype)
+        return found
+
+
+def read_names(paths: list[Path]) -> dict[str, Path]:
+    """The file of every tensor. ValueError if two files hold one."""
+    names = {}
+    for path in paths:
+        with safe_open(path, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  not a dictionary
+                if name in names:
+                    raise ValueError(f"{path} holds {name}, which {names[name]} holds, too: save the model again.")
+                names[name] = path
+    return names
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator:
+    """`safe_open`, but ValueError for a damaged file."""
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}): save or download the model again.") from None
+
+
+def plan_files(paths: list[Path], config: HopeConfig, dtype: torch.dtype, named: str) -> list[File]:
+    """What becomes of each file; files that hold nothing for the converted model are left out.
+
+    Raises ValueError that begins with `named` unless the tensors are those of the config.
+    """
+    with torch.device("meta"):
+        expected = {name: list(weight.shape) for name, weight in HopeForCausalLM(config).state_dict().items()}
+    if config.tie_word_embeddings:
+        del expected["lm_head.weight"]
+    files, found = [], {}
+    for path in paths:
+        file = File(path, {}, [])
+        with _opened(path) as tensors:
+            for name in tensors.keys():  # noqa: SIM118  not a dictionary
+                parts = parts_of(name, config)
+                tensor = tensors.get_slice(name)
+                if parts and tensor.get_dtype() not in FLOATS:
+                    raise ValueError(
+                        f"{named} has a {name} of {tensor.get_dtype()}: convert a model whose weights are float32, "
+                        "bfloat16 or float16."
+                    )
+                for part in parts:
+                    shape = tensor.get_shape()
+                    # which units a part takes, without reading them
+                    shape[part.axis] = len(range(shape[part.axis])[slice(part.start, part.stop)])
+                    found[part.name] = name, shape
+                if parts:
+                    file.parts[name] = parts
+                layer = re.fullmatch(r"model\.layers\.(\d+)\.input_layernorm\.weight", name)
+                if layer is not None and int(layer[1]) < config.num_hidden_layers:
+                    file.layers.append(int(layer[1]))
+        files.append(file)
+    with torch.device("meta"):
+        for layer in (layer for file in files for layer in file.layers):
+            new = new_weights(config, layer, dtype)
+            found |= {name: ("a new weight", list(weight.shape)) for name, weight in new.items()}
+    _compare(found, expected, named)
+    return [file for file in files if file.parts]
+
+
+def _compare(found: dict[str, tuple[str, list[int]]], expected: dict[str, list[int]], named: str) -> None:
+    for name in sorted(expected.keys() - found.keys()):
+        raise ValueError(
+            f"{named} has no weights for {name} of the converted model: save the whole model there again."
+        )
+    for name in sorted(found.keys() - expected.keys()):
+        raise ValueError(f"{named} has weights for {found[name][0]}, which its config.json does not ask for.")
+    for name, (tensor, shape) in sorted(found.items()):
+        if shape != expected[name]:
+            raise ValueError(
+                f"{named} has a {tensor} that becomes {name} of shape {shape}, and its config.json asks for "
+                f"{expected[name]}: put back the config.json that was saved with these weights."
+            )
+
+
+def write_files(files: list[File], config: HopeConfig, dtype: torch.dtype, folder: Path) -> int:
+    """Write the converted model's weights, one file for each, and their index if there are several.
+
+    Returns:
+        The number of parameters.
+    """
+    index, size, parameters = {}, 0, 0
+    for number, file in enumerate(files, start=1):
+        name = SAFE_WEIGHTS_NAME if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        weights = file.weights(config, dtype)
+        save_file(weights, folder / name, metadata={"format": "pt"})
+        index |= dict.fromkeys(weights, name)
+        size += sum(weight.nbytes for weight in weights.values())
+        parameters += sum(weight.numel() for weight in weights.values())
+        # before the next file is read; glibc keeps the memory of dropped weights
+        del weights
+        trim_memory()
+    if len(files) > 1:
+        content = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": index}
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return parameters
