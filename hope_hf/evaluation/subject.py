@@ -28,7 +28,9 @@ class Subject:
     def longest_input(self) -> int | None:
         """Number of positions of a model with attention; None if the length is not bounded."""
         config = self.model.config
-        is_bounded = config.has_positions if is_hope(config) else not getattr(self.model, "_is_stateful", False)
+        if is_hope(config):
+            return config.longest_text
+        is_bounded = not getattr(self.model, "_is_stateful", False)
         return getattr(config, "max_position_embeddings", None) if is_bounded else None
 
     def require_positions(self, length: int) -> None:

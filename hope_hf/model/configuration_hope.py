@@ -339,6 +339,12 @@ class HopeConfig(PreTrainedConfig):
         return any("rotary" in mixer.needs for mixer in self.mixers)
 
     @property
+    def longest_text(self) -> int | None:
+        """Positions that attention knows, in tokens; `None` if no layer sees farther than a window."""
+        ends = any(mixer.needs & {"mask", "blocks"} for mixer in self.mixers)
+        return self.max_position_embeddings if ends else None
+
+    @property
     def attention_layer(self) -> int | None:
         """The first layer that takes transformers' attention masks."""
         return next((layer for layer, mixer in enumerate(self.mixers) if "mask" in mixer.needs), None)

@@ -43,8 +43,9 @@ class Band(NamedTuple):
     sinks: slice | torch.Tensor | None
     # keys of the window
     near: slice
-    # keys, the sinks' first, that a query does not see [1 or B, 1, 1, stop - start, keys]; `None` if it sees all
-    hidden: torch.Tensor | None
+    # added to the scores [1 or B, 1, 1, stop - start, keys], the sinks' first: -inf where a query does not see a key;
+    # `None` if all see all
+    bias: torch.Tensor | None
 
 
 @dataclass(kw_only=True)
@@ -55,7 +56,7 @@ class WindowPlan(SlotPlan):
     calls before, then its own slots.
     """
 
-    # cosines and sines of each slot's position in its document [B or 1, S, D]
+    # cosines and sines of each slot's position in its document [B or 1, 1, S, D]
     angles: tuple[torch.Tensor, torch.Tensor]
     # the same for queries that read sinks; `None` if none does
     sink_angles: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -76,28 +77,26 @@ def plan_window(config: PreTrainedConfig, rotary: nn.Module, hidden_states: torc
         call: arguments of `plan_slots` after the chunk size.
     """
     slots = plan_slots(1, *call)
-    sinks, window, device = config.attention_sinks, config.sliding_window, hidden_states.device
-    length = hidden_states.shape[1] if slots.valid is None else slots.valid.shape[1]
-    position = slots.position
+    sinks, window, position = config.attention_sinks, config.sliding_window, slots.position
     if position is None:
-        position = torch.arange(slots.before, slots.before + length, device=device)[None]
+        position = torch.arange(slots.before, slots.past.columns, device=hidden_states.device)[None]
     # a row's first tokens may be padding
     position = position.clamp(min=0)
     layout = slots.past, slots.before, slots.valid, slots.position, slots.offset
-    plan = WindowPlan(
-        *layout, slots.token_of_slot, slots.slot_of_token, angles=rotary(hidden_states, position_ids=position)
-    )
-    goes_on = call[2] is not None
-    if length == 1 and goes_on:
-        _plan_token(plan, position, sinks, window)
+    angles = [part.unsqueeze(1) for part in rotary(hidden_states, position_ids=position)]
+    plan = WindowPlan(*layout, slots.token_of_slot, slots.slot_of_token, angles=angles)
+    goes_on, dtype = call[2] is not None, hidden_states.dtype
+    if position.shape[1] == 1 and goes_on:
+        _plan_token(plan, position, sinks, window, dtype)
     elif slots.valid is None:
-        _plan_text(plan, sinks, window, length, device)
+        _plan_text(plan, position, sinks, window, dtype)
     else:
-        _plan_rows(plan, position, sinks, window, length, goes_on)
+        _plan_rows(plan, position, sinks, window, goes_on, dtype)
     if any(band.sinks is not None for band in plan.bands):
         # Sinks stay at the distance that they have when the window is first full, as in StreamingLLM: beyond the
         # trained length their own positions cost nats (docs/log).
-        plan.sink_angles = rotary(hidden_states, position_ids=position.clamp(max=sinks + window - 1))
+        capped = rotary(hidden_states, position_ids=position.clamp(max=sinks + window - 1))
+        plan.sink_angles = [part.unsqueeze(1) for part in capped]
     return plan
 
 
@@ -109,7 +108,12 @@ def _slot(token, sinks: int, window: int):
     return token if token < sinks else ring
 
 
-def _plan_token(plan: WindowPlan, position: torch.Tensor, sinks: int, window: int) -> None:
+def _bias(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`Band.bias` from whether a query does not see a key [1 or B, queries, keys]."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill(hidden, -torch.inf)[:, None, None]
+
+
+def _plan_token(plan: WindowPlan, position: torch.Tensor, sinks: int, window: int, dtype: torch.dtype) -> None:
     """One token [B or 1, 1] that goes on with a state."""
     size = sinks + window
     if plan.valid is None:
@@ -120,12 +124,14 @@ def _plan_token(plan: WindowPlan, position: torch.Tensor, sinks: int, window: in
     else:
         plan.slot = _slot(position[:, 0], sinks, window)
         hidden = torch.arange(size, device=position.device) > position
-        plan.bands = (Band(0, 1, slice(sinks) if sinks else None, slice(sinks, size), hidden[:, None, None, None]),)
+        bias = _bias(hidden[:, None], dtype)
+        plan.bands = (Band(0, 1, slice(sinks) if sinks else None, slice(sinks, size), bias),)
 
 
-def _plan_text(plan: WindowPlan, sinks: int, window: int, length: int, device: torch.device) -> None:
-    """Rows that all go on with one document by `length` tokens."""
-    before, after = plan.before, plan.before + length
+def _plan_text(plan: WindowPlan, position: torch.Tensor, sinks: int, window: int, dtype: torch.dtype) -> None:
+    """Rows that all go on with one document, at `position` [1, S]."""
+    before, length, device = plan.before, position.shape[1], position.device
+    after = before + length
     # The sinks that earlier calls have read, then the window's tokens, then the call's. A token is held at its index
     # in the document plus `shift`, a sink of earlier calls at its index.
     early, past = min(before, sinks), min(before, window)
@@ -136,22 +142,22 @@ def _plan_text(plan: WindowPlan, sinks: int, window: int, length: int, device: t
     at = torch.arange(min(sinks, after), device=device)
     # they are next to each other unless this call reads a part of them
     held_sinks = torch.where(at < before, at, at + shift) if 0 < before < sinks else slice(sinks)
-    bands, masks = [], {}
+    bands, biases = [], {}
     for start in range(0, length, _BAND):
         stop = min(start + _BAND, length)
         first = max(start - (window - 1), -past)
         sees_sinks = sinks > 0 and before + stop > window
         all_sinks = before + start - sinks >= window - 1
         shape = stop - start, start - first, sees_sinks, all_sinks or before + start
-        if shape not in masks:
+        if shape not in biases:
             query = torch.arange(start, stop, device=device)[:, None]
             distance = query - torch.arange(first, stop, device=device)
             hidden = (distance < 0) | (distance >= window)
             if sees_sinks:
                 hidden = torch.cat([before + query - at < window, hidden], dim=1)
-            masks[shape] = hidden[None, None, None]
+            biases[shape] = _bias(hidden[None], dtype)
         near = slice(early + past + first, early + past + stop)
-        bands.append(Band(start, stop, held_sinks if sees_sinks else None, near, masks[shape]))
+        bands.append(Band(start, stop, held_sinks if sees_sinks else None, near, biases[shape]))
     plan.bands = tuple(bands)
     # the last token of each slot; slots without one get any
     slot = torch.arange(sinks + window, device=device)
@@ -160,9 +166,11 @@ def _plan_text(plan: WindowPlan, sinks: int, window: int, length: int, device: t
     plan.kept = torch.where(slot < after, held, 0)
 
 
-def _plan_rows(plan: WindowPlan, position: torch.Tensor, sinks: int, window: int, length: int, goes_on: bool) -> None:
-    """Rows with documents, padding or unequal counts, of which `position` are the slots' positions [B, S]."""
-    seen, device = plan.before[:, None], position.device
+def _plan_rows(
+    plan: WindowPlan, position: torch.Tensor, sinks: int, window: int, goes_on: bool, dtype: torch.dtype
+) -> None:
+    """Rows with documents, padding or unequal counts, whose slots are at `position` [B, S] of their documents."""
+    seen, length, device = plan.before[:, None], position.shape[1], position.device
     early, past = (sinks, window) if goes_on else (0, 0)
     if goes_on:
         at = torch.arange(sinks, device=device).expand(len(seen), -1)
@@ -187,7 +195,7 @@ def _plan_rows(plan: WindowPlan, position: torch.Tensor, sinks: int, window: int
             slot = start - position[:, start] + at
             held = torch.where(slot < 0, at if goes_on else 0, slot + early + past).clamp(max=early + past + stop - 1)
         near = slice(early + past + first, early + past + stop)
-        bands.append(Band(start, stop, held, near, hidden[:, None, None]))
+        bands.append(Band(start, stop, held, near, _bias(hidden, dtype)))
     plan.bands = tuple(bands)
     # tokens of the row's last document, and the slot of its first token in the call
     after = plan.past.seen[:, None]
@@ -207,9 +215,9 @@ def _take(x: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
     return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
-def _rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """Heads [B, H, S, D] at positions whose cosines and sines are [B or 1, S, D]."""
-    return x * cosines.unsqueeze(1) + rotate_half(x) * sines.unsqueeze(1)
+def _rotate(x: torch.Tensor, turned: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Heads [B, H, S, D], of which `turned` is `rotate_half`, at the positions with these angles [B or 1, 1, S, D]."""
+    return torch.addcmul(x * angles[0], turned, angles[1])
 
 
 def _with_token(held: torch.Tensor, new: torch.Tensor, window: WindowPlan) -> torch.Tensor:
@@ -249,11 +257,11 @@ class HopeWindowAttention(HopeAttention):
             need_state: whether to return the state after the last token.
         """
         queries, keys, values = self.project_unrotated(window.to_slots(hidden_states))
-        # [B, H, G, S, D]
-        shape, queries = (keys.shape[1], -1), queries * self.scaling
-        of_sinks = None if window.sink_angles is None else _rotate(queries, *window.sink_angles).unflatten(1, shape)
-        queries, keys = _rotate(queries, *window.angles).unflatten(1, shape), _rotate(keys, *window.angles)
-        held = (keys, values)
+        queries = queries * self.scaling
+        turned = rotate_half(queries)
+        of_sinks = None if window.sink_angles is None else _rotate(queries, turned, window.sink_angles)
+        queries = _rotate(queries, turned, window.angles)
+        held = _rotate(keys, rotate_half(keys), window.angles), values
         if state is not None:
             # it may have another precision
             state = [part.to(new.dtype) for part, new in zip(state, held, strict=True)]
@@ -262,36 +270,48 @@ class HopeWindowAttention(HopeAttention):
         elif window.recalled is not None:
             recalled = (_take(part, window.recalled) for part in state)
             held = [torch.cat(pair, dim=2) for pair in zip(recalled, held, strict=True)]
-        reads = []
-        for band in window.bands:
-            asking = slice(band.start, band.stop)
-            pairs = [(queries[:, :, :, asking], band.near)]
-            if band.sinks is not None:
-                pairs = [(of_sinks[:, :, :, asking], band.sinks), *pairs]
-            reads.append(self._read(pairs, held, band.hidden))
-        output = reads[0] if len(reads) == 1 else torch.cat(reads, dim=3)
+        else:
+            # so that no band copies its keys and values
+            held = [part.contiguous() for part in held]
+        reads = [self._read(queries, of_sinks, *held, band) for band in window.bands]
+        output = (reads[0] if len(reads) == 1 else torch.cat(reads, dim=2)).transpose(1, 2).flatten(2)
         if window.slot is None:
             state = WindowState(*(_take(part, window.kept) for part in held)) if need_state else None
-        # [B, S, heads * D]
-        output = output.flatten(1, 2).transpose(1, 2).flatten(2)
         return self.o_proj(window.to_tokens(output)), state, None
 
-    def _read(self, pairs: list[tuple], held: tuple, hidden: torch.Tensor | None) -> torch.Tensor:
-        """What queries [B, H, G, q, D] read [B, H, G, q, D], each pair's at its part of the keys and values held."""
-        shape = pairs[0][0].shape[2:4]
-        seen = [[_take(part, index) for part in held] for _, index in pairs]
-        # The queries of a head of keys are in one product: sdpa's kernel for CPUs is several times slower in bfloat16.
-        scores = [
-            queries.flatten(2, 3) @ keys.transpose(2, 3) for (queries, _), (keys, _) in zip(pairs, seen, strict=True)
-        ]
-        scores = (scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)).unflatten(2, shape)
-        if hidden is not None:
-            scores = scores.masked_fill(hidden, -torch.inf)
+    def _read(self, queries, of_sinks, keys, values, band: Band) -> torch.Tensor:
+        """What a band's queries read [B, heads, q, D].
+
+        Args:
+            queries, of_sinks: of all slots, at their own positions and, for sinks, at capped ones [B, heads, S, D].
+            keys, values: what the call holds [B, H, M, D].
+        """
+        (rows, heads, _, width), asking = keys.shape, slice(band.start, band.stop)
+
+        def score(queries: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
+            # The queries of a head of keys are in one product: sdpa for CPUs is several times slower in bfloat16.
+            asked = queries[:, :, asking].reshape(rows * heads, -1, width)
+            return torch.bmm(asked, _take(keys, index).flatten(0, 1).transpose(1, 2))
+
+        scores, seen = score(queries, band.near), [band.near]
+        if band.sinks is not None:
+            scores = torch.cat([score(of_sinks, band.sinks), scores], dim=2)
+            are_next = isinstance(band.sinks, slice) and band.sinks.stop == band.near.start
+            seen = [slice(band.near.stop)] if are_next else [band.sinks, band.near]
+        if band.bias is not None:
+            shape = rows, heads, -1, *band.bias.shape[3:]
+            # in bfloat16 `masked_fill` takes longer than the product
+            scores = (scores.view(shape) + band.bias.to(scores.dtype)).flatten(0, 1).flatten(1, 2)
         weights = scores.softmax(-1)
         if self.training and self.attention_dropout:
             weights = nn.functional.dropout(weights, self.attention_dropout)
-        parts = weights.flatten(2, 3).to(held[1].dtype).split([values.shape[2] for _, values in seen], dim=-1)
-        return sum(part @ values for part, (_, values) in zip(parts, seen, strict=True)).unflatten(2, shape)
+        weights, seen = weights.to(values.dtype), [_take(values, index).flatten(0, 1) for index in seen]
+        if len(seen) == 1:
+            read = torch.bmm(weights, seen[0])
+        else:
+            number = seen[0].shape[1]
+            read = torch.bmm(weights[:, :, :number], seen[0]) + torch.bmm(weights[:, :, number:], seen[1])
+        return read.view(rows, -1, band.stop - band.start, width)
 
     @staticmethod
     def check_config(config: PreTrainedConfig) -> None:
@@ -320,6 +340,19 @@ class HopeWindowAttention(HopeAttention):
                 f"model's have {ours} tokens and {config.num_key_value_heads} heads of width {config.head_dim}: it is "
                 "the cache of another model"
             )
+
+    @staticmethod
+    def kept_bytes(config: PreTrainedConfig, batch_size: int, length: int, low: int) -> int:
+        """Queries, keys, values and reads; queries once more where they see sinks; the weights of each band."""
+        heads, groups, window = config.num_attention_heads, config.num_key_value_heads, config.sliding_window
+        weights = beyond = 0
+        for start in range(0, length, _BAND):
+            stop = min(start + _BAND, length)
+            sinks = config.attention_sinks if stop > window else 0
+            weights += (stop - start) * (stop - max(0, start - (window - 1)) + sinks)
+            beyond += (stop - start) * (sinks > 0)
+        streams = (length * (2 * heads + 2 * groups) + beyond * heads) * config.head_dim
+        return batch_size * low * (streams + heads * weights)
 
     @staticmethod
     def mixing_flops(config: PreTrainedConfig, sequence_length: int) -> int:

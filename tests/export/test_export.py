@@ -141,10 +141,12 @@ def test_a_folder_with_nothing_but_a_model(source, monkeypatch, tmp_path):
         (["full_attention", "full_attention"], False, "softmax attention (Hope-Attention)"),
         (["hope_memory", "sparse_attention"], True, "native sparse attention in 1 of the 2 layers"),
         (["sparse_attention", "sparse_attention"], False, "native sparse attention (Hope-Attention)"),
+        (["window_attention", "window_attention"], False, "softmax attention with a window (Hope-Attention)"),
     ],
 )
 def test_the_card_says_what_mixes_tokens(tiny_model, layer_types, has_memories, attention):
-    text = model_card(tiny_model(layer_types=layer_types), "owner/name", "mit", None, None).text
+    window = {"sliding_window": 8} if "window_attention" in layer_types else {}
+    text = model_card(tiny_model(layer_types=layer_types, **window), "owner/name", "mit", None, None).text
     assert ("made of self-modifying memories" in text) is has_memories
     assert attention in text and ("softmax attention" in text) is ("softmax" in attention)
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from mixers import ATTENTION, HYBRID, LAYERS, MEMORIES
+from mixers import ATTENTION, HYBRID, LAYERS, MEMORIES, SPARSE_HYBRID, WINDOW_HYBRID
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
@@ -412,10 +412,14 @@ def test_labels_and_inputs_out_of_place_are_refused(tiny_model):
             model(**inputs)
 
 
-def test_fields_of_sparse_attention_count_where_there_is_some(tiny_model):
+@pytest.mark.parametrize("options", [SPARSE_HYBRID, WINDOW_HYBRID], ids=["sparse", "window"])
+@pytest.mark.parametrize("field", ["sparse_window", "sliding_window", "attention_sinks"])
+def test_fields_of_other_layers_count_where_there_are_some(tiny_model, options, field):
     """A cache of memories is the same model's after fields for other layers have come to the configuration."""
-    for layers, is_same in ((["hope_memory"] * 2, True), (["hope_memory", "sparse_attention"], False)):
-        model = tiny_model(layer_types=layers)
+    for model in (tiny_model(), tiny_model(**options)):
         before = cache_file.fingerprint(model)
-        model.config.sparse_window = 1024
-        assert (cache_file.fingerprint(model) == before) is is_same
+        setattr(model.config, field, 1024)
+        has_layer = len(set(model.config.layer_types)) == 2 and (options is SPARSE_HYBRID) is (
+            field == "sparse_window"
+        )
+        assert (cache_file.fingerprint(model) != before) is has_layer

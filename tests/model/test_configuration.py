@@ -131,6 +131,16 @@ def test_heads_of_layers_that_are_not_there_may_be_anything():
     assert not HopeConfig(**SMALL, num_memory_heads=0, layer_types=["full_attention"]).has_memories
 
 
+@pytest.mark.parametrize(
+    "layer_types, longest",
+    [(["hope_memory"], None), (["full_attention"], 8192), (["sparse_attention"], 8192), (["window_attention"], None)],
+)
+def test_positions_end_where_a_layer_sees_the_whole_text(layer_types, longest):
+    window = 8 if layer_types == ["window_attention"] else None
+    config = HopeConfig(**SMALL, layer_types=layer_types, sliding_window=window, max_position_embeddings=8192)
+    assert config.longest_text == longest
+
+
 @pytest.mark.parametrize(("field", "value"), refusals(REFUSED_OF_THE_PAPERS_RULE))
 def test_a_bad_value_of_the_papers_rule_is_refused_in_a_sentence(field, value):
     sentence = sentence_of(memory_rule="paper", paper_rule={field: value})

@@ -10,6 +10,7 @@ from transformers import GPT2Config, LlamaConfig, Qwen2Config
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM, HopeModel
 from hope_hf.model.inputs import Documents
 from hope_hf.model.sparse_attention import HopeSparseAttention
+from hope_hf.model.window_attention import HopeWindowAttention
 from hope_hf.plan.activations import activations, cache_bytes
 from hope_hf.plan.launch import STRATEGIES, Launch, StepOptions, fsdp_strategy
 from hope_hf.plan.memory import Bytes, memory, shard_bytes, state_bytes
@@ -160,17 +161,33 @@ def test_fp16_under_deepspeed_has_copies_of_two_bytes():
 
 @pytest.mark.parametrize("groups", [1, 4])
 def test_what_sparse_attention_keeps(groups):
-    """Storages saved for the backward pass, and the queries of every block."""
+    """Also the queries of every block."""
     sizes = dict(sparse_block_size=16, sparse_compress_stride=8, sparse_top_k=8, sparse_window=64)
-    config = HopeConfig(
-        vocab_size=8, hidden_size=256, num_hidden_layers=1, num_key_value_heads=groups,
-        level_intermediate_sizes=[8] * 3, layer_types=["sparse_attention"], **sizes,
-    )  # fmt: skip
-    model, tokens = HopeModel(config), 1024
-    hidden_states = torch.randn(1, tokens, 256, requires_grad=True)
+    found, config = kept_of(1024, num_key_value_heads=groups, layer_types=["sparse_attention"], **sizes)
+    expected = HopeSparseAttention.kept_bytes(config, 1, 1, 4)
+    assert found / 1024 + 8 * config.sparse_top_k * groups == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "rows, groups, sinks, tokens", [(1, 1, 4, 1000), (2, 4, 4, 600), (2, 2, 0, 600), (1, 4, 4, 90)]
+)
+def test_what_attention_with_a_window_keeps(rows, groups, sinks, tokens):
+    fields = dict(layer_types=["window_attention"], sliding_window=100, attention_sinks=sinks)
+    found, config = kept_of(tokens, rows, num_key_value_heads=groups, **fields)
+    assert found == pytest.approx(HopeWindowAttention.kept_bytes(config, rows, tokens, 4), rel=0.03)
+
+
+def kept_of(tokens: int, rows: int = 1, **fields) -> tuple[int, HopeConfig]:
+    """Bytes of storages that a layer's mixer saves for the backward pass, and the configuration."""
+    config = HopeConfig(vocab_size=8, hidden_size=256, num_hidden_layers=1, level_intermediate_sizes=[8] * 3, **fields)
+    model = HopeModel(config)
+    hidden_states = torch.randn(rows, tokens, 256, requires_grad=True)
     plans, _ = model._plans(hidden_states, None, Documents(None, None), None)
-    # of the mixer's input the normalisation before it keeps account; angles are those of all layers
-    others = (hidden_states, *plans["block_positions"], *model.parameters())
+    # of the mixer's input the normalisation before it keeps account; plans are those of all layers
+    others = [hidden_states, *model.parameters()]
+    for plan in plans.values():
+        others += plan if isinstance(plan, tuple) else getattr(plan, "angles", ())
+        others += getattr(plan, "sink_angles", None) or ()
     known = {part.untyped_storage().data_ptr() for part in others}
     saved = {}
 
@@ -183,8 +200,7 @@ def test_what_sparse_attention_keeps(groups):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = model.layers[0].mixer(hidden_states, **plans)[0]
     assert output.requires_grad
-    found = sum(storage.nbytes() for storage in saved.values()) / tokens + 8 * config.sparse_top_k * groups
-    assert found == pytest.approx(HopeSparseAttention.kept_bytes(config, 1, 1, 4), rel=0.03)
+    return sum(storage.nbytes() for storage in saved.values()), config
 
 
 @pytest.mark.parametrize(
@@ -221,7 +237,7 @@ def test_the_largest_part_has_whole_rows():
 @pytest.mark.parametrize(
     "fields",
     [{}, {"memory_rule": "paper"}, {"memory_projections": ["k", "v"]}, {"layer_types": ["full_attention"] * 2}]
-    + [{"layer_types": ["sparse_attention"] * 2}],
+    + [{"layer_types": ["sparse_attention"] * 2}, {"layer_types": ["window_attention"] * 2, "sliding_window": 20}],
 )
 @pytest.mark.parametrize("tokens", [5, 64, 70])
 def test_state_of_a_sequence_is_the_caches(fields, tokens, tiny_config):
