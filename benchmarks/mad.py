@@ -39,7 +39,8 @@ from hope_hf.evaluation.synthetic.suite import synthetic
 
 # Model type, and the fields that give all models one size (0.13 M parameters besides the embedding).
 UNTIED = {"tie_word_embeddings": False}
-HOPE = UNTIED | {"level_intermediate_sizes": [32, 32, 32]}
+# The suite's optimizer updates every level at every step; the periods are those that the published rows name.
+HOPE = UNTIED | {"level_intermediate_sizes": [32, 32, 32], "level_periods": [1_000_000, 4_000_000, 16_000_000]}
 HYBRID = HOPE | {"layer_types": ["hope_memory", "sparse_attention"], "level_intermediate_sizes": [56, 56, 56]}
 MAMBA = {"num_hidden_layers": 4, "state_size": 52, "initializer_range": round((3 * 64) ** -0.5, 3)}
 DELTANET = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 2}
