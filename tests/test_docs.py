@@ -64,8 +64,10 @@ def commands(page: str) -> list[str]:
 @pytest.mark.filterwarnings("ignore:Calling register_constant:FutureWarning")
 @pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)])
 def test_python_blocks_run_in_order(page, tiny_model, word_tokenizer, tmp_path, monkeypatch):
-    tiny_model().save_pretrained(tmp_path / "runs/demo")
-    word_tokenizer.save_pretrained(tmp_path / "runs/demo")
+    for folder, learning in (("runs/demo", None), ("smollm2-hope", {})):
+        tiny_model(level_learning=learning).save_pretrained(tmp_path / folder)
+        word_tokenizer.save_pretrained(tmp_path / folder)
+    (tmp_path / "book.txt").write_text("w1 w2 w3")
     monkeypatch.chdir(tmp_path)
     namespace = {}
     for line, source in python_blocks(page):

@@ -41,7 +41,17 @@ class LevelLearning:
     """How levels learn while reading: `HopeConfig.level_learning`.
 
     The defaults are those of a trained model of 135 M parameters (`docs/log`). Twice the best rate loses, a thirtieth
-    of it still gains. An under-trained model wants 10 to 40 times the rate.
+    of it still gains. An under-trained model wants 10 to 40 times the rate (`hope_hf.learning_rate_search`).
+
+    Example:
+
+    ```python
+    >>> from hope_hf import HopeConfig, LevelLearning
+    >>> config = HopeConfig(hidden_size=64, num_hidden_layers=8, level_learning=LevelLearning(rate=0.01))
+    >>> config.level_learning.resolved(config).blocks
+    [6, 7]
+
+    ```
     """
 
     # which of gate_proj, up_proj and down_proj change
