@@ -78,7 +78,8 @@ def new_weights(config: HopeConfig, layer: int, dtype: torch.dtype) -> dict[str,
     if config.layer_types[layer] == "hope_memory":
         alone = deepcopy(config)
         alone.num_hidden_layers, alone.layer_types = 1, ["hope_memory"]
-        alone.vocab_size, alone.pad_token_id, alone.level_intermediate_sizes = 1, None, [1] * levels
+        alone.vocab_size, alone.level_intermediate_sizes = 1, [1] * levels
+        alone.pad_token_id = alone.bos_token_id = alone.eos_token_id = alone.level_learning = None
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(layer)
             mixer = HopeForCausalLM(alone).model.layers[0].mixer

@@ -64,6 +64,9 @@ class OptimizationArguments:
     level_optimizers: str | None = flag(
         None, "JSON object or file, keyed by CMS level: optimizer, lr_factor, betas, weight_decay."
     )
+    train_only: Literal["all", "memories"] = flag(
+        "all", "memories: the memories alone learn, such as those of `python -m hope_hf.convert --memory_layers`."
+    )
     vector_learning_rate: float | None = flag(
         None,
         "Peak learning rate of norms, biases and the kernel weights of convolutions (default: --learning_rate).",

@@ -93,6 +93,8 @@ def build_all(args: Arguments, engine: Engine, saved: SavedRun | None) -> Run:
         # a preset or a default may have changed since
         config = type(config).from_pretrained(saved.path)
     model, values = _model(args, config, engine, saved is not None)
+    if args.train_only == "memories":
+        _freeze_all_but_memories(model)
     recompute_activations(model, parse_recomputed(args.gradient_checkpointing))
     tokens_per_step = (
         args.per_device_train_batch_size
@@ -125,6 +127,8 @@ def _check_model(args: Arguments, pretrained, vocab_size: int | None, block_size
     config = pretrained or build_config(args, None, vocab_size or LARGEST_VOCABULARY, hope_hf.PRESETS)
     check_block_size(block_size, config)
     _check_carry(args, config)
+    if args.train_only == "memories" and not (is_hope(config) and config.has_memories):
+        raise ValueError(f"--train_only memories: this {config.model_type} has no layer of memories, leave it out.")
     if args.push_to_hub:
         _check_push(args, config)
     if pretrained:
@@ -171,6 +175,12 @@ def _model(
         warn_once(f"{error} The dry run goes on without the model's numbers.")
         return build_fake(args, config), None
     return build_model(args, config), None
+
+
+def _freeze_all_but_memories(model: PreTrainedModel) -> None:
+    for name, parameter in model.named_parameters():
+        _, _, layer, part, *_ = name.split(".") if ".layers." in name else (None,) * 4
+        parameter.requires_grad = part == "mixer" and model.config.mixers[int(layer)].is_recurrent
 
 
 def data_config(args: Arguments, accelerator: Accelerator, pretrained, vocab_size: int | None) -> DataConfig:

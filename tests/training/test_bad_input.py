@@ -49,6 +49,8 @@ def hope(**fields) -> list[str]:
         ([*LLAMA, "--document_boundary", "carry"], "the llama has none: use --document_boundary reset"),
         ([*HOPE_ATTENTION, "--document_boundary", "carry"], "the attention mixer has none"),
         ([*HOPE_HYBRID, "--document_boundary", "carry"], "would keep the keys and values of all tokens"),
+        ([*LLAMA, "--train_only", "memories"], "--train_only memories: this llama has no layer of memories"),
+        ([*HOPE_ATTENTION, "--train_only", "memories"], "--train_only memories: this hope has no layer of memories"),
         (hope(num_hidden_layers=3, layer_types=["hope_memory"]), "`layer_types` has 1 entries"),
         (hope(memory_rule="paper", paper_rule={"dept": 2}), "`paper_rule` has no field 'dept'"),
         ([*LLAMA[:3], LLAMA[3] + ",max_position_embeddings=16"], "--block_size 32 is longer than the model's 16 po"),

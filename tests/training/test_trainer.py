@@ -7,7 +7,8 @@ import re
 import pytest
 import torch
 import yaml
-from training_runs import HOPE, LLAMA, curve
+from safetensors.torch import load_file
+from training_runs import HOPE, HOPE_HYBRID, LLAMA, curve
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hope_hf.training import finish, trainer
@@ -60,6 +61,15 @@ def test_evaluation_is_the_mean_over_tokens_and_the_bytes_they_stand_for(run, tm
     estimate = rows[-1]["eval/loss"] / math.log(2) / bytes_per_token
     assert rows[-1]["eval/bits_per_byte"] == pytest.approx(estimate, rel=0.1)
     assert model.num_parameters() > 0
+
+
+def test_memories_alone_are_trained(run, tmp_path):
+    _, first = run("a", model=HOPE_HYBRID)
+    status, rows = run("b", "--train_only", "memories", model=["--model_name_or_path", str(tmp_path / "a")])
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if name.startswith("model.layers.0.mixer.")}
+    assert status == 0 and rows[-1]["eval/loss"] < first[-1]["eval/loss"]
 
 
 def test_non_finite_steps_are_skipped_and_counted(run, monkeypatch, capsys):
