@@ -1,4 +1,4 @@
-"""Draws docs/figures/architecture.png: a block, the scan of its mixer, the clocks of its levels.
+"""Draws docs/figures/architecture.png: a block, the scan of its mixer, the clocks that its levels may have.
 
     python docs/figures/architecture.py
 
@@ -44,11 +44,11 @@ def plus(axes: Axes, x: float, y: float):
 
 
 def draw_block(axes: Axes):
-    """Bottom to top: the mixer, then the chain of levels, each behind a norm and beside a residual connection."""
+    """Bottom to top: the mixer, then the level, each behind a norm and beside a residual connection."""
     title(axes, 0.35, 7.0, "One block", "Repeated for every layer.")
     middle, left, width, bypass = 1.75, 0.75, 2.0, 3.15
-    parts = [("self-modifying Titans\n(the sequence mixer)", MIXER, 0.8)]
-    parts += [(f"level {index}: MLP", color, 0.42) for index, color in enumerate(LEVELS)]
+    parts = [("self-modifying Titans\n(the sequence mixer)", MIXER, 1.7)]
+    parts += [("level: an MLP\n(an option: several\nin a chain)", LEVELS[0], 1.5)]
     axes.text(middle, 0.4, "hidden states of the tokens", fontsize=9.5, ha="center", va="center", color=INK)
     bottom = 0.54
     for text, color, height in parts:
@@ -97,8 +97,8 @@ def draw_scan(axes: Axes):
 
 def draw_clocks(axes: Axes):
     """Each level's updates over the tokens of the training."""
-    below = "A tick is an optimizer step of that level."
-    title(axes, 4.1, 2.25, "Across training: each level has its own clock", below)
+    below = "A tick is an update of that level. One level, the default, is updated at every optimizer step."
+    title(axes, 4.1, 2.25, "Across training: several levels may have clocks of their own", below)
     start, end = 5.75, 10.8
     for index, (color, period) in enumerate(zip(LEVELS, (1, 4, 16), strict=True)):
         y = 1.6 - 0.42 * index

@@ -100,19 +100,21 @@ def _introduction(model) -> str:
             mixer += f" (and {kind.name} in {number} of the {config.num_hidden_layers} layers)"
     else:
         mixer = " and ".join(kind.name for kind in others) + " (Hope-Attention)"
-    periods = ", ".join(f"{period:,}" for period in config.level_periods)
+    levels = "an MLP"
+    if len(config.level_periods) > 1:
+        levels = f"{'a chain' if config.level_variant == 'sequential' else 'a sum'} of MLPs"
+    periods = ", ".join("step" if period == 1 else f"{period:,} tokens" for period in config.level_periods)
     dtype = str(model.dtype).removeprefix("torch.")
     return f"""\
 A HOPE language model (*Nested Learning*, [arXiv 2512.24695](https://arxiv.org/abs/2512.24695)). Its sequence mixer is
-{mixer}. Behind it is a chain of MLPs that learn at different clocks (the continuum
-memory system).
+{mixer}. Behind it is {levels} (the levels of the continuum memory system).
 
 | | |
 |---|---|
 | parameters | {model.num_parameters():,} ({dtype}) |
 | layers, width | {config.num_hidden_layers}, {config.hidden_size:,} |
 | vocabulary | {config.vocab_size:,} |
-| levels | {len(config.level_periods)}, updated every {periods} tokens of training |"""
+| levels | {len(config.level_periods)}, updated every {periods} of training |"""
 
 
 def _training(training: TrainingFacts) -> str:

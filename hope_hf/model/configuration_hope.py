@@ -15,57 +15,53 @@ from .memory_mixer import RULES
 from .mixers import MIXERS
 
 PRESETS = {
-    # about 8 M parameters at a vocabulary of 4,096: the demo and the tests; periods for steps of 1,024 tokens
+    # about 8 M parameters at a vocabulary of 4,096: the demo and the tests
     "tiny": dict(
         vocab_size=4096,
         hidden_size=256,
         num_hidden_layers=4,
-        level_intermediate_sizes=[336, 336, 336],
-        level_periods=[1_024, 4_096, 16_384],
+        level_intermediate_sizes=[1008],
         tie_word_embeddings=False,
     ),
-    # about 160 M: first GPU runs of up to 5 B tokens at context 2K; periods for steps of 0.25 M tokens
+    # about 160 M: first GPU runs of up to 5 B tokens at context 2K
     "pilot": dict(
         hidden_size=768,
         num_hidden_layers=12,
-        level_intermediate_sizes=[752, 752, 752],
-        level_periods=[262_144, 1_048_576, 4_194_304],
+        level_intermediate_sizes=[2256],
         tie_word_embeddings=True,
     ),
-    # about 760 M: 30 B tokens at context 4K; periods for steps of 0.5 M tokens
+    # about 760 M: 30 B tokens at context 4K
     "mid": dict(
         hidden_size=1024,
         num_hidden_layers=24,
-        level_intermediate_sizes=[2120, 2120, 2120],
-        level_periods=[524_288, 2_097_152, 8_388_608],
+        level_intermediate_sizes=[6360],
         tie_word_embeddings=True,
     ),
     # about 1.3 B: 100 B tokens at context 8K and more
     "target": dict(
         hidden_size=1536,
         num_hidden_layers=32,
-        level_intermediate_sizes=[1096, 1096, 1096],
-        level_periods=[1_048_576, 4_194_304, 16_777_216],
+        level_intermediate_sizes=[3288],
         tie_word_embeddings=True,
     ),
 }
 
 
 def _hybrid(preset: str, level_intermediate_size: int) -> dict:
-    """The preset with sparse attention in every fourth layer, four query heads per key head, and wider levels."""
+    """The preset with sparse attention in every fourth layer, four query heads per key head, and a wider level."""
     sizes = PRESETS[preset]
     kinds = ["hope_memory", "hope_memory", "hope_memory", "sparse_attention"]
     return sizes | dict(
         layer_types=kinds * (sizes["num_hidden_layers"] // len(kinds)),
         num_key_value_heads=sizes["hidden_size"] // 256,
-        level_intermediate_sizes=[level_intermediate_size] * 3,
+        level_intermediate_sizes=[level_intermediate_size],
     )
 
 
 # hybrids have as many parameters as the presets that they are named after
 PRESETS |= {
     f"{name}-hybrid": _hybrid(name, size)
-    for name, size in (("tiny", 392), ("pilot", 912), ("mid", 2336), ("target", 1416))
+    for name, size in (("tiny", 1176), ("pilot", 2736), ("mid", 7008), ("target", 4248))
 }
 
 # Prefixes of HOPE's own fields, also of those of older versions.
@@ -84,8 +80,9 @@ _LEAST = dict.fromkeys(_POSITIVE, 1) | dict.fromkeys(("projection_memory_rate", 
 @strict
 class HopeConfig(PreTrainedConfig):
     r"""
-    Configuration of a HOPE model: in each block self-modifying memories (or attention), then a chain of MLP levels
-    that are updated at different periods. Equation numbers are those of the Nested Learning paper (arXiv 2512.24695).
+    Configuration of a HOPE model: in each block self-modifying memories (or attention), then one MLP, or several in a
+    chain: levels, which training may update at different periods. Equation numbers are those of the Nested Learning
+    paper (arXiv 2512.24695).
 
     `vocab_size`, `hidden_size` (a multiple of 64) and `num_hidden_layers` are all you need to set; the other defaults
     are the project's measured choices.
@@ -164,11 +161,14 @@ class HopeConfig(PreTrainedConfig):
             First tokens of the document that every query of a `"window_attention"` layer sees as well, at the distance
             that they have when the window is first full; 0 for none. Pretrained models that read beyond their window
             need a few (arXiv 2309.17453).
-        level_periods (`list[int]`, *optional*, defaults to `[1000000, 4000000, 16000000]`):
-            Continuum memory: tokens per update of each MLP level, fast to slow.
+        level_periods (`list[int]`, *optional*):
+            Continuum memory: tokens of training per update of each MLP level, fast to slow (equation 71). Unless
+            given, 1 for every level: no period is shorter than an optimizer step, so every step updates it. A longer
+            period only delays its level, which cost 0.05 nats where it was measured (`docs/log`).
         level_intermediate_sizes (`list[int]`, *optional*):
-            Hidden width of each level. Unless given, the levels of a block together have `2 * hidden_size ** 2`
-            parameters beside memories and `8 * hidden_size ** 2` beside attention, as blocks of other models.
+            Hidden width of each level. Unless given, there is one level for each of `level_periods`, or one, and the
+            levels of a block together have `2 * hidden_size ** 2` parameters beside memories and
+            `8 * hidden_size ** 2` beside attention, as blocks of other models.
         level_variant (`str`, *optional*, defaults to `"sequential"`):
             Levels in a chain (`"sequential"`, equation 73) or side by side with learned weights (`"independent"`,
             equation 74).
@@ -283,7 +283,8 @@ class HopeConfig(PreTrainedConfig):
             self.memory_learning_rate_bias = [0.0, 0.0]
         RULES[self.memory_rule].fill_defaults(self)
         if self.level_periods is None:
-            self.level_periods = [1_000_000, 4_000_000, 16_000_000]
+            # less than an optimizer step, so every step
+            self.level_periods = [1] * len(self.level_intermediate_sizes or [1])
         if self.level_intermediate_sizes is None and self.level_periods:
             # A SwiGLU of width w has 3 * w * hidden_size parameters.
             squares = min((mixer.level_parameters for mixer in self.mixers), default=0)

@@ -1,4 +1,4 @@
-"""Continuum memory system: MLP levels that are updated at different periods, fast to slow (equations 70 to 74).
+"""Continuum memory system: MLP levels, which training may update at different periods (equations 70 to 74).
 
 A level's period is the number of tokens between two of its updates. The optimizer (`hope_hf.optim`) applies periods of
 one optimizer step or more; it finds the levels by their attributes `level` and `period`. In a forward pass every level

@@ -65,7 +65,8 @@ def build_optimizer(
         if not periods:
             raise ValueError(f"{FLAG} names level {level}, but this model has no levels: leave the flag out.")
         if level not in periods:
-            raise ValueError(f"{FLAG} names level {level}, but this model has levels 0 to {max(periods)}: use those.")
+            known = f"levels 0 to {max(periods)}: use those" if max(periods) else "level 0 alone: use that"
+            raise ValueError(f"{FLAG} names level {level}, but this model has {known}.")
     # A period below one step's tokens lasts one step: it averages as many gradients as the fastest level.
     lengths = {level: max(period, tokens_per_step) for level, period in periods.items()}
 

@@ -8,6 +8,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 from hope_hf import PRESETS, HopeConfig, HopeForCausalLM
+from hope_hf.optim import period_steps
 
 SIZES = {"tiny": 8e6, "pilot": 160e6, "mid": 760e6, "target": 1.3e9}
 SMALL = dict(vocab_size=100, hidden_size=64, num_hidden_layers=1)
@@ -35,12 +36,11 @@ def test_tiny_is_counted_at_the_vocabulary_of_the_demo():
 @pytest.mark.parametrize("width", range(64, 1537, 64))
 def test_every_width_divisible_by_64_is_a_model(width, kind, wider, squares):
     config = HopeConfig(vocab_size=100, hidden_size=width, num_hidden_layers=2, layer_types=[kind] * 2)
-    assert len(config.level_intermediate_sizes) == len(config.level_periods)
     model = build_on_meta(config)
     for block in model.model.layers:
         matrices = sum(p.numel() for p in block.continuum.parameters() if p.ndim == 2)
-        # Each of three levels is rounded to the nearest 8 of its width, each with three matrices.
-        assert matrices == pytest.approx(squares * width**2, abs=3 * 4 * 3 * width)
+        # One level, rounded to the nearest 8 of its width, with three matrices.
+        assert matrices == pytest.approx(squares * width**2, abs=4 * 3 * width)
     heads = config.num_memory_heads if kind == "hope_memory" else config.num_attention_heads
     assert heads * config.head_dim == wider * width
     assert model.model.layers[0].mixer.o_proj.weight.shape == (width, wider * width)
@@ -67,6 +67,20 @@ def test_levels_share_the_parameters_of_one_mlp(num_levels):
     assert sum(p.numel() for p in continuum.parameters() if p.ndim == 2) == pytest.approx(2 * 768**2, rel=0.02)
 
 
+@pytest.mark.parametrize("config", [HopeConfig(**SMALL), *map(HopeConfig.from_preset, PRESETS)])
+def test_no_level_waits_unless_periods_are_given(config):
+    """One level a block, which every optimizer step updates, however few tokens it reads."""
+    assert len(config.level_intermediate_sizes) == 1
+    assert {period_steps(period, 1) for period in config.level_periods} == {1}
+
+
+def test_widths_alone_make_levels_of_one_clock():
+    config = HopeConfig(**SMALL, level_intermediate_sizes=[8, 16, 24])
+    assert config.level_periods == [1, 1, 1]
+    levels = build_on_meta(config).model.layers[0].continuum.levels
+    assert [level.up_proj.out_features for level in levels] == [8, 16, 24]
+
+
 REFUSED = {
     "memory_chunk_size": [0, -3, "4", 2.5],
     "vocab_size": [0],
@@ -86,7 +100,7 @@ REFUSED = {
     "hidden_act": ["swish1", "", None],
     "level_variant": ["nested", "parallel"],
     "level_periods": [[], [0, 1, 2], [4, 2, 8], [1.5, 2, 3], 4],
-    "level_intermediate_sizes": [[8], [8, 8, 8, 8], [0, 8, 8], [8, 8, -8], "8,8,8", [[8], [8], [8]]],
+    "level_intermediate_sizes": [[], [0, 8, 8], [8, 8, -8], "8,8,8", [[8], [8], [8]]],
 }
 REFUSED_OF_ATTENTION = {"num_attention_heads": [0, -1], "num_key_value_heads": [0, 4], "hidden_size": [100]}
 REFUSED_OF_THE_PAPERS_RULE = {
@@ -182,8 +196,9 @@ def test_every_layer_has_one_type():
 
 
 def test_lists_of_levels_must_be_of_one_length():
-    with pytest.raises(StrictDataclassError, match="level_periods.*level_intermediate_sizes.*same length"):
-        HopeConfig(**SMALL, level_periods=[1, 2], level_intermediate_sizes=[8, 8, 8])
+    for periods in ([1, 2], [1, 2, 4, 8]):
+        with pytest.raises(StrictDataclassError, match="level_periods.*level_intermediate_sizes.*same length"):
+            HopeConfig(**SMALL, level_periods=periods, level_intermediate_sizes=[8, 8, 8])
 
 
 @pytest.mark.parametrize("field, value", [("memory_sigma", "silu"), ("mixer", "attention"), ("adaptive_k", True)])

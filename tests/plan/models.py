@@ -6,6 +6,10 @@ from hope_hf import PRESETS
 
 SMALL = {
     "tiny": {"model_type": "hope", **PRESETS["tiny"]},
+    "clocks": {
+        "model_type": "hope", **PRESETS["tiny"], "level_intermediate_sizes": [336, 336, 336],
+        "level_periods": [1024, 4096, 16_384],
+    },
     "pilot": {"model_type": "hope", **PRESETS["pilot"], "num_hidden_layers": 2},
     "sparse": {
         "model_type": "hope", **PRESETS["pilot-hybrid"], "num_hidden_layers": 1, "layer_types": ["sparse_attention"],
@@ -22,7 +26,9 @@ SMALL = {
     },
 }  # fmt: skip
 # Rows and tokens of each.
-BATCHES = {"tiny": (2, 256), "pilot": (1, 256), "sparse": (1, 512), "llama": (1, 64), "gpt2": (4, 128)}
+BATCHES = {
+    "tiny": (2, 256), "clocks": (2, 256), "pilot": (1, 256), "sparse": (1, 512), "llama": (1, 64), "gpt2": (4, 128)
+}  # fmt: skip
 
 
 def small_config(name: str, **overrides):

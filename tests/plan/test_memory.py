@@ -74,7 +74,7 @@ def test_accumulated_batches_are_near_the_simulation(name, key, world, precision
 
 @pytest.mark.parametrize("fields", [{"memory_rule": "paper"}, {"memory_projections": ["k"]}])
 def test_other_memories_are_near_the_simulation(fields):
-    counted, asked = plan(small_config("tiny", num_hidden_layers=2, **fields), "ddp", 1, block_size=512)
+    counted, asked = plan(small_config("clocks", num_hidden_layers=2, **fields), "ddp", 1, block_size=512)
     assert counted.peak == pytest.approx(simulate(*asked).peak, rel=0.3)
 
 
@@ -134,7 +134,7 @@ def test_activations_do_not_grow_with_the_square_of_the_tokens():
 
 
 def test_levels_that_wait_hold_sums_of_gradients():
-    config = small_config("tiny")
+    config = small_config("clocks")
     often = plan(config, "ddp", 1, accumulation=10_000)[0].split["optimizer"]
     assert plan(config, "ddp", 1)[0].split["optimizer"] > often == 8 * shapes_of(config).count
 

@@ -36,7 +36,7 @@ def test_table_names_every_setting_and_the_verdicts(capsys):
     assert main([*words, "--total_tokens", "30e9", "--price_per_gpu_hour", "3"]) == 0
     text = capsys.readouterr().out
     named = {line.split()[1] for line in text.splitlines() if line.startswith("| ")}
-    assert set(STRATEGIES) <= named and "full_shard (asked)" in text and "759,535,872 parameters" in text
+    assert set(STRATEGIES) <= named and "full_shard (asked)" in text and "759,486,720 parameters" in text
     for gpu in ("h100-80gb", "a100-40gb"):
         (line,) = [line for line in text.splitlines() if line.startswith(f"{gpu}: ")]
         assert "fits" in line and "largest batch" in line and "days" in line and "cost" in line

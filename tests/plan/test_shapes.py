@@ -10,6 +10,7 @@ from hope_hf.optim import RULES, build_optimizer
 from hope_hf.plan.shapes import EMBEDDING, ROOT, TAIL, Weight, meta_model, shapes_of
 
 CONFIGS = {name: lambda name=name: HopeConfig.from_preset(name) for name in PRESETS} | {
+    "clocks": lambda: small_config("clocks"),
     "paper": lambda: HopeConfig.from_preset("tiny", memory_rule="paper", paper_rule={"depth": 2}),
     "llama": lambda: small_config("llama"),
     "gpt2": lambda: small_config("gpt2"),
@@ -59,10 +60,10 @@ def test_every_parameter_has_the_optimizers_rule_and_period(name, optimizer):
     assert {rule for rule, _ in built.values()} == {"adamw", optimizer}
 
 
-# 512: the first level of `tiny` steps every second time, the fewest for which it adds up gradients.
+# 512: the first level of `clocks` steps every second time, the fewest for which it adds up gradients.
 @pytest.mark.parametrize("optimizer", RULES)
 @pytest.mark.parametrize("tokens_per_step", [1, 512, 1024, 65_536])
-@pytest.mark.parametrize("name", ["tiny", "llama"])
+@pytest.mark.parametrize("name", ["clocks", "llama"])
 def test_optimizer_state_is_what_the_optimizer_creates(name, tokens_per_step, optimizer):
     config = small_config(name)
     rest = {"learning_rate": 1, "weight_decay": 0.1, "betas": (0.9, 0.9), "eps": 1e-8}

@@ -97,12 +97,12 @@ def test_blocks_that_the_launch_file_recomputes_are_planned(named):
 
 
 def test_sizes_are_those_of_the_whole_model():
-    config = HopeConfig.from_preset("pilot")
+    # Levels that step more rarely have a sum of gradients besides Adam's moments.
+    config = HopeConfig.from_preset("pilot", level_intermediate_sizes=[1128, 1128], level_periods=[4096, 16_384])
     step = StepOptions(batch_size=2, block_size=512)
     sharded, replicas = (RUNNING[name]().launch() for name in ("fsdp2", "ddp"))
     planned, shapes = plan_running(config, sharded, step, per_node=8), shapes_of(config)
     assert planned.weights == 4 * shapes.count and planned.is_shared_out
-    # Slow levels have a sum of gradients besides Adam's moments.
     assert 8 * shapes.count < planned.optimizer < 12 * shapes.count
     assert planned.peak == memory(config, shapes, sharded, step, 8).peak
     assert planned.peak < plan_running(config, replicas, step, per_node=8).peak
