@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from accelerate.commands.launch import launch_command_parser
 
+from hope_hf.chat import flags as chat
 from hope_hf.convert import run as convert
 from hope_hf.data import prepare, tokenizer
 from hope_hf.evaluation.flags import FLAGS as EVALUATION_FLAGS
@@ -29,6 +30,7 @@ PAGES += [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").r
 CURRENT = [page for page in PAGES if not page.startswith("docs/log/")]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PARSERS = {
+    "hope_hf.chat": chat.make_parser,
     "hope_hf.convert": convert.make_parser,
     "hope_hf.data.prepare": prepare.make_parser,
     "hope_hf.data.tokenizer": tokenizer.make_parser,

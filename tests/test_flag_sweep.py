@@ -18,6 +18,9 @@ from accelerate.state import AcceleratorState, GradientState
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hope_hf import HopeConfig, HopeForCausalLM, evaluation, training
+from hope_hf.chat import flags as chat_flags
+from hope_hf.chat import main as chat_main
+from hope_hf.chat import session as chat_session
 from hope_hf.cli.parser import Parser
 from hope_hf.convert import folder as convert_folder
 from hope_hf.convert import run as convert_program
@@ -112,7 +115,7 @@ def place(tmp_path) -> Path:
     (place / "mix.yaml").write_text(f"corpora: {{text: {{files: {place}/text.txt}}}}", encoding="utf-8")
     tokenizer = train_tokenizer(texts, 270)
     sizes = dict(hidden_size=16, num_hidden_layers=1, head_dim=16, level_intermediate_sizes=[16], level_periods=[64])
-    model = HopeForCausalLM(HopeConfig(vocab_size=len(tokenizer), **sizes))
+    model = HopeForCausalLM(HopeConfig(vocab_size=len(tokenizer), level_learning={}, **sizes))
     model.save_pretrained(place / "model")
     tokenizer.save_pretrained(place / "model")
     llama = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
@@ -140,6 +143,7 @@ def prepared(place, monkeypatch):
         monkeypatch.setitem(suites.SUITES, name, light)
     monkeypatch.setattr(export_folder, "check_export", lambda *made: "")
     monkeypatch.setattr(convert_folder, "check", lambda *made: Agreement(1, 0.0, 0.0, 0))
+    monkeypatch.setattr(chat_session.Session, "run", lambda *made: None)
     monkeypatch.setattr(export_program, "upload", lambda *made: "nowhere")
     monkeypatch.setattr(plot, "draw_curves", lambda folders, target: None)
     monkeypatch.chdir(place / "work")
@@ -174,6 +178,7 @@ def programs(place: Path) -> list[Program]:
             convert_program.make_parser(),
             flags={"--from": str(place / "llama"), "--output_dir": ""},
         ),
+        Program("chat", chat_main, chat_flags.make_parser(), (model,), {"--learn": "true", "--cpu_threads": "1"}),
         Program(
             "tokenizer",
             tokenizer_program.main,
@@ -193,7 +198,7 @@ def programs(place: Path) -> list[Program]:
     ]
 
 
-NAMES = ["run_clm", "run_eval", "export", "convert", "tokenizer", "prepare", "checkpoints", "plan", "plot"]
+NAMES = ["run_clm", "run_eval", "export", "convert", "chat", "tokenizer", "prepare", "checkpoints", "plan", "plot"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -210,7 +215,7 @@ def test_no_flag_ends_in_a_traceback(name, place, prepared, capsys):
             status = f"{type(error).__name__}: {error}"
         errors = [text for text in capsys.readouterr().err.splitlines() if text.startswith("error: ")]
         # The error names the flag, or one that does not fit with it.
-        named = not errors or flag == "dir" or flag in errors[0] or "--" in errors[0]
+        named = not errors or flag == "dir" or flag in errors[0].lower() or "--" in errors[0]
         if status not in program.statuses or len(set(errors)) != (status != 0) or not named:
             failed.append((status, flag, line[-1][:40], [text[:300] for text in errors]))
     assert not failed, "\n".join(map(str, failed))

@@ -45,6 +45,9 @@ ROOMS = {
         "torch", "transformers", "accelerate", "huggingface_hub", "safetensors",
         "hope_hf", "hope_hf.cli", "hope_hf.convert",
     },
+    "hope_hf/chat": {
+        "torch", "transformers", "tqdm", "hope_hf", "hope_hf.cli", "hope_hf.data", "hope_hf.chat",
+    },
     "hope_hf/step": {"torch", "transformers", "accelerate", "hope_hf.cli", "hope_hf.optim", "hope_hf.step"},
     "hope_hf/plan": {
         "torch", "transformers", "accelerate", "yaml",
@@ -62,7 +65,7 @@ FLOORS = (
     {"hope_hf/interrupt.py", "hope_hf/model", "hope_hf/optim", "hope_hf/reference.py"},
     {"hope_hf/__init__.py", "hope_hf/cli"},
     {"hope_hf/convert", "hope_hf/data", "hope_hf/export", "hope_hf/step"},
-    {"hope_hf/evaluation", "hope_hf/plan"},
+    {"hope_hf/chat", "hope_hf/evaluation", "hope_hf/plan"},
     {"hope_hf/training", "run_eval.py"},
     {"run_clm.py"},
 )
@@ -156,8 +159,8 @@ def imports_only_lower_floors(file: str, tree: ast.AST):
 
 
 FACES = (
-    "hope_hf.convert", "hope_hf.data", "hope_hf.optim", "hope_hf.export", "hope_hf.training", "hope_hf.evaluation",
-    "hope_hf.plan",
+    "hope_hf.chat", "hope_hf.convert", "hope_hf.data", "hope_hf.optim", "hope_hf.export", "hope_hf.training",
+    "hope_hf.evaluation", "hope_hf.plan",
 )  # fmt: skip
 
 

@@ -64,7 +64,8 @@ def build_config(args: ModelArguments, tokenizer, vocab_size: int, presets: dict
 
 
 def load_config(source: str, flag: str, args: ModelArguments):
-    """The config of a folder or Hub name that was given with `--flag`."""
+    """The config of a folder or Hub name that was given with `--flag`, or as the word FLAG without a flag."""
+    named = flag if flag.isupper() else f"--{flag}"
     try:
         values, _ = PreTrainedConfig.get_config_dict(source)
         # PEFT saves no config.json beside an adapter.
@@ -74,7 +75,7 @@ def load_config(source: str, flag: str, args: ModelArguments):
         return AutoConfig.from_pretrained(source, trust_remote_code=args.trust_remote_code)
     except MISTAKES as error:
         where = "" if os.path.isdir(source) else " is not a folder and"
-        raise ValueError(f"--{flag} {source}{where} cannot be loaded: {one_line(error)}") from error
+        raise ValueError(f"{named} {source}{where} cannot be loaded: {one_line(error)}") from error
 
 
 def build_model(args: ModelArguments, config, dtype: torch.dtype = torch.float32, **loading) -> PreTrainedModel:

@@ -318,14 +318,17 @@ def _after_piece(learner: _Learner, state: LevelState, gradients, loss, learned,
     )
 
 
+def drift_of(model: PreTrainedModel, state: LevelState) -> float:
+    """Largest norm of a difference over all rows, relative to that of its matrix."""
+    norms = weight_norms(learning_weights(model, model.config.level_learning.resolved(model.config)))
+    return max((delta.norm(dim=(1, 2)).max() / norms[key]).item() for key, delta in state.deltas.items())
+
+
 def report_of(reading: Reading, before: LevelState | None, after: LevelState, model, tokens: int) -> LearningReport:
     """What a call has taught; `before` is the state before it."""
-    learning = model.config.level_learning.resolved(model.config)
     steps, skipped = after.steps, after.skipped
     if before is not None:
         steps, skipped = steps - before.steps, skipped - before.skipped
-    norms = weight_norms(learning_weights(model, learning))
-    drifts = [(delta.norm(dim=(1, 2)).max() / norms[key]).item() for key, delta in after.deltas.items()]
     total, scored = float(reading.loss.sum()), int(reading.scored.sum())
     return LearningReport(
         tokens=tokens,
@@ -334,7 +337,7 @@ def report_of(reading: Reading, before: LevelState | None, after: LevelState, mo
         steps=steps.sum(0).tolist(),
         skipped_gate=int(skipped[..., GATED].sum()),
         skipped_not_finite=int(skipped[..., NOT_FINITE].sum()),
-        drift=max(drifts),
+        drift=drift_of(model, after),
         state_bytes=after.nbytes,
     )
 
@@ -371,6 +374,11 @@ class LearnsFromText:
         logits = self.lm_head(hidden_states)
         wide = torch.promote_types(logits.dtype, torch.float32)
         return cross_entropy(logits.to(wide).flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+    @torch.no_grad()
+    def drift(self, past_key_values: HopeCache) -> float:
+        """Largest norm of what a matrix has learned, relative to that of the matrix; 0.0 before the levels learn."""
+        return 0.0 if past_key_values.levels is None else drift_of(self, past_key_values.levels)
 
     @torch.no_grad()
     def learn(

@@ -410,6 +410,7 @@ def test_learn_reads_a_text_and_reports(tiny_model, tmp_path, word_tokenizer):
     weight = model.model.layers[2].continuum.levels[0].down_proj.weight
     assert report.drift == pytest.approx((deltas(cache)["2.0.down_proj"].norm() / weight.norm()).item())
     assert report.state_bytes == cache.level_bytes and "3 steps" in str(report)
+    assert model.drift(cache) == report.drift and model.drift(HopeCache(model.config)) == 0
     second = model.learn("w1 w2 w3 w4", past_key_values=cache, tokenizer=word_tokenizer)
     assert (second.tokens, second.steps) == (4, [1])
     model.config.level_learning.gate = True

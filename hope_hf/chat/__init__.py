@@ -1,0 +1,5 @@
+"""A conversation with a model that goes on learning from what it reads: `python -m hope_hf.chat MODEL`."""
+
+from .run import main
+
+__all__ = ["main"]

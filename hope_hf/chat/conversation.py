@@ -1,0 +1,195 @@
+"""A conversation: messages become tokens, and the cache goes on with the new ones alone."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+
+from hope_hf import HopeCache
+from hope_hf.cli.process import one_line
+
+
+class Place(NamedTuple):
+    """Where a conversation stands, besides the state of its cache."""
+
+    # tokens that the cache has not read: `generate` does not read the last token that it returns
+    unread: tuple[int, ...] = ()
+    # messages since the conversation began, or since a file was read
+    messages: tuple[dict[str, str], ...] = ()
+    # these messages as the model has read and written them
+    text: str = ""
+
+
+class Turn(NamedTuple):
+    """What a message or a file took."""
+
+    # tokens read and written
+    read: int
+    written: int
+    seconds: float
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return (self.read + self.written) / max(self.seconds, 1e-9)
+
+
+class Conversation:
+    """A model that reads texts and answers messages, with what it has read and learned.
+
+    Attributes:
+        cache: what the model has read, and what its levels have learned.
+        place: what else the next message needs.
+        learn: whether levels learn from messages and files, and `learn_generated` also from answers.
+        last: what the last message or file took; `None` before the first, and after `undo`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        cache: HopeCache | None = None,
+        place: Place | None = None,
+        learn: bool = False,
+        learn_generated: bool = False,
+        **options,
+    ):
+        """`options`: arguments of `generate`, `max_new_tokens` among them."""
+        self.model, self.tokenizer, self.options = model, tokenizer, options
+        self.cache = HopeCache(model.config) if cache is None else cache
+        self.place = Place() if place is None else place
+        self.learn, self.learn_generated = learn, learn_generated
+        self.last: Turn | None = None
+        self._before: tuple | None = None
+        ends = model.generation_config.eos_token_id
+        ends = tokenizer.eos_token_id if ends is None else ends
+        self._ends = ends if isinstance(ends, list) else [ends]
+        # what the tokenizer puts before a text: it is read once
+        self._start = tokenizer("")["input_ids"]
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the model has read anything."""
+        return bool(self.cache.get_seq_length())
+
+    @property
+    def grows(self) -> bool:
+        """Whether the state grows with the text."""
+        return not all(mixer.is_recurrent for mixer in self.model.config.mixers)
+
+    def say(self, message: str) -> str:
+        """The answer to a message, which is printed while it is made.
+
+        Raises:
+            ValueError: the message has no token, the model has no position left, or its chat template fails. Nothing
+                was read.
+        """
+        new, ids = self._continued(message)
+        ids = [*self.place.unread, *ids]
+        if not ids:
+            raise ValueError("the message has no token of the model: write another one.")
+        room = self.room_for(len(ids), 1)
+        tokens = self.as_input(ids)
+        with self.turn() as took:
+            found = self.model.generate(
+                tokens,
+                attention_mask=tokens.new_ones(1, self.cache.get_seq_length() + len(ids)),
+                past_key_values=self.cache,
+                learn=self.learn,
+                learn_generated=self.learn_generated,
+                streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
+                eos_token_id=self._ends,
+                pad_token_id=self._ends[0],
+                **self.options | {"max_new_tokens": min(self.options["max_new_tokens"], room)},
+            )[0, len(ids) :].tolist()
+            answer, written = (self.tokenizer.decode(found, skip_special_tokens=skip) for skip in (True, False))
+            said = {"role": "user", "content": message}, {"role": "assistant", "content": answer}
+            self.place = Place((found[-1],), (*self.place.messages, *said), self.place.text + new + written)
+            took(len(ids), len(found))
+        return answer
+
+    def _continued(self, message: str) -> tuple[str, list[int]]:
+        """A message as the model reads it after all before it, and the tokens of this text."""
+        if self.tokenizer.chat_template is None:
+            new = f"\n{message}" if self.has_begun else message
+            return new, self.encode(new)
+        messages = [*self.place.messages, {"role": "user", "content": message}]
+        whole, before = self._filled(messages), self.place.text
+        if whole.startswith(before):
+            return whole[len(before) :], self._once(whole[len(before) :])
+        # The template writes earlier messages anew, and what was read cannot be changed: the message alone follows.
+        alone = self._filled(messages[-1:])
+        ended = not self.place.unread or self.place.unread[-1] in self._ends
+        return alone, [*([] if ended else self._ends[:1]), *self._once(alone)]
+
+    def _filled(self, messages: list[dict]) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        # A template is a program of the model's author, and may raise anything.
+        except Exception as error:
+            raise ValueError(f"the model's chat template fails on this message: {one_line(error)}") from error
+
+    def _once(self, text: str) -> list[int]:
+        """Tokens of a filled template, which may begin with what the tokenizer puts before texts."""
+        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        again = self.has_begun and self._start and ids[: len(self._start)] == self._start
+        return ids[len(self._start) :] if again else ids
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text that follows what was read; only the first one begins with the tokenizer's own tokens."""
+        return self.tokenizer(text, add_special_tokens=not self.has_begun, verbose=False)["input_ids"]
+
+    def as_input(self, ids: list[int]) -> torch.Tensor:
+        """Tokens as the model takes them [1, T]."""
+        return torch.tensor([ids], device=self.model.device)
+
+    def room_for(self, tokens: int, least: int = 0) -> float:
+        """Positions that are left after `tokens` more; ValueError if they are fewer than `least`."""
+        if not self.grows:
+            return math.inf
+        positions, read = self.model.config.max_position_embeddings, self.cache.get_seq_length()
+        if positions - read - tokens < least:
+            raise ValueError(
+                f"the model has {positions:,} positions, {read:,} of them are taken and {tokens:,} tokens follow: "
+                "shorten the text, begin without --memory, or convert the model with a window."
+            )
+        return positions - read - tokens
+
+    @contextmanager
+    def turn(self) -> Iterator[Callable[..., None]]:
+        """Inside, the conversation takes a turn, which `undo` can take back; an error takes it back at once.
+
+        Gives a function to be called with the numbers of tokens read and written, and with the seconds that they took,
+        if not all.
+        """
+        before, start = (self.cache.snapshot(), self.place), time.perf_counter()
+
+        def took(read: int, written: int, seconds: float | None = None):
+            self.last = Turn(read, written, time.perf_counter() - start if seconds is None else seconds)
+
+        try:
+            yield took
+        except BaseException:
+            self.cache.rollback(before[0])
+            self.place = before[1]
+            raise
+        self._before = before
+
+    def undo(self) -> None:
+        """Return to the state before the last message or file; ValueError if it is not known."""
+        if self._before is None:
+            raise ValueError("there is nothing to undo: only the last message or file of this session can be undone.")
+        snapshot, self.place = self._before
+        self.cache.rollback(snapshot)
+        self._before = self.last = None
+
+    def forget(self) -> int:
+        """Drop what the levels have learned; returns its bytes. It can be undone."""
+        size = self.cache.level_bytes
+        self._before = self.cache.snapshot(), self.place
+        self.cache.reset_levels()
+        return size

@@ -1,0 +1,113 @@
+"""Flags of `python -m hope_hf.chat`."""
+
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from hope_hf.cli.flags import LONGEST, SEED, THREADS, Checked, check_output, flag
+from hope_hf.cli.parser import Parser, named_flags
+
+EXAMPLE = "python -m hope_hf.chat converted --learn --file book.txt --memory memories/book"
+# What `--help` shows for the values of flags.
+SHOWN = {"memory": "FOLDER", "file": "FILE", "prompt": "TEXT", "do_sample": "true|false"}
+
+
+@dataclass
+class TextArguments:
+    """What is read, and what remains of it."""
+
+    _argument_group_name = "most used"
+
+    memory: str | None = flag(
+        None, "Folder that keeps what was read and learned: continued if it exists, saved at the end."
+    )
+    learn: bool = flag(False, "Let the levels learn from the files and from your messages.")
+    file: list[str] | None = flag(None, "Text files that are read first, in this order.")
+    prompt: list[str] | None = flag(None, "Messages that are answered, in this order, instead of those you type.")
+    compare: bool = flag(False, "Also read the files with frozen levels, to show what learning brings; needs --learn.")
+
+
+@dataclass
+class LearningArguments:
+    """What else the levels learn from, and how it is saved."""
+
+    _argument_group_name = "memory"
+
+    learn_generated: bool = flag(False, "Let the levels learn from the answers, too; needs --learn.")
+    memory_dtype: Literal["float32", "bfloat16", "int8"] = flag(
+        "float32", "How --memory holds what levels have learned: bfloat16 takes a half of the space, int8 a quarter."
+    )
+
+
+@dataclass
+class AnswerArguments:
+    """How answers are chosen, named as in transformers."""
+
+    _argument_group_name = "answers"
+
+    max_new_tokens: int = flag(256, "Most tokens of an answer.", least=1, most=LONGEST)
+    do_sample: bool | None = field(
+        default=None,
+        metadata={"help": "true: draw tokens; false: take the likeliest (default: what the model's folder says)."},
+    )
+    temperature: float | None = flag(None, "Lower values draw likelier tokens.", above=0, most=100)
+    top_p: float | None = flag(None, "Draw among the likeliest tokens of this total probability.", above=0, most=1)
+    seed: int = flag(0, "Seed of the draws.", **SEED)
+
+
+@dataclass
+class MachineArguments:
+    """How the model is loaded."""
+
+    _argument_group_name = "machine"
+
+    tokenizer_name: str | None = flag(None, "Tokenizer, if not the model's own (folder or Hub name).")
+    dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "Of the weights; auto: as they were saved.")
+    cpu_threads: int | None = flag(None, "Threads (default: OMP_NUM_THREADS, or free cores).", **THREADS)
+
+
+@dataclass
+class Arguments(TextArguments, LearningArguments, AnswerArguments, MachineArguments):
+    """All flags, flat, and MODEL."""
+
+    _argument_group_name = None
+
+    model: str = flag("", "Folder or Hub name of a HOPE.")
+
+
+GROUPS = (TextArguments, LearningArguments, AnswerArguments, MachineArguments)
+FLAGS = tuple(f.name for group in GROUPS for f in fields(group))
+
+
+def make_parser() -> Parser:
+    """All flags; MODEL is the one word without a flag."""
+    parser = Parser(
+        GROUPS,
+        prog="python -m hope_hf.chat",
+        usage="%(prog)s MODEL [--memory FOLDER] [--learn] [--file FILE ...] [--prompt TEXT ...] [flags]",
+        description="Read files with a model and talk to it, while its levels learn.",
+        example=EXAMPLE,
+        link="docs/chat.md",
+        allow_abbrev=False,
+    )
+    for action in parser._actions:
+        action.metavar = SHOWN.get(action.dest, action.metavar)
+    parser.add_argument("model", metavar="MODEL", action=Checked, help="folder or Hub name of a HOPE")
+    return parser
+
+
+def parse(argv: list[str]) -> Arguments:
+    """The flags; ValueError for a mistake in them."""
+    parser = make_parser()
+    named = named_flags(parser, argv, FLAGS)
+    args = Arguments(**vars(parser.parse_args(argv)))
+    for name in ("compare", "learn_generated"):
+        if getattr(args, name) and not args.learn:
+            raise ValueError(f"--{name} is about learning: add --learn, or leave --{name} out.")
+    drawn = sorted(named & {"temperature", "top_p"})
+    if drawn and args.do_sample is False:
+        raise ValueError(f"--{drawn[0]} is for drawn tokens: leave it out, or --do_sample false.")
+    if args.memory is not None:
+        check_output(args.memory, "--memory")
+    elif "memory_dtype" in named:
+        raise ValueError("--memory_dtype is about saving: add --memory FOLDER, or leave --memory_dtype out.")
+    return args

@@ -1,0 +1,89 @@
+"""The command line: `python -m hope_hf.chat MODEL [--memory FOLDER] [--learn] [--file FILE ...]`."""
+
+import io
+import sys
+
+import torch
+import transformers
+
+from hope_hf.cli.flags import ModelArguments
+from hope_hf.cli.models import is_hope, load_config
+from hope_hf.cli.process import complain, set_up_cpu
+from hope_hf.cli.program import program
+from hope_hf.cli.weights import load_model
+from hope_hf.data import check_vocabulary, load_tokenizer
+
+from .conversation import Conversation
+from .flags import Arguments, parse
+from .memory import load
+from .reading import text_of
+from .session import Session
+
+
+@program
+def main(argv: list[str]) -> int:
+    """Read the files, and answer messages until the input ends. Returns 0, or 2 after a mistake of the user."""
+    try:
+        args = parse(argv)
+        # Read before the model is loaded, which takes longer.
+        texts = {path: text_of(path, "--file") for path in args.file or ()}
+        conversation = begin(args)
+        if sys.stdin.isatty() and not args.prompt:
+            _greet(conversation, args)
+        Session(conversation, args).run(texts)
+    except ValueError as error:
+        return complain(error, 2)
+    return 0
+
+
+def begin(args: Arguments) -> Conversation:
+    """The conversation of the flags; ValueError if model, tokenizer or memory do not load."""
+    named = f"MODEL {args.model}"
+    config = load_config(args.model, "MODEL", ModelArguments())
+    if not is_hope(config):
+        raise ValueError(
+            f"{named} is a {config.model_type}: python -m hope_hf.convert makes a HOPE of a pretrained model."
+        )
+    if args.learn and config.level_learning is None:
+        raise ValueError(
+            f'--learn needs fields of learning, which {named} has not: write "level_learning": {{}} into its '
+            "config.json for the defaults."
+        )
+    set_up_cpu(args.cpu_threads)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
+    tokenizer = load_tokenizer(args.tokenizer_name or args.model)
+    check_vocabulary(tokenizer, config.vocab_size)
+    dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
+    model = load_model(args.model, config, named, dtype=dtype)
+    model = model.to(torch.accelerator.current_accelerator() or "cpu").eval()
+    cache, place = load(args.memory, model)
+    torch.manual_seed(args.seed)
+    return Conversation(
+        model,
+        tokenizer,
+        cache,
+        place,
+        args.learn,
+        args.learn_generated,
+        max_new_tokens=args.max_new_tokens,
+        **_sampling(args),
+    )
+
+
+def _sampling(args: Arguments) -> dict:
+    """Arguments of `generate`; what is not given is what the model's folder says."""
+    given = {"do_sample": args.do_sample, "temperature": args.temperature, "top_p": args.top_p}
+    given = {name: value for name, value in given.items() if value is not None}
+    return {"do_sample": True} | given if given else {}
+
+
+def _greet(conversation: Conversation, args: Arguments) -> None:
+    model = conversation.model
+    does = "its levels learn" if args.learn else "its levels are frozen (--learn)"
+    print(f"{args.model}: {model.num_parameters() / 1e6:,.1f} M parameters, {str(model.dtype)[6:]}, {does}.")
+    if conversation.has_begun:
+        print(f"{args.memory} knows {conversation.cache.get_seq_length():,} tokens.")
+    print("Type a message; /help lists the commands, Ctrl-D ends.")

@@ -1,0 +1,148 @@
+"""The lines that a user types: messages, and commands that begin with a slash."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+
+from hope_hf.cli.parser import nearest
+from hope_hf.cli.process import complain
+
+from . import memory
+from .conversation import Conversation
+from .flags import Arguments
+from .reading import learned_size, read_text, text_of
+
+COMMANDS = {
+    "/read": "FILE  read a file",
+    "/undo": "take back the last message and its answer, or the last file",
+    "/forget": "drop what the levels have learned; what was read stays known",
+    "/state": "show what was read and learned, its size, and the speed",
+    "/save": "write --memory now",
+    "/help": "show this list",
+    "/quit": "save --memory and end, as Ctrl-D does",
+}
+HELP = "\n".join(f"{name:8} {what}" for name, what in COMMANDS.items())
+
+
+class Session:
+    """A conversation on the terminal, or in a pipe.
+
+    Answers and reports go to standard output, the rest to standard error.
+    """
+
+    def __init__(self, conversation: Conversation, args: Arguments):
+        self.conversation, self.args = conversation, args
+
+    def run(self, texts: dict[str, str]) -> None:
+        """Read the files, then answer the messages of `--prompt`, or else those of standard input.
+
+        Whatever ends it, also an error or Ctrl-C, the memory is saved; it never holds a part of a file or turn.
+
+        Args:
+            texts: what each file of `--file` holds.
+
+        Raises:
+            ValueError: a file or message cannot be read; typed messages go on after it.
+        """
+        try:
+            for path, text in texts.items():
+                print(read_text(self.conversation, path, text, self.args.compare), flush=True)
+            for prompt in self.args.prompt or ():
+                self.conversation.say(prompt)
+            if not self.args.prompt:
+                self._converse()
+        finally:
+            if self.args.memory and self.conversation.has_begun:
+                self._save()
+
+    def _converse(self) -> None:
+        is_typed = sys.stdin.isatty()
+        for line in _typed() if is_typed else _piped():
+            try:
+                if self._obey(line):
+                    return
+            except ValueError as error:
+                if not is_typed:
+                    raise
+                complain(error, 2)
+
+    def _obey(self, line: str) -> bool:
+        """Do what a line asks; returns whether it ends the conversation."""
+        if not line.startswith("/"):
+            if line.strip():
+                self.conversation.say(line.strip())
+            return False
+        name, _, rest = line.strip().partition(" ")
+        rest = rest.strip()
+        if name not in COMMANDS:
+            hint = nearest(name, COMMANDS) or "."
+            raise ValueError(f"there is no command {name}{hint} /help lists them; a message may begin with a space.")
+        if rest and name != "/read":
+            raise ValueError(f"{name} takes no argument: leave {rest!r} out.")
+        if name == "/read":
+            if not rest:
+                raise ValueError("/read needs the name of a file: /read FILE.")
+            print(read_text(self.conversation, rest, text_of(rest, "/read"), self.args.compare), flush=True)
+        elif name == "/undo":
+            self.conversation.undo()
+            self._tell(f"Back at {self._tokens()}.")
+        elif name == "/forget":
+            size = self.conversation.forget()
+            self._tell(f"Dropped {size / 1e6:,.1f} MB that the levels had learned.")
+        elif name == "/state":
+            print(self._state(), flush=True)
+        elif name == "/save":
+            if not self.args.memory:
+                raise ValueError("/save needs a folder: start with --memory FOLDER.")
+            self._save()
+        elif name == "/help":
+            print(HELP, flush=True)
+        return name == "/quit"
+
+    def _state(self) -> str:
+        conversation, cache = self.conversation, self.conversation.cache
+        lines = [f"read     {self._tokens()}"]
+        size = sum(tensor.nbytes for tensor in cache.state_tensors().values()) - cache.level_bytes
+        how = "grows with every token" if conversation.grows else "constant"
+        lines.append(f"state    {size / 1e6:,.1f} MB, {how}")
+        if cache.levels is None:
+            lines.append("learned  nothing")
+        else:
+            tokens, steps = int(cache.levels.tokens), int(cache.levels.steps.sum())
+            lines.append(f"learned  from {tokens:,} tokens: {steps:,} steps, {learned_size(conversation)}")
+        if conversation.last is not None:
+            read, written, seconds = conversation.last
+            lines.append(
+                f"speed    {conversation.last.speed:,.1f} tokens per second: {read:,} read and {written:,} written in "
+                f"{seconds:.1f} s"
+            )
+        return "\n".join(lines)
+
+    def _tokens(self) -> str:
+        return f"{self.conversation.cache.get_seq_length():,} tokens"
+
+    def _save(self) -> None:
+        size = memory.save(self.conversation, self.args.memory, self.args.memory_dtype)
+        self._tell(f"Saved {self._tokens()} in {self.args.memory} ({size / 1e6:,.1f} MB).")
+
+    @staticmethod
+    def _tell(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _typed() -> Iterator[str]:
+    """Lines of the terminal, after a prompt, until Ctrl-D."""
+    # with it `input` has a history and edits lines; not every system has it
+    with suppress(ImportError):
+        import readline  # noqa: F401
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print()
+            return
+
+
+def _piped() -> Iterator[str]:
+    for line in sys.stdin:
+        yield line.removesuffix("\n")

@@ -1,0 +1,212 @@
+"""`python -m hope_hf.chat`: files, lines and commands, the memory's folder, and one sentence for each mistake."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hope_hf import HopeCache
+from hope_hf.chat import conversation, main, session
+
+TEXT = "w10 w11 w12 w13 w14 w15 w16 w17 w18 w19"
+
+
+@pytest.fixture
+def book(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+def refused(result: tuple[int, str, str]) -> str:
+    """The one sentence of a program that has ended with an error."""
+    status, _, errors = result
+    lines = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert status == 2 and len(lines) == 1 and lines[0][-1] in ".?"
+    return lines[0]
+
+
+def test_files_and_messages_are_read_and_the_memory_is_saved(chat, book, tmp_path):
+    words = ["--learn", "--compare", "--memory", tmp_path / "memory", "--file", book, "--prompt", "w20 w21", "w22"]
+    status, out, errors = chat(*words)
+    assert status == 0 and "Saved" in errors
+    assert out.startswith("book.txt: 10 tokens") and "took 1 step;" in out
+    assert len(out.rstrip().splitlines()[-2:]) == 2
+    found = json.loads((tmp_path / "memory" / "chat.json").read_text())
+    assert [message["content"] for message in found["messages"]][::2] == ["w20 w21", "w22"]
+
+
+@pytest.mark.processes
+def test_a_memory_continues_in_another_process(folder, tmp_path, warm_python):
+    def answered(memory: str, *prompts: str) -> str:
+        words = ["-m", "hope_hf.chat", str(folder), "--learn", "--memory", memory, "--prompt", *prompts]
+        # the draws of a process begin anew, so the likeliest tokens are taken
+        words += ["--max_new_tokens", "6", "--do_sample", "false"]
+        done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    whole = answered("one", "w10 w11", "w12 w13 w14", "w15")
+    assert answered("two", "w10 w11") + answered("two", "w12 w13 w14", "w15") == whole
+    one, two = (load_file(tmp_path / name / "hope_cache.safetensors") for name in ("one", "two"))
+    # a tensor of a file lies otherwise in memory, and sums round otherwise
+    torch.testing.assert_close(two, one, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_what_was_learned_is_saved_in_the_dtype(chat, book, tmp_path, model, dtype):
+    assert chat("--learn", "--memory", tmp_path / "m", "--memory_dtype", dtype, "--file", book)[0] == 0
+    exact = HopeCache(model.config)
+    model.learn(TEXT, past_key_values=exact, tokenizer=conversation_tokenizer(tmp_path))
+    loaded = HopeCache.from_pretrained(tmp_path / "m", model)
+    for key, delta in exact.levels.deltas.items():
+        error = (loaded.levels.deltas[key] - delta).abs().max() / delta.abs().max()
+        assert error < {"float32": 1e-4, "bfloat16": 1e-2, "int8": 1e-2}[dtype]
+        assert (error < 1e-4) == (dtype == "float32")
+
+
+def conversation_tokenizer(tmp_path):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tmp_path / "model")
+
+
+def test_commands(chat, book, tmp_path):
+    lines = ["w10 w11", "/state", "/undo", "/state", f"/read {book}", "/state", "/forget", "/state", "/help", "/save"]
+    status, out, errors = chat("--learn", "--memory", tmp_path / "m", typed="\n".join([*lines, "", "/quit", "w12"]))
+    assert status == 0
+    tokens = [line.split()[1] for line in out.splitlines() if line.startswith("read ")]
+    # 4 of the template and 5 of the answer's 6
+    assert tokens == ["10", "0", "10", "10"]
+    learned = [line.split(None, 1)[1] for line in out.splitlines() if line.startswith("learned ")]
+    assert learned[0].startswith("from 5 tokens: 0 steps, drift 0.00 %") and learned[1] == "nothing"
+    assert learned[2].startswith("from 10 tokens: 1 steps") and learned[3] == "nothing"
+    assert out.count("grows with every token") == 4 and "tokens per second" in out
+    assert all(name in out for name in session.COMMANDS)
+    assert errors.count("Saved 10 tokens") == 2 and "Back at 0 tokens" in errors
+
+
+def test_a_command_in_a_pipe_that_fails_ends_the_program_and_saves(chat, tmp_path):
+    for line, what in (
+        ("/udno", "did you mean /undo?"), ("/undo 2", "takes no argument"), ("/read", "/read FILE"),
+        ("/read missing", "/read missing cannot be read"), ("/save", "--memory FOLDER"),
+    ):  # fmt: skip
+        assert what in refused(chat(typed=f"w10\n{line}\nw11"))
+    result = chat("--memory", tmp_path / "m", typed="w10\n/nothing\nw11")
+    assert "no command /nothing" in refused(result) and len(result[1].splitlines()) == 1
+    assert len(json.loads((tmp_path / "m" / "chat.json").read_text())["messages"]) == 2
+
+
+def test_a_typed_conversation_goes_on_after_a_mistake(folder, monkeypatch, capsys):
+    lines = iter(["/nothing", "w10", ""])
+
+    def typed(prompt):
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    assert main([str(folder), "--max_new_tokens", "6"]) == 0
+    out, errors = capsys.readouterr()
+    assert "error: there is no command /nothing" in errors
+    assert "/help lists the commands" in out and len(out.splitlines()) == 4
+
+
+def test_ctrl_c_drops_the_turn_and_saves_those_before(chat, tmp_path, monkeypatch):
+    put, count = conversation.TextStreamer.put, []
+
+    def interrupted(streamer, value):
+        count.append(value)
+        if len(count) == 9:
+            raise KeyboardInterrupt
+        put(streamer, value)
+
+    monkeypatch.setattr(conversation.TextStreamer, "put", interrupted)
+    status, _, errors = chat("--memory", tmp_path / "m", typed="w10\nw11\n")
+    assert status == 130 and "stopped by Ctrl-C" in errors
+    assert len(json.loads((tmp_path / "m" / "chat.json").read_text())["messages"]) == 2
+
+
+@pytest.mark.parametrize("typed", ["", "\n \n"])
+def test_nothing_is_saved_where_nothing_was_read(chat, tmp_path, typed):
+    assert chat("--memory", tmp_path / "m", typed=typed) == (0, "", "")
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_cache_of_another_program_begins_a_new_conversation(chat, tmp_path, model):
+    assert chat("--memory", tmp_path / "m", typed="w10")[0] == 0
+    cache = HopeCache(model.config)
+    model.generate(max_new_tokens=3, past_key_values=cache, bos_token_id=1)
+    cache.save_pretrained(tmp_path / "m", model)
+    assert chat("--memory", tmp_path / "m", typed="w11")[0] == 0
+    assert json.loads((tmp_path / "m" / "chat.json").read_text())["messages"][0]["content"] == "w11"
+
+
+def test_wrong_memories_are_refused_and_stay(chat, tmp_path, tiny_model, model):
+    (tmp_path / "file").write_text("x")
+    assert "is a file" in refused(chat("--memory", tmp_path / "file"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes").write_text("x")
+    assert "holds no hope_cache" in refused(chat("--memory", tmp_path / "other"))
+    assert chat("--memory", tmp_path / "m", typed="w10")[0] == 0
+    for name, content in (("chat.json", b"{}"), ("chat.json", b"["), ("hope_cache.safetensors", b"x")):
+        path = tmp_path / "m" / name
+        before = path.read_bytes()
+        path.write_bytes(content)
+        assert "--memory" in refused(chat("--memory", tmp_path / "m", typed="w10"))
+        assert path.read_bytes() == content
+        path.write_bytes(before)
+    other = tiny_model(seed=1)
+    model.save_pretrained(tmp_path / "model")
+    before = (tmp_path / "m" / "hope_cache.safetensors").read_bytes()
+    other.save_pretrained(tmp_path / "model")
+    assert "written by another model" in refused(chat("--memory", tmp_path / "m", typed="w10"))
+    assert (tmp_path / "m" / "hope_cache.safetensors").read_bytes() == before
+
+
+def test_wrong_models_are_refused(chat, folder, tmp_path, tiny_model):
+    assert "MODEL" in refused(chat(model=tmp_path / "missing"))
+    assert "MODEL" in refused(chat(model=tmp_path))
+    tiny_model().save_pretrained(folder)
+    assert '"level_learning": {}' in refused(chat("--learn", typed="w10"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"level_learning": {}}))
+    assert chat("--learn", typed="w10")[0] == 0
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, vocab_size=64)
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
+    assert "hope_hf.convert" in refused(chat(typed="w10"))
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--compare"], "--compare is about learning: add --learn"),
+        (["--learn_generated"], "--learn_generated is about learning"),
+        (["--temperature", "2", "--do_sample", "false"], "--temperature is for drawn tokens"),
+        (["--memory_dtype", "int8"], "add --memory FOLDER"),
+        (["--file", "missing.txt"], "--file missing.txt cannot be read"),
+        (["--temprature", "2"], "did you mean --temperature"),
+    ],
+)
+def test_wrong_flags_are_refused(chat, words, match):
+    assert match in refused(chat(*words))
+
+
+def test_answers_are_drawn_with_the_seed(chat):
+    drawn = {chat("--temperature", "5", "--seed", seed, "--prompt", "w10")[1] for seed in (1, 1, 2, 3)}
+    assert len(drawn) == 3
+    assert len({chat("--seed", seed, "--prompt", "w10")[1] for seed in (1, 2)}) == 1
+
+
+def test_help_begins_with_the_most_used_flags(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert out.startswith("usage: python -m hope_hf.chat MODEL [--memory FOLDER] [--learn] [--file FILE ...]")
+    assert "example: python -m hope_hf.chat" in out

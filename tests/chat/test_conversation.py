@@ -1,0 +1,166 @@
+"""The conversation itself: what the model reads, what is taken back, and what the levels learn."""
+
+import pytest
+import torch
+
+from hope_hf import HopeCache
+from hope_hf.chat.conversation import Conversation, Place
+
+MESSAGES = ["w10 w11 w12", "w20", "w30 w31 w32 w33 w34 w35 w36 w37"]
+REWRITES = "{% for message in messages %}w1 {{ message['content'] }} {% endfor %}w2"
+
+
+def same(one: HopeCache, other: HopeCache) -> bool:
+    """Whether two caches hold the same bits."""
+    tensors, others = one.state_tensors(), other.state_tensors()
+    return tensors.keys() == others.keys() and all(torch.equal(tensors[name], others[name]) for name in tensors)
+
+
+def bytes_of(model) -> list[bytes]:
+    return [weight.detach().numpy().tobytes() for weight in model.state_dict().values()]
+
+
+@pytest.fixture
+def tokens_read(model):
+    """Every token that the model has read, in order."""
+    read = []
+    handle = model.model.embed_tokens.register_forward_hook(lambda _, ids, __: read.extend(ids[0][0].tolist()))
+    yield read
+    handle.remove()
+
+
+@pytest.mark.parametrize("template", ["keeps", "rewrites", None])
+def test_a_conversation_equals_the_same_tokens_read_in_one_go(conversation, model, tokenizer, template, tokens_read):
+    if template != "keeps":
+        tokenizer.chat_template = template and REWRITES
+    talk = conversation()
+    for message in MESSAGES:
+        talk.say(message)
+    read = list(tokens_read)
+    cache = HopeCache(model.config)
+    with torch.no_grad():
+        model(torch.tensor([read]), past_key_values=cache)
+        ahead = [model(torch.tensor([[7, 8]]), past_key_values=c).logits for c in (cache, talk.cache)]
+    assert talk.cache.get_seq_length() == len(read) + 2
+    torch.testing.assert_close(*ahead, atol=1e-5, rtol=0)
+
+
+def test_a_turn_reads_the_last_token_and_what_the_template_adds(conversation, tokenizer, tokens_read):
+    talk = conversation()
+    first = talk.say("w10 w11")
+    assert tokens_read[:4] == [3, 10, 11, 5] and tokens_read[4] == 4
+    (unread,) = talk.place.unread
+    tokens_read.clear()
+    talk.say("w20")
+    # the answer was cut, so the template ends it
+    assert tokens_read[:6] == [unread, 5, 3, 20, 5, 4]
+    assert [message["content"] for message in talk.place.messages][:3] == ["w10 w11", first, "w20"]
+
+
+def test_a_template_that_rewrites_earlier_text_adds_the_message_alone(conversation, tokenizer, tokens_read):
+    tokenizer.chat_template = REWRITES
+    talk = conversation()
+    talk.say("w10")
+    assert tokens_read[:3] == [1, 10, 2]
+    (unread,) = talk.place.unread
+    tokens_read.clear()
+    talk.say("w20")
+    # the answer was cut, so the end token ends it
+    assert tokens_read[:5] == [unread, 62, 1, 20, 2]
+
+
+def test_an_answer_that_ended_is_not_ended_again(conversation, tokenizer, tokens_read):
+    tokenizer.chat_template = REWRITES
+    talk = conversation(place=Place((62,), ({"role": "user", "content": "w9"},), "w9"))
+    talk.say("w20")
+    assert tokens_read[:4] == [62, 1, 20, 2]
+
+
+def test_what_the_tokenizer_puts_before_texts_is_read_once(conversation, tokenizer, tokens_read):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="w7 $A", special_tokens=[("w7", 7)])
+    tokenizer.chat_template = "w7 {{ messages[-1]['content'] }} {% if messages|length > 1 %}w9{% endif %}"
+    talk = conversation()
+    talk.say("w10")
+    assert tokens_read[:2] == [7, 10]
+    tokens_read.clear()
+    talk.say("w20")
+    assert tokens_read[2:4] == [20, 9] or tokens_read[2:3] == [20]
+    tokenizer.chat_template = None
+    assert talk.encode("w3") == [3] and conversation().encode("w3") == [7, 3]
+
+
+@pytest.mark.parametrize("learn", [False, True])
+def test_undo_is_exact(conversation, learn):
+    talk = conversation(learn=learn, learn_generated=learn)
+    talk.say(MESSAGES[2])
+    reference, place = HopeCache.from_state_tensors(talk.model.config, talk.cache.state_tensors()), talk.place
+    answer = talk.say(MESSAGES[1])
+    assert not same(talk.cache, reference)
+    talk.undo()
+    assert same(talk.cache, reference) and talk.place == place
+    assert talk.say(MESSAGES[1]) == answer
+    talk.undo()
+    with pytest.raises(ValueError, match="nothing to undo"):
+        talk.undo()
+
+
+def test_forgetting_drops_what_was_learned_and_can_be_undone(conversation):
+    talk = conversation(learn=True)
+    talk.say(MESSAGES[2])
+    learned, tokens = talk.cache.levels, talk.cache.get_seq_length()
+    assert talk.forget() == learned.nbytes
+    assert talk.cache.levels is None and talk.cache.get_seq_length() == tokens
+    talk.undo()
+    assert talk.cache.levels is learned
+
+
+def test_levels_learn_from_what_was_asked_and_weights_keep_their_bytes(conversation, model):
+    before, tokens = bytes_of(model), {}
+    for learn, generated in ((False, False), (True, False), (True, True)):
+        talk = conversation(learn=learn, learn_generated=generated)
+        for message in MESSAGES:
+            talk.say(message)
+        levels = talk.cache.levels
+        tokens[learn, generated] = 0 if levels is None else int(levels.tokens)
+        if learn:
+            assert all(bool(delta.any()) for delta in levels.deltas.values())
+    # answers have 6 tokens, and the last one is read with the next message
+    assert tokens[True, True] == tokens[True, False] + 5 * len(MESSAGES)
+    assert tokens[False, False] == 0 and bytes_of(model) == before
+
+
+@pytest.mark.parametrize("failing", ["positions", "template", "interrupt"])
+def test_a_turn_that_fails_changes_nothing(conversation, tokenizer, monkeypatch, failing):
+    talk = conversation(learn=True)
+    talk.say(MESSAGES[0])
+    before, place, message = talk.cache.snapshot(), talk.place, MESSAGES[2]
+    if failing == "positions":
+        message = "w1 " * 400
+    elif failing == "template":
+        tokenizer.chat_template = "{{ raise_exception('no such role') }}"
+    else:
+        monkeypatch.setattr("hope_hf.chat.conversation.TextStreamer.end", interrupted)
+    with pytest.raises(KeyboardInterrupt if failing == "interrupt" else ValueError, match="400 positions|no such|"):
+        talk.say(message)
+    reference = HopeCache(talk.model.config).rollback(before)
+    assert same(talk.cache, reference) and talk.place == place
+
+
+def interrupted(streamer):
+    raise KeyboardInterrupt
+
+
+def test_the_last_positions_are_used(conversation):
+    talk = conversation(max_new_tokens=400)
+    talk.say("w10 " * 300)
+    assert talk.cache.get_seq_length() + len(talk.place.unread) <= 400
+    with pytest.raises(ValueError, match="400 positions"):
+        talk.say("w10 " * 400)
+
+
+def test_a_state_of_constant_size_has_no_last_position(tiny_model, tokenizer):
+    talk = Conversation(tiny_model(max_position_embeddings=8), tokenizer, max_new_tokens=6)
+    talk.say("w10 " * 20)
+    assert not talk.grows and talk.cache.get_seq_length() > 8

@@ -1,0 +1,111 @@
+"""Files that are read: their losses, the steps of the levels, and mistakes."""
+
+import re
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from hope_hf import HopeCache
+from hope_hf.chat import reading
+from hope_hf.chat.conversation import Place
+
+TEXT = " ".join(f"w{(7 * i * i + i) % 61}" for i in range(90))
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch):
+    monkeypatch.setattr(reading, "PIECE", 12)
+
+
+def table(report: str) -> dict[str, list[float]]:
+    rows = [line.strip("| ").split("|") for line in report.splitlines() if line.startswith("| ")][2:]
+    return {name.strip(): [float(number) for number in numbers] for name, *numbers in rows}
+
+
+def quarters(losses: torch.Tensor) -> list[float]:
+    parts = losses, losses[: len(losses) // 4], losses[-(len(losses) // 4) :]
+    return [pytest.approx(part.mean().item(), abs=6e-5) for part in parts]
+
+
+@torch.no_grad()
+def losses_of(model, ids, cache, **options) -> torch.Tensor:
+    logits = model(torch.tensor([ids]), past_key_values=cache, **options).logits[0]
+    return cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none")
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_the_losses_are_those_of_the_text_in_one_call(conversation, model, begun):
+    talk, caches = conversation(learn=True), [HopeCache(model.config), HopeCache(model.config)]
+    if begun:
+        # three tokens in an open period
+        for cache in (*caches, talk.cache):
+            model.learn(torch.tensor([[1, 2, 3]]), past_key_values=cache)
+        talk.place = Place((9,), ({"role": "user", "content": "w1"},), "w1")
+    ids = talk.encode(TEXT)
+    learning, frozen = caches
+    if begun:
+        with torch.no_grad():
+            for cache in caches:
+                model(torch.tensor([[9]]), past_key_values=cache)
+    frozen.reset_levels()
+    expected = {
+        "levels learn": quarters(losses_of(model, ids, learning, learn=True)),
+        "frozen": quarters(losses_of(model, ids, frozen)),
+    }
+    report = reading.read_text(talk, "some/book.txt", TEXT, compare=True)
+    assert table(report) == expected and expected["levels learn"] != expected["frozen"]
+    for key, delta in learning.levels.deltas.items():
+        torch.testing.assert_close(talk.cache.levels.deltas[key], delta, atol=1e-5, rtol=0)
+    assert talk.place == Place() and talk.last.read == 90
+    assert report.startswith("book.txt: 90 tokens") and "took 11 steps" in report
+
+
+def test_the_report_says_what_learning_brings(conversation):
+    report = reading.read_text(conversation(learn=True), "book.txt", "w1 w2 w3 w4 " * 20, compare=True)
+    own, frozen = table(report)["levels learn"], table(report)["frozen"]
+    gain, in_the_end = re.search(r"loss is ([\d.]+) % lower, in the last quarter ([\d.]+) % lower", report).groups()
+    assert float(gain) == pytest.approx(100 * (1 - own[0] / frozen[0]), abs=0.06)
+    assert float(in_the_end) == pytest.approx(100 * (1 - own[2] / frozen[2]), abs=0.06)
+
+
+def test_a_text_is_read_without_learning(conversation, model):
+    talk = conversation()
+    report = reading.read_text(talk, "book.txt", TEXT)
+    assert talk.cache.levels is None and "steps" not in report
+    assert table(report) == {"reading": quarters(losses_of(model, talk.encode(TEXT), HopeCache(model.config)))}
+
+
+def test_reading_is_undone(conversation):
+    talk = conversation(learn=True)
+    talk.say("w10")
+    before, place = talk.cache.snapshot(), talk.place
+    reading.read_text(talk, "book.txt", TEXT)
+    talk.undo()
+    assert talk.place == place and talk.cache.levels is before.levels
+    assert talk.cache.get_seq_length() == HopeCache(talk.model.config).rollback(before).get_seq_length()
+
+
+def test_long_texts_show_a_line_of_progress(conversation, monkeypatch, capsys):
+    monkeypatch.setattr(reading, "LOG_SECONDS", 0)
+    monkeypatch.setattr("hope_hf.cli.program.LOG_SECONDS", 0)
+    reading.read_text(conversation(learn=True), "some/book.txt", TEXT, compare=True)
+    assert re.search(
+        r"^book.txt: \d+ of 90 tokens, .*[\d.]+ levels learn, [\d.]+ frozen$", capsys.readouterr().err, re.M
+    )
+
+
+@pytest.mark.parametrize("text", ["w1", "w1 " * 401])
+def test_texts_too_short_or_long_are_refused(conversation, text):
+    talk = conversation()
+    with pytest.raises(ValueError, match="fewer than two tokens|400 positions"):
+        reading.read_text(talk, "book.txt", text)
+    assert not talk.has_begun
+
+
+@pytest.mark.parametrize("content", [None, b"", b" \n", bytes(range(256))])
+def test_files_without_text_are_refused(tmp_path, content):
+    if content is not None:
+        (tmp_path / "book.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"--file {tmp_path}/book.txt (is empty|cannot be read as text)"):
+        reading.text_of(f"{tmp_path}/book.txt", "--file")
