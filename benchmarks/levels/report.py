@@ -136,8 +136,8 @@ def draw(rows: list[dict], picture: Path) -> None:
         raise ValueError("--picture: the results file has no row of the case novel: measure it first.")
     figure = Figure(figsize=(7.5, 4.6), layout="constrained")
     losses, gains = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
-    styles = {FROZEN: ("0.45", "frozen weights"), LEARNING: ("C0", "learning, upper quarter of the blocks (default)")}
-    styles[EVERYWHERE] = ("C1", EVERYWHERE)
+    styles = {FROZEN: ("0.45", "frozen"), LEARNING: ("C0", "learning in the upper quarter of the blocks (default)")}
+    styles[EVERYWHERE] = ("C1", "learning in all blocks")
     frozen = smooth(found[FROZEN]["by_piece"])
     for name, (color, label) in styles.items():
         values, piece = smooth(found[name]["by_piece"]), found[name]["piece"]
@@ -146,8 +146,8 @@ def draw(rows: list[dict], picture: Path) -> None:
         if name != FROZEN:
             gains.plot(ends, 100 * (values / frozen - 1), color=color)
     losses.set(ylabel="loss, nats per token")
-    losses.legend(frameon=False)
-    gains.set(ylabel="over frozen, %", xlabel="position in the novel, thousand tokens")
+    losses.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
+    gains.set(ylabel="change by learning, %", xlabel="position in the novel, thousand tokens")
     gains.axhline(0, color="0.45", linewidth=1)
     for axes in (losses, gains):
         axes.grid(alpha=0.3)

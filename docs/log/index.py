@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-PAGES = ["rule", "training", "recall", "languages", "sparse", "kernels"]
+PAGES = ["rule", "levels", "training", "recall", "languages", "sparse", "kernels"]
 PAGES += ["engines", "checkpoints", "data", "evaluation", "libraries"]
 # A question, an answer in bold with its date and status, a number, and where the number is from.
 ENTRY = re.compile(

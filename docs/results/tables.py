@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import speed as speed_program  # noqa: E402
+from benchmarks.levels.report import table as levels_table  # noqa: E402
 
 PAGE = ROOT / "docs/results.md"
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -176,7 +177,11 @@ def memory() -> str:
     return by_length("cache", "peak")
 
 
-BLOCKS = (small, over_peers, hybrids, medium, recall, mad, speed, memory)
+def levels() -> str:
+    return levels_table(read("levels"))
+
+
+BLOCKS = (small, over_peers, hybrids, medium, recall, mad, speed, memory, levels)
 
 
 def rendered() -> str:
