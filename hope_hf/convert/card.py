@@ -10,8 +10,10 @@ from .check import Agreement
 from .source import Source
 
 
-def model_card(source: Source, config: HopeConfig, parameters: int, agreement: Agreement, license: str | None):
-    """The card as a page for people, under metadata for the Hub."""
+def model_card(
+    source: Source, name: str, config: HopeConfig, parameters: int, agreement: Agreement, license: str | None
+) -> ModelCard:
+    """The card of the folder `name`: a page for people, under metadata for the Hub."""
     metadata = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -41,7 +43,7 @@ def model_card(source: Source, config: HopeConfig, parameters: int, agreement: A
         if memories
         else ""
     )
-    example = json.dumps(source.name.split("/")[-1])
+    example = json.dumps(name)
     page = f"""\
 A conversion of {whence} into a HOPE language model (*Nested Learning*,
 [arXiv 2512.24695](https://arxiv.org/abs/2512.24695)). The weights are those of the source, under its licence.

@@ -67,7 +67,8 @@ def convert_folder(
             if source.tokenizer is not None:
                 source.tokenizer.save_pretrained(folder)
             agreement = check(source.config, paths, config, folder, source.tokenizer, changes.sliding_window)
-            model_card(source, config, parameters, agreement, license or source.license).save(folder / "README.md")
+            card = model_card(source, out.name, config, parameters, agreement, license or source.license)
+            card.save(folder / "README.md")
             folder.rename(out)
     except (OSError, SafetensorError) as error:
         raise ValueError(

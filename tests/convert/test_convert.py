@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sources import KINDS, random_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -160,3 +160,11 @@ def test_a_folder_on_a_disk_that_reads_wrongly_is_thrown_away(saved, refused, mo
     monkeypatch.setattr(folder_module, "write_files", write_otherwise)
     sentence = refused(source, status=1)
     assert "The converted model's logits differ by up to " in sentence and "nothing was written" in sentence
+
+
+def test_weights_that_are_no_numbers_are_refused(saved, refused):
+    _, source = saved("llama")
+    weights = load_file(source / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    assert "differ by up to nan" in refused(source, status=1)
