@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.levels import cases, small
+from benchmarks.levels import cases, small, windows
 from benchmarks.levels.bench import Bench, from_first_paragraph
 from benchmarks.levels.program import CASES, main
 from benchmarks.levels.reading import TrainedReading, read_in_turn
@@ -168,6 +168,14 @@ def test_own(words, tmp_path):
     ]
     assert list(rows) == [*(f"{way} {text}" for text in ("wikitext", "novel") for way in ways), small.SEARCHED]
     assert rows[small.SEARCHED]["rate"] in [0.0025 * factor for factor in small.FACTORS]
+
+
+def test_window(words, tmp_path, capsys):
+    rows = measure(words, tmp_path, "window")
+    assert list(rows) == [f"window of {size}, {sinks} sinks" for size, sinks, _ in windows.WINDOWS]
+    assert all(row["through"] > 0 and row["anew"] > 0 and len(row["process_mb"]) in (2, 8) for row in rows.values())
+    assert rows["window of 512, 4 sinks"]["state_mb"] < rows["window of 1024, 4 sinks"]["state_mb"]
+    assert "window of 512, 4 sinks, 256 tokens: loss beyond 8K | 0.02 |" in capsys.readouterr().out
 
 
 def test_every_case_has_lines_in_the_table_for_its_rows():

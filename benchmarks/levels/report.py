@@ -116,9 +116,19 @@ def _own(by_case: dict[str, Found]) -> list[tuple[str, ...]]:
     return lines
 
 
+def _window(by_case: dict[str, Found]) -> list[tuple[str, ...]]:
+    lines = []
+    for name, row in by_case["window"].items():
+        far, near, sizes = row["through"], row["anew"], row["process_mb"]
+        beyond = f"{far:.4f}, and {near:.4f} where it begins anew every 8K ({far - near:+.4f})"
+        lines.append((f"{name}, {row['tokens']:,} tokens: loss beyond 8K", "0.02", beyond))
+        lines.append(("the same: MB of the process, first to last", "flat", f"{sizes[0]:,} to {sizes[-1]:,}"))
+    return lines
+
+
 WRITERS = {
     "novel": _novel, "long": _long, "segments": _segments, "dynamic": _dynamic, "hostile": _hostile, "saved": _saved,
-    "classes": _classes, "own": _own,
+    "classes": _classes, "own": _own, "window": _window,
 }  # fmt: skip
 
 
