@@ -173,7 +173,7 @@ def test_own(words, tmp_path):
 def test_window(words, tmp_path, capsys):
     rows = measure(words, tmp_path, "window")
     assert list(rows) == [f"window of {size}, {sinks} sinks" for size, sinks, _ in windows.WINDOWS]
-    assert all(row["through"] > 0 and row["anew"] > 0 and len(row["process_mb"]) in (2, 8) for row in rows.values())
+    assert all(row["through"] > 0 and row["anew"] > 0 and len(row["process_mb"]) in (2, 3, 8) for row in rows.values())
     assert rows["window of 512, 4 sinks"]["state_mb"] < rows["window of 1024, 4 sinks"]["state_mb"]
     assert "window of 512, 4 sinks, 256 tokens: loss beyond 8K | 0.02 |" in capsys.readouterr().out
 

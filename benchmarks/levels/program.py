@@ -13,7 +13,7 @@
 | hostile | 8,192 tokens of nonsense, then 2,048 of the novel without learning |
 | saved | 6,144 tokens of the novel, saved in three forms, and 2,048 more in a new process |
 | classes | labelled sentences of CLINC150, group by group |
-| window | 64K tokens of Moby Dick with windows of 512 and 1,024 tokens and 4 sinks; 16K without sinks |
+| window | 64K tokens of Moby Dick with a window of 512 tokens, 24K with 1,024; 16K without sinks |
 | own | a HOPE with memories that was trained here, on held-out text, at four rates |
 
 `--model` is a folder that `python -m hope_hf.convert` wrote, with a window; for `own` a run of run_clm.py. Rows are

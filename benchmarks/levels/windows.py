@@ -12,7 +12,7 @@ from hope_hf import HopeCache
 # Tokens of the texts that SmolLM2 was trained with, and of a piece.
 TRAINED, PIECE = 8192, 512
 # Tokens of the window, sinks, and tokens read.
-WINDOWS = ((512, 4, 65_536), (512, 0, 16_384), (1024, 4, 65_536), (1024, 0, 16_384))
+WINDOWS = ((512, 4, 65_536), (512, 0, 16_384), (1024, 4, 24_576), (1024, 0, 16_384))
 
 
 def window(bench: Bench) -> Iterator[dict]:

@@ -291,7 +291,11 @@ class HopeWindowAttention(HopeAttention):
         def score(queries: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
             # The queries of a head of keys are in one product: sdpa for CPUs is several times slower in bfloat16.
             asked = queries[:, :, asking].reshape(rows * heads, -1, width)
-            return torch.bmm(asked, _take(keys, index).flatten(0, 1).transpose(1, 2))
+            held = _take(keys, index).flatten(0, 1)
+            if band.stop - band.start == 1:
+                # in bfloat16 a third of the time of the other order
+                return torch.bmm(held, asked.transpose(1, 2)).transpose(1, 2)
+            return torch.bmm(asked, held.transpose(1, 2))
 
         scores, seen = score(queries, band.near), [band.near]
         if band.sinks is not None:
@@ -299,9 +303,9 @@ class HopeWindowAttention(HopeAttention):
             are_next = isinstance(band.sinks, slice) and band.sinks.stop == band.near.start
             seen = [slice(band.near.stop)] if are_next else [band.sinks, band.near]
         if band.bias is not None:
-            shape = rows, heads, -1, *band.bias.shape[3:]
+            grouped = scores.unflatten(0, (rows, heads)).unflatten(2, (-1, band.stop - band.start))
             # in bfloat16 `masked_fill` takes longer than the product
-            scores = (scores.view(shape) + band.bias.to(scores.dtype)).flatten(0, 1).flatten(1, 2)
+            scores = (grouped + band.bias.to(scores.dtype)).flatten(0, 1).flatten(1, 2)
         weights = scores.softmax(-1)
         if self.training and self.attention_dropout:
             weights = nn.functional.dropout(weights, self.attention_dropout)
