@@ -12,6 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from hope_hf import HopeCache
 from hope_hf.cli.process import one_line
 
+# More tokens than any window holds.
+_LONG = 1 << 30
+
 
 class Place(NamedTuple):
     """Where a conversation stands, besides the state of its cache."""
@@ -79,7 +82,9 @@ class Conversation:
     @property
     def grows(self) -> bool:
         """Whether the state grows with the text."""
-        return not all(mixer.is_recurrent for mixer in self.model.config.mixers)
+        config = self.model.config
+        sizes = [[mixer.cache_bytes(config, tokens) for mixer in config.mixers] for tokens in (_LONG, 2 * _LONG)]
+        return sizes[0] != sizes[1]
 
     def say(self, message: str) -> str:
         """The answer to a message, which is printed while it is made.

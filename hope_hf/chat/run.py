@@ -28,8 +28,6 @@ def main(argv: list[str]) -> int:
         # Read before the model is loaded, which takes longer.
         texts = {path: text_of(path, "--file") for path in args.file or ()}
         conversation = begin(args)
-        if sys.stdin.isatty() and not args.prompt:
-            _greet(conversation, args)
         Session(conversation, args).run(texts)
     except ValueError as error:
         return complain(error, 2)
@@ -78,12 +76,3 @@ def _sampling(args: Arguments) -> dict:
     given = {"do_sample": args.do_sample, "temperature": args.temperature, "top_p": args.top_p}
     given = {name: value for name, value in given.items() if value is not None}
     return {"do_sample": True} | given if given else {}
-
-
-def _greet(conversation: Conversation, args: Arguments) -> None:
-    model = conversation.model
-    does = "its levels learn" if args.learn else "its levels are frozen (--learn)"
-    print(f"{args.model}: {model.num_parameters() / 1e6:,.1f} M parameters, {str(model.dtype)[6:]}, {does}.")
-    if conversation.has_begun:
-        print(f"{args.memory} knows {conversation.cache.get_seq_length():,} tokens.")
-    print("Type a message; /help lists the commands, Ctrl-D ends.")

@@ -14,7 +14,7 @@ from .reading import learned_size, read_text, text_of
 
 COMMANDS = {
     "/read": "FILE  read a file",
-    "/undo": "take back the last message and its answer, or the last file",
+    "/undo": "take back the last message and its answer, the last file, or /forget",
     "/forget": "drop what the levels have learned; what was read stays known",
     "/state": "show what was read and learned, its size, and the speed",
     "/save": "write --memory now",
@@ -57,6 +57,8 @@ class Session:
 
     def _converse(self) -> None:
         is_typed = sys.stdin.isatty()
+        if is_typed:
+            self._greet()
         for line in _typed() if is_typed else _piped():
             try:
                 if self._obey(line):
@@ -65,6 +67,13 @@ class Session:
                 if not is_typed:
                     raise
                 complain(error, 2)
+
+    def _greet(self) -> None:
+        model = self.conversation.model
+        levels = "its levels learn" if self.conversation.learn else "its levels are frozen (no --learn)"
+        size, dtype = f"{model.num_parameters() / 1e6:,.1f} M parameters", str(model.dtype).removeprefix("torch.")
+        self._tell(f"{self.args.model}: {size} in {dtype}, {levels}; {self._tokens()} read.")
+        self._tell("Type a message; /help lists the commands, Ctrl-D ends.")
 
     def _obey(self, line: str) -> bool:
         """Do what a line asks; returns whether it ends the conversation."""

@@ -160,7 +160,10 @@ def test_the_last_positions_are_used(conversation):
         talk.say("w10 " * 400)
 
 
-def test_a_state_of_constant_size_has_no_last_position(tiny_model, tokenizer):
-    talk = Conversation(tiny_model(max_position_embeddings=8), tokenizer, max_new_tokens=6)
+@pytest.mark.parametrize("kind", ["hope_memory", "window_attention"])
+def test_a_state_of_constant_size_has_no_last_position(tiny_model, tokenizer, kind):
+    window = {"sliding_window": 4} if kind == "window_attention" else {}
+    model = tiny_model(max_position_embeddings=8, layer_types=[kind] * 2, **window)
+    talk = Conversation(model, tokenizer, max_new_tokens=6)
     talk.say("w10 " * 20)
     assert not talk.grows and talk.cache.get_seq_length() > 8

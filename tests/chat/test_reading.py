@@ -38,9 +38,9 @@ def losses_of(model, ids, cache, **options) -> torch.Tensor:
 def test_the_losses_are_those_of_the_text_in_one_call(conversation, model, begun):
     talk, caches = conversation(learn=True), [HopeCache(model.config), HopeCache(model.config)]
     if begun:
-        # three tokens in an open period
+        # a step, and three tokens in an open period
         for cache in (*caches, talk.cache):
-            model.learn(torch.tensor([[1, 2, 3]]), past_key_values=cache)
+            model.learn(torch.arange(11)[None], past_key_values=cache)
         talk.place = Place((9,), ({"role": "user", "content": "w1"},), "w1")
     ids = talk.encode(TEXT)
     learning, frozen = caches
