@@ -76,7 +76,8 @@ class SuiteArguments:
     )
     learning_rate: float | None = flag(
         None,
-        "synthetic: peak learning rate (default: the task's own); class_incremental: of fine-tuning (default: 5e-4).",
+        "synthetic: peak learning rate (default: the task's own); class_incremental, continual: of fine-tuning "
+        "(default: 5e-4, 5e-5).",
         above=0,
         below=1,
     )

@@ -12,9 +12,10 @@ from torch import Tensor
 from hope_hf.cli.results import next_token_accuracy
 from hope_hf.data import bytes_per_id
 
-from .display import curves, progress
+from .display import curves, progress, small_curves
 from .flags import MODEL, TEXT, Arguments, parse_lengths, suite
 from .held_out import HeldOut, held_out_documents
+from .levels import Piece, joined, learned_scores, level_panels, level_rows
 from .result import Row, SuiteResult, summary_row
 from .streams import (
     PIECE,
@@ -40,7 +41,10 @@ LABELS = {
     f"reset_{RESET_EVERY}": f"reset every {RESET_EVERY}",
     "window": "sliding window",
     "loss": "carried",
+    "levels_learn": "carried, levels learn",
 }
+# Name of the difference between the carried state without and with levels that learn.
+LEARNED = "loss_minus_levels_learn"
 
 
 @suite(*MODEL, *TEXT, "lengths", "samples_per_length", "limit", "batch_size")
@@ -52,7 +56,8 @@ def perplexity(args: Arguments, subject: Subject) -> SuiteResult:
     memories frozen at their initial state (`frozen`), a new state at every multiple of 256 tokens (`reset_256`), and
     sliding windows with at least half a window of context (`window`: the second-largest length, at most 2,048 and the
     model's positions). Losses in nats per token; `x_minus_loss` is the gain of the carried state over the control x.
-    With `--limit` documents are cut at the longest of `--lengths` or 2,048 tokens.
+    A model with `level_learning` also reads the texts with levels that learn (`levels_learn`), and has a table of
+    their steps. With `--limit` documents are cut at the longest of `--lengths` or 2,048 tokens.
     """
     held = held_out_documents(args).head(args.limit)
     ids = [subject.encode(text) for text in held.texts]
@@ -63,14 +68,19 @@ def perplexity(args: Arguments, subject: Subject) -> SuiteResult:
     documents = [torch.tensor([subject.start, *row]) for row in ids]
     whole, *parts = by_corpus(args, subject, held, documents)
     tables = {f"Text: {held.source}": [whole]} | ({"By corpus": parts} if parts else {})
-    positions = by_position(args, subject, documents)
+    positions, learned = by_position(args, subject, documents)
     # The columns are split over two tables that fit a terminal.
-    gains = [name for name in positions[0] if "_minus_loss" in name or name.startswith("state_")]
+    gains = [name for name in positions[0] if "_minus_" in name or name.startswith("state_")]
     tables["Loss by position"] = [{name: row[name] for name in row if name not in gains} for row in positions]
     if gains:
         rows = [{name: row[name] for name in ("positions", "n", *gains)} for row in positions]
         tables["Gain of the carried state over each control, and its size"] = rows
     pictures = {"loss_by_position.png": partial(draw, positions)}
+    if learned:
+        tables["Levels that learn, by position"] = learned.rows
+        if learned.pieces:
+            panels = level_panels(learned.pieces)
+            pictures["levels.png"] = partial(small_curves, panels=panels, x_label="position in the text, tokens")
     return SuiteResult(tables, pictures, summary=_summary(whole, positions, subject.model.config.vocab_size))
 
 
@@ -84,6 +94,9 @@ def _summary(whole: Row, positions: list[Row], vocab_size: int) -> list[Row]:
     if "frozen_minus_loss" in last:
         name = f"loss saved by live memories, tokens {last['positions']}"
         found.append(summary_row(name, last["frozen_minus_loss"], last["frozen_minus_loss_stderr"], 0.0))
+    if LEARNED in last:
+        name = f"loss saved by levels that learn, tokens {last['positions']}"
+        found.append(summary_row(name, last[LEARNED], last[f"{LEARNED}_stderr"], 0.0))
     return found
 
 
@@ -132,14 +145,26 @@ def _row(parts: list[Part]) -> Row:
     }
 
 
-def by_position(args: Arguments, subject: Subject, documents: list[Tensor]) -> list[Row]:
-    """A row for every bucket of positions that ends at one of the lengths; bits per byte: those of the first mode."""
+class Learned(NamedTuple):
+    """What levels learned from the texts: rows by position and level, and the pieces that ended a period."""
+
+    rows: list[Row]
+    pieces: list[Piece]
+
+
+def by_position(args: Arguments, subject: Subject, documents: list[Tensor]) -> tuple[list[Row], Learned | None]:
+    """A row for every bucket of positions that ends at one of the lengths; bits per byte: those of the first mode.
+
+    The second result is that of a model whose levels can learn, if the texts fit its positions.
+    """
     edges = _edges(args, subject, documents)
     streams = _streams(documents, edges[-1], subject.start, args.texts_per_length)
-    sizes, modes = [], {}
+    sizes, modes, learned = [], {}, None
     bound = subject.longest_input or math.inf
     if edges[-1] <= bound:
         modes["loss"] = _carried(args, subject, streams, edges, sizes)
+        if subject.learns:
+            modes["levels_learn"], learned = _learned(args, subject, streams, edges)
     if subject.has_memory:
         with frozen_memories(subject.model):
             modes["frozen"] = _carried(args, subject, streams, edges)
@@ -156,20 +181,25 @@ def by_position(args: Arguments, subject: Subject, documents: list[Tensor]) -> l
         row = {"positions": f"{start + 1:,}-{end:,}", "n": len(streams) * (end - start)}
         for name, losses in modes.items():
             row[name], row[f"{name}_stderr"] = mean_of_blocks(losses[:, start:end])
-        for name in [control for control in CONTROLS if {"loss", control} <= modes.keys()]:
-            # Paired by token: the error is the standard error of the difference.
-            gain = (modes[name] - modes["loss"])[:, start:end]
-            row[f"{name}_minus_loss"], row[f"{name}_minus_loss_stderr"] = mean_of_blocks(gain)
+        differences = {f"{name}_minus_loss": (name, "loss") for name in CONTROLS} | {LEARNED: ("loss", "levels_learn")}
+        for called, (name, other) in differences.items():
+            if {name, other} <= modes.keys():
+                # Paired by token: the error is the standard error of the difference.
+                gain = (modes[name] - modes[other])[:, start:end]
+                row[called], row[f"{called}_stderr"] = mean_of_blocks(gain)
         first = next(iter(modes))
         row |= bits_per_byte(row[first], row[f"{first}_stderr"], row["n"] / max(1, num_bytes))
         if sizes:
             row |= sizes[index]
         rows.append(row)
-    return rows
+    return rows, learned
 
 
 def draw(rows: list[Row], path: Path):
-    """Plot over the last position of each bucket: every mode's loss, and the gain of the carried state over each."""
+    """Plot over the last position of each bucket: every mode's loss, and the gain of the carried state over each.
+
+    A third panel has what levels that learn save.
+    """
     ends = [int(row["positions"].split("-")[1].replace(",", "")) for row in rows]
 
     def series(suffix: str) -> dict[str, list]:
@@ -179,6 +209,9 @@ def draw(rows: list[Row], path: Path):
     panels = {"loss, nats per token": series("")}
     if gains := series("_minus_loss"):
         panels["loss above that with the state carried"] = gains
+    if LEARNED in rows[0]:
+        saved = [(row[LEARNED], row[f"{LEARNED}_stderr"]) for row in rows]
+        panels["loss saved by levels that learn"] = {"carried, without minus with levels that learn": saved}
     curves(path, ends, panels, "position in the text, tokens")
 
 
@@ -228,6 +261,18 @@ def _carried(
     if sizes is not None:
         sizes += [max(batches, key=lambda row: row["state_largest"]) for batches in zip(*held, strict=True)]
     return torch.cat(losses)
+
+
+def _learned(args: Arguments, subject: Subject, streams: Tensor, edges: list[int]) -> tuple[Tensor, Learned]:
+    """Losses [n, T] in one pass in which levels learn, and what they learned."""
+    period = subject.model.config.level_learning.resolved(subject.model.config).periods[0]
+    batches = streams.split(args.rows)
+    with progress(None, "perplexity: levels learn", len(batches) * math.ceil(edges[-1] / period)) as bar:
+        read = [learned_scores(subject.model, batch, bar.update) for batch in batches]
+    scores, pieces, sizes = zip(*read, strict=True)
+    pieces = joined(pieces)
+    losses = torch.cat([found.losses for found in scores])
+    return losses, Learned(level_rows(pieces, edges, sizes[0]), pieces)
 
 
 def _size(cache) -> Row:

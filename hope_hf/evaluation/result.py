@@ -9,7 +9,7 @@ from typing import NamedTuple
 from hope_hf.cli.results import Row
 
 # Columns that identify a row.
-LABELS = frozenset({"length", "depth", "layer", "head", "tokens", "num_fewshot", "step"})
+LABELS = frozenset({"length", "depth", "layer", "head", "tokens", "num_fewshot", "step", "level"})
 # Columns that give the number of samples, or describe a task.
 COUNTS = frozenset(
     {"n", "documents", "steps", "parameters", "seconds", "keys", "values_per_key", "keys_asked_for", "bytes"}

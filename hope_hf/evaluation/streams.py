@@ -1,5 +1,6 @@
 """Losses of every token of a text: with the state carried, with frozen memories, or in independent windows."""
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,6 +62,21 @@ def memory_states(cache: HopeCache) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.is_floating_point()]
 
 
+def repeated(cache, times: int):
+    """A cache with every row of the given one repeated, which stays; all its rows have learned the same."""
+    levels = getattr(cache, "levels", None)
+    if levels is None:
+        cache = copy.deepcopy(cache)
+        cache.batch_repeat_interleave(times)
+        return cache
+    cache = copy.copy(cache).rollback(cache.snapshot()).reset_levels()
+    cache.batch_repeat_interleave(times)
+    rows = len(levels.tokens) * times
+    # one row's differences for all: a copy for each would be larger than the model
+    cache.levels = levels.map(lambda tensor: tensor[:1].expand(rows, *tensor.shape[1:]))
+    return cache
+
+
 @torch.no_grad()
 def carried_scores(
     model: PreTrainedModel,
@@ -68,6 +84,7 @@ def carried_scores(
     lengths: list[int] | None = None,
     after_piece: Callable[[int, object], None] | None = None,
     edges: list[int] = (),
+    begins_with: HopeCache | None = None,
 ) -> Scores:
     """Scores [B, T-1], each token given all tokens before it. No token is read twice.
 
@@ -76,27 +93,31 @@ def carried_scores(
         lengths: tokens of each row without its padding (default: T). Scores of padding are undefined.
         after_piece: called with the number of tokens read and the cache, after every forward pass.
         edges: numbers of tokens at which a forward pass must end, besides the multiples of `PIECE`.
+        begins_with: a HOPE's cache of one row, which every row begins with; it stays as it is.
     """
     length = input_ids.shape[1] - 1
+    cache, seen = HopeCache(model.config) if is_hope(model.config) else None, 0
+    if begins_with is not None:
+        cache, seen = repeated(begins_with, len(input_ids)), begins_with.get_seq_length()
     mask = None
     if lengths is not None:
-        mask = (torch.arange(length) < torch.tensor(lengths)[:, None]).long().to(model.device)
+        real = torch.arange(-seen, length) < torch.tensor(lengths)[:, None]
+        mask = real.long().to(model.device)
     # Models with other kinds of state may not read several tokens after their first call.
     in_pieces = is_hope(model.config) or not getattr(model, "_is_stateful", False)
     ends = [length]
     if in_pieces:
         ends = sorted({*range(PIECE, length, PIECE), *(edge for edge in edges if edge < length), length})
-    cache = HopeCache(model.config) if is_hope(model.config) else None
     scores = []
     for start, end in zip([0, *ends], ends, strict=False):
-        arguments = {} if mask is None else {"attention_mask": mask[:, :end]}
+        arguments = {} if mask is None else {"attention_mask": mask[:, : seen + end]}
         if in_pieces:
             arguments |= {"past_key_values": cache, "use_cache": True}
         outputs = model(input_ids=input_ids[:, start:end].to(model.device), **arguments)
         cache = outputs.past_key_values if in_pieces else None
         if after_piece:
             after_piece(end, cache)
-        scores.append(_score(outputs.logits, input_ids[:, start + 1 : end + 1]))
+        scores.append(score(outputs.logits, input_ids[:, start + 1 : end + 1]))
     return Scores(*(torch.cat(parts, 1) for parts in zip(*scores, strict=True)))
 
 
@@ -117,21 +138,26 @@ def window_scores(model: PreTrainedModel, input_ids: Tensor, window: int, stride
         batch = rows[first : first + batch_size]
         padded = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True)
         # Causal: padding on the right changes no score, so no mask is needed.
-        found = _score(model(input_ids=padded.to(model.device)).logits[:, :-1], padded[:, 1:])
+        found = score(model(input_ids=padded.to(model.device)).logits[:, :-1], padded[:, 1:])
         for index, row in enumerate(batch, first):
             fresh = slice(0 if index == 0 else window - stride - 1, len(row) - 1)
             scores.append(Scores(*(part[index - first, fresh] for part in found)))
     return Scores(*(torch.cat(parts) for parts in zip(*scores, strict=True)))
 
 
-def _score(logits: Tensor, targets: Tensor) -> Scores:
-    """Scores from logits [B, T, vocab_size] and targets [B, T]."""
+def score(logits: Tensor, targets: Tensor) -> Scores:
+    """Scores [B, T] from logits [B, T, vocab_size] and targets [B, T]."""
     flat = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten().to(logits.device), reduction="none")
     return Scores(flat.view(targets.shape).cpu(), logits.argmax(-1).cpu())
 
 
-def document_scores(args: Arguments, subject: Subject, documents: list[Tensor], name: str) -> list[Scores]:
-    """Scores of every token but the first of each document, read by itself; `name` is shown beside the bar."""
+def document_scores(
+    args: Arguments, subject: Subject, documents: list[Tensor], name: str, begins_with: HopeCache | None = None
+) -> list[Scores]:
+    """Scores of every token but the first of each document, read by itself; `name` is shown beside the bar.
+
+    `begins_with`: a cache that every document goes on from, if none has more tokens than the model's positions.
+    """
     longest = subject.longest_input
     # Sorted by length: less padding.
     order = sorted(range(len(documents)), key=lambda index: len(documents[index]))
@@ -141,7 +167,7 @@ def document_scores(args: Arguments, subject: Subject, documents: list[Tensor], 
         rows = [documents[index] for index in group]
         if longest is None or len(rows[-1]) <= longest:
             padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-            scores = carried_scores(subject.model, padded, [len(row) for row in rows])
+            scores = carried_scores(subject.model, padded, [len(row) for row in rows], begins_with=begins_with)
             parts = [Scores(*(part[i, : len(row) - 1] for part in scores)) for i, row in enumerate(rows)]
         else:
             parts = [window_scores(subject.model, row, longest, longest // 2, args.rows) for row in rows]

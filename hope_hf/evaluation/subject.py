@@ -25,8 +25,13 @@ class Subject:
         return is_hope(self.model.config) and self.model.config.has_memories
 
     @property
+    def learns(self) -> bool:
+        """Whether its levels can learn while it reads."""
+        return getattr(self.model.config, "level_learning", None) is not None
+
+    @property
     def longest_input(self) -> int | None:
-        """Number of positions of a model with attention; None if the length is not bounded."""
+        """Number of positions of a model whose attention sees all tokens; None if the length is not bounded."""
         config = self.model.config
         if is_hope(config):
             return config.longest_text

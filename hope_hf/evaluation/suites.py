@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from .continual.class_incremental import class_incremental
-from .continual.segments import continual
+from .continual.in_use import continual
 from .flags import LM_EVAL, Arguments, names
 from .memory import memory
 from .needle.retrieval import needle, passkey

@@ -189,6 +189,20 @@ class LevelState(NamedTuple):
         return cls(*parts.values(), *(tensors[name] for name in cls._fields[2:]))
 
     @property
+    def counts(self) -> dict[str, torch.Tensor]:
+        """Steps of each row and level [B, L], and periods that ended without one, by reason."""
+        skipped = {"skipped_gate": self.skipped[..., GATED], "skipped_not_finite": self.skipped[..., NOT_FINITE]}
+        return {"steps": self.steps, **skipped}
+
+    def drifts(self, norms: dict[MatrixKey, torch.Tensor]) -> torch.Tensor:
+        """Largest norm of a difference of each row and level [B, L], relative to its matrix's in `weight_norms`."""
+        largest = torch.zeros_like(self.losses)
+        for key, delta in self.deltas.items():
+            drift = torch.linalg.vector_norm(delta, dim=(1, 2)) / norms[key]
+            largest[:, key.level] = largest[:, key.level].maximum(drift.to(largest))
+        return largest
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         tensors = (*self.deltas.values(), *self.gradients.values(), *self[2:])

@@ -20,8 +20,6 @@ from transformers.modeling_utils import PreTrainedModel
 from .cache_hope import HopeCache
 from .inputs import check_inputs, check_labels, later_begins
 from .level_learning import (
-    GATED,
-    NOT_FINITE,
     LevelLearning,
     LevelState,
     MatrixKey,
@@ -318,26 +316,26 @@ def _after_piece(learner: _Learner, state: LevelState, gradients, loss, learned,
     )
 
 
-def drift_of(model: PreTrainedModel, state: LevelState) -> float:
-    """Largest norm of a difference over all rows, relative to that of its matrix."""
+def drifts_of(model: PreTrainedModel, state: LevelState) -> torch.Tensor:
+    """Largest norm of a difference of each row and level [B, L], relative to that of its matrix."""
     norms = weight_norms(learning_weights(model, model.config.level_learning.resolved(model.config)))
-    return max((delta.norm(dim=(1, 2)).max() / norms[key]).item() for key, delta in state.deltas.items())
+    return state.drifts(norms)
 
 
 def report_of(reading: Reading, before: LevelState | None, after: LevelState, model, tokens: int) -> LearningReport:
     """What a call has taught; `before` is the state before it."""
-    steps, skipped = after.steps, after.skipped
+    counts = after.counts
     if before is not None:
-        steps, skipped = steps - before.steps, skipped - before.skipped
+        counts = {name: number - before.counts[name] for name, number in counts.items()}
     total, scored = float(reading.loss.sum()), int(reading.scored.sum())
     return LearningReport(
         tokens=tokens,
         loss=total / scored if scored else math.nan,
         losses=[loss / count for loss, count in reading.pieces if count],
-        steps=steps.sum(0).tolist(),
-        skipped_gate=int(skipped[..., GATED].sum()),
-        skipped_not_finite=int(skipped[..., NOT_FINITE].sum()),
-        drift=drift_of(model, after),
+        steps=counts["steps"].sum(0).tolist(),
+        skipped_gate=int(counts["skipped_gate"].sum()),
+        skipped_not_finite=int(counts["skipped_not_finite"].sum()),
+        drift=float(drifts_of(model, after).max()),
         state_bytes=after.nbytes,
     )
 
@@ -376,9 +374,13 @@ class LearnsFromText:
         return cross_entropy(logits.to(wide).flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
     @torch.no_grad()
+    def level_drifts(self, past_key_values: HopeCache) -> torch.Tensor:
+        """Largest norm of what each row's levels have learned [B, L], relative to that of the matrix."""
+        return drifts_of(self, past_key_values.levels)
+
     def drift(self, past_key_values: HopeCache) -> float:
-        """Largest norm of what a matrix has learned, relative to that of the matrix; 0.0 before the levels learn."""
-        return 0.0 if past_key_values.levels is None else drift_of(self, past_key_values.levels)
+        """The largest of `level_drifts`; 0.0 before the levels learn."""
+        return 0.0 if past_key_values.levels is None else float(self.level_drifts(past_key_values).max())
 
     @torch.no_grad()
     def learn(

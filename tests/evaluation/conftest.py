@@ -9,9 +9,17 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from hope_hf import HopeConfig, HopeForCausalLM
 from hope_hf.data import train_tokenizer
 from hope_hf.evaluation.flags import Arguments
-from hope_hf.evaluation.subject import load_subject
+from hope_hf.evaluation.subject import Subject, load_subject
 
 WORDS = "the memory of a model reads and writes while it learns what was said before in this long text".split()
+
+# An untrained model learns little at the defaults.
+TEACHES = dict(periods=[32], rate=2.0, drift=50.0, gate=False, brake=0.0)
+LAYERS = {
+    "memories": dict(layer_types=["hope_memory"] * 2),
+    "attention": dict(layer_types=["full_attention"] * 2, max_position_embeddings=512),
+    "window": dict(layer_types=["window_attention"] * 2, sliding_window=24, max_position_embeddings=64),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -84,3 +92,17 @@ def arguments(text_file):
 def subject(folders, arguments):
     """Load a `Subject` by kind."""
     return lambda kind="hope", **options: load_subject(arguments(model_name_or_path=folders[kind], **options))
+
+
+@pytest.fixture
+def learner(tokenizer):
+    """A small untrained model with these layers, whose levels learn."""
+
+    def build(kind="attention", dtype=torch.float32, learning=(), **options) -> Subject:
+        torch.manual_seed(5)
+        options = dict(level_periods=[1], level_intermediate_sizes=[48]) | LAYERS[kind] | options
+        sizes = dict(vocab_size=len(tokenizer), hidden_size=32, head_dim=16, num_hidden_layers=2, memory_chunk_size=8)
+        model = HopeForCausalLM(HopeConfig(level_learning=TEACHES | dict(learning), **sizes, **options))
+        return Subject(model.to(dtype).eval(), tokenizer)
+
+    return build

@@ -1,4 +1,4 @@
-"""Class-incremental learning: two data sets, each learned in the context and by fine-tuning."""
+"""Class-incremental learning: two data sets, each learned in the context, by levels, and by fine-tuning."""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ from .in_context import SHOTS, learn_in_context
 
 ROWS = 64
 # Name of a task -> (data set, how its classes are learned).
-TASKS = {f"{data_set}-{way}": (data_set, way) for data_set in DATA_SETS for way in ("in-context", "fine-tuning")}
+WAYS = ("in-context", "levels", "fine-tuning")
+TASKS = {f"{data_set}-{way}": (data_set, way) for data_set in DATA_SETS for way in WAYS}
 
 
 @suite(
@@ -28,8 +29,9 @@ TASKS = {f"{data_set}-{way}": (data_set, way) for data_set in DATA_SETS for way 
 def class_incremental(args: Arguments, subject: Subject) -> SuiteResult:
     """Accuracy among the classes met so far, after each group of classes: a matrix for each of `--tasks`.
 
-    Labels are chosen by their probability after the sentence. Raises ValueError without the data sets' files, and for
-    a model that cannot continue from a cache.
+    Labels are chosen by their probability after the sentence. Without `--tasks`, tasks `levels` are left
+    out for a model without `level_learning`. Raises ValueError without the data sets' files, and for a model that
+    cannot continue from a cache.
     """
     if args.data_dir is None:
         raise ValueError(
@@ -44,12 +46,19 @@ def class_incremental(args: Arguments, subject: Subject) -> SuiteResult:
     tables, pictures, summaries = {}, {}, []
     for name in chosen_tasks(args, "class_incremental", TASKS):
         data_set, way = TASKS[name]
+        if way == "levels" and not subject.learns:
+            if args.tasks is None:
+                continue
+            raise ValueError(
+                f"--tasks {name} needs a model whose config.json has level_learning, such as one that python -m "
+                "hope_hf.convert writes: leave it out."
+            )
         groups = open_groups(data_set, Path(args.data_dir), args.seed)
         groups = groups.shuffled(args.seed, args.samples_per_class, args.limit)
         read_at_once = args.given_rows or ROWS
-        if way == "in-context":
+        if way != "fine-tuning":
             shots = SHOTS if args.num_fewshot is None else args.num_fewshot
-            found = learn_in_context(subject, groups, shots, read_at_once, args.seed, name)
+            found = learn_in_context(subject, groups, shots, read_at_once, args.seed, name, way == "levels")
         else:
             steps, size = args.max_train_steps or STEPS, args.given_rows or BATCH_SIZE
             rate = args.learning_rate or LEARNING_RATE

@@ -1,11 +1,13 @@
 """Classes learned from examples in the context: weights stay unchanged, and the model's state stores the classes.
 
+The state is that of the mixers, and with `learn` also what levels learn from the examples.
+
 No new head is needed: the chosen label is the one whose words are the likeliest after the sentence.
 """
 
-import copy
 import random
 from collections import Counter
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from hope_hf import HopeCache
 from hope_hf.cli.models import is_hope
 
 from ..display import progress
-from ..streams import PIECE, frozen_memories
+from ..streams import PIECE, frozen_memories, repeated
 from ..subject import Subject, require_finite
 from .classes import ClassGroups, Example, Hits, first_of_each_class
 
@@ -22,28 +24,30 @@ SHOTS = 1
 
 
 def learn_in_context(
-    subject: Subject, groups: ClassGroups, shots: int, rows: int, seed: int, name: str
+    subject: Subject, groups: ClassGroups, shots: int, rows: int, seed: int, name: str, learn: bool = False
 ) -> tuple[list[Hits], dict[str, Hits]]:
     """The hits after reading `shots` examples of every class, group after group, and the controls' hits.
 
-    Controls: `joint`, the same examples in a drawn order, and for a model with memories `frozen`, which keeps them at
-    their initial state. Raises ValueError for a model with fewer positions than the examples need.
+    Controls: `joint`, the same examples in a drawn order, and `frozen`: levels stay as trained if they learn, else
+    memories stay at their initial state if there are any. Raises ValueError for a model with fewer positions than the
+    examples need.
     """
     shown = [_examples(groups, group, shots) for group in range(len(groups.names))]
     everything = [example for part in shown for example in part]
     _require_room(subject, groups, everything)
     shuffled = random.Random(f"joint {seed}").sample(everything, len(everything))
-    cache, hits, controls = read(subject, [subject.start]), [], {}
-    with progress(None, name, len(shown) + 1 + subject.has_memory) as bar:
+    cache, hits, controls = read(subject, [subject.start], learn=learn), [], {}
+    has_frozen = learn or subject.has_memory
+    with progress(None, name, len(shown) + 1 + has_frozen) as bar:
         for index, part in enumerate(shown):
-            cache = read(subject, _tokens(subject, groups, part), cache)
+            cache = read(subject, _tokens(subject, groups, part), cache, learn)
             hits.append(questions(subject, cache, groups, index + 1, rows))
             bar.update()
-        cache = read(subject, [subject.start, *_tokens(subject, groups, shuffled)])
+        cache = read(subject, [subject.start, *_tokens(subject, groups, shuffled)], learn=learn)
         controls["joint"] = questions(subject, cache, groups, len(shown), rows)
         bar.update()
-        if subject.has_memory:
-            with frozen_memories(subject.model):
+        if has_frozen:
+            with nullcontext() if learn else frozen_memories(subject.model):
                 cache = read(subject, [subject.start, *_tokens(subject, groups, everything)])
                 controls["frozen"] = questions(subject, cache, groups, len(shown), rows)
             bar.update()
@@ -100,13 +104,18 @@ def label_of(subject: Subject, label: str) -> list[int]:
 
 
 @torch.no_grad()
-def read(subject: Subject, tokens: list[int], cache=None):
-    """A cache of one row after `tokens`, which follow those of `cache`; the given one may be changed."""
+def read(subject: Subject, tokens: list[int], cache=None, learn: bool = False):
+    """A cache of one row after `tokens`, which follow those of `cache`; the given one may be changed.
+
+    `learn`: whether levels learn from the tokens.
+    """
+    # other models have no such argument
+    options = {"learn": True} if learn else {}
     if cache is None:
         cache = HopeCache(subject.model.config) if is_hope(subject.model.config) else None
     for start in range(0, len(tokens), PIECE):
         ids = torch.tensor([tokens[start : start + PIECE]], device=subject.model.device)
-        outputs = subject.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        outputs = subject.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **options)
         cache = outputs.past_key_values
     return cache
 
@@ -125,7 +134,7 @@ def choose(subject: Subject, prefix, contexts: list[list[int]], candidates: list
         for start in range(0, len(alike), together):
             part = alike[start : start + together]
             ids = torch.tensor([contexts[index] for index in part], device=subject.model.device)
-            cache = _repeated(prefix, len(part))
+            cache = repeated(prefix, len(part))
             outputs = subject.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
             scores = _first(outputs.logits, candidates) + _rest(
                 subject, outputs.past_key_values, len(part), candidates, rows
@@ -151,16 +160,9 @@ def _rest(subject: Subject, cache, batch: int, candidates: list[list[int]], rows
         # Causal: padding on the right changes no score. Rows: all candidates of the first context, then the second's.
         ids = tokens.repeat(batch, 1).to(subject.model.device)
         logits = subject.model(
-            input_ids=ids[:, :-1], past_key_values=_repeated(cache, len(part)), use_cache=True
+            input_ids=ids[:, :-1], past_key_values=repeated(cache, len(part)), use_cache=True
         ).logits
         scores = logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0].cpu()
         scores = scores.where(counted[:, 1:].repeat(batch, 1), 0.0).sum(1)
         found.append(scores.view(batch, len(part)))
     return torch.cat(found, 1)
-
-
-def _repeated(cache, times: int):
-    """A copy of a cache with every row repeated."""
-    cache = copy.deepcopy(cache)
-    cache.batch_repeat_interleave(times)
-    return cache

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from hope_hf.data import Corpus, Needed, passing, read_mixture
 
-from ..checkpoints import Checkpoint, find_checkpoints
+from ..checkpoints import Checkpoint
 from ..display import small_curves
-from ..flags import MODEL, TEXT, Arguments, suite
+from ..flags import Arguments
 from ..held_out import held_out_documents
 from ..result import Number, Row, SuiteResult, summary_row
 from ..streams import bits_per_byte, document_scores, mean_of_blocks
@@ -113,21 +113,15 @@ class Measured:
     num_bytes: int
 
 
-@suite(*MODEL, *TEXT, "segments", "batch_size", loads_model=False, over_checkpoints=True)
-def continual(args: Arguments, subject=None) -> SuiteResult:
+def of_checkpoints(
+    args: Arguments, checkpoints: list[Checkpoint], open_segments: Callable[[Subject], list[Segment]]
+) -> SuiteResult:
     """Loss and bits per byte of every segment by each checkpoint of a run.
 
     forgetting: loss of a segment minus its lowest earlier loss. backward_transfer: how much the loss fell
     from the checkpoint that ended the segment to the last one, if a stream read the segments in their order for equal
-    numbers of steps. The suite loads the checkpoints itself. Raises ValueError for fewer than two of them.
+    numbers of steps.
     """
-    open_segments = segment_opener(args)
-    checkpoints = find_checkpoints(args)
-    if len(checkpoints) < 2:
-        raise ValueError(
-            "--suite continual needs two checkpoints or more: name a pattern, such as --model_name_or_path "
-            "'runs/x/checkpoint-*'."
-        )
     first = load_subject(replace(args, model_name_or_path=checkpoints[0].path))
     segments = open_segments(first)
     losses = [_losses(args, checkpoint, segments) for checkpoint in checkpoints]

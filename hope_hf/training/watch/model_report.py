@@ -61,6 +61,34 @@ def level_rows(optimizer, tokens_per_step: int) -> dict[str, int]:
     return rows
 
 
+@contextmanager
+def learning_statistics(model: nn.Module, rows: dict[str, float | Tensor], enabled: bool):
+    """While open, the first pass in which levels learn adds what they learned to `rows`, as `level/<level>/<name>`.
+
+    Steps and periods left out are means over the rows of the batch, the drift is the largest. All processes open this
+    together, since sharded weights have to be gathered for their norms.
+    """
+    names = set()
+
+    def hook(module, arguments, outputs):
+        cache = getattr(outputs, "past_key_values", None)
+        if names or getattr(cache, "levels", None) is None:
+            return
+        with torch.no_grad():
+            found = {name: count.double().mean(0) for name, count in cache.levels.counts.items()}
+            found["drift"] = module.level_drifts(cache).amax(0)
+        for name, values in found.items():
+            rows.update({f"level/{level}/{name}": value for level, value in enumerate(values.tolist())})
+        names.update(found)
+
+    handle = model.register_forward_hook(hook) if enabled and hasattr(model, "level_drifts") else None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
 # Stands for the layer in names of rows of all layers together.
 ALL = "all"
 # Logged steps in a row after which a mixer's warning is printed.

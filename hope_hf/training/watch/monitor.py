@@ -9,7 +9,14 @@ from hope_hf.step.gpus import peak_flops
 
 from ..engines.base import Engine, Update
 from ..state import Progress
-from .model_report import KernelReport, MixerReport, initial_state_gradients, level_rows, memory_statistics
+from .model_report import (
+    KernelReport,
+    MixerReport,
+    initial_state_gradients,
+    learning_statistics,
+    level_rows,
+    memory_statistics,
+)
 from .process_files import Heartbeat, RamReport
 from .profile import StepProfile
 from .telemetry import Stopwatch, ThreadLimit, peak_memory_gib, utilization_meter
@@ -69,7 +76,12 @@ class Monitor:
     def forward(self):
         """Context of a forward pass. In a logged step mixers measure the first pass, or add up all passes."""
         is_first = self._logs and not self._rows
-        with memory_statistics(self._engine.model, self._rows, enabled=is_first), self._mixers.forward(self._logs):
+        model = self._engine.model
+        with (
+            memory_statistics(model, self._rows, enabled=is_first),
+            learning_statistics(model, self._rows, enabled=is_first),
+            self._mixers.forward(self._logs),
+        ):
             yield
 
     def last_batch_begins(self) -> None:

@@ -4,6 +4,7 @@ With `--memory`: the rows `memory/<layer>/...`, `sparse/<layer>/...` and `level/
 `memory.png`.
 """
 
+import math
 import os
 import sys
 from functools import partial
@@ -15,6 +16,7 @@ from hope_hf.cli.process import complain
 from hope_hf.cli.program import program
 from hope_hf.cli.results import as_label, draw_or_warn
 
+from .model_report import ALL
 from .tracking import METRICS_FILE, curve, read_metrics
 
 # Title, and the keys behind `memory/<layer>/`: solid, then dashed.
@@ -30,9 +32,15 @@ SPARSE_PANELS = (
     ("sparse gates: entropy (-), collapsed (--)", ("gate_entropy_mean", "gate_collapse_fraction")),
     ("tokens back to a block: median (-), 95 % (--)", ("selected_distance_median", "selected_distance_p95")),
 )
+# The same for `level/<level>/`: solid, dashed, then dotted. The last two are drawn if levels learn from the text.
+LEVEL_PANELS = (
+    ("updates of the levels", ("updates",)),
+    ("learning: steps (-), gated (--), not finite (:)", ("steps", "skipped_gate", "skipped_not_finite")),
+    ("learning: drift over the matrix's norm", ("drift",)),
+)
 KINDS = ("memory", "sparse", "level")
 SHARES = ("share_compressed", "share_selected", "share_window")
-STYLES = ("-", "--")
+STYLES = ("-", "--", ":")
 # Shown on a logarithmic axis: they span decades.
 LOGARITHMIC = {"initial_state_grad_norm"}
 
@@ -46,36 +54,59 @@ def require_memories(folder: str | Path) -> None:
 
 def draw_memory(folder: str | Path, target: str | Path) -> None:
     """Draw the run's memories, sparse attention and levels, over tokens, into `target`; needs matplotlib."""
-    from matplotlib.cm import viridis
     from matplotlib.figure import Figure
 
     rows = read_metrics(folder)
     layers, sparse, levels = (_indices(rows, kind) for kind in KINDS)
-    panels = [("memory", layers, *panel) for panel in LAYER_PANELS]
-    panels += [("sparse", sparse, *panel) for panel in SPARSE_PANELS] if sparse else []
-    figure = Figure(figsize=(13, 10.5 if sparse else 7), layout="constrained")
-    axes = list(figure.subplots(3 if sparse else 2, 3, sharex=True).flat)
-    for axis, (kind, numbers, title, keys) in zip(axes, panels, strict=False):
-        for index, layer in enumerate(numbers):
-            color = viridis(index / max(1, len(numbers) - 1) * 0.9)
-            for key, style in zip(keys, STYLES, strict=False):
-                label = f"layer {layer}" if style == "-" else None
-                _draw(axis, rows, f"{kind}/{layer}/{key}", linestyle=style, color=color, label=label)
-        axis.set(title=title, yscale="log" if LOGARITHMIC & {*keys} else "linear")
+    panels = [("memory", layers, *panel) for panel in LAYER_PANELS] if layers else []
     if sparse:
-        for share in SHARES:
-            _draw(axes[-2], rows, f"sparse/all/{share}", label=share.removeprefix("share_"))
-        axes[-2].set(title="sparse attention: shares of the branches", ylim=(0, 1))
+        panels += [("sparse", sparse, *panel) for panel in SPARSE_PANELS]
+        panels.append(("shares", [ALL], "sparse attention: shares of the branches", SHARES))
+    panels += [("level", levels, *panel) for panel in LEVEL_PANELS if _has(rows, "level", levels, panel[1])]
+    lines = math.ceil(len(panels) / 3)
+    figure = Figure(figsize=(13, 3.5 * lines), layout="constrained")
+    axes = list(figure.subplots(lines, 3, sharex=True, squeeze=False).flat)
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    axes = axes[: len(panels)]
+    for axis, (kind, numbers, title, keys) in zip(axes, panels, strict=True):
+        draw = {"shares": _draw_shares, "level": _draw_levels}.get(kind, _draw_layers)
+        draw(axis, rows, kind, numbers, keys)
+        axis.set(title=title, yscale="log" if LOGARITHMIC & {*keys} else "linear")
+    _share_tokens(axes)
+    for axis, (kind, *_) in zip(axes, panels, strict=True):
+        if axis.has_data() and (axis is axes[0] or kind != "memory"):
+            axis.legend(fontsize="small", ncols=2)
+    figure.savefig(target, dpi=120)
+
+
+def _draw_layers(axis, rows: list[dict], kind: str, layers: list[int], keys: tuple[str, ...]) -> None:
+    from matplotlib.cm import viridis
+
+    for index, layer in enumerate(layers):
+        color = viridis(index / max(1, len(layers) - 1) * 0.9)
+        for key, style in zip(keys, STYLES, strict=False):
+            label = f"layer {layer}" if style == "-" else None
+            _draw(axis, rows, f"{kind}/{layer}/{key}", linestyle=style, color=color, label=label)
+
+
+def _draw_shares(axis, rows: list[dict], kind: str, layers: list[str], keys: tuple[str, ...]) -> None:
+    for share in keys:
+        _draw(axis, rows, f"sparse/{layers[0]}/{share}", label=share.removeprefix("share_"))
+    axis.set(ylim=(0, 1))
+
+
+def _draw_levels(axis, rows: list[dict], kind: str, levels: list[int], keys: tuple[str, ...]) -> None:
     for level in levels:
         # Each level's line is narrower, since levels of one period coincide.
         width = 1.5 * (len(levels) - level)
-        _draw(axes[-1], rows, f"level/{level}/updates", label=f"level {level}", color=f"C{level}", lw=width)
-    axes[-1].set(title="updates of the levels")
-    _share_tokens(axes)
-    for axis in (axes[0], *axes[len(LAYER_PANELS) :]):
-        if axis.has_data():
-            axis.legend(fontsize="small", ncols=2)
-    figure.savefig(target, dpi=120)
+        for key, style in zip(keys, STYLES, strict=False):
+            label = f"level {level}" if style == "-" else None
+            _draw(axis, rows, f"{kind}/{level}/{key}", linestyle=style, color=f"C{level}", lw=width, label=label)
+
+
+def _has(rows: list[dict], kind: str, numbers: list[int], keys: tuple[str, ...]) -> bool:
+    return any(f"{kind}/{number}/{key}" in row for row in rows for number in numbers for key in keys)
 
 
 def _indices(rows: list[dict], kind: str) -> list[int]:

@@ -23,7 +23,7 @@ from hope_hf.evaluation.continual.class_incremental import (
 )
 from hope_hf.evaluation.continual.classes import BANKING_GROUPS, ClassGroups, Example, banking77, clinc150, open_groups
 from hope_hf.evaluation.continual.fine_tuning import learn_by_fine_tuning
-from hope_hf.evaluation.continual.in_context import choose, context_of, label_of, learn_in_context, read
+from hope_hf.evaluation.continual.in_context import _tokens, choose, context_of, label_of, learn_in_context, read
 from hope_hf.evaluation.subject import Subject
 
 
@@ -114,6 +114,23 @@ def test_the_matrix_grows_with_the_groups_and_has_its_controls(subject, groups):
     assert [len(row) for row in matrix.hits] == [1, 2] and set(matrix.controls) == {"joint", "frozen"}
     assert set(learn_in_context(subject("llama"), groups, 1, 64, 0, "x")[1]) == {"joint"}
     assert [row["chance"] for row in rows(matrix)] == [0.5, 0.25, 0.25, 0.25]
+
+
+def test_levels_learn_from_the_examples_and_the_model_stays_as_it_was(learner, groups):
+    loaded = learner(max_position_embeddings=4096)
+    before = {name: value.clone() for name, value in loaded.model.state_dict().items()}
+    tokens = [loaded.start, *_tokens(loaded, groups, groups.train[1][:1] * 30)]
+    cache, plain = read(loaded, tokens, learn=True), read(loaded, tokens)
+    assert int(cache.levels.steps) == len(tokens) // 32 > 2 and plain.levels is None
+    contexts = [context_of(loaded, one) for part in groups.test for one in part]
+    candidates = [label_of(loaded, label) for label in groups.labels]
+    assert choose(loaded, cache, contexts, candidates, 64) == [2] * len(contexts)
+    assert choose(loaded, cache, contexts, candidates, 1) == [2] * len(contexts)
+    assert 2 not in choose(loaded, plain, contexts, candidates, 64)
+    found, alone = (learn_in_context(loaded, groups, 3, 64, 0, "x", learn=learn) for learn in (True, False))
+    # the control reads the same examples in the context alone
+    assert found[1]["frozen"] == alone[0][-1] and set(alone[1]) == {"joint"}
+    assert all(torch.equal(value, before[name]) for name, value in loaded.model.state_dict().items())
 
 
 def test_fine_tuning_learns_a_group_forgets_it_and_leaves_the_model_as_it_was(subject, groups):
@@ -252,6 +269,8 @@ def test_what_cannot_be_learned(subject, arguments, data, groups):
         ask(data_dir=str(data), num_fewshot=3)
     with pytest.raises(ValueError, match="take .* tokens, and the model has 160 positions .*: lower --num_fewshot"):
         ask("gpt2", data_dir=str(data), num_fewshot=2)
+    with pytest.raises(ValueError, match="--tasks clinc150-levels needs a model whose config.json has level_learning"):
+        class_incremental(arguments(tasks="clinc150-levels", data_dir=str(data)), subject("hope"))
     with pytest.raises(ValueError, match="--tasks clinc is none of clinc150-in-context, "):
         class_incremental(arguments(tasks="clinc", data_dir=str(data)), subject("llama"))
     (data / "clinc150_domains.json").unlink()

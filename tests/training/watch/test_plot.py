@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from hope_hf.cli import results
 from hope_hf.training.watch import plot
-from hope_hf.training.watch.plot import LAYER_PANELS, SHARES, SPARSE_PANELS
+from hope_hf.training.watch.plot import LAYER_PANELS, LEVEL_PANELS, SHARES, SPARSE_PANELS
 from hope_hf.training.watch.tracking import read_metrics
 
 
@@ -129,6 +129,25 @@ def test_memory_png_shows_sparse_attention_where_there_is_some(run, monkeypatch)
     assert [len(axis.lines) for axis in panels] == [2, 2, 4, 2, 2, 2, 2, 3, 3]
     assert panels[-2].get_title() == "sparse attention: shares of the branches"
     assert list(panels[5].lines[0].get_ydata()) == [1, 2, 3]
+
+
+def test_memory_png_shows_what_levels_learn_where_they_do(run, monkeypatch):
+    """An attention model has no panels of memories."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    for row in rows:
+        for name in [name for name in row if name.startswith("memory/")]:
+            del row[name]
+        for level in range(3):
+            row |= {f"level/{level}/{key}": row["step"] + level for _, keys in LEVEL_PANELS[1:] for key in keys}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *arguments, **options: figures.append(figure))
+    assert plot.main([str(run), "--memory"]) == 0
+    panels = figures[0].axes
+    assert [len(axis.lines) for axis in panels] == [3, 9, 3]
+    assert [axis.get_title().split(":")[0] for axis in panels] == ["updates of the levels", "learning", "learning"]
+    assert list(panels[2].lines[1].get_ydata()) == [2, 3, 4]
+    assert [text.get_text() for text in panels[1].get_legend().get_texts()] == ["level 0", "level 1", "level 2"]
 
 
 def test_a_run_of_one_row_shows_its_points(run, monkeypatch):

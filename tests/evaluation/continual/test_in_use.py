@@ -1,0 +1,114 @@
+"""One model that learns segments in use: by its levels, in the context and by fine-tuning of a copy."""
+
+import json
+import random
+
+import pytest
+import torch
+import yaml
+
+from hope_hf import HopeCache
+from hope_hf.data import document_start
+from hope_hf.evaluation import main
+from hope_hf.evaluation.continual.in_use import CONTEXT, LEVELS, TUNING, learn_in_use
+from hope_hf.evaluation.continual.segments import Segment
+
+WORDS = {"reading": "the memory of a model reads", "saying": "what was said before in text"}
+
+
+@pytest.fixture
+def segments(tokenizer) -> list[Segment]:
+    """Two segments of few words each, the first one in two documents."""
+
+    def document(words: str, count: int) -> torch.Tensor:
+        text = " ".join(random.Random(count).choices(words.split(), k=count))
+        return torch.tensor([document_start(tokenizer), *tokenizer(text, add_special_tokens=False)["input_ids"]])
+
+    sizes = {"reading": (30, 40), "saying": (80,)}
+    return [Segment(name, [document(words, n) for n in sizes[name]], 1) for name, words in WORDS.items()]
+
+
+def forgets(result) -> dict[tuple[str, str], dict]:
+    """The rows of forgetting by way and segment."""
+    table = result.tables["Loss of the second halves, forgetting and backward transfer, nats per token"]
+    return {(row["way"], row["segment"]): row for row in table}
+
+
+def test_levels_learn_both_segments_and_the_model_stays_as_it_was(learner, arguments, segments):
+    loaded = learner(max_position_embeddings=2048)
+    before = {name: value.clone() for name, value in loaded.model.state_dict().items()}
+    result = learn_in_use(arguments(learning_rate=3e-3), loaded, segments)
+    assert all(torch.equal(value, before[name]) for name, value in loaded.model.state_dict().items())
+    rows = forgets(result)
+    assert {way for way, _ in rows} == {LEVELS, CONTEXT, TUNING}
+    for way in (LEVELS, TUNING):
+        for name in WORDS:
+            assert rows[way, name]["last"] < rows[way, name]["first"] - 0.01
+    # before anything is learned all ways read alike
+    assert len({round(rows[way, "saying"]["first"], 4) for way in (LEVELS, CONTEXT, TUNING)}) == 1
+    table = result.tables["Levels that learn: loss of the first halves while they were read"]
+    assert [row["segment"] for row in table] == list(WORDS)
+    tokens = [row["n"] for row in table]
+    for row, (segment, name) in zip(table, zip(segments, WORDS, strict=True), strict=True):
+        assert row["segment"] == name and row["n"] == sum(len(one) - 1 for one in segment.documents) // 2
+        assert 0 < row["loss"] < row["loss_levels_as_trained"]
+    # two documents begin in the first half of the first segment; every one is read after its start token
+    assert sum(row["steps"] for row in table) == (sum(tokens) + 3) // 32
+
+
+def test_the_second_halves_are_read_with_what_levels_have_learned(learner, arguments, segments):
+    loaded = learner(dtype=torch.float64)
+    rows = learn_in_use(arguments(), loaded, segments).tables[
+        "Second halves after each segment (step: segments learned)"
+    ]
+    (text,) = segments[1].documents
+    half, levels = (len(text) - 1) // 2, None
+    first = sum(len(one) - 1 for one in segments[0].documents) // 2
+    one, two = segments[0].documents
+    learned = [one, two[: 1 + first - (len(one) - 1)]] if first > len(one) - 1 else [one[: 1 + first]]
+    for document in learned:
+        cache = HopeCache(loaded.model.config)
+        cache.levels = levels
+        loaded.model.learn(document[None], past_key_values=cache)
+        levels = cache.levels
+    cache = HopeCache(loaded.model.config)
+    cache.levels = levels
+    rest = torch.cat([text[:1], text[1 + half :]])[None]
+    with torch.no_grad():
+        logits = loaded.model(rest, past_key_values=cache).logits[:, :-1]
+    expected = torch.nn.functional.cross_entropy(logits.mT, rest[:, 1:])
+    (row,) = [r for r in rows if (r["way"], r["step"], r["segment"]) == (LEVELS, 1, "saying")]
+    assert row["loss"] == pytest.approx(float(expected), rel=1e-6) and row["n"] == rest.shape[1] - 1
+
+
+def test_rate_0_learns_and_forgets_nothing(learner, arguments, segments):
+    result = learn_in_use(arguments(), learner(learning=dict(rate=0.0)), segments)
+    for name in WORDS:
+        row = forgets(result)[LEVELS, name]
+        assert row["forgetting"] == 0.0 and row["first"] == row["last"]
+    (row, _) = result.tables["Levels that learn: loss of the first halves while they were read"]
+    assert row["loss"] == pytest.approx(row["loss_levels_as_trained"], rel=1e-5) and row["drift"] == 0.0
+
+
+def test_a_context_beyond_the_positions_is_left_out(learner, arguments, segments):
+    rows = forgets(learn_in_use(arguments(), learner(max_position_embeddings=100), segments))
+    assert {way for way, _ in rows} == {LEVELS, TUNING} and rows[LEVELS, "saying"]["last"] > 0
+
+
+def test_a_whole_report(learner, tmp_path):
+    loaded = learner()
+    loaded.model.save_pretrained(tmp_path / "model")
+    loaded.tokenizer.save_pretrained(tmp_path / "model")
+    corpora = {}
+    for name, words in WORDS.items():
+        (tmp_path / f"{name}.txt").write_text(f"{words} " * 20)
+        corpora[name] = {"files": str(tmp_path / f"{name}.txt")}
+    (tmp_path / "segments.yaml").write_text(yaml.safe_dump({"corpora": corpora}, sort_keys=False))
+    flags = ["--suite", "continual", "--model_name_or_path", tmp_path / "model", "--device", "cpu", "--cpu_threads", 1]
+    flags += ["--segments", tmp_path / "segments.yaml", "--output_dir", tmp_path / "eval"]
+    assert main([str(flag) for flag in flags]) == 0
+    record = json.loads((tmp_path / "eval/results.json").read_text())["results"]["continual"]
+    assert [row["number"] for row in record["summary"][:2]] == [
+        "levels learn: loss after the last segment", "levels learn: forgetting",
+    ]  # fmt: skip
+    assert (tmp_path / "eval/continual.png").read_bytes().startswith(b"\x89PNG")
