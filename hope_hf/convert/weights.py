@@ -115,7 +115,7 @@ def read_names(paths: list[Path]) -> dict[str, Path]:
     """The file of every tensor. ValueError if two files hold one."""
     names = {}
     for path in paths:
-        with safe_open(path, framework="pt") as tensors:
+        with _opened(path) as tensors:
             for name in tensors.keys():  # noqa: SIM118  not a dictionary
                 if name in names:
                     raise ValueError(f"{path} holds {name}, which {names[name]} holds, too: save the model again.")
@@ -142,6 +142,7 @@ def plan_files(paths: list[Path], config: HopeConfig, dtype: torch.dtype, named:
         expected = {name: list(weight.shape) for name, weight in HopeForCausalLM(config).state_dict().items()}
     if config.tie_word_embeddings:
         del expected["lm_head.weight"]
+        _check_tied(read_names(paths), named)
     files, found = [], {}
     for path in paths:
         file = File(path, {}, [])
@@ -171,6 +172,20 @@ def plan_files(paths: list[Path], config: HopeConfig, dtype: torch.dtype, named:
             found |= {name: ("a new weight", list(weight.shape)) for name, weight in new.items()}
     _compare(found, expected, named)
     return [file for file in files if file.parts]
+
+
+def _check_tied(names: dict[str, Path], named: str) -> None:
+    """ValueError for a head of its own: transformers ties it to the embedding only where both are the same."""
+    tied = [name for name in ("model.embed_tokens.weight", "lm_head.weight") if name in names]
+    tensors = []
+    for name in tied:
+        with _opened(names[name]) as file:
+            tensors.append(file.get_tensor(name))
+    if len(tied) == 2 and not torch.equal(*tensors):
+        raise ValueError(
+            f"{named} has tie_word_embeddings and a lm_head.weight that is not its embedding: set tie_word_embeddings "
+            "to false in its config.json."
+        )
 
 
 def _compare(found: dict[str, tuple[str, list[int]]], expected: dict[str, list[int]], named: str) -> None:

@@ -70,6 +70,18 @@ def test_files_that_do_not_fit_the_config(saved, refused):
     assert "has no model.safetensors, and only safetensors are read" in refused(source)
 
 
+def test_a_head_of_its_own_beside_a_tied_one(saved, refused, converted):
+    _, source = saved("tied")
+    weights = load_file(source / "model.safetensors")
+    for change, accepted in ((1.0, False), (0.0, True)):
+        head = {"lm_head.weight": weights["model.embed_tokens.weight"] + change}
+        save_file(weights | head, source / "model.safetensors", metadata={"format": "pt"})
+        if accepted:
+            assert "lm_head.weight" not in load_file(converted(source) / "model.safetensors")
+        else:
+            assert "tie_word_embeddings and a lm_head.weight that is not its embedding" in refused(source)
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
