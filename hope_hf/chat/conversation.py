@@ -158,9 +158,10 @@ class Conversation:
             return math.inf
         positions, read = self.model.config.max_position_embeddings, self.cache.get_seq_length()
         if positions - read - tokens < least:
+            anew = ", begin without what was read before" if read else ""
             raise ValueError(
                 f"the model has {positions:,} positions, {read:,} of them are taken and {tokens:,} tokens follow: "
-                "shorten the text, begin without --memory, or convert the model with a window."
+                f"shorten the text{anew}, or convert the model with a window."
             )
         return positions - read - tokens
 

@@ -51,6 +51,10 @@ class Session:
                 self.conversation.say(prompt)
             if not self.args.prompt:
                 self._converse()
+        except KeyboardInterrupt:
+            # ends the line of an answer
+            print(flush=True)
+            raise
         finally:
             if self.args.memory and self.conversation.has_begun:
                 self._save()

@@ -91,9 +91,12 @@ def test_what_the_tokenizer_puts_before_texts_is_read_once(conversation, tokeniz
     assert talk.encode("w3") == [3] and conversation().encode("w3") == [7, 3]
 
 
+@pytest.mark.parametrize("kinds", [["hope_memory", "full_attention"], ["window_attention", "sparse_attention"]])
 @pytest.mark.parametrize("learn", [False, True])
-def test_undo_is_exact(conversation, learn):
-    talk = conversation(learn=learn, learn_generated=learn)
+def test_undo_is_exact(tiny_model, tokenizer, learn, kinds):
+    options = {"sliding_window": 4} if "window_attention" in kinds else {}
+    model = tiny_model(layer_types=kinds, level_learning={"periods": [8, 8], "gate": False}, **options)
+    talk = Conversation(model, tokenizer, learn=learn, learn_generated=learn, max_new_tokens=6, do_sample=False)
     talk.say(MESSAGES[2])
     reference, place = HopeCache.from_state_tensors(talk.model.config, talk.cache.state_tensors()), talk.place
     answer = talk.say(MESSAGES[1])
