@@ -68,6 +68,8 @@ class LevelLearning:
     gate: bool = True
     # below this share of a uniform guess's loss, steps shrink with the loss: a text that repeats teaches little
     brake: float | int = 0.1
+    # whether the model has a parameter for each matrix that learns, the logarithm of a factor of `rate`
+    learned_rate: bool = False
 
     @classmethod
     def of(cls, values: "dict | LevelLearning | None") -> "LevelLearning | None":
@@ -125,6 +127,17 @@ class MatrixKey(NamedTuple):
         return f"{self.block}.{self.level}.{self.matrix}"
 
 
+class Taught(NamedTuple):
+    """What moves a map's weights while it reads."""
+
+    # difference to the trained weights of each row [B, o, i]
+    delta: torch.Tensor
+    # its derivative by the logarithm of its rate [B, o, i], where the rate is a trained parameter
+    derivative: torch.Tensor | None = None
+    # the tokens that are read with it [B, T, 1]; `None`: all
+    tokens: torch.Tensor | None = None
+
+
 class LevelState(NamedTuple):
     """What the levels of a model have learned from each row's text."""
 
@@ -146,20 +159,14 @@ class LevelState(NamedTuple):
         deltas, gradients = ({key: function(x) for key, x in named.items()} for named in self[:2])
         return LevelState(deltas, gradients, *map(function, self[2:]))
 
-    def by_block(self, config: PreTrainedConfig) -> dict[int, dict[int, dict[str, torch.Tensor]]]:
+    def by_block(self, config: PreTrainedConfig) -> dict[int, dict[int, dict[str, list[Taught]]]]:
         """The deltas by block, level and matrix; ValueError if another model learned them."""
-        blocks: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
-        for (block, level, matrix), delta in self.deltas.items():
-            sizes = config.level_intermediate_sizes
-            fits = block < config.num_hidden_layers and level < len(sizes)
-            shape = (config.hidden_size, sizes[level]) if fits else ()
-            if delta.shape[1:] != (shape if matrix == "down_proj" else shape[::-1]):
-                raise ValueError(
-                    f"past_key_values holds what {matrix} of block {block} has learned as {list(delta.shape[1:])}, "
-                    "which does not fit this model: give a cache that this model has written"
-                )
-            blocks.setdefault(block, {}).setdefault(level, {})[matrix] = delta
-        return blocks
+        return taught_by_block(config, {key: [Taught(delta)] for key, delta in self.deltas.items()})
+
+    def forget(self, rows: torch.Tensor) -> "LevelState":
+        """The state in which some rows [B] are as before their first token, but for their number of tokens."""
+        forgotten = self.map(lambda x: torch.where(rows.to(x.device).view(-1, *[1] * (x.ndim - 1)), 0, x))
+        return forgotten._replace(tokens=self.tokens)
 
     def named(self, dtype: str = "float32") -> dict[str, torch.Tensor]:
         """The tensors by name, for a file.
@@ -207,6 +214,25 @@ class LevelState(NamedTuple):
         """Bytes of all tensors."""
         tensors = (*self.deltas.values(), *self.gradients.values(), *self[2:])
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def taught_by_block(
+    config: PreTrainedConfig, taught: dict[MatrixKey, list[Taught]]
+) -> dict[int, dict[int, dict[str, list[Taught]]]]:
+    """What moves the weights, by block, level and matrix; ValueError if it is of another model."""
+    blocks: dict[int, dict[int, dict[str, list[Taught]]]] = {}
+    for (block, level, matrix), parts in taught.items():
+        sizes = config.level_intermediate_sizes
+        fits = block < config.num_hidden_layers and level < len(sizes)
+        shape = (config.hidden_size, sizes[level]) if fits else ()
+        found = parts[0].delta.shape[1:]
+        if found != (shape if matrix == "down_proj" else shape[::-1]):
+            raise ValueError(
+                f"past_key_values holds what {matrix} of block {block} has learned as {list(found)}, which does not "
+                "fit this model: give a cache that this model has written"
+            )
+        blocks.setdefault(block, {}).setdefault(level, {})[matrix] = parts
+    return blocks
 
 
 def empty_state(weights: dict[MatrixKey, torch.Tensor], levels: int, rows: int) -> LevelState:
@@ -260,6 +286,19 @@ def loaded_state(state: LevelState, fields: dict, model: PreTrainedModel, rows: 
     return placed
 
 
+def rate_factors(model: PreTrainedModel, learning: LevelLearning) -> dict[MatrixKey, torch.Tensor]:
+    """The learned factor of the rate of every matrix that has one; detached scalars."""
+    factors = {}
+    for block in learning.blocks:
+        for level, module in enumerate(model.base_model.layers[block].continuum.levels):
+            if module.rates is not None:
+                weight = module.rates.weight.detach()
+                weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+                for name, factor in zip(module.rates.matrices, weight.exp(), strict=True):
+                    factors[MatrixKey(block, level, name)] = factor
+    return factors
+
+
 def weight_norms(weights: dict[MatrixKey, torch.Tensor]) -> dict[MatrixKey, torch.Tensor]:
     """Norm |W| of each matrix, float32 or wider."""
     return {
@@ -299,8 +338,11 @@ def learning_weights(model: PreTrainedModel, learning: LevelLearning) -> dict[Ma
 
 def step(
     delta: torch.Tensor, gradient: torch.Tensor, norm: torch.Tensor, learning: LevelLearning, strength: torch.Tensor
-) -> torch.Tensor:
-    """The next delta [B, o, i] of a matrix of the given norm; rows with a `strength` [B, 1, 1] of 0 keep theirs."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The next delta [B, o, i] of a matrix of the given norm, and the factor [B, 1, 1] that kept it in the bound.
+
+    Rows with a `strength` [B, 1, 1] of 0 keep theirs.
+    """
     takes_step = strength > 0
     if not bool(takes_step.all()):
         # the gradient may be the reason, as a number that is not finite
@@ -310,7 +352,21 @@ def step(
     drift = torch.linalg.vector_norm(moved, dim=(1, 2), keepdim=True)
     kept = (learning.drift * norm / drift.clamp_min(torch.finfo(delta.dtype).tiny)).clamp(max=1.0)
     # a row without a step is inside the bound already
-    return moved * kept if bool((kept < 1).any()) else moved
+    return moved * kept if bool((kept < 1).any()) else moved, kept
+
+
+@torch.no_grad()
+def next_derivative(
+    derivative: torch.Tensor, delta: torch.Tensor, moved: torch.Tensor, kept: torch.Tensor
+) -> torch.Tensor:
+    """Derivative of a delta [B, o, i] by the logarithm of its rate after a step from `delta` to `moved` (`step`).
+
+    The gradient counts as a constant. In the bound, what changes the norm alone has no effect.
+    """
+    tiny = torch.finfo(moved.dtype).tiny
+    free = derivative - delta + moved / kept.clamp_min(tiny)
+    along = (moved * free).sum((1, 2), keepdim=True) / moved.square().sum((1, 2), keepdim=True).clamp_min(tiny)
+    return torch.where(kept < 1, kept * (free - moved * along), free)
 
 
 def normalised(gradient: torch.Tensor) -> torch.Tensor:

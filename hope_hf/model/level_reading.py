@@ -4,31 +4,29 @@ Axes: B row, T token of the call, L level.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import nn
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 
+from .backends import VARIABLE, asked_kernels
 from .cache_hope import HopeCache
 from .inputs import check_inputs, check_labels, later_begins
 from .level_learning import (
     LevelLearning,
     LevelState,
-    MatrixKey,
     empty_state,
     learning_weights,
-    step,
+    rate_factors,
     weight_norms,
 )
-from .loss import IGNORED, HopeHead
+from .level_pieces import Learner, Piece, read_piece
+from .loss import IGNORED, HopeHead, next_labels
 
 
 @dataclass
@@ -65,14 +63,26 @@ class Reading(NamedTuple):
 
     # after the last block and norm, of the call's kept columns [B, K, hidden_size]; `None` if none are kept
     hidden: torch.Tensor | None
-    # summed loss of each row [B] in nats, and its number of predictions
+    # summed loss of each row [B] in nats (where gradients are enabled of all rows [1]), and its number of predictions
     loss: torch.Tensor
     scored: torch.Tensor
     # the same of each piece, in the order of reading
     pieces: list[tuple[float, int]]
 
 
-def check_learning(model: PreTrainedModel, cache, input_ids, attention_mask, position_ids) -> LevelLearning:
+def check_second_order(model: PreTrainedModel) -> None:
+    """ValueError unless the model's operations have second derivatives."""
+    if asked_kernels() != "plain":
+        raise ValueError(
+            f"the second order needs second derivatives, which fast kernels do not have: set {VARIABLE}=plain"
+        )
+    if model.config._attn_implementation not in ("eager", "sdpa"):
+        raise ValueError("the second order needs second derivatives: set attn_implementation to sdpa or eager")
+    if any(block.gradient_checkpointing for block in model.base_model.layers):
+        raise ValueError("the second order needs the activations of all pieces: leave out gradient checkpointing")
+
+
+def check_learning(model: PreTrainedModel, cache, input_ids, attention_mask) -> LevelLearning:
     """The model's `LevelLearning`; ValueError if it cannot learn from this call."""
     learning = model.config.level_learning
     if learning is None:
@@ -91,18 +101,37 @@ def check_learning(model: PreTrainedModel, cache, input_ids, attention_mask, pos
         )
     if input_ids is None:
         raise ValueError("learn=True predicts the next token: give input_ids, not inputs_embeds")
-    numbers = attention_mask is not None and attention_mask.dtype != torch.bool and bool((attention_mask > 1).any())
-    restarts = False
-    if position_ids is not None:
-        real = torch.ones_like(input_ids) if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
-        begins = later_begins(real, position_ids)
-        if cache.get_seq_length():
-            begins |= (position_ids == 0) & real.bool()
-        restarts = bool(begins.any())
-    if numbers or restarts:
-        raise ValueError("learn=True reads one document a row: give every document a row of its own")
+    if attention_mask is not None and attention_mask.dtype != torch.bool and bool((attention_mask > 1).any()):
+        raise ValueError("learn=True takes documents of a row as position_ids that restart at 0, not as numbers")
     learning.check(model.config)
     return learning.resolved(model.config)
+
+
+def later_documents(model: PreTrainedModel, cache, input_ids, attention_mask, position_ids) -> torch.Tensor | None:
+    """Tokens [B, T] at which a document begins after another one of its row; `None` if there is none.
+
+    Raises:
+        ValueError: the model's layers do not keep the documents apart, piece by piece.
+    """
+    if position_ids is None:
+        return None
+    seen = cache.get_seq_length()
+    real = torch.ones_like(input_ids) if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
+    begins = later_begins(real, position_ids.expand(input_ids.shape))
+    if seen:
+        begins |= (position_ids == 0) & real.bool()
+    if not bool(begins.any()):
+        return None
+    if attention_mask is not None and not bool((attention_mask == 1).all()):
+        raise ValueError("learn=True reads rows of several documents without padding: leave attention_mask out")
+    needs_mask = "mask" in model.config.needs
+    if needs_mask and (seen or model.config.keeps_state):
+        where = "beside layers of other kinds" if model.config.keeps_state else "after a cache that has read tokens"
+        raise ValueError(
+            f"'full_attention' layers {where} do not keep documents of a row apart while levels learn: give every "
+            "document a row of its own"
+        )
+    return begins
 
 
 def read_and_learn(
@@ -114,12 +143,17 @@ def read_and_learn(
     labels: torch.Tensor | None = None,
     keeps_hidden: bool = True,
     second_order: bool = False,
+    keeps_cache: bool = True,
     **kwargs,
 ) -> Reading:
     """Read a call's tokens piece by piece, and let the levels learn after each.
 
     Where gradients are enabled, as in training, losses and hidden states carry the graph through the effect of all
-    deltas. Else everything is detached, and weights get no gradient.
+    deltas, and of the steps' learned rates. Else everything is detached, and weights get no gradient.
+
+    Pieces of a row of several documents end at the same columns as those of one document. A document that begins
+    inside a piece is read without what the one before it taught, and the piece's step is that of the row's last
+    document alone.
 
     Args:
         model: a causal language model of this package.
@@ -128,12 +162,17 @@ def read_and_learn(
         attention_mask: [B, columns seen + T].
         position_ids: [B, T].
         labels: [B, T], the tokens themselves; a token with -100 is neither scored nor learned from.
-        second_order: whether gradients also go through the steps.
+        second_order: whether gradients also go through the steps. Strengths and norms of matrices count as constants.
+        keeps_cache: whether the cache is read later; else the last piece teaches nothing.
         kwargs: other arguments of the trunk.
     """
-    learning = check_learning(model, cache, input_ids, attention_mask, position_ids)
+    learning = check_learning(model, cache, input_ids, attention_mask)
+    trains = torch.is_grad_enabled()
+    if second_order:
+        check_second_order(model)
+    begins = later_documents(model, cache, input_ids, attention_mask, position_ids)
     weights = learning_weights(model, learning)
-    learner = _Learner(model, learning, weight_norms(weights), second_order)
+    norms, factors = weight_norms(weights), rate_factors(model, learning)
     if cache.levels is not None and cache.levels.deltas.keys() != weights.keys():
         raise ValueError(
             f"past_key_values holds what the matrices {', '.join(map(str, cache.levels.deltas))} have learned, and "
@@ -145,11 +184,15 @@ def read_and_learn(
     if attention_mask is not None:
         real = attention_mask[:, -length:].bool()
     if labels is None:
-        labels = input_ids.masked_fill(~real, -100)
-    targets = pad(labels[:, 1:], (0, 1), value=-100).masked_fill(~real, -100)
+        labels = input_ids.masked_fill(~real, IGNORED)
+    targets = next_labels(labels).masked_fill(~real, IGNORED)
+    if begins is not None and "mask" in model.config.needs:
+        number = begins.cumsum(1)
+        attention_mask = (number[:, :, None] == number[:, None]).tril()[:, None]
     before = cache.snapshot()
     try:
-        if cache.levels is None:
+        is_new = cache.levels is None
+        if is_new:
             cache.levels = empty_state(weights, len(learning.periods), rows)
         cuts = _cuts(cache.levels.tokens, real, learning.periods[0])
         groups = {cut: [row for row in range(rows) if cuts[row] == cut] for cut in cuts}
@@ -157,17 +200,28 @@ def read_and_learn(
         parts = [cache] if len(groups) == 1 else [cache.select(chosen) for chosen in groups.values()]
         results = []
         for part, (stops, chosen) in zip(parts, groups.items(), strict=True):
+            # what an earlier call taught counts as a constant
+            derivatives = {} if is_new else {key: torch.zeros_like(part.levels.deltas[key]) for key in factors}
+            learner = Learner(model, learning, norms, factors, derivatives, second_order)
             read = []
             for start, stop in zip((0, *stops), stops, strict=False):
                 columns = slice(start, stop)
                 inputs = {"input_ids": input_ids[chosen, columns], **kwargs}
                 if attention_mask is not None:
-                    inputs["attention_mask"] = attention_mask[chosen, : seen + stop]
+                    mask = attention_mask[chosen]
+                    inputs["attention_mask"] = mask[:, : seen + stop] if mask.ndim == 2 else mask[..., columns, :stop]
                 if position_ids is not None:
                     inputs["position_ids"] = position_ids.expand(rows, -1)[chosen, columns]
-                piece = _Piece(inputs, targets[chosen, columns], real[chosen, columns])
-                hidden, *sums = _read(learner, part, piece)
-                read.append((hidden if keeps_hidden else None, *sums))
+                teaches = keeps_cache or stop < length
+                piece = Piece(
+                    inputs,
+                    targets[chosen, columns],
+                    real[chosen, columns],
+                    None if begins is None else begins[chosen, columns],
+                    teaches,
+                )
+                hidden, *sums = read_piece(learner, part, piece)
+                read.append((hidden if keeps_hidden or trains else None, *sums))
             results.append(read)
         order = torch.tensor([row for chosen in groups.values() for row in chosen]).argsort().to(input_ids.device)
         if len(parts) > 1:
@@ -175,12 +229,17 @@ def read_and_learn(
     except BaseException:
         cache.rollback(before)
         raise
-    joined = [torch.cat([torch.stack([one[at] for one in read]).sum(0) for read in results])[order] for at in (1, 2)]
-    hidden = None
-    if keeps_hidden:
-        hidden = torch.cat([torch.cat([one[0] for one in read], dim=1) for read in results])[order]
+    loss, scored = (
+        torch.cat([torch.stack([one[at] for one in read]).sum(0) for read in results])[order] for at in (1, 2)
+    )
     pieces = [(float(one[1].detach().sum()), int(one[2].sum())) for read in results for one in read]
-    return Reading(hidden, *joined, pieces)
+    hidden = None
+    if keeps_hidden or trains:
+        hidden = torch.cat([torch.cat([one[0] for one in read], dim=1) for read in results])[order]
+    if trains:
+        # one call for the whole text, so that the weight of the head has one gradient
+        loss = model.summed_loss(hidden, targets)[None]
+    return Reading(hidden, loss, scored, pieces)
 
 
 def _cuts(tokens: torch.Tensor, real: torch.Tensor, period: int) -> list[tuple[int, ...]]:
@@ -189,131 +248,6 @@ def _cuts(tokens: torch.Tensor, real: torch.Tensor, period: int) -> list[tuple[i
     counts = tokens[:, None].to(real.device) + real.cumsum(1)
     ends = (counts % period == 0) & real
     return [(*(column + 1 for column in row.nonzero()[:, 0].tolist() if column + 1 < length), length) for row in ends]
-
-
-@contextmanager
-def _weights_without_gradients(model: nn.Module) -> Iterator[None]:
-    """No graph below the first level that learns, and none for the weights."""
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    for weight in weights:
-        weight.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for weight in weights:
-            weight.requires_grad_(True)
-
-
-class _Piece(NamedTuple):
-    """Tokens that are read with the same levels."""
-
-    # arguments of the trunk
-    inputs: dict
-    # each token's next token [B, T], -100 where it is not scored
-    targets: torch.Tensor
-    # whether a token is no padding [B, T]
-    real: torch.Tensor
-
-
-class _Learner(NamedTuple):
-    """A model, and how it learns."""
-
-    model: PreTrainedModel
-    learning: LevelLearning
-    norms: dict[MatrixKey, torch.Tensor]
-    # whether gradients also go through the steps
-    second_order: bool
-
-
-def _read(learner: _Learner, cache, piece: _Piece) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states of a piece, and each row's summed loss and number of predictions; the cache is updated."""
-    if torch.is_grad_enabled():
-        return _read_with_graph(learner, cache, piece, keeps_graph=True)
-    with _weights_without_gradients(learner.model), torch.enable_grad():
-        hidden, losses, scored = _read_with_graph(learner, cache, piece, keeps_graph=False)
-    cache.detach_()
-    return hidden.detach(), losses.detach(), scored
-
-
-def _read_with_graph(learner: _Learner, cache, piece: _Piece, keeps_graph: bool):
-    """The result of `_read`. `keeps_graph`: whether a backward pass follows."""
-    model, second_order = learner.model, learner.second_order
-    state = cache.levels
-    # tensors of this piece alone, so that its gradient does not go on through states that earlier pieces left
-    deltas = {
-        key: delta.view_as(delta) if delta.requires_grad else delta.detach().requires_grad_()
-        for key, delta in state.deltas.items()
-    }
-    cache.levels = state._replace(deltas=deltas)
-    hidden = model.base_model(**piece.inputs, past_key_values=cache).last_hidden_state
-    inside = _row_losses(model, hidden[:, :-1], piece.targets[:, :-1])
-    # The last token's prediction is scored, not learned from: its target belongs to the next piece.
-    with torch.set_grad_enabled(keeps_graph):
-        losses = inside + _row_losses(model, hidden[:, -1:], piece.targets[:, -1:])
-    learned, scored = (piece.targets[:, :-1] != -100).sum(1), (piece.targets != -100).sum(1)
-    gradients = {}
-    if bool(learned.any()):
-        found = torch.autograd.grad(
-            inside.sum(), [*deltas.values()], retain_graph=keeps_graph, create_graph=second_order
-        )
-        gradients = dict(zip(deltas, found, strict=True))
-    with torch.set_grad_enabled(second_order):
-        cache.levels = _after_piece(learner, state, gradients, inside.detach(), learned, piece.real)
-    return hidden, losses, scored
-
-
-def _row_losses(model, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Summed next-token loss of each row [B] of hidden states [B, T, hidden_size], float32 or wider."""
-    if not hidden.shape[1]:
-        return hidden.new_zeros(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
-    return torch.stack([model.summed_loss(*row) for row in zip(hidden, targets, strict=True)])
-
-
-def _after_piece(learner: _Learner, state: LevelState, gradients, loss, learned, real) -> LevelState:
-    """The state after a piece: the gradient added to every open period, and a step for every one that it closes."""
-    learning, device = learner.learning, state.tokens.device
-    tokens = state.tokens + real.sum(1).to(device)
-    losses = state.losses + loss[:, None].to(state.losses)
-    scored = state.scored + learned[:, None].to(device)
-    periods = torch.tensor(learning.periods, device=device)
-    # a piece of padding alone closes no period
-    closes = (tokens[:, None] % periods == 0) & real.any(1)[:, None].to(device)
-    sums = dict(state.gradients)
-    for key, gradient in gradients.items():
-        gradient = gradient.to(state.deltas[key].dtype)
-        sums[key] = sums[key] + gradient if key in sums else gradient
-    mean = losses / scored
-    guess = math.log(learner.model.config.vocab_size)
-    finite = mean.isfinite()
-    for key, gradient in sums.items():
-        # the norm is not finite if an entry is not
-        finite[:, key.level] &= torch.linalg.vector_norm(gradient.detach(), dim=(1, 2)).isfinite().to(device)
-    gated = mean > guess if learning.gate else torch.zeros_like(finite)
-    has_loss = closes & (scored > 0)
-    steps = has_loss & finite & ~gated
-    strength = (mean / (learning.brake * guess)).clamp(max=1.0) if learning.brake else torch.ones_like(mean)
-    strength = torch.where(steps, strength, 0.0)
-    deltas = dict(state.deltas)
-    for key, norm in learner.norms.items():
-        level = key.level
-        if bool(steps[:, level].any()):
-            size = strength[:, level].to(norm.device)[:, None, None]
-            deltas[key] = step(deltas[key], sums[key], norm, learning, size)
-        if bool(closes[:, level].all()):
-            sums.pop(key, None)
-        elif key in sums and bool(closes[:, level].any()):
-            is_open = ~closes[:, level].to(norm.device)
-            sums[key] = torch.where(is_open[:, None, None], sums[key], 0.0)
-    reasons = torch.stack([has_loss & finite & gated, has_loss & ~finite], dim=-1)
-    return LevelState(
-        deltas,
-        sums,
-        tokens,
-        torch.where(closes, 0.0, losses),
-        torch.where(closes, 0, scored),
-        state.steps + steps,
-        state.skipped + reasons,
-    )
 
 
 def drifts_of(model: PreTrainedModel, state: LevelState) -> torch.Tensor:
@@ -355,10 +289,12 @@ class LearnsFromText:
         check_inputs(self.config, input_ids, inputs_embeds)
         if labels is not None:
             check_labels(labels, self.config.vocab_size)
-        cache = HopeCache(self.config) if cache is None else cache
+        is_given = cache is not None
+        cache = cache if is_given else HopeCache(self.config)
         reading = read_and_learn(
-            self, cache, input_ids, attention_mask, position_ids, labels, kept is not None, **kwargs
-        )
+            self, cache, input_ids, attention_mask, position_ids, labels, kept is not None,
+            keeps_cache=is_given or use_cache is not False, **kwargs,
+        )  # fmt: skip
         loss = None
         if labels is not None:
             loss = reading.loss.sum() / (reading.scored.sum() if num_items_in_batch is None else num_items_in_batch)

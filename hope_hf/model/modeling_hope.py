@@ -61,7 +61,7 @@ class HopeBlock(GradientCheckpointingLayer):
         self.layer_idx = layer_idx
         self.input_layernorm = HopeRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mixer = MIXERS[config.layer_types[layer_idx]](config, layer_idx)
-        self.continuum = CONTINUA[config.level_variant](config)
+        self.continuum = CONTINUA[config.level_variant](config, layer_idx)
         for projection in (self.mixer.o_proj, *(level.down_proj for level in self.continuum.levels)):
             projection.ends_branch = True
 
@@ -111,7 +111,7 @@ class HopePreTrainedModel(PreTrainedModel):
         | queries, keys, values of sparse attention beside memories | normal, `1 / sqrt(hidden_size)` |
         | o_proj, down_proj | normal, `initializer_range / sqrt(2 * num_hidden_layers)` |
         | embedding and head wider than 768 | times `sqrt(768 / hidden_size)` |
-        | norms, level mix, value shares | 1 |
+        | norms, level mix, value shares; learned rates of levels | 1; 0 |
         | initial memories | 0; paper's rule: normal, 0.05 / sqrt(width), inner layers orthogonal times 2 |
         | convolutions | uniform, +-1/sqrt(kernel) |
         | delta rule: projection and convolution of queries | those of keys |
@@ -385,8 +385,8 @@ class HopeForCausalLM(LearnsFromText, HopePreTrainedModel, HopeGenerationMixin):
             raise ValueError("skip_logits=True returns the loss alone: give labels, or leave skip_logits out")
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         if learn:
-            given = past_key_values, input_ids, attention_mask, position_ids, labels
-            return self._learn(*given, None if skip_logits else kept, inputs_embeds=inputs_embeds, **kwargs)
+            given = past_key_values, input_ids, attention_mask, position_ids, labels, None if skip_logits else kept
+            return self._learn(*given, inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -468,8 +468,7 @@ def test_a_call_that_cannot_learn_is_refused_and_changes_nothing(tiny_model):
         assert cache.levels is None and not cache.get_seq_length()
 
     refused("give input_ids, not inputs_embeds", input_ids=None, inputs_embeds=torch.zeros(1, 3, 32).double())
-    refused("one document a row", position_ids=torch.arange(20)[None] % 10)
-    refused("one document a row", attention_mask=torch.arange(20)[None] // 10 + 1)
+    refused("position_ids that restart at 0, not as numbers", attention_mask=torch.arange(20)[None] // 10 + 1)
     refused("returns no hidden_states: leave output_hidden_states out", output_hidden_states=True)
     refused("cannot hold what levels learn", past_key_values=type("Other", (), {})())
     with torch.inference_mode(), pytest.raises(ValueError, match="use torch.no_grad\\(\\) instead"):
