@@ -36,6 +36,10 @@ class ContinuumLevel(nn.Module):
         has_rates = learning is not None and learning.learned_rate and block in learning.resolved(config).blocks
         self.rates = LearnedRates(learning.matrices) if has_rates else None
 
+    def add_rates(self, matrices: list[str]) -> None:
+        """Let the level learn its rates, for a model whose configuration did not ask for them."""
+        self.rates = LearnedRates(matrices).to(self.down_proj.weight)
+
     def forward(self, hidden_states: torch.Tensor, deltas: dict[str, list[Taught]] | None = None) -> torch.Tensor:
         """[B, T, hidden_size], with differences to the weights of the maps that learned from each row."""
         normed = self.norm(hidden_states)

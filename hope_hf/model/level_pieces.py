@@ -38,6 +38,19 @@ def _weights_without_gradients(model: nn.Module) -> Iterator[None]:
             weight.requires_grad_(True)
 
 
+@contextmanager
+def _stays_gathered(model: nn.Module) -> Iterator[None]:
+    """A backward pass within the model's forward: FSDP would end the step and free the weights of the root."""
+    is_sharded = hasattr(model, "set_reshard_after_backward")
+    if is_sharded:
+        model.set_is_last_backward(False)
+        model.set_reshard_after_backward(False)
+    yield
+    if is_sharded:
+        model.set_is_last_backward(True)
+        model.set_reshard_after_backward(True)
+
+
 class Piece(NamedTuple):
     """Tokens that are read with the same levels."""
 
@@ -120,12 +133,15 @@ def _read_with_graph(learner: Learner, cache, piece: Piece, keeps_graph: bool):
     gradients = {}
     # Sharded levels communicate: in training, every process goes back through every piece.
     if piece.teaches and targets.shape[1] > 1 and (keeps_graph or bool(learned.any())):
-        found = torch.autograd.grad(
-            inside.sum(), [*deltas.values()], retain_graph=keeps_graph, create_graph=second_order
-        )
+        with _stays_gathered(model):
+            found = torch.autograd.grad(
+                inside.sum(), [*deltas.values()], retain_graph=keeps_graph, create_graph=second_order
+            )
         gradients = dict(zip(deltas, found, strict=True))
-    with torch.set_grad_enabled(second_order):
-        cache.levels = _after_piece(learner, state, gradients, inside.detach(), learned, piece.real)
+    cache.levels = state
+    if piece.teaches:
+        with torch.set_grad_enabled(second_order):
+            cache.levels = _after_piece(learner, state, gradients, inside.detach(), learned, piece.real)
     return hidden, losses, scored
 
 

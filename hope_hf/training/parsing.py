@@ -60,6 +60,8 @@ def _warn_of_ignored(args: Arguments, named: set[str]):
         ("num_train_epochs", args.max_train_steps is not None, "--max_train_steps is given"),
         ("shuffle_buffer_size", not args.streaming, "only --streaming has one"),
         ("shuffle_buffer_size", args.document_boundary == "carry", "--document_boundary carry keeps the text's order"),
+        ("level_learning_period", args.level_learning == "none", "--level_learning is not given"),
+        ("level_learning_order", args.level_learning == "none", "--level_learning is not given"),
         ("run_name", args.report_to == "none", "--report_to names no tracker"),
         ("project_name", args.report_to == "none", "--report_to names no tracker"),
         ("hub_model_id", not args.push_to_hub, "--push_to_hub is not given"),

@@ -31,6 +31,7 @@ from .initial import (
     pretrained_values,
 )
 from .process import shows_bars
+from .sequence import add_rates, check_learning, set_learning
 from .watch.profile import check_profiled
 
 SYNTHETIC = "synthetic"
@@ -76,8 +77,10 @@ def build_all(args: Arguments, engine: Engine, saved: SavedRun | None) -> Run:
     if vocab_size is None and args.dataset_name == SYNTHETIC and not args.tokenizer_name:
         vocab_size = DEFAULT_VOCAB_SIZE
     wanted = data_config(args, accelerator, pretrained, vocab_size)
+    if pretrained:
+        set_learning(args, pretrained)
     # Checked first: preparing the data takes minutes, and a misspelled field would be reported only afterwards.
-    _check_model(args, pretrained, vocab_size, wanted.block_size)
+    _check_model(args, engine, pretrained, vocab_size, wanted.block_size)
     if not shows_bars(accelerator):
         disable_progress_bars()
     # One process prepares the data; the others then find them in the cache.
@@ -88,7 +91,7 @@ def build_all(args: Arguments, engine: Engine, saved: SavedRun | None) -> Run:
             world_size=accelerator.num_processes,
             state=saved.state["rank"]["data"] if saved else None,
         )
-    config = pretrained or build_config(args, data.tokenizer, vocab_size or len(data.tokenizer), hope_hf.PRESETS)
+    config = pretrained or _new_config(args, data.tokenizer, vocab_size or len(data.tokenizer))
     if saved and not pretrained:
         # a preset or a default may have changed since
         config = type(config).from_pretrained(saved.path)
@@ -119,13 +122,20 @@ def build_all(args: Arguments, engine: Engine, saved: SavedRun | None) -> Run:
     return Run(data, model, optimizer, Plan(data.block_size, tokens_per_step, total_steps, warmup), values)
 
 
-def _check_model(args: Arguments, pretrained, vocab_size: int | None, block_size: int):
+def _new_config(args: Arguments, tokenizer, vocab_size: int):
+    config = build_config(args, tokenizer, vocab_size, hope_hf.PRESETS)
+    set_learning(args, config)
+    return config
+
+
+def _check_model(args: Arguments, engine: Engine, pretrained, vocab_size: int | None, block_size: int):
     """Raise ValueError for mistakes that do not depend on the text: config, model, level options.
 
     `pretrained`: the config of a loaded model, or None; `vocab_size`: None if the tokenizer decides it.
     """
-    config = pretrained or build_config(args, None, vocab_size or LARGEST_VOCABULARY, hope_hf.PRESETS)
+    config = pretrained or _new_config(args, None, vocab_size or LARGEST_VOCABULARY)
     check_block_size(block_size, config)
+    check_learning(args, config, block_size, engine)
     _check_carry(args, config)
     if args.train_only == "memories" and not (is_hope(config) and config.has_memories):
         raise ValueError(f"--train_only memories: this {config.model_type} has no layer of memories, leave it out.")
@@ -174,7 +184,9 @@ def _model(
             raise
         warn_once(f"{error} The dry run goes on without the model's numbers.")
         return build_fake(args, config), None
-    return build_model(args, config), None
+    model = build_model(args, config)
+    add_rates(model, config)
+    return model, None
 
 
 def _freeze_all_but_memories(model: PreTrainedModel) -> None:

@@ -29,6 +29,7 @@ from .evaluate import evaluate
 from .finish import finish, push, show
 from .initial import checkpoint_values, is_fake
 from .process import StopSignal, leave, prepare_process, sum_over_processes
+from .sequence import learning_inputs
 from .setup import Run, build_all, run_card
 from .state import CarriedMemory, TrainState
 from .watch.monitor import Monitor, Silence
@@ -52,6 +53,7 @@ class Training:
         start_step: number of steps done before.
         record: content of the folder's run.json.
         flops_per_token: FLOPs of forward and backward pass per token.
+        learning: arguments of every forward pass in training, for what levels learn.
         checkpoints: by step, the folders of checkpoints that this run wrote or continued from.
     """
 
@@ -61,6 +63,7 @@ class Training:
     start_step: int
     record: dict
     flops_per_token: int
+    learning: dict
     checkpoints: dict[int, Path]
 
 
@@ -158,7 +161,7 @@ def begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | None
     if start_step:
         accelerator.print(f"Continuing from {saved.path} at step {start_step}.")
     checkpoints = {saved.step: saved.path} if saved else {}
-    return Training(run, model, state, start_step, record, flops, checkpoints)
+    return Training(run, model, state, start_step, record, flops, learning_inputs(args), checkpoints)
 
 
 def _steps(args: Arguments, engine: Engine, training: Training, monitor: Monitor, writer: CheckpointWriter) -> bool:
@@ -260,7 +263,8 @@ def _add_gradients(engine: Engine, training: Training, monitor: Monitor, window:
         inputs, labels = send_to_device((model_inputs(batch), batch["labels"]), device, non_blocking=True)
         with engine.accelerator.accumulate(training.model):
             with monitor.forward():
-                loss = summed_loss(training.model, inputs | carry.inputs(), labels, skips_logits)
+                inputs |= carry.inputs() | training.learning
+                loss = summed_loss(training.model, inputs, labels, skips_logits)
             engine.backward(loss * engine.loss_scale(tokens))
         carry.hand_over()
         loss_sum += loss.detach()

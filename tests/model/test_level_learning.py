@@ -9,30 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassError
-from mixers import ATTENTION, HYBRID, SPARSE, WINDOW
+from learning_models import ALL, LAYERS, TEACHES, one_level, random_ids
+from mixers import ATTENTION, HYBRID, SPARSE
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.func import functional_call
 
 from hope_hf import HopeCache, HopeConfig, LevelLearning
 from hope_hf.model.level_learning import normalised
-
-TEACHES = dict(periods=[8], rate=0.3, drift=2.0, gate=False, brake=0.0)
-LAYERS = {"memory": {}, "hybrid": HYBRID, "attention": ATTENTION, "window": WINDOW}
-ALL = ["gate_proj", "up_proj", "down_proj"]
-
-
-def one_level(tiny_model, dtype=torch.float64, learning=TEACHES, **options):
-    """A tiny model with one level a block, which learns much."""
-    options = dict(level_periods=[1], level_intermediate_sizes=[40], num_hidden_layers=3) | options
-    if "layer_types" in options:
-        options["layer_types"] = (options["layer_types"] * 2)[:3]
-    return tiny_model(dtype, level_learning=learning, **options)
-
-
-def random_ids(*shape, seed=1):
-    """Tokens without 0, which is padding."""
-    return torch.randint(1, 64, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def read(model, ids, cache=None, **arguments):

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from learning_models import ALL, LAYERS, TEACHES, one_level, random_ids
 from mixers import ATTENTION, HYBRID, WINDOW
-from test_level_learning import ALL, LAYERS, TEACHES, one_level, random_ids
 from torch.func import functional_call
 
 from hope_hf import HopeCache
@@ -206,7 +206,10 @@ def test_what_is_not_kept_is_not_learned_from_the_last_piece(tiny_model):
         model(ids, labels=ids, learn=True, use_cache=False)
         assert len(calls) == 4
         model(ids, labels=ids, learn=True)
-    assert len(calls) == 9
+        assert len(calls) == 9
+        # the last piece is whole
+        model(ids[:, :32], labels=ids[:, :32], learn=True, use_cache=False)
+    assert len(calls) == 12
 
 
 def test_training_that_cannot_be_is_refused(tiny_model, monkeypatch):
