@@ -118,7 +118,8 @@ def small_curves(path: Path, panels: dict[str, dict[str, list[tuple[int, Number]
         axes.grid(alpha=0.3)
         if len(curves_of) > 1:
             # The legend stands beside the panel, where it covers no curve.
-            axes.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1, 1), ncols=1 + len(curves_of) // 20)
+            size = 8 if len(curves_of) <= 10 else 6
+            axes.legend(fontsize=size, loc="upper left", bbox_to_anchor=(1, 1), ncols=1 + len(curves_of) // 20)
     figure.savefig(path, dpi=100)
 
 

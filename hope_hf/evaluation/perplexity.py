@@ -208,10 +208,12 @@ def draw(rows: list[Row], path: Path):
 
     panels = {"loss, nats per token": series("")}
     if gains := series("_minus_loss"):
-        panels["loss above that with the state carried"] = gains
+        panels["loss above that with the state carried, nats per token"] = gains
     if LEARNED in rows[0]:
         saved = [(row[LEARNED], row[f"{LEARNED}_stderr"]) for row in rows]
-        panels["loss saved by levels that learn"] = {"carried, without minus with levels that learn": saved}
+        panels["loss saved by levels that learn, nats per token"] = {
+            "carried, without minus with levels that learn": saved
+        }
     curves(path, ends, panels, "position in the text, tokens")
 
 

@@ -86,7 +86,7 @@ def learn_in_use(args: Arguments, subject: Subject, segments: list[Segment]) -> 
             Measured(segment.name, torch.stack([after[index] for after in losses]), _bytes(subject, halves[index][1]))
             for index, segment in enumerate(segments)
         ]
-        rows += [{"way": way, **row} for row in by_checkpoint(points, measured)]
+        rows += [_with_change({"way": way, **row}, measured) for row in by_checkpoint(points, measured)]
         moved = transfer(points, measured)
         table += [{"way": way, **row} for row in moved]
         found.append(summary_row(f"{way}: loss after the last segment", moved[-1]["last"], None))
@@ -103,12 +103,19 @@ def learn_in_use(args: Arguments, subject: Subject, segments: list[Segment]) -> 
 
 
 def draw(rows: list[Row], path: Path):
-    """For each way the loss of every segment's second half over the tokens learned."""
+    """For each segment, over the tokens learned, how each way changes the loss of its second half."""
     panels: dict[str, dict[str, list]] = {}
     for row in rows:
-        curve = panels.setdefault(f"{row['way']}: loss of second halves, nats per token", {})
-        curve.setdefault(row["segment"], []).append((row["tokens"], (row["loss"], row["loss_stderr"])))
+        ways = panels.setdefault(f"{row['segment']}: loss above that before learning, nats per token", {})
+        ways.setdefault(row["way"], []).append((row["tokens"], (row["change"], row["change_stderr"])))
     small_curves(path, panels, "tokens learned")
+
+
+def _with_change(row: Row, measured: list[Measured]) -> Row:
+    """The row with the loss minus that before the first segment, paired by token."""
+    (losses,) = (one.losses for one in measured if one.name == row["segment"])
+    change, error = mean_of_blocks(losses[row["step"]] - losses[0])
+    return row | {"change": change, "change_stderr": error}
 
 
 def _halves(segment: Segment, subject: Subject) -> tuple[list[Tensor], list[Tensor]]:
@@ -161,9 +168,10 @@ def _context(subject: Subject, texts: list[list[Tensor]]) -> Iterator[tuple[Subj
 def _fine_tuned(
     args: Arguments, subject: Subject, texts: list[list[Tensor]]
 ) -> Iterator[tuple[Subject, HopeCache | None]]:
-    """A copy of the model that takes a step on every piece of a period; no cache."""
-    learner = replace(subject, model=copy.deepcopy(subject.model))
-    model = learner.model
+    """A copy of the model in float32 or wider that takes a step on every piece of a period; no cache."""
+    # a small step is lost in the rounding of bfloat16 weights
+    model = copy.deepcopy(subject.model).to(torch.promote_types(subject.model.dtype, torch.float32))
+    learner = replace(subject, model=model)
     period = model.config.level_learning.resolved(model.config).periods[0]
     rate = args.learning_rate or LEARNING_RATE
     optimizer = build_optimizer(model, "adamw", rate, WEIGHT_DECAY, BETAS, EPSILON, tokens_per_step=period)

@@ -35,8 +35,8 @@ SPARSE_PANELS = (
 # The same for `level/<level>/`: solid, dashed, then dotted. The last two are drawn if levels learn from the text.
 LEVEL_PANELS = (
     ("updates of the levels", ("updates",)),
-    ("learning: steps (-), gated (--), not finite (:)", ("steps", "skipped_gate", "skipped_not_finite")),
-    ("learning: drift over the matrix's norm", ("drift",)),
+    ("learning: steps a row (-), gated (--), not finite (:)", ("steps", "skipped_gate", "skipped_not_finite")),
+    ("learning: largest drift over the matrix's norm", ("drift",)),
 )
 KINDS = ("memory", "sparse", "level")
 SHARES = ("share_compressed", "share_selected", "share_window")

@@ -79,6 +79,8 @@ def test_the_second_halves_are_read_with_what_levels_have_learned(learner, argum
     expected = torch.nn.functional.cross_entropy(logits.mT, rest[:, 1:])
     (row,) = [r for r in rows if (r["way"], r["step"], r["segment"]) == (LEVELS, 1, "saying")]
     assert row["loss"] == pytest.approx(float(expected), rel=1e-6) and row["n"] == rest.shape[1] - 1
+    (start,) = [r for r in rows if (r["way"], r["step"], r["segment"]) == (LEVELS, 0, "saying")]
+    assert row["change"] == pytest.approx(row["loss"] - start["loss"], abs=1e-6) and start["change"] == 0.0
 
 
 def test_rate_0_learns_and_forgets_nothing(learner, arguments, segments):
