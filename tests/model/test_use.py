@@ -34,6 +34,20 @@ def test_a_pipeline_writes_the_same_alone_and_in_a_batch(tiny_model, word_tokeni
     assert batch == alone and len(set(alone)) > 1
 
 
+def test_a_pipeline_learns_from_its_prompt(tiny_model, word_tokenizer):
+    learning = dict(periods=[8], rate=3.0, drift=20.0, gate=False, brake=0.0)
+    levels = dict(level_periods=[1], level_intermediate_sizes=[40], layer_types=["full_attention"] * 2)
+    model = tiny_model(level_learning=learning, **levels)
+    writer, cache = pipeline("text-generation", model, tokenizer=word_tokenizer), HopeCache(model.config)
+    prompt = " ".join(f"w{word}" for word in (3, 4, 5) * 8)
+    options = dict(max_new_tokens=6, return_full_text=False, do_sample=False)
+    learned = writer(prompt, learn=True, past_key_values=cache, **options)[0]["generated_text"]
+    assert cache.levels.steps.tolist() == [[3]]
+    # given once, the flag holds for every call
+    always = pipeline("text-generation", model, tokenizer=word_tokenizer, learn=True)
+    assert always(prompt, **options)[0]["generated_text"] == learned != writer(prompt, **options)[0]["generated_text"]
+
+
 def test_a_chat_is_a_prompt_like_any_other(tiny_model, word_tokenizer):
     model = tiny_model()
     writer = pipeline("text-generation", model, tokenizer=word_tokenizer)
