@@ -3,9 +3,11 @@
 import json
 
 import pytest
+import torch
 from engine_runs import ROWS, SMALL, run_plan, same
 from safetensors.torch import load_file
-from training_runs import HOPE, LLAMA, curve
+from training_runs import HOPE, LLAMA, curve, read_rows
+from transformers import AutoModelForCausalLM
 
 from hope_hf.training import main
 
@@ -59,6 +61,24 @@ def test_one_process_trains_rates_and_continues_exactly(rows, corpus, tmp_path):
     assert main([*plain, *corpus, *SMALL, *second]) == 0
     first = json.loads((tmp_path / "plain" / "metrics.jsonl").read_text().splitlines()[0])
     assert abs(first["train/loss"] - curve(found["hope"])[0]) > 1e-4, "what levels learn makes no difference"
+
+
+def test_a_trained_model_goes_on_with_rates_of_its_own(corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOPE_KERNELS", "plain")
+    short = [*corpus, *SMALL, "--per_device_train_batch_size", "4", "--max_train_steps", "2"]
+    sequence = [*SEQUENCE[2:], "--model_name_or_path", str(tmp_path / "plain"), "--output_dir", str(tmp_path / "on")]
+    assert main([*SEQUENCE[:2], *short, "--output_dir", str(tmp_path / "plain")]) == 0
+    assert RATES not in load_file(tmp_path / "plain" / "model.safetensors")
+    assert main([*short, *sequence, "--level_learning_order", "second_order", "--checkpointing_steps", "1"]) == 0
+    weights = load_file(tmp_path / "on" / "model.safetensors")
+    assert (weights[RATES] != 0).all()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "on")
+    assert model.config.level_learning.learned_rate and model.config.level_learning.rate == 0.1
+    torch.testing.assert_close(model.model.layers[1].continuum.levels[0].rates.weight.detach(), weights[RATES])
+    again = [flag.replace(str(tmp_path / "on"), str(tmp_path / "first")) for flag in sequence]
+    assert main([*short, *again]) == 0
+    second, first = (curve(read_rows(tmp_path / name)) for name in ("on", "first"))
+    assert second[0] == first[0] and second[1] != first[1]
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
