@@ -153,7 +153,6 @@ def test_saved(words, tmp_path):
 def test_classes(words, tmp_path, monkeypatch):
     monkeypatch.setattr(small, "STEPS", 1)
     monkeypatch.setattr(small, "SHOTS", (512, 256))
-    monkeypatch.setattr(small, "RATES", small.RATES[:1])
     rows = measure(words, tmp_path, "classes")
     assert all(0 <= row["accuracy"] <= 1 and row["n"] == 30 for row in rows.values())
     assert rows["learning"]["accuracy"] != rows[small.IN_CONTEXT]["accuracy"] or rows["learning"]["tokens"] > 0
