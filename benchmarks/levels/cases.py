@@ -21,7 +21,7 @@ ALL_BLOCKS = {"rate": 0.0015, "drift": 0.01}
 SGD_RATES = (0.003, 0.01, 0.03, 0.1)
 SEGMENTS = ("tinyshakespeare", "wikitext", "novel", "code", "tinyshakespeare again")
 FINE_TUNING = {
-    **{f"SGD {rate:g}": partial(torch.optim.SGD, lr=rate) for rate in (0.01, 0.03)},
+    "SGD 0.03": partial(torch.optim.SGD, lr=0.03),
     **{f"AdamW {rate:g}": partial(torch.optim.AdamW, lr=rate, weight_decay=0.0) for rate in (1e-5, 3e-5, 1e-4)},
 }
 FORMS = ("float32", "bfloat16", "int8")
