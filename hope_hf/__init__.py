@@ -9,6 +9,7 @@ import transformers
 from .model.cache_hope import HopeCache
 from .model.configuration_hope import PRESETS, HopeConfig
 from .model.level_learning import LevelLearning
+from .model.level_reading import learning_rate_search
 from .model.modeling_hope import (
     AUTO_CLASSES,
     HopeForCausalLM,
@@ -18,7 +19,6 @@ from .model.modeling_hope import (
     HopeModel,
     HopePreTrainedModel,
 )
-from .model.rate_search import learning_rate_search
 
 transformers.AutoConfig.register("hope", HopeConfig, exist_ok=True)
 HopeConfig.register_for_auto_class()

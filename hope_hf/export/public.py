@@ -20,7 +20,8 @@ FILES = {
 WORDS = {
     "model_type", "config_overrides", "attn_implementation", "dataset_config_name", "document_boundary",
     "lr_scheduler_type", "optimizer", "init", "gradient_checkpointing", "fsdp_reduce_dtype", "profile_steps", "suite",
-    "lengths", "depths", "batch_size", "dtype", "device", "checkpoints",
+    "lengths", "depths", "batch_size", "dtype", "device", "checkpoints", "train_only", "level_learning",
+    "level_learning_order",
 }  # fmt: skip
 SHOWN = HUB_NAMES | FILES | WORDS
 """Flags whose text is published. Of all other flags only switches and numbers are published: a shell line, a project

@@ -158,7 +158,7 @@ def test_texts_that_part_at_a_snapshot_do_not_overwrite_each_other():
         whole = model(torch.cat([start, middle, end], dim=1)).logits
         torch.testing.assert_close(ours, whole[:, -4:], rtol=0, atol=1e-12)
     # the first went on in place, the second in a copy
-    assert fork[0].state.slot_keys is tensors[0] and fork[0].state.slot_keys is not tensors[1]
+    assert fork.layers[0].state.slot_keys is tensors[0] and fork.layers[0].state.slot_keys is not tensors[1]
 
 
 @pytest.mark.parametrize("modes", [(torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)])
