@@ -272,6 +272,11 @@ class HopeCache(DynamicCache):
     def reset(self) -> None:
         """Return to the state before the first token."""
         super().reset()
+        for layer in self.layers:
+            if not is_memory_layer(layer):
+                # releases such as 5.17 set keys and values to zero, and keep them
+                layer.keys = layer.values = None
+                layer.is_initialized = False
         self.levels = None
 
     def reset_levels(self) -> "HopeCache":
