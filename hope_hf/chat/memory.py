@@ -28,8 +28,7 @@ def load(folder: str | None, model: PreTrainedModel) -> tuple[HopeCache | None, 
         cache = HopeCache.from_pretrained(path, model)
     except ValueError as error:
         raise ValueError(f"--memory {error}.") from None
-    tensors = cache.state_tensors()
-    rows = next(len(tensor) for name, tensor in tensors.items() if not name.endswith("columns"))
+    rows = cache.num_sequences
     if rows > 1:
         raise ValueError(f"--memory {folder} holds {rows} sequences, and a conversation has one: name another folder.")
     file = path / CHAT_FILE

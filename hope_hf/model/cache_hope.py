@@ -188,6 +188,12 @@ def carried_layers(cache: Cache) -> list[HopeMemoryLayer | CarriedKeys] | None:
     return layers if fits and all(hasattr(layer, "update_state") for layer in layers) else None
 
 
+def _levels_of(tensors: dict[str, torch.Tensor]) -> LevelState | None:
+    """What levels have learned, of the tensors of a cache; `None` if they hold nothing of it."""
+    named = {name.removeprefix(_OF_LEVELS): x for name, x in tensors.items() if name.startswith(_OF_LEVELS)}
+    return LevelState.of_named(named) if named else None
+
+
 class Snapshot(NamedTuple):
     """What `HopeCache.rollback` needs."""
 
@@ -329,6 +335,13 @@ class HopeCache(DynamicCache):
         return self
 
     @property
+    def num_sequences(self) -> int:
+        """Sequences that the cache holds; 0 before the first token."""
+        tensors = self.state_tensors()
+        # of `columns` every layer has two, whatever the number of rows
+        return next((len(tensor) for name, tensor in tensors.items() if not name.endswith(".columns")), 0)
+
+    @property
     def level_bytes(self) -> int:
         """Bytes of what levels have learned."""
         return 0 if self.levels is None else self.levels.nbytes
@@ -357,9 +370,7 @@ class HopeCache(DynamicCache):
     def from_state_tensors(cls, config: PreTrainedConfig, tensors: dict[str, torch.Tensor]) -> "HopeCache":
         """The cache with these `state_tensors`."""
         cache = cls(config)
-        levels = {name: value for name, value in tensors.items() if name.startswith(_OF_LEVELS)}
-        if levels:
-            cache.levels = LevelState.of_named({name.removeprefix(_OF_LEVELS): x for name, x in levels.items()})
+        cache.levels = _levels_of(tensors)
         for index, layer in enumerate(cache.layers):
             prefix = f"{index}."
             state = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
@@ -418,11 +429,8 @@ class HopeCache(DynamicCache):
         placed = {name: tensor.to(one_token[name].device) for name, tensor in tensors.items()}
         cache = cls.from_state_tensors(model.config, placed)
         if of_levels:
-            # of `columns` every layer has two, whatever the number of rows
-            rows = next(len(tensor) for name, tensor in placed.items() if not name.endswith(".columns"))
             try:
-                state = LevelState.of_named({name.removeprefix(_OF_LEVELS): x for name, x in of_levels.items()})
-                cache.levels = loaded_state(state, fields, model, rows)
+                cache.levels = loaded_state(_levels_of(of_levels), fields, model, cache.num_sequences)
             except (KeyError, ValueError) as error:
                 raise ValueError(f"{folder / CACHE_FILE} {error}") from None
         return cache

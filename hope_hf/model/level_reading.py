@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -27,7 +26,7 @@ from .level_learning import (
     weight_norms,
 )
 from .level_pieces import Learner, Piece, read_piece
-from .loss import IGNORED, HopeHead, next_labels
+from .loss import IGNORED, HopeHead, next_labels, summed_cross_entropy
 
 
 @dataclass
@@ -306,9 +305,7 @@ class LearnsFromText:
         """Summed loss in nats of the tokens [...] that follow hidden states [..., hidden_size]; -100 is not scored."""
         if type(self.lm_head) is HopeHead and self.tp_size is None:
             return self.lm_head(hidden_states, targets)
-        logits = self.lm_head(hidden_states)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        return cross_entropy(logits.to(wide).flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        return summed_cross_entropy(self.lm_head(hidden_states), targets)
 
     @torch.no_grad()
     def level_drifts(self, past_key_values: HopeCache) -> torch.Tensor:

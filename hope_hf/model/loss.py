@@ -80,6 +80,13 @@ def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: tor
         return _Loss.apply(hidden.to(dtype), weight.to(dtype), labels, torch.is_grad_enabled())
 
 
+def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Summed loss in nats of logits [..., V] and labels [...], float32 or wider; -100 is not scored."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    logits = logits.flatten(0, -2).to(wide)
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
 class HopeHead(nn.Linear):
     """Logits [..., V] of hidden states [..., D], or with labels [...] their summed loss.
 
@@ -98,9 +105,7 @@ class HopeHead(nn.Linear):
         has_other_weight = type(self.weight).__module__.partition(".")[0] != "torch"
         # The tracer supports neither check.
         if not torch.compiler.is_compiling() and (has_other_weight or asked_kernels() == "plain"):
-            logits = super().forward(hidden_states).flatten(0, -2)
-            wide = torch.promote_types(logits.dtype, torch.float32)
-            return F.cross_entropy(logits.to(wide), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+            return summed_cross_entropy(super().forward(hidden_states), labels)
         return linear_cross_entropy(hidden_states.flatten(0, -2), self.weight, labels.flatten())
 
 

@@ -1,6 +1,7 @@
 """The kinds of layers that a test of the whole model goes through, and a mixer by itself, small and in float64."""
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hope_hf import HopeConfig
 from hope_hf.model.chunks import plan_chunks
@@ -52,3 +53,15 @@ def run_fast(mixer, hidden_states):
     """The mixer's output for texts that begin with `hidden_states` [B, T, hidden_size]."""
     plan = plan_chunks(mixer.config, hidden_states.shape[:2], hidden_states.device)
     return mixer(hidden_states, plan=plan)[0]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Numbers in the largest tensor that an operation makes while the context is open."""
+
+    size = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        parts = out if isinstance(out, (tuple, list)) else [out]
+        self.size = max([self.size, *(part.numel() for part in parts if isinstance(part, torch.Tensor))])
+        return out

@@ -6,6 +6,7 @@ import pytest
 import torch
 from dense_sparse import dense_sparse
 from huggingface_hub.errors import StrictDataclassError
+from mixers import LargestTensor
 from sparse_mixers import FEW, WIDTH, angles_of, config_of, random_mixer, run, texts
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
@@ -120,20 +121,11 @@ def test_forced_blocks_come_first():
 def test_nothing_of_the_size_of_the_square_is_built():
     """The largest tensor of a step grows in proportion to the text."""
 
-    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-        size = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **kwargs or {})
-            parts = out if isinstance(out, (tuple, list)) else [out]
-            self.size = max([self.size, *(part.numel() for part in parts if isinstance(part, torch.Tensor))])
-            return out
-
     largest = []
     for length in (512, 2048):
         mixer = random_mixer(**FEW)
         hidden_states = texts(1, length).requires_grad_()
-        with Largest() as mode:
+        with LargestTensor() as mode:
             run(mixer, hidden_states).sum().backward()
         largest.append(mode.size)
     assert largest[1] <= 4.5 * largest[0] and largest[1] < 2048**2 / 4

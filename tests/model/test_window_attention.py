@@ -3,7 +3,7 @@
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from mixers import WINDOW
+from mixers import WINDOW, LargestTensor
 from transformers import MistralConfig, MistralForCausalLM
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
@@ -185,19 +185,10 @@ def state_tensors(layers):
 
 
 def test_nothing_of_the_size_of_the_square_is_built():
-    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-        size = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **kwargs or {})
-            parts = out if isinstance(out, (tuple, list)) else [out]
-            self.size = max([self.size, *(part.numel() for part in parts if isinstance(part, torch.Tensor))])
-            return out
-
     largest = []
     for length in (512, 2048):
         hidden_states = random_texts(1, length).requires_grad_()
-        with Largest() as mode:
+        with LargestTensor() as mode:
             run(build(16, 2), hidden_states).sum().backward()
         largest.append(mode.size)
     # scores of a band grow with its queries alone
