@@ -12,7 +12,6 @@ from accelerate import dispatch_model, init_empty_weights
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hope_hf import HopeConfig
-from hope_hf.cli.process import trim_memory
 
 from .weights import read_names
 
@@ -128,10 +127,7 @@ def _from_files(config: PreTrainedConfig, files: list[Path]) -> PreTrainedModel:
         index[name] = {"safetensors_file": str(names[saved]), "weight_name": saved, "dtype": "float32"}
     # it warns that the weights lie on disk
     logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)
-    model = dispatch_model(model.eval(), {"": "disk"}, main_device="cpu", offload_index=index)
-    for block in model.model.layers:
-        block.register_forward_hook(lambda *_: trim_memory())
-    return model
+    return dispatch_model(model.eval(), {"": "disk"}, main_device="cpu", offload_index=index)
 
 
 def _add_nothing(module, inputs, outputs):

@@ -8,7 +8,7 @@ import transformers
 
 from hope_hf.cli.flags import Bounds, Checked, check_output
 from hope_hf.cli.parser import Parser
-from hope_hf.cli.process import complain, set_up_cpu
+from hope_hf.cli.process import complain, keep_no_freed_memory, set_up_cpu
 from hope_hf.cli.program import program
 
 from .architectures import WORKS, Changes
@@ -68,6 +68,7 @@ def main(argv: list[str]) -> int:
         if not sys.stderr.isatty():
             transformers.utils.logging.disable_progress_bar()
         set_up_cpu(None)
+        keep_no_freed_memory()
         out = Path(options.output_dir)
         made = convert_folder(options.source, out, changes, options.gguf_file, options.license)
     except ValueError as error:

@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hope_hf import HopeConfig, HopeForCausalLM
-from hope_hf.cli.process import trim_memory
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -217,9 +216,8 @@ def write_files(files: list[File], config: HopeConfig, dtype: torch.dtype, folde
         index |= dict.fromkeys(weights, name)
         size += sum(weight.nbytes for weight in weights.values())
         parameters += sum(weight.numel() for weight in weights.values())
-        # before the next file is read; glibc keeps the memory of dropped weights
+        # before the next file is read
         del weights
-        trim_memory()
     if len(files) > 1:
         content = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": index}
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
