@@ -40,6 +40,16 @@ def asked_kernels() -> str:
     return asked
 
 
+def is_transformed() -> bool:
+    """Whether a transform of torch.func, such as `grad` or `jacrev`, goes over the operations."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def runs_plain(asked: str) -> bool:
+    """Whether the plain code runs: it is asked for (see `asked_kernels`), or a tracer or torch.func reads it."""
+    return asked == "plain" or torch.compiler.is_compiling() or is_transformed()
+
+
 def operand_dtype(hidden_states: torch.Tensor) -> torch.dtype:
     """The dtype to which GPU kernels round their operands: that of a linear map's output for `hidden_states`."""
     # not read off the map's weights, which may be quantised or on the meta device

@@ -188,6 +188,8 @@ def check_inputs(
         transforms = torch._C._functorch.get_interpreter_stack() or ()
         if any(transform.key() == torch._C._functorch.TransformType.Vmap for transform in transforms):
             raise ValueError("torch.func.vmap cannot go over a HOPE model: give the texts as rows of input_ids")
+        if torch.jit.is_tracing():
+            raise ValueError("torch.jit.trace cannot read a HOPE model: use torch.export.export or torch.compile")
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
     if input_ids is None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from .backends import asked_kernels
+from .backends import asked_kernels, is_transformed
 
 IGNORED = -100
 # Rows of the weight's gradient per step: torch holds a second float32 copy of the rows that are summed or rounded.
@@ -103,8 +103,9 @@ class HopeHead(nn.Linear):
             return super().forward(hidden_states)
         # Other tensor classes than torch's, such as quantised weights, may support no product but that of `nn.Linear`.
         has_other_weight = type(self.weight).__module__.partition(".")[0] != "torch"
-        # The tracer supports neither check.
-        if not torch.compiler.is_compiling() and (has_other_weight or asked_kernels() == "plain"):
+        # The tracer supports no check.
+        is_plain = not torch.compiler.is_compiling() and (asked_kernels() == "plain" or is_transformed())
+        if is_plain or has_other_weight and not torch.compiler.is_compiling():
             return summed_cross_entropy(super().forward(hidden_states), labels)
         return linear_cross_entropy(hidden_states.flatten(0, -2), self.weight, labels.flatten())
 

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
-from .backends import Kernel, asked_kernels, choose, operand_dtype
+from .backends import Kernel, asked_kernels, choose, operand_dtype, runs_plain
 from .chunks import ChunkPlan, plan_chunks
 from .kernels_fla import scan_fla, scan_obstacle
 from .layers import HopeRMSNorm, LearnedFactors, Mixer, ShortConvolution
@@ -281,7 +281,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
 
     def choose_scan(self, inputs: ScanInputs, memories: Memories, operands: torch.dtype) -> Callable:
         """The scan to run, equal to `memory_scan.scan_plain`; GPU kernels round their operands to `operands`."""
-        if self.kernels == "plain" or torch.compiler.is_compiling():
+        if runs_plain(self.kernels):
             return scan_plain
         kernels = {
             "fla": Kernel(partial(scan_fla, dtype=operands), partial(scan_obstacle, inputs, memories)),

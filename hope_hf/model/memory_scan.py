@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers.configuration_utils import PreTrainedConfig
 
+from .backends import is_transformed
 from .chunks import ChunkSpan
 from .layers import convolve
 
@@ -272,7 +273,8 @@ def scan(
     if not torch.is_grad_enabled():
         reads, state = run(inputs, memories, state, spans, need_state)
         return reads, state if need_state else None
-    stride = recompute or len(spans)
+    # torch.func's transforms take no hooks on saved tensors, with which `checkpoint` works
+    stride = len(spans) if not recompute or is_transformed() else recompute
     groups = [spans[index : index + stride] for index in range(0, len(spans), stride)]
     # A single group is split too: the split's gradients are contiguous, which fixes the order of the sums over them.
     parts = inputs.split([group[-1].stop - group[0].start for group in groups])

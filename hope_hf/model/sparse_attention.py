@@ -20,7 +20,7 @@ from torch import nn
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
-from .backends import Kernel, asked_kernels, choose, operand_dtype
+from .backends import Kernel, asked_kernels, choose, operand_dtype, runs_plain
 from .cache_hope import HopeStaticMemoryLayer
 from .chunks import Past, SlotPlan, convolution_spans
 from .kernels_fla import read_selected_fla, selection_obstacle
@@ -206,9 +206,8 @@ class HopeSparseAttention(Mixer, nn.Module):
             query, held = query.to(dtype), SparseKeys(*(part.to(dtype) for part in held))
             at = torch.arange(query.shape[3], device=query.device)
             at = (at + base if isinstance(base, int) else at + base[:, None]).expand(len(query), -1)
-            # the tracer takes the plain path, which has no loop whose length depends on the selection
-            is_plain = self.kernels == "plain" or torch.compiler.is_compiling()
-            if isinstance(base, int) and query.shape[3] > 1 and not is_plain:
+            # a tracer takes the plain path, which has no loop whose length depends on the selection
+            if isinstance(base, int) and query.shape[3] > 1 and not runs_plain(self.kernels):
                 reads, chosen = self.choose_reads(query, base, operands)(query, weights, held, base, first, self.sizes)
             else:
                 first = torch.zeros_like(at) if first is None else first
@@ -354,7 +353,7 @@ class HopeSparseAttention(Mixer, nn.Module):
         weights = QkvWeights(conv_weights[:, None, None], query_norm, self.k_norm(raw.dtype))
         sizes = QkvSizes(config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps)
         with torch.autocast(raw.device.type, enabled=False):
-            if self.kernels == "plain" or torch.compiler.is_compiling() or raw.shape[1] == 1:
+            if runs_plain(self.kernels) or raw.shape[1] == 1:
                 (span,) = convolution_spans(blocks, raw.shape[1], tail_size, raw.shape[1])
                 return make_qkv(raw, tail, weights, block_positions, span, sizes)
             spans = convolution_spans(blocks, raw.shape[1], tail_size, TIME_TILE)

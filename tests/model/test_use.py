@@ -6,7 +6,8 @@ import sys
 
 import pytest
 import torch
-from mixers import LAYERS
+from mixers import LAYERS, MIXERS
+from torch.func import functional_call
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -113,8 +114,34 @@ def test_an_exported_forward_serves_every_mask(tiny_model, kind):
         torch.testing.assert_close(graph(**inputs).logits[real], model(**inputs).logits[real], rtol=0, atol=1e-6)
 
 
+# torch has no batching rule for the gradient of its attention, and loops
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("options", MIXERS.values(), ids=MIXERS)
+def test_transforms_of_torch_func_give_the_gradients(tiny_model, options):
+    model, ids = tiny_model(torch.float64, recompute_chunks=1, **options), random_ids(2, 19)
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False, "skip_logits": True}
+    model(**inputs).loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    def loss(parameters):
+        return functional_call(model, parameters, (), inputs).loss
+
+    torch.testing.assert_close(torch.func.grad(loss)(parameters), gradients, rtol=0, atol=1e-11)
+
+    name = "model.layers.0.input_layernorm.weight"
+
+    def logits(weight):
+        return functional_call(model, parameters | {name: weight}, (ids[:1],)).logits[0, -1, :3]
+
+    jacobian = torch.func.jacrev(logits)(parameters[name])
+    ours = torch.autograd.functional.jacobian(logits, parameters[name])
+    torch.testing.assert_close(jacobian, ours, rtol=0, atol=1e-11)
+
+
 # PEFT asks transformers for an attribute by its older name.
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
 def test_what_a_recurrent_state_cannot_do_is_refused(tiny_model):
     from peft import PrefixTuningConfig, get_peft_model
 
@@ -125,6 +152,8 @@ def test_what_a_recurrent_state_cannot_do_is_refused(tiny_model):
         model.generate(ids, prompt_lookup_num_tokens=2, max_new_tokens=3, **GREEDY)
     with pytest.raises(ValueError, match="torch.func.vmap cannot go over a HOPE model: give the texts as rows"):
         torch.func.vmap(lambda tokens: model(tokens[None]).logits)(ids)
+    with pytest.raises(ValueError, match="torch.jit.trace cannot read a HOPE model: use torch.export.export"):
+        torch.jit.trace(lambda tokens: model(tokens).logits, ids)
     prefix = get_peft_model(model, PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
     with pytest.raises(ValueError, match="past_key_values"):
         prefix(input_ids=ids)
