@@ -28,24 +28,24 @@ class _Loss(torch.autograd.Function):
         # wider dtype, since the gradient sums many chunks
         grad_weight = torch.zeros_like(weight, dtype=wide) if for_weight else None
         loss = hidden.new_zeros((), dtype=wide)
-        # a chunk's logits then have as many numbers as the weight
-        chunk = hidden.shape[-1]
+        # logits and gradients of a chunk then have as many numbers as the weight
+        chunk = max(1, hidden.shape[-1] // 2)
         for start in range(0, len(hidden), chunk):
-            part, targets = hidden[start : start + chunk], labels[start : start + chunk, None]
+            targets = labels[start : start + chunk, None]
             ignored = targets == IGNORED
-            targets = targets.masked_fill(ignored, 0)
-            logits = (part @ weight.mT).to(wide)
-            norm = logits.logsumexp(-1, keepdim=True)
-            loss += (norm - logits.gather(-1, targets)).masked_fill_(ignored, 0.0).sum()
+            part, targets = hidden[start : start + chunk].masked_fill(ignored, 0.0), targets.masked_fill(ignored, 0)
+            gradient = (part @ weight.mT).log_softmax(-1, dtype=wide)
+            loss -= gradient.gather(-1, targets).masked_fill_(ignored, 0.0).sum()
             if not (for_hidden or for_weight):
                 continue
             # softmax minus one-hot
-            gradient = logits.sub_(norm).exp_()
-            gradient.scatter_add_(-1, targets, gradient.new_full((), -1.0).expand_as(targets))
-            gradient = gradient.masked_fill_(ignored, 0.0).to(hidden.dtype)
+            gradient = gradient.exp_().scatter_add_(-1, targets, gradient.new_full((), -1.0).expand_as(targets))
+            gradient = gradient.to(hidden.dtype)
             if for_hidden:
-                torch.mm(gradient, weight, out=grad_hidden[start : start + chunk])
-            if for_weight:
+                torch.mm(gradient, weight, out=grad_hidden[start : start + chunk]).masked_fill_(ignored, 0.0)
+            if for_weight and hidden.dtype == wide:
+                grad_weight.addmm_(gradient.mT, part)
+            elif for_weight:
                 for rows, columns in zip(grad_weight.split(_ROWS), gradient.split(_ROWS, dim=1), strict=True):
                     rows += columns.mT @ part
         ctx.save_for_backward(grad_hidden, grad_weight)
