@@ -45,7 +45,7 @@ def merge_spans(spans: list[ChunkSpan]) -> ChunkSpan:
     if first.tail_out is None:
         return span
     # index after each row's last real token; spans without a token in that row do not count
-    ends = torch.stack([part.tail_out[:, :1] for part in spans])
+    ends = torch.stack([part.tail_out for part in spans])[:, :, :1]
     starts = ends.new_tensor([part.start for part in spans]).view(-1, 1, 1, 1)
     holds = (ends > 0) | (starts == 0)
     end = torch.where(holds, starts + ends, 0).amax(0)
@@ -247,27 +247,34 @@ def _ragged_spans(
         heads: times that each row is repeated.
         valid, position, offset: as in `SlotPlan`.
     """
-
-    def per_head(rows: torch.Tensor) -> torch.Tensor:
-        return rows.repeat_interleave(heads, dim=0)
-
-    inside = _inside_document(per_head(position), tail_size)
-    spans = []
-    for start in range(0, valid.shape[1], chunk):
-        real, positions = valid[:, start : start + chunk], position[:, start : start + chunk]
-        size = real.shape[1]
-        tail_in, tail_out = _tail_rows(real, None if start else offset, tail_size)
-        span = ChunkSpan(
-            start,
-            start + size,
-            closes=per_head(real[:, -1] & ((positions[:, -1] + 1) % chunk == 0))[:, None, None],
-            keeps=~per_head(real[:, 0] & (positions[:, 0] == 0))[:, None, None],
-            inside=inside[:, :, start : start + size],
-            tail_in=None if tail_in is None else per_head(tail_in),
-            tail_out=per_head(tail_out),
-        )
-        spans.append(span)
-    return spans
+    batch_size, length = valid.shape
+    # Every field is computed for all spans at once, span by span in memory; a span's part of it is a view.
+    rows = torch.arange(batch_size, device=valid.device).repeat_interleave(heads)
+    first = torch.arange(0, length, chunk, device=valid.device)[:, None]
+    last = (first + (chunk - 1)).clamp(max=length - 1)
+    closes = (valid & ((position + 1) % chunk == 0))[rows, last]
+    keeps = ~(valid & (position == 0))[rows, first]
+    # index after the span's last token
+    inner = valid * (torch.arange(length, device=valid.device) % chunk + 1)
+    ends = torch.nn.functional.pad(inner, (0, -length % chunk)).view(batch_size, -1, chunk).amax(-1).T[:, rows]
+    around = torch.arange(tail_size, device=valid.device)[:, None]
+    tails_in = [None] * len(first)
+    if offset is not None:
+        # The call begins with empty slots, and the tail goes before its first token.
+        offset = offset[rows]
+        ends[0] = torch.where(ends[0] == 0, offset, ends[0])
+        tails_in[0] = offset[:, None, None] + around
+    starts = range(0, length, chunk)
+    fields = (
+        starts,
+        (min(start + chunk, length) for start in starts),
+        closes[..., None, None].unbind(),
+        keeps[..., None, None].unbind(),
+        _inside_document(position[rows], tail_size).split(chunk, dim=2),
+        tails_in,
+        (ends[..., None, None] + around).unbind(),
+    )
+    return [ChunkSpan(*span) for span in zip(*fields, strict=True)]
 
 
 def convolution_spans(slots: SlotPlan, length: int, tail_size: int, size: int) -> list[ChunkSpan]:
@@ -280,21 +287,6 @@ def convolution_spans(slots: SlotPlan, length: int, tail_size: int, size: int) -
 def _inside_document(position: torch.Tensor, tail_size: int) -> torch.Tensor:
     """`ChunkSpan.inside` [K - 1, b, S, 1] for slots at `position` [b, S] of their document."""
     return torch.stack([position >= steps for steps in range(tail_size, 0, -1)] or [position.bool()]).unsqueeze(-1)
-
-
-def _tail_rows(
-    valid: torch.Tensor, offset: torch.Tensor | None, tail_size: int
-) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """`ChunkSpan.tail_in` and `tail_out` [B, K - 1, 1] of a span with tokens at `valid` [B, C]."""
-    around = torch.arange(tail_size, device=valid.device)
-    # index after the last token
-    end = (valid * torch.arange(1, valid.shape[1] + 1, device=valid.device)).amax(1)
-    tail_in = None
-    if offset is not None:
-        # The call begins with empty slots, and the tail goes before its first token.
-        end = torch.where(end == 0, offset, end)
-        tail_in = (offset[:, None] + around)[..., None]
-    return tail_in, (end[:, None] + around)[..., None]
 
 
 def extend_digest(digest: torch.Tensor, input_ids: torch.Tensor | None) -> torch.Tensor:

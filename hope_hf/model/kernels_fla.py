@@ -109,7 +109,7 @@ def read_content(
     if spans[0].keeps is not None:
         # the kernels take sequences of unequal lengths one after the other, as one row
         slots = spans[-1].stop
-        begins = torch.stack([part.keeps.view(-1).logical_not() for part in spans], dim=1)
+        begins = torch.cat([part.keeps for part in spans], dim=1).squeeze(-1).logical_not()
         first = begins[:, 0].clone()
         begins[:, 0] = True
         row, index = begins.nonzero(as_tuple=True)

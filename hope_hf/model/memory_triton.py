@@ -54,16 +54,20 @@ class _Tiles(NamedTuple):
 
     @classmethod
     def of(cls, spans: list[ChunkSpan], rows: int, size: int, device: torch.device) -> "_Tiles":
-        bounds = [start for span in spans for start in range(span.start, span.stop, size)]
-        tiles = len(bounds)
-        first = torch.tensor([bounds.index(span.start) for span in spans], device=device)
+        bounds, first = [], []
+        for span in spans:
+            first.append(len(bounds))
+            bounds += range(span.start, span.stop, size)
+        tiles, first = len(bounds), torch.tensor(first, device=device)
         keeps = torch.ones(rows, tiles + 1, device=device)
-        closes = torch.stack([_per_row(span.closes, rows, device) for span in spans], dim=1)
-        begins = F.pad(closes[:, :-1], (1, 0))
-        if spans[0].keeps is not None:
-            kept = torch.stack([span.keeps.view(rows) for span in spans], dim=1)
+        if spans[0].keeps is None:
+            closes = torch.tensor([span.closes for span in spans], device=device).expand(rows, -1)
+            begins = F.pad(closes[:, :-1], (1, 0))
+        else:
+            closes = torch.cat([span.closes for span in spans], dim=1).squeeze(-1)
+            kept = torch.cat([span.keeps for span in spans], dim=1).squeeze(-1)
             keeps[:, first] = kept.float()
-            begins = begins | ~kept
+            begins = F.pad(closes[:, :-1], (1, 0)) | ~kept
         starts = torch.zeros(rows, tiles, dtype=torch.long, device=device)
         starts[:, first] = torch.where(begins, first + 1, 0)
         starts = starts.cummax(1).values
@@ -86,10 +90,6 @@ class _Tiles(NamedTuple):
     def opened(self, states: torch.Tensor) -> torch.Tensor:
         """The state at the start of the last chunk [b, R, D, D]."""
         return states[torch.arange(len(states), device=states.device), self.starts[:, -1].long()]
-
-
-def _per_row(flag: torch.Tensor | bool, rows: int, device: torch.device) -> torch.Tensor:
-    return torch.full((rows,), flag, device=device) if isinstance(flag, bool) else flag.view(rows)
 
 
 def _on(device: torch.device):
