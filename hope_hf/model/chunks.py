@@ -11,6 +11,7 @@ times heads, K kernel size of the convolution.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -105,12 +106,71 @@ class SlotPlan:
         return x if self.slot_of_token is None else _gather(x, self.slot_of_token)
 
 
+class Sequences(NamedTuple):
+    """The N tokens of a call without padding, row after row, in n sequences: the documents of every row."""
+
+    # index of each token among the B T of the call [N]; `None` if no token is padding
+    tokens: torch.Tensor | None
+    # index of each sequence's first token among the N, then N [n + 1]
+    bounds: torch.Tensor
+    # row of each sequence, and position of its first token in the document [n]
+    row: torch.Tensor
+    position: torch.Tensor
+    # last sequence of each row, and whether the row has one [B]
+    last: torch.Tensor
+    has_tokens: torch.Tensor
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T, X] -> [1, N, X]."""
+        x = x.flatten(0, 1)
+        return (x if self.tokens is None else x.index_select(0, self.tokens)).unsqueeze(0)
+
+    def scatter(self, x: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+        """[1, N, X] -> [B, T, X] of that `shape`; padding is 0."""
+        if self.tokens is not None:
+            x = x.new_zeros(shape[0] * shape[1], x.shape[-1]).index_copy(0, self.tokens, x[0])
+        return x.view(*shape, -1)
+
+    def begin(self, state: torch.Tensor, age: int | torch.Tensor = 1) -> torch.Tensor:
+        """What each sequence [n, ...] takes over from its row [B, ...]: 0 where its document is younger than `age`."""
+        return torch.where(_beside(self.position, state) >= age, state.index_select(0, self.row), 0.0)
+
+    def end(self, after: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+        """States of the rows [B, ...] after the call from those of the sequences, `before` in rows without tokens."""
+        after = after.index_select(0, self.last)
+        return torch.where(_beside(self.has_tokens, after), after, 0.0 if before is None else before)
+
+
 @dataclass(kw_only=True)
 class ChunkPlan(SlotPlan):
     """The slots of one call's tokens, and their division into chunks."""
 
     # in the order of the text; tensors repeat each row for every memory head
     spans: list[ChunkSpan]
+
+    @cached_property
+    def sequences(self) -> Sequences | None:
+        """The documents of the call's rows, for kernels; `None` if every row continues or begins one document."""
+        if self.valid is None:
+            return None
+        row, slot = self.valid.nonzero(as_tuple=True)
+        at = self.position[row, slot]
+        opens = (at == 0) | torch.nn.functional.pad(row[1:] != row[:-1], (1, 0), value=True)[: len(row)]
+        first = opens.nonzero().squeeze(-1)
+        bounds = torch.nn.functional.pad(first, (0, 1), value=len(row))
+        rows, length = len(self.valid), 1
+        if self.token_of_slot is not None:
+            length, slot = self.slot_of_token.shape[1], self.token_of_slot[row, slot]
+        tokens = None if len(row) == rows * length else row * length + slot
+        row_of = row[first]
+        all_rows = torch.arange(rows, device=row.device)
+        last = torch.searchsorted(row_of, all_rows, right=True) - 1
+        has_tokens = self.valid.any(1)
+        return Sequences(tokens, bounds, row_of, at[first], last.clamp(min=0), has_tokens)
+
+
+def _beside(flag: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return flag.view(-1, *(1,) * (x.ndim - 1))
 
 
 def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

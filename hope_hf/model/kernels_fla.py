@@ -1,11 +1,12 @@
-"""Kernels of flash-linear-attention, the extra `hope_hf[gpu]`: the delta rule's scan, and selected blocks of keys.
+"""Kernels of flash-linear-attention, the extra `hope_hf[gpu]`: the mixer of memories, and selected blocks of keys.
 
 Delta rule (arXiv 2412.06464): without memories that project keys or values, the deviation S of the content memory is
 the state of a gated DeltaNet whose targets are the values minus the reads of the initial weights:
 
     S_t = alpha_t S_{t-1} + eta_t k_t^T (v_t - k_t W_0 - k_t alpha_t S_{t-1}),     read: q_t S_t + q_t W_0 + d v_t
 
-Convolution and norms take all chunks at once. A document within a row is a sequence of its own.
+`mix` computes the whole mixer. It reads and writes few bytes around the scan: streams stay [B, T, H, D], heads beside
+each other as the linear maps make them, in the maps' dtype. Gates, states and what the kernels add up are float32.
 
 Sparse attention: `parallel_nsa` runs a program per query, which reads given blocks. `sparse_fast` selects the blocks
 with learned compressed keys (flash-linear-attention's are means of blocks), and computes the two other branches.
@@ -16,15 +17,16 @@ Axes of the scan as in `memory_scan`, of sparse attention as in `sparse_fast`.
 import importlib.metadata
 import importlib.util
 import os
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch.torch_version import TorchVersion
 
 from .backends import VARIABLE
-from .chunks import ChunkSpan, merge_spans
+from .chunks import ChunkPlan, ChunkSpan
 from .memory_delta import DeltaMemories
-from .memory_scan import ScanInputs, ScanState, make_qkv, unit, written_values
+from .memory_scan import NORM_EPSILON, ScanInputs, ScanState
 from .sparse_branches import SparseSizes
 
 # largest head width that fits the chip
@@ -33,27 +35,33 @@ _WIDEST = 256
 _LEAST = 16
 
 
-def _obstacle(query: torch.Tensor) -> str | None:
-    """Why no kernel can read at queries [..., D]; `None` if one can."""
-    if query.dtype == torch.float64:
+def _obstacle(x: torch.Tensor, width: int) -> str | None:
+    """Why no kernel can compute heads of that width of dtype and device of `x`; `None` if one can."""
+    if x.dtype == torch.float64:
         return "the model is float64"
-    if query.shape[-1] > _WIDEST:
+    if width > _WIDEST:
         return f"heads are wider than {_WIDEST}"
-    if query.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    if x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "the model is on a CPU"
     if importlib.util.find_spec("fla") is None:
         return "flash-linear-attention is not installed (pip install 'hope_hf[gpu]')"
     return None
 
 
-def scan_obstacle(inputs: ScanInputs, memories) -> str | None:
-    """Why the kernels cannot compute this scan; `None` if they can."""
-    query = inputs.query
-    if not isinstance(memories, DeltaMemories):
+def scan_obstacle(rule: type, projected: tuple[str, ...], hidden_states: torch.Tensor, width: int) -> str | None:
+    """Why the kernels cannot compute the scan of heads of that width; `None` if they can.
+
+    Args:
+        rule: class of the memories (`Memories`).
+        projected: those of "k" and "v" that memories project.
+        hidden_states: the mixer's input.
+    """
+    if rule is not DeltaMemories:
         return "flash-linear-attention has no kernels for memory_rule='paper'"
-    if memories.projected:
+    if projected:
         return "flash-linear-attention has no kernels for memory_projections"
-    return _obstacle(query) or (_defect(query.device) if torch.is_grad_enabled() else None)
+    defect = _defect(hidden_states.device) if torch.is_grad_enabled() else None
+    return _obstacle(hidden_states, width) or defect
 
 
 def _defect(device: torch.device) -> str | None:
@@ -65,23 +73,6 @@ def _defect(device: torch.device) -> str | None:
     if not is_wrong or importlib.util.find_spec("tilelang") is not None:
         return None
     return "Triton 3.4 to 3.7.0 compiles wrong gradients for Hopper GPUs (install triton>=3.7.1 or tilelang)"
-
-
-def scan_fla(
-    inputs: ScanInputs,
-    memories: DeltaMemories,
-    state: ScanState,
-    spans: list[ChunkSpan],
-    need_state: bool = True,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[torch.Tensor, ScanState | None]:
-    """`memory_scan.scan_plain` of a content memory alone; the kernels' operands are rounded to `dtype`."""
-    span = merge_spans(spans)
-    keys, values, queries, tail = make_qkv(inputs, memories, state, span)
-    values = written_values(inputs, values, span)
-    qkv = unit(queries), unit(keys), values
-    reads, after = read_content(*qkv, inputs, memories, *state.current, spans, need_state, dtype)
-    return reads, ScanState((after,), (), tail) if need_state else None
 
 
 def read_content(
@@ -120,21 +111,9 @@ def read_content(
         current = torch.where(continues[:, None, None], current[row], 0.0)
         operands = [part.flatten(0, 1).unsqueeze(0) for part in operands]
         gates = [part.flatten(0, 1).unsqueeze(0) for part in gates]
-    try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-    except ImportError as error:
-        raise ImportError(f"flash-linear-attention does not load ({error}): set {VARIABLE}=torch") from error
-    one_token = spans[-1].stop == 1 and not torch.is_grad_enabled()
-    run = fused_recurrent_gated_delta_rule if one_token else chunk_gated_delta_rule
     # axes [rows, tokens, heads, ...] with a head in every row
-    reads, after = run(
-        *(part.unsqueeze(2).contiguous() for part in operands),
-        **{name: part.unsqueeze(2).contiguous() for name, part in zip(("g", "beta"), gates, strict=True)},
-        scale=1.0,
-        initial_state=current.unsqueeze(1),
-        output_final_state=need_state,
-        cu_seqlens=bounds,
-    )
+    streams = (part.unsqueeze(2) for part in (*operands, *gates))
+    reads, after = _scan(*streams, current.unsqueeze(1), need_state, bounds, spans[-1].stop == 1)
     reads = reads.reshape(queries.shape).to(queries.dtype) + memories.initial_read(queries, values)
     if not need_state:
         return reads, None
@@ -144,23 +123,121 @@ def read_content(
     return reads, after.squeeze(1)
 
 
+def mix(
+    mixer, hidden_states: torch.Tensor, state: ScanState | None, plan: ChunkPlan, need_state: bool
+) -> tuple[torch.Tensor, ScanState | None]:
+    """`SelfModifyingTitans.forward` without memories that project.
+
+    The kernels take the documents of all rows one after the other, without padding (`chunks.Sequences`); rows that are
+    one document each stay as they are.
+    """
+    with _loading():
+        from fla.modules.causal_conv1d import causal_conv1d
+        from fla.modules.norm.fused_norm_gate import rms_norm_gated
+        from fla.modules.norm.l2norm import l2norm
+    heads, shape, texts = mixer.config.num_memory_heads, hidden_states.shape[:2], plan.sequences
+    x, bounds = hidden_states, None
+    if texts is not None:
+        x, bounds = texts.gather(hidden_states), texts.bounds
+        if not x.shape[1]:
+            # padding alone
+            return torch.zeros_like(hidden_states), state
+    # linear maps and gates
+    made = [project(x) for project in (mixer.k_proj, mixer.v_proj, mixer.q_proj)]
+    gate = mixer.g_proj(x).unflatten(-1, (heads, -1))
+    rate, log_retention, norm = mixer.gates(x)
+    dtype = gate.dtype
+    with torch.autocast(x.device.type, enabled=False):
+        current, tails = None, (None,) * 3
+        if state is not None:
+            (current,), _, tail = state
+            if texts is not None:
+                # the tail's oldest inputs may be those of the document before
+                age = torch.arange(tail.shape[2], 0, -1, device=tail.device).unsqueeze(-1)
+                current, tail = texts.begin(current), texts.begin(tail, age)
+            # [n, H D, K] of each stream; the convolution ignores the first column
+            tails = [F.pad(part.mT.flatten(1, 2), (1, 0)) for part in tail.chunk(3, dim=-1)]
+        # convolutions, SiLU, normalisation
+        streams, tails_after = [], []
+        for raw, convolution, tail in zip(made, (mixer.k_conv1d, mixer.v_conv1d, mixer.q_conv1d), tails, strict=True):
+            # [K, H, D] to [H D, K], as the weights lie in memory
+            taps = convolution(torch.float32).permute(1, 2, 0).flatten(0, 1)
+            stream, after = causal_conv1d(
+                raw, taps, initial_state=tail, output_final_state=need_state, activation="silu", cu_seqlens=bounds
+            )
+            streams.append(stream.unflatten(-1, (heads, -1)))
+            tails_after.append(after)
+        keys, values, queries = streams
+        keys, queries = l2norm(keys, NORM_EPSILON), l2norm(queries, NORM_EPSILON)
+        if norm is not None:
+            values = l2norm(values, NORM_EPSILON) * norm.to(dtype).unsqueeze(-1)
+        # writes and reads
+        (initial,) = mixer.initial_memory(dtype)
+        targets = values + _per_head(keys, -initial)
+        reads, after = _scan(queries, keys, targets, log_retention, rate, current, need_state, bounds, shape[1] == 1)
+        reads = torch.addcmul(reads + _per_head(queries, initial), values, mixer.value_share(dtype).unsqueeze(-1))
+        # norm, gate
+        gated = mixer.o_norm(reads, lambda x, weight, eps: rms_norm_gated(x, gate, weight, None, eps=eps))
+    output = mixer.o_proj(gated.flatten(2))
+    if texts is not None:
+        output = texts.scatter(output, shape)
+    if not need_state:
+        return output, None
+    tail = torch.cat([part[..., 1:].unflatten(1, (heads, -1)).mT for part in tails_after], dim=-1).to(torch.float32)
+    if texts is not None:
+        current, tail_before = (None, None) if state is None else (*state.current, state.conv_tail)
+        after, tail = texts.end(after, current), texts.end(tail, tail_before)
+    return output, ScanState((after,), (), tail)
+
+
+def _per_head(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """`x` [B, T, H, D] times the weights of its head [H, D, D]."""
+    return torch.bmm(x.flatten(0, 1).transpose(0, 1), weights).transpose(0, 1).view(x.shape)
+
+
+def _scan(
+    queries, keys, values, log_retention, rate, current, need_state: bool, bounds, is_token: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Reads [B, T, H, D] of the gated delta rule, and its states [n, H, D, D] after n sequences if they are needed."""
+    with _loading():
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+    run = fused_recurrent_gated_delta_rule if is_token and not torch.is_grad_enabled() else chunk_gated_delta_rule
+    return run(
+        queries,
+        keys,
+        values,
+        g=log_retention,
+        beta=rate,
+        scale=1.0,
+        initial_state=current,
+        output_final_state=need_state,
+        cu_seqlens=bounds,
+    )
+
+
+@contextmanager
+def _loading():
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f"flash-linear-attention does not load ({error}): set {VARIABLE}=torch") from error
+
+
 def selection_obstacle(queries: torch.Tensor, base: int, sizes: SparseSizes) -> str | None:
     """Why the kernels cannot read the selected blocks of queries [B, H, G, S, D]; `None` if they can."""
     if sizes.block < _LEAST or sizes.block != _power_of_two(sizes.block):
         return f"flash-linear-attention has no kernels for sparse_block_size={sizes.block} (16, 32, 64, ...)"
     if base and torch.is_grad_enabled():
         return "flash-linear-attention has no gradients of the keys of earlier calls"
-    return _obstacle(queries)
+    return _obstacle(queries, queries.shape[-1])
 
 
 def read_selected_fla(
     queries, keys, values, gates, chosen, base: int, block: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, ...]:
     """`sparse_fast.read_selected`; the kernels' operands are rounded to `dtype`."""
-    try:
+    with _loading():
         from fla.ops.nsa.parallel import parallel_nsa
-    except ImportError as error:
-        raise ImportError(f"flash-linear-attention does not load ({error}): set {VARIABLE}=torch") from error
     heads, length, group = queries.shape[1:4]
     # the query heads of a key head are the rows of a matrix product: zeros pad them to its smallest size
     rows = F.pad(queries, (0, 0, 0, _power_of_two(max(group, _LEAST)) - group))

@@ -6,6 +6,8 @@ The convolution is causal and depthwise, and stays within a document. `convolve`
 Axes: b row, C slot of a span, X channel, K kernel size.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -105,7 +107,10 @@ class HopeRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
         self.variance_epsilon = eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, kernel: Callable | None = None) -> torch.Tensor:
+        """`x` normalised, or what `kernel(x, weight, epsilon)` makes of it."""
+        if kernel is not None:
+            return kernel(x, self.weight, self.variance_epsilon)
         return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.variance_epsilon)
 
 

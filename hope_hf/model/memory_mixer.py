@@ -22,7 +22,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from .backends import Kernel, asked_kernels, choose, operand_dtype, runs_plain
 from .chunks import ChunkPlan, plan_chunks
-from .kernels_fla import scan_fla, scan_obstacle
+from .kernels_fla import mix, scan_obstacle
 from .layers import HopeRMSNorm, LearnedFactors, Mixer, ShortConvolution
 from .memory_delta import DeltaMemories
 from .memory_fast import scan_fused
@@ -215,9 +215,11 @@ class SelfModifyingTitans(Mixer, nn.Module):
             The mixer's output [B, T, hidden_size], and the new state.
         """
         batch_size, heads = len(hidden_states), self.config.num_memory_heads
+        run = self.choose_scan(hidden_states)
+        if run is mix:
+            return mix(self, hidden_states, state, plan, need_state)
         # projections and gates
         inputs = self.scan_inputs(hidden_states, plan)
-        operands = operand_dtype(hidden_states)
         if state is not None:
             current, chunk_start, tail = state
             current, chunk_start = (tuple(x.flatten(0, 1) for x in part) for part in (current, chunk_start))
@@ -226,7 +228,6 @@ class SelfModifyingTitans(Mixer, nn.Module):
             # kernel weights of the convolutions, and initial weights
             memories = self.memories(batch_size, inputs.query.dtype)
             # convolutions, SiLU, normalisation, writes and reads
-            run = self.choose_scan(inputs, memories, operands)
             # GPU kernels save few activations, and are fastest on a whole text
             recompute = self.config.recompute_chunks if run in (scan_plain, *FAST_SCANS.values()) else 0
             reads, after = scan(run, inputs, memories, state, plan.spans, recompute, need_state)
@@ -279,16 +280,21 @@ class SelfModifyingTitans(Mixer, nn.Module):
             share = self.value_share(dtype).expand(batch_size, -1).flatten()[:, None, None]
         return self.rule.of(conv_weights, self.projected, initial, share, self.rate_factors, self.rule_options)
 
-    def choose_scan(self, inputs: ScanInputs, memories: Memories, operands: torch.dtype) -> Callable:
-        """The scan to run, equal to `memory_scan.scan_plain`; GPU kernels round their operands to `operands`."""
+    def choose_scan(self, hidden_states: torch.Tensor) -> Callable:
+        """The scan to run, equal to `memory_scan.scan_plain`; GPU kernels round their operands to a map's dtype.
+
+        `kernels_fla.mix` computes all that lies between the linear maps.
+        """
         if runs_plain(self.kernels):
             return scan_plain
+        about = self.rule, self.projected, hidden_states, self.config.head_dim
+        triton = partial(scan_triton, dtype=operand_dtype(hidden_states))
         kernels = {
-            "fla": Kernel(partial(scan_fla, dtype=operands), partial(scan_obstacle, inputs, memories)),
-            "triton": Kernel(partial(scan_triton, dtype=operands), partial(obstacle_to_triton, inputs, memories)),
+            "fla": Kernel(mix, partial(scan_obstacle, *about)),
+            "triton": Kernel(triton, partial(obstacle_to_triton, *about)),
         }
         otherwise = FAST_SCANS.get(self.rule, scan_plain)
-        return choose("memory_scan", self.kernels, kernels, otherwise, self.kernel_fallbacks, inputs.query.device)
+        return choose("memory_scan", self.kernels, kernels, otherwise, self.kernel_fallbacks, hidden_states.device)
 
     def _spans(self, hidden_states: torch.Tensor):
         """Yields for every span: memories, keys, values, queries, reads, and the states before and after."""

@@ -25,15 +25,15 @@ from .memory_scan import ScanInputs, ScanState, unit, written_values
 _WIDTHS = (16, 32, 64, 128)
 
 
-def obstacle(inputs: ScanInputs, memories) -> str | None:
-    """Why the kernels cannot compute this scan; `None` if they can."""
-    if not isinstance(memories, DeltaMemories):
+def obstacle(rule: type, projected: tuple[str, ...], hidden_states: torch.Tensor, width: int) -> str | None:
+    """Why the kernels cannot compute the scan, as `kernels_fla.scan_obstacle`; `None` if they can."""
+    if rule is not DeltaMemories:
         return "Triton's kernels do not know memory_rule='paper'"
-    if not memories.projected:
+    if not projected:
         return "Triton's kernels are for memory_projections, and the model has none (set HOPE_KERNELS=fla)"
-    if inputs.query.shape[-1] not in _WIDTHS:
-        return f"heads of Triton's kernels are 16, 32, 64 or 128 wide, not {inputs.query.shape[-1]}"
-    return scan_obstacle(inputs, memories._replace(projected=()))
+    if width not in _WIDTHS:
+        return f"heads of Triton's kernels are 16, 32, 64 or 128 wide, not {width}"
+    return scan_obstacle(rule, (), hidden_states, width)
 
 
 class _Tiles(NamedTuple):

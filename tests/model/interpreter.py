@@ -18,8 +18,8 @@ def index_range(*bounds):
     return map(Index, builtins.range(*map(int, bounds)))
 
 
-def import_interpreted(name: str):
-    """The module `name` of flash-linear-attention, its kernels made for the interpreter.
+def import_interpreted(*names: str) -> None:
+    """Import modules of flash-linear-attention, their kernels made for the interpreter.
 
     The first configuration of every kernel: the search for the fastest needs a GPU.
     """
@@ -31,8 +31,8 @@ def import_interpreted(name: str):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(autotuner.Autotuner, "__init__", first_only)
-        module = importlib.import_module(name)
+        for name in names:
+            importlib.import_module(name)
     for loaded, found in sys.modules.items():
         if loaded.startswith("fla.ops."):
             found.range = index_range
-    return module
