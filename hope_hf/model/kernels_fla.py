@@ -18,6 +18,7 @@ import importlib.metadata
 import importlib.util
 import os
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -60,14 +61,16 @@ def scan_obstacle(rule: type, projected: tuple[str, ...], hidden_states: torch.T
         return "flash-linear-attention has no kernels for memory_rule='paper'"
     if projected:
         return "flash-linear-attention has no kernels for memory_projections"
-    defect = _defect(hidden_states.device) if torch.is_grad_enabled() else None
-    return _obstacle(hidden_states, width) or defect
+    # asked last, since it reads the version of a package that may be missing
+    return _obstacle(hidden_states, width) or (_defect(hidden_states.device) if torch.is_grad_enabled() else None)
 
 
+@cache
 def _defect(device: torch.device) -> str | None:
     """Why flash-linear-attention refuses its backward pass (its issue 640); `None` if it does not."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return None
+    # read from files, which takes a millisecond: once per process, not in every layer
     found = TorchVersion(importlib.metadata.version("triton"))
     is_wrong = "3.4.0" <= found < "3.7.1"
     if not is_wrong or importlib.util.find_spec("tilelang") is not None:

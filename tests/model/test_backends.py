@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections import Counter
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -119,9 +120,14 @@ def test_a_missing_library(monkeypatch, tiny_model, asked, options):
 ])  # fmt: skip
 def test_a_compiler_that_makes_wrong_gradients(monkeypatch, capability, triton, tilelang, refused):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(kernels_fla.importlib.metadata, "version", lambda name: triton)
+    versions = Mock(return_value=triton)
+    monkeypatch.setattr(kernels_fla.importlib.metadata, "version", versions)
     monkeypatch.setattr(kernels_fla.importlib.util, "find_spec", lambda name: "found" if tilelang else None)
-    assert ("wrong gradients" in (kernels_fla._defect(GPU) or "")) == refused
+    kernels_fla._defect.cache_clear()
+    assert all(("wrong gradients" in (kernels_fla._defect(GPU) or "")) == refused for _ in range(2))
+    # every layer asks, and the version is read from files
+    assert versions.call_count == (capability == (9, 0))
+    kernels_fla._defect.cache_clear()
 
 
 def test_every_config_has_kernels_or_a_reason():
