@@ -203,7 +203,8 @@ def projection_forward(
         inverses: (I + rho L)^-1 in DT, written [b, N, 1 or R, C, C].
         batch, tiles, slots: b, N, S.
     """
-    row = tl.program_id(0).to(tl.int64)
+    # int64, since a long text's states hold more than 2^31 numbers; a size of 1 is a constant without a method `to`
+    row, batch, slots = tl.program_id(0).to(tl.int64), tl.cast(batch, tl.int64), tl.cast(slots, tl.int64)
     memories: tl.constexpr = K_PROJECTED + V_PROJECTED
     groups: tl.constexpr = 1 if ALIKE else memories
     c, d = tl.arange(0, C), tl.arange(0, D)
@@ -213,10 +214,10 @@ def projection_forward(
     starts += row * tiles
     states += row * (tiles + 2) * memories * D * D
     inverses += row * tiles * groups * C * C
-    # strides from one memory's tensor to the next
-    given_size = batch.to(tl.int64) * slots * D
-    raw_size = batch.to(tl.int64) * (K - 1 + slots) * D
-    taps_size = batch * K * D
+    # strides from one memory to the next, and of `states` and `inverses` from one tile to the next
+    given_size, raw_size, taps_size = batch * slots * D, batch * (K - 1 + slots) * D, batch * K * D
+    square, inverse_square = tl.cast(D * D, tl.int64), tl.cast(C * C, tl.int64)
+    state_size, inverse_size = memories * square, groups * inverse_square
     tail = tl.load(tails + row)
     for n in range(tiles):
         first = tl.load(bounds + n)
@@ -224,11 +225,11 @@ def projection_forward(
         # first slot of the tile and pointer to its first padded input, over all sequences and heads
         at = row * slots + first
         raw_at = raw + (at + row * (K - 1)) * D
-        start = states + tl.load(starts + n) * memories * D * D
+        start = states + tl.load(starts + n) * state_size
         into = live & ((first + c + K - 1 < tail) | (first + c >= tail))
         for m in range(memories):
             x = read_rows(given + m * given_size + at * D, c, live, d, D)
-            x += product(x, tl.load(start + m * D * D + tile(d, d, D)), DT)
+            x += product(x, tl.load(start + m * square + tile(d, d, D)), DT)
             write_rows(raw_at + m * raw_size + (K - 1) * D, c, into, d, D, x)
         tl.debug_barrier()
         if K_PROJECTED:
@@ -250,19 +251,19 @@ def projection_forward(
         lower = strictly_lower(product(key, key_turned, DT) * decay(total, C) * step[None, :], C)
         if ALIKE:
             inverse = unit_lower_inverse(tl.load(factors) * lower, C, LEVELS)
-            tl.store(inverses + n * C * C + tile(c, c, C), inverse.to(DT))
+            tl.store(inverses + n * inverse_size + tile(c, c, C), inverse.to(DT))
         targets = read_rows(values + at * D, c, live, d, D) - key
         keep = tl.load(keeps + n + 1)
         for m in range(memories):
             rho = tl.load(factors + m)
             if not ALIKE:
                 inverse = unit_lower_inverse(rho * lower, C, LEVELS)
-                tl.store(inverses + (n * memories + m) * C * C + tile(c, c, C), inverse.to(DT))
-            place = states + ((n + 1) * memories + m) * D * D + tile(d, d, D)
+                tl.store(inverses + n * inverse_size + m * inverse_square + tile(c, c, C), inverse.to(DT))
+            place = states + (n + 1) * state_size + m * square + tile(d, d, D)
             state = tl.load(place)
             error = errors(key, state, targets, kept, inverse, rho, DT)
             state = tl.exp(last) * state - product(key_turned * scale[None, :], error, DT)
-            tl.store(place + memories * D * D, keep * state)
+            tl.store(place + state_size, keep * state)
         tl.debug_barrier()
 
 
@@ -318,7 +319,8 @@ def projection_backward(
         grad_mixed: gradient of the convolutions' output [R, b, S, D].
         grad_given, grad_norms, grad_rate, grad_log_retention: gradients of the inputs, in their shapes.
     """
-    row = tl.program_id(0).to(tl.int64)
+    # int64, since a long text's states hold more than 2^31 numbers; a size of 1 is a constant without a method `to`
+    row, batch, slots = tl.program_id(0).to(tl.int64), tl.cast(batch, tl.int64), tl.cast(slots, tl.int64)
     memories: tl.constexpr = K_PROJECTED + V_PROJECTED
     groups: tl.constexpr = 1 if ALIKE else memories
     v: tl.constexpr = memories - 1
@@ -332,9 +334,10 @@ def projection_backward(
     grad_state += row * memories * D * D
     grad_first += row * memories * D * D
     grad_opened += row * memories * D * D
-    given_size = batch.to(tl.int64) * slots * D
-    raw_size = batch.to(tl.int64) * (K - 1 + slots) * D
-    taps_size = batch * K * D
+    # strides from one memory to the next, and of `states` and `inverses` from one tile to the next
+    given_size, raw_size, taps_size = batch * slots * D, batch * (K - 1 + slots) * D, batch * K * D
+    square, inverse_square = tl.cast(D * D, tl.int64), tl.cast(C * C, tl.int64)
+    state_size, inverse_size = memories * square, groups * inverse_square
     tail = tl.load(tails + row)
     place = tl.load(opened + row)
     # the last iteration, n = -1, is for the chunk that earlier calls began
@@ -358,11 +361,11 @@ def projection_backward(
             grad_upper = tl.zeros([C, C], tl.float32)
             keep = tl.load(keeps + n + 1)
             for m in range(memories):
-                state_at = states + ((n + 1) * memories + m) * D * D
-                grad_at = grad_state + m * D * D + tile(d, d, D)
-                inverse_at = inverses + n * C * C
+                state_at = states + (n + 1) * state_size + m * square
+                grad_at = grad_state + m * square + tile(d, d, D)
+                inverse_at = inverses + n * inverse_size
                 if not ALIKE:
-                    inverse_at = inverses + (n * memories + m) * C * C
+                    inverse_at += m * inverse_square
                 rho = tl.load(factors + m)
                 key = read_rows(keys + at * D, c, live, d, D)
                 targets = read_rows(values + at * D, c, live, d, D) - key
@@ -432,11 +435,11 @@ def projection_backward(
                 grad = _given_gradients(
                     given + m * given_size, grad_mixed + m * given_size, grad_raw + m * raw_size,
                     grad_given + m * given_size, taps + m * taps_size, inside, bounds, tail,
-                    states + ((n + 1) * memories + m) * D * D, row, tl.maximum(n, 0), count, slots,
+                    states + (n + 1) * state_size + m * square, row, tl.maximum(n, 0), count, slots,
                     K, D, C, MASKED, TAILED, DT,
                 )  # fmt: skip
                 if place == n + 1:
-                    grad += tl.load(grad_opened + m * D * D + tile(d, d, D))
-                sum_at = (grad_state if n >= 0 else grad_first) + m * D * D + tile(d, d, D)
+                    grad += tl.load(grad_opened + m * square + tile(d, d, D))
+                sum_at = (grad_state if n >= 0 else grad_first) + m * square + tile(d, d, D)
                 tl.store(sum_at, tl.load(sum_at) + grad)
             tl.debug_barrier()

@@ -43,10 +43,10 @@ def ragged_pieces(chunk, last=2):
     return plan(chunk, 3, length, past=past, padding_mask=mask, position_ids=positions).spans
 
 
-def problem(spans, made="kv", factors=None, forgetting=0.3, fresh=False, width=WIDTH):
+def problem(spans, made="kv", factors=None, forgetting=0.3, fresh=False, width=WIDTH, rows=3 * HEADS):
     """Random inputs, memories and state of a scan; all tensors are leaves that want a gradient."""
     torch.manual_seed(0)
-    rows, slots = 3 * HEADS, spans[-1].stop
+    slots = spans[-1].stop
     factors = (0.1,) * len(made) + (1.0,) if factors is None else factors
     streams = [normal(rows, slots, width) for _ in range(3)]
     gates = torch.rand(3, rows, slots, dtype=torch.float64)
