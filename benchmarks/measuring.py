@@ -1,12 +1,18 @@
 """Measurements of a step, a token, a cache, peak memory and operators, in which models take turns."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 from hope_hf.step.objective import can_skip_logits, summed_loss
@@ -141,3 +147,82 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.number += function.overloadpacket.__name__ not in VIEWS
         return function(*args, **(kwargs or {}))
+
+
+class Traffic(Calls):
+    """What a step of a network does on a GPU, counted on fake tensors: launches, and bytes in and out of each.
+
+    `moved` has the bytes of matrix "products", of "attention" or the scan, and of all else, "elementwise"; an expanded
+    tensor counts once. `saved` are bytes that autograd keeps. Of Triton's kernels, `kernels` in number, none runs.
+    `F.rms_norm` counts as the kernels that it is on a GPU.
+    """
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.moved, self.saved, self.kernels = Counter(), 0, 0
+        # by storage; held, so that no other storage gets its address
+        self.known = {weight.untyped_storage()._cdata: weight for weight in network.parameters()}
+
+    def launch(self, kind: str, *arguments: object) -> None:
+        """Count a kernel that reads and writes the tensors among the arguments."""
+        self.number += 1
+        for part in arguments:
+            if isinstance(part, torch.Tensor):
+                self.moved[kind] += min(part.numel() * part.element_size(), part.untyped_storage().nbytes())
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if name not in VIEWS:
+            kind = "products" if name in ("mm", "bmm", "addmm", "baddbmm") else "elementwise"
+            self.launch("attention" if "attention" in name else kind, *tree_leaves((args, kwargs, results)))
+        return results
+
+    def __enter__(self):
+        from triton.runtime.jit import KernelInterface
+
+        self.patches = ExitStack()
+        self.patches.enter_context(saved_tensors_hooks(self._save, lambda tensor: tensor))
+        in_place_of_triton = patch.object(KernelInterface, "__getitem__", lambda kernel, grid: self._counted(kernel))
+        self.patches.enter_context(in_place_of_triton)
+        norm = patch.object(functional, "rms_norm", lambda x, shape, weight, eps: _Norm.apply(self, x, weight))
+        self.patches.enter_context(norm)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.patches.close()
+        return super().__exit__(*error)
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.known:
+            self.known[storage._cdata] = tensor
+            self.saved += storage.nbytes()
+        return tensor
+
+    def _counted(self, kernel) -> Callable:
+        """In place of a kernel; flash-linear-attention's sequence operations are in `fla.ops`."""
+        while hasattr(kernel, "fn"):
+            kernel = kernel.fn
+        self.kernels += 1
+        kind = "attention" if kernel.__module__.startswith("fla.ops.") else "elementwise"
+        return lambda *args, **kwargs: self.launch(kind, *args, *kwargs.values())
+
+
+class _Norm(torch.autograd.Function):
+    """One kernel forward, two backward: gradients of the input and of the weight."""
+
+    @staticmethod
+    def forward(ctx, traffic, x, weight):
+        ctx.traffic, result = traffic, torch.empty_like(x)
+        ctx.save_for_backward(x, weight)
+        traffic.launch("elementwise", x, weight, result)
+        return result
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        results = torch.empty_like(x), torch.empty_like(weight)
+        for result in results:
+            ctx.traffic.launch("elementwise", x, weight, gradient, result)
+        return None, *results

@@ -8,6 +8,7 @@
     python benchmarks/speed.py recompute                      a training step by --gradient_checkpointing
     python benchmarks/speed.py prompt                         peak memory of generate by the length of the prompt
     python benchmarks/speed.py calls                          operators that one more layer calls, HOPE and Llama
+    python benchmarks/speed.py bytes                          launches and bytes of a GPU's training step, without one
 
 `peers` and `mixers` append a row to DIR/speed.jsonl as soon as it is measured: `{"device", "preset", "model",
 "tokens", "measure", "values"}`, or `"note"` instead of values where a model did not run. The measures:
@@ -44,11 +45,23 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measuring import REFUSALS, Calls, Decoder, held_bytes, in_turn, peak_growth, read, seconds, train_step
+from benchmarks.measuring import (
+    REFUSALS,
+    Calls,
+    Decoder,
+    Traffic,
+    held_bytes,
+    in_turn,
+    peak_growth,
+    read,
+    seconds,
+    train_step,
+)
 from benchmarks.quality.models import HOPE, LLAMA, LLAMA_CONV, RECURRENT_PEERS, SIZES, build
 from hope_hf import PRESETS, HopeConfig, HopeForCausalLM, HopeModel
 from hope_hf.model.inputs import Documents
@@ -92,9 +105,9 @@ class Peers:
             parameters=parameters,
         )
 
-    def new(self, name: str) -> nn.Module:
-        """The model with random weights on the device."""
-        dtype = torch.float32 if self.device == "cpu" else torch.bfloat16
+    def new(self, name: str, dtype: torch.dtype | None = None) -> nn.Module:
+        """The model with random weights on the device, by default in float32 on a CPU and in bfloat16 on a GPU."""
+        dtype = dtype or (torch.float32 if self.device == "cpu" else torch.bfloat16)
         with patch.dict(os.environ, KERNELS.get(name, {})), torch.device(self.device):
             if name == HOPE or name in KERNELS:
                 return AutoModelForCausalLM.from_config(self.config, dtype=dtype)
@@ -380,6 +393,30 @@ def calls(options: argparse.Namespace) -> None:
         print(f"| {name} | {two[0] - one[0]} | {two[1] - one[1]} |", flush=True)
 
 
+def count_bytes(options: argparse.Namespace) -> None:
+    """Print launches and bytes of a GPU's training step, HOPE with kernels and Llama, without the head."""
+    if None in (importlib.util.find_spec("fla"), importlib.util.find_spec("triton")):
+        raise SystemExit("error: bytes counts flash-linear-attention's kernels: pip install fla-core triton")
+    case, kinds = Peers(options, options.preset), ("elementwise", "attention", "products")
+    print(f"| {options.tokens:,} tokens | launches | elementwise | attention, scan | products | saved |")
+    print("|---" * 6 + "|")
+    for name in (HOPE, LLAMA):
+        found = traffic_of(case, name, options.tokens)
+        moved = " | ".join(f"{found.moved[kind] / 1e9:.1f} GB" for kind in kinds)
+        print(f"| {name} | {found.number:,} | {moved} | {found.saved / 2**30:.2f} GiB |", flush=True)
+
+
+def traffic_of(case: Peers, name: str, tokens: int) -> Traffic:
+    """What a training step of one text moves in bfloat16, counted on fake tensors."""
+    # The tensors are on a CPU, where the kernels run in Triton's interpreter alone; here they do not run.
+    with patch.dict(os.environ, {"HOPE_KERNELS": "fla", "TRITON_INTERPRET": "1"}), FakeTensorMode():
+        network = case.new(name, torch.bfloat16)
+        embedded = torch.zeros(1, tokens, case.config.hidden_size, dtype=torch.bfloat16)
+        with Traffic(network) as traffic:
+            network.base_model(inputs_embeds=embedded, use_cache=False).last_hidden_state.sum().backward()
+    return traffic
+
+
 def make_parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
@@ -421,6 +458,10 @@ def make_parser() -> argparse.ArgumentParser:
     again.add_argument("--rounds", type=int, default=5, help="rounds after one to warm up")
     case("prompt", prompt, [2000, 100_000], preset=True).add_argument("--prefill_chunk_size", type=int, default=2048)
     case("calls", calls).add_argument("--tokens", type=int, default=2048)
+    counted = case("bytes", count_bytes)
+    counted.add_argument("--preset", default="mid", choices=list(PRESETS))
+    counted.add_argument("--tokens", type=int, default=2048)
+    counted.set_defaults(device="cpu", vocab_size=None)
     return parser
 
 

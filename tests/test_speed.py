@@ -1,5 +1,6 @@
 """benchmarks/speed.py: models of one size, what is measured, and its tables; small, every model has its row."""
 
+import importlib.util
 import json
 import subprocess
 from pathlib import Path
@@ -79,14 +80,20 @@ def test_sparse_attention_is_measured_beside_sdpa(tmp_path, capsys):
 @pytest.mark.parametrize(
     "words, sentence",
     [
-        (["--report"], "speed.jsonl is missing: run this without --report first"),
-        (["--device", "cuda"], "--device cuda: torch finds no GPU; --device cpu measures this processor"),
+        (["peers", "--report"], "speed.jsonl is missing: run this without --report first"),
+        (["peers", "--device", "cuda"], "--device cuda: torch finds no GPU; --device cpu measures this processor"),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_what_cannot_be_measured_is_one_sentence(words, sentence, tmp_path):
     with pytest.raises(SystemExit, match=sentence):
-        speed.main(["peers", "--output_dir", str(tmp_path), *words])
+        speed.main([*words, "--output_dir", str(tmp_path)])
+
+
+def test_bytes_need_the_kernels(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="pip install fla-core triton"):
+        speed.main(["bytes"])
 
 
 def test_the_flags_of_the_gpus_script_exist():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from interpreter import import_interpreted
 
-from hope_hf import HopeConfig
+from hope_hf import PRESETS, HopeConfig
 from hope_hf.model.chunks import Past, plan_chunks
 from hope_hf.model.kernels_fla import mix
 from hope_hf.model.memory_mixer import SelfModifyingTitans
@@ -130,12 +130,27 @@ def test_rows_with_padding_documents_and_unequal_history():
 
 @torch.no_grad()
 def test_a_call_of_padding_alone_changes_nothing():
-    mixer, (hidden_states, options) = random_mixer().to(DEVICE, torch.float32), ragged_rows()
+    mixer, hidden_states = random_mixer().to(DEVICE, torch.float32), ragged_rows()[0].to(DEVICE, torch.float32)
     mask = torch.zeros(4, 20, dtype=torch.long)
     plan = plan_chunks(mixer.config, (4, 20), DEVICE, padding_mask=mask.to(DEVICE))
     state, tail = (part.to(DEVICE, torch.float32) for part in random_state(4))
     before = ScanState((state,), (), tail)
-    assert mix(mixer, hidden_states.to(DEVICE, torch.float32), before, plan, True)[1] is before
+    assert mix(mixer, hidden_states, before, plan, True)[1] is before
+
+
+def test_launches_and_bytes_of_a_training_step(monkeypatch):
+    # its peers load the library, which must have been made for the interpreter before
+    from benchmarks import speed
+
+    monkeypatch.setitem(PRESETS, "mid", PRESETS["mid"] | {"num_hidden_layers": 2})
+    case = speed.Peers(speed.make_parser().parse_args(["bytes"]), "mid")
+    hope, llama = (speed.traffic_of(case, name, 2048) for name in (speed.HOPE, speed.LLAMA))
+    # the preset has 24 layers: 60 GB and 5.5 GiB
+    assert hope.moved["elementwise"] <= 2 / 24 * 60e9
+    assert hope.saved <= 2 / 24 * 5.5 * 2**30
+    assert hope.number <= 2 * llama.number
+    # every kernel is counted: of a layer three convolutions and norms each way, and more than ten of the scan
+    assert hope.kernels > 2 * 2 * (3 + 3) + 2 * 10 and not llama.kernels
 
 
 @pytest.mark.gpu
