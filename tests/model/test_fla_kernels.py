@@ -164,4 +164,4 @@ def test_bfloat16(is_ragged):
     found = results(mixer, "fla", hidden_states, given, options, bool(given), torch.bfloat16)
     # the output and the gradient of the input, each over its norm
     for index in (0, 3 if given else 1):
-        assert (found[index] - expected[index]).norm() <= 5e-2 * expected[index].norm()
+        assert (found[index] - expected[index]).norm() <= 3e-2 * expected[index].norm()
