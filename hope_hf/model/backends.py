@@ -40,6 +40,12 @@ def asked_kernels() -> str:
     return asked
 
 
+def is_compiled() -> bool:
+    """Whether `torch.compile` traces the call, and not `torch.export`."""
+    # torch 2.11 gives `is_exporting() == True` to every graph
+    return torch.compiler.is_compiling() and not torch.compiler._is_exporting_flag
+
+
 def is_transformed() -> bool:
     """Whether a transform of torch.func, such as `grad` or `jacrev`, goes over the operations."""
     return torch._C._functorch.peek_interpreter_stack() is not None

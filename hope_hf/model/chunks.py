@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from transformers.configuration_utils import PreTrainedConfig
 
+from .backends import is_compiled
+
 # The digest of a row's tokens is a polynomial modulo 2^64, so that each call can extend it:
 # digest_{t+1} = BASE (digest_t + id_t), with digest_0 = 1. The digest 0 means that the tokens are unknown.
 _BASE = 6364136223846793005
@@ -173,13 +175,52 @@ def _beside(flag: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return flag.view(-1, *(1,) * (x.ndim - 1))
 
 
+@dataclass(kw_only=True)
+class TokenPlan(SlotPlan):
+    """The tokens of a call in a compiled graph, whose slots and chunks are made while it runs (`opaque`).
+
+    Until then slot t holds token t; `position` is [B, T], and `None` if all rows go on with one document.
+    """
+
+    # the arguments of `plan_slots`: counts before the call, padding, positions
+    given: tuple[Past | None, torch.Tensor | None, torch.Tensor | None]
+
+    def tensors(self) -> dict[str, torch.Tensor | None]:
+        """The tensors of `given`, by name."""
+        past, padding, position_ids = self.given
+        seen = None if past is None or past.is_uniform else past.seen
+        return {"seen": seen, "padding": padding, "position_ids": position_ids}
+
+    def columns(self) -> int:
+        """Tokens that all rows have read, or 0 if their counts differ."""
+        past = self.given[0]
+        return past.columns if past is not None and past.is_uniform else 0
+
+
+def plan_again(
+    plan: Callable, tensors: dict[str, torch.Tensor], shape: tuple[int, int], columns: int, has_past: bool
+) -> SlotPlan:
+    """What `plan(shape, device, past, padding, position_ids)` gives for the numbers and tensors of a `TokenPlan`."""
+    device, past, padding = next(iter(tensors.values())).device, None, tensors.get("padding")
+    if has_past:
+        is_uniform = "seen" not in tensors
+        seen = torch.full(shape[:1], columns, device=device) if is_uniform else tensors["seen"]
+        past = Past(columns, is_uniform, seen, torch.zeros_like(seen))
+    if padding is not None and bool((padding == 1).all()):
+        padding = None
+    return plan(shape, device, past, padding, tensors.get("position_ids"))
+
+
 def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x.gather(1, index.reshape(*index.shape, *(1,) * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
 
 
 def plan_chunks(config: PreTrainedConfig, shape: tuple[int, int], device: torch.device, *args, **kwargs) -> ChunkPlan:
     """The slots and chunk spans of one call; see `plan_slots` for the arguments."""
-    slots = plan_slots(config.memory_chunk_size, shape, device, *args, **kwargs)
+    of_tokens = shape[1] > 1 and is_compiled()
+    slots = plan_slots(config.memory_chunk_size, shape, device, *args, **kwargs, of_tokens=of_tokens)
+    if of_tokens:
+        return slots
     if slots.valid is None:
         spans = _plain_spans(shape[1], config.memory_chunk_size, slots.before)
     else:
@@ -201,6 +242,7 @@ def plan_slots(
     position_ids: torch.Tensor | None = None,
     input_ids: torch.Tensor | None = None,
     keeps_digest: bool = False,
+    of_tokens: bool = False,
 ) -> SlotPlan:
     """The slots of one call's tokens.
 
@@ -210,26 +252,30 @@ def plan_slots(
         past: counts of earlier calls, or `None` at a text's start.
         padding_mask: [B, T], 0 for padding, or `None` without padding.
         position_ids: [B or 1, T]; a token at position 0 begins a document. An exported graph ignores them and reads
-            one document per row; a compiled graph uses them for single tokens only.
+            one document per row.
         input_ids: [B, T], or `None` for embeddings; used only for the digest.
         keeps_digest: whether a cache keeps the digest.
+        of_tokens: return a `TokenPlan`, for a compiled graph; it branches on no value.
     """
     batch_size, length = shape
     digest = torch.zeros(batch_size, dtype=torch.long, device=device)
     if keeps_digest:
         digest = extend_digest(digest + 1 if past is None else past.digest, input_ids)
     begins = None
-    # Compiled decoding must not branch on values: document starts and padding stay tensors.
-    is_exporting = torch.compiler.is_exporting()
-    any_token = torch.compiler.is_compiling() and not is_exporting and length == 1 and past is not None
-    if position_ids is not None and not is_exporting:
+    # A compiled graph must not branch on values: document starts and padding stay tensors.
+    any_token = length == 1 and past is not None and is_compiled()
+    given = past, padding_mask, position_ids
+    if position_ids is not None and (any_token or of_tokens or not torch.compiler.is_compiling()):
         begins = (position_ids == 0).expand(shape)
         # the first token of a fresh row always begins a document
         later = begins[:, 1:] if past is None else begins
-        begins = begins if any_token or bool(later.any()) else None
+        begins = begins if any_token or of_tokens or bool(later.any()) else None
     columns = length if past is None else past.columns + length
-    if (past is None or past.is_uniform) and not any_token and padding_mask is None and begins is None:
+    # The counts' flag is read last: a graph for a single token serves rows with and without equal counts.
+    if not any_token and padding_mask is None and begins is None and (past is None or past.is_uniform):
         past = Past(columns, True, torch.full((batch_size,), columns, device=device), digest)
+        if of_tokens:
+            return TokenPlan(past, columns - length, given=given)
         return SlotPlan(past, columns - length)
     everything = torch.ones(shape, dtype=torch.bool, device=device)
     valid = everything if padding_mask is None else padding_mask.bool()
@@ -243,6 +289,8 @@ def plan_slots(
     last = torch.where(valid, torch.arange(length, device=device), -1).amax(1)
     seen_after = torch.where(last >= 0, position.gather(1, last.clamp(min=0)[:, None])[:, 0] + 1, seen)
     past = Past(columns, False, seen_after, digest)
+    if of_tokens:
+        return TokenPlan(past, seen, position=position, given=given)
     if length == 1:
         return SlotPlan(past, seen, valid, position)
     offset = seen % chunk

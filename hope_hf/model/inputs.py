@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from .backends import is_compiled
 from .cache_hope import past_of
 from .chunks import Past
 from .configuration_hope import HopeConfig
@@ -362,8 +363,9 @@ def create_attention_mask(
 def run_eagerly_where_chunks_vary(forward: Callable) -> Callable:
     """`HopeModel.forward`, excluded from compiled graphs for calls whose chunks differ from call to call.
 
-    These are calls of a model with a state that give documents, continue a text with several tokens, or vary in
-    length: every such call would recompile, or trace a symbolic length whose chunks cannot be counted.
+    These are calls of a model with sparse attention or windows that give documents, continue a text with several
+    tokens, or vary in length: every such call would recompile, or trace a symbolic length whose blocks cannot be
+    counted.
     """
     reason = "documents, earlier calls and other lengths cut every batch into other chunks"
     uncompiled = torch.compiler.disable(forward, reason=reason)
@@ -371,7 +373,7 @@ def run_eagerly_where_chunks_vary(forward: Callable) -> Callable:
     @wraps(forward)
     def call(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
         called = forward
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and self.config.keeps_state:
+        if not self.needs.isdisjoint(("blocks", "window")) and is_compiled():
             text = kwargs.get("inputs_embeds") if input_ids is None else input_ids
             # `check_inputs` raises an error for a call without tokens
             length = 0 if text is None else text.shape[1]

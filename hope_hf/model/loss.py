@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from .backends import asked_kernels, is_transformed
+from .backends import asked_kernels, is_compiled, is_transformed
+from .opaque import call, register
 
 IGNORED = -100
 # Rows of the weight's gradient per step: torch holds a second float32 copy of the rows that are summed or rounded.
@@ -77,7 +78,23 @@ def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: tor
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     with torch.autocast(device, enabled=False):
-        return _Loss.apply(hidden.to(dtype), weight.to(dtype), labels, torch.is_grad_enabled())
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        if is_compiled():
+            return call("loss", {"hidden": hidden, "weight": weight, "labels": labels}, [], "")[0]
+        return _Loss.apply(hidden, weight, labels, torch.is_grad_enabled())
+
+
+def _summed(tensors: dict[str, torch.Tensor], *_) -> list[torch.Tensor]:
+    """`linear_cross_entropy` as one operator of a compiled graph."""
+    return [_Loss.apply(*tensors.values(), torch.is_grad_enabled())]
+
+
+def _shape(tensors: dict[str, torch.Tensor], *_) -> list[torch.Tensor]:
+    hidden = tensors["hidden"]
+    return [hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32))]
+
+
+register("loss", _summed, _shape)
 
 
 def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -101,12 +118,12 @@ class HopeHead(nn.Linear):
     def forward(self, hidden_states: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         if labels is None:
             return super().forward(hidden_states)
-        # Other tensor classes than torch's, such as quantised weights, may support no product but that of `nn.Linear`.
-        has_other_weight = type(self.weight).__module__.partition(".")[0] != "torch"
-        # The tracer supports no check.
-        is_plain = not torch.compiler.is_compiling() and (asked_kernels() == "plain" or is_transformed())
-        if is_plain or has_other_weight and not torch.compiler.is_compiling():
-            return summed_cross_entropy(super().forward(hidden_states), labels)
+        # The tracer supports none of the checks.
+        if not torch.compiler.is_compiling():
+            # Other tensor classes than torch's, such as quantised weights, may support no product but `nn.Linear`'s.
+            has_other_weight = type(self.weight).__module__.partition(".")[0] != "torch"
+            if has_other_weight or is_transformed() or asked_kernels() == "plain":
+                return summed_cross_entropy(super().forward(hidden_states), labels)
         return linear_cross_entropy(hidden_states.flatten(0, -2), self.weight, labels.flatten())
 
 

@@ -21,9 +21,10 @@ from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
 from .backends import Kernel, asked_kernels, choose, operand_dtype, runs_plain
-from .chunks import ChunkPlan, plan_chunks
+from .chunks import ChunkPlan, TokenPlan, plan_chunks
 from .kernels_fla import mix, scan_obstacle
 from .layers import HopeRMSNorm, LearnedFactors, Mixer, ShortConvolution
+from .memory_compiled import described, register_scan, scan_tokens
 from .memory_delta import DeltaMemories
 from .memory_fast import scan_fused
 from .memory_paper import PaperMemories
@@ -45,6 +46,7 @@ from .memory_triton import scan_triton
 # The class of each `HopeConfig.memory_rule`, and the scans of rules with a backward pass written by hand.
 RULES = {"delta": DeltaMemories, "paper": PaperMemories}
 FAST_SCANS = {DeltaMemories: scan_fused}
+register_scan(RULES, FAST_SCANS)
 # ranges from which softplus(dt_bias) and exp(A_log) are drawn
 _TIME_STEPS = (0.001, 0.1)
 _DECAY_RATES = (0.01, 16.0)
@@ -191,6 +193,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
         eps = config.rms_norm_eps * (config.head_dim if rule.divides_reads else 1)
         self.o_norm = HopeRMSNorm(config.head_dim, eps)
         self.kernels = asked_kernels()
+        self.described = described(config)
         # reasons for which no GPU kernel ran, and their counts
         self.kernel_fallbacks: Counter[tuple[str, str]] = Counter()
 
@@ -228,9 +231,13 @@ class SelfModifyingTitans(Mixer, nn.Module):
             # kernel weights of the convolutions, and initial weights
             memories = self.memories(batch_size, inputs.query.dtype)
             # convolutions, SiLU, normalisation, writes and reads
-            # GPU kernels save few activations, and are fastest on a whole text
-            recompute = self.config.recompute_chunks if run in (scan_plain, *FAST_SCANS.values()) else 0
-            reads, after = scan(run, inputs, memories, state, plan.spans, recompute, need_state)
+            if isinstance(plan, TokenPlan):
+                about = self.config.recompute_chunks, need_state, self.kernels, self.described
+                reads, after = scan_tokens(inputs, memories, state, plan, *about)
+            else:
+                # GPU kernels save few activations, and are fastest on a whole text
+                recompute = self.config.recompute_chunks if run in (scan_plain, *FAST_SCANS.values()) else 0
+                reads, after = scan(run, inputs, memories, state, plan.spans, recompute, need_state)
             reads = reads.unflatten(0, (batch_size, heads)).transpose(1, 2)
             if plan.slot_of_token is not None:
                 reads = plan.to_tokens(reads)

@@ -1,8 +1,11 @@
 """One compiled graph of the whole forward computes what the plain model does; one serves every generated token."""
 
+import time
+
 import pytest
 import torch
-from mixers import LAYERS, MEMORIES, SPARSE
+from mixers import LAYERS, MEMORIES
+from transformers import StaticCache
 from transformers.generation import CompileConfig
 
 # Faults of torch's own: what Inductor imports, and how the tracer meets an autograd function.
@@ -96,35 +99,107 @@ def test_one_graph_serves_every_generated_token(tiny_model, kind, rows):
     torch.testing.assert_close(torch.stack(made.logits), torch.stack(plain.logits), rtol=1e-5, atol=1e-5)
 
 
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def rows_of_documents(length):
+    """Positions of two rows, of two and three documents."""
+    parts = ([length // 3, length - length // 3], [5, 2, length - 7])
+    return torch.stack([torch.cat([torch.arange(part) for part in row]) for row in parts])
+
+
+def padded(length):
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[0, :7] = 0
+    return mask
+
+
+LENGTHS = (20, 30, 41, 53, 64)
+# options of the model, and what a call of a length gets
+WAYS = {
+    "plain": (MODELS["memory"], lambda length: {}),
+    "documents": (LAYERS["memory"], lambda length: {"position_ids": rows_of_documents(length)}),
+    "padding": (LAYERS["hybrid"] | {"num_hidden_layers": 2}, lambda length: {"attention_mask": padded(length)}),
+    "skip-logits": (MODELS["memory"], lambda length: {"skip_logits": True}),
+    "paper": (MODELS["paper-1"], lambda length: {}),
+}
+
+
+@pytest.mark.parametrize("options, given", WAYS.values(), ids=WAYS)
+def test_one_graph_serves_every_length_in_training(tiny_model, options, given):
+    model = tiny_model(torch.float64, **SMALL | options)
+    compiled, seconds = torch.compile(model, backend="eager", fullgraph=True), []
+    for length in LENGTHS:
+        ids = random_ids(2, length)
+        inputs = {"input_ids": ids, "labels": ids, "use_cache": False} | given(length)
+        results = []
+        for call in (model, compiled):
+            model.zero_grad()
+            start = time.process_time()
+            call(**inputs).loss.backward()
+            seconds.append(time.process_time() - start)
+            results.append([parameter.grad for parameter in model.parameters()])
+        torch.testing.assert_close(*results, rtol=0, atol=1e-11)
+    # one for the first length, and one for all others
+    assert graphs() <= 2
+    # compiled calls of the second length and of the third
+    assert seconds[3] <= 5 and seconds[5] <= 1
+
+
+def test_a_recomputed_block_is_in_the_graph(tiny_model):
+    model = tiny_model(torch.float64, **SMALL | LAYERS["memory"]).train()
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    inputs = {"input_ids": random_ids(2, 19), "attention_mask": mask_of(19, 11)}
+    (_, gradients), (_, own) = step(model, model, **inputs), step(model, compiled, **inputs)
+    torch.testing.assert_close(own, gradients, rtol=0, atol=1e-11)
+
+
 @torch.no_grad()
-def test_documents_and_continued_texts_stay_outside_the_graph(tiny_model):
-    model = tiny_model(**SMALL)
-    compiled = torch.compile(model, backend="aot_eager")
-    ids, positions = random_ids(2, 19), torch.tensor([[*range(7), *range(12)], [*range(3), *range(16)]])
-    whole = model(ids, position_ids=positions)
-    torch.testing.assert_close(compiled(ids, position_ids=positions).logits, whole.logits)
-    torch._dynamo.reset()
-    strict = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="documents, earlier calls and other lengths"):
-        strict(ids, position_ids=positions)
-    cache = compiled(ids[:, :5], use_cache=True).past_key_values
-    for start, stop in ((5, 6), (6, 19)):
-        out = compiled(ids[:, start:stop], past_key_values=cache)
-    torch.testing.assert_close(out.logits, model(ids).logits[:, 6:], rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
+def test_one_graph_serves_every_continued_text(tiny_model, backend):
+    model = tiny_model(torch.float64, **SMALL | LAYERS["memory"])
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for length in LENGTHS[:3]:
+        ids, caches = random_ids(2, length + 12), []
+        for call in (model, compiled):
+            out = call(ids[:, :length], position_ids=rows_of_documents(length), use_cache=True)
+            caches.append((call, out.past_key_values))
+        for start, stop in ((0, 3), (3, 4), (4, 5), (5, 12)):
+            part = ids[:, length + start : length + stop]
+            plain, ours = (call(part, past_key_values=cache).logits for call, cache in caches)
+            torch.testing.assert_close(ours, plain, rtol=0, atol=1e-11)
+    # prompts, single tokens and parts of a text: one for the first number of tokens, and one for all others
+    assert graphs() <= 6
 
 
-@pytest.mark.parametrize("options", [{}, SPARSE | dict(layer_types=["sparse_attention"])], ids=["memory", "sparse"])
-def test_texts_of_other_lengths_are_read_outside_the_graph(tiny_model, options):
-    """Traced, the chunks of a length that may vary never ended."""
-    model = tiny_model(**SMALL, **options)
-    compiled, graphs = torch.compile(model, backend="eager"), []
-    for length in (20, 30, 41, 53, 64):
-        inputs = {"input_ids": random_ids(2, length), "attention_mask": torch.ones(2, length, dtype=torch.long)}
-        inputs["attention_mask"][0, :7] = 0
+@torch.no_grad()
+def test_one_graph_serves_a_cache_of_fixed_length_after_every_prompt(tiny_model):
+    model = tiny_model(torch.float64, **SMALL | LAYERS["memory"])
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for length in LENGTHS[:3]:
+        ids = random_ids(2, length + 2)
+        cache = StaticCache(model.config, max_cache_len=80)
+        model(ids[:, :length], past_key_values=cache)
+        for at in (length, length + 1):
+            logits = compiled(ids[:, at : at + 1], past_key_values=cache).logits
+        torch.testing.assert_close(logits[:, 0], model(ids).logits[:, -1], rtol=0, atol=1e-11)
+    assert graphs() <= 2
+
+
+@pytest.mark.parametrize("kind", ["sparse", "window"])
+def test_texts_of_other_lengths_are_read_outside_the_graph(tiny_model, kind):
+    """Traced, the blocks of a length that may vary never ended."""
+    model = tiny_model(**LAYERS[kind] | SMALL | {"layer_types": LAYERS[kind]["layer_types"][:1]})
+    compiled, counts = torch.compile(model, backend="eager"), []
+    for length in LENGTHS:
+        inputs = {"input_ids": random_ids(2, length), "attention_mask": padded(length)}
         (logits, gradients), (ours, own) = step(model, model, **inputs), step(model, compiled, **inputs)
         real = inputs["attention_mask"].bool()
         torch.testing.assert_close(ours[real], logits[real], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(own, gradients, rtol=1e-4, atol=1e-5)
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    # a graph of any length for each of the functions around the memories
-    assert graphs[3] == graphs[4]
+        counts.append(graphs())
+    # a graph of any length for each of the functions around the layers
+    assert counts[3] == counts[4]
