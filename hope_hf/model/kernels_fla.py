@@ -159,7 +159,7 @@ def mix(
                 age = torch.arange(tail.shape[2], 0, -1, device=tail.device).unsqueeze(-1)
                 current, tail = texts.begin(current), texts.begin(tail, age)
             # [n, H D, K] of each stream; the convolution ignores the first column
-            tails = [F.pad(part.mT.flatten(1, 2), (1, 0)) for part in tail.chunk(3, dim=-1)]
+            tails = [part.mT.flatten(1, 2) for part in F.pad(tail, (0, 0, 1, 0)).chunk(3, dim=-1)]
         # convolutions, SiLU, normalisation
         streams, tails_after = [], []
         for raw, convolution, tail in zip(made, (mixer.k_conv1d, mixer.v_conv1d, mixer.q_conv1d), tails, strict=True):
@@ -176,9 +176,10 @@ def mix(
             values = l2norm(values, NORM_EPSILON) * norm.to(dtype).unsqueeze(-1)
         # writes and reads
         (initial,) = mixer.initial_memory(dtype)
-        targets = values + _per_head(keys, -initial)
+        # before the scan, so that the backward pass adds to its gradients, which lie as the norms read them
+        targets, held = values + _per_head(keys, -initial), _per_head(queries, initial)
         reads, after = _scan(queries, keys, targets, log_retention, rate, current, need_state, bounds, shape[1] == 1)
-        reads = torch.addcmul(reads + _per_head(queries, initial), values, mixer.value_share(dtype).unsqueeze(-1))
+        reads = torch.addcmul(reads + held, values, mixer.value_share(dtype).unsqueeze(-1))
         # norm, gate
         gated = mixer.o_norm(reads, lambda x, weight, eps: rms_norm_gated(x, gate, weight, None, eps=eps))
     output = mixer.o_proj(gated.flatten(2))
