@@ -17,8 +17,6 @@ from transformers import DynamicCache
 
 from hope_hf.step.objective import can_skip_logits, summed_loss
 
-# Errors of a model that cannot run here: no memory, no kernel, no package.
-REFUSALS = (RuntimeError, ValueError, ImportError)
 # Operators that only return a view of a tensor, or allocate one.
 VIEWS = frozenset(
     "view _unsafe_view expand slice select transpose permute unsqueeze squeeze t alias detach as_strided split "
@@ -43,15 +41,15 @@ def seconds(function: Callable[[], object], device: str = "cpu") -> float:
 def in_turn(measures: dict, rounds: int, refused: Callable[[str, Exception], None] | None = None) -> dict:
     """The results of each function of `measures` in `rounds` rounds after a warm-up round [name: values].
 
-    A function that raises one of REFUSALS is left out, and `refused` gets its name and error; without `refused` the
-    error is raised.
+    A function that raises an error is left out, and `refused` gets its name and error; without `refused` the error is
+    raised. Compilers of kernels have errors of their own kinds.
     """
     values = {name: [] for name in measures}
     for _ in range(rounds + 1):
         for name in list(values):
             try:
                 values[name].append(measures[name]())
-            except REFUSALS as error:
+            except Exception as error:
                 if refused is None:
                     raise
                 refused(name, error)
@@ -59,12 +57,27 @@ def in_turn(measures: dict, rounds: int, refused: Callable[[str, Exception], Non
     return {name: found[1:] for name, found in values.items()}
 
 
-def train_step(network: nn.Module, input_ids: torch.Tensor) -> None:
-    """Forward and backward pass as in the trainer."""
+def train_step(network: nn.Module, input_ids: torch.Tensor, **inputs) -> None:
+    """Forward and backward pass as in the trainer; `inputs` are further arguments of the model."""
     network.train()
-    loss = summed_loss(network, {"input_ids": input_ids, "use_cache": False}, input_ids, can_skip_logits(network))
+    inputs |= {"input_ids": input_ids, "use_cache": False}
+    loss = summed_loss(network, inputs, input_ids, can_skip_logits(network))
     (loss / input_ids.numel()).backward()
     network.zero_grad()
+
+
+def halved(run: Callable[[torch.Tensor], object], rows: torch.Tensor) -> torch.Tensor:
+    """The rows, halved until `run(rows)` fits the GPU's memory; the error if a single row does not."""
+    while True:
+        try:
+            run(rows)
+            return rows
+        except torch.OutOfMemoryError:
+            if len(rows) == 1:
+                raise
+        # only here the error has let go of the tensors of its frames
+        rows = rows[: len(rows) // 2]
+        torch.cuda.empty_cache()
 
 
 class CountingCache(DynamicCache):
@@ -80,13 +93,18 @@ class CountingCache(DynamicCache):
 
 
 class Decoder:
-    """Greedy decoding of one row. The first call reads the context, every other call one token."""
+    """Greedy decoding of one row. The first call reads the context, every other call one token.
 
-    def __init__(self, network: nn.Module, context: torch.Tensor):
-        self.network, self.token, self.cache = network.eval(), context, None
+    Args:
+        cache: to read into, by default the network's own.
+    """
+
+    def __init__(self, network: nn.Module, context: torch.Tensor, cache=None):
+        self.network, self.token, self.cache = network.eval(), context, cache
         # Mamba-2 names this argument differently.
         self.name = "cache_params" if network.config.model_type == "mamba2" else "past_key_values"
-        if set(getattr(network.config, "layer_types", ())) == {"linear_attention"} and self.name == "past_key_values":
+        layers = set(getattr(network.config, "layer_types", ()))
+        if cache is None and layers == {"linear_attention"} and self.name == "past_key_values":
             self.cache = CountingCache(config=network.config)
 
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
     python benchmarks/speed.py peers                          everything, by length, on one CPU thread
     python benchmarks/speed.py peers --measures step token --models hope llama --lengths 512 2048 --contexts 512
-    python benchmarks/speed.py peers --device cuda --presets pilot mid      one GPU, bfloat16 (benchmarks/gpu.sh)
+    python benchmarks/speed.py peers --device cuda --presets pilot mid   one GPU, bfloat16 (all: benchmarks/gpu/run.sh)
     python benchmarks/speed.py peers --report                 the table and the picture of what was measured
     python benchmarks/speed.py mixers                         sparse attention beside torch's attention (sdpa)
     python benchmarks/speed.py recompute                      a training step by --gradient_checkpointing
@@ -51,10 +51,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measuring import (
-    REFUSALS,
     Calls,
     Decoder,
     Traffic,
+    halved,
     held_bytes,
     in_turn,
     peak_growth,
@@ -148,13 +148,13 @@ class Mixers:
         model.layers[0].mixer(hidden_states, **context)[0].sum().backward()
 
 
-def measure(options: argparse.Namespace, case: Peers | Mixers, preset: str | None, file: Path) -> None:
-    """Append a row for every model, length and measure to the file."""
+def measure(options: argparse.Namespace, case: Peers | Mixers, preset: str | None, file: Path, **about) -> None:
+    """Append a row for every model, length and measure to the file, each with the columns `about`, too."""
     wanted, device = set(options.measures), case.device
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
 
     def write(name: str, tokens: int, measure: str, **found) -> None:
-        row = {"device": where, "preset": preset, "model": name, "tokens": tokens, "measure": measure} | found
+        row = about | {"device": where, "preset": preset, "model": name, "tokens": tokens, "measure": measure} | found
         print(" ".join(str(cell) for cell in row.values()), file=sys.stderr, flush=True)
         with file.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(row) + "\n")
@@ -163,11 +163,21 @@ def measure(options: argparse.Namespace, case: Peers | Mixers, preset: str | Non
         write(name, length, measure, values=[round(value, 5) for value in values])
 
     def refuse(name: str, error: Exception) -> None:
-        write(name, length, "note", note=f"{type(error).__name__}: {str(error).splitlines()[0][:120]}")
+        write(name, length, "note", note=first_line(error))
         networks[name].zero_grad()
 
     def timed(functions: dict[str, Callable], rounds: int) -> dict[str, list[float]]:
         return in_turn({name: partial(seconds, call, device) for name, call in functions.items()}, rounds, refuse)
+
+    def fitting(name: str, inputs: torch.Tensor) -> torch.Tensor | None:
+        """As many of the rows as the GPU's memory holds in a step of the model; none if a step fails."""
+        try:
+            rows = halved(partial(case.step, networks[name]), inputs)
+        except Exception as error:
+            return refuse(name, error)
+        if len(rows) < len(inputs):
+            write(name, length, "note", note=f"{len(rows)} of {len(inputs)} rows: more do not fit the GPU's memory")
+        return rows
 
     networks = {name: case.new(name) for name in options.models}
     for length in sorted({*options.lengths, *options.contexts}):
@@ -175,14 +185,18 @@ def measure(options: argparse.Namespace, case: Peers | Mixers, preset: str | Non
         if length != min(options.lengths, default=length):
             # torch's operators alone take seconds per step on a GPU: one length suffices
             running.pop("hope_torch", None)
+        rows = dict.fromkeys(running, case.inputs(length) if length in options.lengths else None)
+        if length in options.lengths and device == "cuda":
+            rows = {name: found for name in running if (found := fitting(name, rows[name])) is not None}
+            running = {name: running[name] for name in rows}
         if length in options.lengths and wanted & {"step", "speed", "mfu"}:
-            inputs = case.inputs(length)
-            steps = timed({name: partial(case.step, net, inputs) for name, net in running.items()}, options.rounds)
+            steps = {name: partial(case.step, net, rows[name]) for name, net in running.items()}
+            steps = timed(steps, options.rounds)
             running = {name: running[name] for name in steps}
             for name, values in steps.items():
                 add(name, "step", values)
                 if device == "cuda":
-                    speeds = [inputs.numel() / value for value in values]
+                    speeds = [rows[name].numel() / value for value in values]
                     add(name, "speed", speeds)
                     if best := peak_flops(torch.device(device), "bf16"):
                         share = 100 * flops_per_token(running[name], length) / best
@@ -193,8 +207,8 @@ def measure(options: argparse.Namespace, case: Peers | Mixers, preset: str | Non
         if length in options.lengths and "peak" in wanted:
             for name, network in running.items():
                 try:
-                    add(name, "peak", [_peak(options, case, preset, name, network, length) / MIB])
-                except (*REFUSALS, subprocess.SubprocessError) as error:
+                    add(name, "peak", [_peak(options, case, preset, name, network, rows[name]) / MIB])
+                except Exception as error:
                     refuse(name, error)
         if length in options.contexts and wanted & {"prefill", "token", "cache"}:
             text = case.inputs(length, rows=1)
@@ -216,14 +230,19 @@ def measure(options: argparse.Namespace, case: Peers | Mixers, preset: str | Non
             torch.cuda.empty_cache()
 
 
-def _peak(options, case: Peers | Mixers, preset: str | None, name: str, network: nn.Module, length: int) -> int:
-    """Bytes that a training step needs beside the model."""
+def first_line(error: Exception) -> str:
+    """The kind of an error and the beginning of what it says, for a row of notes."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+
+
+def _peak(options, case: Peers | Mixers, preset: str | None, name: str, network: nn.Module, inputs) -> int:
+    """Bytes that a training step on `inputs` needs beside the model."""
     if case.device == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        case.step(network, case.inputs(length))
+        case.step(network, inputs)
         return torch.cuda.max_memory_allocated() - before
-    words = [options.case, "--models", name, "--lengths", length]
+    words = [options.case, "--models", name, "--lengths", inputs.shape[1]]
     if isinstance(case, Peers):
         words += ["--vocab_size", options.vocab_size, "--batch_size", options.batch_size]
         words += ["--tokens_per_step", options.tokens_per_step, *(["--presets", preset] if preset else [])]

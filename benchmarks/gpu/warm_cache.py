@@ -1,0 +1,127 @@
+"""Fills TRITON_CACHE_DIR with kernels for a Hopper GPU that is not there: `python benchmarks/gpu/warm_cache.py`.
+
+Compiles what parts.py launches on a GPU, in all configurations that the search for the fastest tries there, and
+launches nothing. The cache belongs to the Triton that wrote it and to the folder in which it lies. Whether a real
+GPU's driver takes the entries was not tried.
+"""
+
+import json
+import os
+import sys
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+HOPPER = (9, 0)
+
+
+class Utilities:
+    """What Triton asks of an H100 and an H200."""
+
+    def get_device_properties(self, device: int) -> dict:
+        return {"max_shared_mem": 232_448, "max_num_regs": 65_536, "multiprocessor_count": 132, "warpSize": 32}
+
+    def load_binary(self, *arguments) -> tuple:
+        """module, function, registers, spills and most threads of a program"""
+        return 1, 1, 32, 0, 1024
+
+
+class Card:
+    """Triton's driver of that GPU; its tensors are the CPU's."""
+
+    utils, binary_ext = Utilities(), "cubin"
+
+    def __getattr__(self, name: str):
+        constants = {
+            "get_current_device": 0, "set_current_device": None, "get_current_stream": 0, "is_active": True,
+            "get_current_target": GPUTarget("cuda", 90, 32), "get_device_capability": HOPPER,
+            "get_active_torch_device": torch.device("cpu"), "get_device_interface": torch.cpu,
+        }  # fmt: skip
+        return lambda *arguments: constants[name]
+
+    def map_python_to_cpp_type(self, name: str) -> str:
+        return name
+
+    def launcher_cls(self, *arguments):
+        return lambda *launch: None
+
+    def get_benchmarker(self):
+        """A call compiles, and no configuration is faster than another."""
+
+        def compile_it(call, **options) -> list[float]:
+            call()
+            return [1.0, 1.0, 1.0]
+
+        return compile_it
+
+
+@contextmanager
+def pretended():
+    """The GPU is there for Triton and for flash-linear-attention, and HOPE takes its kernels on the CPU's tensors."""
+    driver.set_active(Card())
+    # HOPE reads the variable, Triton the knob: nothing is interpreted
+    triton.knobs.propagate_env = False
+    triton.knobs.runtime.interpret = False
+    environment = {"TRITON_INTERPRET": "1", "FLA_CACHE_RESULTS": "0"}
+    names = {"get_device_capability": lambda *_: HOPPER, "get_device_name": lambda *_: "NVIDIA H100 80GB HBM3"}
+    with patch.dict(os.environ, environment), patch.multiple(torch.cuda, **names):
+        yield
+
+
+def compile_blocks(preset: str) -> None:
+    """A training step and decoding of HOPE and of the gated DeltaNet, one block of each kind of the preset."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from benchmarks.gpu import parts
+    from benchmarks.measuring import Decoder, train_step
+    from benchmarks.quality.models import build
+    from hope_hf import HopeConfig
+
+    size = {"vocab_size": 64, "level_intermediate_sizes": [64]}
+    kinds = list(dict.fromkeys(HopeConfig.from_preset(preset).layer_types))
+    hope = HopeConfig.from_preset(preset, **size, num_hidden_layers=len(kinds), layer_types=kinds)
+    peer = build("gated_deltanet", parts.case_of(preset)[1].size)
+    shape = json.loads(peer.overrides) | {"vocab_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    for config in (hope, AutoConfig.for_model(peer.model_type, **shape)):
+        network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        for rows in (1, 2):
+            train_step(network, torch.randint(64, (rows, 256)))
+        if config is hope:
+            train_step(network, torch.randint(64, (1, 256)), position_ids=parts.starts(1, 256, 40))
+        decoder = Decoder(network, torch.randint(64, (1, 256)))
+        for _ in range(2):
+            decoder()
+
+
+def main() -> None:
+    with pretended(), patch.dict(os.environ, HOPE_KERNELS="fla"):
+        from benchmarks.gpu import parts
+
+        rows = parts.Rows(Path(os.devnull), "kernels")
+        # What is computed is of no use, since nothing is launched.
+        rows.write = lambda **columns: print(columns) if "note" in columns else None
+        for preset in ("pilot", "mid", "mid-hybrid"):
+            rows.attempt(partial(compile_blocks, preset), preset=preset)
+        for words in parts_of_order("kernels"):
+            parts.kernels(rows, *words)
+    cubins = len(list(Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")))
+    took = os.times()
+    # the assembler is a process of its own
+    print(f"{cubins} kernels; {sum(took[:4]):.0f} CPU seconds")
+
+
+def parts_of_order(name: str) -> list[list[str]]:
+    """The words of each call of a part in run.sh."""
+    lines = (line.split() for line in Path(__file__).with_name("run.sh").read_text("utf-8").splitlines())
+    return [line[3:] for line in lines if line[:1] == ["part"] and line[2] == name]
+
+
+if __name__ == "__main__":
+    main()
