@@ -138,7 +138,7 @@ class HopePreTrainedModel(PreTrainedModel):
     def compile(self, *args, **kwargs):
         """`nn.Module.compile` of the parts that are the same for every call: with memories, the blocks' levels.
 
-        `torch.compile(model)` instead traces the memories' plain operations; here their kernels run uncompiled.
+        `torch.compile(model)` has memories in the graph, on torch's operators; here their kernels run uncompiled.
         """
         # CODEPATH: 'full_attention' layers alone keep no state.
         if not self.config.keeps_state:
