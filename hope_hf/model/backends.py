@@ -56,6 +56,11 @@ def runs_plain(asked: str) -> bool:
     return asked == "plain" or torch.compiler.is_compiling() or is_transformed()
 
 
+def runs_torch(asked: str, device: torch.device) -> bool:
+    """Whether torch's operators run without a look at the kernels."""
+    return asked == "torch" or asked == "auto" and device.type != "cuda"
+
+
 def operand_dtype(hidden_states: torch.Tensor) -> torch.dtype:
     """The dtype to which GPU kernels round their operands: that of a linear map's output for `hidden_states`."""
     # not read off the map's weights, which may be quantised or on the meta device
@@ -76,7 +81,7 @@ def choose(
     Raises:
         ValueError: the kernels asked for cannot run.
     """
-    if asked == "torch" or asked == "auto" and device.type != "cuda":
+    if runs_torch(asked, device):
         return otherwise
     run, obstacle = kernels["fla" if asked == "auto" else asked]
     reason = obstacle()

@@ -258,9 +258,11 @@ def plan_slots(
         of_tokens: return a `TokenPlan`, for a compiled graph; it branches on no value.
     """
     batch_size, length = shape
-    digest = torch.zeros(batch_size, dtype=torch.long, device=device)
-    if keeps_digest:
-        digest = extend_digest(digest + 1 if past is None else past.digest, input_ids)
+    if keeps_digest and past is not None:
+        digest = extend_digest(past.digest, input_ids)
+    else:
+        digest = torch.zeros(batch_size, dtype=torch.long, device=device)
+        digest = extend_digest(digest + 1, input_ids) if keeps_digest else digest
     begins = None
     # A compiled graph must not branch on values: document starts and padding stay tensors.
     any_token = length == 1 and past is not None and is_compiled()
@@ -404,6 +406,8 @@ def extend_digest(digest: torch.Tensor, input_ids: torch.Tensor | None) -> torch
     """
     if input_ids is None:
         return torch.zeros_like(digest)
+    if input_ids.shape[1] == 1:
+        return ((digest + input_ids[:, 0]) * _BASE).masked_fill_(digest == 0, 0)
     # BASE^T to BASE^1; products and sums wrap around
     powers = torch.full((input_ids.shape[1],), _BASE, device=digest.device).cumprod(0).flip(0)
     extended = digest * powers[0] + (input_ids.long() * powers).sum(1)

@@ -211,8 +211,9 @@ def check_inputs(
     if input_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"input_ids holds {input_ids.dtype}: give tokens as torch.int64")
     if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
-        wrong = input_ids[(input_ids < 0) | (input_ids >= config.vocab_size)]
-        if len(wrong):
+        least, most = map(int, input_ids.aminmax())
+        if least < 0 or most >= config.vocab_size:
+            wrong = input_ids[(input_ids < 0) | (input_ids >= config.vocab_size)]
             raise ValueError(f"input_ids hold {int(wrong[0])}: give tokens from 0 to {config.vocab_size - 1}")
 
 
@@ -262,17 +263,20 @@ def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -
             f"past_key_values is a {type(cache).__name__} of {held}, and the model has {config.num_hidden_layers}: "
             "give a HopeCache(model.config)"
         )
+    # kinds of layers, of which one has been checked
+    checked = set()
     for layer, kind in zip(layers, config.layer_types, strict=True):
         mixer = MIXERS[kind]
+        held, expected = getattr(layer, "state_class", None), mixer.state_class
         # compared by name, since another copy of the code may have made the cache
-        held, expected = (getattr(getattr(of, "state_class", None), "__name__", None) for of in (layer, mixer))
-        if held != expected:
+        if held is not expected and getattr(held, "__name__", None) != getattr(expected, "__name__", None):
             raise ValueError(
                 f"past_key_values is a {type(cache).__name__} with a {type(layer).__name__} where this model has a "
                 f"layer of type '{kind}': give a HopeCache(model.config)"
             )
-        if mixer.state_class is not None and layer.state is not None:
+        if held is not None and kind not in checked and layer.state is not None:
             mixer.check_state(layer.state, config, hidden_states.dtype)
+            checked.add(kind)
     past = next((layer.past for layer in layers if hasattr(layer, "state_class")), None)
     if past is not None and len(past.seen) != len(hidden_states):
         raise ValueError(

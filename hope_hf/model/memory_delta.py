@@ -19,20 +19,23 @@ k and v, in that order, then the content memory), side by side as columns.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
 from .chunks import ChunkSpan
-from .memory_scan import (
-    ScanInputs,
-    ScanState,
-    Tokens,
-    close_span,
-    decay_matrix,
-    make_qkv,
-    restart,
-    unit,
-)
+from .layers import tail_after
+from .memory_scan import ScanState, Tokens, close_span, decay_matrix, restart, unit
+
+
+class TokenGates(NamedTuple):
+    """The gates of one token [b, 1, 1]; a token that is padding has `rate` 0 and `retention` 1."""
+
+    # eta and alpha
+    rate: torch.Tensor
+    retention: torch.Tensor
+    # as in `ScanInputs`
+    value_norm: torch.Tensor | None
 
 
 class DeltaMemories(NamedTuple):
@@ -161,31 +164,44 @@ class DeltaMemories(NamedTuple):
         return (self.initial + state[0][..., -self.initial.shape[-1] :],)
 
 
-@torch.no_grad()
 def step_token(
-    inputs: ScanInputs, memories: DeltaMemories, state: ScanState, span: ChunkSpan
+    raw: torch.Tensor, gates: TokenGates, memories: DeltaMemories, state: ScanState, span: ChunkSpan
 ) -> tuple[torch.Tensor, ScanState]:
-    """`memory_scan.scan_span` for a span of one token: reads [b, 1, D], and the state after it."""
-    initial, width = memories.initial, inputs.query.shape[-1]
+    """`memory_scan.scan_span` for a span of one token, without gradients: reads [b, 1, D], and the state after it.
+
+    Args:
+        raw: the token's keys, values and queries, as in `ScanInputs`, side by side [b, 1, 3 D].
+        gates: of the token.
+        memories: the layer's memories.
+        state: before the token; tensors are [b, ...].
+        span: the token's slot.
+    """
     if span.keeps is not None:
         state = restart(memories, state, span)
-    key, value, query, tail = make_qkv(inputs, memories, state, span)
-    (current,) = state.current
-    if inputs.value_norm is None:
-        pair = unit(torch.cat([key, query], dim=1))
-    else:
-        pair, value = unit(torch.cat([key, query, value], dim=1)).split((2, 1), dim=1)
-        value = value * inputs.value_norm.unsqueeze(-1)
-    key, query = pair.split(1, dim=1)
-    retention = inputs.log_retention.exp().unsqueeze(-1)
-    # k W' and q W' for the decayed weights W' = W_0 + alpha S
-    held = retention * torch.bmm(pair, current)
-    held[..., -width:] += torch.bmm(pair, initial)
-    errors = value.repeat(1, 1, len(memories.rate_factors)).sub_(held[:, :1])
-    errors[..., :-width] -= key.repeat(1, 1, len(memories.projected))
-    rates = torch.cat([factor * inputs.rate.expand(-1, width) for factor in memories.rate_factors], dim=-1)
-    errors.mul_(rates.unsqueeze(1))
-    reads = held[:, 1:, -width:] + (query * key).sum(-1, keepdim=True) * errors[..., -width:]
-    reads.addcmul_(memories.value_share, value)
-    after = (torch.baddbmm(retention * current, key.mT, errors),)
-    return reads, close_span(state, span, after, tail)
+    (current,), chunk_start, tail = state
+    rows, _, width = raw.shape
+    width //= 3
+    for index, name in enumerate(memories.projected):
+        part = raw[..., "kvq".index(name) * width :][..., :width]
+        part += torch.bmm(part, chunk_start[0][..., index * width : (index + 1) * width])
+    padded = seen = torch.cat([tail, raw], dim=1)
+    if span.inside is not None:
+        # the token itself always belongs to its document
+        seen = torch.cat([tail * span.inside.squeeze(-1).transpose(0, 1), raw], dim=1)
+    qkv = F.silu((seen * memories.conv_weights.squeeze(2).transpose(0, 1)).sum(1)).view(rows, 3, width)
+    units = unit(qkv)
+    key, value, query = units.chunk(3, dim=1)
+    value = qkv[:, 1:2] if gates.value_norm is None else value * gates.value_norm
+    decayed = current * gates.retention
+    # k W_0 and q W_0
+    initial_reads = torch.bmm(units, memories.initial)
+    targets = value if not memories.projected else value.repeat(1, 1, len(memories.rate_factors))
+    errors = torch.baddbmm(targets, key, decayed, alpha=-1)
+    content = errors if not memories.projected else errors[..., -width:]
+    content.sub_(initial_reads[:, :1])
+    for index, factor in enumerate(memories.rate_factors[:-1]):
+        errors[..., index * width : (index + 1) * width].sub_(key).mul_(factor)
+    current = decayed.addcmul_(key.mT, errors.mul_(gates.rate))
+    written = current if not memories.projected else current[..., -width:]
+    reads = torch.baddbmm(initial_reads[:, 2:], query, written).addcmul_(memories.value_share, value)
+    return reads, close_span(state, span, (current,), tail_after(padded, tail, span))

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from .chunks import ChunkSpan
 from .layers import convolution_gradients, convolve_padded, tail_after
-from .memory_delta import DeltaMemories, step_token
+from .memory_delta import DeltaMemories
 from .memory_scan import NORM_EPSILON, ScanInputs, ScanState, decay_matrix
 
 # Size of the diagonal blocks that are inverted by powers.
@@ -375,9 +375,6 @@ def scan_fused(
     """`memory_scan.scan_plain` for memories under the delta rule; the state is `None` unless it is needed."""
     (current,), chunk_start, tail = state
     weights = (memories.conv_weights, memories.initial, memories.value_share)
-    if len(spans) == 1 and spans[0].stop == 1 and not torch.is_grad_enabled():
-        reads, state = step_token(inputs, memories, state, spans[0])
-        return reads, state if need_state else None
     # `needs_input_grad` is true for leaves even under `no_grad`
     options = (spans, memories.projected, memories.rate_factors, need_state, torch.is_grad_enabled())
     # a rule that does not read the chunk's start gets the current weights in its place

@@ -20,10 +20,10 @@ from torch import nn
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
-from .backends import Kernel, asked_kernels, choose, operand_dtype, runs_plain
+from .backends import Kernel, asked_kernels, choose, operand_dtype, runs_plain, runs_torch
 from .chunks import ChunkPlan, TokenPlan, plan_chunks
 from .kernels_fla import mix, scan_obstacle
-from .layers import HopeRMSNorm, LearnedFactors, Mixer, ShortConvolution
+from .layers import HopeRMSNorm, LearnedFactors, Mixer, ShortConvolution, is_one_token
 from .memory_compiled import described, register_scan, scan_tokens
 from .memory_delta import DeltaMemories
 from .memory_fast import scan_fused
@@ -40,6 +40,7 @@ from .memory_scan import (
     unit,
     written_values,
 )
+from .memory_token import forget, read_token
 from .memory_triton import obstacle as obstacle_to_triton
 from .memory_triton import scan_triton
 
@@ -161,6 +162,8 @@ class SelfModifyingTitans(Mixer, nn.Module):
     level_parameters = 2
     input_readers = 5
     metrics = "memory"
+    # modules that do nothing but apply their parameters, unless they have hooks
+    plain_kinds = frozenset({nn.Linear, HopeRMSNorm, ShortConvolution, InitialMemory, LearnedFactors, MemoryGates})
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__()
@@ -204,6 +207,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
         *,
         plan: ChunkPlan,
         need_state: bool = False,
+        unhooked: bool = False,
         **_,
     ) -> tuple[torch.Tensor, ScanState | None]:
         """Write a call's tokens into the memories, and read at every token.
@@ -213,12 +217,17 @@ class SelfModifyingTitans(Mixer, nn.Module):
             state: state after the previous call, or `None` at a text's start; tensors are [B, H, ...].
             plan: the slots and chunks of the call's tokens.
             need_state: whether to return the state after the last token.
+            unhooked: whether no module in the mixer has hooks (`memory_token.without_hooks`).
 
         Returns:
             The mixer's output [B, T, hidden_size], and the new state.
         """
-        batch_size, heads = len(hidden_states), self.config.num_memory_heads
         run = self.choose_scan(hidden_states)
+        if state is not None and run not in (scan_plain, mix) and is_one_token(hidden_states):
+            output, state = read_token(self, hidden_states, state, plan, unhooked)
+            return output, state if need_state else None
+        forget(self)
+        batch_size, heads = len(hidden_states), self.config.num_memory_heads
         if run is mix:
             return mix(self, hidden_states, state, plan, need_state)
         # projections and gates
@@ -294,13 +303,15 @@ class SelfModifyingTitans(Mixer, nn.Module):
         """
         if runs_plain(self.kernels):
             return scan_plain
+        otherwise = FAST_SCANS.get(self.rule, scan_plain)
+        if runs_torch(self.kernels, hidden_states.device):
+            return otherwise
         about = self.rule, self.projected, hidden_states, self.config.head_dim
         triton = partial(scan_triton, dtype=operand_dtype(hidden_states))
         kernels = {
             "fla": Kernel(mix, partial(scan_obstacle, *about)),
             "triton": Kernel(triton, partial(obstacle_to_triton, *about)),
         }
-        otherwise = FAST_SCANS.get(self.rule, scan_plain)
         return choose("memory_scan", self.kernels, kernels, otherwise, self.kernel_fallbacks, hidden_states.device)
 
     def _spans(self, hidden_states: torch.Tensor):

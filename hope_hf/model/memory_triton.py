@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from .chunks import ChunkSpan, merge_spans
 from .kernels_fla import read_content, scan_obstacle
 from .layers import convolve
-from .memory_delta import DeltaMemories, step_token
+from .memory_delta import DeltaMemories
 from .memory_scan import ScanInputs, ScanState, unit, written_values
 
 _WIDTHS = (16, 32, 64, 128)
@@ -254,9 +254,6 @@ def scan_triton(
     In the returned state, the content memory's columns of `chunk_start` hold its weights after the call. Nothing reads
     these columns.
     """
-    if spans[-1].stop == 1 and not torch.is_grad_enabled():
-        reads, state = step_token(inputs, memories, state, spans[0])
-        return reads, state if need_state else None
     span, (rows, slots, width) = merge_spans(spans), inputs.query.shape
     projected, names = memories.projected, ("k", "v", "q")
     tiles = _Tiles.of(spans, rows, tile_size(width, dtype), inputs.query.device)

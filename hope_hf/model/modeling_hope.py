@@ -41,6 +41,7 @@ from .inputs import (
 from .layers import HopeRMSNorm
 from .level_reading import LearnsFromText
 from .loss import IGNORED, HopeHead, next_labels
+from .memory_token import without_hooks
 from .mixers import MIXERS
 from .window_attention import plan_window
 
@@ -78,11 +79,11 @@ class HopeBlock(GradientCheckpointingLayer):
             hidden_states: [B, T, hidden_size].
             state: the mixer's state.
             deltas: what the text so far has taught this block's levels (`level_learning.LevelState.by_block`).
-            context: what `Mixer.needs` names.
+            context: what `Mixer.needs` names, and `unhooked`, see `memory_token.without_hooks`.
         """
         # attention also returns its weights, which transformers records
         mixed, state, *_ = self.mixer(self.input_layernorm(hidden_states), state, **context)
-        return self.continuum(hidden_states + mixed, deltas), state
+        return self.continuum(hidden_states + mixed, deltas, context.get("unhooked", False)), state
 
 
 class HopePreTrainedModel(PreTrainedModel):
@@ -221,8 +222,7 @@ class HopeModel(HopePreTrainedModel):
             position_ids: [B, T]; position 0 begins a document, whose memories start from their initial state.
             past_key_values: a `HopeCache`, which is read and updated.
             use_cache: whether to make a cache if none is given.
-            kwargs: boundaries of documents, as collators of packed rows give them (see `inputs`), and options of the
-                attention's kernels, among others.
+            kwargs: boundaries of documents (see `inputs`), and options of the attention's kernels, among others.
 
         Raises:
             ValueError: the arguments do not fit the model, the cache or the tokens.
@@ -235,7 +235,7 @@ class HopeModel(HopePreTrainedModel):
         elif use_cache:
             cache = HopeCache(self.config)
         documents = read_documents(attention_mask, position_ids, kwargs, hidden_states, cache, self.has_state)
-        context = {"need_state": cache is not None}
+        context = {"need_state": cache is not None, "unhooked": without_hooks(self.layers, hidden_states)}
         if self.has_state:
             plans, past = self._plans(hidden_states, input_ids, documents, past, cache is not None)
             context |= plans
