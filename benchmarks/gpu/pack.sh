@@ -2,8 +2,8 @@
 # Gathers in build/gpu what a machine with a Hopper GPU and no network lacks: flash-linear-attention, a Triton whose
 # gradients are right there, and a cache of compiled kernels (warm_cache.py). Nothing needs `datasets`.
 #   PYTHON=python3.12 bash benchmarks/gpu/pack.sh
-# PYTHON is a Python 3.12 with torch and transformers; PIP_ARGS goes to pip. The cache is that of the present commit.
-# The clone and build/gpu together have at most 64 MiB.
+# PYTHON is a Python 3.12 with torch and transformers; PIP_ARGS goes to pip. The cache is that of the present commit;
+# after WARM seconds it holds what is compiled by then. The clone and build/gpu together have at most 64 MiB.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python=${PYTHON:-python3.12} triton=3.7.1 most=$((64 << 20)) pack=build/gpu
@@ -39,8 +39,10 @@ get triton "$triton"
   mv "$pack/part" "$pack/triton-$triton.tar.xz"
 }
 get fla-core "$fla"
-PYTHONPATH="$site:$PWD" TRITON_CACHE_DIR="$site/cache" OMP_NUM_THREADS=1 "$python" benchmarks/gpu/warm_cache.py ||
-  die "benchmarks/gpu/warm_cache.py failed: see above"
+PYTHONPATH="$site:$PWD" TRITON_CACHE_DIR="$site/cache" OMP_NUM_THREADS=1 \
+  timeout "${WARM:-3600}" "$python" benchmarks/gpu/warm_cache.py ||
+  [ $? -eq 124 ] || die "benchmarks/gpu/warm_cache.py failed: see above"
+echo "$(find "$site/cache" -name "*.cubin" | wc -l) kernels in the cache"
 # Triton reads nothing else of an entry.
 find "$site/cache" -type f ! -name "*.cubin" ! -name "*.json" -delete
 XZ_OPT=-6 tar -cJf "$pack/fla-and-cache.tar.xz" -C / "${site#/}/"{fla,"fla_core-$fla.dist-info",cache}
