@@ -23,8 +23,9 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch.torch_version import TorchVersion
+from transformers.configuration_utils import PreTrainedConfig
 
-from .backends import VARIABLE
+from .backends import VARIABLE, asked_kernels
 from .chunks import ChunkPlan, ChunkSpan
 from .memory_delta import DeltaMemories
 from .memory_scan import NORM_EPSILON, ScanInputs, ScanState
@@ -192,6 +193,24 @@ def mix(
         current, tail_before = (None, None) if state is None else (*state.current, state.conv_tail)
         after, tail = texts.end(after, current), texts.end(tail, tail_before)
     return output, ScanState((after,), (), tail)
+
+
+def is_expected(config: PreTrainedConfig) -> bool:
+    """Whether a model that is planned on this machine will run on `mix`, by its GPU and by what `backends` names."""
+    asked = asked_kernels()
+    if asked == "auto" and torch.cuda.is_available() and importlib.util.find_spec("fla") is not None:
+        asked = "fla"
+    return asked == "fla" and config.memory_rule == "delta" and not config.memory_projections
+
+
+def kept_bytes(config: PreTrainedConfig, tokens: int, low: int) -> int:
+    """Bytes that autograd keeps of `mix` besides the input; `low` bytes per output of a linear map.
+
+    Per token and head ten streams, one more with the value gate, a row of the inverse of a chunk's 64 keys, and ten
+    float32 numbers of gates and norms.
+    """
+    streams = 10 + config.memory_value_gate
+    return tokens * config.num_memory_heads * (low * (streams * config.head_dim + 64) + 40)
 
 
 def _per_head(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

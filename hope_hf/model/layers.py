@@ -96,6 +96,11 @@ class Mixer:
         return 0
 
     @staticmethod
+    def expects_kernels(config: PreTrainedConfig) -> bool:
+        """Whether models planned on this machine will run on kernels, whose memory `kept_bytes` then counts."""
+        return False
+
+    @staticmethod
     def kept_bytes(config: PreTrainedConfig, batch_size: int, length: int, low: int) -> int:
         """Bytes that autograd keeps of a forward pass besides the input; `low` bytes per output of a linear map."""
         return 0

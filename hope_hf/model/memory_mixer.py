@@ -22,7 +22,8 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from .backends import Kernel, asked_kernels, choose, operand_dtype, runs_plain, runs_torch
 from .chunks import ChunkPlan, TokenPlan, plan_chunks
-from .kernels_fla import mix, scan_obstacle
+from .kernels_fla import is_expected, mix, scan_obstacle
+from .kernels_fla import kept_bytes as kept_bytes_of_kernels
 from .layers import HopeRMSNorm, LearnedFactors, Mixer, ShortConvolution, is_one_token
 from .memory_compiled import described, register_scan, scan_tokens
 from .memory_delta import DeltaMemories
@@ -433,11 +434,18 @@ class SelfModifyingTitans(Mixer, nn.Module):
         return 4 * config.num_memory_heads * (memories + 3 * (config.conv_kernel_size - 1) * width)
 
     @staticmethod
+    def expects_kernels(config: PreTrainedConfig) -> bool:
+        return is_expected(config)
+
+    @staticmethod
     def kept_bytes(config: PreTrainedConfig, batch_size: int, length: int, low: int) -> int:
         """The qkv inputs, the reads and their norm in fp32; gate and output in the dtype of linear maps.
 
         The scan adds, in fp32, the chunks of the last group, which is not recomputed, and a state per other group.
+        On a GPU see `kernels_fla.kept_bytes`.
         """
+        if is_expected(config):
+            return kept_bytes_of_kernels(config, batch_size * length, low)
         chunk, width, heads = config.memory_chunk_size, config.head_dim, config.num_memory_heads
         around = batch_size * length * (4 * 6 + low * 4) * heads * width
         memories, kernel = len(config.memory_projections) + 1, config.conv_kernel_size

@@ -67,7 +67,7 @@ def _answer(question: Question) -> None:
     rows = settings(question)
     verdicts = [verdict(question, rows, gpu, None) for gpu in question.gpus]
     require_a_fit(question, rows, verdicts)
-    found = can_simulate(question.launch) if question.args.simulate else "--no_simulate is given"
+    found = can_simulate(question.config, question.launch) if question.args.simulate else "--no_simulate is given"
     if found is None:
         try:
             found = simulate(question.config, question.launch, question.step)

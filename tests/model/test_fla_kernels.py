@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 from interpreter import import_interpreted
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hope_hf import PRESETS, HopeConfig
 from hope_hf.model.chunks import Past, plan_chunks
@@ -151,6 +152,20 @@ def test_launches_and_bytes_of_a_training_step(monkeypatch):
     assert hope.number <= 2 * llama.number
     # every kernel is counted: of a layer three convolutions and norms each way, and more than ten of the scan
     assert hope.kernels > 2 * 2 * (3 + 3) + 2 * 10 and not llama.kernels
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_value_gate": False, "head_dim": 32}])
+def test_what_a_mixer_keeps_is_what_is_planned(monkeypatch, options):
+    from benchmarks.measuring import Traffic
+
+    monkeypatch.setenv("HOPE_KERNELS", "fla")
+    config = HopeConfig(vocab_size=8, hidden_size=1024, num_hidden_layers=1, num_memory_heads=32, **options)
+    with FakeTensorMode():
+        hidden_states, mixer = torch.zeros(2, 1024, 1024), SelfModifyingTitans(config, 0)
+        with Traffic(mixer) as traffic:
+            mixer(hidden_states, plan=plan_chunks(config, (2, 1024), hidden_states.device))
+    expected = SelfModifyingTitans.kept_bytes(config, 2, 1024, 4)
+    assert traffic.saved - hidden_states.nbytes == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.gpu

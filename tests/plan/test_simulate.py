@@ -13,6 +13,8 @@ from models import BATCHES, SMALL, small_config
 
 from hope_hf import PRESETS, HopeConfig
 from hope_hf.plan.launch import STRATEGIES, Launch, StepOptions
+from hope_hf.plan.memory import memory
+from hope_hf.plan.shapes import shapes_of
 from hope_hf.plan.simulate import can_simulate, simulate
 
 WORKER = Path(__file__).with_name("step_worker.py")
@@ -142,9 +144,22 @@ def test_attention_on_the_cpu_is_simulated_without_its_dropout():
 
 
 def test_engines_without_simulation_say_so():
-    assert "deepspeed" in can_simulate(Launch(STRATEGIES["zero3"], 2, 2))
-    assert "offloading" in can_simulate(Launch(STRATEGIES["fsdp_offload"], 2, 2))
-    assert can_simulate(Launch(STRATEGIES["full_shard"], 2, 2)) is None
+    assert "deepspeed" in can_simulate(small_config("llama"), Launch(STRATEGIES["zero3"], 2, 2))
+    assert "offloading" in can_simulate(small_config("llama"), Launch(STRATEGIES["fsdp_offload"], 2, 2))
+    assert can_simulate(small_config("llama"), Launch(STRATEGIES["full_shard"], 2, 2)) is None
+
+
+def test_kernels_of_gpus_are_not_simulated(monkeypatch):
+    launch, default = Launch(STRATEGIES["ddp"], 1, 1), HopeConfig()
+    assert can_simulate(default, launch) is None
+    monkeypatch.setenv("HOPE_KERNELS", "fla")
+    assert can_simulate(default, launch) == "kernels of flash-linear-attention are not simulated"
+    for without in (HopeConfig(memory_rule="paper"), HopeConfig(memory_projections=["k"]), small_config("llama")):
+        assert can_simulate(without, launch) is None
+    kept = StepOptions(1, 2048)
+    with_kernels = memory(default, shapes_of(default), launch, kept).peak
+    monkeypatch.setenv("HOPE_KERNELS", "torch")
+    assert with_kernels < memory(default, shapes_of(default), launch, kept).peak
 
 
 @pytest.mark.long
