@@ -189,7 +189,7 @@ def test_one_graph_serves_a_cache_of_fixed_length_after_every_prompt(tiny_model)
     assert graphs() <= 2
 
 
-@pytest.mark.parametrize("kind", ["sparse", "window"])
+@pytest.mark.parametrize("kind", ["sparse", pytest.param("window", marks=pytest.mark.long)])
 def test_texts_of_other_lengths_are_read_outside_the_graph(tiny_model, kind):
     """Traced, the blocks of a length that may vary never ended."""
     model = tiny_model(**LAYERS[kind] | SMALL | {"layer_types": LAYERS[kind]["layer_types"][:1]})
