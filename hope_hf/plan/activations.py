@@ -105,9 +105,8 @@ def activations(
 
 
 def _loss_without_logits(width: int, tokens: int, mode: Mode) -> int:
-    """Bytes per vocabulary entry: the head's gradient, and the logits of a chunk with their gradients."""
-    # In fp32 the logits are kept twice; in low precision their rounded gradient, too.
-    return 4 * width + min(width, tokens) * (8 if mode == "fp32" else 10)
+    """Bytes per vocabulary entry: the head's gradient, and the logits of a chunk with their normalisation in fp32."""
+    return 4 * width + min(width // 2, tokens) * (8 if mode == "fp32" else 6)
 
 
 def _norm(width: int, mode: Mode) -> int:
