@@ -16,8 +16,12 @@ from torch import nn
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
+from .backends import asked_kernels, runs_plain
 from .cache_hope import HopeMemoryLayer, HopeStaticMemoryLayer
 from .chunks import ChunkSpan
+
+# numbers in a block of tokens: 256 KiB in float32
+_BLOCK = 2**16
 
 
 class Mixer:
@@ -106,6 +110,79 @@ class Mixer:
         return 0
 
 
+class _GatedNorm(torch.autograd.Function):
+    """`rms_norm(x) weight silu(gate)` for tensors [B, T, ..., W] and `weight` [W]; `gate` may be `None`.
+
+    Blocks of tokens pass through all operations, since a whole text does not fit into a CPU's cache.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, gate, epsilon):
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+        scale.div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        for into, part, factor, gated in _token_blocks(x, out, x, scale, gate):
+            torch.mul(part, factor, out=into).mul_(weight)
+            if gated is not None:
+                into.mul_(F.silu(gated))
+        ctx.save_for_backward(x, weight, gate, scale)
+        ctx.epsilon = epsilon
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, gate, scale = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # the gradient itself is differentiated
+            wanted = [part for part in (x, weight, gate) if part is not None and part.requires_grad]
+            plain = _plain_norm(x, weight, gate, ctx.epsilon)
+            found = iter(torch.autograd.grad(plain, wanted, grad, create_graph=True))
+            return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), None
+        grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        grad_weight, grad_gate = torch.zeros_like(weight), None if gate is None else torch.empty_like(gate)
+        for above, part, factor, gated, into, into_gate in _token_blocks(x, grad, x, scale, gate, grad_x, grad_gate):
+            unit = part * factor
+            product = above * unit
+            if gated is None:
+                torch.mul(above, weight, out=into)
+            else:
+                active = F.silu(gated)
+                torch.ops.aten.silu_backward.grad_input(product * weight, gated, grad_input=into_gate)
+                product.mul_(active)
+                torch.mul(active, weight, out=into).mul_(above)
+            grad_weight.add_(product.flatten(0, -2).sum(0))
+            along = product.mul_(weight).sum(-1, keepdim=True).div_(x.shape[-1])
+            into.addcmul_(unit, along, value=-1).mul_(factor)
+        return grad_x, grad_weight, grad_gate, None
+
+
+def _token_blocks(x: torch.Tensor, *tensors: torch.Tensor | None):
+    """For successive tokens of `x` [B, T, ...], about 64K numbers together, the parts of all tensors or `None`s."""
+    size = max(1, _BLOCK * x.shape[1] // max(1, x.numel()))
+    parts = [[None] * -(-x.shape[1] // size) if part is None else part.split(size, dim=1) for part in tensors]
+    return zip(*parts, strict=True)
+
+
+def _plain_norm(x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor | None, epsilon: float) -> torch.Tensor:
+    normed = F.rms_norm(x, x.shape[-1:], weight, epsilon)
+    return normed if gate is None else normed.to(gate.dtype) * F.silu(gate)
+
+
+def gated_norm(
+    x: torch.Tensor, weight: torch.Tensor, epsilon: float, gate: torch.Tensor | None = None, kernels: str = "auto"
+) -> torch.Tensor:
+    """`rms_norm(x)` in the dtype of `x`, times `silu(gate)` in the gate's; `x` and `gate` are [B, T, ..., W].
+
+    `kernels` is a value of `backends.KERNELS`.
+    """
+    weight = weight.to(x.dtype)
+    trains = x.device.type == "cpu" and x.ndim > 2 and torch.is_grad_enabled() and not runs_plain(kernels)
+    # narrow dtypes are computed in float32
+    if trains and x.dtype in (torch.float32, torch.float64) and (gate is None or gate.dtype == x.dtype):
+        return _GatedNorm.apply(x, weight, gate, epsilon)
+    return _plain_norm(x, weight, gate, epsilon)
+
+
 class HopeRMSNorm(nn.Module):
     """Root-mean-square normalisation over the last axis, in the input's dtype, computed in float32."""
 
@@ -113,6 +190,7 @@ class HopeRMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.variance_epsilon = eps
+        self.kernels = asked_kernels()
 
     def forward(self, x: torch.Tensor, kernel: Callable | None = None) -> torch.Tensor:
         """`x` normalised, or what `kernel(x, weight, epsilon)` makes of it."""
@@ -120,7 +198,7 @@ class HopeRMSNorm(nn.Module):
             return kernel(x, self.weight, self.variance_epsilon)
         if is_one_token(x):
             return normalised(x, self.weight, self.variance_epsilon)
-        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.variance_epsilon)
+        return gated_norm(x, self.weight, self.variance_epsilon, kernels=self.kernels)
 
 
 def is_one_token(x: torch.Tensor) -> bool:

@@ -24,7 +24,7 @@ from .backends import Kernel, asked_kernels, choose, operand_dtype, runs_plain, 
 from .chunks import ChunkPlan, TokenPlan, plan_chunks
 from .kernels_fla import is_expected, mix, scan_obstacle
 from .kernels_fla import kept_bytes as kept_bytes_of_kernels
-from .layers import HopeRMSNorm, LearnedFactors, Mixer, ShortConvolution, is_one_token
+from .layers import HopeRMSNorm, LearnedFactors, Mixer, ShortConvolution, gated_norm, is_one_token
 from .memory_compiled import described, register_scan, scan_tokens
 from .memory_delta import DeltaMemories
 from .memory_fast import scan_fused
@@ -251,10 +251,11 @@ class SelfModifyingTitans(Mixer, nn.Module):
             reads = reads.unflatten(0, (batch_size, heads)).transpose(1, 2)
             if plan.slot_of_token is not None:
                 reads = plan.to_tokens(reads)
-            # norm, gate, output
-            normed = self.o_norm(reads)
-        gate = F.silu(self.g_proj(hidden_states))
-        output = self.o_proj(normed.flatten(2).to(gate.dtype) * gate)
+        # norm, gate, output
+        gate = self.g_proj(hidden_states).unflatten(-1, (heads, -1))
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            gated = self.o_norm(reads, partial(gated_norm, gate=gate, kernels=self.kernels))
+        output = self.o_proj(gated.flatten(2))
         if after is not None:
             current, chunk_start, tail = after
             shape = (batch_size, heads)
@@ -439,7 +440,9 @@ class SelfModifyingTitans(Mixer, nn.Module):
 
     @staticmethod
     def kept_bytes(config: PreTrainedConfig, batch_size: int, length: int, low: int) -> int:
-        """The qkv inputs, the reads and their norm in fp32; gate and output in the dtype of linear maps.
+        """The qkv inputs and the reads in fp32; gate and output in the dtype of linear maps.
+
+        In narrow dtypes, the norm of the reads and the parts of their product with the gate, too.
 
         The scan adds, in fp32, the chunks of the last group, which is not recomputed, and a state per other group.
         On a GPU see `kernels_fla.kept_bytes`.
@@ -447,7 +450,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
         if is_expected(config):
             return kept_bytes_of_kernels(config, batch_size * length, low)
         chunk, width, heads = config.memory_chunk_size, config.head_dim, config.num_memory_heads
-        around = batch_size * length * (4 * 6 + low * 4) * heads * width
+        around = batch_size * length * (4 * 4 + low * 2 if low == 4 else 4 * 6 + low * 4) * heads * width
         memories, kernel = len(config.memory_projections) + 1, config.conv_kernel_size
         chunks = math.ceil(length / chunk)
         stride = config.recompute_chunks or chunks

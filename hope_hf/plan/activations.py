@@ -109,10 +109,11 @@ def _loss_without_logits(width: int, tokens: int, mode: Mode) -> int:
     return 4 * width + min(width // 2, tokens) * (8 if mode == "fp32" else 6)
 
 
-def _norm(width: int, mode: Mode) -> int:
-    """Bytes per token: input, normalised input and output of an RMS norm in plain operations."""
+def _norm(width: int, mode: Mode, fused: bool = False) -> int:
+    """Bytes per token: input, normalised input and output of an RMS norm; fused, without the normalised input."""
     # Under autocast the linear layers that read the output keep their casts instead.
-    return 12 * width if mode == "fp32" else 8 * width
+    kept = 12 * width if mode == "fp32" else 8 * width
+    return kept - 4 * width if fused and mode != "cast" else kept
 
 
 def _casts(width: int, mode: Mode, readers: int) -> int:
@@ -132,7 +133,7 @@ def _llama(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
 def _block(config, mode: Mode, tokens: int, mlp: int, attention: int, scan: int = 0) -> Block:
     """A block whose mixer reads an RMS norm's output; `mlp`, `attention`: bytes per token; `scan`: per batch."""
     width = config.hidden_size
-    rest = _norm(width, mode) + mlp
+    rest = _norm(width, mode, config.model_type == "hope") + mlp
     return Block(tokens * rest, tokens * attention + scan, tokens * 4 * width if mode == "autocast" else 0)
 
 
@@ -155,7 +156,8 @@ def _gpt2(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
 def _hope(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
     tokens, width, low = batch_size * block_size, config.hidden_size, 4 if mode == "fp32" else 2
     levels = sum(
-        _norm(width, mode) + _casts(width, mode, 2) + low * 4 * hidden for hidden in config.level_intermediate_sizes
+        _norm(width, mode, fused=True) + _casts(width, mode, 2) + low * 4 * hidden
+        for hidden in config.level_intermediate_sizes
     )
     # Parallel levels keep their outputs for the gradient of the mixing weights.
     levels += low * width * len(config.level_periods) if config.levels.keeps_outputs else 0

@@ -1,9 +1,13 @@
 """Outer gradients reach every parameter, through the writes, to second order."""
 
+from functools import partial
+
 import pytest
 import torch
 from mixers import MEMORIES, MIXERS, build_mixer, run_fast
+from torch import nn
 
+from hope_hf.model import layers
 from hope_hf.model.chunks import plan_chunks
 
 OPTIONS = MIXERS | {
@@ -63,3 +67,24 @@ def test_the_result_does_not_depend_on_the_calls_that_cut_a_chunk(depth, mode, s
         past = plan.past
     torch.testing.assert_close(torch.cat(outputs, dim=1), output, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(cut, state, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_norm_in_blocks_equals_the_plain_one(gated, monkeypatch):
+    """Heads in the middle, as reads are; gradients too, and gradients of gradients."""
+    monkeypatch.setattr(layers, "_BLOCK", 7 * 24)
+    generator = torch.Generator().manual_seed(3)
+    make = partial(torch.randn, generator=generator, dtype=torch.float64, requires_grad=True)
+    norm, x, gate = layers.HopeRMSNorm(8, 1e-3).double(), make(2, 3, 10, 8).transpose(1, 2), make(2, 10, 3, 8)
+    nn.init.uniform_(norm.weight)
+    leaves, gate = [x, norm.weight, *[gate] * gated], gate if gated else None
+    kernels = (partial(layers.gated_norm, gate=gate), lambda *args: layers._plain_norm(*args[:2], gate, args[2]))
+    found = [norm(x, kernel) for kernel in kernels]
+    assert type(found[0].grad_fn).__name__ == "_GatedNormBackward"
+    results = []
+    for out in found:
+        loss = (out * torch.arange(8)).sum()
+        twice = torch.autograd.grad(loss, leaves, create_graph=True)
+        again = torch.autograd.grad(sum(part.square().sum() for part in twice), leaves, retain_graph=True)
+        results.append([out, *torch.autograd.grad(loss, leaves), *twice, *again])
+    torch.testing.assert_close(*results, rtol=1e-11, atol=1e-11)
