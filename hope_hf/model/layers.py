@@ -135,7 +135,7 @@ class _GatedNorm(torch.autograd.Function):
         if torch.is_grad_enabled():
             # the gradient itself is differentiated
             wanted = [part for part in (x, weight, gate) if part is not None and part.requires_grad]
-            plain = _plain_norm(x, weight, gate, ctx.epsilon)
+            plain = gated_norm(x, weight, ctx.epsilon, gate, "plain")
             found = iter(torch.autograd.grad(plain, wanted, grad, create_graph=True))
             return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), None
         grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -163,11 +163,6 @@ def _token_blocks(x: torch.Tensor, *tensors: torch.Tensor | None):
     return zip(*parts, strict=True)
 
 
-def _plain_norm(x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor | None, epsilon: float) -> torch.Tensor:
-    normed = F.rms_norm(x, x.shape[-1:], weight, epsilon)
-    return normed if gate is None else normed.to(gate.dtype) * F.silu(gate)
-
-
 def gated_norm(
     x: torch.Tensor, weight: torch.Tensor, epsilon: float, gate: torch.Tensor | None = None, kernels: str = "auto"
 ) -> torch.Tensor:
@@ -180,7 +175,8 @@ def gated_norm(
     # narrow dtypes are computed in float32
     if trains and x.dtype in (torch.float32, torch.float64) and (gate is None or gate.dtype == x.dtype):
         return _GatedNorm.apply(x, weight, gate, epsilon)
-    return _plain_norm(x, weight, gate, epsilon)
+    normed = F.rms_norm(x, x.shape[-1:], weight, epsilon)
+    return normed if gate is None else normed.to(gate.dtype) * F.silu(gate)
 
 
 class HopeRMSNorm(nn.Module):
