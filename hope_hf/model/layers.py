@@ -171,9 +171,10 @@ def gated_norm(
     `kernels` is a value of `backends.KERNELS`.
     """
     weight = weight.to(x.dtype)
-    trains = x.device.type == "cpu" and x.ndim > 2 and torch.is_grad_enabled() and not runs_plain(kernels)
+    # with and without gradients, so that learning while reading at a rate of 0 gives the same bits
+    in_blocks = x.device.type == "cpu" and x.ndim > 2 and not runs_plain(kernels)
     # narrow dtypes are computed in float32
-    if trains and x.dtype in (torch.float32, torch.float64) and (gate is None or gate.dtype == x.dtype):
+    if in_blocks and x.dtype in (torch.float32, torch.float64) and (gate is None or gate.dtype == x.dtype):
         return _GatedNorm.apply(x, weight, gate, epsilon)
     normed = F.rms_norm(x, x.shape[-1:], weight, epsilon)
     return normed if gate is None else normed.to(gate.dtype) * F.silu(gate)
