@@ -119,9 +119,10 @@ class _GatedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, gate, epsilon):
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
-        scale.div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        scale = x.new_empty(*x.shape[:-1], 1)
         for into, part, factor, gated in _token_blocks(x, out, x, scale, gate):
+            # the operations of torch's norm, for the same bits: a text is also read without gradients
+            torch.mean(part.square(), -1, keepdim=True, out=factor).add_(epsilon).rsqrt_()
             torch.mul(part, factor, out=into).mul_(weight)
             if gated is not None:
                 into.mul_(F.silu(gated))
@@ -171,10 +172,9 @@ def gated_norm(
     `kernels` is a value of `backends.KERNELS`.
     """
     weight = weight.to(x.dtype)
-    # with and without gradients, so that learning while reading at a rate of 0 gives the same bits
-    in_blocks = x.device.type == "cpu" and x.ndim > 2 and not runs_plain(kernels)
+    trains = x.device.type == "cpu" and x.ndim > 2 and torch.is_grad_enabled() and not runs_plain(kernels)
     # narrow dtypes are computed in float32
-    if in_blocks and x.dtype in (torch.float32, torch.float64) and (gate is None or gate.dtype == x.dtype):
+    if trains and x.dtype in (torch.float32, torch.float64) and (gate is None or gate.dtype == x.dtype):
         return _GatedNorm.apply(x, weight, gate, epsilon)
     normed = F.rms_norm(x, x.shape[-1:], weight, epsilon)
     return normed if gate is None else normed.to(gate.dtype) * F.silu(gate)

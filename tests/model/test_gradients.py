@@ -80,6 +80,9 @@ def test_the_norm_in_blocks_equals_the_plain_one(gated, monkeypatch):
     leaves, gate = [x, norm.weight, *[gate] * gated], gate if gated else None
     found = [norm(x, partial(layers.gated_norm, gate=gate, kernels=kernels)) for kernels in ("auto", "plain")]
     assert type(found[0].grad_fn).__name__ == "_GatedNormBackward"
+    # a text that is read without gradients goes over torch's norm, and must give the same bits; SiLU may round the few
+    # numbers of these small blocks otherwise
+    assert gated or torch.equal(*found)
     results = []
     for out in found:
         loss = (out * torch.arange(8)).sum()
