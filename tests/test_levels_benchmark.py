@@ -83,7 +83,8 @@ def test_learning_lowers_the_loss_of_a_text_that_repeats(bench):
     readings = cases.frozen_and_learning(model).values()
     read_in_turn(readings, torch.arange(PIECE).repeat(40), PIECE)
     frozen, learning = (reading.losses for reading in readings)
-    assert frozen[0] == learning[0] and learning[-1] < frozen[-1]
+    # alike until the first step; the two sums run in another order
+    assert learning[0] == pytest.approx(frozen[0], rel=2**-22) and learning[-1] < frozen[-1]
 
 
 def test_trained_reading_is_sgd_on_a_copy(bench):

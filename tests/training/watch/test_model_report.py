@@ -135,6 +135,7 @@ def refused(monkeypatch):
         fallbacks[name, reasons[-1]] += 1
         return otherwise
 
+    monkeypatch.setattr(memory_mixer, "runs_torch", lambda *args: False)
     monkeypatch.setattr(memory_mixer, "choose", choose)
     return reasons
 
