@@ -57,7 +57,7 @@ def task(name: str, strategy: str, precision: str = "no", **options) -> dict:
 CASES = {
     "single": (
         1,
-        [task(name, "ddp") for name in SMALL] + [task("pilot", "ddp", "bf16", batch_size=2, block_size=512)],
+        [task("pilot", "ddp", "bf16", batch_size=2, block_size=512)] + [task(name, "ddp") for name in SMALL],
     ),
     "ddp": (
         2,
