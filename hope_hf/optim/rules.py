@@ -1,4 +1,4 @@
-"""The update rules, AdamW and Muon. A new one is a class here and a row in `RULES`."""
+"""The update rules: AdamW, and three that orthogonalise matrices. A new one is a class here and a row in `RULES`."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -15,6 +15,12 @@ STEPS = 5
 # Root mean square of AdamW's updates in transformers (Liu et al., 2025): at this size Muon shares AdamW's rate.
 UPDATE_RMS = 0.2
 MUON_MOMENTUM = 0.95
+
+# M3's averages: what each keeps in a step (the slow one: in a period), and what a gradient adds to it. The paper
+# prints sums that keep all, and no numbers: the sum of 1,000 gradients hardly moves any more.
+M3_PERIOD = 16
+M3_FAST, M3_SLOW, M3_SQUARE = (0.95, 0.05), (0.9, 0.1 / M3_PERIOD), (0.999, 0.001)
+M3_SLOW_WEIGHT = 0.2
 
 
 class UpdateRule(Protocol):
@@ -97,17 +103,103 @@ class MuonRule:
     def update(parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Tensor]], group: dict):
         for parameter, gradient, state in zip(parameters, gradients, states, strict=True):
             state["step"] += 1
-            own, gradient = own_part(parameter), own_part(gradient)
+            gradient = own_part(gradient)
             buffer = own_part(state["momentum_buffer"]).lerp_(gradient, 1 - group["momentum"])
-            direction = by_whole_matrices(newton_schulz, gradient.lerp(buffer, group["momentum"]), parameter)
-            # An orthogonal [r, c] matrix has a root mean square of 1 / sqrt(max(r, c)).
-            scale = UPDATE_RMS * max(parameter.shape[-2:]) ** 0.5
-            own.mul_(1 - group["lr"] * group["weight_decay"])
-            own.add_(direction, alpha=-group["lr"] * scale)
+            direction = by_whole_matrices(newton_schulz, parameter, gradient.lerp(buffer, group["momentum"]))
+            _descend(parameter, direction, _scale(parameter), group)
 
 
-RULES: dict[str, type[UpdateRule]] = {"adamw": AdamWRule, "muon": MuonRule}
+class DeltaMomentumRule:
+    """Muon whose momentum forgets along a new gradient what it had there (Nested Learning, equations 49 and 52).
+
+    `m = m (alpha - u^T u) + g` for a gradient g [..., rows, columns] and u = g / |g|; the update is
+    `newton_schulz(m)`. Equation (49) has g in place of u: it forgets nothing where gradients are small (their norm is
+    clipped at 1), and diverges where they are large.
+    """
+
+    needs_matrices = True
+    state_bytes = 4
+    settings = MuonRule.settings
+    initial_state = MuonRule.initial_state
+
+    @staticmethod
+    def update(parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Tensor]], group: dict):
+        def remember(momentum: Tensor, gradient: Tensor) -> Tensor:
+            u = gradient / gradient.norm(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(gradient.dtype).tiny)
+            return group["momentum"] * momentum - momentum @ u.mT @ u + gradient
+
+        for parameter, gradient, state in zip(parameters, gradients, states, strict=True):
+            state["step"] += 1
+            buffer = own_part(state["momentum_buffer"])
+            buffer.copy_(by_whole_matrices(remember, parameter, buffer, own_part(gradient)))
+            _descend(parameter, by_whole_matrices(newton_schulz, parameter, buffer), _scale(parameter), group)
+
+
+class M3Rule:
+    """Multi-scale momentum (Nested Learning, algorithm 1): a fast and a slow momentum, each orthogonalised.
+
+    The update is `(O1 + slow_weight O2) / (sqrt(V) + eps)`: O1 of the fast momentum, in each step; O2 of the slow one,
+    every `period` steps, of all gradients up to then; V the average of squared gradients. It is scaled to the size of
+    an AdamW update; `update_rms` None leaves it as printed, and the averages `(1, beta)` are the printed sums.
+    """
+
+    needs_matrices = True
+    state_bytes = 16
+
+    @staticmethod
+    def settings(betas: tuple[float, float], eps: float) -> dict:
+        return {
+            "fast": M3_FAST, "slow": M3_SLOW, "square": M3_SQUARE, "slow_weight": M3_SLOW_WEIGHT, "period": M3_PERIOD,
+            "update_rms": UPDATE_RMS, "eps": eps,
+        }  # fmt: skip
+
+    @staticmethod
+    def initial_state(parameter: Tensor) -> dict[str, Tensor]:
+        names = ("momentum_buffer", "slow_momentum", "slow_direction", "exp_avg_sq")
+        return {name: torch.zeros_like(parameter) for name in names}
+
+    @staticmethod
+    def update(parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Tensor]], group: dict):
+        def resize(direction: Tensor) -> Tensor:
+            rms = direction.square().mean((-2, -1), keepdim=True).sqrt()
+            return direction * (group["update_rms"] / rms.clamp(min=torch.finfo(direction.dtype).tiny))
+
+        for parameter, gradient, state in zip(parameters, gradients, states, strict=True):
+            gradient = own_part(gradient)
+            fast, slow, slow_direction, square = (own_part(state[name]) for name in M3Rule.initial_state(parameter))
+            if int(state["step"]) % group["period"] == 0:
+                slow_direction.copy_(by_whole_matrices(newton_schulz, parameter, slow))
+                slow.mul_(group["slow"][0])
+            state["step"] += 1
+            slow.add_(gradient, alpha=group["slow"][1])
+            fast.mul_(group["fast"][0]).add_(gradient, alpha=group["fast"][1])
+            square.mul_(group["square"][0]).addcmul_(gradient, gradient, value=group["square"][1])
+            direction = by_whole_matrices(newton_schulz, parameter, fast).add_(
+                slow_direction, alpha=group["slow_weight"]
+            )
+            direction.div_(square.sqrt().add_(group["eps"]))
+            if group["update_rms"] is not None:
+                direction = by_whole_matrices(resize, parameter, direction)
+            _descend(parameter, direction, 1.0, group)
+
+
+RULES: dict[str, type[UpdateRule]] = {
+    "adamw": AdamWRule, "muon": MuonRule, "m3": M3Rule, "delta_momentum": DeltaMomentumRule
+}  # fmt: skip
 """By the values of `--optimizer`."""
+
+
+def _scale(parameter: Tensor) -> float:
+    """What gives an orthogonal [..., rows, columns] matrix the size of an AdamW update."""
+    # Its root mean square is 1 / sqrt(max(rows, columns)).
+    return UPDATE_RMS * max(parameter.shape[-2:]) ** 0.5
+
+
+def _descend(parameter: Tensor, direction: Tensor, scale: float, group: dict):
+    """Subtract this process's part of a direction, after decoupled weight decay."""
+    own = own_part(parameter)
+    own.mul_(1 - group["lr"] * group["weight_decay"])
+    own.add_(direction, alpha=-group["lr"] * scale)
 
 
 def newton_schulz(matrices: Tensor, dtype: torch.dtype | None = None, eps: float = 1e-7) -> Tensor:
@@ -141,27 +233,31 @@ def own_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def by_whole_matrices(function: Callable[[Tensor], Tensor], part: Tensor, parameter: Tensor) -> Tensor:
-    """This process's part of `function`, applied to a whole matrix or a stack of whole matrices sharded by rows.
+def by_whole_matrices(function: Callable[..., Tensor], parameter: Tensor, *parts: Tensor) -> Tensor:
+    """This process's part of `function`, applied to whole matrices or stacks of whole matrices sharded by rows.
 
     Args:
-        function: of [..., rows, columns], keeps shape and dtype; its result for a matrix depends on no other matrix.
-        part: this process's part of the function's argument.
-        parameter: shaped and sharded as the argument is.
+        function: of tensors [..., rows, columns], keeps their shape and dtype; what it returns for a matrix depends on
+            no other matrix of a stack.
+        parameter: shaped and sharded as the function's arguments are.
+        parts: this process's part of each argument.
     """
     if not isinstance(parameter, DTensor):
-        return function(part)
+        return function(*parts)
     (chunk,) = parameter.__create_chunk_list__()
     assert chunk.sizes[1:] == parameter.shape[1:], "sharded along another axis than the first"
     if parameter.ndim > 2:
         # A stack is sharded between its matrices.
-        return function(part) if part.numel() else part
-    shared = DTensor.from_local(
-        part,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
+        return function(*parts) if parts[0].numel() else parts[0]
+    whole = (
+        DTensor.from_local(
+            part,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        ).full_tensor()
+        for part in parts
     )
-    return function(shared.full_tensor())[chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]]
+    return function(*whole)[chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]]

@@ -172,8 +172,8 @@ def parse(argv: list[str]) -> Question:
     step = replace(step, checkpointing=_recomputed(args, launch))
     if RULES[args.optimizer].needs_matrices and launch.strategy.engine in ("fsdp1", "deepspeed"):
         raise ValueError(
-            f"Muon needs whole matrices and {args.accelerate_config} cuts them anywhere: plan with "
-            "accelerate_configs/fsdp2.yaml or ddp.yaml, or --optimizer adamw."
+            f"--optimizer {args.optimizer} needs whole matrices and {args.accelerate_config} cuts them anywhere: plan "
+            "with accelerate_configs/fsdp2.yaml or ddp.yaml, or --optimizer adamw."
         )
     return Question(args, config, shapes_of(config, args.trust_remote_code), launch, step, gpus)
 

@@ -59,7 +59,9 @@ class OptimizationArguments:
     weight_decay: float = flag(0.1, "Decoupled weight decay of matrices.", least=0)
     max_grad_norm: float = flag(1.0, "Clip the global gradient norm of each step to this; 0: do not clip.", least=0)
     optimizer: Literal[tuple(RULES)] = flag(
-        "adamw", "muon: hidden matrices by Muon, all other parameters and the initial memories by AdamW."
+        "adamw",
+        "muon, m3 (the paper's, with a fast and a slow momentum) and delta_momentum update hidden matrices, AdamW all "
+        "other parameters and the initial memories.",
     )
     level_optimizers: str | None = flag(
         None,

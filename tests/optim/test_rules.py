@@ -1,4 +1,4 @@
-"""Muon against the singular value decomposition and torch's own; rules on parameters that are sharded by rows."""
+"""Rules against the singular value decomposition, torch's own and the paper; rules on parameters sharded by rows."""
 
 import pytest
 import torch
@@ -7,6 +7,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from hope_hf.optim import RULES, LevelClock, newton_schulz, own_part
 from hope_hf.optim.rules import by_whole_matrices
+
+OF_MATRICES = [name for name, rule in RULES.items() if rule.needs_matrices]
 
 
 def orthogonalised(matrix):
@@ -70,15 +72,122 @@ def test_steps_equal_torch_muon(shape):
     assert (ours - theirs).norm() < 0.02 * moved
 
 
+def clock_of(name, parameter, lr=1.0, **settings):
+    group = {"params": [parameter], "optimizer": name, "lr": lr, "weight_decay": 0.0}
+    return LevelClock([group | RULES[name].settings((0.9, 0.95), 1e-15) | settings])
+
+
+@pytest.mark.parametrize("name", OF_MATRICES)
 @pytest.mark.parametrize("shape", [(64, 64), (32, 128), (3, 128, 32), (200, 16, 32)])
-def test_an_update_has_the_size_of_an_adamw_update(shape):
+def test_an_update_has_the_size_of_an_adamw_update(shape, name):
     parameter = torch.nn.Parameter(torch.zeros(shape))
-    optimizer = LevelClock(
-        [{"params": [parameter], "optimizer": "muon", "lr": 1.0, "weight_decay": 0.0, "momentum": 0.95}]
-    )
+    optimizer = clock_of(name, parameter)
     parameter.grad = matrices(*shape)
     optimizer.step()
     assert parameter.square().mean().sqrt().item() == pytest.approx(0.2, rel=0.2)
+
+
+@pytest.mark.parametrize("name", OF_MATRICES)
+def test_matrices_of_a_stack_move_alone_and_at_any_scale_of_gradients(name):
+    stack, single = torch.nn.Parameter(torch.zeros(3, 6, 8)), torch.nn.Parameter(torch.zeros(6, 8))
+    together, alone = clock_of(name, stack), clock_of(name, single)
+    for step in range(20):
+        stack.grad = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(step))
+        single.grad = stack.grad[1] / 1024
+        together.step()
+        alone.step()
+    torch.testing.assert_close(stack[1], single, rtol=0, atol=2e-3)
+
+
+def gradients(count, *shape):
+    return torch.randn(count, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def test_m3_equals_algorithm_1():
+    """Its sums, as printed: `M += beta g`, without decay and without a size of the update."""
+    (beta1, beta2, beta3), alpha, period, eta, eps = (0.9, 0.8, 0.7), 0.5, 4, 0.1, 1e-3
+    parameter = torch.nn.Parameter(torch.zeros(3, 5, dtype=torch.float64))
+    sums = {"fast": (1, beta1), "square": (1, beta2), "slow": (1, beta3)}
+    optimizer = clock_of("m3", parameter, eta, slow_weight=alpha, period=period, update_rms=None, eps=eps, **sums)
+    theta, m1, m2, v = (torch.zeros(3, 5, dtype=torch.float64) for _ in range(4))
+    all_gradients = gradients(12, 3, 5)
+    for k in range(3):
+        m2 = m2 + beta3 * all_gradients[max(k - 1, 0) * period : k * period].sum(0)
+        o2 = newton_schulz(m2)
+        for g in all_gradients[k * period : (k + 1) * period]:
+            m1, v = m1 + beta1 * g, v + beta2 * g**2
+            theta = theta - eta * (newton_schulz(m1) + alpha * o2) / (v.sqrt() + eps)
+            parameter.grad = g.clone()
+            optimizer.step()
+            torch.testing.assert_close(parameter.detach(), theta, rtol=0, atol=1e-12)
+
+
+def test_delta_momentum_equals_equations_49_and_52():
+    """For a unit gradient u in place of the gradient in the term that forgets."""
+    alpha, eta = 0.95, 0.1
+    parameter = torch.nn.Parameter(torch.zeros(3, 5, dtype=torch.float64))
+    optimizer = clock_of("delta_momentum", parameter, eta)
+    w, m = torch.zeros(3, 5, dtype=torch.float64), torch.zeros(3, 5, dtype=torch.float64)
+    for g in gradients(6, 3, 5):
+        u = g / g.norm()
+        m = m @ (alpha * torch.eye(5, dtype=torch.float64) - u.T @ u) - g
+        w = w + eta * 0.2 * 5**0.5 * newton_schulz(m)
+        parameter.grad = g.clone()
+        optimizer.step()
+        torch.testing.assert_close(parameter.detach(), w, rtol=0, atol=1e-12)
+
+
+def remembered(name, steps):
+    """How much of the update lies along a first gradient, after `steps` steps along others."""
+    parameter = torch.nn.Parameter(torch.zeros(8, 8))
+    optimizer = clock_of(name, parameter)
+    first, others = torch.zeros(8, 8), torch.zeros(8, 8)
+    first[0, 0] = 1
+    others[1:, 1:] = orthogonalised(matrices(7, 7))
+    for step in range(steps + 32):
+        before = parameter.detach().clone()
+        # Small numbers where a gradient is zero: else M3 divides zero by zero there.
+        parameter.grad = (first if step < 32 else others) + 1e-6 * torch.randn(8, 8)
+        optimizer.step()
+    update = parameter.detach() - before
+    return (update[0, 0] / update.norm()).abs().item()
+
+
+def test_the_slow_momentum_remembers_what_the_fast_one_has_forgotten():
+    """The paper's case for M3: 99 % of a momentum of 0.9 are its last 43 gradients."""
+    print({name: remembered(name, 200) for name in OF_MATRICES})
+    assert remembered("m3", 200) > 0.05
+    assert max(remembered(name, 200) for name in ("muon", "delta_momentum")) < 0.01
+
+
+def end_of_descent(optimizer, position):
+    """The value of equation (53) after 300 steps from the paper's start: a bowl, and a steep wall along a curve."""
+    (group,) = optimizer.param_groups
+    rate = group["lr"]
+    for step in range(300):
+        group["lr"] = rate * (1 - step / 300)
+        optimizer.zero_grad()
+        r, theta = position.flatten()
+        value = r.square() + 5 * (r - theta + torch.sin(2 * r)).square()
+        value.backward()
+        optimizer.step()
+    return value.item()
+
+
+def test_the_curved_valley_of_equation_53():
+    """The delta term follows the curve where a plain momentum swings from wall to wall."""
+    found = {}
+    for name in ("gradient descent", *RULES):
+        position = torch.nn.Parameter(torch.tensor([[-3.5, 2.0]]))
+        # The largest rate of plain descent that does not diverge.
+        plain = name == "gradient descent"
+        found[name] = end_of_descent(
+            torch.optim.SGD([position], 5e-3) if plain else clock_of(name, position, 0.3), position
+        )
+    print(found)
+    assert found.pop("gradient descent") > 0.5
+    assert max(found.values()) < 2e-3
+    assert found["delta_momentum"] < found["muon"] / 20
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -100,7 +209,7 @@ def test_a_stack_of_matrices_is_cut_between_them(two_ranks):
     stack = distribute_tensor(torch.arange(36.0).view(4, 3, 3), two_ranks, [Shard(0)], src_data_rank=None)
     part = own_part(stack)
     assert part.shape == (2, 3, 3)
-    assert torch.equal(by_whole_matrices(lambda matrices: 2 * matrices, part, stack), 2 * part)
+    assert torch.equal(by_whole_matrices(lambda matrices: 2 * matrices, stack, part), 2 * part)
 
 
 def test_a_matrix_is_whole_for_the_function_and_cut_afterwards(two_ranks):
@@ -112,7 +221,7 @@ def test_a_matrix_is_whole_for_the_function_and_cut_afterwards(two_ranks):
         return torch.arange(10.0).view(5, 2)
 
     # Of five rows the first process has three.
-    assert by_whole_matrices(function, own_part(matrix), matrix).tolist() == [[6, 7], [8, 9]]
+    assert by_whole_matrices(function, matrix, own_part(matrix)).tolist() == [[6, 7], [8, 9]]
     assert seen == [(5, 2)]
 
 

@@ -169,7 +169,7 @@ def test_what_fake_tensors_cannot_do_leaves_the_arithmetic(capsys):
         (["--world_size", "0"], "--world_size is 0"),
         (["--config_name", "mid", "--block_size", "8192", "--per_device_train_batch_size", "99"], "fits no setting"),
         (["--accelerate_config", f"{ROOT}/accelerate_configs/single.yaml", "--world_size", "2"], "--world_size"),
-        (["--accelerate_config", f"{ROOT}/accelerate_configs/deepspeed_zero3.yaml", "--optimizer", "muon"], "Muon"),
+        (["--accelerate_config", f"{ROOT}/accelerate_configs/deepspeed_zero3.yaml", "--optimizer", "muon"], "muon"),
         (["--config_name", "midd"], "did you mean mid"),
         (["--model_type", "lama"], "did you mean llama"),
         (["--model_name_or_path", "x", "--model_type", "llama"], "give only one"),

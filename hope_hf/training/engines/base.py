@@ -119,10 +119,11 @@ class Engine:
     def prepare(self, model: PreTrainedModel, optimizer: LevelClock) -> nn.Module:
         """Wrap both for training; returns the module that runs the forward pass."""
         self.adopt(model, optimizer)
-        if self.flattens and any(RULES[group["optimizer"]].needs_matrices for group in optimizer.param_groups):
+        needing = [g["optimizer"] for g in optimizer.param_groups if RULES[g["optimizer"]].needs_matrices]
+        if self.flattens and needing:
             raise ValueError(
-                f"Muon needs whole matrices and {self.name} cuts them anywhere: launch with "
-                "accelerate_configs/fsdp2.yaml or ddp.yaml, or use AdamW (--optimizer, --level_optimizers)."
+                f"The optimizer {needing[0]} needs whole matrices and {self.name} cuts them anywhere: launch with "
+                "accelerate_configs/fsdp2.yaml or ddp.yaml, or use adamw (--optimizer, --level_optimizers)."
             )
         self.wrapped, self._stepper = self.accelerator.prepare(model, optimizer)
         if self.accelerator.scaler is not None:

@@ -14,6 +14,8 @@ from engine_runs import NEEDS_DEEPSPEED, ROWS, SMALL, run_plan, same
 from safetensors import safe_open
 from training_runs import GPT2, HOPE, HOPE_ATTENTION, HOPE_SPARSE, LLAMA, curve
 
+from hope_hf.optim import RULES
+
 
 def deepspeed_has_fp16() -> bool:
     """DeepSpeed's own check before it trains in fp16 on a CPU."""
@@ -31,9 +33,10 @@ pytestmark = [
 ]
 FP16 = ["fp16", "fp16 continued"]
 NEEDS_FP16 = pytest.mark.skipif(not deepspeed_has_fp16(), reason="this CPU has no fp16 arithmetic for ZeRO")
+OF_MATRICES = [name for name, rule in RULES.items() if rule.needs_matrices]
 OF_FSDP2 = [
-    "hope", "hope-attention", "hope-sparse", "llama", "reduced", "gpt2", "muon", "poisoned", *FP16, "continued",
-    "moved",
+    "hope", "hope-attention", "hope-sparse", "llama", "reduced", "gpt2", *OF_MATRICES, "poisoned", *FP16,
+    "continued", "moved",
 ]  # fmt: skip
 # Processes, and what is run on them.
 ENGINES = {
@@ -68,7 +71,7 @@ RUNS = {
     "hope-sparse": (HOPE_SPARSE, 6, 2),
     "llama": (LLAMA, 6, 4),
     "gpt2": (GPT2, 6, 1),
-    "muon": ([*HOPE, "--optimizer", "muon"], 6, 1),
+    **{name: ([*HOPE, "--optimizer", name], 6, 1) for name in OF_MATRICES},
     "poisoned": (LLAMA, 6, 1),
     "fp16": (HOPE, 9, 1),
 }
@@ -146,7 +149,10 @@ def went_on(folder: Path, saved: int = SAVED_STEP) -> None:
     assert beats[-len(expected) :] == expected
 
 
-@pytest.mark.parametrize(("engine", "name"), each("hope", "hope-attention", "hope-sparse", "llama", "gpt2", "muon"))
+CURVES = each("hope", "hope-attention", "hope-sparse", "llama", "gpt2", *OF_MATRICES)
+
+
+@pytest.mark.parametrize(("engine", "name"), CURVES)
 def test_engine_gives_the_curve_of_one_process(rows, engine, name):
     single = rows("single")[name]
     assert len(curve(single)) == RUNS[name][1]
