@@ -11,7 +11,7 @@
 #
 # PYTHON=python3.12                the interpreter that .venv is made with
 # PIP_ARGS="--extra-index-url …"   passed to pip, for example an index of CPU wheels
-# TRAIN_ARGS="--max_train_steps 9" passed to run_clm.py
+# TRAIN_ARGS="--max_train_steps 9" passed to hope-hf train
 # PYTEST_ARGS="tests/data -x"      passed to pytest
 # CONSTRAINTS=constraints-lowest.txt  the versions to install: here the lowest that pyproject.toml allows
 PYTHON ?= python3
@@ -32,7 +32,7 @@ INSTALL := $(BIN)/python -m pip install --constraint $(CONSTRAINTS) $(PIP_ARGS) 
 # One process uses one GPU.
 train: export CUDA_VISIBLE_DEVICES ?= 0
 train: $(VENV)/.installed-plot
-	$(BIN)/python run_clm.py --output_dir runs/demo $(TRAIN_ARGS)
+	$(BIN)/hope-hf train --output_dir runs/demo $(TRAIN_ARGS)
 
 # torchao is for a test alone, in a folder of its own: where transformers finds it, every program loads it, and prints
 # that its kernels fit another torch.

@@ -4,7 +4,7 @@
     python benchmarks/mad.py --tasks mad-recall mqar --models hope llama
     python benchmarks/mad.py --report                           the tables only
 
-Models of width 64 and two layers (Mamba-2: four) train on fresh samples as `run_eval.py --suite synthetic` trains
+Models of width 64 and two layers (Mamba-2: four) train on fresh samples as `hope-hf eval --suite synthetic` trains
 them: the same steps, batches and samples for every model, and about as many parameters (one number of each is fitted;
 the rest of HOPE is its config's default). `hope_frozen` is the control: only convolutions and levels learn.
 `hope_hybrid` has sparse attention in its second layer, with a window that covers the whole text; `hope_hybrid_quarter`
@@ -75,7 +75,7 @@ class Job:
 
     @property
     def arguments(self) -> Arguments:
-        """The flags of `run_eval.py` that train and test it."""
+        """The flags of `hope-hf eval` that train and test it."""
         model_type, overrides = MODELS[self.model]
         rows, steps = TASKS[self.task]
         return Arguments(

@@ -132,7 +132,7 @@ def sent() -> str:
         {1e3 * seven.seconds(600e9):.0f} ms at 600 GB/s, {seven.seconds(25e9):.2f} s over one 25 GB/s link of
         InfiniBand.
 
-        By default `run_clm.py` sends {ours.total / GB:.1f} GB, since gradients are summed in fp32
+        By default `hope-hf train` sends {ours.total / GB:.1f} GB, since gradients are summed in fp32
         (`--fsdp_reduce_dtype`).
     """)
 
@@ -148,7 +148,7 @@ def mistakes() -> str:
         {states_gb("zero2"):.1f}. FSDP keeps its shard of the weights beside the whole ones, in fp32 {beside:.1f} GB
         while they are gathered.
 
-        **bf16 halves weights and gradients.** The dtype that computes is not the one that is stored: `run_clm.py`
+        **bf16 halves weights and gradients.** The dtype that computes is not the one that is stored: `hope-hf train`
         holds {states_gb("full_shard"):.1f} GB for 7 B on 8 processes, not {states_gb("full_shard", PURE_BF16):.1f}.
 
         **Activations grow with heads x tokens^2.** Not with sdpa or flash attention: a block of Llama-7B keeps

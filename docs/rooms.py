@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PROGRAMS = ["run_clm.py", "run_eval.py"]
+PROGRAMS = ["hope_hf_main.py", "run_clm.py", "run_eval.py"]
 BLOCK = re.compile(r"(<!-- rooms -->\n).*(<!-- end -->)", re.DOTALL)
 
 

@@ -27,6 +27,8 @@ for auto, model_class in AUTO_CLASSES.items():
     model_class.register_for_auto_class(auto)
 del auto, model_class
 
+__version__ = "0.1.0"
+
 __all__ = [
     "PRESETS",
     "HopeCache",

@@ -9,6 +9,7 @@ from typing import NoReturn
 STATUS = 130
 """Exit status after Ctrl-C, as shells define it."""
 _PROGRAMS = {Path(__file__).resolve().parents[1] / name for name in ("run_clm.py", "run_eval.py")}
+_COMMAND = "hope-hf"
 
 
 def quit_now(sentence: str = "stopped by Ctrl-C.") -> NoReturn:
@@ -27,12 +28,12 @@ def while_importing(number, frame):
 def _is_ours(argv: list[str], command: list[str]) -> bool:
     """Whether `sys.argv` and `sys.orig_argv` are those of a program of the package, not of a script that imports it.
 
-    A user's script may be named run_clm.py, too.
+    A user's script may be named run_clm.py, too. The console command is wherever pip put it.
     """
     if argv[:1] == ["-m"]:
         # `sys.argv[0]` is "-m" until Python has found the module.
         return command[command.index("-m") + 1].split(".")[0] == "hope_hf" if "-m" in command else False
-    return bool(argv and argv[0]) and Path(argv[0]).resolve() in _PROGRAMS
+    return bool(argv and argv[0]) and (Path(argv[0]).name == _COMMAND or Path(argv[0]).resolve() in _PROGRAMS)
 
 
 if _is_ours(sys.argv, sys.orig_argv) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -13,14 +13,15 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 
 from hope_hf.chat import flags as chat
+from hope_hf.cli.parser import Parser
 from hope_hf.convert import run as convert
 from hope_hf.data import prepare, tokenizer
-from hope_hf.evaluation.flags import FLAGS as EVALUATION_FLAGS
+from hope_hf.evaluation.flags import GROUPS as EVALUATION_GROUPS
 from hope_hf.export import run as export
 from hope_hf.plan import parsing as plan
-from hope_hf.step.arguments import FLAGS
+from hope_hf.step.arguments import GROUPS as TRAINING_GROUPS
 from hope_hf.step.recipe import NO_EFFECT
-from hope_hf.training.checkpoints import __main__ as tool
+from hope_hf.training.checkpoints import tool
 from hope_hf.training.watch import plot
 
 ROOT = Path(__file__).parents[1]
@@ -30,16 +31,20 @@ PAGES += [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").r
 CURRENT = [page for page in PAGES if not page.startswith("docs/log/")]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PARSERS = {
-    "hope_hf.chat": chat.make_parser,
-    "hope_hf.convert": convert.make_parser,
-    "hope_hf.data.prepare": prepare.make_parser,
-    "hope_hf.data.tokenizer": tokenizer.make_parser,
-    "hope_hf.export": export.make_parser,
-    "hope_hf.plan": plan.make_parser,
-    "hope_hf.training.checkpoints": tool.make_parser,
-    "hope_hf.training.watch.plot": plot.make_parser,
+    "hope-hf": lambda: argparse.ArgumentParser().add_argument("--version").container,
+    "hope-hf chat": chat.make_parser,
+    "hope-hf checkpoints": tool.make_parser,
+    "hope-hf convert": convert.make_parser,
+    "hope-hf eval": lambda: Parser(EVALUATION_GROUPS),
+    "hope-hf export": export.make_parser,
+    "hope-hf plan": plan.make_parser,
+    "hope-hf plot": plot.make_parser,
+    "hope-hf prepare": prepare.make_parser,
+    "hope-hf tokenizer": tokenizer.make_parser,
+    "hope-hf train": lambda: Parser(TRAINING_GROUPS),
     "accelerate": launch_command_parser,
 }
+DOORS = {"run_clm.py": "hope-hf train", "run_eval.py": "hope-hf eval"}
 # Other projects' programs, whose flags are not checked.
 OTHERS = {"pip", "tensorboard", "wandb", "hf", "lm_eval", "git", "export", "make", "pytest", "torchrun"}
 
@@ -94,15 +99,10 @@ def options(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def flags_of(program: str) -> set[str]:
-    """The flags of a program as it is named in a command, such as run_clm.py or hope_hf.export."""
-    if program in ("run_clm.py", "run_eval.py"):
-        return {f"--{name}" for name in (FLAGS if program == "run_clm.py" else EVALUATION_FLAGS)} | {"--help"}
+    """The flags of a program as it is named in a command, such as run_clm.py or `hope-hf export`."""
+    program = DOORS.get(program, program)
     if program in PARSERS:
         return options(PARSERS[program]())
-    if program.startswith("hope_hf."):
-        # Takes folders only.
-        importlib.import_module(program)
-        return set()
     # A benchmark's parser is made in the program or in a module that it imports.
     shared = re.findall(r"from benchmarks\.([\w.]+) import", (ROOT / program).read_text(encoding="utf-8"))
     files = [ROOT / program, *(ROOT / f"benchmarks/{name.replace('.', '/')}.py" for name in shared)]
@@ -118,8 +118,9 @@ def programs_and_flags(command: str) -> list[tuple[str, str]]:
             program = word
         elif re.fullmatch(r"(run_clm|run_eval|benchmarks/\w+)\.py", word):
             program = word
-        elif word.startswith("hope_hf.") and words[index - 1] == "-m":
-            program = word
+        elif word == "hope-hf" or (word == "hope_hf" and words[index - 1] == "-m"):
+            program = " ".join(["hope-hf", *words[index + 1 : index + 2]])
+            program = program if program in PARSERS else "hope-hf"
         elif word in OTHERS:
             program = None
         elif program and word.startswith("--"):
@@ -140,7 +141,7 @@ def test_every_flag_exists_in_the_program_that_it_is_given_to(page):
 
 @pytest.mark.parametrize("page", CURRENT)
 def test_every_flag_in_the_prose_exists_somewhere(page):
-    programs = ["run_clm.py", "run_eval.py", *PARSERS]
+    programs = [*PARSERS]
     programs += [path.relative_to(ROOT).as_posix() for path in (ROOT / "benchmarks").glob("*.py")]
     known = set.union(*map(flags_of, programs)) | {f"--{name}" for name in NO_EFFECT}
     named = {command.split()[0] for command in commands(page) if command.startswith("--")}

@@ -39,8 +39,7 @@ from hope_hf.plan import main as plan_main
 from hope_hf.plan.parsing import make_parser as make_plan_parser
 from hope_hf.step.arguments import GROUPS as TRAINING_FLAGS
 from hope_hf.training import trainer
-from hope_hf.training.checkpoints import __main__ as tool
-from hope_hf.training.checkpoints import manifest
+from hope_hf.training.checkpoints import manifest, tool
 from hope_hf.training.watch import plot
 
 FEWEST_LINES = 800

@@ -37,7 +37,7 @@ def data_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory, data_dir) -> Path:
-    """A converted model as `python -m hope_hf.convert` writes it, but tiny and random."""
+    """A converted model as `hope-hf convert` writes it, but tiny and random."""
     folder = tmp_path_factory.mktemp("tiny")
     text = (data_dir / "text/tinyshakespeare.txt").read_text()
     tokenizer = train_tokenizer([text], 320)

@@ -30,13 +30,13 @@ from hope_hf.evaluation import flags as evaluation
 from hope_hf.evaluation.held_out import held_out_documents
 from hope_hf.evaluation.suites import SUITES
 from hope_hf.plan import main as plan
-from hope_hf.training.checkpoints import __main__ as tool
+from hope_hf.training.checkpoints import tool
 from hope_hf.training.parsing import parse
 from hope_hf.training.setup import data_config
 
 ROOT = Path(__file__).parents[1]
 HEADS = sorted((ROOT / "recipes").rglob("*.yaml"))
-COMMAND = re.compile(r"^.*?((?:accelerate launch|python|curl|run_clm\.py) .*)$")
+COMMAND = re.compile(r"^.*?((?:accelerate launch|hope-hf|python|curl|run_clm\.py) .*)$")
 # These need a package that is not installed, and minutes; their flags are checked in test_docs.py.
 NOT_RUN = ("filter.py",)
 TEXTS = [
@@ -51,7 +51,7 @@ def commands_of(page: str) -> list[str]:
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     text = "".join(block for language, block in blocks if not language)
     lines = text.replace("\\\n", " ").splitlines()
-    return [" ".join(line.split()) for line in lines if re.match("(accelerate|python|curl) ", line)]
+    return [" ".join(line.split()) for line in lines if re.match("(accelerate|hope-hf|python|curl) ", line)]
 
 
 def commands_in_head(path: Path) -> list[str]:
@@ -118,32 +118,38 @@ def trains(words: list[str]) -> None:
 def run(command: str) -> None:
     """One command of a page, in this process."""
     words = shlex.split(command)
+    if words[0] == "hope-hf":
+        words = words[1:]
     if "run_clm.py" in words:
         trains(words[words.index("run_clm.py") + 1 :])
+    elif words[0] == "train":
+        trains(words[1:])
     elif words[0] == "curl":
         Path(words[words.index("-o") + 1]).write_text("\n\n".join(TEXTS[:300]))
-    elif "run_eval.py" in words:
-        args = evaluation.parse(words[words.index("run_eval.py") + 1 :], SUITES)
+    elif words[0] == "eval":
+        args = evaluation.parse(words[1:], SUITES)
         assert held_out_documents(args).texts
     else:
-        program, words = words[2], words[3:]
-        if program == "hope_hf.plan":
+        program, *words = words
+        if program == "plan":
             assert plan([*words, "--no_simulate"]) == 0
-        elif program == "hope_hf.data.tokenizer":
+        elif program == "tokenizer":
             # As many entries as the small texts have pairs to merge.
             assert tokenizer.main([*words, "--vocab_size", "300"]) == 0
-        elif program == "hope_hf.training.checkpoints":
+        elif program == "checkpoints":
             # It reads what a run of hours leaves; tests/training/checkpoints has small ones.
             assert tool.make_parser().parse_args(words)
         else:
-            assert program == "hope_hf.data.prepare"
+            assert program == "prepare"
             # Processes take seconds to start; tests/data/test_prepare.py has them.
             assert prepare.main([*words, "--num_proc", "1"]) == 0
 
 
 def in_order(command: str) -> int:
     """Files and tokenizers first, which other commands read, then shards."""
-    return next((index for index, word in enumerate(("curl", "data.tokenizer", "data.prepare")) if word in command), 9)
+    return next(
+        (index for index, word in enumerate(("curl", "hope-hf tokenizer", "hope-hf prepare")) if word in command), 9
+    )
 
 
 @pytest.mark.parametrize("page", ["docs/data.md", "docs/recipes.md"])

@@ -20,6 +20,11 @@ ROOT = Path(__file__).parents[1]
 
 # What the files of a room (folder) may import besides the standard library; "hope_hf" means its public names.
 ROOMS = {
+    "hope_hf_main.py": {
+        "hope_hf", "hope_hf.training", "hope_hf.evaluation", "hope_hf.chat", "hope_hf.plan", "hope_hf.data",
+        "hope_hf.convert", "hope_hf.export",
+    },
+    "hope_hf/__main__.py": {"hope_hf_main"},
     "run_clm.py": {"hope_hf.training"},
     "hope_hf/__init__.py": {"transformers", "hope_hf.interrupt", "hope_hf.model"},
     "hope_hf/interrupt.py": set(),
@@ -67,7 +72,8 @@ FLOORS = (
     {"hope_hf/convert", "hope_hf/data", "hope_hf/export", "hope_hf/step"},
     {"hope_hf/chat", "hope_hf/evaluation", "hope_hf/plan"},
     {"hope_hf/training", "run_eval.py"},
-    {"run_clm.py"},
+    {"run_clm.py", "hope_hf_main.py"},
+    {"hope_hf/__main__.py"},
 )
 
 # Slow to import or not always installed: only inside functions, and only of these rooms.
@@ -80,7 +86,7 @@ TRITON = "hope_hf/model/memory_triton_kernels"
 PUBLIC = [
     "PRESETS", "HopeCache", "HopeConfig", "HopeForCausalLM", "HopeForQuestionAnswering",
     "HopeForSequenceClassification", "HopeForTokenClassification", "HopeModel", "HopePreTrainedModel", "LevelLearning",
-    "learning_rate_search",
+    "__version__", "learning_rate_search",
 ]  # fmt: skip
 
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
@@ -439,5 +445,5 @@ def test_the_lowest_versions_are_those_that_the_package_admits():
 
 
 def test_public_names_are_frozen():
-    assert sorted(hope_hf.__all__) == sorted(PUBLIC)
+    assert sorted(["__version__", *hope_hf.__all__]) == sorted(PUBLIC)
     assert all(hasattr(hope_hf, name) for name in PUBLIC)

@@ -16,7 +16,7 @@
 | window | 64K tokens of Moby Dick with a window of 512 tokens, 24K with 1,024; 16K without sinks |
 | own | a HOPE with memories that was trained here, on held-out text, at four rates |
 
-`--model` is a folder that `python -m hope_hf.convert` wrote, with a window; for `own` a run of run_clm.py. Rows are
+`--model` is a folder that `hope-hf convert` wrote, with a window; for `own` a run of run_clm.py. Rows are
 appended to the results file as they are measured; of two rows of the same measurement, the later counts. Texts come
 from the folder that --data_dir or HOPE_TEST_DATA names, with text/ and cls/, and the novel from --novel.
 """
@@ -92,7 +92,7 @@ def _bench(options: argparse.Namespace) -> Bench:
         missing = "--model" if options.model is None else "--data_dir"
         raise ValueError(f"{missing} is missing: name a folder.")
     if not (options.model / "config.json").is_file():
-        raise ValueError(f"--model {options.model} has no config.json: name a folder of python -m hope_hf.convert.")
+        raise ValueError(f"--model {options.model} has no config.json: name a folder of hope-hf convert.")
     if options.shorten < 1:
         raise ValueError(f"--shorten is {options.shorten}: it must be at least 1.")
     novel = options.novel or options.data_dir / "text/gutenberg_2701_moby_dick.txt"

@@ -1,6 +1,6 @@
 """Draws docs/loss_by_position.png from the table "A book of 64K tokens" of docs/results_paper_rule.md.
 
-Drawn as run_eval.py draws it:
+Drawn as hope-hf eval draws it:
 
     python docs/figures/loss_by_position.py
 
@@ -16,7 +16,7 @@ DOCS = Path(__file__).parents[1]
 
 
 def rows() -> list[dict]:
-    """The first table below the heading, in the form of run_eval.py's results."""
+    """The first table below the heading, in the form of hope-hf eval's results."""
     section = (DOCS / "results_paper_rule.md").read_text(encoding="utf-8").split("## A book of 64K tokens")[1]
     table = re.search(r"(?:^\|.*\|\n)+", section, re.MULTILINE)[0]
     header, _, *lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]

@@ -1,4 +1,4 @@
-"""A conversation with a model that goes on learning from what it reads: `python -m hope_hf.chat MODEL`."""
+"""A conversation with a model that goes on learning from what it reads: `hope-hf chat MODEL`."""
 
 from .run import main
 

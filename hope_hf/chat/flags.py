@@ -1,4 +1,4 @@
-"""Flags of `python -m hope_hf.chat`."""
+"""Flags of `hope-hf chat`."""
 
 from dataclasses import dataclass, field, fields
 from typing import Literal
@@ -6,7 +6,7 @@ from typing import Literal
 from hope_hf.cli.flags import LONGEST, SEED, THREADS, Checked, check_output, flag
 from hope_hf.cli.parser import Parser, named_flags
 
-EXAMPLE = "python -m hope_hf.chat converted --learn --file book.txt --memory memories/book"
+EXAMPLE = "hope-hf chat converted --learn --file book.txt --memory memories/book"
 # What `--help` shows for the values of flags.
 SHOWN = {"memory": "FOLDER", "file": "FILE", "prompt": "TEXT", "do_sample": "true|false"}
 
@@ -82,7 +82,7 @@ def make_parser() -> Parser:
     """All flags; MODEL is the one word without a flag."""
     parser = Parser(
         GROUPS,
-        prog="python -m hope_hf.chat",
+        prog="hope-hf chat",
         usage="%(prog)s MODEL [--memory FOLDER] [--learn] [--file FILE ...] [--prompt TEXT ...] [flags]",
         description="Read files with a model and talk to it, while its levels learn.",
         example=EXAMPLE,

@@ -1,4 +1,4 @@
-"""The command line: `python -m hope_hf.chat MODEL [--memory FOLDER] [--learn] [--file FILE ...]`."""
+"""The command line: `hope-hf chat MODEL [--memory FOLDER] [--learn] [--file FILE ...]`."""
 
 import io
 import sys
@@ -39,9 +39,7 @@ def begin(args: Arguments) -> Conversation:
     named = f"MODEL {args.model}"
     config = load_config(args.model, "MODEL", ModelArguments())
     if not is_hope(config):
-        raise ValueError(
-            f"{named} is a {config.model_type}: python -m hope_hf.convert makes a HOPE of a pretrained model."
-        )
+        raise ValueError(f"{named} is a {config.model_type}: hope-hf convert makes a HOPE of a pretrained model.")
     if args.learn and config.level_learning is None:
         raise ValueError(
             f'--learn needs fields of learning, which {named} has not: write "level_learning": {{}} into its '

@@ -141,7 +141,7 @@ class TextArguments:
     dataset_name: str | None = flag(None, "Hub name or folder of a data set; 'synthetic' gives seeded random tokens.")
     dataset_config_name: str | None = flag(None, "Configuration of that data set.")
     dataset_mixture: str | None = flag(None, "YAML file that mixes several corpora, see docs/data.md.")
-    train_shards: str | None = flag(None, "Folder of token shards that python -m hope_hf.data.prepare wrote.")
+    train_shards: str | None = flag(None, "Folder of token shards that hope-hf prepare wrote.")
     validation_file: str | None = flag(None, "Validation text, in the same formats.")
     validation_split_percentage: float = flag(
         5.0, "Percentage of the training documents held out if there is no validation set.", above=0, below=100

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-# The report that run_eval.py writes and a model card is made from.
+# The report that hope-hf eval writes and a model card is made from.
 RESULTS_FILE = "results.json"
 SCHEMA_VERSION = 1
 

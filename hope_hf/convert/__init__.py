@@ -1,4 +1,4 @@
-"""A pretrained Llama, Mistral, Qwen2 or Qwen3 as a HOPE with the same logits: `python -m hope_hf.convert`."""
+"""A pretrained Llama, Mistral, Qwen2 or Qwen3 as a HOPE with the same logits: `hope-hf convert`."""
 
 from .check import CheckFailed
 from .folder import convert_folder

@@ -1,4 +1,4 @@
-"""The command line: `python -m hope_hf.convert --from MODEL --output_dir DIR`."""
+"""The command line: `hope-hf convert --from MODEL --output_dir DIR`."""
 
 import sys
 from functools import partial
@@ -25,9 +25,9 @@ def make_parser() -> Parser:
     """All flags."""
     parser = Parser(
         (),
-        prog="python -m hope_hf.convert",
+        prog="hope-hf convert",
         description=f"Turn a pretrained model into a HOPE with the same logits ({WORKS}).",
-        example="python -m hope_hf.convert --from HuggingFaceTB/SmolLM2-135M --output_dir models/smol",
+        example="hope-hf convert --from HuggingFaceTB/SmolLM2-135M --output_dir models/smol",
         link="docs/convert.md",
         allow_abbrev=False,
     )

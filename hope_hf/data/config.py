@@ -1,4 +1,4 @@
-"""What defines a run's data; the fields are named as the flags of `run_clm.py`."""
+"""What defines a run's data; the fields are named as the flags of `hope-hf train`."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -72,7 +72,7 @@ class Corpus:
     files: str | None = None
     """Path or glob pattern of .txt, .json, .jsonl or .parquet files."""
     shards: str | None = None
-    """Folder that `python -m hope_hf.data.prepare` wrote."""
+    """Folder that `hope-hf prepare` wrote."""
     text_column: str | None = None
     """Column of the text (default: `text`, or the only column of strings)."""
     weight: float | None = None

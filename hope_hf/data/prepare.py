@@ -1,7 +1,7 @@
 """Tokenize a mixture of corpora once, into shards from which a training reads only what it needs.
 
-    python -m hope_hf.data.prepare mix.yaml --tokenizer_name my_tokenizer --output_dir shards
-    accelerate launch --config_file accelerate_configs/fsdp2.yaml run_clm.py --train_shards shards ...
+    hope-hf prepare mix.yaml --tokenizer_name my_tokenizer --output_dir shards
+    hope-hf train --train_shards shards ...
 
 After a killed process the same command continues; it also rewrites shards that were lost or changed.
 """
@@ -280,10 +280,10 @@ def make_parser() -> Parser:
     """All flags."""
     return Parser(
         Arguments,
-        prog="python -m hope_hf.data.prepare",
+        prog="hope-hf prepare",
         usage="%(prog)s mixture.yaml --tokenizer_name NAME --output_dir DIR [flags]",
         description="Tokenize a mixture of corpora into shards.",
-        example="python -m hope_hf.data.prepare mix.yaml --tokenizer_name tokenizers/mix --output_dir shards_mix",
+        example="hope-hf prepare mix.yaml --tokenizer_name tokenizers/mix --output_dir shards_mix",
         link="docs/data.md",
         allow_abbrev=False,
     )
@@ -349,7 +349,3 @@ def _report(folder: Path) -> None:
             + (f"; dropped: {dropped}" if dropped else "")
         )
     print(f"Train on them with --train_shards {folder}")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

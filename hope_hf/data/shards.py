@@ -38,7 +38,7 @@ _LARGEST = 2**62
 # A folder of up to so many bytes is hashed when a run begins (seconds); larger ones are checked by file size.
 _HASHED_AT_ONCE = 1 << 30
 _READ_TOGETHER = 1 << 22
-_AGAIN = "repeat the python -m hope_hf.data.prepare command of this folder, it rewrites broken files"
+_AGAIN = "repeat the hope-hf prepare command of this folder, it rewrites broken files"
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ def read_manifest(folder: Path, flag: str) -> dict:
     """The manifest of a folder of shards; ValueError that names the flag, the file and its first wrong field."""
     # Unlike Path.is_dir, it returns False for a name that is too long.
     if not os.path.isdir(folder):
-        raise ValueError(f"{flag} {folder} is not a folder: name one that python -m hope_hf.data.prepare wrote.")
+        raise ValueError(f"{flag} {folder} is not a folder: name one that hope-hf prepare wrote.")
     path = folder / MANIFEST
     if not os.path.lexists(path):
-        raise ValueError(f"{flag} {folder} has no {MANIFEST}: finish it with python -m hope_hf.data.prepare.")
+        raise ValueError(f"{flag} {folder} has no {MANIFEST}: finish it with hope-hf prepare.")
     manifest = read_object(path, flag, "prepare the shards again")
     if manifest.get("format") != FORMAT:
         raise ValueError(f"{flag} {path} is of another version: prepare the shards again.")

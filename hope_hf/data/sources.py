@@ -148,9 +148,7 @@ def choose_tokenizer(config: DataConfig, documents: Dataset | IterableDataset | 
 
 
 def _needs_tokenizer(source: str) -> ValueError:
-    return ValueError(
-        f"{source} needs a --tokenizer_name: a folder or Hub name, or one made with python -m hope_hf.data.tokenizer."
-    )
+    return ValueError(f"{source} needs a --tokenizer_name: a folder or Hub name, or one made with hope-hf tokenizer.")
 
 
 def _sample(documents: Dataset | IterableDataset) -> Iterator[str]:

@@ -1,10 +1,9 @@
 """Train a tokenizer on files, a data set or a mixture; the same code as the demo's tokenizer.
 
-python -m hope_hf.data.tokenizer --files 'books/*.txt' --vocab_size 32000 --output_dir my_tokenizer
+hope-hf tokenizer --files 'books/*.txt' --vocab_size 32000 --output_dir my_tokenizer
 """
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from functools import cached_property
@@ -132,10 +131,10 @@ def make_parser() -> Parser:
     """All flags."""
     return Parser(
         Arguments,
-        prog="python -m hope_hf.data.tokenizer",
+        prog="hope-hf tokenizer",
         usage="%(prog)s --files NAME ... --output_dir DIR [flags]",
         description="Train a byte-level BPE on text.",
-        example="python -m hope_hf.data.tokenizer --files 'books/*.txt' --vocab_size 32000 --output_dir my_tokenizer",
+        example="hope-hf tokenizer --files 'books/*.txt' --vocab_size 32000 --output_dir my_tokenizer",
         link="docs/data.md",
         allow_abbrev=False,
     )
@@ -204,7 +203,3 @@ def _warn_of_neglect(bytes_per_token: dict[str, float]) -> None:
                 f"{name} has {value:.2f} bytes per token, {best} {bytes_per_token[best]:.2f}: its text takes twice "
                 "the tokens or more, give it a larger weight or the tokenizer more entries."
             )
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The evaluation: `main(argv)` is what `run_eval.py` calls."""
+"""The evaluation: `main(argv)` is `hope-hf eval` and run_eval.py."""
 
 from hope_hf.cli.process import complain
 from hope_hf.cli.program import program

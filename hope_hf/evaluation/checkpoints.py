@@ -56,7 +56,7 @@ def find_checkpoints(args: Arguments) -> list[Checkpoint]:
     named = [path for path in glob.glob(pattern) if CHECKPOINT.fullmatch(os.path.basename(path))]
     folders = [path for path in named if os.path.isdir(path)]
     if not folders:
-        raise ValueError(f"{what} no folder checkpoint-<step>: name a run of run_clm.py, or its checkpoints.")
+        raise ValueError(f"{what} no folder checkpoint-<step>: name a run of hope-hf train, or its checkpoints.")
     if len({os.path.dirname(path) for path in folders}) > 1:
         raise ValueError(f"{what} checkpoints of several runs: name one run.")
     every = parse_checkpoints(args.checkpoints)

@@ -1,6 +1,6 @@
-"""Flags of `run_eval.py`, and how a command line becomes checked `Arguments`.
+"""Flags of `hope-hf eval`, and how a command line becomes checked `Arguments`.
 
-The flags of the model and the text are those of `run_clm.py`.
+The flags of the model and the text are those of `hope-hf train`.
 """
 
 import os
@@ -192,7 +192,7 @@ def suite(*reads: str, **offers) -> Callable[[Callable], Suite]:
 
 GROUPS = (ModelArguments, TextArguments, SuiteArguments, RunArguments)
 FLAGS = tuple(f.name for group in GROUPS for f in fields(group))
-# Flags that a recipe of run_clm.py may contain.
+# Flags that a recipe of a training may contain.
 TRAINING_ONLY = ("max_train_samples", "preprocessing_num_workers")
 
 
@@ -209,10 +209,10 @@ def parse(argv: list[str], suites: dict[str, Suite]) -> Arguments:
     recipe, argv = split_recipe(argv, FLAGS)
     parser = Parser(
         GROUPS,
-        prog="run_eval.py",
+        prog="hope-hf eval",
         usage="%(prog)s [recipe.yaml] --model_name_or_path DIR --suite NAMES [flags]",
         description="Evaluate a causal language model. Command-line flags override the recipe.",
-        example="python run_eval.py --model_name_or_path runs/demo --suite perplexity,needle --output_dir runs/eval",
+        example="hope-hf eval --model_name_or_path runs/demo --suite perplexity,needle --output_dir runs/eval",
         link="docs/evaluation.md",
         allow_abbrev=False,
     )
@@ -330,7 +330,7 @@ def _warn_of_ignored(args: Arguments, named: set[str], suites):
         warn_once("--batch_size auto is for --suite zero_shot: the other suites take their default.")
     for name in TRAINING_ONLY:
         if name in named:
-            warn_once(f"--{name} is ignored: it sets how run_clm.py reads its training text.")
+            warn_once(f"--{name} is ignored: it sets how hope-hf train reads its training text.")
     if args.prompts and set(asked) == {"sample"}:
         for name in sorted(named & set(TEXT) - {"trust_remote_code"}):
             warn_once(f"--{name} is ignored: --prompts is given.")

@@ -30,7 +30,7 @@ class HeldOut:
 
 
 def held_out_documents(args: Arguments) -> HeldOut:
-    """All of `--validation_file`, or the documents that `run_clm.py` holds out with the same data flags.
+    """All of `--validation_file`, or the documents that a training holds out with the same data flags.
 
     Without any of these flags, those of the model's own run apply, if its folder has them. Of a stream, the first
     documents are read; `--max_eval_samples` limits every corpus. Raises ValueError without text.

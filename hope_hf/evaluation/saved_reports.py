@@ -24,7 +24,7 @@ def find_report(run: str, flag: str) -> Path:
     # Archived reports are named by their time.
     found = [path / RESULTS_FILE] if (path / RESULTS_FILE).is_file() else sorted(path.glob("*Z*.json"))
     if not found:
-        raise ValueError(f"{flag} {run} holds no {RESULTS_FILE} and no archived report: name what run_eval.py wrote.")
+        raise ValueError(f"{flag} {run} holds no {RESULTS_FILE} and no archived report: name what hope-hf eval wrote.")
     return found[-1]
 
 
@@ -40,7 +40,7 @@ def read_report(path: Path, flag: str) -> dict:
     # RecursionError: thousands of nested brackets.
     except (OSError, ValueError, KeyError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or one_line(error)
-        raise ValueError(f"{flag} {path} is no report of run_eval.py: {reason}.") from None
+        raise ValueError(f"{flag} {path} is no report of hope-hf eval: {reason}.") from None
     if version != SCHEMA_VERSION:
         raise ValueError(f"{flag} {path} has schema_version {version!r}, not {SCHEMA_VERSION}: evaluate again.")
     return record

@@ -61,7 +61,7 @@ def _set_up(args: Arguments):
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         alone = [name for name in asked if not SUITES[name].in_processes]
         if alone:
-            raise ValueError(f"--suite {alone[0]} runs in one process: start it with python run_eval.py.")
+            raise ValueError(f"--suite {alone[0]} runs in one process: start it with hope-hf eval.")
         _join_processes()
 
 

@@ -1,4 +1,4 @@
-"""A trained HOPE as a folder for the Hub, and its upload: `python -m hope_hf.export DIR --to OUT`."""
+"""A trained HOPE as a folder for the Hub, and its upload: `hope-hf export DIR --to OUT`."""
 
 from .folder import ExportFailed, export_folder
 from .network import upload

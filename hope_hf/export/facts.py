@@ -46,7 +46,7 @@ class TrainingFacts:
 
 @dataclass(frozen=True)
 class EvaluationFacts:
-    """What `run_eval.py` measured."""
+    """What `hope-hf eval` measured."""
 
     tables: dict[str, str]
     """Suite -> its tables in Markdown, each under its title."""
@@ -78,7 +78,7 @@ def read_training(folder: Path) -> TrainingFacts | None:
             "versions": {name: version for name, version in record["versions"].items() if version},
         }
     except (KeyError, TypeError, AttributeError, ValueError):
-        raise ValueError(f"{folder / 'run.json'} is not one that run_clm.py wrote: {FIX}.") from None
+        raise ValueError(f"{folder / 'run.json'} is not one that hope-hf train wrote: {FIX}.") from None
     return TrainingFacts(**facts, **_length(folder / "metrics.jsonl"), losses=_losses(folder / "all_results.json"))
 
 
@@ -122,7 +122,7 @@ def read_evaluation(path: Path, model: PreTrainedModel) -> EvaluationFacts:
 
     Raises ValueError with one sentence if the file cannot be read or belongs to another model.
     """
-    fix = "name a results.json that run_eval.py wrote for this model with --results"
+    fix = "name a results.json that hope-hf eval wrote for this model with --results"
     record = _read_object(path, fix)
     if record.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"{path} has schema_version {record.get('schema_version')!r}, not {SCHEMA_VERSION}: {fix}.")

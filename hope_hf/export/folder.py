@@ -54,7 +54,7 @@ def export_folder(
         out: does not exist or is empty; it appears complete and checked, or not at all.
         repo_id: the repository that the card's example names.
         license: the Hub's name of the weights' license.
-        results: a `results.json` of `run_eval.py`; None: the one in `source`, if it has one.
+        results: a `results.json` of `hope-hf eval`; None: the one in `source`, if it has one.
 
     Returns:
         What the card's example printed.

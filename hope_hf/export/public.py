@@ -62,7 +62,7 @@ def public_command(words: list[str]) -> str:
             shown.append(word)
         elif shown[-1] == f"--{flag}":
             shown.pop()
-    return shlex.join(["python", *shown])
+    return shlex.join([*(["python"] if shown[0].endswith(".py") else []), *shown])
 
 
 def without_folders(text: str, flags: dict) -> str:

@@ -1,4 +1,4 @@
-"""The command line: `python -m hope_hf.export DIR --to OUT [--push_to_hub REPO_ID]`."""
+"""The command line: `hope-hf export DIR --to OUT [--push_to_hub REPO_ID]`."""
 
 import os
 import sys
@@ -20,9 +20,9 @@ def make_parser() -> Parser:
     """All flags."""
     parser = Parser(
         (),
-        prog="python -m hope_hf.export",
+        prog="hope-hf export",
         description="Make a folder for the Hub, check it, and upload it.",
-        example="python -m hope_hf.export runs/pilot --to exports/pilot --push_to_hub owner/name",
+        example="hope-hf export runs/pilot --to exports/pilot --push_to_hub owner/name",
         link="docs/export.md",
         allow_abbrev=False,
     )
@@ -32,7 +32,7 @@ def make_parser() -> Parser:
     add("--push_to_hub", metavar="REPO_ID", help="upload it to this repository (owner/name)")
     parser.add_argument("--private", action="store_true", help="make the repository private, if it is new")
     add("--license", default=DEFAULT_LICENSE, help="of the weights (default: %(default)s)")
-    add("--results", metavar="FILE", help="results.json of run_eval.py (default: DIR's, if there)")
+    add("--results", metavar="FILE", help="results.json of hope-hf eval (default: DIR's, if there)")
     return parser
 
 
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
         if not os.path.isdir(options.dir):
             raise ValueError(f"{options.dir} is not a folder: name that of a finished run or of another saved HOPE.")
         if options.results and not os.path.isfile(options.results):
-            raise ValueError(f"--results {options.results} is not a file: name a results.json of run_eval.py.")
+            raise ValueError(f"--results {options.results} is not a file: name a results.json of hope-hf eval.")
         check_output(options.to, "--to")
         if not sys.stderr.isatty():
             transformers.utils.logging.disable_progress_bar()

@@ -88,7 +88,7 @@ def check_learning(model: PreTrainedModel, cache, input_ids, attention_mask) -> 
     if learning is None:
         raise ValueError(
             "learn=True needs `level_learning` in the configuration: set model.config.level_learning = "
-            "LevelLearning(), or convert a model with python -m hope_hf.convert"
+            "LevelLearning(), or convert a model with hope-hf convert"
         )
     if torch.is_inference_mode_enabled():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Memory, time and cost of a run: `python -m hope_hf.plan` beforehand, `plan_running` once it has started."""
+"""Memory, time and cost of a run: `hope-hf plan` beforehand, `plan_running` once it has started."""
 
 from .launch import STRATEGIES, UNSHARDED, Launch, StepOptions, Strategy, fsdp_strategy, zero_strategy
 from .run import Planned, main, plan_running

@@ -120,7 +120,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """The flags of `run_clm.py` on which a step's memory depends."""
+    """The flags of `hope-hf train` on which a step's memory depends."""
 
     batch_size: int
     block_size: int
@@ -134,7 +134,7 @@ class StepOptions:
 
     @classmethod
     def of(cls, args, block_size: int, attn_implementation: str | None = None) -> "StepOptions":
-        """The options given by the flags of `run_clm.py` or of the planner, which have the same names."""
+        """The options given by the flags of `hope-hf train` or of the planner, which have the same names."""
         return cls(
             args.per_device_train_batch_size,
             block_size,

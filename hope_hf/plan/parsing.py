@@ -1,4 +1,4 @@
-"""Flags of `python -m hope_hf.plan`, named as in the recipes of `run_clm.py`, and the `Question` they describe."""
+"""Flags of `hope-hf plan`, named as in the recipes of `hope-hf train`, and the `Question` they describe."""
 
 import os
 from dataclasses import Field, dataclass, field, fields, make_dataclass, replace
@@ -25,7 +25,7 @@ from .launch import MOST_PROCESSES, Launch, StepOptions, read_launch_file
 from .shapes import Shapes, shapes_of
 
 MOST_TOKENS = 10**16
-# Flags of `run_clm.py` on which a step's memory depends.
+# Flags of `hope-hf train` on which a step's memory depends.
 SHARED = (
     "block_size per_device_train_batch_size gradient_accumulation_steps sync_each_batch gradient_checkpointing "
     "optimizer fsdp_reduce_dtype".split()
@@ -60,7 +60,7 @@ class LaunchArguments:
 
 
 def _of_the_run(name: str) -> tuple[str, object, Field]:
-    """A flag of `run_clm.py`, as it is defined there."""
+    """A flag of `hope-hf train`, as it is defined there."""
     own = RunFlags.__dataclass_fields__[name]
     return name, own.type, field(default=own.default, metadata=own.metadata)
 
@@ -134,11 +134,10 @@ def make_parser() -> Parser:
     """All flags."""
     return Parser(
         GROUPS,
-        prog="python -m hope_hf.plan",
+        prog="hope-hf plan",
         usage="%(prog)s [recipe.yaml] [flags]",
         description="Tell whether a run fits, and how long it takes. Command-line flags override the recipe.",
-        example="python -m hope_hf.plan recipes/target.yaml --accelerate_config accelerate_configs/fsdp2.yaml "
-        "--world_size 8",
+        example="hope-hf plan recipes/target.yaml --accelerate_config accelerate_configs/fsdp2.yaml --world_size 8",
         link="docs/memory.md",
         allow_abbrev=False,
     )

@@ -1,4 +1,4 @@
-"""Plans a command line, or a run that has started (`run_clm.py --dry_run`)."""
+"""Plans a command line, or a run that has started (`hope-hf train --dry_run`)."""
 
 import json
 from dataclasses import dataclass, replace

@@ -69,7 +69,7 @@ class OptimizationArguments:
         "levels are level_periods in --config_overrides; they only delay, and cost 0.05 nats where measured.",
     )
     train_only: Literal["all", "memories"] = flag(
-        "all", "memories: the memories alone learn, such as those of `python -m hope_hf.convert --memory_layers`."
+        "all", "memories: the memories alone learn, such as those of `hope-hf convert --memory_layers`."
     )
     vector_learning_rate: float | None = flag(
         None,

@@ -9,7 +9,7 @@ from hope_hf.cli.parser import nearest
 
 GIB = 2**30
 TF32_SHARE = 0.5
-"""TF32 FLOP/s over bf16 FLOP/s; matrix products of an fp32 run are in TF32 (`run_clm.py --tf32`, the default)."""
+"""TF32 FLOP/s over bf16 FLOP/s; matrix products of an fp32 run are in TF32 (`hope-hf train --tf32`, the default)."""
 # Share of a GPU's memory for CUDA's context, NCCL's buffers and what the allocator cannot use.
 RESERVED = 0.08
 

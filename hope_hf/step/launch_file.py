@@ -25,8 +25,8 @@ SECTIONS = ("fsdp_config", "deepspeed_config", "parallelism_config")
 OF_VERSION_1 = {
     "fsdp_sharding_strategy": "write fsdp_reshard_after_forward: true for FULL_SHARD or false for SHARD_GRAD_OP, a "
     "parallelism_config for HYBRID_SHARD (accelerate_configs/fsdp_hybrid.yaml), or take ddp.yaml for NO_SHARD",
-    "fsdp_backward_prefetch": "give run_clm.py --fsdp_prefetch N",
-    "fsdp_forward_prefetch": "give run_clm.py --fsdp_prefetch N",
+    "fsdp_backward_prefetch": "give --fsdp_prefetch N",
+    "fsdp_forward_prefetch": "give --fsdp_prefetch N",
     "fsdp_use_orig_params": "leave it out, version 2 always keeps the original parameters",
     "fsdp_sync_module_states": "leave it out, all processes make the same model",
 }
@@ -115,7 +115,7 @@ def check(path: Path, content: dict) -> None:
 
 def _check_sections(content: dict, refuse) -> None:
     """Refuse keys that accelerate does not have, and values that the processes cannot read."""
-    # Imported here, since plain `python run_clm.py` does not need it.
+    # Imported here, since plain `hope-hf train` does not need it.
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
 

@@ -10,9 +10,9 @@ from hope_hf.optim import RULES
 from .arguments import FLAGS
 
 NO_EFFECT = {
-    "do_train": "run_clm.py always trains",
-    "do_eval": "run_clm.py always evaluates, every --eval_steps and at the end",
-    "do_predict": "run_eval.py measures a finished model",
+    "do_train": "hope-hf train always trains",
+    "do_eval": "hope-hf train always evaluates, every --eval_steps and at the end",
+    "do_predict": "hope-hf eval measures a finished model",
     "overwrite_cache": "text that has changed is always read anew",
     "overwrite_output_dir": "a run in --output_dir is continued, and another one never overwritten",
     "with_tracking": "--report_to names the trackers",
@@ -86,7 +86,7 @@ def drop_foreign(words: list[str], flags: Collection[str] = ()) -> list[str]:
 def split_run_recipe(argv: list[str], flags: Collection[str] = FLAGS) -> tuple[list[str], list[str]]:
     """The words of the recipe at the beginning, only those of `flags`, and the words after it.
 
-    Raises ValueError for a key that is not a flag of `run_clm.py`, and for a renamed flag.
+    Raises ValueError for a key that is not a flag of `hope-hf train`, and for a renamed flag.
     """
     known = {*FLAGS, *NO_EFFECT, *INSTEAD}
     recipe, rest = split_recipe(argv, known, left_out={*FLAGS} - {*flags})

@@ -57,7 +57,7 @@ def show(args: Arguments, engine: Engine, data, checkpoint: Path | None = None):
         print(f"Metrics: {folder / METRICS_FILE}")
         if in_parts:
             print(f"The weights are in parts in {checkpoint} (--save_sharded). Join them to a folder that loads:\n")
-            print(f"python -m hope_hf.training.checkpoints consolidate {folder} --to DIR\n", flush=True)
+            print(f"hope-hf checkpoints consolidate {folder} --to DIR\n", flush=True)
         else:
             print(f"Load the model:\n\n{loading_lines(engine.model, folder)}\n", flush=True)
     engine.accelerator.wait_for_everyone()

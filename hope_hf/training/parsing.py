@@ -28,10 +28,11 @@ def parse(argv: list[str]) -> Arguments:
     recipe, argv = split_run_recipe(argv)
     parser = Parser(
         GROUPS,
-        prog="run_clm.py",
+        prog="hope-hf train",
         usage="%(prog)s [recipe.yaml] --output_dir DIR [flags]",
-        description="Train a causal language model. Command-line flags override the recipe.",
-        example="accelerate launch --config_file accelerate_configs/ddp.yaml run_clm.py recipes/demo.yaml",
+        description="Train a causal language model in one process. Command-line flags override the recipe.\n"
+        "Several: accelerate launch --config_file accelerate_configs/ddp.yaml -m hope_hf train [recipe.yaml] [flags]",
+        example="hope-hf train recipes/demo.yaml --output_dir runs/demo",
         link="docs/running.md",
         allow_abbrev=False,
     )

@@ -1,4 +1,4 @@
-"""`python -m hope_hf.chat`: files, lines and commands, the memory's folder, and one sentence for each mistake."""
+"""`hope-hf chat`: files, lines and commands, the memory's folder, and one sentence for each mistake."""
 
 import json
 import subprocess
@@ -43,7 +43,7 @@ def test_files_and_messages_are_read_and_the_memory_is_saved(chat, book, tmp_pat
 @pytest.mark.processes
 def test_a_memory_continues_in_another_process(folder, tmp_path, warm_python):
     def answered(memory: str, *prompts: str) -> str:
-        words = ["-m", "hope_hf.chat", str(folder), "--learn", "--memory", memory, "--prompt", *prompts]
+        words = ["-m", "hope_hf", "chat", str(folder), "--learn", "--memory", memory, "--prompt", *prompts]
         # the draws of a process begin anew, so the likeliest tokens are taken
         words += ["--max_new_tokens", "6", "--do_sample", "false"]
         done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
@@ -182,7 +182,7 @@ def test_wrong_models_are_refused(chat, folder, tmp_path, tiny_model):
     assert chat("--learn", typed="w10")[0] == 0
     sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, vocab_size=64)
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
-    assert "hope_hf.convert" in refused(chat(typed="w10"))
+    assert "hope-hf convert" in refused(chat(typed="w10"))
 
 
 @pytest.mark.parametrize(
@@ -210,5 +210,5 @@ def test_help_begins_with_the_most_used_flags(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     out = capsys.readouterr().out
-    assert out.startswith("usage: python -m hope_hf.chat MODEL [--memory FOLDER] [--learn] [--file FILE ...]")
-    assert "example: python -m hope_hf.chat" in out
+    assert out.startswith("usage: hope-hf chat MODEL [--memory FOLDER] [--learn] [--file FILE ...]")
+    assert "example: hope-hf chat" in out

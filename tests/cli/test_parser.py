@@ -18,7 +18,7 @@ from hope_hf.plan.parsing import FLAGS as PLAN_FLAGS
 from hope_hf.plan.parsing import make_parser as make_plan_parser
 from hope_hf.step.arguments import FLAGS as TRAINING_FLAGS
 from hope_hf.training import parsing as training_parsing
-from hope_hf.training.checkpoints.__main__ import make_parser as make_checkpoints_parser
+from hope_hf.training.checkpoints.tool import make_parser as make_checkpoints_parser
 
 MAKE = [make_plan_parser, make_export_parser, make_convert_parser, prepare.make_parser, tokenizer.make_parser]
 
@@ -146,4 +146,4 @@ def test_help_says_each_flag_and_default_once_and_ends_with_an_example():
     assert text.count(" --simulate, --no_simulate ") == 1 and text.count("--json Print") == 1
     assert text.count("--mfu X") == 1 and "(default: 0.4)" in text
     assert "(default: None)" not in text and "(default: False)" not in text
-    assert re.search(r"example: python -m hope_hf\.plan .* more: docs/\w+\.md$", text)
+    assert re.search(r"example: hope-hf plan .* more: docs/\w+\.md$", text)

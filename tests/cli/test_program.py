@@ -18,7 +18,7 @@ from hope_hf.interrupt import _is_ours, while_importing
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("command", [["run_clm.py"], ["run_eval.py"], ["-m", "hope_hf.plan"]], ids=lambda c: c[-1])
+@pytest.mark.parametrize("command", [["run_clm.py"], ["run_eval.py"], ["-m", "hope_hf", "plan"]], ids=lambda c: c[-1])
 def test_ctrl_c_while_a_program_imports_is_one_sentence(tmp_path, command):
     (tmp_path / "transformers.py").write_text(
         "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"
@@ -33,7 +33,8 @@ def test_a_program_that_only_imports_the_package_keeps_its_own_handler(tmp_path)
     assert not _is_ours([str(tmp_path / "run_clm.py")], ["python", "run_clm.py"])
     assert not _is_ours(["-m"], ["python", "-m", "my_package.train"])
     assert not _is_ours([""], ["python"])
-    assert _is_ours(["-m"], ["python", "-m", "hope_hf.plan", "-m"])
+    assert _is_ours(["-m"], ["python", "-m", "hope_hf", "plan", "-m"])
+    assert _is_ours([str(tmp_path / "bin/hope-hf")], ["python", "bin/hope-hf"])
     assert _is_ours([str(ROOT / "run_clm.py")], ["python", "run_clm.py"])
 
 

@@ -1,4 +1,4 @@
-"""`python -m hope_hf.data.prepare`: the same shards however it is run, killed or repeated, and what it refuses."""
+"""`hope-hf prepare`: the same shards however it is run, killed or repeated, and what it refuses."""
 
 import json
 import os

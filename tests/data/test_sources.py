@@ -166,7 +166,7 @@ def test_a_corpus_that_is_read_again_is_named(mixture, tmp_path):
         ("files: {}/book.txt, min_length: 1000000", "corpus a has no document to read .min_length 1.: check its"),
         ("files: {}/rows.jsonl, max_documents: 500", "corpus a has 7. training documents, fewer than max_documents"),
         ("files: {}/rows.jsonl, max_tokens: 500000", "corpus a has .* tokens, fewer than max_tokens 500000: lower"),
-        ("shards: {}", "corpus a: shards .* has no manifest.json: finish it with python -m hope_hf.data.prepare"),
+        ("shards: {}", "corpus a: shards .* has no manifest.json: finish it with hope-hf prepare"),
         ("dataset_name: '{}/nowhere'", "corpus a: .*nowhere .split train. is neither a folder"),
     ],
 )
@@ -223,7 +223,7 @@ def test_a_changed_shard_is_named(copy):
     data = bytearray(path.read_bytes())
     data[0] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"--train_shards: .*train-00001.bin has changed .*: repeat the python -m"):
+    with pytest.raises(ValueError, match=r"--train_shards: .*train-00001.bin has changed .*: repeat the hope-hf"):
         build_data(DataConfig(train_shards=str(copy), block_size=T))
 
 
@@ -234,10 +234,10 @@ def first_shard(manifest):
 def test_a_shard_that_is_cut_or_missing_is_named(copy):
     path = copy / "rows" / "train-00001.bin"
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(ValueError, match=r"train-00001.bin has \d+ bytes instead of \d+: repeat the python -m"):
+    with pytest.raises(ValueError, match=r"train-00001.bin has \d+ bytes instead of \d+: repeat the hope-hf"):
         build_data(DataConfig(train_shards=str(copy), block_size=T))
     path.unlink()
-    with pytest.raises(ValueError, match=r"train-00001.bin is missing: repeat the python -m"):
+    with pytest.raises(ValueError, match=r"train-00001.bin is missing: repeat the hope-hf"):
         build_data(DataConfig(train_shards=str(copy), block_size=T))
 
 
@@ -333,7 +333,7 @@ def test_another_tokenizer_is_refused(shards, tmp_path):
 
 
 def test_what_is_no_folder_of_shards_is_named(tmp_path):
-    with pytest.raises(ValueError, match="--train_shards .*none is not a folder: name one that python -m hope_hf"):
+    with pytest.raises(ValueError, match="--train_shards .*none is not a folder: name one that hope-hf prepare"):
         build_data(DataConfig(train_shards=str(tmp_path / "none"), block_size=T))
 
 

@@ -158,7 +158,7 @@ def test_bad_arguments_give_one_sentence_each(text_file, tmp_path, capsys):
 @pytest.mark.processes
 def test_the_module_runs_as_a_program():
     result = subprocess.run(
-        [sys.executable, "-m", "hope_hf.data.tokenizer", "--help"], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "hope_hf", "tokenizer", "--help"], capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0 and "--vocab_size" in result.stdout
     assert "RuntimeWarning" not in result.stderr

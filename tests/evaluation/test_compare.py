@@ -70,8 +70,8 @@ def test_the_newest_of_an_archive_and_files_by_name(reports, tmp_path):
     ("content", "sentence"),
     [
         (None, "holds no results.json and no archived report"),
-        ("{", "results.json is no report of run_eval.py"),
-        ("[]", "results.json is no report of run_eval.py"),
+        ("{", "results.json is no report of hope-hf eval"),
+        ("[]", "results.json is no report of hope-hf eval"),
         ('{"schema_version": 9, "config": {}, "results": {}}', "has schema_version 9, not 1: evaluate again"),
     ],
 )
@@ -133,13 +133,13 @@ def test_what_is_no_json_is_one_sentence(reports, tmp_path, content, capsys):
     (tmp_path / "b" / "results.json").write_bytes(content.encode("utf-8", "surrogateescape"))
     assert main(["--compare", *reports[:2]]) == 2
     error = capsys.readouterr().err
-    assert "results.json is no report of run_eval.py" in error and error.count("\n") == 1
+    assert "results.json is no report of hope-hf eval" in error and error.count("\n") == 1
 
 
 def test_a_report_that_is_a_pipe_is_refused(reports, tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     assert main(["--compare", reports[0], str(tmp_path / "pipe")]) == 2
-    assert "pipe is no report of run_eval.py: it is not a regular file" in capsys.readouterr().err
+    assert "pipe is no report of hope-hf eval: it is not a regular file" in capsys.readouterr().err
 
 
 def test_folders_named_like_columns_and_with_signs_of_formulas(reports, tmp_path):

@@ -250,7 +250,7 @@ def test_other_suites_run_in_one_process(folders, suite, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert evaluate(folders["hope"], "--suite", suite, "--tasks", "piqa") == 2
     name = suite.split(",")[-1]
-    assert capsys.readouterr().err == f"error: --suite {name} runs in one process: start it with python run_eval.py.\n"
+    assert capsys.readouterr().err == f"error: --suite {name} runs in one process: start it with hope-hf eval.\n"
 
 
 @pytest.mark.parametrize("shots", [None, 2])

@@ -264,7 +264,7 @@ def test_an_output_folder_that_is_in_use(source, refused, tmp_path):
 @pytest.mark.parametrize(
     "text, sentence",
     [
-        ("{", "cannot be read as JSON: name a results.json that run_eval.py wrote"),
+        ("{", "cannot be read as JSON: name a results.json that hope-hf eval wrote"),
         ("[1]", "holds no JSON object"),
         ("{}", "has schema_version None, not 1"),
         ('{"schema_version": 1}', "is damaged: name a results.json"),
@@ -289,7 +289,7 @@ def test_results_that_are_malformed(source, refused, write_results, tmp_path, te
     "file, text, sentence",
     [
         ("run.json", "{", "run.json cannot be read as JSON: take it out of the folder"),
-        ("run.json", '{"identity": {}}', "run.json is not one that run_clm.py wrote"),
+        ("run.json", '{"identity": {}}', "run.json is not one that hope-hf train wrote"),
         ("metrics.jsonl", '{"step": 1}\n', "The last row of"),
         ("all_results.json", '{"eval_loss": "low"}', "holds a result that is not a number"),
         ("results.json", "{", "results.json cannot be read as JSON"),

@@ -52,6 +52,7 @@ def test_a_private_value_that_looks_like_a_flag_is_left_out():
 
 def test_the_command_has_one_spelling_and_file_names_without_folders():
     words = ["run_clm.py", "--train-file", "C:\\me\\my books\\*.txt", "--model-name-or-path=owner/name"]
+    assert public_command(["/home/me/bin/hope-hf", "train", "--seed", "7"]) == "hope-hf train --seed 7"
     words += ["--init=sharded"]
     words += ["--config_overrides", "hidden_size=16,_name_or_path=/home/me/x", "--compare", "runs/a", "runs/b\nc"]
     assert public_command(words) == (

@@ -1,4 +1,4 @@
-"""`python -m hope_hf.plan`: table, JSON, picture, verdicts, and one sentence for each mistake."""
+"""`hope-hf plan`: table, JSON, picture, verdicts, and one sentence for each mistake."""
 
 import json
 import time

@@ -66,7 +66,7 @@ def test_two_processes_read_what_one_reads(run, tmp_path, shards, warm_python):
         ),
         (["--train_shards", "{shards}", "--streaming"], "--streaming is for --dataset_name and --train_file"),
         (["--train_shards", "{shards}", "--document_boundary", "carry"], "--document_boundary carry"),
-        (["--train_shards", "{shards}/a"], "--train_shards {shards}/a has no manifest.json: finish it with python -m"),
+        (["--train_shards", "{shards}/a"], "--train_shards {shards}/a has no manifest.json: finish it with hope-hf"),
         (
             ["--train_shards", "{shards}", "--tokenizer_name", "{other}"],
             "was made with another tokenizer than {other}",

@@ -26,7 +26,7 @@ def learn_by_fine_tuning(
 ) -> tuple[list[Hits], dict[str, Hits]]:
     """The hits after `steps` of AdamW on each group's examples, one group after the other, and the control's hits.
 
-    Levels of HOPE step by their own clocks, as in run_clm.py. The control, `joint`, is another copy that learns
+    Levels of HOPE step by their own clocks, as in a training. The control, `joint`, is another copy that learns
     all groups' examples together for as many steps. Raises ValueError if the loss is not finite.
     """
     count, hits = len(groups.names), []

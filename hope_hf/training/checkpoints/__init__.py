@@ -1,1 +1,1 @@
-"""What a run writes to disk and continues from; `python -m hope_hf.training.checkpoints` inspects it."""
+"""What a run writes to disk and continues from; `hope-hf checkpoints` inspects it."""

@@ -60,8 +60,8 @@ def _check_single_rank(num_processes: int, visible: int):
         return
     sentence = (
         f"{visible} GPUs are visible and a single process trains: launch all of them with `accelerate launch "
-        f"--config_file accelerate_configs/fsdp2.yaml --num_processes {visible} run_clm.py ...`, one with "
-        f"`accelerate launch --gpu_ids 0 run_clm.py ...`, or set {ALLOW_SINGLE_RANK}=1."
+        f"--config_file accelerate_configs/fsdp2.yaml --num_processes {visible} -m hope_hf train ...`, one with "
+        f"`accelerate launch --gpu_ids 0 -m hope_hf train ...`, or set {ALLOW_SINGLE_RANK}=1."
     )
     if os.environ.get("CI", "").lower() not in ("", "0", "false"):
         warnings.warn(sentence, stacklevel=2)

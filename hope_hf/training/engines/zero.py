@@ -295,6 +295,6 @@ def _check_file(args: Arguments) -> None:
     for key in ("optimizer", "scheduler"):
         if key in given:
             raise ValueError(
-                f"The DeepSpeed configuration brings {key}, and so does run_clm.py: leave the key out "
+                f"The DeepSpeed configuration brings {key}, and so does hope-hf train: leave the key out "
                 "(--optimizer, --lr_scheduler_type)."
             )

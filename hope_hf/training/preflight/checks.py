@@ -204,7 +204,7 @@ def smaller_steps(args: Arguments) -> list[str]:
         "lower --per_device_train_batch_size": args.per_device_train_batch_size > 1,
         "lower --block_size": True,
         "give --gradient_checkpointing": parse_recomputed(args.gradient_checkpointing) != Recomputed("block"),
-        "see `python -m hope_hf.plan`": True,
+        "see `hope-hf plan`": True,
     }
     return [words for words, helps in ways.items() if helps]
 

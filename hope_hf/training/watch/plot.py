@@ -1,4 +1,4 @@
-"""Pictures of `metrics.jsonl`: `python -m hope_hf.training.watch.plot DIR [DIR ...]`, several in one `loss.png`.
+"""Pictures of `metrics.jsonl`: `hope-hf plot DIR [DIR ...]`, several in one `loss.png`.
 
 With `--memory`: the rows `memory/<layer>/...`, `sparse/<layer>/...` and `level/<level>/...` of one run, in
 `memory.png`.
@@ -6,7 +6,6 @@ With `--memory`: the rows `memory/<layer>/...`, `sparse/<layer>/...` and `level/
 
 import math
 import os
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -167,7 +166,7 @@ def draw_curves(folders: list[str | Path], target: str | Path) -> None:
 
 def make_parser() -> Parser:
     """All flags."""
-    parser = Parser((), prog="python -m hope_hf.training.watch.plot", description=__doc__, allow_abbrev=False)
+    parser = Parser((), prog="hope-hf plot", description=__doc__, allow_abbrev=False)
     parser.add_argument("dir", metavar="DIR", nargs="+", action=Checked, help="the --output_dir of a run")
     drawn = "draw memories, sparse attention and levels of one run into memory.png"
     parser.add_argument("--memory", action="store_true", help=drawn)
@@ -200,7 +199,3 @@ def main(argv: list[str]) -> int:
         return 1
     print(picture)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -13,9 +13,9 @@ from accelerate import PartialState
 from checkpoint_run import Run, forge, names, truncate
 from safetensors.torch import load_file, save_file
 
-from hope_hf.training.checkpoints.__main__ import main
 from hope_hf.training.checkpoints.manifest import describe, latest_checkpoint, verify
 from hope_hf.training.checkpoints.reader import find_checkpoint
+from hope_hf.training.checkpoints.tool import main
 from hope_hf.training.checkpoints.weights import load_weights
 
 pytestmark = pytest.mark.usefixtures("one_cpu_process", "no_waiting")

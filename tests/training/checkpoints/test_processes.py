@@ -11,8 +11,8 @@ import pytest
 from checkpoint_run import names
 from training_runs import LLAMA, ROOT
 
-from hope_hf.training.checkpoints.__main__ import main
 from hope_hf.training.checkpoints.manifest import verify
+from hope_hf.training.checkpoints.tool import main
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_python")]
 

@@ -1,4 +1,4 @@
-"""`python -m hope_hf.training.checkpoints info|verify|consolidate DIR`."""
+"""`hope-hf checkpoints info|verify|consolidate DIR`."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import torch
 from checkpoint_run import truncate
 from transformers import AutoModelForCausalLM
 
-from hope_hf.training.checkpoints.__main__ import main
+from hope_hf.training.checkpoints.tool import main
 
 pytestmark = pytest.mark.usefixtures("one_cpu_process")
 
@@ -63,6 +63,6 @@ def test_mistakes_are_one_sentence(tmp_path, monkeypatch, capsys, words, sentenc
 @pytest.mark.processes
 @pytest.mark.usefixtures("warm_python")
 def test_it_runs_as_a_module(output_dir):
-    command = [sys.executable, "-m", "hope_hf.training.checkpoints", "verify", str(output_dir)]
+    command = [sys.executable, "-m", "hope_hf", "checkpoints", "verify", str(output_dir)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "checkpoint-5 is whole" in done.stdout, done.stderr

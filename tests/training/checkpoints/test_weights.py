@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from hope_hf.cli.weights import load_model
 from hope_hf.training.checkpoints import weights
-from hope_hf.training.checkpoints.__main__ import main
 from hope_hf.training.checkpoints.manifest import describe, verify
+from hope_hf.training.checkpoints.tool import main
 from hope_hf.training.checkpoints.weights import load_weights
 from hope_hf.training.checkpoints.writer import CheckpointWriter
 

@@ -37,7 +37,7 @@ def accelerator(device="cuda:0", num_processes=1, mixed_precision="no"):
 def test_one_process_does_not_leave_gpus_idle(gpus, monkeypatch):
     gpus(8)
     others_say(monkeypatch)
-    with pytest.raises(ValueError, match="8 GPUs are visible .* --num_processes 8 run_clm.py"):
+    with pytest.raises(ValueError, match="8 GPUs are visible .* --num_processes 8 -m hope_hf train"):
         check_devices(accelerator())
     monkeypatch.setenv("CI", "true")
     with pytest.warns(UserWarning, match="8 GPUs are visible"):

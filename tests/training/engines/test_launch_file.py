@@ -56,8 +56,8 @@ def fsdp(version: int | None = 2, **keys) -> dict:
     ("content", "said"),
     [
         (fsdp(fsdp_sharding_strategy="FULL_SHARD"), "version 2 ignores: write fsdp_reshard_after_forward: true"),
-        (fsdp(fsdp_backward_prefetch="BACKWARD_PRE"), "give run_clm.py --fsdp_prefetch N"),
-        (fsdp(fsdp_forward_prefetch=False), "give run_clm.py --fsdp_prefetch N"),
+        (fsdp(fsdp_backward_prefetch="BACKWARD_PRE"), "give --fsdp_prefetch N"),
+        (fsdp(fsdp_forward_prefetch=False), "give --fsdp_prefetch N"),
         (fsdp(fsdp_use_orig_params=True), "fsdp_use_orig_params is a key of FSDP's version 1"),
         (fsdp(fsdp_sync_module_states=True), "all processes make the same model"),
         (fsdp(fsdp_reshard_after_forward="FULL_SHARD"), "is FULL_SHARD: write true or false"),
@@ -283,7 +283,7 @@ def test_wrapping_by_size_takes_blocks_and_their_parts(tiny_model):
         ),
         ('{"gradient_clipping": 0.5}', "has gradient_clipping 0.5 and --max_grad_norm is 1"),
         ('{"train_micro_batch_size_per_gpu": 3}', "--per_device_train_batch_size is 8"),
-        ('{"optimizer": {"type": "Adam"}}', "brings optimizer, and so does run_clm.py"),
+        ('{"optimizer": {"type": "Adam"}}', "brings optimizer, and so does hope-hf train"),
     ],
 )
 def test_a_deepspeed_file_that_contradicts_a_flag_is_refused(tmp_path, monkeypatch, content, said):

@@ -101,11 +101,11 @@ CASES = [
     ("memory", {"peak": 75 * GIB}, "warn", "almost all"),
     ("memory", {"peak": 81 * GIB}, "fail", "lower --per_device_train_batch_size"),
     ("memory", {"peak": 81 * GIB, "whole_gradients": 9 * GIB}, "fail", "give --sync_each_batch (9.00 GiB are whole"),
-    ("memory", {"peak": 81 * GIB}, "fail", "give --gradient_checkpointing, see `python -m hope_hf.plan`"),
+    ("memory", {"peak": 81 * GIB}, "fail", "give --gradient_checkpointing, see `hope-hf plan`"),
     # nothing that is set already, and a batch of one row cannot be lowered
     (
         "memory", {"peak": 81 * GIB, "gradient_checkpointing": "true", "per_device_train_batch_size": 1}, "fail",
-        "free: lower --block_size, see `python -m hope_hf.plan`",
+        "free: lower --block_size, see `hope-hf plan`",
     ),
     ("memory", {"peak": 81 * GIB, "gradient_checkpointing": "mixer"}, "fail", "give --gradient_checkpointing"),
     ("memory", {"device": None}, "warn", "does not say what is free"),

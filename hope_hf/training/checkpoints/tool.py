@@ -1,9 +1,8 @@
-"""The command line of checkpoints: `python -m hope_hf.training.checkpoints info|verify|consolidate DIR`."""
+"""The command line of checkpoints: `hope-hf checkpoints info|verify|consolidate DIR`."""
 
 import json
 import os
 import shutil
-import sys
 import uuid
 from pathlib import Path
 
@@ -26,9 +25,9 @@ def make_parser() -> Parser:
     """All commands and flags."""
     parser = Parser(
         (),
-        prog="python -m hope_hf.training.checkpoints",
+        prog="hope-hf checkpoints",
         description="Look at checkpoints, verify them, or join the parts of one into a model.",
-        example="python -m hope_hf.training.checkpoints consolidate runs/pilot --to pilot",
+        example="hope-hf checkpoints consolidate runs/pilot --to pilot",
         link="docs/running.md",
         allow_abbrev=False,
     )
@@ -111,7 +110,3 @@ def _consolidate(manifest: Manifest, out: Path):
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     print(f"{out} holds the model: AutoModelForCausalLM.from_pretrained({str(out)!r})")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
