@@ -10,6 +10,7 @@ layers (but for Mamba-2, whose blocks have no MLP). One number of each model is 
 |---|---|---|
 | hope | HOPE with the memories of its config's defaults, chunks of 64 | nothing: divided by hand |
 | hope_frozen | the same, `memory_learning_rate_max=0` | nothing |
+| hope_muon, hope_m3, hope_delta_momentum | HOPE trained by another optimizer than AdamW; run where named | nothing |
 | hope_attention | HOPE's levels on softmax attention | width of its three levels |
 | hope_sparse | the same on sparse attention: a quarter of a block of 512 selected | width of its three levels |
 | hope_hybrid | HOPE with sparse attention in the last of four (or of all) layers | width of its three levels |
@@ -35,6 +36,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import benchmarks.quality.peers  # noqa: F401  registers its models
 import hope_hf  # noqa: F401  registers HOPE
+from hope_hf.optim import RULES
 
 HEAD_DIM = 64
 TOLERANCE = 0.02
@@ -124,6 +126,9 @@ RECURRENT_PEERS = ("mamba2", "gated_deltanet", "kimi_linear")
 WITH_ATTENTION = ("hope_attention", "hope_sparse", "hope_hybrid", "hope_hybrid_frozen")
 MODELS = (HOPE, FROZEN, *WITH_ATTENTION, LLAMA, LLAMA_CONV, *RECURRENT_PEERS)
 
+OPTIMIZED = {f"hope_{name}": name for name in RULES if name != "adamw"}
+"""HOPE under each optimizer besides AdamW."""
+
 
 def paper(**rule) -> dict:
     """The paper's rule with the fields `rule` changed."""
@@ -173,6 +178,7 @@ class Model:
     overrides: str
     """JSON, for --config_overrides."""
     parameters: int
+    optimizer: str = "adamw"
 
     @property
     def identity(self) -> str:
@@ -189,7 +195,7 @@ class Model:
 def build(name: str, size: Size) -> Model:
     """The model `name` of MODELS or VARIANTS at a size, its parameters within 2 % of the size's (except variants)."""
     # Variants are not fitted: they differ from HOPE in one ingredient only.
-    is_hope = name in (HOPE, FROZEN, *VARIANTS)
+    is_hope = name in (HOPE, FROZEN, *OPTIMIZED, *VARIANTS)
     model = _model(name, size, size.level_intermediate_size if is_hope else _fitted(name, size))
     assert name in VARIANTS or abs(model.parameters / size.parameters - 1) < TOLERANCE, (name, size, model.parameters)
     return model
@@ -239,6 +245,8 @@ def _model(name: str, size: Size, fitted: int) -> Model:
             hope["level_periods"] = [step * period for period in hope["level_periods"]]
             hope["level_intermediate_sizes"] = [fitted * part for part in hope["level_intermediate_sizes"]]
         name = HOPE
+    optimizer = OPTIMIZED.get(name, "adamw")
+    name = HOPE if name in OPTIMIZED else name
     model_type, own = {
         "hope": ("hope", hope),
         "hope_frozen": ("hope", hope | {"memory_learning_rate_max": 0.0}),
@@ -278,7 +286,7 @@ def _model(name: str, size: Size, fitted: int) -> Model:
         ),
     }[name]
     overrides = shared | own
-    return Model(model_type, json.dumps(overrides), count_parameters(model_type, overrides))
+    return Model(model_type, json.dumps(overrides), count_parameters(model_type, overrides), optimizer)
 
 
 def count_parameters(model_type: str, overrides: dict) -> int:

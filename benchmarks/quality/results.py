@@ -32,7 +32,6 @@ FLAGS = {
     "weight_decay": 0.1,
     "lr_scheduler_type": "cosine",
     "max_grad_norm": 1.0,
-    "optimizer": "adamw",
 }
 
 
@@ -47,6 +46,7 @@ def flags(model: Model, size: Size, vectors: float | None = None) -> dict:
         "max_train_steps": size.max_train_steps,
         "num_warmup_steps": size.max_train_steps // 10,
         **FLAGS,
+        "optimizer": model.optimizer,
         **own,
     }
 
