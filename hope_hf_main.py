@@ -19,6 +19,8 @@ COMMANDS = {
     "export": "make a folder for the Hub, and upload it",
     "checkpoints": "look at checkpoints, verify them, join their parts",
     "plot": "draw the curves of one or more runs",
+    "recipes": "list the recipes that come with the package, or copy one",
+    "launch-files": "list accelerate's launch files that come with the package, or copy one",
 }
 _LINES = "\n".join(f"  {name:14}{what}" for name, what in COMMANDS.items())
 HELP = f"""usage: hope-hf COMMAND ...
@@ -31,7 +33,8 @@ commands:
 hope-hf COMMAND --help lists the flags of a command; hope-hf --version prints the version.
 
 example: hope-hf train --output_dir runs/demo
-more: README.md"""
+more: README.md
+"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     if name in COMMANDS:
         return program(name)(words)
     if name in ("-h", "--help"):
-        print(HELP)
+        # In one piece: a pipe such as `| head` may end after it.
+        print(HELP, end="")
         return 0
     if name == "--version":
         from hope_hf import __version__
@@ -81,6 +85,10 @@ def program(name: str) -> Callable[[list[str]], int]:
             from hope_hf.export import main
         case "checkpoints":
             from hope_hf.training import look_at_checkpoints as main
+        case "recipes":
+            from hope_hf.cli.shipped import recipes as main
+        case "launch-files":
+            from hope_hf.cli.shipped import launch_files as main
         case "plot":
             from hope_hf.training import plot as main
     return main

@@ -13,6 +13,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 
 from hope_hf.chat import flags as chat
+from hope_hf.cli import shipped
 from hope_hf.cli.parser import Parser
 from hope_hf.convert import run as convert
 from hope_hf.data import prepare, tokenizer
@@ -37,9 +38,11 @@ PARSERS = {
     "hope-hf convert": convert.make_parser,
     "hope-hf eval": lambda: Parser(EVALUATION_GROUPS),
     "hope-hf export": export.make_parser,
+    "hope-hf launch-files": lambda: shipped.make_parser("launch-files"),
     "hope-hf plan": plan.make_parser,
     "hope-hf plot": plot.make_parser,
     "hope-hf prepare": prepare.make_parser,
+    "hope-hf recipes": lambda: shipped.make_parser("recipes"),
     "hope-hf tokenizer": tokenizer.make_parser,
     "hope-hf train": lambda: Parser(TRAINING_GROUPS),
     "accelerate": launch_command_parser,

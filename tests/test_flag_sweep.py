@@ -21,6 +21,7 @@ from hope_hf import HopeConfig, HopeForCausalLM, evaluation, training
 from hope_hf.chat import flags as chat_flags
 from hope_hf.chat import main as chat_main
 from hope_hf.chat import session as chat_session
+from hope_hf.cli import shipped
 from hope_hf.cli.parser import Parser
 from hope_hf.convert import folder as convert_folder
 from hope_hf.convert import run as convert_program
@@ -194,10 +195,13 @@ def programs(place: Path) -> list[Program]:
         Program("checkpoints", tool.main, consolidate, ("consolidate", str(place / "checkpoint-1")), {"--to": ""}),
         Program("plan", plan_main, make_plan_parser(), flags=new | {"--block_size": "16", "--simulate": "false"}),
         Program("plot", plot.main, plot.make_parser(), (model,)),
+        Program("recipes", shipped.recipes, shipped.make_parser("recipes"), flags={"--copy": "demo.yaml", "--to": ""}),
+        Program("launch-files", shipped.launch_files, shipped.make_parser("launch-files")),
     ]
 
 
 NAMES = ["run_clm", "run_eval", "export", "convert", "chat", "tokenizer", "prepare", "checkpoints", "plan", "plot"]
+NAMES += ["recipes", "launch-files"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = {
     "hope_hf_main.py": {
         "hope_hf", "hope_hf.training", "hope_hf.evaluation", "hope_hf.chat", "hope_hf.plan", "hope_hf.data",
-        "hope_hf.convert", "hope_hf.export",
+        "hope_hf.convert", "hope_hf.export", "hope_hf.cli",
     },
     "hope_hf/__main__.py": {"hope_hf_main"},
     "run_clm.py": {"hope_hf.training"},

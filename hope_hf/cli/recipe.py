@@ -13,6 +13,7 @@ from .files import read_small
 from .flags import OF_ONE_TEXT, TEXT_SOURCES
 from .parser import nearest
 from .process import one_line
+from .shipped import RECIPES, find_file
 
 MODELS = ("model_name_or_path", "model_type", "config_name")
 # Flags whose value may be a mapping.
@@ -29,8 +30,11 @@ def split_recipe(
 
 
 def read_recipe(path: str | Path, flags: Collection[str], left_out: Collection[str] = ()) -> list[str]:
-    """A YAML file of flags as command-line words; ValueError that names the file if it cannot be read."""
-    recipe = read_yaml(path, f"The recipe {path}")
+    """A YAML file of flags, the user's or one of the package, as command-line words.
+
+    Raises ValueError that names the file if it cannot be read.
+    """
+    recipe = read_yaml(find_file(path, RECIPES), f"The recipe {path}")
     if not isinstance(recipe, dict):
         raise ValueError(f"The recipe {path} must hold lines of the form 'flag: value'.")
     words = []

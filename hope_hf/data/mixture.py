@@ -23,6 +23,7 @@ from itertools import islice
 from hope_hf.cli.flags import LARGEST
 from hope_hf.cli.parser import nearest
 from hope_hf.cli.recipe import read_yaml
+from hope_hf.cli.shipped import RECIPES, find_file
 
 # The most frequent words of each language, without words that two languages share.
 _COMMON = {
@@ -100,7 +101,7 @@ def read_mixture(path: str, flag: str = "The mixture") -> list[Corpus]:
     Raises ValueError that names the file with `flag`, the corpus and the fix.
     """
     source = f"{flag} {path}"
-    document = read_yaml(path, source)
+    document = read_yaml(find_file(path, RECIPES), source)
     corpora = document.get("corpora") if isinstance(document, dict) and len(document) == 1 else None
     if not isinstance(corpora, dict) or not corpora:
         raise ValueError(f"{source} must hold the one key 'corpora', with a name and settings for each.")

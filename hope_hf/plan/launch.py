@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import torch
 
+from hope_hf.cli.shipped import LAUNCH_FILES, find_file
 from hope_hf.step.launch_file import LOW_PRECISION
 from hope_hf.step.launch_file import read as read_content
 from hope_hf.step.recompute import parse_recomputed
@@ -173,7 +174,7 @@ def read_launch_file(path: str | None, world_size: int | None, gradient_accumula
     """
     if path is None:
         return Launch(STRATEGIES["ddp"], world_size or 1, 1)
-    content = read_content(Path(path), f"--accelerate_config {path}")
+    content = read_content(Path(find_file(path, LAUNCH_FILES)), f"--accelerate_config {path}")
 
     def refuse(sentence: str):
         raise ValueError(f"--accelerate_config {path}{sentence}.")

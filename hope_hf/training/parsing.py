@@ -7,13 +7,14 @@ from hope_hf.cli.flags import TEXT_SOURCES, check_output, check_repo_id, check_s
 from hope_hf.cli.parser import Parser, named_flags
 from hope_hf.cli.process import warn_once
 from hope_hf.cli.recipe import MODELS, read_recipe, replaced
+from hope_hf.cli.shipped import RECIPES, shipped_files
 from hope_hf.step.arguments import FLAGS, GROUPS, Arguments
 from hope_hf.step.recipe import split_run_recipe
 from hope_hf.step.recompute import parse_recomputed
 
 from .watch.profile import parse_profiled
 
-DEMO_RECIPE = Path(__file__).with_name("demo.yaml")
+DEMO_RECIPE = shipped_files(RECIPES)["demo.yaml"]
 # The default of transformers.
 POLYNOMIAL_END = 1e-7
 NAMES_DATA = {*TEXT_SOURCES, "validation_file"}

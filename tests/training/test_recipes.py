@@ -10,7 +10,7 @@ from training_runs import ROOT, curve, make_tokenizer
 
 from hope_hf import HopeConfig
 from hope_hf.training import initial, setup
-from hope_hf.training.parsing import DEMO_RECIPE, parse
+from hope_hf.training.parsing import parse
 from hope_hf.training.preflight import run as preflight
 from hope_hf.training.preflight.checks import CHECKS
 from hope_hf.training.preflight.facts import FreeMemory
@@ -66,10 +66,6 @@ def own_text(name: str, texts) -> list[str]:
         return ["--train_file", str(texts / "book.txt")]
     config = recipe["dataset_config_name"]
     return ["--dataset_name", str(texts), "--dataset_config_name", config, "--streaming", str(recipe["streaming"])]
-
-
-def test_the_demo_is_one_file():
-    assert RECIPES["demo"].resolve() == DEMO_RECIPE.resolve()
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -1,0 +1,64 @@
+"""`hope-hf recipes` and `hope-hf launch-files`, and names of their files on other command lines."""
+
+from pathlib import Path
+
+import pytest
+
+from hope_hf.cli.shipped import LAUNCH_FILES, RECIPES, find_file, launch_files, recipes, shipped_files
+from hope_hf.data import read_mixture
+from hope_hf.plan.parsing import parse as parse_plan
+from hope_hf.training.parsing import parse as parse_training
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(("program", "kind"), [(recipes, RECIPES), (launch_files, LAUNCH_FILES)])
+def test_every_file_is_listed_with_what_it_is_and_copied_once(program, kind, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = [path.relative_to(ROOT / kind).as_posix() for path in sorted((ROOT / kind).rglob("*.yaml"))]
+    assert program([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[: len(names)]] == names
+    assert all(len(line.split(None, 1)[1]) > 20 for line in lines[: len(names)])
+    for name in names:
+        assert program(["--copy", name, "--to", "mine"]) == 0
+        assert (tmp_path / "mine" / name).read_bytes() == (ROOT / kind / name).read_bytes()
+    (tmp_path / "mine" / names[0]).write_text("changed")
+    assert program(["--copy", names[0], "--to", "mine"]) == 2
+    assert "exists: remove it, or name another folder" in capsys.readouterr().err
+    assert (tmp_path / "mine" / names[0]).read_text() == "changed"
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--copy", "demo"], "--copy demo does not exist"),
+        (["--copy", "dmo.yaml"], "did you mean demo.yaml? hope-hf recipes lists"),
+        (["--copy", "../recipes/demo.yaml"], "does not exist"),
+        (["--to", "x"], "--to is the folder of a copy: add --copy"),
+        (["--copy", "demo.yaml", "--to", "file"], "--to file is a file"),
+    ],
+)
+def test_mistakes_are_one_sentence(words, match, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    assert recipes(words) == 2
+    error = capsys.readouterr().err
+    assert match in error and error.count("\n") == 1
+
+
+def test_programs_find_them_by_name_in_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("pilot.yaml", "recipes/pilot.yaml"):
+        assert parse_training([name, "--output_dir", "runs"]).config_name == "pilot"
+        assert parse_plan([name, "--accelerate_config", "fsdp2.yaml"]).launch.strategy.launch_file == "fsdp2.yaml"
+    assert "code" in {corpus.name for corpus in read_mixture("mixtures/pilot.yaml")}
+    Path("pilot.yaml").write_text("config_name: mid")
+    assert parse_training(["pilot.yaml", "--output_dir", "runs"]).config_name == "mid"
+    assert find_file("other.yaml", RECIPES) == "other.yaml"
+    with pytest.raises(ValueError, match="The recipe other.yaml cannot be read: No such file"):
+        parse_training(["other.yaml", "--output_dir", "runs"])
+
+
+def test_files_of_the_package_are_those_of_the_folders():
+    assert shipped_files(RECIPES)["demo.yaml"].samefile(ROOT / "recipes/demo.yaml")
