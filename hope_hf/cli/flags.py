@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -28,10 +29,16 @@ SEED = {"least": 0, "most": 4_000_000_000}
 
 # Flags that name the training text (a run has one), and why other flags are ignored beside each.
 TEXT_SOURCES = {
-    "dataset_name": {},
+    "dataset_name": {"on_bad_rows": "it is for rows of files"},
     "train_file": {},
-    "dataset_mixture": {"max_train_samples": "the mixture has max_documents for each corpus"},
+    "dataset_mixture": {
+        "max_train_samples": "the mixture has max_documents for each corpus",
+        "text_column": "the mixture has text_column for each corpus",
+        "on_bad_rows": "the mixture has on_bad_rows for each corpus",
+    },
     "train_shards": {
+        "text_column": "the shards are already tokenized",
+        "on_bad_rows": "the shards are already tokenized",
         "preprocessing_num_workers": "the shards are already tokenized",
         "max_train_samples": "the shards are read whole",
         "validation_split_percentage": "the shards hold their own validation text",
@@ -43,6 +50,8 @@ OF_ONE_TEXT = (
     *TEXT_SOURCES,
     "dataset_config_name",
     "validation_file",
+    "text_column",
+    "on_bad_rows",
     "validation_split_percentage",
     "max_train_samples",
     "streaming",
@@ -102,6 +111,30 @@ class Checked(argparse.Action):
             raise ValueError(f"{name} is {value}: give a {kind} {self.bounds.words(value)}.")
 
 
+class Several(Checked):
+    """Stores a flag's one value, or a list if it has several, after one flag or after several."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        before = getattr(namespace, self.dest)
+        values = values if before is None else [*as_list(before), *values]
+        super().__call__(parser, namespace, values if len(values) > 1 else values[0], option_string)
+
+
+def files_flag(help: str):
+    """The dataclass field of a flag that names files: None, a name, or a list of names."""
+    return field(default=None, metadata={"help": help, "action": Several, "nargs": "+"})
+
+
+def as_list(names: str | list[str]) -> list[str]:
+    """The values of a flag that has one or several."""
+    return names if isinstance(names, list) else [names]
+
+
+def shown_names(names: str | list[str]) -> str:
+    """The values of a flag that has one or several, for people."""
+    return " ".join(as_list(names))
+
+
 def flag(default, help: str, **bounds):
     """The dataclass field of a flag: default (MISSING: required), `--help` line and, for a number, `Bounds`.
 
@@ -137,12 +170,19 @@ class TextArguments:
 
     _argument_group_name = "data"
 
-    train_file: str | None = flag(None, "Training text: .txt, .json, .jsonl or .parquet; a glob pattern is allowed.")
+    # The parser takes the second type for that of one value.
+    train_file: list | str | None = files_flag(
+        "Training text: .txt, .json, .jsonl, .csv, .tsv or .parquet, also as .gz or .zst; names and quoted patterns."
+    )
     dataset_name: str | None = flag(None, "Hub name or folder of a data set; 'synthetic' gives seeded random tokens.")
     dataset_config_name: str | None = flag(None, "Configuration of that data set.")
     dataset_mixture: str | None = flag(None, "YAML file that mixes several corpora, see docs/data.md.")
     train_shards: str | None = flag(None, "Folder of token shards that hope-hf prepare wrote.")
-    validation_file: str | None = flag(None, "Validation text, in the same formats.")
+    validation_file: list | str | None = files_flag("Validation text, in the same formats.")
+    text_column: str | None = flag(None, "Column of the text (default: text, or the only one of strings).")
+    on_bad_rows: Literal["error", "skip"] = flag(
+        "error", "Rows of a file that cannot be parsed or hold no text. skip: count them and go on."
+    )
     validation_split_percentage: float = flag(
         5.0, "Percentage of the training documents held out if there is no validation set.", above=0, below=100
     )

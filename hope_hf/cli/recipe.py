@@ -18,6 +18,8 @@ from .shipped import RECIPES, find_file
 MODELS = ("model_name_or_path", "model_type", "config_name")
 # Flags whose value may be a mapping.
 _OBJECTS = ("config_overrides", "level_optimizers")
+# Flags that may have a list of values.
+_LISTS = ("train_file", "validation_file")
 # Bytes: PyYAML reads a megabyte in seconds.
 _LARGEST = 1 << 20
 
@@ -41,10 +43,11 @@ def read_recipe(path: str | Path, flags: Collection[str], left_out: Collection[s
     for key, value in recipe.items():
         if key not in flags:
             raise ValueError(f"The recipe {path} has an unknown key {key!r}{nearest(str(key), flags)}")
-        word = _word(path, key, value)
+        several = value if key in _LISTS and isinstance(value, list) and value else [value]
+        found = [_word(path, key, one) for one in several]
         if key not in left_out:
             # One word, so that a value that looks like a flag is not taken for one.
-            words.append(f"--{key}={word}")
+            words += [f"--{key}={word}" for word in found]
     return words
 
 
@@ -53,7 +56,8 @@ def replaced(recipe: list[str], named: Collection[str]) -> list[str]:
 
     Another text replaces all flags of the recipe's text, another model those of its model. Shards bring a tokenizer.
     """
-    dropped: set[str] = set()
+    # Two flags of several values would add up.
+    dropped = set(_LISTS) & set(named)
     for sources, group in ((TEXT_SOURCES, OF_ONE_TEXT), (MODELS, {*MODELS, "config_overrides"})):
         if not named.isdisjoint(sources):
             dropped |= set(group)

@@ -17,7 +17,7 @@ from datasets import Dataset, config
 from hope_hf.cli.process import warn_once
 
 # Increase it when the same files would be read as other texts.
-_VERSION = 1
+_VERSION = 2
 # Errors of a folder that cannot be written.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 _SCHEMA = pa.schema([("text", pa.string())])

@@ -18,7 +18,7 @@ from hope_hf.cli.process import warn_once
 from .cache import cache_path, cached_texts, writable_cache
 from .documents import builtin_corpus, held_out, load_data_set, split_training
 from .encoding import make_encoder
-from .files import find_files, kind_of, load_files, read_stream, text_column
+from .files import find_files, load_files, read_stream, text_column
 from .mixture import BUILTIN, Corpus, Judge, keep
 from .packing import stable_seed
 from .shards import KINDS, dtype_of
@@ -259,10 +259,9 @@ def check_cache(
 
 def _load(corpus: Corpus, source: str) -> Dataset:
     if corpus.files:
-        paths = find_files(corpus.files, f"{source}: files")
-        if corpus.text_column and kind_of(paths[0]) == "text":
-            raise ValueError(f"{source} has text_column, and {paths[0]} has no columns: leave it out.")
-        return load_files(paths, f"{source}: files", column=corpus.text_column)
+        flag = f"{source}: files"
+        paths = find_files(corpus.files, flag)
+        return load_files(paths, flag, column=corpus.text_column, on_bad_rows=corpus.on_bad_rows)
     if corpus.dataset_name == BUILTIN:
         return builtin_corpus()
     return _text_of(corpus, f"{source}: {corpus.dataset_name}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError, SplitsVerificationError
 
-from hope_hf.cli.flags import is_hub_name
+from hope_hf.cli.flags import is_hub_name, shown_names
 
 from .cache import DISK_ERRORS, cache_for, files_under, plain_name, writable_cache
 from .config import DataConfig
@@ -97,16 +97,17 @@ def open_sources(config: DataConfig) -> Sources:
         train, held, description = _from_hub(config)
     elif config.train_file:
         files = find_files(config.train_file, "--train_file")
-        train = load_files(files, "--train_file", config.streaming)
-        description = f"{config.train_file} ({len(files)} files)" if len(files) > 1 else config.train_file
+        train = load_files(files, "--train_file", config.streaming, config.text_column, config.on_bad_rows)
+        named = shown_names(config.train_file)
+        description = f"{named} ({len(files)} files)" if len(files) > 1 else named
     else:
         if config.streaming:
             warnings.warn("--streaming is ignored: the built-in corpus is read as a whole.", stacklevel=2)
         train, description = builtin_corpus(), "built-in corpus"
     if config.validation_file:
         files = find_files(config.validation_file, "--validation_file", "validation")
-        held = load_files(files, "--validation_file")
-        description += f", validation {config.validation_file}"
+        held = load_files(files, "--validation_file", column=config.text_column, on_bad_rows=config.on_bad_rows)
+        description += f", validation {shown_names(config.validation_file)}"
     if isinstance(train, IterableDataset):
         train, held = _split_stream(train, held, config)
     elif held is None:
@@ -116,7 +117,7 @@ def open_sources(config: DataConfig) -> Sources:
 
 def training_source(config: DataConfig) -> str:
     """Flag and value that name the training text, for error messages."""
-    return f"{_flag(config)} {config.dataset_name or config.train_file}"
+    return f"{_flag(config)} {config.dataset_name or shown_names(config.train_file)}"
 
 
 def builtin_corpus() -> Dataset:
@@ -171,8 +172,9 @@ def _from_hub(config: DataConfig):
     splits = load_data_set(source, name, config.dataset_config_name, streaming=config.streaming)
     if "train" not in splits:
         raise ValueError(f"{source} has no split 'train' among {', '.join(splits)}: name its files with --train_file.")
-    held = text_column(splits["validation"], source) if "validation" in splits else None
-    return text_column(splits["train"], source), held, source.removeprefix("--dataset_name ")
+    column = config.text_column
+    held = text_column(splits["validation"], source, column) if "validation" in splits else None
+    return text_column(splits["train"], source, column), held, source.removeprefix("--dataset_name ")
 
 
 def split_training(documents: Dataset, percentage: float, source: str) -> tuple[Dataset, Dataset]:

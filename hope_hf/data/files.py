@@ -1,11 +1,13 @@
 """Local files: found, checked and read as documents, a part at a time, so that a file of any size fits into memory.
 
-In .json, .jsonl, .parquet and .arrow a document is a row. In .txt it is the file, or the text between lines that hold
-only `<|endoftext|>` if there are any; one of more than `LONGEST` characters is read as several of about `PART`, cut at
-blank lines where there are any. A folder that `Dataset.save_to_disk` wrote is read, too.
+In .json, .jsonl, .csv, .tsv, .parquet and .arrow a document is a row. In .txt it is the file, or the text between
+lines that hold only `<|endoftext|>` if there are any; one of more than `LONGEST` characters is read as several of
+about `PART`, cut at blank lines where there are any. A folder that `Dataset.save_to_disk` wrote is read, too.
 
 Files are opened by their exact names: nothing in a name is a pattern or a URL. Only the text column of a table is
 read, so the other columns may be of any type and may differ between files.
+
+A row is bad if it cannot be parsed or its text is missing or no string. In what is read, a null stands for it.
 """
 
 import glob
@@ -22,13 +24,21 @@ from datasets import Dataset, Features, IterableDataset, Value, concatenate_data
 from datasets.exceptions import DatasetGenerationError
 
 from hope_hf.cli.files import is_inside, read_object
+from hope_hf.cli.flags import as_list
+from hope_hf.cli.process import warn_once
 
 from .cache import cached_texts
-from .json_files import check_json, json_columns, json_texts
+from .compressed import CODECS, open_bytes, open_text, unpacked, unpacked_name
+from .csv_files import csv_columns, csv_texts
+from .json_files import BadRow, check_json, json_columns, json_texts
 from .vocabulary import END_OF_TEXT
 
-_KINDS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4", ".7z", ".tar", ".tgz")
+_KINDS = {
+    ".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
+    ".arrow": "arrow",
+}  # fmt: skip
+# Archives may hold several files; pyarrow does not unpack .xz.
+_ARCHIVES = (".xz", ".zip", ".7z", ".tar", ".tgz")
 # The files of a folder that `save_to_disk` wrote.
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 # Errors that datasets, pyarrow and json raise for a file's content; RuntimeError: for example, too deep nesting.
@@ -64,12 +74,25 @@ class Columns:
     """Columns of strings that are neither dates nor empty; a single one is the text, whatever its name."""
 
 
-def find_files(name: str, flag: str, split: str = "train") -> list[str]:
-    """The files that a path or glob pattern names, sorted; none is empty, all are of one kind.
+def find_files(names: str | list[str], flag: str, split: str = "train") -> list[str]:
+    """The files that paths and glob patterns name, each once, the matches of a pattern sorted and all of one kind.
 
     A name that exists is no pattern, whatever characters it has; nor are existing folders at its beginning. A folder
-    must come from `Dataset.save_to_disk`; `split` is read if it has splits. Raises ValueError naming `flag` and file.
+    must come from `Dataset.save_to_disk`; `split` is read if it has splits. Empty files among others are left out,
+    with a warning. Raises ValueError naming `flag` and file.
     """
+    paths = list(dict.fromkeys(path for name in as_list(names) for path in _named(name, flag, split)))
+    empty = [path for path in paths if _is_empty(path)]
+    if len(empty) == len(paths):
+        raise ValueError(f"{flag} {empty[0]} is empty: give a file with text.")
+    if empty:
+        first = f"{empty[0]} is" if len(empty) == 1 else f"{empty[0]} and {len(empty) - 1:,} more are"
+        warn_once(f"{flag}: {first} empty and left out, {len(paths) - len(empty):,} of {len(paths):,} files are read.")
+    return [path for path in paths if path not in set(empty)]
+
+
+def _named(name: str, flag: str, split: str) -> list[str]:
+    """The files of one path or pattern."""
     if os.path.isdir(name):
         if not is_saved(name):
             example = os.path.join(name, "*.txt")
@@ -90,24 +113,34 @@ def find_files(name: str, flag: str, split: str = "train") -> list[str]:
 
 
 def load_files(
-    paths: list[str], flag: str, streaming: bool = False, column: str | None = None
+    paths: list[str], flag: str, streaming: bool = False, column: str | None = None, on_bad_rows: str = "error"
 ) -> Dataset | IterableDataset:
-    """The documents of files of one kind, as the one column `text`. Raises ValueError naming the file.
+    """The documents of files, as the one column `text`. Raises ValueError naming the file.
 
     column: the column of the text (default: see `text_column`); .txt files have none.
+    on_bad_rows: `error` raises for the first bad row, `skip` warns of their number; in a `Dataset` they are nulls.
 
     Only the beginning of a stream is read here: read the rest with `read_stream`.
     """
-    if kind_of(paths[0]) == "text":
-        column = None
-    else:
-        for path in paths:
-            # All other files must have the first file's column.
-            column = choose_column(_columns_of(path, flag), f"{flag} {path}", column)
+    tables = [path for path in paths if kind_of(path) != "text"]
+    if column is not None and not tables:
+        raise ValueError(f"{flag} {paths[0]} has no columns, and text_column names one: leave it out.")
+    skip = on_bad_rows == "skip"
+    for path in tables:
+        # All other files must have the first file's column.
+        column = choose_column(_columns_of(path, flag, skip), f"{flag} {path}", column)
     if streaming:
-        options = {"paths": paths, "flag": flag, "column": column}
+        options = {"paths": paths, "flag": flag, "column": column, "skip": skip}
         return IterableDataset.from_generator(_rows, Features({"text": Value("string")}), gen_kwargs=options)
-    return cached_texts(paths, column, (texts for path in paths for texts in _read_texts(path, flag, column)))
+    texts = (texts for path in paths for texts in _read_texts(path, flag, column, skip))
+    found = cached_texts(paths, (column, "skip") if skip else column, texts)
+    _warn_of_bad_rows(flag, found.data.column("text").null_count, len(found))
+    return found
+
+
+def _warn_of_bad_rows(flag: str, bad: int, count: int) -> None:
+    if bad:
+        warn_once(f"{flag}: {bad:,} of {count:,} rows cannot be read or hold no text, and are skipped.")
 
 
 def read_stream(rows: Iterable[dict], source: str) -> Iterator[dict]:
@@ -155,13 +188,13 @@ def choose_column(columns: Columns, source: str, column: str | None = None) -> s
     if "text" in columns.names:
         raise ValueError(f"{source} has no column 'text' of strings: give every row a text in quotes.")
     if len(columns.texts) != 1:
-        raise ValueError(f"{source} has no column 'text' among {names}: rename the one that holds the text.")
+        raise ValueError(f"{source} has no column 'text' among {names}: name one with text_column.")
     return columns.texts[0]
 
 
 def kind_of(path: str) -> str | None:
-    """The kind of a file by the end of its name: text, json, parquet or arrow."""
-    return _KINDS.get(Path(path).suffix.lower())
+    """The kind of a file by the end of its name, without that of its compression: text, json, csv, parquet, arrow."""
+    return _KINDS.get(Path(unpacked_name(path)).suffix.lower())
 
 
 def is_saved(folder: str) -> bool:
@@ -229,12 +262,14 @@ def documents_of_text(path: str) -> Iterator[str]:
 
 
 def _lines(path: str) -> Iterator[str]:
-    with open(path, encoding="utf-8-sig", newline="") as file:
+    with open_text(path) as file:
         try:
             while line := file.readline(_LONGEST_LINE):
                 # A marker may stand between line ends that only splitlines recognizes.
                 yield from line.splitlines(keepends=True) if END_OF_TEXT in line else (line,)
         except UnicodeDecodeError as error:
+            if not file.seekable():
+                raise
             raise UndecodableByte(file.buffer.tell() - len(error.object) + error.start) from error
 
 
@@ -258,26 +293,38 @@ def _matches(pattern: str) -> Iterator[str]:
 
 
 def _check(path: str, flag: str) -> None:
-    ending = Path(path).suffix.lower()
-    if ending in _COMPRESSED:
+    ending = Path(unpacked_name(path)).suffix.lower()
+    if ending in _ARCHIVES:
         raise ValueError(f"{flag} {path} is compressed: unpack it, and name the files that were in it.")
     if kind_of(path) is None:
-        raise ValueError(f"{flag} {path} is none of {', '.join(_KINDS)}: convert or rename it.")
+        kinds, packed = ", ".join(_KINDS), ", ".join(CODECS)
+        raise ValueError(f"{flag} {path} is none of {kinds}, nor one of these as {packed}: convert or rename it.")
     if not os.access(path, os.R_OK):
         raise ValueError(f"{flag} {path} cannot be read: check its permissions.")
-    if os.path.getsize(path) == 0:
-        raise ValueError(f"{flag} {path} is empty: give a file with text.")
-    if kind_of(path) == "json":
-        check_json(path, flag)
 
 
-def _columns_of(path: str, flag: str) -> Columns:
+def _is_empty(path: str) -> bool:
+    if unpacked_name(path) == path or os.path.getsize(path) == 0:
+        return os.path.getsize(path) == 0
+    try:
+        with open_bytes(path) as file:
+            return not file.read(1)
+    except OSError:
+        # It is not compressed as its name says: reading it reports that.
+        return False
+
+
+def _columns_of(path: str, flag: str, skip: bool) -> Columns:
     """The columns of a file of rows (not .txt). Raises UnreadableText."""
     kind = kind_of(path)
     with _in_sentences(path, flag):
         if kind == "json":
-            return Columns(*json_columns(path))
-        with pa.memory_map(path) as file:
+            if not skip:
+                check_json(path, flag)
+            return Columns(*json_columns(path, skip))
+        if kind == "csv":
+            return Columns(*csv_columns(path))
+        with unpacked(path) as plain, pa.memory_map(plain) as file:
             schema = _parquet(file).schema_arrow if kind == "parquet" else pa.ipc.open_stream(file).schema
         strings = [field.name for field in schema if _is_string(field.type)]
         return Columns(schema.names, strings, strings)
@@ -290,15 +337,20 @@ def _is_string(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
 
-def _read_texts(path: str, flag: str, column: str | None) -> Iterator[pa.Array]:
+def _read_texts(path: str, flag: str, column: str | None, skip: bool) -> Iterator[pa.Array]:
     """The texts of a file in their order, as arrays of strings. Raises UnreadableText if reading fails.
 
-    column: the column of the text; None for plain text.
+    column: the column of the text; None for plain text. skip: bad rows are nulls; otherwise the first one is an error.
     """
     with _in_sentences(path, flag):
-        for texts in _READERS[kind_of(path)](path, column):
+        count = 0
+        for texts in _READERS[kind_of(path)](path, column, skip):
             # pyarrow's readers do not check that strings are UTF-8.
             texts.validate(full=True)
+            if texts.null_count and not skip:
+                first = texts.is_null().to_pylist().index(True)
+                raise BadRow(count + first + 1, f"has no text in the column {column!r}")
+            count += len(texts)
             yield texts
 
 
@@ -312,6 +364,12 @@ def _in_sentences(path: str, flag: str) -> Iterator[None]:
         raise
     except UndecodableByte as error:
         raise UnreadableText(f"{name} is not UTF-8 text (byte {error.args[0]}): convert it.") from error
+    except BadRow as error:
+        number, reason = error.args
+        option = "--on_bad_rows skip" if flag.startswith("--") else "on_bad_rows: skip"
+        raise UnreadableText(
+            f"{name}, row {number:,}, {reason}: correct it, or leave out bad rows with {option}."
+        ) from error
     except _WRONG_CONTENT as error:
         reason = _first_line(error)
         if isinstance(error, UnicodeDecodeError) or "UTF8" in reason:
@@ -321,7 +379,7 @@ def _in_sentences(path: str, flag: str) -> Iterator[None]:
         raise UnreadableText(f"{name} cannot be read as {kind_of(path)}, write it again: {reason}") from error
 
 
-def _text(path: str, _: None) -> Iterator[pa.Array]:
+def _text(path: str, *_) -> Iterator[pa.Array]:
     texts, characters = [], 0
     for text in documents_of_text(path):
         texts.append(text)
@@ -337,25 +395,28 @@ def _parquet(file: pa.NativeFile) -> pyarrow.parquet.ParquetFile:
     return pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
 
 
-def _parquet_texts(path: str, column: str) -> Iterator[pa.Array]:
-    with pa.OSFile(path) as file:
+def _parquet_texts(path: str, column: str, _) -> Iterator[pa.Array]:
+    with unpacked(path) as plain, pa.OSFile(plain) as file:
         for batch in _parquet(file).iter_batches(_ROWS, columns=[column]):
             yield batch.column(0).cast(pa.string())
 
 
-def _arrow_texts(path: str, column: str) -> Iterator[pa.Array]:
-    with pa.memory_map(path) as file:
+def _arrow_texts(path: str, column: str, _) -> Iterator[pa.Array]:
+    with unpacked(path) as plain, pa.memory_map(plain) as file:
         for batch in pa.ipc.open_stream(file):
             yield batch.column(column).cast(pa.string())
 
 
-_READERS = {"text": _text, "json": json_texts, "parquet": _parquet_texts, "arrow": _arrow_texts}
+_READERS = {"text": _text, "json": json_texts, "csv": csv_texts, "parquet": _parquet_texts, "arrow": _arrow_texts}
 
 
-def _rows(paths: list[str], flag: str, column: str | None) -> Iterator[dict[str, str | None]]:
+def _rows(paths: list[str], flag: str, column: str | None, skip: bool) -> Iterator[dict[str, str]]:
+    count = bad = 0
     for path in paths:
-        for texts in _read_texts(path, flag, column):
-            yield from ({"text": text.as_py()} for text in texts)
+        for texts in _read_texts(path, flag, column, skip):
+            count, bad = count + len(texts), bad + texts.null_count
+            yield from ({"text": text.as_py()} for text in texts if text.is_valid)
+    _warn_of_bad_rows(flag, bad, count)
 
 
 def _first_line(error: BaseException) -> str:

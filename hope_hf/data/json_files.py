@@ -1,16 +1,20 @@
 """The rows of a JSON file: objects one after another, a list of objects or strings, or columns as pandas writes them.
 
-Objects one after another are read a few megabytes at a time, the other forms as a whole.
+Objects one after another are read a few megabytes at a time, the other forms as a whole. Where bad rows are skipped,
+every line is a row.
 """
 
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import islice
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.json
+
+from .compressed import open_bytes, open_text
 
 # Bytes checked of each file before pyarrow reads it: enough to find common mistakes, in negligible time.
 _CHECKED = 1 << 20
@@ -27,12 +31,16 @@ _SPACE = re.compile(r"\s*")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d([ T][\d:.,]+ ?(Z|[+-][\d:]+)?)?")
 
 
+class BadRow(ValueError):
+    """A row of a file is bad: `args` are its number, from 1, and what is wrong with it."""
+
+
 def check_json(path: str, flag: str) -> None:
     """Raise ValueError if the file does not begin with rows, holds no string, or is nested too deep.
 
     Such content, for example a file of `null` alone, ends the process in pyarrow's reader with a segmentation fault.
     """
-    with open(path, "rb") as file:
+    with open_bytes(path) as file:
         head = file.read(_CHECKED).removeprefix(b"\xef\xbb\xbf").lstrip()
     if not head.startswith((b"{", b"[")) or b'"' not in head:
         raise ValueError(
@@ -47,18 +55,28 @@ def check_json(path: str, flag: str) -> None:
         )
 
 
-def json_columns(path: str) -> tuple[list[str], list[str], list[str]]:
-    """Names of the columns of the first rows: all; those of strings or nothing; those of strings that are no dates."""
+def json_columns(path: str, skip: bool) -> tuple[list[str], list[str], list[str]]:
+    """Names of the columns of the first rows: all; those of strings or nothing; those of strings that are no dates.
+
+    skip: bad rows do not count, and a column with some strings is one of strings.
+    """
     values: dict[str, list] = {}
-    for row in _first_rows(path)[0][:_ROWS]:
+    for row in islice(filter(None, _rows_or_none(path)), _ROWS) if skip else _first_rows(path)[0][:_ROWS]:
         for name, value in row.items():
-            values.setdefault(name, []).append(value)
+            if not skip or isinstance(value, str):
+                values.setdefault(name, []).append(value)
     strings = [name for name, found in values.items() if all(isinstance(value, str | None) for value in found)]
     return list(values), strings, [name for name in strings if any(v and not _DATE.fullmatch(v) for v in values[name])]
 
 
-def json_texts(path: str, column: str) -> Iterator[pa.Array]:
-    """The strings of a column, as arrays."""
+def json_texts(path: str, column: str, skip: bool) -> Iterator[pa.Array]:
+    """The strings of a column, as arrays; with `skip`, nulls stand for bad rows."""
+    if skip:
+        rows = _rows_or_none(path)
+        while batch := list(islice(rows, _ROWS)):
+            texts = [row.get(column) if row else None for row in batch]
+            yield _strings([{column: text if isinstance(text, str) else None} for text in texts], column)
+        return
     rows, is_whole = _first_rows(path)
     if is_whole:
         yield _strings(rows, column)
@@ -66,7 +84,7 @@ def json_texts(path: str, column: str) -> Iterator[pa.Array]:
     del rows
     schema = pa.schema([(column, pa.string())])
     options = pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
-    with open(path, "rb") as file:
+    with open_bytes(path) as file:
         while lines := file.read(_BYTES):
             lines = (lines + file.readline()).removeprefix(b"\xef\xbb\xbf")
             while True:
@@ -84,18 +102,58 @@ def json_texts(path: str, column: str) -> Iterator[pa.Array]:
                     # The last object may continue after its line.
                     more = file.read(len(lines)) if len(lines) < _MOST_BYTES else b""
                     if not more:
+                        _name_bad_row(path, column)
                         raise
                     lines += more + file.readline()
             yield from texts
 
 
-def _first_rows(path: str) -> tuple[list[dict], bool]:
-    """All rows of a file that is one list or one object of columns, and True; else the first rows, and False."""
-    with open(path, encoding="utf-8-sig") as file:
-        if _SPACE.sub("", file.read(_ROWS))[:1] == "[":
-            file.seek(0)
-            return [_object({"text": row} if isinstance(row, str) else row) for row in json.load(file)], True
-    with open(path, "rb") as file:
+def _name_bad_row(path: str, column: str) -> None:
+    """Raise BadRow for the first bad row of a file, if its rows are its lines."""
+    for number, row in enumerate(_rows_or_none(path), 1):
+        if row is None or not isinstance(row.get(column), str):
+            if number > 1:
+                raise BadRow(number, "is not JSON" if row is None else f"has no text in the column {column!r}")
+            return
+
+
+def _rows_or_none(path: str) -> Iterator[dict | None]:
+    """The rows of a file; None for one that is not an object."""
+    try:
+        rows, is_whole = _first_rows(path, lambda row: row if isinstance(row, dict) else None)
+    except (ValueError, TypeError, RecursionError):
+        is_whole = False
+    if is_whole:
+        yield from rows
+        return
+    with open_bytes(path) as file:
+        for number, line in enumerate(file):
+            if line.isspace():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8-sig" if number == 0 else "utf-8"))
+            except (ValueError, RecursionError):
+                row = None
+            yield row if isinstance(row, dict) else None
+
+
+def _object(row: object) -> dict:
+    if not isinstance(row, dict):
+        raise TypeError(f"a row is {json.dumps(row)[:40]} instead of an object")
+    return row
+
+
+def _first_rows(path: str, row_of: Callable = _object) -> tuple[list, bool]:
+    """All rows of a file that is one list or one object of columns, and True; else the first rows, and False.
+
+    row_of: makes a row of a list's element.
+    """
+    with open_text(path) as file:
+        is_list = _SPACE.sub("", file.read(_ROWS))[:1] == "["
+    if is_list:
+        with open_text(path) as file:
+            return [row_of({"text": row} if isinstance(row, str) else row) for row in json.load(file)], True
+    with open_bytes(path) as file:
         head = file.read(_BYTES) + file.readline()
         try:
             rows, are_all = _decoded(head)
@@ -127,12 +185,6 @@ def _decoded(head: bytes, most: int = _ROWS) -> tuple[list[dict], bool]:
         rows.append(_object(row))
         place = _SPACE.match(text, place).end()
     return rows, place == len(text)
-
-
-def _object(row: object) -> dict:
-    if not isinstance(row, dict):
-        raise TypeError(f"a row is {json.dumps(row)[:40]} instead of an object")
-    return row
 
 
 def _strings(rows: list[dict], column: str) -> pa.Array:

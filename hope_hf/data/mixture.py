@@ -45,13 +45,15 @@ _LEAST_SHARE = 0.08
 BUILTIN = "builtin"
 _SOURCES = ("dataset_name", "files", "shards")
 _OF_A_DATA_SET = ("dataset_config_name", "data_dir", "split", "streaming")
+_OF_FILES = ("on_bad_rows",)
 # Keys that do not apply to shards: these hold documents that passed, and are read whole.
 _OF_DOCUMENTS = ("max_documents", "max_tokens", "min_length", "max_length", "deduplicate", "language", "text_column")
 # Keys without a meaning for a kind of corpus.
 _WITHOUT_MEANING = {
     "files": _OF_A_DATA_SET,
-    "shards": (*_OF_A_DATA_SET, *_OF_DOCUMENTS),
-    "the built-in corpus": (*_OF_A_DATA_SET, "text_column"),
+    "dataset_name": _OF_FILES,
+    "shards": (*_OF_A_DATA_SET, *_OF_FILES, *_OF_DOCUMENTS),
+    "the built-in corpus": (*_OF_A_DATA_SET, *_OF_FILES, "text_column"),
 }
 # More documents or tokens than any corpus has.
 _MOST = 10**16
@@ -70,8 +72,10 @@ class Corpus:
     split: str = "train"
     streaming: bool = False
     """Fetch only as much of that data set as its limit needs, in an order drawn by the seed."""
-    files: str | None = None
-    """Path or glob pattern of .txt, .json, .jsonl or .parquet files."""
+    files: list | str | None = None
+    """Paths or glob patterns, see `hope_hf.data.files`."""
+    on_bad_rows: str = "error"
+    """Rows of files that cannot be parsed or hold no text: `error`, or `skip`."""
     shards: str | None = None
     """Folder that `hope-hf prepare` wrote."""
     text_column: str | None = None
@@ -151,6 +155,8 @@ def _corpus(source: str, name: object, settings: object) -> Corpus:
         raise ValueError(f"{where} names {' and '.join(named) or 'no text'}: give one of {', '.join(_SOURCES)}.")
     if corpus.language is not None and corpus.language not in LANGUAGES:
         raise ValueError(f"{where} has language: {corpus.language}, give one of {', '.join(LANGUAGES)}.")
+    if corpus.on_bad_rows not in ("error", "skip"):
+        raise ValueError(f"{where} has on_bad_rows: {corpus.on_bad_rows}, give error or skip.")
     kind = "the built-in corpus" if corpus.dataset_name == BUILTIN else named[0]
     for key in _WITHOUT_MEANING.get(kind, ()):
         if key in settings:
@@ -163,6 +169,7 @@ def _corpus(source: str, name: object, settings: object) -> Corpus:
 _WORDS_OF_KINDS = {
     str | None: "a text",
     str: "a text",
+    list | str | None: "a text or a list of texts",
     float | None: "0 or a number from 1e-9 to 1e9",
     int | None: "a whole number from 1 to 1e16",
     bool: "true or false",
@@ -189,6 +196,8 @@ def _fits(value: object, kind: object) -> bool:
         return isinstance(value, int) and 1 <= value <= _MOST
     if kind == float | None:
         return is_weight(value)
+    if kind == list | str | None and isinstance(value, list):
+        return bool(value) and all(isinstance(one, str) and one for one in value)
     return isinstance(value, str) and value != ""
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
+from hope_hf.cli.flags import shown_names
 from hope_hf.cli.process import warn_once
 
 from .config import DataConfig
@@ -55,7 +56,7 @@ def open_text(config: DataConfig) -> Opened:
     if len(held) < 2:
         named, fix = training_source(config), "pass --validation_file"
         if config.validation_file:
-            named, fix = f"--validation_file {config.validation_file}", "give a file with text"
+            named, fix = f"--validation_file {shown_names(config.validation_file)}", "give a file with text"
         raise ValueError(f"{named} gave no validation text: {fix}.")
     carry = config.document_boundary == "carry"
     if isinstance(sources.train, IterableDataset):
@@ -171,6 +172,7 @@ def _stream_identity(config: DataConfig) -> str:
         "tokenizer_name"
     )
     named = sorted(((name, getattr(config, name)) for name in names.split()), key=str)
+    named += [config.text_column] if config.text_column else []
     files = find_files(config.train_file, "--train_file") if config.train_file else []
     return repr((named, [(Path(file).name, Path(file).stat().st_size) for file in files]))
 

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from hope_hf.cli.flags import COUNT, LARGEST_VOCABULARY, check_output, flag
+from hope_hf.cli.flags import COUNT, LARGEST_VOCABULARY, as_list, check_output, files_flag, flag
 from hope_hf.cli.parser import Parser
 from hope_hf.cli.process import complain, warn_once
 from hope_hf.cli.program import program
@@ -119,7 +120,11 @@ class Arguments:
     """All flags."""
 
     output_dir: str = flag(MISSING, f"Folder for tokenizer.json, tokenizer_config.json and {REPORT}.")
-    files: list[str] | None = flag(None, ".txt, .json, .jsonl or .parquet; globs are allowed.")
+    files: list | str | None = files_flag("Text in the formats of run_clm.py --train_file; names and quoted patterns.")
+    text_column: str | None = flag(None, "Column of the text (default: text, or the only one of strings).")
+    on_bad_rows: Literal["error", "skip"] = flag(
+        "error", "Rows of a file that cannot be parsed or hold no text. skip: count them and go on."
+    )
     dataset_name: str | None = flag(None, "Hub name or folder of a data set; its training split is read.")
     dataset_config_name: str | None = flag(None, "Configuration of that data set.")
     dataset_mixture: str | None = flag(None, "YAML file that mixes several corpora, see docs/data.md.")
@@ -171,9 +176,11 @@ def _texts(args) -> list[Text]:
     if args.dataset_config_name and not args.dataset_name:
         raise ValueError("--dataset_config_name needs a --dataset_name: add it.")
     if args.files:
-        return [Text(pattern, load_files(find_files(pattern, "--files"), "--files")) for pattern in args.files]
+        options = {"column": args.text_column, "on_bad_rows": args.on_bad_rows}
+        found = {name: find_files(name, "--files") for name in as_list(args.files)}
+        return [Text(name, load_files(paths, "--files", **options)) for name, paths in found.items()]
     if args.dataset_name:
-        corpus = Corpus(args.dataset_name, args.dataset_name, args.dataset_config_name)
+        corpus = Corpus(args.dataset_name, args.dataset_name, args.dataset_config_name, text_column=args.text_column)
         return [Text(args.dataset_name, passing(corpus, "--dataset_name")[0])]
     corpora = read_mixture(args.dataset_mixture, "--dataset_mixture")
     for corpus in corpora:

@@ -151,7 +151,14 @@ class Arguments(ModelArguments, TextArguments, SuiteArguments, RunArguments):
 MODEL = ("model_name_or_path", "tokenizer_name", "trust_remote_code", "attn_implementation", "dtype")
 # Flags of a text: those that name it, and those that set which part of it is held out.
 NAMING = (*TEXT_SOURCES, "validation_file")
-SHARE = ("dataset_config_name", "validation_split_percentage", "max_eval_samples", "streaming")
+SHARE = (
+    "dataset_config_name",
+    "text_column",
+    "on_bad_rows",
+    "validation_split_percentage",
+    "max_eval_samples",
+    "streaming",
+)
 TEXT = (*NAMING, *SHARE, "trust_remote_code")
 # The flags that the program itself reads.
 ALWAYS = frozenset(

@@ -4,10 +4,10 @@ import json
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from hope_hf.cli.files import RUN_FILE, read_small
-from hope_hf.cli.flags import TextArguments
+from hope_hf.cli.flags import TextArguments, shown_names
 from hope_hf.cli.process import MISTAKES, one_line, warn_once
 from hope_hf.data import DataConfig, find_files, load_files, validation_texts
 
@@ -58,7 +58,7 @@ def _text_of(run: Path, args: Arguments) -> dict:
         identity = json.loads(read_small(run))["identity"]
         found = {name: identity.get(name, getattr(defaults, name)) for name in (*NAMING, *SHARE)}
         for name, value in found.items():
-            if not isinstance(value, kinds[name] | int if kinds[name] is float else kinds[name]):
+            if not _fits(value, kinds[name]):
                 raise ValueError(f"{name} is {value!r:.80}")
         if not 0 < found["validation_split_percentage"] < 100 or (found["max_eval_samples"] or 1) < 1:
             raise ValueError("the share held out is out of range")
@@ -69,13 +69,23 @@ def _text_of(run: Path, args: Arguments) -> dict:
     return found | given
 
 
+def _fits(value: object, kind: object) -> bool:
+    """Whether a value from a file is one that a flag of the kind may have."""
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if isinstance(value, list):
+        return list in get_args(kind) and value != [] and all(isinstance(name, str) for name in value)
+    return isinstance(value, kind | int if kind is float else kind)
+
+
 def _read(args: Arguments) -> HeldOut:
     if args.validation_file:
         if args.streaming:
             warnings.warn("--streaming is ignored: --validation_file is read as a whole.", stacklevel=2)
         files = find_files(args.validation_file, "--validation_file", "validation")
-        documents = load_files(files, "--validation_file")
-        found, source = {"text": documents["text"][: args.max_eval_samples]}, args.validation_file
+        documents = load_files(files, "--validation_file", column=args.text_column, on_bad_rows=args.on_bad_rows)
+        found = {"text": documents["text"][: args.max_eval_samples]}
+        source = shown_names(args.validation_file)
     elif args.dataset_name == "synthetic":
         raise ValueError("--dataset_name synthetic is not text: name one with --validation_file.")
     else:

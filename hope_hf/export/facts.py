@@ -11,7 +11,7 @@ from huggingface_hub import EvalResult
 from transformers import PreTrainedModel
 
 from hope_hf.cli.files import LARGEST_METRICS, read_small
-from hope_hf.cli.flags import is_hub_name
+from hope_hf.cli.flags import as_list, is_hub_name
 from hope_hf.cli.results import SCHEMA_VERSION, markdown_table
 
 from .public import as_text, public_command, public_value, without_folders
@@ -92,7 +92,7 @@ def _text(flags: dict) -> str:
     # A run of an earlier version may lack some of these flags.
     for flag, kind in (("train_file", ""), ("dataset_mixture", "the mixture "), ("train_shards", "the shards ")):
         if flags.get(flag):
-            return kind + public_value(flag, flags[flag])
+            return kind + " ".join(public_value(flag, name) for name in as_list(flags[flag]))
     return "the sources of Python's standard library"
 
 

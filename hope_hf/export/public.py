@@ -8,7 +8,7 @@ import re
 import shlex
 from pathlib import PureWindowsPath
 
-from hope_hf.cli.flags import is_hub_name
+from hope_hf.cli.flags import as_list, is_hub_name
 from hope_hf.cli.parser import flag_of
 
 # Flags whose value may be a name on the Hub.
@@ -21,7 +21,7 @@ WORDS = {
     "model_type", "config_overrides", "attn_implementation", "dataset_config_name", "document_boundary",
     "lr_scheduler_type", "optimizer", "init", "gradient_checkpointing", "fsdp_reduce_dtype", "profile_steps", "suite",
     "lengths", "depths", "batch_size", "dtype", "device", "checkpoints", "train_only", "level_learning",
-    "level_learning_order",
+    "level_learning_order", "text_column", "on_bad_rows",
 }  # fmt: skip
 SHOWN = HUB_NAMES | FILES | WORDS
 """Flags whose text is published. Of all other flags only switches and numbers are published: a shell line, a project
@@ -67,7 +67,8 @@ def public_command(words: list[str]) -> str:
 
 def without_folders(text: str, flags: dict) -> str:
     """`text` on one line, with every absolute path and every path among the values of `flags` cut to its last part."""
-    values = [(flag, printable(value)) for flag, value in flags.items() if isinstance(value, str)]
+    names = ((flag, value) for flag, values in flags.items() for value in as_list(values))
+    values = [(flag, printable(value)) for flag, value in names if isinstance(value, str)]
     text = printable(text)
     for flag, value in sorted(values, key=lambda pair: -len(pair[1])):
         if value:

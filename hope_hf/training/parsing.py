@@ -58,8 +58,10 @@ def repo_id(args: Arguments) -> str:
 
 
 def _warn_of_ignored(args: Arguments, named: set[str]):
+    names_text = any(getattr(args, source) for source in TEXT_SOURCES)
     ignored = (
         ("num_train_epochs", args.max_train_steps is not None, "--max_train_steps is given"),
+        *((name, not names_text, "no flag names a text") for name in ("text_column", "on_bad_rows")),
         ("shuffle_buffer_size", not args.streaming, "only --streaming has one"),
         ("shuffle_buffer_size", args.document_boundary == "carry", "--document_boundary carry keeps the text's order"),
         ("level_learning_period", args.level_learning == "none", "--level_learning is not given"),

@@ -125,8 +125,8 @@ def test_every_usual_name_leads_to_a_flag_or_field():
 @pytest.mark.parametrize(
     "program, words, sentence",
     [
-        (training_parsing.parse, ["--train_file", "{0}", "{1}"], "--train_file takes one value, and '{1}' is another"),
-        (evaluation_flags.parse, ["--validation_file", "{0}", "{1}"], "quote the pattern (--validation_file"),
+        (training_parsing.parse, ["--output_dir", "{0}", "{1}"], "--output_dir takes one value, and '{1}' is another"),
+        (evaluation_flags.parse, ["--dataset_mixture", "{0}", "{1}"], "quote the pattern (--dataset_mixture"),
         (evaluation_flags.parse, ["{folder}"], "{folder} is a folder: write --model_name_or_path {folder}"),
         (training_parsing.parse, ["--device", "cpu"], "There is no flag --device: the launch file chooses devices"),
     ],

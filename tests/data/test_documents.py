@@ -169,9 +169,9 @@ BAD = {
     "blank": (lambda d: bad_file(d, "a.txt", b" \n\n \n"), "a.txt holds no text"),
     "blank rows": (lambda d: bad_file(d, "a.jsonl", b'{"text": ""}\n{"text": " "}'), "a.jsonl holds no text"),
     "not utf-8": (lambda d: bad_file(d, "a.txt", b"caf\xe9 au lait"), r"a.txt is not UTF-8 text \(byte 3\)"),
-    "broken json": (lambda d: bad_file(d, "a.jsonl", b'{"text": "a"}\n{"text": "b'), "a.jsonl cannot be read as json"),
+    "broken json": (lambda d: bad_file(d, "a.jsonl", b'{"text": "a"}\n{"text": "b'), "a.jsonl, row 2, is not JSON"),
     "broken parquet": (lambda d: bad_file(d, "a.parquet", b"PAR1 no more"), "a.parquet cannot be read as parquet"),
-    "other kind": (lambda d: bad_file(d, "a.csv", b"text\na\nb"), "a.csv is none of .txt, .json, .jsonl, .parquet"),
+    "other kind": (lambda d: bad_file(d, "a.pdf", b"text\na\nb"), "a.pdf is none of .txt, .json, .jsonl, .csv, .tsv"),
     "one document": (lambda d: bad_file(d, "a.txt", b"word " * 99), "a.txt holds one document.*--validation_file"),
     "one row": (
         lambda d: bad_file(d, "a.jsonl", b'{"text": "alone"}'),

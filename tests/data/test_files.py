@@ -1,5 +1,6 @@
 """Local files: their names, their forms, and the cache of what was read of them."""
 
+import csv
 import gzip
 import json
 import os
@@ -14,6 +15,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from hope_hf.data import files, json_files, plain_name
+from hope_hf.data.compressed import CODECS
 from hope_hf.data.config import DataConfig
 from hope_hf.data.corpora import passing
 from hope_hf.data.documents import open_sources
@@ -23,7 +25,7 @@ from hope_hf.data.mixture import Corpus
 # Each would be another file, several files or none if it were read as a pattern or as a URL.
 NAMES = ["data[1]", "data?", "data*", "zip::data1", "data%31", "http:data1", "~data1", "[a", "file:", " data1 ", "ü#&"]
 FOLDERS = ["we[ir]d", "w*", "we?rd", "simplecache::weird"]
-KINDS = ["txt", "json", "jsonl", "parquet", "arrow"]
+KINDS = ["txt", "json", "jsonl", "csv", "parquet", "arrow"]
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +44,10 @@ def write(path: Path, texts: list[str], **columns) -> str:
             path.write_text(json.dumps(rows))
         case ".jsonl":
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        case ".csv" | ".tsv":
+            lines = [table, *zip(*table.values(), strict=True)]
+            with open(path, "w", newline="") as file:
+                csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",").writerows(lines)
         case ".parquet":
             with open(path, "wb") as file:
                 pyarrow.parquet.write_table(pa.table(table), file)
@@ -51,7 +57,7 @@ def write(path: Path, texts: list[str], **columns) -> str:
     return str(path)
 
 
-def texts_of(name: str, streaming: bool = False, split: str = "train") -> list[str | None]:
+def texts_of(name: str | list[str], streaming: bool = False, split: str = "train") -> list[str | None]:
     rows = load_files(find_files(name, "--train_file", split), "--train_file", streaming)
     return [row["text"] and row["text"].strip() for row in rows]
 
@@ -116,9 +122,9 @@ def test_columns_beside_the_text_may_differ_between_files(tmp_path, kind, stream
 
 
 def test_values_beside_the_text_may_differ_within_a_file(tmp_path):
-    rows = ['{"text": "a", "id": 1}', '{"id": "x", "text": "2024-01-01"}', '{"id": [{}], "text": null}']
+    rows = ['{"text": "a", "id": 1}', '{"id": "x", "text": "2024-01-01"}', '{"id": [{}], "text": ""}']
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
-    assert texts_of(str(tmp_path / "a.jsonl")) == ["a", "2024-01-01", None]
+    assert texts_of(str(tmp_path / "a.jsonl")) == ["a", "2024-01-01", ""]
 
 
 def test_dates_are_neither_parsed_nor_taken_for_the_text(tmp_path):
@@ -152,6 +158,96 @@ def test_json_may_have_any_usual_form(tmp_path, monkeypatch, content):
     assert texts_of(str(tmp_path / "a.json")) == ["a", "b"]
 
 
+def compressed(path: Path, codec: str) -> str:
+    target = Path(f"{path}{ {v: k for k, v in CODECS.items()}[codec] }")
+    with pa.CompressedOutputStream(str(target), codec) as file:
+        file.write(path.read_bytes())
+    path.unlink()
+    return str(target)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["txt", "json", "jsonl", "csv", "tsv", "parquet", "arrow"])
+@pytest.mark.parametrize("codec", ["gzip", "zstd", "bz2", "lz4"])
+def test_a_compressed_file_is_read_like_the_file(tmp_path, kind, codec, streaming):
+    texts = ["one, two", "é\tthree", 'four "five"']
+    name = compressed(Path(write(tmp_path / f"a[1].{kind}", texts)), codec)
+    assert texts_of(name, streaming) == texts
+    if codec == "gzip" and kind != "parquet" and kind != "arrow":
+        # gzip allows several streams one after another.
+        Path(name).write_bytes(b"".join(map(gzip.compress, (gzip.decompress(Path(name).read_bytes()), b"\n"))))
+        assert texts_of(name, streaming) == texts
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_text_of_a_csv_is_the_column_text_or_the_only_one_of_strings(tmp_path, streaming):
+    (tmp_path / "a.csv").write_text('\ufeffday,body,n\n2024-01-01,"first, in\ntwo lines",1\n2024-01-02,NA,2\n\n')
+    assert texts_of(str(tmp_path / "a.csv"), streaming) == ["first, in\ntwo lines", "NA"]
+    (tmp_path / "b.csv").write_text("title,text\na,1\nb,2\n")
+    assert texts_of(str(tmp_path / "b.csv"), streaming) == ["1", "2"]
+    with pytest.raises(ValueError, match="a.csv has no column 'x' of strings among body, day, n"):
+        load_files([str(tmp_path / "a.csv")], "--train_file", column="x")
+    rows = load_files([str(tmp_path / "b.csv")], "--train_file", column="title")
+    assert rows["text"][:] == ["a", "b"]
+    (tmp_path / "c.csv").write_text("title,body\na,b\n")
+    with pytest.raises(ValueError, match="c.csv has no column 'text' among body, title: name one with text_column"):
+        texts_of(str(tmp_path / "c.csv"))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_several_names_are_read_one_after_another_each_file_once(tmp_path, streaming):
+    names = [write(tmp_path / name, [name]) for name in ("b.jsonl", "a.txt", "c.csv")]
+    write(tmp_path / "d.txt", ["d.txt"])
+    found = texts_of([*names, str(tmp_path / "*.txt")], streaming)
+    assert found == ["b.jsonl", "a.txt", "c.csv", "d.txt"]
+    documents, _ = passing(Corpus("web", files=names))
+    assert documents["text"][:] == found[:3]
+
+
+def test_empty_files_among_others_are_left_out_and_counted(tmp_path):
+    write(tmp_path / "a.txt", ["a"])
+    for name in ("b.txt", "c.txt"):
+        (tmp_path / name).write_text("")
+    with pytest.warns(
+        UserWarning, match="--train_file: .*b.txt and 1 more are empty and left out, 1 of 3 files are re"
+    ):
+        assert texts_of(str(tmp_path / "*.txt")) == ["a"]
+    (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b""))
+    with pytest.warns(UserWarning, match="d.txt.gz is empty and left out, 1 of 2 files are read"):
+        assert texts_of([str(tmp_path / "a.txt"), str(tmp_path / "d.txt.gz")]) == ["a"]
+    with pytest.raises(ValueError, match="--train_file .*b.txt is empty: give a file with text"):
+        texts_of([str(tmp_path / "b.txt"), str(tmp_path / "c.txt")])
+
+
+BAD = {
+    "a.jsonl": (b'{"text": "a"\n{"text": 1}\n[1]\n{"n": 1}\n{"text": null}\n\n{"text": "b\xff"}\n{"text": "c"}\n', 6),
+    "a.json": (b'[{"text": "c"}, {"text": 1}, 2, {}]', 3),
+    "a.csv": (b"id,text\n1\n2,c\n3,d,e\n", 2),
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", [*BAD, "a.parquet"])
+def test_bad_rows_are_an_error_or_are_skipped_and_counted(tmp_path, name, streaming):
+    content, bad = BAD.get(name, (None, 1))
+    if content:
+        (tmp_path / name).write_bytes(content)
+    else:
+        write(tmp_path / name, ["c", None])
+    path = str(tmp_path / name)
+    with pytest.raises(ValueError, match=f"--train_file {path}"):
+        texts_of(path, streaming)
+    options = {"streaming": streaming, "on_bad_rows": "skip"}
+    for _ in range(2):
+        # The second time from the cache.
+        with pytest.warns(UserWarning, match=rf"--train_file: {bad} of {bad + 1} rows cannot be read or hold no text"):
+            found = [row["text"] for row in load_files(find_files(path, "--train_file"), "--train_file", **options)]
+        assert [text for text in found if text is not None] == ["c"]
+    with pytest.warns(UserWarning, match="corpus web: files"):
+        documents, dropped = passing(Corpus("web", files=path, on_bad_rows="skip"))
+    assert documents["text"][:] == ["c"] and dropped == {"blank": bad}
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_half_of_a_surrogate_pair_costs_no_row(tmp_path, streaming):
     path = tmp_path / "a.jsonl"
@@ -175,10 +271,18 @@ BROKEN = {
     "a number later": (
         "a.jsonl",
         b'{"text": "a"}\n' * 1_000 + b'{"text": 1}',
-        "a.jsonl cannot be read as json, write it again: JSON parse error",
+        "a.jsonl, row 1,001, has no text in the column 'text': correct it, or leave out bad rows with ",
     ),
     "no text": ("a.jsonl", b'{"page": "a"}\n', "a.jsonl has no column 'text' of strings among page"),
-    "compressed": ("a.jsonl.gz", gzip.compress(b'{"text": "a"}'), "a.jsonl.gz is compressed: unpack it"),
+    "an archive": ("a.jsonl.zip", b"PK", "a.jsonl.zip is compressed: unpack it"),
+    "an archive, compressed": ("a.tar.gz", b"PK", "a.tar.gz is compressed: unpack it"),
+    "cut off": ("a.jsonl.gz", gzip.compress(b'{"text": "a"}')[:-9], "a.jsonl.gz cannot be read as json, write it ag"),
+    "a field too many": (
+        "a.csv",
+        b"id,text\n1,a\n2,b\n3,c,d\n",
+        "a.csv, row 3, has 3 fields instead of 2: correct it",
+    ),
+    "no column of text": ("a.tsv", b"id\tday\n1\t2024-01-01\n", "a.tsv has no column 'text' among day, id: name one"),
     "arrow": ("a.arrow", b"ARROW no more", "a.arrow cannot be read as arrow, write it again"),
 }
 
@@ -187,10 +291,11 @@ BROKEN = {
 def test_a_file_that_cannot_be_read_is_named_alone_and_in_a_mixture(tmp_path, case):
     name, content, message = BROKEN[case]
     (tmp_path / name).write_bytes(content)
-    # A whole file comes first where the file is one of several.
-    pattern = str(tmp_path / ("*" + Path(name).suffix)) if name != "a.jsonl.gz" else str(tmp_path / name)
-    if case != "compressed":
+    pattern = str(tmp_path / name)
+    if Path(name).suffix in (".txt", ".jsonl", ".json", ".arrow"):
+        # A whole file comes first where the file is one of several.
         write(tmp_path / f"0{Path(name).suffix}", ["a whole file"])
+        pattern = str(tmp_path / ("*" + Path(name).suffix))
     for read in (texts_of, lambda pattern: texts_of(pattern, streaming=True)):
         with pytest.raises(ValueError, match=f"--train_file {tmp_path}/{message}") as caught:
             read(pattern)

@@ -119,6 +119,24 @@ def test_the_share_that_was_held_out_is_honoured(tmp_path):
     assert set(few) < set(many)
 
 
+def test_the_text_of_a_run_of_several_files_is_found(tmp_path):
+    rows = [f"document {index}" for index in range(60)]
+    for name, some in (("a.csv", rows[:30]), ("b.csv", rows[30:])):
+        (tmp_path / name).write_text("id,body,title\n" + "".join(f"{text[9:]},{text},t\n" for text in some) + "1,2\n")
+    flags = {
+        "train_file": [str(tmp_path / "a.csv"), str(tmp_path / "b.csv")], "text_column": "body", "on_bad_rows": "skip",
+    }  # fmt: skip
+    (tmp_path / "run.json").write_text(json.dumps({"identity": flags}))
+    with pytest.warns(UserWarning, match="2 of 62 rows"):
+        held = held_out_documents(Arguments(model_name_or_path=str(tmp_path)))
+    with pytest.warns(UserWarning, match="2 of 62 rows"):
+        assert held.texts == open_sources(DataConfig(**flags)).validation["text"][:] and held.texts[0] in rows
+    for wrong in ({"train_file": [3]}, {"train_file": []}, {"on_bad_rows": "no"}):
+        (tmp_path / "run.json").write_text(json.dumps({"identity": flags | wrong}))
+        with pytest.warns(UserWarning, match=f"does not name the run's text .{next(iter(wrong))} is"):
+            held_out_documents(Arguments(model_name_or_path=str(tmp_path)))
+
+
 def test_samples_longer_than_the_models_positions_are_refused(folders, text_file, capsys):
     assert evaluate(folders["gpt2"], text_file, "--suite", "sample", "--max_new_tokens", 128) == 1
     error = capsys.readouterr().err

@@ -23,6 +23,7 @@ PROMISED = """
 model_name_or_path model_type config_name config_overrides tokenizer_name trust_remote_code attn_implementation
 dataset_mixture train_shards level_learning level_learning_period level_learning_order
 dataset_name dataset_config_name train_file validation_file validation_split_percentage max_train_samples
+text_column on_bad_rows
 max_eval_samples streaming shuffle_buffer_size preprocessing_num_workers block_size per_device_train_batch_size
 gradient_accumulation_steps learning_rate vector_learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon
 train_only max_grad_norm max_train_steps num_train_epochs lr_scheduler_type num_warmup_steps optimizer level_optimizers
@@ -73,6 +74,22 @@ def test_another_text_replaces_all_that_the_recipe_says_about_its_own(tmp_path, 
     # Shards have their own.
     assert args.tokenizer_name == (None if flag == "train_shards" else "theirs")
     assert parse([str(recipe), "--output_dir", "x", "--max_train_steps", "5"]).max_train_steps == 5
+
+
+@pytest.mark.parametrize(
+    "recipe, words, files",
+    [
+        ("", ["--train_file", "a"], ("a", None)),
+        ("", ["--train_file", "a", "b", "--train_file=c"], (["a", "b", "c"], None)),
+        ("train_file: [a, b]\nvalidation_file: [c]\n", [], (["a", "b"], "c")),
+        ("train_file: [a, b]\nvalidation_file: c\n", ["--validation_file", "d"], (["a", "b"], "d")),
+        ("train_file: [a, b]\nvalidation_file: c\n", ["--train-file", "d"], ("d", None)),
+    ],
+)
+def test_files_are_one_name_or_several(tmp_path, recipe, words, files):
+    (tmp_path / "recipe.yaml").write_text(recipe or "seed: 1\n")
+    args = parse([str(tmp_path / "recipe.yaml"), "--output_dir", "x", *words])
+    assert (args.train_file, args.validation_file) == files
 
 
 @pytest.mark.parametrize("flag, value", [("model_type", "llama"), ("model_name_or_path", "m"), ("config_name", "mid")])
@@ -141,6 +158,9 @@ def test_epochs_replace_the_steps_of_the_demo():
         (["--hub_model_id", "me/model"], "--hub_model_id is ignored: --push_to_hub is not given"),
         (["--hub_private_repo"], "--hub_private_repo is ignored"),
         (["--train_file", "a", "--validation_file", "b", "--validation_split_percentage", "9"], "--validation_split"),
+        (["--text_column", "body"], "--text_column is ignored: no flag names a text"),
+        (["--dataset_name", "a", "--on_bad_rows", "skip"], "--on_bad_rows is ignored: it is for rows of files"),
+        (["--dataset_mixture", "a", "--text_column", "b"], "--text_column is ignored: the mixture has text_column"),
     ],
 )
 def test_an_ignored_flag_warns(words, sentence):
