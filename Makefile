@@ -7,6 +7,7 @@
 # make test-kill  kills runs 30 times per engine and prints how each continued
 # make hf-suite   transformers' own common test suite on HOPE (HF_SUITE=folder with its tests/, see CONTRIBUTING.md)
 # make peft-suite  PEFT's own tests of decoder models on HOPE (PEFT_SUITE=folder with its tests/, see CONTRIBUTING.md)
+# make docs       the pages of docs/ as a site, into build/site
 # make lint       ruff                          make clean     remove .venv (never runs/)
 #
 # PYTHON=python3.12                the interpreter that .venv is made with
@@ -26,7 +27,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --constraint $(CONSTRAINTS) $(PIP_ARGS) --editable
 
-.PHONY: train test test-unit test-processes test-benchmarks test-long test-gpu test-kernels test-kill hf-suite peft-suite lint clean
+.PHONY: train test test-unit test-processes test-benchmarks test-long test-gpu test-kernels test-kill hf-suite peft-suite docs lint clean
 .DELETE_ON_ERROR:
 
 # One process uses one GPU.
@@ -74,6 +75,9 @@ hf-suite: $(VENV)/.installed-test
 
 peft-suite: $(VENV)/.installed-test
 	$(BIN)/python tests/peft_suite/run.py
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

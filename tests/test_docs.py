@@ -3,9 +3,12 @@
 import argparse
 import importlib
 import json
+import os
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 from operator import attrgetter
 from pathlib import Path
 
@@ -241,3 +244,14 @@ def test_the_notebook_is_well_formed():
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             compile("".join(cell["source"]), cell["id"], "exec")
+
+
+@pytest.mark.processes
+def test_the_site_is_built_without_a_warning(tmp_path):
+    """A page that mkdocs.yml does not list, a dead link or a dead anchor is a warning."""
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    assert "Take a pretrained Llama" in (tmp_path / "index.html").read_text()
+    assert (tmp_path / "log/levels/index.html").exists()
