@@ -56,7 +56,7 @@ ROOMS = {
     "hope_hf/step": {"torch", "transformers", "accelerate", "hope_hf.cli", "hope_hf.optim", "hope_hf.step"},
     "hope_hf/plan": {
         "torch", "transformers", "accelerate", "yaml",
-        "hope_hf", "hope_hf.cli", "hope_hf.optim", "hope_hf.step", "hope_hf.plan",
+        "hope_hf", "hope_hf.cli", "hope_hf.data", "hope_hf.optim", "hope_hf.step", "hope_hf.plan",
     },
     "hope_hf/training": {
         "accelerate", "torch", "transformers", "datasets", "huggingface_hub", "numpy", "safetensors", "yaml", "tqdm",
@@ -360,7 +360,7 @@ BROKEN = [
     (imports_only_what_its_room_may, "hope_hf/training/x.py", "import scipy"),
     (imports_only_what_its_room_may, "hope_hf/__init__.py", "from .training import main"),
     (imports_only_what_its_room_may, "hope_hf/export/x.py", "from hope_hf.training import main"),
-    (imports_only_what_its_room_may, "hope_hf/plan/x.py", "from hope_hf.data import Data"),
+    (imports_only_what_its_room_may, "hope_hf/step/x.py", "from hope_hf.data import Data"),
     (imports_only_what_its_room_may, "run_clm.py", "import torch"),
     (imports_only_lower_floors, "hope_hf/step/x.py", "from hope_hf.plan import StepOptions"),
     (imports_only_lower_floors, "hope_hf/plan/x.py", "def f():\n    from hope_hf.training import main"),

@@ -18,7 +18,7 @@ from .config import DataConfig
 from .corpora import Needed, passing
 from .documents import corpus_documents, open_sources
 from .encoding import document_start
-from .files import find_files, load_files
+from .files import find_files, load_files, size_of_files
 from .mixture import Corpus, read_mixture
 from .sources import validation_texts
 from .vocabulary import (
@@ -51,6 +51,7 @@ __all__ = [
     "plain_name",
     "read_mixture",
     "save_tokenizer",
+    "size_of_files",
     "train_tokenizer",
     "validation_texts",
 ]

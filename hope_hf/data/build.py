@@ -14,7 +14,7 @@ from .config import DataConfig
 from .loader import Layout, Prefetched
 from .packing import Block, Indexed, collate
 from .sources import open_source
-from .vocabulary import bytes_per_id
+from .vocabulary import bytes_per_id, highest_id
 
 
 class ValidationBatches(Indexed):
@@ -45,6 +45,9 @@ class Data:
     validation_bytes_per_token: float
     """Bytes of text per scored validation token: loss / ln 2 / this = bits per byte. The EOS that ends a document is
     scored and has no bytes, so the bits include those of the document ends. 1 for synthetic tokens."""
+    unigram_loss: float | None
+    """Nats per scored validation token of a model that knows only how frequent the tokens of the training text are
+    (docs/metrics.md); None where these are not counted."""
     train_tokens: int | None
     """Tokens of one epoch; None for a stream."""
     fingerprint: str
@@ -64,6 +67,7 @@ def build_data(config: DataConfig, *, rank: int = 0, world_size: int = 1, state:
     layout = Layout(config.block_size, config.per_device_train_batch_size, rank, world_size, carry)
     positions = opened.is_text and not carry
     validation = ValidationBatches(opened.validation, layout, opened.tokenizer.eos_token_id, positions)
+    scored = _scored(validation, highest_id(opened.tokenizer) + 1) if opened.is_text else None
     identity = (*opened.identity, len(opened.tokenizer), config.block_size, config.document_boundary, config.seed)
     return Data(
         tokenizer=opened.tokenizer,
@@ -72,19 +76,33 @@ def build_data(config: DataConfig, *, rank: int = 0, world_size: int = 1, state:
         ),
         validation=validation,
         block_size=config.block_size,
-        validation_bytes_per_token=_bytes_per_token(validation, opened.tokenizer) if opened.is_text else 1.0,
+        validation_bytes_per_token=_bytes_per_token(scored, opened.tokenizer) if opened.is_text else 1.0,
+        unigram_loss=None if opened.count is None else unigram_loss(opened.count(len(scored)), scored),
         train_tokens=opened.train_tokens,
         fingerprint=hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest(),
         description=opened.description,
     )
 
 
-def _bytes_per_token(validation: ValidationBatches, tokenizer: PreTrainedTokenizerBase) -> float:
-    table = torch.tensor(bytes_per_id(tokenizer), dtype=torch.int64)
-    total = count = 0
+def _scored(validation: ValidationBatches, size: int) -> Tensor:
+    """How often each of `size` tokens is scored in the validation text, int64 [size]."""
+    counts = torch.zeros(size, dtype=torch.int64)
     for batch in validation:
         # A row's first token is not predicted.
         labels = batch["labels"][:, 1:]
-        scored = labels[labels != IGNORED]
-        total, count = total + int(table[scored].sum()), count + scored.numel()
-    return total / count
+        counts += torch.bincount(labels[labels != IGNORED], minlength=size)
+    return counts
+
+
+def _bytes_per_token(scored: Tensor, tokenizer: PreTrainedTokenizerBase) -> float:
+    table = torch.tensor(bytes_per_id(tokenizer), dtype=torch.int64)
+    return int((table * scored[: len(table)]).sum()) / int(scored.sum())
+
+
+def unigram_loss(train: Tensor, scored: Tensor) -> float:
+    """Mean -ln((count + 1) / (tokens + entries)) over the scored tokens; both arguments are counts, int64 [entries].
+
+    One is added to every count, so that a token which the training text lacks has a probability.
+    """
+    smoothed = train.double() + 1
+    return float((scored * (smoothed.sum().log() - smoothed.log())).sum() / scored.sum())

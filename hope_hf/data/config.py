@@ -5,6 +5,8 @@ from typing import Literal
 
 from hope_hf.cli.flags import TEXT_SOURCES, TextArguments
 
+from .vocabulary import DEFAULT_VOCAB_SIZE
+
 
 @dataclass
 class DataConfig(TextArguments):
@@ -13,11 +15,13 @@ class DataConfig(TextArguments):
     shuffle_buffer_size: int = 10_000
     """Documents of a stream that are shuffled together; 1 keeps its order, as does the boundary `carry`."""
     tokenizer_name: str | None = None
-    """Folder or Hub name. Without it a byte-level BPE is trained on the training documents, of `vocab_size` or 4,096
-    entries; a Hub data set always needs one."""
+    """Folder or Hub name. Without it a byte-level BPE is trained on the training documents, of `vocab_size` or
+    `default_vocab_size` entries; a Hub data set always needs one."""
     trust_remote_code: bool = False
     vocab_size: int | None = None
     """Entries of the model's embedding, if already fixed: the tokenizer must fit."""
+    default_vocab_size: int = DEFAULT_VOCAB_SIZE
+    """Entries of a tokenizer made from the text if the embedding is not fixed."""
 
     block_size: int = 1024
     """Tokens per row."""

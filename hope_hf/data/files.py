@@ -112,6 +112,11 @@ def _named(name: str, flag: str, split: str) -> list[str]:
     return paths
 
 
+def size_of_files(names: str | list[str], flag: str) -> int:
+    """Bytes of the files that `find_files` finds, as they lie on the disk."""
+    return sum(map(os.path.getsize, find_files(names, flag)))
+
+
 def load_files(
     paths: list[str], flag: str, streaming: bool = False, column: str | None = None, on_bad_rows: str = "error"
 ) -> Dataset | IterableDataset:

@@ -39,6 +39,8 @@ from .encoding import make_encoder
 _BAR = "Tokenizing"
 # Bytes of text that are tokenized together.
 _READ_TOGETHER = 1 << 21
+# Tokens that are counted together, since numpy copies them to int64.
+_COUNTED_TOGETHER = 1 << 20
 
 
 @dataclass
@@ -134,6 +136,14 @@ class TokenStream(Stream):
         for part in self._parts:
             state.update(part)
         return state.hexdigest()
+
+    def count(self, size: int) -> Tensor:
+        """How often each of `size` tokens occurs, int64 [size]."""
+        found = np.zeros(size, np.int64)
+        for part in self._parts:
+            for start in range(0, len(part), _COUNTED_TOGETHER):
+                found += np.bincount(part[start : start + _COUNTED_TOGETHER], minlength=size)
+        return torch.from_numpy(found)
 
     def _read_part(self, index: int, start: int, stop: int) -> np.ndarray:
         return self._parts[index][start:stop]

@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from datasets import Dataset, IterableDataset, concatenate_datasets
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hope_hf.cli.flags import shown_names
@@ -44,6 +45,8 @@ class Opened:
     """What defines the tokens and their order, except block size, boundary and seed."""
     description: str
     """Source and size, for people."""
+    count: Callable[[int], Tensor] | None = None
+    """`count(size)`: how often each of `size` tokens is in the training text, int64 [size]; None if not counted."""
     is_text: bool = True
     """False for random tokens, which have no bytes and no documents."""
 
@@ -64,13 +67,13 @@ def open_text(config: DataConfig) -> Opened:
         shuffle = Shuffle(1 if carry else config.shuffle_buffer_size, config.seed)
         options = {"shuffle": shuffle, "source": training_source(config)}
         train = partial(StreamLoader, sources.train, make_encoder(tokenizer), **options)
-        tokens, identity, size = None, _stream_identity(config), "streamed"
+        tokens, identity, size, count = None, _stream_identity(config), "streamed", None
     else:
         stream = tokenize(sources.train, tokenizer, config.preprocessing_num_workers)
         _require_a_block(config, stream)
         blocks = TokenBlocks(stream, config.block_size)
         train = partial(BlockLoader, blocks, Shuffled(len(blocks), config.seed), positions=not carry)
-        tokens, identity, size = len(stream), stream.digest(), _size(stream)
+        tokens, identity, size, count = len(stream), stream.digest(), _size(stream), stream.count
     return Opened(
         tokenizer=tokenizer,
         train=train,
@@ -78,6 +81,7 @@ def open_text(config: DataConfig) -> Opened:
         validation=TokenBlocks(held, config.block_size, keep_last=True),
         identity=(identity, held.digest()),
         description=f"{sources.description}: {size}; validation {_size(held)}",
+        count=count,
     )
 
 
@@ -142,7 +146,7 @@ def choose_tokenizer(config: DataConfig, documents: Dataset | IterableDataset | 
     elif config.dataset_name:
         raise _needs_tokenizer(f"--dataset_name {config.dataset_name}")
     else:
-        tokenizer = train_tokenizer(_sample(documents), config.vocab_size or DEFAULT_VOCAB_SIZE)
+        tokenizer = train_tokenizer(_sample(documents), config.vocab_size or config.default_vocab_size)
     if config.vocab_size is not None:
         check_vocabulary(tokenizer, config.vocab_size)
     return tokenizer

@@ -17,6 +17,7 @@ from hope_hf.cli.recipe import replaced, without
 from hope_hf.optim import RULES
 from hope_hf.step.arguments import LONGEST_DEFAULT_BLOCK, check_block_size
 from hope_hf.step.arguments import Arguments as RunFlags
+from hope_hf.step.defaults import VOCAB_SIZE, Default, defaults_of
 from hope_hf.step.gpus import Gpu, parse_gpus
 from hope_hf.step.recipe import split_run_recipe
 from hope_hf.step.recompute import Recomputed, parse_recomputed
@@ -73,6 +74,13 @@ class StepArguments(make_dataclass("SharedFlags", map(_of_the_run, SHARED), base
 
 
 @dataclass
+class RunTextArguments(make_dataclass("TextFlags", map(_of_the_run, ("train_file", "tokenizer_name")))):
+    """The text of a new model without a recipe: its size sets the defaults, as in `run_clm.py`."""
+
+    _argument_group_name = "text"
+
+
+@dataclass
 class MachineArguments:
     """The machines, the length of the run, and what is printed."""
 
@@ -95,13 +103,13 @@ class MachineArguments:
 
 
 @dataclass
-class Arguments(SubjectArguments, StepArguments, MachineArguments):
+class Arguments(SubjectArguments, StepArguments, RunTextArguments, MachineArguments):
     """All flags of a plan, flat."""
 
     _argument_group_name = None
 
 
-GROUPS = (SubjectArguments, StepArguments, MachineArguments)
+GROUPS = (SubjectArguments, StepArguments, RunTextArguments, MachineArguments)
 FLAGS = tuple(f.name for group in GROUPS for f in fields(group))
 SHAPES_A_MODEL = {"model_type", "config_name", "config_overrides"}
 
@@ -116,6 +124,8 @@ class Question:
     launch: Launch
     step: StepOptions
     gpus: list[Gpu]
+    defaults: dict[str, Default]
+    """By flag, what the size of the text chose."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -165,6 +175,13 @@ def parse(argv: list[str]) -> Question:
         launch = replace(launch, precision=args.mixed_precision)
     _warn_of_ignored(args, named, launch)
     config = _config(args)
+    defaults: dict[str, Default] = {}
+    # A recipe names the values that it wants.
+    if args.train_file and not recipe and not args.model_name_or_path:
+        given = named | ({VOCAB_SIZE} if named_vocabulary(args.config_overrides) else set())
+        defaults, vocab_size = _defaults(args, config, given)
+        config.vocab_size = vocab_size or config.vocab_size
+        args = replace(args, **{name: default.value for name, default in defaults.items() if name in FLAGS})
     # Flash attention needs a GPU and its package; sdpa keeps as many bytes.
     attention = None if "flash" in (args.attn_implementation or "") else args.attn_implementation
     step = StepOptions.of(args, _block_size(args, config), attention)
@@ -174,7 +191,18 @@ def parse(argv: list[str]) -> Question:
             f"--optimizer {args.optimizer} needs whole matrices and {args.accelerate_config} cuts them anywhere: plan "
             "with accelerate_configs/fsdp2.yaml or ddp.yaml, or --optimizer adamw."
         )
-    return Question(args, config, shapes_of(config, args.trust_remote_code), launch, step, gpus)
+    return Question(args, config, shapes_of(config, args.trust_remote_code), launch, step, gpus, defaults)
+
+
+def _defaults(args: Arguments, config, given: set[str]) -> tuple[dict[str, Default], int | None]:
+    """The defaults for the size of the text, and the entries of the tokenizer that is made from it."""
+    # Imported here: data sets take seconds.
+    from hope_hf.data import DEFAULT_VOCAB_SIZE, size_of_files
+
+    defaults = defaults_of(size_of_files(args.train_file, "--train_file"), config.hidden_size, given)
+    made = args.tokenizer_name is None and VOCAB_SIZE not in given
+    size = defaults[VOCAB_SIZE].value if VOCAB_SIZE in defaults else DEFAULT_VOCAB_SIZE
+    return {name: one for name, one in defaults.items() if name in (*SHARED, VOCAB_SIZE)}, size if made else None
 
 
 def _recomputed(args: Arguments, launch: Launch) -> str:

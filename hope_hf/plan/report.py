@@ -1,6 +1,7 @@
 """The plan as text, as JSON and as a picture."""
 
 from hope_hf.cli.results import Row, markdown_table
+from hope_hf.step.defaults import default_lines
 from hope_hf.step.flops import flops_per_token
 from hope_hf.step.gpus import GIB
 from hope_hf.step.recompute import parse_recomputed
@@ -26,6 +27,8 @@ def as_text(question: Question, rows: list[Setting], verdicts: list[Verdict], fo
         "Weights, gradients and optimizer per process in GB (10^9 bytes), offloaded ones included.",
         markdown_table([_states_row(row) for row in rows]),
     ]
+    if question.defaults:
+        parts.append("\n".join(["Defaults of a small text:", *default_lines(question.defaults)]))
     asked = rows[0]
     if isinstance(found, Simulation):
         split = ", ".join(f"{name} {size / GIB:.2f}" for name, size in found.split.items())

@@ -3,11 +3,12 @@
 ``hope_hf.training.parsing`` reads them from a command line or a YAML file.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from hope_hf.cli.flags import COUNT, LONGEST, OR_NONE, ROWS, SEED, THREADS, ModelArguments, TextArguments, flag
 from hope_hf.optim import RULES
+from hope_hf.step.defaults import Default
 from hope_hf.step.recompute import recomputing_flag
 
 LONGEST_DEFAULT_BLOCK = 1024
@@ -182,11 +183,17 @@ class MemoryArguments:
 class Arguments(
     RunArguments, ModelArguments, DataArguments, OptimizationArguments, CheckpointArguments, MemoryArguments
 ):
-    """All flags of a run, flat; `demo`: neither model nor data was named."""
+    """All flags of a run, flat.
+
+    Attributes:
+        demo: neither model nor data was named.
+        defaults: by flag, the values that the size of the text chose (`hope_hf.step.defaults`), and why.
+    """
 
     _argument_group_name = None
 
     demo: bool = False
+    defaults: dict[str, Default] = field(default_factory=dict)
 
     # Flags that may change when a run is continued.
     FREE = frozenset(
@@ -196,7 +203,7 @@ class Arguments(
         "fsdp_limit_all_gathers fsdp_prefetch logging_steps eval_steps cpu_threads ddp_timeout watchdog_seconds "
         "ram_report_steps profile_steps report_to run_name project_name preprocessing_num_workers "
         "dataloader_num_workers dataloader_pin_memory trust_remote_code push_to_hub hub_model_id hub_private_repo "
-        "demo".split()
+        "demo defaults".split()
     )
 
     def identity(self) -> dict:

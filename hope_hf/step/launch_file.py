@@ -4,18 +4,22 @@ The launcher passes on only values of known keys. A misspelled key, or one that 
 use, never reaches the processes, so they read the file again.
 """
 
+import json
 import os
 import reprlib
 from pathlib import Path
 
 import torch
 
+from hope_hf.cli.files import read_small
 from hope_hf.cli.parser import nearest
 from hope_hf.cli.recipe import read_yaml
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes by accelerate's names of mixed precisions."""
 
+MICRO_BATCH = "train_micro_batch_size_per_gpu"
+"""DeepSpeed's name of the rows per process."""
 # Keys that earlier versions of accelerate wrote.
 OF_OLD_FILES = ("fp16", "dynamo_backend")
 WHOLE_NUMBERS = ("num_processes", "num_machines", "machine_rank")
@@ -59,6 +63,12 @@ def read(path: Path, named: str) -> dict:
     if "distributed_type" not in content:
         raise ValueError(f"{named} names no distributed_type: write one, or take a file of accelerate_configs/.")
     return content
+
+
+def deepspeed_json() -> dict:
+    """The DeepSpeed json that the launch file names; empty without one."""
+    name = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    return {} if name == "none" else json.loads(read_small(name))
 
 
 def launch_file() -> Path | None:

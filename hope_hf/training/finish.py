@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
+from hope_hf.cli.flags import TEXT_SOURCES
 from hope_hf.cli.process import one_line
 from hope_hf.cli.results import draw_or_warn
 from hope_hf.export import ExportFailed, export_folder, upload
@@ -45,10 +46,13 @@ def finish(args: Arguments, engine: Engine, data, evaluation: dict, checkpoint: 
     engine.accelerator.wait_for_everyone()
 
 
-def show(args: Arguments, engine: Engine, data, checkpoint: Path | None = None):
-    """Print a sample, draw loss.png, and print how to load the model. A failure is a warning: the run is complete."""
+def show(args: Arguments, engine: Engine, data, evaluation: dict, checkpoint: Path | None = None):
+    """Print what was reached, a sample, how to load the model; draw loss.png. A failure is a warning: the run is
+    complete."""
     if engine.accelerator.is_main_process:
         folder = Path(args.output_dir)
+        if data.unigram_loss is not None:
+            print(f"\n{compared(evaluation['eval/loss'], data.unigram_loss)}")
         in_parts = engine.saves_parts(args)
         if not in_parts:
             _show_sample(args, engine, data)
@@ -63,10 +67,28 @@ def show(args: Arguments, engine: Engine, data, checkpoint: Path | None = None):
     engine.accelerator.wait_for_everyone()
 
 
+def compared(loss: float, unigram: float) -> str:
+    """One sentence about the final loss, beside that of a unigram model."""
+    words = f"Loss {loss:.2f} nats per token on the held-out text, {unigram:.2f} for a unigram model: "
+    if loss < unigram:
+        return f"{words}the model predicts {unigram - loss:.2f} nats better than the frequencies of tokens."
+    return (
+        f"{words}the model has not learned more than the frequencies of tokens, so train longer "
+        "(--num_train_epochs) or raise --learning_rate."
+    )
+
+
+def sample_heading(args: Arguments) -> str:
+    """The line above the sample; for the built-in text, why it is code."""
+    own = any(getattr(args, name) for name in TEXT_SOURCES)
+    code = "" if own else " (code, since the built-in text is Python's standard library; --train_file trains on yours)"
+    return f"A sampled continuation, after '>>>'{code}:"
+
+
 def _show_sample(args: Arguments, engine: Engine, data):
     try:
         prompt, continuation = sample(engine.readable_model(Path(args.output_dir)), data, args.seed)
-        print(f"\nA sampled continuation, after '>>>':\n{prompt}>>>{continuation}\n")
+        print(f"\n{sample_heading(args)}\n{prompt}>>>{continuation}\n")
     # Models and tokenizers of other families may raise anything, and memory may run out.
     except Exception as error:
         warnings.warn(f"No sample of the model: {one_line(error)}.", stacklevel=2)

@@ -1,6 +1,6 @@
 """From a command line to `Arguments`: YAML file, flags that override it, one sentence for each mistake."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from hope_hf.cli.flags import TEXT_SOURCES, check_output, check_repo_id, check_streaming, warn_of_text_flags
@@ -9,6 +9,8 @@ from hope_hf.cli.process import warn_once
 from hope_hf.cli.recipe import MODELS, read_recipe, replaced
 from hope_hf.cli.shipped import RECIPES, shipped_files
 from hope_hf.step.arguments import FLAGS, GROUPS, Arguments
+from hope_hf.step.defaults import VOCAB_SIZE, defaults_of
+from hope_hf.step.launch_file import MICRO_BATCH, deepspeed_json
 from hope_hf.step.recipe import split_run_recipe
 from hope_hf.step.recompute import parse_recomputed
 
@@ -49,7 +51,34 @@ def parse(argv: list[str]) -> Arguments:
     args = Arguments(**values, demo=demo)
     _check(args)
     _warn_of_ignored(args, named)
-    return args
+    # A recipe names the values that it wants, and loaded weights are not trained as new ones.
+    return args if recipe or args.model_name_or_path or not args.train_file else _with_defaults(args, named)
+
+
+def _with_defaults(args: Arguments, given: set[str]) -> Arguments:
+    """The flags with the defaults of a text of this size in place of those that were not given."""
+    # Imported here: --help and misspelled flags need no models and data sets.
+    from hope_hf import PRESETS
+    from hope_hf.cli.models import build_config, named_vocabulary
+    from hope_hf.data import DEFAULT_VOCAB_SIZE, size_of_files
+
+    from .checkpoints.run_folder import saved_defaults
+
+    defaults = saved_defaults(args.output_dir, args.resume_from_checkpoint)
+    if defaults is None:
+        vocab_size = named_vocabulary(args.config_overrides)
+        config = build_config(args, None, vocab_size or DEFAULT_VOCAB_SIZE, PRESETS)
+        decided = {
+            VOCAB_SIZE: vocab_size is not None,
+            "per_device_train_batch_size": deepspeed_json().get(MICRO_BATCH, "auto") != "auto",
+            # A row has several pieces.
+            "block_size": args.level_learning != "none",
+        }
+        given = given | {name for name, is_decided in decided.items() if is_decided}
+        defaults = defaults_of(size_of_files(args.train_file, "--train_file"), config.hidden_size, given)
+    defaults = {name: default for name, default in defaults.items() if name not in given}
+    flags = {name: default.value for name, default in defaults.items() if name in FLAGS}
+    return replace(args, **flags, defaults=defaults)
 
 
 def repo_id(args: Arguments) -> str:

@@ -15,6 +15,7 @@ from hope_hf.cli.process import warn_once
 from hope_hf.data import DEFAULT_VOCAB_SIZE, Data, DataConfig, build_data, disable_progress_bars
 from hope_hf.optim import LevelClock, build_optimizer, warn_short_levels
 from hope_hf.step.arguments import FLAGS, LONGEST_DEFAULT_BLOCK, Arguments, check_block_size
+from hope_hf.step.defaults import VOCAB_SIZE, default_lines
 from hope_hf.step.gpus import GIB
 from hope_hf.step.recompute import parse_recomputed, recompute_activations
 
@@ -206,6 +207,8 @@ def data_config(args: Arguments, accelerator: Accelerator, pretrained, vocab_siz
     if pretrained is not None:
         values["tokenizer_name"] = args.tokenizer_name or args.model_name_or_path
     values["vocab_size"] = vocab_size
+    if VOCAB_SIZE in args.defaults:
+        values["default_vocab_size"] = args.defaults[VOCAB_SIZE].value
     values["dataloader_pin_memory"] = args.dataloader_pin_memory and accelerator.device.type == "cuda"
     return DataConfig(**values)
 
@@ -262,9 +265,14 @@ def run_card(args: Arguments, engine: Engine, run) -> str:
         rows[f"level {level}"] = f"updated every {every}, {plan.total_steps // period} times in this run"
     if accelerator.is_main_process:
         warn_short_levels(optimizer, plan.total_steps)
+    if data.unigram_loss is not None:
+        rows["expect"] = f"a loss below {data.unigram_loss:.2f}, that of a unigram model of the training text"
     rows["output"] = args.output_dir
+    if args.defaults:
+        rows["defaults"] = "of a small text; a flag overrides its own"
     width = max(len(name) for name in rows)
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
+    lines = [f"{name:<{width}}  {text}" for name, text in rows.items()]
+    return "\n".join([*lines, *(f"{'':<{width}}  {line}" for line in default_lines(args.defaults))])
 
 
 def _gradients(args: Arguments, engine: Engine, model) -> str:

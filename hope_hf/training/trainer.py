@@ -109,7 +109,7 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder) -> bool:
             checkpoint = training.checkpoints.get(progress.step)
             finish(args, engine, run.data, row, checkpoint)
             folder.close(training.record)
-            show(args, engine, run.data, checkpoint)
+            show(args, engine, run.data, row, checkpoint)
     writer.close()
     return complete
 
@@ -129,7 +129,7 @@ def begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | None
     identity |= {"data": run.data.fingerprint}
     if saved:
         require_same_run(saved.path, identity, saved.state["trainer"]["identity"])
-    record = folder.open(identity)
+    record = folder.open(identity, args.defaults)
     config, plan, values = run.model.config, run.plan, run.values
     if saved and values is None:
         load_weights(run.model, saved.manifest)

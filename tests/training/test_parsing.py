@@ -157,13 +157,18 @@ def test_epochs_replace_the_steps_of_the_demo():
         (["--shuffle_buffer_size", "9"], "--shuffle_buffer_size is ignored: only --streaming has one"),
         (["--hub_model_id", "me/model"], "--hub_model_id is ignored: --push_to_hub is not given"),
         (["--hub_private_repo"], "--hub_private_repo is ignored"),
-        (["--train_file", "a", "--validation_file", "b", "--validation_split_percentage", "9"], "--validation_split"),
         (["--text_column", "body"], "--text_column is ignored: no flag names a text"),
         (["--dataset_name", "a", "--on_bad_rows", "skip"], "--on_bad_rows is ignored: it is for rows of files"),
         (["--dataset_mixture", "a", "--text_column", "b"], "--text_column is ignored: the mixture has text_column"),
+        (
+            ["--train_file", "a.txt", "--validation_file", "b", "--validation_split_percentage", "9"],
+            "--validation_split",
+        ),
     ],
 )
-def test_an_ignored_flag_warns(words, sentence):
+def test_an_ignored_flag_warns(words, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("some text")
     with pytest.warns(UserWarning, match=sentence):
         parse([*words, "--output_dir", "x"])
 

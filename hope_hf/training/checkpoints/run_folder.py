@@ -1,6 +1,7 @@
 """`run.json` identifies a folder's run, so that no other run overwrites it and a finished run is not repeated."""
 
 import json
+import os
 import uuid
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from accelerate.utils import broadcast_object_list
 from hope_hf.cli.files import RUN_FILE, read_small, replace_text
 from hope_hf.cli.folder_lock import FolderLock
 from hope_hf.cli.results import provenance
+from hope_hf.step.defaults import Default
 
 from .manifest import remove_leftovers
 
@@ -57,14 +59,15 @@ class RunFolder:
 
         return on_first_process(self._accelerator, take)
 
-    def open(self, identity: dict) -> dict:
-        """Check once more with the whole identity and write the record of a new run."""
+    def open(self, identity: dict, defaults: dict[str, Default] | None = None) -> dict:
+        """Check once more with the whole identity and write the record of a new run, with its `defaults`."""
 
         def create():
             record = self._check(identity)
             if record is None:
                 record = {"identity": identity, "complete": False, "run_id": uuid.uuid4().hex[:12], **provenance()}
                 record["num_processes"] = self._accelerator.num_processes
+                record["defaults"] = {name: default.value for name, default in (defaults or {}).items()}
                 if not self._only_looks:
                     self._write(record)
             return record
@@ -100,11 +103,25 @@ class RunFolder:
             raise ValueError(f"--output_dir {self.path} cannot be written: {error.strerror}.") from None
 
 
+def saved_defaults(*places: str | None) -> dict[str, Default] | None:
+    """The defaults of the run in the first of the folders, or around a checkpoint there; None if none holds a run.
+
+    A run of before there were such defaults has none of them.
+    """
+    files = (folder / RUN_FILE for place in places if place for folder in (Path(place), Path(place).parent))
+    file = next((file for file in files if os.path.isfile(file)), None)
+    if file is None:
+        return None
+    values = _read(file).get("defaults", {})
+    return {name: Default(value, f"the value of this run, from {RUN_FILE}") for name, value in values.items()}
+
+
 def _read(file: Path) -> dict:
     try:
         record = json.loads(read_small(file))
         kinds = {"identity": dict, "complete": bool, "run_id": str}
         ours = all(isinstance(record[name], kind) for name, kind in kinds.items())
+        ours &= all(isinstance(value, int | float) for value in record.get("defaults", {}).values())
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         ours = False
     if not ours:

@@ -3,7 +3,6 @@
 DeepSpeed is imported inside functions: it is an extra.
 """
 
-import json
 import os
 import warnings
 from collections.abc import Iterator
@@ -16,19 +15,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from hope_hf.cli.files import read_small
 from hope_hf.cli.process import warn_once
 from hope_hf.optim import LevelClock
 from hope_hf.plan import Launch, zero_strategy
 from hope_hf.step.arguments import Arguments
-from hope_hf.step.launch_file import LOW_PRECISION
+from hope_hf.step.launch_file import LOW_PRECISION, MICRO_BATCH, deepspeed_json
 
 from .base import Engine, Slice, dtype_name, is_on_meta, make_real, split_state
 from .loss_scaling import DeepSpeedScaling
 
 # DeepSpeed's names of settings that the flags decide.
 FLAGS_OF_KEYS = {
-    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    MICRO_BATCH: "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "max_grad_norm",
 }
@@ -83,7 +81,7 @@ class Zero(Engine):
         for key, flag in FLAGS_OF_KEYS.items():
             config[key] = getattr(args, flag)
         accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
-        if accelerator.mixed_precision == "bf16" and not _file().get("bf16"):
+        if accelerator.mixed_precision == "bf16" and not deepspeed_json().get("bf16"):
             # Weights stay fp32 and memories compute in it, as under the other engines.
             config["bf16"] = {"enabled": False}
             config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
@@ -271,14 +269,8 @@ class Zero(Engine):
                 yield _HeldSlice(parameter, start, flat, place, length, groups[zero.sub_group_to_group_id[index]])
 
 
-def _file() -> dict:
-    """The DeepSpeed json that the launch file names; empty without one."""
-    name = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-    return {} if name == "none" else json.loads(read_small(name))
-
-
 def _check_file(args: Arguments) -> None:
-    given = _file()
+    given = deepspeed_json()
     for key, variable in (
         ("gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
         ("gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING"),
