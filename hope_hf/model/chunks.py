@@ -217,9 +217,8 @@ def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 def plan_chunks(config: PreTrainedConfig, shape: tuple[int, int], device: torch.device, *args, **kwargs) -> ChunkPlan:
     """The slots and chunk spans of one call; see `plan_slots` for the arguments."""
-    of_tokens = shape[1] > 1 and is_compiled()
-    slots = plan_slots(config.memory_chunk_size, shape, device, *args, **kwargs, of_tokens=of_tokens)
-    if of_tokens:
+    slots = plan_slots(config.memory_chunk_size, shape, device, *args, **kwargs)
+    if isinstance(slots, TokenPlan):
         return slots
     if slots.valid is None:
         spans = _plain_spans(shape[1], config.memory_chunk_size, slots.before)
@@ -242,9 +241,9 @@ def plan_slots(
     position_ids: torch.Tensor | None = None,
     input_ids: torch.Tensor | None = None,
     keeps_digest: bool = False,
-    of_tokens: bool = False,
+    grows: bool = False,
 ) -> SlotPlan:
-    """The slots of one call's tokens.
+    """The slots of one call's tokens; a `TokenPlan` in a compiled graph, which branches on no value.
 
     Args:
         chunk: chunk size; documents begin at its multiples.
@@ -255,9 +254,10 @@ def plan_slots(
             one document per row.
         input_ids: [B, T], or `None` for embeddings; used only for the digest.
         keeps_digest: whether a cache keeps the digest.
-        of_tokens: return a `TokenPlan`, for a compiled graph; it branches on no value.
+        grows: whether the states grow with the text, so that a graph makes the slots of a single token, too.
     """
     batch_size, length = shape
+    of_tokens = is_compiled() and (length > 1 or grows and past is not None and isinstance(past.columns, int))
     if keeps_digest and past is not None:
         digest = extend_digest(past.digest, input_ids)
     else:
@@ -266,14 +266,15 @@ def plan_slots(
     begins = None
     # A compiled graph must not branch on values: document starts and padding stay tensors.
     any_token = length == 1 and past is not None and is_compiled()
-    given = past, padding_mask, position_ids
+    # a graph for a single token serves rows with and without equal counts
+    given = past._replace(is_uniform=False) if any_token else past, padding_mask, position_ids
     if position_ids is not None and (any_token or of_tokens or not torch.compiler.is_compiling()):
         begins = (position_ids == 0).expand(shape)
         # the first token of a fresh row always begins a document
         later = begins[:, 1:] if past is None else begins
         begins = begins if any_token or of_tokens or bool(later.any()) else None
     columns = length if past is None else past.columns + length
-    # The counts' flag is read last: a graph for a single token serves rows with and without equal counts.
+    # the counts' flag is read last
     if not any_token and padding_mask is None and begins is None and (past is None or past.is_uniform):
         past = Past(columns, True, torch.full((batch_size,), columns, device=device), digest)
         if of_tokens:

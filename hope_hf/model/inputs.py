@@ -7,18 +7,14 @@ fla, `seq_idx` of Mamba-2. All layers read positions, so the other forms are con
 Axes: B row, T token of the call.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
-from torch.fx.experimental.symbolic_shapes import has_static_value
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .backends import is_compiled
-from .cache_hope import past_of
 from .chunks import Past
 from .configuration_hope import HopeConfig
 from .mixers import MIXERS
@@ -362,29 +358,3 @@ def create_attention_mask(
         and_mask_function=only_tokens,
         layer_idx=config.attention_layer,
     )
-
-
-def run_eagerly_where_chunks_vary(forward: Callable) -> Callable:
-    """`HopeModel.forward`, excluded from compiled graphs for calls whose chunks differ from call to call.
-
-    These are calls of a model with sparse attention or windows that give documents, continue a text with several
-    tokens, or vary in length: every such call would recompile, or trace a symbolic length whose blocks cannot be
-    counted.
-    """
-    reason = "documents, earlier calls and other lengths cut every batch into other chunks"
-    uncompiled = torch.compiler.disable(forward, reason=reason)
-
-    @wraps(forward)
-    def call(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
-        called = forward
-        if not self.needs.isdisjoint(("blocks", "window")) and is_compiled():
-            text = kwargs.get("inputs_embeds") if input_ids is None else input_ids
-            # `check_inputs` raises an error for a call without tokens
-            length = 0 if text is None else text.shape[1]
-            has_documents = position_ids is not None or bool(boundaries_of(kwargs))
-            goes_on = has_documents or past_of(past_key_values) is not None
-            if not has_static_value(length) or length > 1 and goes_on:
-                called = uncompiled
-        return called(self, input_ids, attention_mask, position_ids, past_key_values, **kwargs)
-
-    return call

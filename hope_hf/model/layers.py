@@ -41,8 +41,8 @@ class Mixer:
             "chunks": `plan`, the call's tokens in chunks of `memory_chunk_size` (`chunks.ChunkPlan`);
             "blocks": `blocks`, the tokens in blocks of `sparse_block_size` (`chunks.SlotPlan`);
             "window": `window`, what each token sees (`window_attention.WindowPlan`);
-            "rotary": cosines and sines of positions, with a window in its plan, with blocks as `block_positions`, else
-                `position_embeddings`;
+            "rotary": cosines and sines of positions, with a window as `window_positions`, with blocks as
+                `block_positions`, else `position_embeddings`;
             "mask": what transformers' attention takes: `attention_mask`, `position_ids`, `cache`, and options.
             Every mixer with a state needs chunks, blocks or a window, which mark documents and padding.
         heads: names of the fields of `HopeConfig` with its numbers of heads.

@@ -36,14 +36,13 @@ from .inputs import (
     check_recomputing,
     create_attention_mask,
     read_documents,
-    run_eagerly_where_chunks_vary,
 )
 from .layers import HopeRMSNorm
 from .level_reading import LearnsFromText
 from .loss import IGNORED, HopeHead, next_labels
 from .memory_token import without_hooks
 from .mixers import MIXERS
-from .window_attention import plan_window
+from .window_attention import plan_window, window_positions
 
 # Above this width the head starts with smaller weights, or the first loss exceeds that of a uniform guess.
 _HEAD_WIDTH = 768
@@ -200,7 +199,6 @@ class HopeModel(HopePreTrainedModel):
         self.needs, self.has_state = config.needs, config.keeps_state
         self.post_init()
 
-    @run_eagerly_where_chunks_vary
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -271,14 +269,16 @@ class HopeModel(HopePreTrainedModel):
             plans["plan"] = plan_chunks(self.config, *call)
         # CODEPATH: 'sparse_attention' layers alone and in hybrids.
         if "blocks" in self.needs:
-            plans["blocks"] = blocks = plan_slots(self.config.sparse_block_size, *call)
+            plans["blocks"] = blocks = plan_slots(self.config.sparse_block_size, *call, grows=True)
             positions = blocks.position
             if positions is None:
                 positions = torch.arange(blocks.before, blocks.before + shape[1], device=device)[None]
             plans["block_positions"] = self.rotary_emb(hidden_states, position_ids=positions)
         # CODEPATH: 'window_attention' layers alone and in hybrids.
         if "window" in self.needs:
-            plans["window"] = plan_window(self.config, self.rotary_emb, hidden_states, *call)
+            sizes = self.config.attention_sinks, self.config.sliding_window, hidden_states.dtype
+            plans["window"] = window = plan_window(*sizes, *call)
+            plans["window_positions"] = window_positions(self.config, self.rotary_emb, hidden_states, window)
         return plans, next(iter(plans.values())).past
 
     def _attention_arguments(self, hidden_states, attention_mask, documents: Documents, cache) -> dict:

@@ -12,7 +12,6 @@ D head width.
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +21,12 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from .backends import Kernel, asked_kernels, choose, operand_dtype, runs_plain
 from .cache_hope import HopeStaticMemoryLayer
-from .chunks import Past, SlotPlan, convolution_spans
+from .chunks import Past, SlotPlan, TokenPlan
 from .kernels_fla import read_selected_fla, selection_obstacle
 from .layers import LearnedFactors, Mixer, ShortConvolution
-from .sparse_branches import QkvSizes, QkvWeights, SparseKeys, SparseSizes, make_qkv, read_sparse
-from .sparse_fast import TIME_TILE, make_qkv_tiled, read_sparse_fused
+from .sparse_branches import QkvSizes, QkvWeights, SparseSizes
+from .sparse_fast import read_sparse_fused
+from .sparse_text import SparseInputs, SparseState, read_text, read_tokens
 
 BRANCHES = ("compressed", "selected", "window")
 # a token whose largest share exceeds this reads practically one branch
@@ -39,20 +39,18 @@ class SparseStatistics:
     def __init__(self):
         self._parts: list[dict[str, torch.Tensor]] = []
 
+    @torch.compiler.disable
     @torch.no_grad()
-    def add(
-        self, gates: torch.Tensor, chosen: torch.Tensor, own: torch.Tensor, valid: torch.Tensor | None, top_k: int
-    ) -> None:
+    def add(self, gates: torch.Tensor, chosen: torch.Tensor, own: torch.Tensor, top_k: int) -> None:
         """Add one call.
 
         Args:
             gates: weights of the branches [B, S, heads, 3]; shares are these divided by their sum.
             chosen: selected blocks [B, H, S, X], -1 for none.
-            own: block of each query [B, S].
-            valid: whether a slot holds a token [B, S], or `None` if all do.
+            own: block of each query [B, S], -1 for padding and empty slots.
             top_k: maximal number of selected blocks.
         """
-        valid = torch.ones_like(own, dtype=torch.bool) if valid is None else valid
+        valid = own >= 0
         gates = gates[valid].double().clamp(min=torch.finfo(torch.float32).tiny)
         shares = gates / gates.sum(-1, keepdim=True)
         entropy = -(shares * shares.log()).sum(-1)
@@ -73,21 +71,6 @@ class SparseStatistics:
     def read(self) -> list[dict]:
         """The sums of each call as numbers and lists."""
         return [{name: value.tolist() for name, value in part.items()} for part in self._parts]
-
-
-class SparseState(NamedTuple):
-    """Keys and values of a text. R is a multiple of the block size; slots after the last token are never read."""
-
-    # after rotation [B, H, R, D]
-    slot_keys: torch.Tensor
-    slot_values: torch.Tensor
-    # by block [B, H, R / block, block / stride, D]
-    compressed_keys: torch.Tensor
-    compressed_values: torch.Tensor
-    # first slot of the row's current document [B]
-    first: torch.Tensor
-    # last inputs of the convolutions of q, k and v, side by side [B, K - 1, (H G + 2 H) D]
-    conv_tail: torch.Tensor
 
 
 class HopeStaticSparseLayer(HopeStaticMemoryLayer):
@@ -122,9 +105,9 @@ class BlockCompression(nn.Module):
             torch.empty(config.num_key_value_heads, config.sparse_compress_stride, config.head_dim)
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, H, R, D] -> [B, H, R / stride, D]."""
-        return (x.unflatten(2, (-1, self.weight.shape[1])) * self.weight.to(x.dtype).unsqueeze(1)).sum(3)
+    def forward(self) -> torch.Tensor:
+        """A copy of the weights, see `LearnedFactors`; `sparse_text.compress` applies them."""
+        return self.weight.clone()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -167,6 +150,7 @@ class HopeSparseAttention(Mixer, nn.Module):
         self.sizes = SparseSizes(
             config.sparse_block_size, config.sparse_compress_stride, config.sparse_top_k, config.sparse_window
         )
+        self.qkv_sizes = QkvSizes(config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps)
         self.kernels = asked_kernels()
         # reasons for which no GPU kernel ran, and their counts
         self.kernel_fallbacks: Counter[tuple[str, str]] = Counter()
@@ -178,7 +162,7 @@ class HopeSparseAttention(Mixer, nn.Module):
         hidden_states: torch.Tensor,
         state: SparseState | None = None,
         *,
-        blocks: SlotPlan,
+        blocks: SlotPlan | TokenPlan,
         block_positions: tuple[torch.Tensor, torch.Tensor],
         need_state: bool = False,
         **_,
@@ -195,28 +179,29 @@ class HopeSparseAttention(Mixer, nn.Module):
         Returns:
             The mixer's output [B, T, hidden_size], and the new state.
         """
-        query, key, value, tail = self.qkv(hidden_states, state, blocks, block_positions)
-        gates = blocks.to_slots(self.branch_gates(hidden_states))
-        held, after, base, first = self._remember(key, value, tail, state, blocks, hidden_states.shape[1], need_state)
-        dtype = torch.promote_types(query.dtype, torch.float32)
-        operands = operand_dtype(hidden_states)
-        with torch.autocast(query.device.type, enabled=False):
-            # [B, H, G, S, 3]
-            weights = gates.to(dtype).transpose(1, 2).unflatten(1, (key.shape[1], -1))
-            query, held = query.to(dtype), SparseKeys(*(part.to(dtype) for part in held))
-            at = torch.arange(query.shape[3], device=query.device)
-            at = (at + base if isinstance(base, int) else at + base[:, None]).expand(len(query), -1)
-            # a tracer takes the plain path, which has no loop whose length depends on the selection
-            if isinstance(base, int) and query.shape[3] > 1 and not runs_plain(self.kernels):
-                reads, chosen = self.choose_reads(query, base, operands)(query, weights, held, base, first, self.sizes)
+        inputs, is_plain = self.inputs(hidden_states, block_positions), runs_plain(self.kernels)
+        call = inputs, state, blocks, self.sizes, self.qkv_sizes
+        selects = self.sparse_statistics is not None
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            if isinstance(blocks, TokenPlan):
+                output, after, selection = read_tokens(*call, self.kernels == "plain", need_state, selects)
             else:
-                first = torch.zeros_like(at) if first is None else first
-                reads, chosen = read_sparse(query, weights, held, at, first, self.sizes)
-        if self.sparse_statistics is not None:
-            own = at // self.sizes.block
-            self.sparse_statistics.add(gates, chosen, own, blocks.valid, self.sizes.top_k)
-        output = reads.flatten(1, 2).transpose(1, 2).flatten(2)
-        return self.o_proj(blocks.to_tokens(output).to(hidden_states.dtype)), after
+                read = None if is_plain else partial(self.choose_reads, operands=operand_dtype(hidden_states))
+                output, after, selection = read_text(*call, read, need_state, selects)
+        if selects:
+            self.sparse_statistics.add(*selection, self.sizes.top_k)
+        return self.o_proj(output.to(hidden_states.dtype)), after
+
+    def inputs(self, hidden_states: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> SparseInputs:
+        """What `read_text` reads of `hidden_states` [B, T, hidden_size] and of the parameters."""
+        raw = torch.cat([projection(hidden_states) for projection in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
+        convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        conv_weights = torch.cat([convolution(raw.dtype).flatten(1) for convolution in convolutions], dim=-1)
+        # the norm's factors include the scale of attention
+        query_norm = self.q_norm(raw.dtype) * self.config.head_dim**-0.5
+        weights = QkvWeights(conv_weights[:, None, None], query_norm, self.k_norm(raw.dtype))
+        gates = self.branch_gates(hidden_states)
+        return SparseInputs(raw, gates, *angles, *weights, self.k_compress(), self.v_compress())
 
     def choose_reads(self, query: torch.Tensor, base: int, operands: torch.dtype) -> Callable:
         """The function that reads for a text's queries; GPU kernels round their operands to `operands`."""
@@ -338,133 +323,6 @@ class HopeSparseAttention(Mixer, nn.Module):
             f"largest of most gates had more than {COLLAPSED} of their sum "
             f"({self.metrics}/{self.layer_idx}/gate_collapse_fraction)"
         )
-
-    def qkv(self, hidden_states, state: SparseState | None, blocks: SlotPlan, block_positions) -> tuple:
-        """Rotated, scaled queries [B, H, G, S, D], keys and values [B, H, S, D], and the convolutions' tail."""
-        config = self.config
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        raw = blocks.to_slots(torch.cat([projection(hidden_states) for projection in projections], dim=-1))
-        tail_size = config.conv_kernel_size - 1
-        tail = raw.new_zeros(len(raw), tail_size, raw.shape[2]) if state is None else state.conv_tail.to(raw.dtype)
-        convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        conv_weights = torch.cat([convolution(raw.dtype).flatten(1) for convolution in convolutions], dim=-1)
-        # the norm's factors include the scale of attention
-        query_norm = self.q_norm(raw.dtype) * config.head_dim**-0.5
-        weights = QkvWeights(conv_weights[:, None, None], query_norm, self.k_norm(raw.dtype))
-        sizes = QkvSizes(config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps)
-        with torch.autocast(raw.device.type, enabled=False):
-            if runs_plain(self.kernels) or raw.shape[1] == 1:
-                (span,) = convolution_spans(blocks, raw.shape[1], tail_size, raw.shape[1])
-                return make_qkv(raw, tail, weights, block_positions, span, sizes)
-            spans = convolution_spans(blocks, raw.shape[1], tail_size, TIME_TILE)
-            return make_qkv_tiled(raw, tail, weights, block_positions, spans, sizes)
-
-    def _remember(
-        self, key, value, tail, state: SparseState | None, blocks: SlotPlan, tokens: int, need_state: bool
-    ) -> tuple[SparseKeys, SparseState | None, int | torch.Tensor, torch.Tensor | None]:
-        """Keys and values of the text so far, the new state, the call's first slot, and documents' first slots [B, S].
-
-        The call's first slot is an `int` if all rows share it, else [B].
-        """
-        block, length = self.sizes.block, key.shape[2]
-        rows = torch.arange(len(key), device=key.device)
-        begin = rows.new_zeros(len(key)) if state is None else state.first
-        if blocks.valid is None:
-            # all rows have read the same number of tokens of one document
-            base, first, end = blocks.before, None, blocks.before + length
-        else:
-            if length == 1:
-                # a document begins at a block
-                begins = blocks.position[:, 0] == 0
-                base = begin + blocks.before
-                base = torch.where(begins & blocks.valid[:, 0], -(-base // block) * block, base)
-            else:
-                base = begin + blocks.before - blocks.offset
-            at = base[:, None] + torch.arange(length, device=key.device)
-            first = at - blocks.position
-            last = torch.where(blocks.valid, at, -1).amax(1)
-            begin = torch.where(last >= 0, last + 1 - blocks.past.seen, begin)
-            if state is None:
-                base, end = 0, length
-            elif torch.compiler.is_compiling():
-                # a cache of fixed length has room for all tokens
-                end = state.slot_keys.shape[2]
-            else:
-                end = int(at.max()) + 1
-        room = -(-end // block) * block
-        old, overwrites = (None,) * 4, False
-        if state is not None:
-            overwrites = _is_first(state, blocks.past.columns - tokens)
-            room = max(room, state.slot_keys.shape[2])
-            old = *state[:2], *(part.flatten(2, 3) for part in state[2:4])
-        placed = [
-            _placed(new, before, base, room, blocks, overwrites)
-            for new, before in zip((key, value), old[:2], strict=True)
-        ]
-        compressed = [
-            _compressed(slots, compress, before, base, length, overwrites)
-            for slots, compress, before in zip(placed, (self.k_compress, self.v_compress), old[2:], strict=True)
-        ]
-        after = None
-        if need_state:
-            by_block = (part.unflatten(2, (-1, block // self.sizes.stride)) for part in compressed)
-            after = SparseState(*placed, *by_block, begin, tail)
-            after.slot_keys.written_columns = blocks.past.columns
-        return SparseKeys(*placed, *compressed), after, base, first
-
-
-def _is_first(state: SparseState, columns: int | torch.Tensor) -> bool:
-    """Whether a call that continues after `columns` columns may write into the tensors of the state.
-
-    It may unless a longer continuation was written into them: after a rollback the tensors hold more columns than were
-    read, and the call copies them.
-    """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(columns, int):
-        return False
-    # tensors made in inference mode cannot be written outside of it
-    if state.slot_keys.is_inference() and not torch.is_inference_mode_enabled():
-        return False
-    return getattr(state.slot_keys, "written_columns", None) == columns
-
-
-def _room(before: torch.Tensor, size: int, overwrites: bool) -> torch.Tensor:
-    """A copy of `before` with `size` slots, or `before` itself if it may be overwritten and has that size."""
-    more = size - before.shape[2]
-    return F.pad(before, (0, 0, 0, more)) if more else before if overwrites else before.clone()
-
-
-def _placed(new, before, base: int | torch.Tensor, room: int, blocks: SlotPlan, overwrites: bool) -> torch.Tensor:
-    """Slots [B, H, room, D] of the text, with a call's slots [B, H, S, D] written from slot `base` on."""
-    length = new.shape[2]
-    if blocks.valid is not None:
-        new = new * blocks.valid[:, None, :, None]
-    if before is None:
-        return F.pad(new, (0, 0, 0, room - length)) if room > length else new
-    placed, new = _room(before, room, overwrites), new.to(before.dtype)
-    if isinstance(base, int):
-        placed[:, :, base : base + length] = new
-        return placed
-    at = base[:, None] + torch.arange(length, device=new.device)
-    index = at[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3])
-    return placed.scatter_(2, index, torch.where(blocks.valid[:, None, :, None], new, placed.gather(2, index)))
-
-
-def _compressed(slots, compress, before, base: int | torch.Tensor, length: int, overwrites: bool) -> torch.Tensor:
-    """Compressed slots [B, H, R / stride, D] of the text, with those of a call's strides recomputed."""
-    if before is None:
-        return compress(slots)
-    stride = compress.weight.shape[1]
-    placed = _room(before, slots.shape[2] // stride, overwrites)
-    if isinstance(base, int):
-        cut = slice(base // stride, -(-(base + length) // stride))
-        placed[:, :, cut] = compress(slots[:, :, cut.start * stride : cut.stop * stride])
-        return placed
-    start, number = base // stride, -(-length // stride)
-    tokens = start[:, None] * stride + torch.arange(number * stride, device=slots.device)
-    shape = (-1, slots.shape[1], -1, slots.shape[3])
-    new = compress(slots.gather(2, tokens[:, None, :, None].expand(shape)))
-    index = start[:, None] + torch.arange(number, device=slots.device)
-    return placed.scatter_(2, index[:, None, :, None].expand(shape), new)
 
 
 def _quantile(counts: Counter[int], share: float) -> int:

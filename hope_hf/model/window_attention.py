@@ -8,7 +8,9 @@ Axes: B row, T token of the call, S slot of the call (`chunks`; padding has no s
 H head of keys, G query heads that share it, D head width; K sinks, W window.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,7 +19,8 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.llama.modeling_llama import rotate_half
 
 from .attention import HopeAttention
-from .chunks import SlotPlan, plan_slots
+from .chunks import SlotPlan, TokenPlan, plan_again, plan_slots
+from .opaque import call, register
 
 # Queries that are computed together: more of them compute more scores that no query sees, fewer take more operations.
 _BAND = 128
@@ -56,10 +59,6 @@ class WindowPlan(SlotPlan):
     calls before, then its own slots.
     """
 
-    # cosines and sines of each slot's position in its document [B or 1, 1, S, D]
-    angles: tuple[torch.Tensor, torch.Tensor]
-    # the same for queries that read sinks; `None` if none does
-    sink_angles: tuple[torch.Tensor, torch.Tensor] | None = None
     bands: tuple[Band, ...] = ()
     # the single token's slot in the state, of all rows or [B]
     slot: int | torch.Tensor | None = None
@@ -69,35 +68,46 @@ class WindowPlan(SlotPlan):
     kept: torch.Tensor | None = None
 
 
-def plan_window(config: PreTrainedConfig, rotary: nn.Module, hidden_states: torch.Tensor, *call) -> WindowPlan:
-    """The plan of one call with inputs [B, T, hidden_size].
-
-    Args:
-        rotary: the module of the positions' cosines and sines.
-        call: arguments of `plan_slots` after the chunk size.
-    """
+def plan_window(sinks: int, window: int, dtype: torch.dtype, *call) -> WindowPlan | TokenPlan:
+    """The plan of one call, for hidden states of a dtype; `call`: arguments of `plan_slots` after the chunk size."""
     slots = plan_slots(1, *call)
-    sinks, window, position = config.attention_sinks, config.sliding_window, slots.position
+    if isinstance(slots, TokenPlan):
+        return slots
+    position, goes_on = slots.position, call[2] is not None
     if position is None:
-        position = torch.arange(slots.before, slots.past.columns, device=hidden_states.device)[None]
+        position = torch.arange(slots.before, slots.past.columns, device=call[1])[None]
     # a row's first tokens may be padding
     position = position.clamp(min=0)
     layout = slots.past, slots.before, slots.valid, slots.position, slots.offset
-    angles = [part.unsqueeze(1) for part in rotary(hidden_states, position_ids=position)]
-    plan = WindowPlan(*layout, slots.token_of_slot, slots.slot_of_token, angles=angles)
-    goes_on, dtype = call[2] is not None, hidden_states.dtype
+    plan = WindowPlan(*layout, slots.token_of_slot, slots.slot_of_token)
     if position.shape[1] == 1 and goes_on:
         _plan_token(plan, position, sinks, window, dtype)
     elif slots.valid is None:
         _plan_text(plan, position, sinks, window, dtype)
     else:
         _plan_rows(plan, position, sinks, window, goes_on, dtype)
-    if any(band.sinks is not None for band in plan.bands):
+    return plan
+
+
+def window_positions(
+    config: PreTrainedConfig, rotary: nn.Module, hidden_states: torch.Tensor, plan: WindowPlan | TokenPlan
+) -> tuple[torch.Tensor, ...]:
+    """Cosines and sines [B or 1, 1, T, D] of the tokens' positions in their documents.
+
+    The same of queries that read sinks follow, unless none does.
+    """
+    sinks, position = config.attention_sinks, plan.position
+    if position is None:
+        length = hidden_states.shape[1]
+        position = torch.arange(plan.before, plan.before + length, device=hidden_states.device)[None]
+    position = plan.to_tokens(position).clamp(min=0)
+    places = [position]
+    # a graph serves all lengths
+    if sinks and (isinstance(plan, TokenPlan) or any(band.sinks is not None for band in plan.bands)):
         # Sinks stay at the distance that they have when the window is first full, as in StreamingLLM: beyond the
         # trained length their own positions cost nats (docs/log).
-        capped = rotary(hidden_states, position_ids=position.clamp(max=sinks + window - 1))
-        plan.sink_angles = [part.unsqueeze(1) for part in capped]
-    return plan
+        places.append(position.clamp(max=sinks + config.sliding_window - 1))
+    return tuple(part.unsqueeze(1) for place in places for part in rotary(hidden_states, position_ids=place))
 
 
 def _slot(token, sinks: int, window: int):
@@ -216,8 +226,13 @@ def _take(x: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
 
 
 def _rotate(x: torch.Tensor, turned: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Heads [B, H, S, D], of which `turned` is `rotate_half`, at the positions with these angles [B or 1, 1, S, D]."""
+    """Heads [B, H, T, D], of which `turned` is `rotate_half`, at the positions with these angles [B or 1, 1, T, D]."""
     return torch.addcmul(x * angles[0], turned, angles[1])
+
+
+def _gathered(gather: Callable, x: torch.Tensor | None) -> torch.Tensor | None:
+    """[B, H, T, D] with tokens gathered to slots, or slots to tokens."""
+    return None if x is None else gather(x.transpose(1, 2)).transpose(1, 2)
 
 
 def _with_token(held: torch.Tensor, new: torch.Tensor, window: WindowPlan) -> torch.Tensor:
@@ -226,6 +241,110 @@ def _with_token(held: torch.Tensor, new: torch.Tensor, window: WindowPlan) -> to
         return held.slice_scatter(new, 2, window.slot, window.slot + 1)
     index = window.slot[:, None, None, None].expand_as(new)
     return held.scatter(2, index, torch.where(window.valid[:, None, None], new, held.gather(2, index)))
+
+
+def read_window(
+    queries: torch.Tensor,
+    of_sinks: torch.Tensor | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    state: WindowState | None,
+    window: WindowPlan,
+    need_state: bool,
+    dropout: float,
+) -> tuple[torch.Tensor, WindowState | None]:
+    """What the tokens of a call read [B, heads, T, D], and the state after the call if it is needed.
+
+    Args:
+        queries, of_sinks: scaled, at their own positions and, for sinks, at capped ones [B, heads, T, D].
+        keys, values: [B, H, T, D].
+        dropout: share of the weights that are set to 0.
+    """
+    if window.token_of_slot is not None:
+        queries, of_sinks, keys, values = (
+            _gathered(window.to_slots, part) for part in (queries, of_sinks, keys, values)
+        )
+    held = keys, values
+    if state is not None:
+        # it may have another precision
+        state = [part.to(new.dtype) for part, new in zip(state, held, strict=True)]
+    if window.slot is not None:
+        held = state = WindowState(*(_with_token(*pair, window) for pair in zip(state, held, strict=True)))
+    elif window.recalled is not None:
+        recalled = (_take(part, window.recalled) for part in state)
+        held = [torch.cat(pair, dim=2) for pair in zip(recalled, held, strict=True)]
+    else:
+        # so that no band copies its keys and values
+        held = [part.contiguous() for part in held]
+    reads = [_read_band(queries, of_sinks, *held, band, dropout) for band in window.bands]
+    reads = reads[0] if len(reads) == 1 else torch.cat(reads, dim=2)
+    if window.slot is None:
+        state = WindowState(*(_take(part, window.kept) for part in held)) if need_state else None
+    return reads if window.slot_of_token is None else _gathered(window.to_tokens, reads), state
+
+
+def _read_band(queries, of_sinks, keys, values, band: Band, dropout: float) -> torch.Tensor:
+    """What a band's queries read [B, heads, q, D].
+
+    Args:
+        queries, of_sinks: of all slots, at their own positions and, for sinks, at capped ones [B, heads, S, D].
+        keys, values: what the call holds [B, H, M, D].
+    """
+    (rows, heads, _, width), asking = keys.shape, slice(band.start, band.stop)
+
+    def score(queries: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
+        # The queries of a head of keys are in one product: sdpa for CPUs is several times slower in bfloat16.
+        asked = queries[:, :, asking].reshape(rows * heads, -1, width)
+        held = _take(keys, index).flatten(0, 1)
+        if band.stop - band.start == 1:
+            # in bfloat16 a third of the time of the other order
+            return torch.bmm(held, asked.transpose(1, 2)).transpose(1, 2)
+        return torch.bmm(asked, held.transpose(1, 2))
+
+    scores, seen = score(queries, band.near), [band.near]
+    if band.sinks is not None:
+        scores = torch.cat([score(of_sinks, band.sinks), scores], dim=2)
+        are_next = isinstance(band.sinks, slice) and band.sinks.stop == band.near.start
+        seen = [slice(band.near.stop)] if are_next else [band.sinks, band.near]
+    if band.bias is not None:
+        grouped = scores.unflatten(0, (rows, heads)).unflatten(2, (-1, band.stop - band.start))
+        # in bfloat16 `masked_fill` takes longer than the product
+        scores = (grouped + band.bias.to(scores.dtype)).flatten(0, 1).flatten(1, 2)
+    weights = scores.softmax(-1)
+    if dropout:
+        weights = nn.functional.dropout(weights, dropout)
+    weights, seen = weights.to(values.dtype), [_take(values, index).flatten(0, 1) for index in seen]
+    if len(seen) == 1:
+        read = torch.bmm(weights, seen[0])
+    else:
+        number = seen[0].shape[1]
+        read = torch.bmm(weights[:, :, :number], seen[0]) + torch.bmm(weights[:, :, number:], seen[1])
+    return read.view(rows, -1, band.stop - band.start, width)
+
+
+def _run(tensors: dict[str, torch.Tensor], sizes: list[int], dropout: str) -> list[torch.Tensor]:
+    """`read_window` as one operator of a compiled graph (`opaque`)."""
+    streams = [tensors.get(name) for name in ("queries", "of_sinks", "keys", "values")]
+    columns, need_state, *of_window = sizes
+    state = WindowState(*(tensors[name] for name in WindowState._fields)) if "ring_keys" in tensors else None
+    (rows, _, length, _), plan = streams[0].shape, partial(plan_window, *of_window, streams[0].dtype)
+    window = plan_again(plan, tensors, (rows, length), columns, state is not None)
+    seeded, device = tensors.get("seed"), streams[0].device
+    with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=seeded is not None):
+        if seeded is not None:
+            # the backward pass may run it again
+            torch.manual_seed(int(seeded))
+        reads, after = read_window(*streams, state, window, bool(need_state), float(dropout))
+    return [reads, *(after or ())]
+
+
+def _shapes(tensors: dict[str, torch.Tensor], sizes: list[int], _) -> list[torch.Tensor]:
+    keys, values, (_, need_state, sinks, window) = tensors["keys"], tensors["values"], sizes
+    after = [x.new_empty(*x.shape[:2], sinks + window, x.shape[3]) for x in (keys, values)] if need_state else ()
+    return [values.new_empty(tensors["queries"].shape), *after]
+
+
+register("window_attention", _run, _shapes)
 
 
 class HopeWindowAttention(HopeAttention):
@@ -244,7 +363,8 @@ class HopeWindowAttention(HopeAttention):
         hidden_states: torch.Tensor,
         state: WindowState | None = None,
         *,
-        window: WindowPlan,
+        window: WindowPlan | TokenPlan,
+        window_positions: tuple[torch.Tensor, ...],
         need_state: bool = False,
         **_,
     ) -> tuple[torch.Tensor, WindowState | None, None]:
@@ -254,68 +374,31 @@ class HopeWindowAttention(HopeAttention):
             hidden_states: [B, T, hidden_size].
             state: state after the previous call, or `None` at a text's start.
             window: plan of the call's tokens.
+            window_positions: the result of the function of that name.
             need_state: whether to return the state after the last token.
         """
-        queries, keys, values = self.project_unrotated(window.to_slots(hidden_states))
+        queries, keys, values = self.project_unrotated(hidden_states)
         queries = queries * self.scaling
-        turned = rotate_half(queries)
-        of_sinks = None if window.sink_angles is None else _rotate(queries, turned, window.sink_angles)
-        queries = _rotate(queries, turned, window.angles)
-        held = _rotate(keys, rotate_half(keys), window.angles), values
-        if state is not None:
-            # it may have another precision
-            state = [part.to(new.dtype) for part, new in zip(state, held, strict=True)]
-        if window.slot is not None:
-            held = state = WindowState(*(_with_token(*pair, window) for pair in zip(state, held, strict=True)))
-        elif window.recalled is not None:
-            recalled = (_take(part, window.recalled) for part in state)
-            held = [torch.cat(pair, dim=2) for pair in zip(recalled, held, strict=True)]
+        turned, (own, capped) = rotate_half(queries), (window_positions[:2], window_positions[2:])
+        streams = {
+            "queries": _rotate(queries, turned, own),
+            "of_sinks": _rotate(queries, turned, capped) if capped else None,
+            "keys": _rotate(keys, rotate_half(keys), own),
+            "values": values,
+        }
+        # autocast multiplies in the dtype of the maps' outputs, and rotates in float32
+        streams = {name: None if x is None else x.to(values.dtype) for name, x in streams.items()}
+        dropout = self.attention_dropout if self.training else 0.0
+        if isinstance(window, TokenPlan):
+            seed = torch.randint(2**62, (), device=values.device) if dropout else None
+            sizes = [window.columns(), int(need_state), self.config.attention_sinks, self.config.sliding_window]
+            held = {} if state is None else state._asdict()
+            tensors = streams | held | window.tensors() | {"seed": seed}
+            reads, *after = call("window_attention", tensors, sizes, str(dropout))
+            state = WindowState(*after) if need_state else None
         else:
-            # so that no band copies its keys and values
-            held = [part.contiguous() for part in held]
-        reads = [self._read(queries, of_sinks, *held, band) for band in window.bands]
-        output = (reads[0] if len(reads) == 1 else torch.cat(reads, dim=2)).transpose(1, 2).flatten(2)
-        if window.slot is None:
-            state = WindowState(*(_take(part, window.kept) for part in held)) if need_state else None
-        return self.o_proj(window.to_tokens(output)), state, None
-
-    def _read(self, queries, of_sinks, keys, values, band: Band) -> torch.Tensor:
-        """What a band's queries read [B, heads, q, D].
-
-        Args:
-            queries, of_sinks: of all slots, at their own positions and, for sinks, at capped ones [B, heads, S, D].
-            keys, values: what the call holds [B, H, M, D].
-        """
-        (rows, heads, _, width), asking = keys.shape, slice(band.start, band.stop)
-
-        def score(queries: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
-            # The queries of a head of keys are in one product: sdpa for CPUs is several times slower in bfloat16.
-            asked = queries[:, :, asking].reshape(rows * heads, -1, width)
-            held = _take(keys, index).flatten(0, 1)
-            if band.stop - band.start == 1:
-                # in bfloat16 a third of the time of the other order
-                return torch.bmm(held, asked.transpose(1, 2)).transpose(1, 2)
-            return torch.bmm(asked, held.transpose(1, 2))
-
-        scores, seen = score(queries, band.near), [band.near]
-        if band.sinks is not None:
-            scores = torch.cat([score(of_sinks, band.sinks), scores], dim=2)
-            are_next = isinstance(band.sinks, slice) and band.sinks.stop == band.near.start
-            seen = [slice(band.near.stop)] if are_next else [band.sinks, band.near]
-        if band.bias is not None:
-            grouped = scores.unflatten(0, (rows, heads)).unflatten(2, (-1, band.stop - band.start))
-            # in bfloat16 `masked_fill` takes longer than the product
-            scores = (grouped + band.bias.to(scores.dtype)).flatten(0, 1).flatten(1, 2)
-        weights = scores.softmax(-1)
-        if self.training and self.attention_dropout:
-            weights = nn.functional.dropout(weights, self.attention_dropout)
-        weights, seen = weights.to(values.dtype), [_take(values, index).flatten(0, 1) for index in seen]
-        if len(seen) == 1:
-            read = torch.bmm(weights, seen[0])
-        else:
-            number = seen[0].shape[1]
-            read = torch.bmm(weights[:, :, :number], seen[0]) + torch.bmm(weights[:, :, number:], seen[1])
-        return read.view(rows, -1, band.stop - band.start, width)
+            reads, state = read_window(*streams.values(), state, window, need_state, dropout)
+        return self.o_proj(reads.transpose(1, 2).flatten(2)), state, None
 
     @staticmethod
     def check_config(config: PreTrainedConfig) -> None:

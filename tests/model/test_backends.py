@@ -9,7 +9,7 @@ import torch
 from mixers import MIXERS
 
 from hope_hf import HopeConfig, HopeForCausalLM
-from hope_hf.model import kernels_fla, loss, memory_mixer, sparse_attention
+from hope_hf.model import kernels_fla, loss, memory_mixer, sparse_attention, sparse_text
 from hope_hf.model.backends import Kernel, choose
 from hope_hf.model.kernels_fla import selection_obstacle
 from hope_hf.model.sparse_branches import SparseSizes
@@ -172,7 +172,7 @@ def test_the_plain_path_equals_the_fast_one_and_runs_no_fast_code(monkeypatch, t
 
     made, *fast = results()
     for module, name in (
-        (memory_mixer, "choose"), (sparse_attention, "choose"), (sparse_attention, "make_qkv_tiled"),
+        (memory_mixer, "choose"), (sparse_attention, "choose"), (sparse_text, "make_qkv_tiled"),
         (loss, "linear_cross_entropy"),
     ):  # fmt: skip
         monkeypatch.delattr(module, name)

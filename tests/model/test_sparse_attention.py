@@ -10,7 +10,7 @@ from mixers import LargestTensor
 from sparse_mixers import FEW, WIDTH, angles_of, config_of, random_mixer, run, texts
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
-from hope_hf.model import sparse_attention, sparse_fast
+from hope_hf.model import sparse_fast, sparse_text
 from hope_hf.model.chunks import convolution_spans, plan_slots
 from hope_hf.model.sparse_branches import (
     QkvSizes,
@@ -46,7 +46,7 @@ def assert_equal_with_gradients(ours, theirs, leaves):
 @pytest.mark.parametrize("length, tile", [(1, 512), (3, 512), (45, 512), (45, 16)])
 def test_a_whole_text(monkeypatch, options, length, tile):
     """Also where queries, keys and values are made in several tiles."""
-    monkeypatch.setattr(sparse_attention, "TIME_TILE", tile)
+    monkeypatch.setattr(sparse_text, "TIME_TILE", tile)
     mixer, hidden_states = random_mixer(**options), texts(2, length).requires_grad_()
     angles = angles_of(mixer, hidden_states)
     expected = torch.stack([dense_sparse(mixer, row, angles)[0] for row in hidden_states])
@@ -93,7 +93,8 @@ def test_all_blocks_and_a_gate_on_them_is_full_attention():
     gates = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64).expand(2, 45, 4, 3)
     mixer.branch_gates = lambda _: gates
     plan = plan_slots(mixer.sizes.block, (2, 45), hidden_states.device)
-    query, key, value, _ = mixer.qkv(hidden_states, None, plan, angles_of(mixer, hidden_states))
+    inputs = mixer.inputs(hidden_states, angles_of(mixer, hidden_states))
+    query, key, value, _ = sparse_text.text_qkv(inputs, None, plan, mixer.qkv_sizes, plain=False)
     reads = torch.nn.functional.scaled_dot_product_attention(
         query.flatten(1, 2), key, value, is_causal=True, scale=1.0, enable_gqa=True
     )

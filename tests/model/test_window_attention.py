@@ -76,8 +76,10 @@ def run(model, hidden_states, cuts=None, position_ids=None):
         part = hidden_states[:, start : start + length]
         positions = None if position_ids is None else position_ids[:, start : start + length]
         call = part.shape[:2], part.device, past, None, positions
-        plan = window_attention.plan_window(model.config, model.model.rotary_emb, part, *call)
-        output, state, _ = mixer(part, state, window=plan, need_state=True)
+        config = model.config
+        plan = window_attention.plan_window(config.attention_sinks, config.sliding_window, part.dtype, *call)
+        at = window_attention.window_positions(config, model.model.rotary_emb, part, plan)
+        output, state, _ = mixer(part, state, window=plan, window_positions=at, need_state=True)
         past = plan.past
         reads.append(output)
     return torch.cat(reads, dim=1)

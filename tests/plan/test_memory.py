@@ -186,8 +186,7 @@ def kept_of(tokens: int, rows: int = 1, **fields) -> tuple[int, HopeConfig]:
     # of the mixer's input the normalisation before it keeps account; plans are those of all layers
     others = [hidden_states, *model.parameters()]
     for plan in plans.values():
-        others += plan if isinstance(plan, tuple) else getattr(plan, "angles", ())
-        others += getattr(plan, "sink_angles", None) or ()
+        others += plan if isinstance(plan, tuple) else ()
     known = {part.untyped_storage().data_ptr() for part in others}
     saved = {}
 
