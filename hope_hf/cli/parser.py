@@ -4,7 +4,7 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from transformers import HfArgumentParser
 
@@ -97,16 +97,36 @@ class Parser(HfArgumentParser):
     A word such as `--output-dir` is read as `--output_dir`, and messages and `--help` name the latter alone.
 
     example, link: a command and a documentation page, shown at the end of `--help`.
+    first: flags of a first day; `--help` then begins with them, the example and the page.
     """
 
-    def __init__(self, *given, example: str = "", link: str = "", **options):
+    def __init__(self, *given, example: str = "", link: str = "", first: Sequence[str] = (), **options):
         options["epilog"] = f"example: {example}\nmore: {link}" if example else None
         super().__init__(*given, formatter_class=_Help, **options)
+        self._first = [self._option_string_actions[f"--{name}"] for name in first]
         for action in self._actions:
             # HfArgumentParser adds each flag with dashes as well.
             action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
             if action.metavar is None and action.choices is None:
                 action.metavar = {int: "N", float: "X"}.get(action.type, "VALUE")
+
+    def format_help(self):
+        if not self._first:
+            return super().format_help()
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        shown = [("to begin with", self._first)]
+        for group in self._action_groups:
+            others = [action for action in group._group_actions if action not in self._first]
+            shown.append((group.title, others))
+        for title, actions in shown:
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+            if actions is self._first:
+                formatter.add_text(self.epilog)
+        return formatter.format_help()
 
     def parse_known_args(self, args=None, namespace=None):
         words = sys.argv[1:] if args is None else args

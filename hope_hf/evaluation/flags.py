@@ -197,6 +197,11 @@ def suite(*reads: str, **offers) -> Callable[[Callable], Suite]:
     return lambda measure: Suite(measure, frozenset(reads), **offers)
 
 
+# Flags of a first day.
+FIRST = (
+    "model_name_or_path", "suite", "validation_file", "output_dir", "tasks", "lengths", "limit", "batch_size",
+    "device", "dtype",
+)  # fmt: skip
 GROUPS = (ModelArguments, TextArguments, SuiteArguments, RunArguments)
 FLAGS = tuple(f.name for group in GROUPS for f in fields(group))
 # Flags that a recipe of a training may contain.
@@ -221,6 +226,7 @@ def parse(argv: list[str], suites: dict[str, Suite]) -> Arguments:
         description="Evaluate a causal language model. Command-line flags override the recipe.",
         example="hope-hf eval --model_name_or_path runs/demo --suite perplexity,needle --output_dir runs/eval",
         link="docs/evaluation.md",
+        first=FIRST,
         allow_abbrev=False,
     )
     recipe = replaced(recipe, named_flags(parser, argv, FLAGS))

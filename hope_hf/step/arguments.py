@@ -19,7 +19,10 @@ class DataArguments(TextArguments):
     """Which text is read, and how it is cut into rows. Without a data set or file: the built-in corpus."""
 
     block_size: int | None = flag(
-        None, "Tokens per row (default: the model's longest input, at most 1,024).", least=2, most=LONGEST
+        None,
+        "Tokens per row (default: the model's longest input, at most 1,024; 256 for a small --train_file).",
+        least=2,
+        most=LONGEST,
     )
     document_boundary: Literal["reset", "carry"] = flag(
         "reset",
@@ -42,13 +45,22 @@ class OptimizationArguments:
     _argument_group_name = "optimization"
 
     max_train_steps: int | None = flag(None, "Optimizer steps in all; overrides --num_train_epochs.", **COUNT)
-    num_train_epochs: float = flag(1.0, "Passes over the training data, if --max_train_steps is not given.", above=0)
+    num_train_epochs: float = flag(
+        1.0,
+        "Passes over the training data, if --max_train_steps is not given (default: 1; more for a small --train_file).",
+        above=0,
+    )
     per_device_train_batch_size: int = flag(
-        8, "Rows per process and forward pass, in training and evaluation.", **ROWS
+        8,
+        "Rows per process and forward pass, in training and evaluation (default: 8; 4 for a small --train_file).",
+        **ROWS,
     )
     gradient_accumulation_steps: int = flag(1, "Forward passes per optimizer step.", least=1, most=10_000)
     learning_rate: float = flag(
-        3e-4, "Peak learning rate of the fastest level and of everything outside the levels.", above=0
+        3e-4,
+        "Peak learning rate of the fastest level and of everything outside the levels (default: 3e-4; up to 2e-3 for "
+        "a small --train_file).",
+        above=0,
     )
     # The schedules of transformers that need no setting besides the warm-up.
     lr_scheduler_type: Literal[

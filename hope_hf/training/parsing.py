@@ -16,6 +16,11 @@ from hope_hf.step.recompute import parse_recomputed
 
 from .watch.profile import parse_profiled
 
+# Flags of a first day.
+FIRST = (
+    "output_dir", "train_file", "dataset_name", "config_name", "model_name_or_path", "tokenizer_name", "block_size",
+    "per_device_train_batch_size", "learning_rate", "max_train_steps",
+)  # fmt: skip
 DEMO_RECIPE = shipped_files(RECIPES)["demo.yaml"]
 # The default of transformers.
 POLYNOMIAL_END = 1e-7
@@ -37,6 +42,7 @@ def parse(argv: list[str]) -> Arguments:
         "Several: accelerate launch --config_file accelerate_configs/ddp.yaml -m hope_hf train [recipe.yaml] [flags]",
         example="hope-hf train recipes/demo.yaml --output_dir runs/demo",
         link="docs/running.md",
+        first=FIRST,
         allow_abbrev=False,
     )
     recipe = replaced(recipe, named_flags(parser, argv, FLAGS))
