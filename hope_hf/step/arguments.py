@@ -47,7 +47,7 @@ class OptimizationArguments:
     max_train_steps: int | None = flag(None, "Optimizer steps in all; overrides --num_train_epochs.", **COUNT)
     num_train_epochs: float = flag(
         1.0,
-        "Passes over the training data, if --max_train_steps is not given (default: 1; more for a small --train_file).",
+        "Passes over the training data without --max_train_steps (default: 1; more for a small --train_file).",
         above=0,
     )
     per_device_train_batch_size: int = flag(
