@@ -3,6 +3,7 @@
 A training is read, its data are built and its model's config is made; tests/training/test_recipes.py trains.
 """
 
+import json
 import os
 import re
 import shlex
@@ -72,10 +73,14 @@ def folder(tmp_path, monkeypatch):
     page = (ROOT / "docs/data.md").read_text(encoding="utf-8")
     (tmp_path / "mix.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
     small = train_tokenizer(TEXTS[:9], 300)
-    for preset in ("mid", "target"):
-        # The first phase of the runs of two phases, and the run of the evaluation.
-        HopeConfig.from_preset(preset, vocab_size=300).save_pretrained(tmp_path / "runs" / preset)
-        save_tokenizer(small, tmp_path / "runs" / preset)
+    for preset, run_name in (("mid", "mid"), ("target", "target"), ("tiny", "demo")):
+        # The first phase of the runs of two phases, the run of the evaluation, and the model that learns to chat.
+        HopeConfig.from_preset(preset, vocab_size=300).save_pretrained(tmp_path / "runs" / run_name)
+        save_tokenizer(small, tmp_path / "runs" / run_name)
+    chats = [
+        [{"role": "user", "content": text[:9]}, {"role": "assistant", "content": text[9:]}] for text in TEXTS[:99]
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
 
     class OfTheHub:
         @staticmethod

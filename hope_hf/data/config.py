@@ -27,6 +27,8 @@ class DataConfig(TextArguments):
     """Tokens per row."""
     per_device_train_batch_size: int = 8
     """Rows per rank and batch, in training and in validation."""
+    assistant_only_loss: bool = False
+    """The text is chats, of which the assistant's turns are learned; see `hope_hf.data.chats`."""
     document_boundary: Literal["reset", "carry"] = "reset"
     seed: int = 42
     dataloader_num_workers: int = 0
@@ -39,6 +41,13 @@ class DataConfig(TextArguments):
             raise ValueError(f"{' and '.join(named)} name the training text: give only one of them.")
         if self.dataset_config_name and not self.dataset_name:
             raise ValueError("--dataset_config_name needs a --dataset_name: add it.")
+        if self.assistant_only_loss and not self.train_file and self.dataset_name in (None, "synthetic"):
+            raise ValueError("--assistant_only_loss reads chats: name them with --train_file or --dataset_name.")
+        if self.assistant_only_loss and not self.tokenizer_name:
+            raise ValueError(
+                "--assistant_only_loss teaches a model that knows the language: name it with --model_name_or_path, or "
+                "a --tokenizer_name for a new one."
+            )
         if self.document_boundary not in ("reset", "carry"):
             raise ValueError(f"--document_boundary is reset or carry, not '{self.document_boundary}'.")
         if self.block_size < 2:

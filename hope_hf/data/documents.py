@@ -7,6 +7,7 @@ import sysconfig
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -18,7 +19,7 @@ from hope_hf.cli.flags import is_hub_name, shown_names
 
 from .cache import DISK_ERRORS, cache_for, files_under, plain_name, writable_cache
 from .config import DataConfig
-from .files import find_files, is_saved, load_files, load_saved, read_stream, text_column
+from .files import chat_column, find_files, is_saved, load_files, load_saved, read_stream, text_column
 
 # Left out: test packages (mostly data and expected outputs), installed packages (site-packages), modules that some
 # distributions of Python split off or later versions dropped (the corpus should be nearly the same everywhere), tables
@@ -97,7 +98,7 @@ def open_sources(config: DataConfig) -> Sources:
         train, held, description = _from_hub(config)
     elif config.train_file:
         files = find_files(config.train_file, "--train_file")
-        train = load_files(files, "--train_file", config.streaming, config.text_column, config.on_bad_rows)
+        train = load_files(files, "--train_file", config.streaming, **_columns(config))
         named = shown_names(config.train_file)
         description = f"{named} ({len(files)} files)" if len(files) > 1 else named
     else:
@@ -106,13 +107,18 @@ def open_sources(config: DataConfig) -> Sources:
         train, description = builtin_corpus(), "built-in corpus"
     if config.validation_file:
         files = find_files(config.validation_file, "--validation_file", "validation")
-        held = load_files(files, "--validation_file", column=config.text_column, on_bad_rows=config.on_bad_rows)
+        held = load_files(files, "--validation_file", **_columns(config))
         description += f", validation {shown_names(config.validation_file)}"
     if isinstance(train, IterableDataset):
         train, held = _split_stream(train, held, config)
     elif held is None:
         train, held = split_training(train, config.validation_split_percentage, f"{_flag(config)} {description}")
     return Sources(_first(train, config.max_train_samples), _first(held, config.max_eval_samples), description)
+
+
+def _columns(config: DataConfig) -> dict:
+    """What `load_files` is told of the rows of files."""
+    return {"column": config.text_column, "on_bad_rows": config.on_bad_rows, "chats": config.assistant_only_loss}
 
 
 def training_source(config: DataConfig) -> str:
@@ -172,9 +178,9 @@ def _from_hub(config: DataConfig):
     splits = load_data_set(source, name, config.dataset_config_name, streaming=config.streaming)
     if "train" not in splits:
         raise ValueError(f"{source} has no split 'train' among {', '.join(splits)}: name its files with --train_file.")
-    column = config.text_column
-    held = text_column(splits["validation"], source, column) if "validation" in splits else None
-    return text_column(splits["train"], source, column), held, source.removeprefix("--dataset_name ")
+    texts = partial(chat_column if config.assistant_only_loss else text_column, column=config.text_column)
+    held = texts(splits["validation"], source) if "validation" in splits else None
+    return texts(splits["train"], source), held, source.removeprefix("--dataset_name ")
 
 
 def split_training(documents: Dataset, percentage: float, source: str) -> tuple[Dataset, Dataset]:

@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -28,9 +28,10 @@ from hope_hf.cli.flags import as_list
 from hope_hf.cli.process import warn_once
 
 from .cache import cached_texts
+from .chats import MESSAGES, chat_text
 from .compressed import CODECS, open_bytes, open_text, unpacked, unpacked_name
 from .csv_files import csv_columns, csv_texts
-from .json_files import BadRow, check_json, json_columns, json_texts
+from .json_files import BadRow, check_json, json_columns, json_texts, json_values
 from .vocabulary import END_OF_TEXT
 
 _KINDS = {
@@ -72,6 +73,19 @@ class Columns:
     """Columns of strings or, in JSON, of nulls only."""
     texts: list[str]
     """Columns of strings that are neither dates nor empty; a single one is the text, whatever its name."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How files are read: `flag` names them in errors, `column` is None for plain text.
+
+    skip: bad rows are nulls; otherwise the first one is an error. chats: the column holds lists of messages.
+    """
+
+    flag: str
+    column: str | None
+    skip: bool
+    chats: bool
 
 
 def find_files(names: str | list[str], flag: str, split: str = "train") -> list[str]:
@@ -118,27 +132,39 @@ def size_of_files(names: str | list[str], flag: str) -> int:
 
 
 def load_files(
-    paths: list[str], flag: str, streaming: bool = False, column: str | None = None, on_bad_rows: str = "error"
+    paths: list[str],
+    flag: str,
+    streaming: bool = False,
+    column: str | None = None,
+    on_bad_rows: str = "error",
+    chats: bool = False,
 ) -> Dataset | IterableDataset:
     """The documents of files, as the one column `text`. Raises ValueError naming the file.
 
     column: the column of the text (default: see `text_column`); .txt files have none.
     on_bad_rows: `error` raises for the first bad row, `skip` warns of their number; in a `Dataset` they are nulls.
+    chats: the column (default: `messages`) holds chats, which become texts by `chat_text`.
 
     Only the beginning of a stream is read here: read the rest with `read_stream`.
     """
     tables = [path for path in paths if kind_of(path) != "text"]
     if column is not None and not tables:
         raise ValueError(f"{flag} {paths[0]} has no columns, and text_column names one: leave it out.")
-    skip = on_bad_rows == "skip"
-    for path in tables:
-        # All other files must have the first file's column.
-        column = choose_column(_columns_of(path, flag, skip), f"{flag} {path}", column)
+    reading = Reading(flag, column, on_bad_rows == "skip", chats)
+    if chats:
+        reading = replace(reading, column=column or MESSAGES)
+        if others := [path for path in paths if kind_of(path) not in _OBJECTS]:
+            raise ValueError(f"{flag} {others[0]} has no lists of messages: give chats as .jsonl, .json or .parquet.")
+    else:
+        for path in tables:
+            # All other files must have the first file's column.
+            chosen = choose_column(_columns_of(path, flag, reading.skip), f"{flag} {path}", reading.column)
+            reading = replace(reading, column=chosen)
     if streaming:
-        options = {"paths": paths, "flag": flag, "column": column, "skip": skip}
+        options = {"paths": paths, "reading": reading}
         return IterableDataset.from_generator(_rows, Features({"text": Value("string")}), gen_kwargs=options)
-    texts = (texts for path in paths for texts in _read_texts(path, flag, column, skip))
-    found = cached_texts(paths, (column, "skip") if skip else column, texts)
+    texts = (texts for path in paths for texts in _read_texts(path, reading))
+    found = cached_texts(paths, (reading.column, reading.skip, chats), texts)
     _warn_of_bad_rows(flag, found.data.column("text").null_count, len(found))
     return found
 
@@ -176,6 +202,21 @@ def text_column(
     name = choose_column(Columns(names, strings, strings), source, column)
     dataset = dataset.select_columns([name])
     return dataset if name == "text" else dataset.rename_column(name, "text")
+
+
+def chat_column(
+    dataset: Dataset | IterableDataset, source: str, column: str | None = None
+) -> Dataset | IterableDataset:
+    """Only the column of chats (default: `messages`) of a data set, as the text column `text`; see `chat_text`."""
+    names = dataset.column_names or list(next(iter(dataset), {}))
+    column = column or MESSAGES
+    if column not in names:
+        raise ValueError(f"{source} has no column {column!r} of chats among {', '.join(sorted(names))}.")
+    return dataset.map(
+        lambda row: {"text": chat_text(row[column])},
+        remove_columns=names,
+        features=Features({"text": Value("string")}),
+    )
 
 
 def choose_column(columns: Columns, source: str, column: str | None = None) -> str:
@@ -342,19 +383,17 @@ def _is_string(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
 
-def _read_texts(path: str, flag: str, column: str | None, skip: bool) -> Iterator[pa.Array]:
-    """The texts of a file in their order, as arrays of strings. Raises UnreadableText if reading fails.
-
-    column: the column of the text; None for plain text. skip: bad rows are nulls; otherwise the first one is an error.
-    """
-    with _in_sentences(path, flag):
-        count = 0
-        for texts in _READERS[kind_of(path)](path, column, skip):
+def _read_texts(path: str, reading: Reading) -> Iterator[pa.Array]:
+    """The texts of a file in their order, as arrays of strings. Raises UnreadableText if reading fails."""
+    with _in_sentences(path, reading.flag):
+        count, read = 0, _chats if reading.chats else _READERS[kind_of(path)]
+        for texts in read(path, reading.column, reading.skip):
             # pyarrow's readers do not check that strings are UTF-8.
             texts.validate(full=True)
-            if texts.null_count and not skip:
+            if texts.null_count and not reading.skip:
                 first = texts.is_null().to_pylist().index(True)
-                raise BadRow(count + first + 1, f"has no text in the column {column!r}")
+                what = "chat with a turn of the assistant" if reading.chats else "text"
+                raise BadRow(count + first + 1, f"has no {what} in the column {reading.column!r}")
             count += len(texts)
             yield texts
 
@@ -400,28 +439,43 @@ def _parquet(file: pa.NativeFile) -> pyarrow.parquet.ParquetFile:
     return pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
 
 
-def _parquet_texts(path: str, column: str, _) -> Iterator[pa.Array]:
+def _parquet_column(path: str, column: str) -> Iterator[pa.Array]:
     with unpacked(path) as plain, pa.OSFile(plain) as file:
         for batch in _parquet(file).iter_batches(_ROWS, columns=[column]):
-            yield batch.column(0).cast(pa.string())
+            yield batch.column(0)
 
 
-def _arrow_texts(path: str, column: str, _) -> Iterator[pa.Array]:
+def _arrow_column(path: str, column: str) -> Iterator[pa.Array]:
     with unpacked(path) as plain, pa.memory_map(plain) as file:
         for batch in pa.ipc.open_stream(file):
-            yield batch.column(column).cast(pa.string())
+            yield batch.column(column)
 
 
-_READERS = {"text": _text, "json": json_texts, "csv": csv_texts, "parquet": _parquet_texts, "arrow": _arrow_texts}
+# By the kinds of files that may hold lists.
+_OBJECTS = {"json": json_values, "parquet": _parquet_column, "arrow": _arrow_column}
 
 
-def _rows(paths: list[str], flag: str, column: str | None, skip: bool) -> Iterator[dict[str, str]]:
+def _as_texts(path: str, column: str, _) -> Iterator[pa.Array]:
+    for values in _OBJECTS[kind_of(path)](path, column):
+        yield values.cast(pa.string())
+
+
+def _chats(path: str, column: str, _) -> Iterator[pa.Array]:
+    for values in _OBJECTS[kind_of(path)](path, column):
+        values = values.to_pylist() if isinstance(values, pa.Array) else values
+        yield pa.array(list(map(chat_text, values)), pa.string())
+
+
+_READERS = {"text": _text, "json": json_texts, "csv": csv_texts, "parquet": _as_texts, "arrow": _as_texts}
+
+
+def _rows(paths: list[str], reading: Reading) -> Iterator[dict[str, str]]:
     count = bad = 0
     for path in paths:
-        for texts in _read_texts(path, flag, column, skip):
+        for texts in _read_texts(path, reading):
             count, bad = count + len(texts), bad + texts.null_count
             yield from ({"text": text.as_py()} for text in texts if text.is_valid)
-    _warn_of_bad_rows(flag, bad, count)
+    _warn_of_bad_rows(reading.flag, bad, count)
 
 
 def _first_line(error: BaseException) -> str:

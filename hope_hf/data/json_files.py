@@ -72,10 +72,8 @@ def json_columns(path: str, skip: bool) -> tuple[list[str], list[str], list[str]
 def json_texts(path: str, column: str, skip: bool) -> Iterator[pa.Array]:
     """The strings of a column, as arrays; with `skip`, nulls stand for bad rows."""
     if skip:
-        rows = _rows_or_none(path)
-        while batch := list(islice(rows, _ROWS)):
-            texts = [row.get(column) if row else None for row in batch]
-            yield _strings([{column: text if isinstance(text, str) else None} for text in texts], column)
+        for values in json_values(path, column):
+            yield _strings([{column: text if isinstance(text, str) else None} for text in values], column)
         return
     rows, is_whole = _first_rows(path)
     if is_whole:
@@ -115,6 +113,13 @@ def _name_bad_row(path: str, column: str) -> None:
             if number > 1:
                 raise BadRow(number, "is not JSON" if row is None else f"has no text in the column {column!r}")
             return
+
+
+def json_values(path: str, column: str) -> Iterator[list]:
+    """The values of a column of any type, a list of rows at a time; None for bad rows."""
+    rows = _rows_or_none(path)
+    while batch := list(islice(rows, _ROWS)):
+        yield [row.get(column) if row else None for row in batch]
 
 
 def _rows_or_none(path: str) -> Iterator[dict | None]:

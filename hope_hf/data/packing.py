@@ -8,12 +8,13 @@ puts one before prompts, see `hope_hf.data.encoding`):
 
 A model whose memories restart at <eos> still learns both ends: a2 predicts <eos> from its own document, and <eos>
 predicts b0 from a fresh memory, as generation from an empty prompt and evaluation harnesses do. No target is masked.
+Chats (`hope_hf.data.chats`) are packed as their template writes them, and only the assistant's tokens are predicted.
 
 Blocks are consecutive runs of `block_size` tokens. A block that begins inside a document is read from a fresh memory
 (its positions start at 0), unless boundaries are carried.
 
-A batch: `input_ids` and `labels` int64 [B, T] (labels not shifted; -100 only in the padding of the last validation
-block), and with document_boundary "reset" `position_ids` int64 [B, T].
+A batch: `input_ids` and `labels` int64 [B, T] (labels not shifted; -100 in the padding of the last validation
+block, and for tokens that are not learned), and with document_boundary "reset" `position_ids` int64 [B, T].
 """
 
 import bisect
@@ -28,13 +29,12 @@ import torch
 from datasets import Dataset, Features, Value
 from datasets import List as ListFeature
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from hope_hf.cli.program import lines_of_datasets
 from hope_hf.cli.results import IGNORED
 
 from .cache import cache_errors
-from .encoding import make_encoder
+from .encoding import Encode
 
 _BAR = "Tokenizing"
 # Bytes of text that are tokenized together.
@@ -46,17 +46,18 @@ _COUNTED_TOGETHER = 1 << 20
 @dataclass
 class Block:
     tokens: Tensor
-    """Token ids, int64 [T]."""
+    """int64 [T]: token ids, and `~id` for a token that is read and not predicted."""
     starts: Tensor
     """int64 [n]: positions in the block where documents begin."""
 
 
-def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase, num_workers: int | None = None) -> "TokenStream":
+def tokenize(documents: Dataset, encode: Encode, num_workers: int | None = None) -> "TokenStream":
     """All documents as one stream of tokens.
+
+    encode: made by `make_encoder`, or another function from texts to token lists.
 
     Raises ValueError if one of the processes is killed or the cache cannot be written.
     """
-    encode = make_encoder(tokenizer)
     bytes_per_row = documents.data.nbytes / max(1, documents.data.num_rows)
     try:
         with cache_errors(), lines_of_datasets(_BAR):
@@ -138,11 +139,12 @@ class TokenStream(Stream):
         return state.hexdigest()
 
     def count(self, size: int) -> Tensor:
-        """How often each of `size` tokens occurs, int64 [size]."""
+        """How often each of `size` tokens occurs where it is predicted, int64 [size]."""
         found = np.zeros(size, np.int64)
         for part in self._parts:
             for start in range(0, len(part), _COUNTED_TOGETHER):
-                found += np.bincount(part[start : start + _COUNTED_TOGETHER], minlength=size)
+                tokens = part[start : start + _COUNTED_TOGETHER]
+                found += np.bincount(tokens[tokens >= 0], minlength=size)
         return torch.from_numpy(found)
 
     def _read_part(self, index: int, start: int, stop: int) -> np.ndarray:
@@ -216,8 +218,9 @@ def collate(blocks: list[Block], block_size: int, padding: int, restart: bool) -
     labels = torch.full((len(blocks), block_size), IGNORED)
     begins = torch.zeros(len(blocks), block_size, dtype=torch.bool)
     for row, block in enumerate(blocks):
-        input_ids[row, : len(block.tokens)] = block.tokens
-        labels[row, : len(block.tokens)] = block.tokens
+        predicted = block.tokens >= 0
+        input_ids[row, : len(block.tokens)] = torch.where(predicted, block.tokens, ~block.tokens)
+        labels[row, : len(block.tokens)] = torch.where(predicted, block.tokens, IGNORED)
         begins[row, block.starts] = True
     batch = {"input_ids": input_ids, "labels": labels}
     if restart:

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from hope_hf.cli.flags import shown_names
 from hope_hf.cli.process import warn_once
 
+from .chats import make_chat_encoder, set_chat_template
 from .config import DataConfig
 from .corpora import Documents, check_cache, held_out_documents, open_corpus, require_as_many, warn_of_excess
 from .documents import open_sources, training_source
@@ -55,7 +56,10 @@ def open_text(config: DataConfig) -> Opened:
     """A data set, files or the built-in corpus; tokenized here, or while training if it is a stream."""
     sources = open_sources(config)
     tokenizer = choose_tokenizer(config, sources.train)
-    held = tokenize(sources.validation, tokenizer, config.preprocessing_num_workers)
+    if config.assistant_only_loss:
+        set_chat_template(tokenizer)
+    encoder = make_chat_encoder(tokenizer) if config.assistant_only_loss else make_encoder(tokenizer)
+    held = tokenize(sources.validation, encoder, config.preprocessing_num_workers)
     if len(held) < 2:
         named, fix = training_source(config), "pass --validation_file"
         if config.validation_file:
@@ -66,10 +70,10 @@ def open_text(config: DataConfig) -> Opened:
         # Rows that carry their memories to the next batch read a text in its order.
         shuffle = Shuffle(1 if carry else config.shuffle_buffer_size, config.seed)
         options = {"shuffle": shuffle, "source": training_source(config)}
-        train = partial(StreamLoader, sources.train, make_encoder(tokenizer), **options)
+        train = partial(StreamLoader, sources.train, encoder, **options)
         tokens, identity, size, count = None, _stream_identity(config), "streamed", None
     else:
-        stream = tokenize(sources.train, tokenizer, config.preprocessing_num_workers)
+        stream = tokenize(sources.train, encoder, config.preprocessing_num_workers)
         _require_a_block(config, stream)
         blocks = TokenBlocks(stream, config.block_size)
         train = partial(BlockLoader, blocks, Shuffled(len(blocks), config.seed), positions=not carry)
@@ -176,7 +180,7 @@ def _stream_identity(config: DataConfig) -> str:
         "tokenizer_name"
     )
     named = sorted(((name, getattr(config, name)) for name in names.split()), key=str)
-    named += [config.text_column] if config.text_column else []
+    named += [value for value in (config.text_column, config.assistant_only_loss) if value]
     files = find_files(config.train_file, "--train_file") if config.train_file else []
     return repr((named, [(Path(file).name, Path(file).stat().st_size) for file in files]))
 
@@ -237,14 +241,14 @@ def _warn_of_repeats(parts: list[CorpusTokens], trains: list[TokenBlocks], order
 
 
 def _tokenized(documents: Documents, tokenizer: PreTrainedTokenizerBase, workers: int | None) -> CorpusTokens:
-    corpus = documents.corpus
-    train = tokenize(documents.train, tokenizer, workers)
+    corpus, encoder = documents.corpus, make_encoder(tokenizer)
+    train = tokenize(documents.train, encoder, workers)
     if corpus.max_tokens is not None:
         require_as_many(corpus, "max_tokens", len(train))
         # The document that reaches the limit is read whole.
         train = train.head(int((train.starts < corpus.max_tokens).sum()))
         warn_of_excess(corpus, len(train))
-    return CorpusTokens(corpus.name, train, tokenize(documents.validation, tokenizer, workers), corpus.weight)
+    return CorpusTokens(corpus.name, train, tokenize(documents.validation, encoder, workers), corpus.weight)
 
 
 def _sharded(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> CorpusTokens:

@@ -24,6 +24,9 @@ class DataArguments(TextArguments):
         least=2,
         most=LONGEST,
     )
+    assistant_only_loss: bool = flag(
+        False, "Read chats (a column messages) through the chat template, and learn the assistant's turns only."
+    )
     document_boundary: Literal["reset", "carry"] = flag(
         "reset",
         "reset: memories and attention start anew with every document. "

@@ -8,6 +8,7 @@ from four_corpora import sentence
 
 from hope_hf.data import DataConfig, build_data, corpora, documents, tokenizer, train_tokenizer
 from hope_hf.data.corpora import held_out_documents, open_corpus, warn_of_excess
+from hope_hf.data.encoding import make_encoder
 from hope_hf.data.mixture import Corpus
 from hope_hf.data.packing import tokenize
 from hope_hf.data.prepare import main
@@ -50,7 +51,7 @@ def of(documents) -> set[str]:
 
 def test_a_stream_is_read_no_further_than_its_tokens_and_once(words, read):
     first = open_corpus(web(max_tokens=20_000), 5, None, 42, words)
-    tokens = len(tokenize(first.train, words))
+    tokens = len(tokenize(first.train, make_encoder(words)))
     assert 20_000 <= tokens < 22_000 and len(read) < 500 and len(first.validation)
     assert first.dropped["blank"] > 10
     read.clear()
@@ -61,7 +62,7 @@ def test_a_stream_is_read_no_further_than_its_tokens_and_once(words, read):
 def test_a_sample_of_the_tokens_counts_the_rest(words, read, monkeypatch):
     monkeypatch.setattr(corpora, "_TOKENIZED", 10)
     found = open_corpus(web(max_tokens=100_000), 5, None, 42, words)
-    assert 100_000 <= len(tokenize(found.train, words)) < 105_000
+    assert 100_000 <= len(tokenize(found.train, make_encoder(words))) < 105_000
 
 
 def test_a_stream_is_read_no_further_than_its_documents(words, read):

@@ -27,7 +27,7 @@ def blocks_of(loader_blocks):
 
 def test_every_document_begins_with_eos_and_nothing_is_lost(tokenizer):
     texts = ["the cat", "", "  \n", "sat on\tthe mät 🐈", None, "x"]
-    stream = tokenize(Dataset.from_dict({"text": texts}), tokenizer)
+    stream = tokenize(Dataset.from_dict({"text": texts}), make_encoder(tokenizer))
     tokens = stream.read(0, len(stream))
     assert (tokens[stream.starts] == tokenizer.eos_token_id).all()
     assert (tokens == tokenizer.eos_token_id).sum() == len(stream.starts) == 3
@@ -63,7 +63,7 @@ def test_a_slice_of_stored_documents_gives_their_tokens_only():
 def test_a_selection_of_documents_is_respected():
     documents = Dataset.from_dict({"text": ["a" * 3, "b" * 4, "c" * 5]}).select([2, 0])
     tokenizer = train_tokenizer([], 258)
-    stream = tokenize(documents, tokenizer)
+    stream = tokenize(documents, make_encoder(tokenizer))
     assert tokenizer.decode(stream.read(0, len(stream)), skip_special_tokens=True) == "cccccaaa"
 
 
@@ -101,21 +101,20 @@ def test_random_blocks_depend_on_seed_and_index_only():
     assert all(0 <= token < 50 for row in rows for token in row)
 
 
-def test_a_killed_process_is_a_sentence(tokenizer, monkeypatch):
-    monkeypatch.setattr(packing, "make_encoder", lambda tokenizer: lambda texts: os._exit(137))
+def test_a_killed_process_is_a_sentence():
     with pytest.raises(ValueError, match="One of the 2 processes of --preprocessing_num_workers was killed, perhaps"):
-        tokenize(Dataset.from_dict({"text": ["a", "b"]}), tokenizer, 2)
+        tokenize(Dataset.from_dict({"text": ["a", "b"]}), lambda texts: os._exit(137), 2)
 
 
 def test_long_documents_are_read_a_few_at_a_time(monkeypatch):
     monkeypatch.setattr(packing, "_READ_TOGETHER", 4_000)
     read = []
 
-    def encoder(tokenizer):
-        return lambda texts: read.append(len(texts)) or [[0]] * len(texts)
+    def encode(texts):
+        read.append(len(texts))
+        return [[0]] * len(texts)
 
-    monkeypatch.setattr(packing, "make_encoder", encoder)
     for length, together in ((1_000, 3), (10_000, 1), (4, 50)):
         read.clear()
-        assert len(tokenize(Dataset.from_dict({"text": ["x" * length] * 50}), None)) == 50
+        assert len(tokenize(Dataset.from_dict({"text": ["x" * length] * 50}), encode)) == 50
         assert max(read) == together and sum(read) == 50

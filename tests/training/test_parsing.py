@@ -23,7 +23,7 @@ PROMISED = """
 model_name_or_path model_type config_name config_overrides tokenizer_name trust_remote_code attn_implementation
 dataset_mixture train_shards level_learning level_learning_period level_learning_order
 dataset_name dataset_config_name train_file validation_file validation_split_percentage max_train_samples
-text_column on_bad_rows
+text_column on_bad_rows assistant_only_loss
 max_eval_samples streaming shuffle_buffer_size preprocessing_num_workers block_size per_device_train_batch_size
 gradient_accumulation_steps learning_rate vector_learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon
 train_only max_grad_norm max_train_steps num_train_epochs lr_scheduler_type num_warmup_steps optimizer level_optimizers
@@ -87,7 +87,7 @@ def test_another_text_replaces_all_that_the_recipe_says_about_its_own(tmp_path, 
     ],
 )
 def test_files_are_one_name_or_several(tmp_path, recipe, words, files):
-    (tmp_path / "recipe.yaml").write_text(recipe or "seed: 1\n")
+    (tmp_path / "recipe.yaml").write_text(f"seed: 1\n{recipe}")
     args = parse([str(tmp_path / "recipe.yaml"), "--output_dir", "x", *words])
     assert (args.train_file, args.validation_file) == files
 

@@ -1,0 +1,100 @@
+"""Chats through the tokenizer's chat template to tokens, of which only the assistant's are learned.
+
+A chat is a list of messages, {"role": "user", "content": "..."}, as `datasets` and TRL have it in a column `messages`.
+Until it is encoded it is a text: its JSON.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from hope_hf.cli.process import one_line, warn_once
+
+from .encoding import Encode
+
+MESSAGES = "messages"
+ASSISTANT = "assistant"
+# What `transformers` looks for before it returns the mask of the assistant's tokens.
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] | capitalize }}: "
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
+)
+"""For a tokenizer without a chat template: a line `Role: content` for each message, the assistant's with EOS."""
+
+
+def chat_text(value: object) -> str | None:
+    """A chat as text; None if it is none, or no message is the assistant's."""
+    is_chat = isinstance(value, list) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in value
+    )
+    if not is_chat or not any(message["role"] == ASSISTANT for message in value):
+        return None
+    return json.dumps(value)
+
+
+def set_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give the tokenizer `PLAIN_TEMPLATE`, with a warning, if it has no chat template."""
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = PLAIN_TEMPLATE
+        warn_once(
+            "The tokenizer has no chat template: lines 'User: ...' and 'Assistant: ...' are used and saved with the "
+            "model. For another template put chat_template.jinja into the tokenizer's folder."
+        )
+
+
+def make_chat_encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
+    """A function from chats as text to token lists: `id` for the assistant's tokens, `~id` for all others.
+
+    The template puts tokens before and after a chat, nothing is added. The function raises ValueError if the template
+    fails, or does not show which tokens are the assistant's.
+    """
+    find = _marked if _MARKS.search(tokenizer.get_chat_template()) else _compared
+
+    def encode(texts: Sequence[str | None]) -> list[list[int]]:
+        chats = (json.loads(text) for text in texts if text)
+        return [
+            [token if learned else ~token for token, learned in zip(*find(tokenizer, chat), strict=True)]
+            for chat in chats
+        ]
+
+    return encode
+
+
+def _marked(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> tuple[list[int], list[int]]:
+    """Token ids, and for each whether it lies between the template's marks `generation`."""
+    filled = _filled(tokenizer, messages, return_assistant_tokens_mask=True)
+    return filled["input_ids"], filled["assistant_masks"]
+
+
+def _compared(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> tuple[list[int], list[bool]]:
+    """The same for a template without marks: what a turn of the assistant adds to the turns before it."""
+    whole = _filled(tokenizer, messages)["input_ids"]
+    learned = [False] * len(whole)
+    for index, message in enumerate(messages):
+        if message["role"] != ASSISTANT:
+            continue
+        before = _filled(tokenizer, messages[:index], add_generation_prompt=True)["input_ids"] if index else []
+        after = _filled(tokenizer, messages[: index + 1])["input_ids"]
+        if whole[: len(after)] != after or after[: len(before)] != before:
+            raise ValueError(
+                "--assistant_only_loss: the tokenizer's chat template writes a turn anew when others follow, and has "
+                "no marks {% generation %} around what the assistant says: add them to its chat_template.jinja."
+            )
+        learned[len(before) : len(after)] = [True] * (len(after) - len(before))
+    return whole, learned
+
+
+def _filled(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **options) -> dict:
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
+    # A template is a program of the model's author, and may raise anything.
+    except Exception as error:
+        shown = json.dumps(messages)[:80]
+        raise ValueError(
+            f"--assistant_only_loss: the tokenizer's chat template fails on the chat {shown}: {one_line(error)}"
+        ) from error
