@@ -5,18 +5,14 @@ one optimizer step or more; it finds the levels by their attributes `level` and 
 is an ordinary MLP, to whose weights a cache may add what the text so far has taught (`level_learning.py`).
 """
 
-from operator import itemgetter
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 
-from .layers import HopeRMSNorm, normalised
+from .layers import HopeRMSNorm
 from .level_learning import Taught
-from .memory_token import parameters_of
 
 
 class ContinuumLevel(nn.Module):
@@ -63,11 +59,6 @@ class ContinuumLevel(nn.Module):
         return outputs
 
 
-# what a level applies to a token, and the classes that do nothing but apply their parameters unless they have hooks
-_PARTS = itemgetter("norm", "gate_proj", "up_proj", "down_proj")
-_PLAIN_KINDS = frozenset({ContinuumLevel, HopeRMSNorm, nn.Linear})
-
-
 class LearnedRates(nn.Module):
     """Logarithms of factors of the rate at which the matrices of a level learn from a text; they start at 0."""
 
@@ -103,23 +94,8 @@ class ContinuumMemory(nn.Module):
         levels = range(len(config.level_periods))
         self.levels = nn.ModuleList([ContinuumLevel(config, level, block) for level in levels])
 
-    def forward(
-        self, hidden_states: torch.Tensor, deltas: dict[int, dict] | None = None, unhooked: bool = False
-    ) -> torch.Tensor:
-        """[B, T, hidden_size].
-
-        `unhooked`: whether this is one token per row, and no module within has hooks (`memory_token.without_hooks`).
-        """
-        levels = self._modules["levels"]._modules.values()
-        parts = [part for level in levels for part in _PARTS(level._modules)] if unhooked and not deltas else None
-        found = parts and parameters_of((*levels, *parts), _PLAIN_KINDS)
-        if found:
-            weights = iter(found[len(levels) :])
-            for level, norm, gate, up, down in zip(levels, weights, weights, weights, weights, strict=True):
-                normed = normalised(hidden_states, norm["weight"], level.norm.variance_epsilon)
-                hidden = level.act_fn.forward(F.linear(normed, **gate)) * F.linear(normed, **up)
-                hidden_states = hidden_states + F.linear(hidden, **down)
-            return hidden_states
+    def forward(self, hidden_states: torch.Tensor, deltas: dict[int, dict] | None = None) -> torch.Tensor:
+        """[B, T, hidden_size]."""
         for level in self.levels:
             hidden_states = hidden_states + level(hidden_states, deltas and deltas.get(level.level))
         return hidden_states
@@ -134,9 +110,7 @@ class IndependentContinuum(ContinuumMemory):
         super().__init__(config, block)
         self.mix = LevelMix(len(self.levels))
 
-    def forward(
-        self, hidden_states: torch.Tensor, deltas: dict[int, dict] | None = None, unhooked: bool = False
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, deltas: dict[int, dict] | None = None) -> torch.Tensor:
         """[B, T, hidden_size]."""
         outputs = [level(hidden_states, deltas and deltas.get(level.level)) for level in self.levels]
         return hidden_states + self.mix(outputs)

@@ -7,8 +7,6 @@ Axes: b row, C slot of a span, X channel, K kernel size.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -193,35 +191,12 @@ class HopeRMSNorm(nn.Module):
         """`x` normalised, or what `kernel(x, weight, epsilon)` makes of it."""
         if kernel is not None:
             return kernel(x, self.weight, self.variance_epsilon)
-        if is_one_token(x):
-            return normalised(x, self.weight, self.variance_epsilon)
         return gated_norm(x, self.weight, self.variance_epsilon, kernels=self.kernels)
 
 
 def is_one_token(x: torch.Tensor) -> bool:
     """Whether inputs [B, T, X] are one token per row, no gradients are wanted, and nothing is compiled."""
     return x.shape[-2] == 1 and x.ndim == 3 and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-
-
-def normalised(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`HopeRMSNorm` of one token per row [B, 1, X], in the fewest operators."""
-    is_full = x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(x.device.type)
-    # fake tensors and the like must not be kept
-    if not is_full or type(x) is not torch.Tensor:
-        return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps)
-    squares = torch.baddbmm(_constant(eps, x.dtype, x.device), x, x.mT, alpha=1 / x.shape[-1])
-    return squares.rsqrt_().mul(x).mul_(weight)
-
-
-@lru_cache
-def _constant(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A number as a tensor, which an operator takes in half the time."""
-    return torch.tensor(value, dtype=dtype, device=device)
-
-
-def full_precision(device_type: str) -> AbstractContextManager:
-    """Autocast switched off."""
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 class LearnedFactors(nn.Module):

@@ -126,6 +126,14 @@ class HopeHead(nn.Linear):
                 return summed_cross_entropy(super().forward(hidden_states), labels)
         return linear_cross_entropy(hidden_states.flatten(0, -2), self.weight, labels.flatten())
 
+    def mean_loss(self, hidden_states, labels, num_items_in_batch=None, shift_labels=None, **_) -> torch.Tensor:
+        """The result of transformers' `loss_function`, computed without the logits of all tokens."""
+        labels = (next_labels(labels) if shift_labels is None else shift_labels).to(hidden_states.device)
+        count = (labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+        if isinstance(count, torch.Tensor):
+            count = count.to(hidden_states.device)
+        return self(hidden_states, labels) / count
+
 
 def next_labels(labels: torch.Tensor) -> torch.Tensor:
     """The label of each position's next token [B, T], from labels that are the tokens themselves."""

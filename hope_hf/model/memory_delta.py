@@ -25,7 +25,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from .chunks import ChunkSpan
 from .layers import tail_after
-from .memory_scan import ScanState, Tokens, close_span, decay_matrix, restart, unit
+from .memory_scan import ScanState, Tokens, close_span, decay_matrix, restart
 
 
 class TokenGates(NamedTuple):
@@ -164,8 +164,18 @@ class DeltaMemories(NamedTuple):
         return (self.initial + state[0][..., -self.initial.shape[-1] :],)
 
 
+def over_norm(x: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+    """`x / sqrt(|x|^2 + least^2)` along the last axis, in the fewest operators."""
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(least)
+
+
 def step_token(
-    raw: torch.Tensor, gates: TokenGates, memories: DeltaMemories, state: ScanState, span: ChunkSpan
+    raw: torch.Tensor,
+    gates: TokenGates,
+    memories: DeltaMemories,
+    state: ScanState,
+    span: ChunkSpan,
+    least: torch.Tensor,
 ) -> tuple[torch.Tensor, ScanState]:
     """`memory_scan.scan_span` for a span of one token, without gradients: reads [b, 1, D], and the state after it.
 
@@ -175,6 +185,7 @@ def step_token(
         memories: the layer's memories.
         state: before the token; tensors are [b, ...].
         span: the token's slot.
+        least: square root of `NORM_EPSILON`.
     """
     if span.keeps is not None:
         state = restart(memories, state, span)
@@ -189,7 +200,7 @@ def step_token(
         # the token itself always belongs to its document
         seen = torch.cat([tail * span.inside.squeeze(-1).transpose(0, 1), raw], dim=1)
     qkv = F.silu((seen * memories.conv_weights.squeeze(2).transpose(0, 1)).sum(1)).view(rows, 3, width)
-    units = unit(qkv)
+    units = over_norm(qkv, least)
     key, value, query = units.chunk(3, dim=1)
     value = qkv[:, 1:2] if gates.value_norm is None else value * gates.value_norm
     decayed = current * gates.retention

@@ -24,7 +24,7 @@ from .backends import Kernel, asked_kernels, choose, operand_dtype, runs_plain, 
 from .chunks import ChunkPlan, TokenPlan, plan_chunks
 from .kernels_fla import is_expected, mix, scan_obstacle
 from .kernels_fla import kept_bytes as kept_bytes_of_kernels
-from .layers import HopeRMSNorm, LearnedFactors, Mixer, ShortConvolution, gated_norm, is_one_token
+from .layers import HopeRMSNorm, LearnedFactors, Mixer, ShortConvolution, gated_norm
 from .memory_compiled import described, register_scan, scan_tokens
 from .memory_delta import DeltaMemories
 from .memory_fast import scan_fused
@@ -41,7 +41,6 @@ from .memory_scan import (
     unit,
     written_values,
 )
-from .memory_token import forget, read_token
 from .memory_triton import obstacle as obstacle_to_triton
 from .memory_triton import scan_triton
 
@@ -163,8 +162,6 @@ class SelfModifyingTitans(Mixer, nn.Module):
     level_parameters = 2
     input_readers = 5
     metrics = "memory"
-    # modules that do nothing but apply their parameters, unless they have hooks
-    plain_kinds = frozenset({nn.Linear, HopeRMSNorm, ShortConvolution, InitialMemory, LearnedFactors, MemoryGates})
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__()
@@ -208,7 +205,6 @@ class SelfModifyingTitans(Mixer, nn.Module):
         *,
         plan: ChunkPlan,
         need_state: bool = False,
-        unhooked: bool = False,
         **_,
     ) -> tuple[torch.Tensor, ScanState | None]:
         """Write a call's tokens into the memories, and read at every token.
@@ -218,16 +214,11 @@ class SelfModifyingTitans(Mixer, nn.Module):
             state: state after the previous call, or `None` at a text's start; tensors are [B, H, ...].
             plan: the slots and chunks of the call's tokens.
             need_state: whether to return the state after the last token.
-            unhooked: whether no module in the mixer has hooks (`memory_token.without_hooks`).
 
         Returns:
             The mixer's output [B, T, hidden_size], and the new state.
         """
         run = self.choose_scan(hidden_states)
-        if state is not None and run not in (scan_plain, mix) and is_one_token(hidden_states):
-            output, state = read_token(self, hidden_states, state, plan, unhooked)
-            return output, state if need_state else None
-        forget(self)
         batch_size, heads = len(hidden_states), self.config.num_memory_heads
         if run is mix:
             return mix(self, hidden_states, state, plan, need_state)

@@ -1,15 +1,17 @@
-"""The mixer of memories for one more token per row, without gradients: the same in few operators.
+"""One more token per row of a text, without gradients: what a block computes, in few operators.
 
 On a CPU such a token costs what calling operators and modules costs. So keys, values and queries of all heads go
 through an operator together, weights are applied without calling their modules, and what is made of parameters alone
-is kept between tokens. Modules that do more than apply their weights are called.
+is kept between tokens. Linear maps that do more than apply their weights (adapters, quantised or sharded weights,
+hooks) are called; where another module does more, the mixer or the levels are called as a whole.
 
-Axes: B row, H head, b rows times heads, K kernel size of the convolution, D head width.
+Axes: B row, X hidden size, H head, b rows times heads, K kernel size of the convolution, D head width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from itertools import chain
-from operator import attrgetter, itemgetter, methodcaller
+from operator import attrgetter
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -17,58 +19,73 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as modules
-from torch.utils.hooks import RemovableHandle
 
 from .chunks import ChunkPlan
-from .layers import full_precision, is_one_token, normalised
-from .memory_delta import DeltaMemories, TokenGates, step_token
-from .memory_scan import ScanState
+from .continuum import ContinuumLevel, ContinuumMemory
+from .kernels_fla import mix
+from .layers import HopeRMSNorm, LearnedFactors, ShortConvolution, is_one_token
+from .memory_delta import DeltaMemories, TokenGates, over_norm, step_token
+from .memory_mixer import InitialMemory, MemoryGates, SelfModifyingTitans
+from .memory_scan import NORM_EPSILON, ScanState, scan_plain
 
-_HAS_FORWARD = methodcaller("__contains__", "forward")
-_VERSION, _ADDRESS = attrgetter("_version"), torch.Tensor.data_ptr
-_PARAMETERS = frozenset({nn.Parameter, type(None)})
-_PARTS = itemgetter(
-    "k_proj", "v_proj", "q_proj", "g_proj", "o_proj", "o_norm", "gates", "k_conv1d", "v_conv1d", "q_conv1d",
-    "initial_memory", "value_share",
-)  # fmt: skip
-# For the blocks of each model without hooks, the number of hooks that the process had then registered.
-_WITHOUT_HOOKS: WeakKeyDictionary[nn.ModuleList, int] = WeakKeyDictionary()
-
-
-def without_hooks(blocks: nn.ModuleList, hidden_states: torch.Tensor) -> bool:
-    """Whether a call of inputs [B, T, hidden_size] is one token per row, and no module within the blocks has hooks."""
-    if torch.compiler.is_compiling():
-        return False
-    if not is_one_token(hidden_states):
-        _WITHOUT_HOOKS.pop(blocks, None)
-        return False
-    if modules._global_forward_hooks or modules._global_forward_pre_hooks:
-        return False
-    # Modules are looked at once a text, since that takes as long as dozens of operators. A hook gets the next number.
-    if _WITHOUT_HOOKS.get(blocks) == RemovableHandle.next_id:
-        return True
-    parts = (part for block in blocks for part in block.modules() if part is not block)
-    if any(part._forward_hooks or part._forward_pre_hooks for part in parts):
-        return False
-    _WITHOUT_HOOKS[blocks] = RemovableHandle.next_id
-    return True
+_VERSION = attrgetter("_version")
+_OWNED, _HOOKS = ("_modules", "_parameters"), ("_forward_hooks", "_forward_pre_hooks")
+# Classes that do nothing but apply their parameters, or call modules that are looked at themselves.
+_PLAIN = frozenset({
+    nn.Linear, HopeRMSNorm, LearnedFactors, ShortConvolution, InitialMemory, MemoryGates, SelfModifyingTitans,
+    ContinuumMemory, ContinuumLevel,
+})  # fmt: skip
 
 
-def parameters_of(parts: Sequence[nn.Module], kinds: frozenset[type]) -> list[dict[str, nn.Parameter]] | None:
-    """The parameters of each module by name; `None` unless modules without hooks do nothing but apply these.
+def _is_plain(part: nn.Module) -> bool:
+    """Whether a module does nothing but apply its parameters.
 
     Another class or `forward` (adapters, quantised maps, offloading) does more, and parameters of another type
     (shards, quantised weights) or none (parametrizations) are not weights to multiply with.
     """
-    if not kinds.issuperset(map(type, parts)) or any(map(_HAS_FORWARD, map(vars, parts))):
-        return None
-    found = [part._parameters for part in parts]
-    return found if _PARAMETERS.issuperset(map(type, chain.from_iterable(map(dict.values, found)))) else None
+    held = vars(part)
+    return (
+        type(part) in _PLAIN
+        and not ({"forward", "_compiled_call_impl"} & held.keys() or part._forward_hooks or part._forward_pre_hooks)
+        and {nn.Parameter, type(None)}.issuperset(map(type, held["_parameters"].values()))
+    )
 
 
-class _Made(NamedTuple):
-    """What is made of a layer's parameters, for one row; tensors are those of the states' dtype."""
+def _map_of(linear: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The linear map of [B, ...]."""
+    if not _is_plain(linear):
+        # called as in a text
+        return lambda x: linear(x.unsqueeze(1)).squeeze(1)
+    return partial(F.linear, weight=linear.weight, bias=linear.bias)
 
+
+def _residual_of(linear: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The sum of a residual stream [B, X] and the linear map of [B, ...]."""
+    if not _is_plain(linear) or linear.bias is not None:
+        mapped = _map_of(linear)
+        return lambda residual, x: residual + mapped(x)
+    weight = linear.weight
+    return lambda residual, x: torch.addmm(residual, x, weight.t())
+
+
+def _norm_of(norm: HopeRMSNorm, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The norm over the last axis, of tensors of that dtype."""
+    weight, epsilon = norm.weight.detach().to(dtype), norm.variance_epsilon
+    if dtype not in (torch.float32, torch.float64):
+        return lambda x: F.rms_norm(x, x.shape[-1:], weight, epsilon)
+    width = len(weight)
+    weight, least = width**0.5 * weight, weight.new_tensor((width * epsilon) ** 0.5)
+    return lambda x: over_norm(x, least).mul_(weight)
+
+
+class _Memory(NamedTuple):
+    """A mixer of memories under the delta rule, for one row; tensors are those of the states' dtype."""
+
+    # before the mixer, and of the reads
+    norms: tuple[Callable, Callable]
+    # of the gates' logits, keys, values, queries, and the gate of the reads
+    maps: tuple[Callable, ...]
+    residual: Callable
     memories: DeltaMemories
     # eta and the norm of values are `scale sigmoid(sign logits + bias)`, alpha is that to the power of `power`, since
     # exp(-softplus(x)) = sigmoid(-x); for the gates of all heads side by side, `power` [H, 1, 1]
@@ -76,117 +93,187 @@ class _Made(NamedTuple):
     bias: torch.Tensor
     scale: torch.Tensor
     power: torch.Tensor
+    # square root of `NORM_EPSILON`
+    least: torch.Tensor
 
-    def of_rows(self, rows: int) -> "_Made":
-        """The same for several rows; the gates' logits have an axis for these."""
+    @classmethod
+    def of(cls, block: nn.Module, low: torch.dtype) -> "_Memory | None":
+        """The mixer of a block and the norm before it, if only linear maps do more; `low` is the inputs' dtype."""
+        norm, mixer = block.input_layernorm, block.mixer
+        if type(mixer) is not SelfModifyingTitans or mixer.rule is not DeltaMemories:
+            return None
+        gates, convolutions = mixer.gates, (mixer.k_conv1d, mixer.v_conv1d, mixer.q_conv1d)
+        parts = norm, mixer, mixer.o_norm, gates, *convolutions, mixer.initial_memory, mixer.value_share
+        if not all(map(_is_plain, parts)):
+            return None
+        dtype = torch.promote_types(low, torch.float32)
+        (initial,) = mixer.initial_memory(dtype)
+        heads, width, _ = initial.shape
+        # [3 H D, 1, K] to [H, K, 3 D], and views of that
+        taps = torch.cat([part.weight.to(dtype) for part in convolutions]).view(3, heads, width, -1)
+        taps = taps.permute(1, 3, 0, 2).reshape(heads, -1, 3 * width).transpose(0, 1).unsqueeze(2)
+        share = mixer.value_share(dtype).view(heads, 1, 1)
+        one, most = initial.new_ones(heads), float(mixer.config.memory_learning_rate_max)
+        rows = [(gates.learning_rate_bias, one, most * one), (gates.dt_bias, -one, one)]
+        if gates.value_bias is not None:
+            rows.append((gates.value_bias, one, 2 * one))
+        bias, sign, scale = (torch.cat([part.to(dtype) for part in parts]) for parts in zip(*rows, strict=True))
+        return cls(
+            (_norm_of(norm, low), _norm_of(mixer.o_norm, dtype)),
+            tuple(map(_map_of, (gates.gate_proj, mixer.k_proj, mixer.v_proj, mixer.q_proj, mixer.g_proj))),
+            _residual_of(mixer.o_proj),
+            DeltaMemories(taps, mixer.projected, initial, share, mixer.rate_factors),
+            sign,
+            sign * bias,
+            scale,
+            gates.A_log.to(dtype).exp().view(heads, 1, 1),
+            initial.new_tensor(NORM_EPSILON**0.5),
+        )
+
+    def of_rows(self, rows: int) -> "_Memory":
+        """The same for several rows."""
         weights, projected, initial, share, *other = self.memories
         initial, share, power = (part.repeat(rows, 1, 1) for part in (initial, share, self.power))
         weights = weights.repeat(1, rows, 1, 1)
         return self._replace(memories=DeltaMemories(weights, projected, initial, share, *other), power=power)
 
+    def read(self, hidden_states: torch.Tensor, state: ScanState, plan: ChunkPlan) -> tuple[torch.Tensor, ScanState]:
+        """Hidden states [B, 1, X] after the mixer, and its state.
 
-class _Kept(NamedTuple):
-    """An entry of `_KEPT`."""
-
-    # dtype of the states, the largest learning rate, and the parameters' versions and addresses
-    key: tuple
-    made: _Made
-    # hold the memory at the addresses, so that no other parameter gets one of them
-    sources: list[torch.Tensor]
-
-
-# Of each layer until it reads more than a token: writes to a parameter's `.data` change neither version nor address.
-# No part of modules, which are copied and saved.
-_KEPT: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
-
-
-def forget(mixer: nn.Module) -> None:
-    """Drop what is kept between the tokens of a layer."""
-    if not torch.compiler.is_compiling():
-        _KEPT.pop(mixer, None)
-
-
-def _made_of(mixer: nn.Module, dtype: torch.dtype, parts: Sequence[dict[str, nn.Parameter]]) -> _Made:
-    """What is made of gates, convolutions, initial memory and value share; made again if a parameter changed."""
-    gates, *others = parts
-    parameters = *(part["weight"] for part in others), *gates.values()
-    most = float(mixer.config.memory_learning_rate_max)
-    # an inference tensor has no version
-    key = None
-    if not any(map(torch.Tensor.is_inference, parameters)):
-        key = dtype, most, *map(_VERSION, parameters), *map(_ADDRESS, parameters)
-        kept = _KEPT.get(mixer)
-        if kept is not None and kept.key == key:
-            return kept.made
-    sources = [part.detach() for part in parameters]
-    heads, width, _ = sources[3].shape
-    # [3 H D, 1, K] to [H, K, 3 D], and views of that
-    taps = torch.cat([part.to(dtype) for part in sources[:3]]).view(3, heads, width, -1).permute(1, 3, 0, 2)
-    taps = taps.reshape(heads, -1, 3 * width).transpose(0, 1).unsqueeze(2)
-    initial, share = sources[3].to(dtype), sources[4].to(dtype).view(heads, 1, 1)
-    memories = DeltaMemories(taps, mixer.projected, initial, share, mixer.rate_factors)
-    one, has_norm = initial.new_ones(heads), gates.get("value_bias") is not None
-    biases = [gates[name].detach().to(dtype) for name in ("learning_rate_bias", "dt_bias")]
-    signs, scales = [one, -one], [most * one, one]
-    if has_norm:
-        biases, signs, scales = [*biases, gates["value_bias"].detach().to(dtype)], [*signs, one], [*scales, 2 * one]
-    sign, bias, scale = map(torch.cat, (signs, biases, scales))
-    made = _Made(memories, sign, sign * bias, scale, gates["A_log"].detach().to(dtype).exp().view(heads, 1, 1))
-    if key is not None:
-        _KEPT[mixer] = _Kept(key, made, sources)
-    return made
-
-
-def read_token(
-    mixer: nn.Module, hidden_states: torch.Tensor, state: ScanState, plan: ChunkPlan, unhooked: bool
-) -> tuple[torch.Tensor, ScanState]:
-    """`SelfModifyingTitans.forward` for one token per row under the delta rule, without gradients.
-
-    Args:
-        mixer: the `SelfModifyingTitans`.
-        hidden_states: [B, 1, hidden_size].
-        state: after the previous call; tensors are [B, H, ...].
-        plan: the token's slot.
-        unhooked: whether no module in the mixer has hooks.
-    """
-    (current,), chunk_start, tail = state
-    rows, heads, _, width = tail.shape
-    batch, dtype = rows * heads, tail.dtype
-    shape = batch, 1, width // 3
-    parts = _PARTS(mixer._modules)
-    maps, gate_proj = parts[:4], parts[6]._modules["gate_proj"]
-    found = parameters_of((gate_proj, *parts), mixer.plain_kinds) if unhooked else None
-    if found is None:
-        *streams, gate = (part(hidden_states) for part in maps)
-    else:
-        logits, *streams, gate = (F.linear(hidden_states, part["weight"]) for part in found[:5])
-    raw = torch.cat([stream.reshape(shape) for stream in streams], dim=-1)
-    raw = raw if raw.dtype == dtype else raw.to(dtype)
-    with full_precision(hidden_states.device.type):
-        if found is not None:
-            made = _made_of(mixer, dtype, found[7:])
-            made = made if rows == 1 else made.of_rows(rows)
-            memories = made.memories
-            sigmoids = torch.addcmul(made.bias, logits.to(dtype), made.sign).sigmoid_().mul_(made.scale)
-            if rows > 1:
-                sigmoids = sigmoids.view(rows, -1, heads).transpose(0, 1)
-            rate, retention, *norm = sigmoids.reshape(-1, batch, 1, 1).unbind(0)
-            retention = retention.pow(made.power)
-        else:
-            memories = mixer.memories(rows, dtype)
-            gates = [part.reshape(batch, 1, 1) for part in mixer.gates(hidden_states) if part is not None]
-            rate, retention, *norm = gates
-            retention = retention.exp()
+        Args:
+            hidden_states: before it, [B, 1, X].
+            state: after the previous call; tensors are [B, H, ...].
+            plan: the token's slot.
+        """
+        (current,), chunk_start, tail = state
+        rows, heads, _, width = tail.shape
+        batch, dtype = rows * heads, tail.dtype
+        made = self if rows == 1 else self.of_rows(rows)
+        hidden_states = hidden_states.squeeze(1)
+        normed = self.norms[0](hidden_states)
+        logits, *streams, gate = [apply(normed) for apply in self.maps]
+        shape = batch, 1, width // 3
+        raw = torch.cat([stream.reshape(shape) for stream in streams], dim=-1)
+        raw = raw if raw.dtype == dtype else raw.to(dtype)
+        sigmoids = torch.addcmul(self.bias, logits.to(dtype), self.sign).sigmoid_().mul_(self.scale)
+        if rows > 1:
+            sigmoids = sigmoids.view(rows, -1, heads).transpose(0, 1)
+        rate, retention, *norm = sigmoids.reshape(-1, batch, 1, 1).unbind(0)
+        retention = retention.pow(made.power)
         if plan.valid is not None:
             valid = plan.valid.expand(rows, heads).reshape(batch, 1, 1)
             rate, retention = torch.where(valid, rate, 0.0), torch.where(valid, retention, 1.0)
         gates = TokenGates(rate, retention, norm[0] if norm else None)
         chunk_start = tuple(part.flatten(0, 1) for part in chunk_start)
         state = ScanState((current.flatten(0, 1),), chunk_start, tail.flatten(0, 1))
-        reads, after = step_token(raw, gates, memories, state, plan.spans[0])
-        o_proj, o_norm = parts[4:6]
-        normed = o_norm(reads) if found is None else normalised(reads, found[6]["weight"], o_norm.variance_epsilon)
-    gated = normed.view(rows, 1, -1).to(gate.dtype) * F.silu(gate)
-    output = o_proj(gated) if found is None else F.linear(gated, found[5]["weight"])
-    current, chunk_start = ([part.view(rows, heads, *part.shape[1:]) for part in parts] for parts in after[:2])
-    return output, ScanState(tuple(current), tuple(chunk_start), after.conv_tail.view(tail.shape))
+        reads, after = step_token(raw, gates, made.memories, state, plan.spans[0], self.least)
+        gated = self.norms[1](reads).view(rows, -1).to(gate.dtype) * F.silu(gate)
+        current, chunk_start = ([part.view(rows, heads, *part.shape[1:]) for part in parts] for parts in after[:2])
+        after = ScanState(tuple(current), tuple(chunk_start), after.conv_tail.view(tail.shape))
+        return self.residual(hidden_states, gated).unsqueeze(1), after
+
+
+class _Levels(NamedTuple):
+    """The levels of a block in a chain."""
+
+    # norm, gate, up, activation, and down with the residual connection, of each level
+    chain: list[tuple[Callable, ...]]
+
+    @classmethod
+    def of(cls, continuum: nn.Module, dtype: torch.dtype) -> "_Levels | None":
+        """The levels, if all but linear maps and activations are plain."""
+        if type(continuum) is not ContinuumMemory:
+            return None
+        levels = list(continuum.levels)
+        if not all(map(_is_plain, (continuum, *levels, *(level.norm for level in levels)))):
+            return None
+        return cls(
+            [
+                (
+                    _norm_of(level.norm, dtype),
+                    _map_of(level.gate_proj),
+                    _map_of(level.up_proj),
+                    level.act_fn,
+                    _residual_of(level.down_proj),
+                )
+                for level in levels
+            ]
+        )
+
+    def read(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Hidden states [B, 1, X] after the levels."""
+        hidden_states = hidden_states.squeeze(1)
+        for norm, gate, up, activation, residual in self.chain:
+            normed = norm(hidden_states)
+            hidden_states = residual(hidden_states, activation(gate(normed)) * up(normed))
+        return hidden_states.unsqueeze(1)
+
+
+class _Kept:
+    """What a block computes a token with; `None` for a part whose modules have to be called.
+
+    `about`: dtype of the inputs, and the largest learning rate.
+    """
+
+    def __init__(self, block: nn.Module, about: tuple[torch.dtype, float | None]):
+        found = list(block.modules())
+        self.attributes = [*map(vars, found)]
+        self.children, self.parameters = ([held[name] for held in self.attributes] for name in _OWNED)
+        self.hooks = [held[name] for held in self.attributes for name in _HOOKS]
+        # The weights of linear maps are read at every token.
+        made = (part for module in found if not isinstance(module, nn.Linear) for part in module.parameters(False))
+        # an inference tensor has no version
+        self.made = [part for part in made if type(part) is nn.Parameter and not part.is_inference()]
+        # hold the memory at the addresses, so that no other parameter gets one of them
+        self.sources = [part.detach() for part in self.made]
+        self.seen = self.look(about)
+        self.memory, self.levels = _Memory.of(block, about[0]), _Levels.of(block.continuum, about[0])
+
+    def look(self, about: tuple) -> tuple:
+        """What stays the same while no module, parameter, hook or `forward` of a module is changed."""
+        return (
+            about,
+            [*chain.from_iterable(map(dict.values, self.children))],
+            [*map(id, chain.from_iterable(map(dict.values, self.parameters)))],
+            [*map(_VERSION, self.made)],
+            [*map(torch.Tensor.data_ptr, self.made)],
+            [*filter(None, self.hooks)],
+            [*map(len, self.attributes)],
+        )
+
+
+# Of each block until it reads more than a token: writes to a parameter's `.data` change neither version nor address.
+# No part of modules, which are copied and saved.
+_KEPT: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
+
+
+def token_of(
+    block: nn.Module, hidden_states: torch.Tensor, state: tuple | None
+) -> tuple[_Memory | None, _Levels | None]:
+    """What a `HopeBlock` reads inputs [B, T, X] with, if they are one token per row, without gradients.
+
+    `None` for the mixer or the levels means that their modules have to be called.
+    """
+    if torch.compiler.is_compiling():
+        return None, None
+    if not is_one_token(hidden_states):
+        _KEPT.pop(block, None)
+        return None, None
+    # fake tensors and the like must not be kept, and autocast gives sums another dtype
+    if (
+        modules._global_forward_hooks
+        or modules._global_forward_pre_hooks
+        or type(hidden_states) is not torch.Tensor
+        or torch.is_autocast_enabled(hidden_states.device.type)
+    ):
+        return None, None
+    mixer = block.mixer
+    has_memory = type(mixer) is SelfModifyingTitans
+    about = hidden_states.dtype, mixer.config.memory_learning_rate_max if has_memory else None
+    kept = _KEPT.get(block)
+    if kept is None or kept.seen != kept.look(about):
+        kept = _KEPT[block] = _Kept(block, about)
+    memory = kept.memory
+    if memory is not None and (state is None or mixer.choose_scan(hidden_states) in (scan_plain, mix)):
+        memory = None
+    return memory, kept.levels

@@ -39,8 +39,8 @@ from .inputs import (
 )
 from .layers import HopeRMSNorm
 from .level_reading import LearnsFromText
-from .loss import IGNORED, HopeHead, next_labels
-from .memory_token import without_hooks
+from .loss import HopeHead
+from .memory_token import token_of
 from .mixers import MIXERS
 from .window_attention import plan_window, window_positions
 
@@ -78,11 +78,16 @@ class HopeBlock(GradientCheckpointingLayer):
             hidden_states: [B, T, hidden_size].
             state: the mixer's state.
             deltas: what the text so far has taught this block's levels (`level_learning.LevelState.by_block`).
-            context: what `Mixer.needs` names, and `unhooked`, see `memory_token.without_hooks`.
+            context: what `Mixer.needs` names.
         """
-        # attention also returns its weights, which transformers records
-        mixed, state, *_ = self.mixer(self.input_layernorm(hidden_states), state, **context)
-        return self.continuum(hidden_states + mixed, deltas, context.get("unhooked", False)), state
+        memory, levels = token_of(self, hidden_states, state)
+        if memory is not None:
+            hidden_states, state = memory.read(hidden_states, state, context["plan"])
+        else:
+            # attention also returns its weights, which transformers records
+            mixed, state, *_ = self.mixer(self.input_layernorm(hidden_states), state, **context)
+            hidden_states = hidden_states + mixed
+        return self.continuum(hidden_states, deltas) if levels is None or deltas else levels.read(hidden_states), state
 
 
 class HopePreTrainedModel(PreTrainedModel):
@@ -233,7 +238,7 @@ class HopeModel(HopePreTrainedModel):
         elif use_cache:
             cache = HopeCache(self.config)
         documents = read_documents(attention_mask, position_ids, kwargs, hidden_states, cache, self.has_state)
-        context = {"need_state": cache is not None, "unhooked": without_hooks(self.layers, hidden_states)}
+        context = {"need_state": cache is not None}
         if self.has_state:
             plans, past = self._plans(hidden_states, input_ids, documents, past, cache is not None)
             context |= plans
@@ -400,7 +405,7 @@ class HopeForCausalLM(LearnsFromText, HopePreTrainedModel, HopeGenerationMixin):
             check_labels(labels, self.config.vocab_size)
         # a head that PEFT wraps, or whose vocabulary is sharded, computes logits only
         if skip_logits and type(self.lm_head) is HopeHead and self.tp_size is None:
-            loss, logits = self._loss_alone(outputs.last_hidden_state, labels, **kwargs), None
+            loss, logits = self.lm_head.mean_loss(outputs.last_hidden_state, labels, **kwargs), None
         else:
             logits, loss = self.lm_head(outputs.last_hidden_state[:, kept]), None
             if labels is not None:
@@ -413,14 +418,6 @@ class HopeForCausalLM(LearnsFromText, HopePreTrainedModel, HopeGenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-
-    def _loss_alone(self, hidden_states, labels, num_items_in_batch=None, shift_labels=None, **_) -> torch.Tensor:
-        """The result of `loss_function`, computed without the logits of all tokens."""
-        labels = (next_labels(labels) if shift_labels is None else shift_labels).to(hidden_states.device)
-        count = (labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
-        if isinstance(count, torch.Tensor):
-            count = count.to(hidden_states.device)
-        return self.lm_head(hidden_states, labels) / count
 
 
 class OverTrunk:

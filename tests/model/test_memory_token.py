@@ -3,8 +3,11 @@
 import copy
 import gc
 import pickle
+import subprocess
+import sys
 import weakref
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,7 +45,8 @@ def twin(model):
     other = copy.deepcopy(model)
     for mixer in mixers_of(other):
         mixer.kernels = "plain"
-    other.model.layers[0].continuum.levels[0].up_proj.register_forward_hook(lambda *_: None)
+    for layer in other.model.layers:
+        layer.continuum.register_forward_hook(lambda *_: None)
     return other
 
 
@@ -117,6 +121,29 @@ def test_taught_levels_are_read_in_both_ways():
     other = copy.deepcopy(cache)
     token = text[:, :1]
     assert_equal([model(token, past_key_values=cache).logits], [twin(model)(token, past_key_values=other).logits])
+
+
+@pytest.mark.filterwarnings("ignore:Calling register_constant:FutureWarning")
+def test_int8_weights_are_read_as_in_a_text():
+    # `make` installs torchao for the tests alone.
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model, text = build(mlp_bias=True).float(), torch.randint(32, (2, 14))
+    exact = model(text).logits
+    quantize_(model, Int8WeightOnlyConfig())
+    found, expected = read(model, text.split([5] + [1] * 9, dim=1)), read(twin(model), [text])
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert (found[0] - exact).abs().max() > 1e-4
+    kept = memory_token._KEPT[model.model.layers[0]]
+    assert kept.memory is not None and kept.levels is not None
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("warm_python")
+def test_a_sharded_model_reads_tokens_as_the_whole_one_does():
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+    subprocess.run([*launch, str(Path(__file__).with_name("sharded_tokens.py"))], check=True, timeout=300)
 
 
 # changes between two tokens of a text
@@ -260,13 +287,13 @@ def test_what_is_kept_is_no_part_of_the_model_and_ends_with_it_or_with_the_text(
     model, text = build(), torch.randint(32, (1, 8))
     names, size = list(model.state_dict()), len(pickle.dumps(model))
     read(model, text.split(1, dim=1))
-    kept = [weakref.ref(memory_token._KEPT[mixer].made.power) for mixer in mixers_of(model)]
+    kept = [weakref.ref(memory_token._KEPT[block].memory.power) for block in model.model.layers]
     assert list(model.state_dict()) == names and len(pickle.dumps(model)) == size
-    assert not any(mixer in memory_token._KEPT for mixer in mixers_of(copy.deepcopy(model)))
+    assert not any(block in memory_token._KEPT for block in copy.deepcopy(model).model.layers)
     read(model, [text])
     assert [reference() for reference in kept] == [None, None]
     read(model, text.split(1, dim=1))
-    kept = [weakref.ref(memory_token._KEPT[mixer].made.power) for mixer in mixers_of(model)]
+    kept = [weakref.ref(memory_token._KEPT[block].memory.power) for block in model.model.layers]
     del model
     gc.collect()
     assert [reference() for reference in kept] == [None, None]
