@@ -17,7 +17,7 @@ from .shipped import RECIPES, find_file
 
 MODELS = ("model_name_or_path", "model_type", "config_name")
 # Flags whose value may be a mapping.
-_OBJECTS = ("config_overrides", "level_optimizers")
+_OBJECTS = ("config_overrides", "level_optimizers", "lr_scheduler_kwargs")
 # Flags that may have a list of values.
 _LISTS = ("train_file", "validation_file")
 # Bytes: PyYAML reads a megabyte in seconds.

@@ -142,9 +142,18 @@ def _gradient(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def require_same_groups(saved: list[dict], own: list[dict]) -> None:
-    """ValueError if the groups of a saved state are not those of this run's optimizer."""
-    saved, own = [_structure(group) for group in saved], [_structure(group) for group in own]
+def recounted(calls: int, before: int, now: int) -> int:
+    """The calls since a level's last step where its period of `before` calls becomes one of `now`.
+
+    They are the same share of the period, which ends with the next call at the earliest. The sum of the gradients
+    is then that of as many mean gradients: multiply it by the result over `calls`.
+    """
+    return min(now - 1, round(calls * now / before))
+
+
+def require_same_groups(saved: list[dict], own: list[dict], keys: tuple[str, ...] = STRUCTURE) -> None:
+    """ValueError if the groups of a saved state are not those of this run's optimizer, compared by `keys`."""
+    saved, own = [_structure(group, keys) for group in saved], [_structure(group, keys) for group in own]
     if saved != own:
         there, here = next(
             ((a, b) for a, b in zip(saved, own, strict=False) if a != b),
@@ -156,8 +165,8 @@ def require_same_groups(saved: list[dict], own: list[dict]) -> None:
         )
 
 
-def _structure(group: dict) -> dict:
-    return {key: group.get(key) for key in STRUCTURE} | {"parameters": len(group["params"])}
+def _structure(group: dict, keys: tuple[str, ...]) -> dict:
+    return {key: group.get(key) for key in keys} | {"parameters": len(group["params"])}
 
 
 def warn_short_levels(optimizer: LevelClock, max_train_steps: int, least_periods: int = 4) -> list[str]:

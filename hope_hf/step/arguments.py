@@ -47,7 +47,9 @@ class OptimizationArguments:
 
     _argument_group_name = "optimization"
 
-    max_train_steps: int | None = flag(None, "Optimizer steps in all; overrides --num_train_epochs.", **COUNT)
+    max_train_steps: int | None = flag(
+        None, "Optimizer steps in all; overrides --num_train_epochs. More steps continue a finished run.", **COUNT
+    )
     num_train_epochs: float = flag(
         1.0,
         "Passes over the training data without --max_train_steps (default: 1; more for a small --train_file).",
@@ -65,12 +67,18 @@ class OptimizationArguments:
         "a small --train_file).",
         above=0,
     )
-    # The schedules of transformers that need no setting besides the warm-up.
     lr_scheduler_type: Literal[
-        "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
-    ] = flag("cosine", "Schedule of the learning rate.")
+        "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial", "constant",
+        "constant_with_warmup", "inverse_sqrt", "warmup_stable_decay",
+    ] = flag("cosine", "Schedule of the learning rate.")  # fmt: skip
+    lr_scheduler_kwargs: str | None = flag(
+        None, 'Settings of the schedule as a JSON object, such as {"min_lr_rate": 0.1} or {"num_decay_steps": 500}.'
+    )
+    lr_scheduler_steps: int | None = flag(
+        None, "Steps of the schedule, warm-up included (default: those of the run).", **COUNT
+    )
     num_warmup_steps: int | None = flag(
-        None, "Linear warm-up in steps (default: a tenth of the run, at most 1,000).", **OR_NONE
+        None, "Linear warm-up in steps (default: a tenth of the schedule, at most 1,000).", **OR_NONE
     )
     weight_decay: float = flag(0.1, "Decoupled weight decay of matrices.", least=0)
     max_grad_norm: float = flag(1.0, "Clip the global gradient norm of each step to this; 0: do not clip.", least=0)
@@ -120,7 +128,11 @@ class RunArguments:
         False, "Prepare everything, check the machine, take one step and write nothing; status 1 if a check fails."
     )
     seed: int = flag(42, "Seed of weights, data order and sampling.", **SEED)
+    stop_after: str | None = flag(
+        None, "Stop with a checkpoint after these steps, or this time, of this launch: 500, 90m, 11.5h."
+    )
     eval_steps: int = flag(500, "Evaluate every N steps; 0: only at the end.", **OR_NONE)
+    eval_on_start: bool = flag(False, "Evaluate before the first step as well.")
     logging_steps: int = flag(10, "Write a metrics row every N steps, and after the first and the last.", **COUNT)
     report_to: str = flag("none", "Trackers besides metrics.jsonl: none, all, or comma-separated names (wandb,aim).")
     run_name: str | None = flag(None, "Name of the run in the trackers (default: WANDB_NAME, or the folder's name).")
@@ -152,8 +164,16 @@ class CheckpointArguments:
         500, "Write a resumable checkpoint every N steps; 0: only at SIGTERM and end.", **OR_NONE
     )
     save_total_limit: int = flag(2, "Checkpoints kept; older ones are removed.", **COUNT)
+    keep_every: int | None = flag(
+        None, "Keep the checkpoints of every N-th step for good, besides --save_total_limit.", **COUNT
+    )
+    keep_best: Literal["none", "eval/loss", "eval/accuracy"] = flag(
+        "none", "Keep the model of the best evaluation in the folder best/ of --output_dir."
+    )
     resume_from_checkpoint: str | None = flag(
-        None, "A checkpoint folder, or 'latest'. Not needed to continue the run in --output_dir: that is automatic."
+        None,
+        "A run's folder, one of its checkpoints, or 'latest' (in --output_dir): go on from there, also in another "
+        "folder or with another rate, batch or schedule. The same command alone continues the run in --output_dir.",
     )
     async_save: bool = flag(False, "Write checkpoints while the training goes on, from a copy in the CPU's memory.")
     save_sharded: bool = flag(
@@ -212,14 +232,28 @@ class Arguments(
 
     # Flags that may change when a run is continued.
     FREE = frozenset(
-        "output_dir resume_from_checkpoint checkpointing_steps save_total_limit async_save save_only_model "
-        "save_sharded init checkpoint_hook dry_run "
+        "output_dir resume_from_checkpoint checkpointing_steps save_total_limit keep_every keep_best async_save "
+        "save_only_model save_sharded init checkpoint_hook dry_run stop_after eval_on_start "
         "per_device_train_batch_size gradient_accumulation_steps sync_each_batch gradient_checkpointing "
         "fsdp_limit_all_gathers fsdp_prefetch logging_steps eval_steps cpu_threads ddp_timeout watchdog_seconds "
         "ram_report_steps profile_steps report_to run_name project_name preprocessing_num_workers "
         "dataloader_num_workers dataloader_pin_memory trust_remote_code push_to_hub hub_model_id hub_private_repo "
         "demo defaults".split()
     )
+
+    # Flags of the run's length: the same command with others continues it.
+    LENGTH = frozenset(("max_train_steps", "num_train_epochs"))
+    # All that decide the schedule.
+    SCHEDULE = LENGTH | {"lr_scheduler_type", "lr_scheduler_kwargs", "lr_scheduler_steps", "num_warmup_steps"}
+    # What --resume_from_checkpoint may change.
+    CHANGEABLE = SCHEDULE | frozenset(
+        "learning_rate vector_learning_rate weight_decay max_grad_norm adam_beta1 adam_beta2 adam_epsilon "
+        "rows_per_step".split()
+    )
+
+    def changeable(self) -> frozenset[str]:
+        """The keys of the identity that may differ from those of the run that is continued."""
+        return self.LENGTH if self.resume_from_checkpoint is None else self.CHANGEABLE
 
     def identity(self) -> dict:
         """The flags that define the run, JSON-able: a folder with other values holds another run."""

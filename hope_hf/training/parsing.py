@@ -14,6 +14,8 @@ from hope_hf.step.launch_file import MICRO_BATCH, deepspeed_json
 from hope_hf.step.recipe import split_run_recipe
 from hope_hf.step.recompute import parse_recomputed
 
+from .process import parse_stop_after
+from .schedule import parse_settings
 from .watch.profile import parse_profiled
 
 # Flags of a first day.
@@ -101,6 +103,11 @@ def _warn_of_ignored(args: Arguments, named: set[str]):
         ("shuffle_buffer_size", args.document_boundary == "carry", "--document_boundary carry keeps the text's order"),
         ("level_learning_period", args.level_learning == "none", "--level_learning is not given"),
         ("level_learning_order", args.level_learning == "none", "--level_learning is not given"),
+        (
+            "keep_every",
+            not args.checkpointing_steps or (args.keep_every or 1) % args.checkpointing_steps,
+            f"its steps are no multiples of --checkpointing_steps {args.checkpointing_steps}",
+        ),
         ("run_name", args.report_to == "none", "--report_to names no tracker"),
         ("project_name", args.report_to == "none", "--report_to names no tracker"),
         ("hub_model_id", not args.push_to_hub, "--push_to_hub is not given"),
@@ -125,6 +132,9 @@ def _check(args: Arguments):
     parse_recomputed(args.gradient_checkpointing)
     if args.profile_steps is not None:
         parse_profiled(args.profile_steps)
+    if args.stop_after is not None:
+        parse_stop_after(args.stop_after)
+    parse_settings(args.lr_scheduler_kwargs)
     if args.push_to_hub:
         check_repo_id(repo_id(args), "--hub_model_id")
     if args.push_to_hub and args.save_sharded:

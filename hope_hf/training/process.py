@@ -1,8 +1,11 @@
 """The process itself: threads, signals, sums over all processes, and a clean exit."""
 
+import math
 import os
+import re
 import signal
 import sys
+import time
 import warnings
 
 import torch
@@ -49,6 +52,31 @@ def leave(accelerator: Accelerator, status: int = 0):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+class StopAfter:
+    """`--stop_after`: when a launch has made its steps or used its time, counted from here; never for None."""
+
+    def __init__(self, named: str | None):
+        self._steps, self._seconds = (math.inf, math.inf) if named is None else parse_stop_after(named)
+        self._start = time.monotonic()
+
+    def reached(self, steps: int) -> bool:
+        """Whether to stop before the next step; `steps`: those that this launch has made."""
+        return steps >= self._steps or time.monotonic() - self._start >= self._seconds
+
+
+def parse_stop_after(named: str) -> tuple[float, float]:
+    """The steps and the seconds of `--stop_after`, one of them infinite; ValueError for anything else."""
+    found = re.fullmatch(r"(\d{1,9})|(\d{1,9}(?:\.\d{1,9})?)([smh])", named.strip(), re.ASCII)
+    steps, time_given, unit = found.groups() if found else (None, None, None)
+    limits = (
+        int(steps) if steps else math.inf,
+        float(time_given) * {"s": 1, "m": 60, "h": 3600}[unit] if time_given else math.inf,
+    )
+    if not found or 0 in limits:
+        raise ValueError(f"--stop_after is {named!r}: give steps or a time, such as 500, 30s, 90m or 11.5h.")
+    return limits
 
 
 class StopSignal:

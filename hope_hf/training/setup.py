@@ -1,7 +1,7 @@
 """Data, model, optimizer and plan of a run, built and checked before anything is written, and the run's card."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import huggingface_hub
 import torch
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 import hope_hf
 from hope_hf.cli.flags import LARGEST_VOCABULARY
 from hope_hf.cli.models import build_config, build_model, is_hope, load_config, named_vocabulary
-from hope_hf.cli.process import warn_once
+from hope_hf.cli.process import one_line, warn_once
 from hope_hf.data import DEFAULT_VOCAB_SIZE, Data, DataConfig, build_data, disable_progress_bars
 from hope_hf.optim import LevelClock, build_optimizer, warn_short_levels
 from hope_hf.step.arguments import FLAGS, LONGEST_DEFAULT_BLOCK, Arguments, check_block_size
@@ -19,8 +19,10 @@ from hope_hf.step.defaults import VOCAB_SIZE, default_lines
 from hope_hf.step.gpus import GIB
 from hope_hf.step.recompute import parse_recomputed, recompute_activations
 
+from .checkpoints.manifest import FIX
 from .checkpoints.reader import SavedRun
 from .engines.base import Engine
+from .engines.guard import OneSidedError
 from .engines.placement import device_name
 from .initial import (
     DrawnValues,
@@ -32,11 +34,12 @@ from .initial import (
     pretrained_values,
 )
 from .process import shows_bars
+from .schedule import ENDLESS, Schedule, continued, describe_change, saved_schedule, schedule_of
 from .sequence import add_rates, check_learning, set_learning
 from .watch.profile import check_profiled
 
 SYNTHETIC = "synthetic"
-MOST_WARM_UP_STEPS = 1000
+LONG_RUN = 10**6
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Plan:
     tokens_per_step: int
     """Over all processes and accumulated batches."""
     total_steps: int
-    warmup_steps: int
+    schedule: Schedule
 
     @property
     def total_tokens(self) -> int:
@@ -65,10 +68,14 @@ class Run:
     plan: Plan
     values: DrawnValues | StoredValues | None
     """What fills a model on the meta device; None for others."""
+    schedule_changes: list[str]
+    """The line that says how the schedule differs from the checkpoint's, if it does."""
 
 
-def build_all(args: Arguments, engine: Engine, saved: SavedRun | None) -> Run:
+def build_all(args: Arguments, engine: Engine, saved: SavedRun | None, finished: bool = False) -> Run:
     """Everything the loop needs; a `saved` run gives the model's config, and the batch after which its data go on.
+
+    `finished`: there must be more steps than those saved, as where a complete run goes on or another run begins.
 
     Raises ValueError with one sentence that names the flag or file.
     """
@@ -81,6 +88,7 @@ def build_all(args: Arguments, engine: Engine, saved: SavedRun | None) -> Run:
     if pretrained:
         set_learning(args, pretrained)
     # Checked first: preparing the data takes minutes, and a misspelled field would be reported only afterwards.
+    schedule_of(args, args.max_train_steps or LONG_RUN).check(args.learning_rate)
     _check_model(args, engine, pretrained, vocab_size, wanted.block_size)
     if not shows_bars(accelerator):
         disable_progress_bars()
@@ -106,21 +114,68 @@ def build_all(args: Arguments, engine: Engine, saved: SavedRun | None) -> Run:
         * args.gradient_accumulation_steps
         * accelerator.num_processes
     )
-    total_steps = args.max_train_steps
-    if total_steps is None:
-        batches = args.num_train_epochs * data.train.batches_per_epoch
-        total_steps = max(1, math.ceil(batches / args.gradient_accumulation_steps))
+    rows_per_step = tokens_per_step // data.block_size
+    total_steps = _total_steps(args, data, rows_per_step, saved)
+    if saved and total_steps < saved.step + finished:
+        raise ValueError(
+            f"{saved.path} has done {saved.step} steps and the run now has {total_steps}: raise --max_train_steps or "
+            "--num_train_epochs to continue it, or choose another --output_dir."
+        )
     check_profiled(args.profile_steps, total_steps)
     optimizer = _optimizer(args, model, tokens_per_step)
-    warmup = args.num_warmup_steps
-    if warmup is None:
-        warmup = min(total_steps // 10, MOST_WARM_UP_STEPS)
-    if warmup >= total_steps:
+    schedule, changes = _schedule(args, data, optimizer, total_steps, rows_per_step, saved)
+    if schedule.begin + schedule.warmup >= total_steps:
         warn_once(
-            f"The run of {total_steps} steps ends within its warm-up of {warmup}: the learning rate never reaches its "
-            "peak; lower --num_warmup_steps."
+            f"The run of {total_steps} steps ends within its warm-up of {schedule.warmup}: the learning rate never "
+            "reaches its peak; lower --num_warmup_steps."
         )
-    return Run(data, model, optimizer, Plan(data.block_size, tokens_per_step, total_steps, warmup), values)
+    plan = Plan(data.block_size, tokens_per_step, total_steps, schedule)
+    return Run(data, model, optimizer, plan, values, changes)
+
+
+def _total_steps(args: Arguments, data: Data, rows_per_step: int, saved: SavedRun | None) -> int:
+    if args.max_train_steps is not None:
+        return args.max_train_steps
+    batches = args.num_train_epochs * data.train.batches_per_epoch
+    if saved is None or saved.state["trainer"]["identity"]["rows_per_step"] == rows_per_step:
+        return max(1, math.ceil(batches / args.gradient_accumulation_steps))
+    rows = batches * (rows_per_step // args.gradient_accumulation_steps)
+    read = saved.state["trainer"]["progress"]["tokens"] // data.block_size
+    return saved.step + max(0, math.ceil((rows - read) / rows_per_step))
+
+
+def _schedule(
+    args: Arguments, data: Data, optimizer: LevelClock, total_steps: int, rows_per_step: int, saved: SavedRun | None
+) -> tuple[Schedule, list[str]]:
+    """The run's schedule, and the line that says how it differs from that of the `saved` run, if it does."""
+    peak, changes = optimizer.defaults["lr"], []
+    if saved is None:
+        schedule = schedule_of(args, total_steps)
+    else:
+        trainer, rates = saved.state["trainer"], saved.state["scheduler"]
+        try:
+            if "schedule" in trainer:
+                old = saved_schedule(trainer["schedule"])
+            else:
+                # A checkpoint of before: its flags had one schedule of the run's length.
+                flags = {name: value for name, value in trainer["identity"].items() if name in FLAGS}
+                before = replace(args, **flags)
+                old = schedule_of(before, _total_steps(before, data, rows_per_step, None))
+            rate, old_peak = float(rates["_last_lr"][0]), float(rates["base_lrs"][0])
+            if not (0 <= rate < math.inf and 0 < old_peak < math.inf):
+                raise ValueError(f"learning rates {rate} of {old_peak}")
+        except (LookupError, TypeError, ValueError) as error:
+            raise OneSidedError(f"{saved.path} holds no schedule of a run ({one_line(error)}): {FIX}.") from None
+        schedule = continued(args, total_steps, peak, old, saved.step, rate)
+        if schedule != old:
+            changes.append(describe_change(old, schedule, peak, saved.step, rate, total_steps))
+    schedule.check(peak)
+    if schedule.end < total_steps and schedule.kind not in ENDLESS and schedule.fractions(peak)(schedule.end) == 0:
+        raise ValueError(
+            f"--lr_scheduler_steps {schedule.end}: the learning rate is 0 from that step on and the run has "
+            f"{total_steps}; give a schedule that ends above 0 (cosine_with_min_lr) or lower --max_train_steps."
+        )
+    return schedule, changes
 
 
 def _new_config(args: Arguments, tokenizer, vocab_size: int):
@@ -242,7 +297,9 @@ def run_card(args: Arguments, engine: Engine, run) -> str:
     accelerator = engine.accelerator
     mixed = accelerator.mixed_precision
     accumulates_whole = args.gradient_accumulation_steps > 1 and engine.whole_gradients is not None
-    warmup = f"of which {plan.warmup_steps:,}" if plan.warmup_steps < plan.total_steps else "all of them"
+    schedule = plan.schedule
+    warmup = f"of which {schedule.warmup:,}" if schedule.warmup < plan.total_steps else "all of them"
+    length = "" if schedule.end == plan.total_steps else f" of {schedule.end:,} steps"
     rows = {
         "model": f"{model.config.model_type}, {model.num_parameters():,} parameters"
         + (f", from {args.model_name_or_path}" if args.model_name_or_path else f", {_size(args)}"),
@@ -253,7 +310,7 @@ def run_card(args: Arguments, engine: Engine, run) -> str:
         "steps": f"{plan.total_steps:,}, {warmup} warm-up; {plan.total_tokens:,} tokens",
         "optimizer": f"{args.optimizer}, learning rate {args.learning_rate:g}"
         + (f" (vectors {args.vector_learning_rate:g})" if args.vector_learning_rate is not None else "")
-        + f", {args.lr_scheduler_type}, weight decay {args.weight_decay:g}, clip {args.max_grad_norm:g}",
+        + f", {args.lr_scheduler_type}{length}, weight decay {args.weight_decay:g}, clip {args.max_grad_norm:g}",
         "engine": engine.name,
         **({"gradients": _gradients(args, engine, model)} if accumulates_whole else {}),
         "device": f"{device_name(accelerator.device)}, {torch.get_num_threads()} thread(s) per process, "

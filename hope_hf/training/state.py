@@ -16,6 +16,7 @@ from .checkpoints.state_files import restore_rng, rng_state
 from .engines.base import Update
 from .engines.guard import OneSidedError
 from .engines.loss_scaling import LossScaling
+from .schedule import Schedule, set_scheduler
 
 
 class CarriedMemory:
@@ -98,16 +99,24 @@ class TrainState:
     Attributes:
         identity: the flags and data that define the run.
         progress: the loop's counters.
-        scheduler: the learning rate's schedule.
+        schedule: that of the learning rate.
+        scheduler: what sets the rates of the optimizer's groups by it.
         carry: the memories carried from one step to the next.
         scaling: the scaling of the loss in fp16, or None.
         data: the loader's own state after the last batch trained on.
     """
 
-    def __init__(self, identity: dict, scheduler: LRScheduler, carry: CarriedMemory, scaling: LossScaling | None):
+    def __init__(
+        self,
+        identity: dict,
+        schedule: Schedule,
+        scheduler: LRScheduler,
+        carry: CarriedMemory,
+        scaling: LossScaling | None,
+    ):
         self.identity = identity
         self.progress = Progress()
-        self.scheduler, self.carry, self.scaling = scheduler, carry, scaling
+        self.schedule, self.scheduler, self.carry, self.scaling = schedule, scheduler, carry, scaling
         self.data: dict | None = None
 
     def state_dict(self) -> dict[str, dict]:
@@ -117,13 +126,16 @@ class TrainState:
             "trainer": {
                 "progress": asdict(self.progress),
                 "identity": self.identity,
+                "schedule": asdict(self.schedule),
                 "loss_scaling": None if self.scaling is None else self.scaling.state(),
             },
             "rank": {"rng": rng_state(), "data": self.data, "carried": self.carry.state_tensors()},
         }
 
-    def load(self, saved: SavedRun, device: torch.device) -> None:
+    def load(self, saved: SavedRun, device: torch.device, same_rates: bool = True) -> None:
         """Continue from `state_dict()`; without random generators if another number of processes wrote it.
+
+        `same_rates`: whether rates and schedule are still those of the checkpoint.
 
         Raises ValueError that names the file for values that no run writes.
         """
@@ -134,7 +146,7 @@ class TrainState:
             if self.scaling is not None:
                 self.scaling.load(trainer["loss_scaling"])
             file = "scheduler.json"
-            _continue_schedule(self.scheduler, scheduler, saved.step)
+            set_scheduler(self.scheduler, scheduler, saved.step, same_rates)
             file = "rank_<r>"
             self.data = own["data"]
             if not all(tensor.isfinite().all() for tensor in own["carried"].values()):
@@ -155,17 +167,3 @@ def _progress(values: dict, step: int) -> Progress:
     if progress.step != step:
         raise ValueError(f"step is {progress.step} and not {step}")
     return progress
-
-
-def _continue_schedule(scheduler: LRScheduler, saved: dict, step: int) -> None:
-    """Set the scheduler to `step`; ValueError if `saved` is not its state there."""
-    own = scheduler.state_dict()
-    rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
-    if saved["base_lrs"] != own["base_lrs"] or saved["last_epoch"] != step:
-        raise ValueError(f"base_lrs {saved['base_lrs']} at {saved['last_epoch']}, this run has {own['base_lrs']}")
-    groups = scheduler.optimizer.param_groups
-    # The last digit may differ between machines.
-    for found in (saved["_last_lr"], [group["lr"] for group in groups]):
-        if not all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(found, rates, strict=True)):
-            raise ValueError(f"learning rates {found}, this run has {rates}")
-    scheduler.load_state_dict({name: saved.get(name, value) for name, value in own.items()})

@@ -2,13 +2,13 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import transformers
 from accelerate.utils import send_to_device, set_seed
+from torch.optim.lr_scheduler import LambdaLR
 
 from hope_hf.step.arguments import Arguments
 from hope_hf.step.flops import flops_per_token
@@ -17,10 +17,10 @@ from hope_hf.step.objective import can_skip_logits, check_token_ids, count_valid
 from .checkpoints.hook import CheckpointHook
 from .checkpoints.manifest import last_good
 from .checkpoints.optimizer import load_optimizer
-from .checkpoints.reader import find_checkpoint
-from .checkpoints.run_folder import RunFolder, require_same_run
+from .checkpoints.reader import find_checkpoint, other_run
+from .checkpoints.run_folder import RunFolder, changes, differences, is_open, require_same_run
 from .checkpoints.weights import load_weights
-from .checkpoints.writer import CheckpointWriter
+from .checkpoints.writer import BestModel, CheckpointWriter
 from .engines.base import Engine, Update
 from .engines.choose import make_engine
 from .engines.guard import NeighbourWatch, OneSidedError, check_same_on_all, find_neighbours
@@ -28,7 +28,7 @@ from .engines.placement import rank_lines, write_audit
 from .evaluate import evaluate
 from .finish import finish, push, show
 from .initial import checkpoint_values, is_fake
-from .process import StopSignal, leave, prepare_process, sum_over_processes
+from .process import StopAfter, StopSignal, leave, prepare_process, sum_over_processes
 from .sequence import learning_inputs
 from .setup import Run, build_all, run_card
 from .state import CarriedMemory, TrainState
@@ -75,8 +75,9 @@ def train(args: Arguments) -> int:
     engine = make_engine(args, tracker_names(args.report_to))
     accelerator = engine.accelerator
     prepare_process(args, accelerator)
+    stop_after = StopAfter(args.stop_after)
     with RunFolder(args.output_dir, accelerator) as folder:
-        complete = _train(args, engine, folder)
+        complete = _train(args, engine, folder, stop_after)
     # No other process waits for this one now, and the folder is free.
     if complete and args.push_to_hub and accelerator.is_main_process:
         push(args)
@@ -84,12 +85,13 @@ def train(args: Arguments) -> int:
     return 0
 
 
-def _train(args: Arguments, engine: Engine, folder: RunFolder) -> bool:
+def _train(args: Arguments, engine: Engine, folder: RunFolder, stop_after: StopAfter) -> bool:
     """Returns whether the run is complete."""
     training = begin(args, engine, folder)
     if training is None:
         engine.accelerator.print(
-            f"The run in {args.output_dir} is complete; choose another --output_dir for a new one."
+            f"The run in {args.output_dir} is complete; raise --max_train_steps to continue it, or choose another "
+            "--output_dir for a new one."
         )
         return True
     run, progress = training.run, training.state.progress
@@ -97,12 +99,22 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder) -> bool:
     with Monitor(args, engine, run.plan, *options) as monitor:
         write_audit(args.output_dir, engine)
         hook = CheckpointHook(args.checkpoint_hook, args.output_dir, monitor.say)
-        options = args.save_total_limit, args.save_only_model, hook, engine.saves_parts(args)
+        options = args.save_total_limit, args.save_only_model, hook, engine.saves_parts(args), args.keep_every
         writer = CheckpointWriter(args.output_dir, *options)
-        complete = _steps(args, engine, training, monitor, writer)
-        if complete:
+        best = BestModel(args.output_dir, args.keep_best)
+
+        def evaluated() -> dict:
             row = evaluate(training.model, run.data, engine.accelerator)
             monitor.evaluated(progress, row)
+            if (facts := best.beaten_by(row)) is not None:
+                own = {"engine": engine, "tokenizer": run.data.tokenizer, "state": training.state.state_dict()}
+                place = writer.save(progress.step, **own, best=facts)
+                monitor.say(f"best {args.keep_best} so far: the model is in {place}")
+            return row
+
+        complete = _steps(args, engine, training, monitor, writer, evaluated, stop_after)
+        if complete:
+            row = evaluated()
             if not math.isfinite(row["eval/loss"]):
                 raise _diverged(f"The loss of the evaluation after step {progress.step} is not finite", args)
             monitor.close_tracker()
@@ -120,17 +132,24 @@ def begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | None
     # A run may continue with other processes, rows per process and engine, if its steps stay the same.
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes
     identity = args.identity() | {"rows_per_step": rows, "mixed_precision": accelerator.mixed_precision}
-    record = folder.check(identity)
-    if record and record["complete"]:
+    changeable = args.changeable()
+    record = folder.check(identity, changeable)
+    if record and not is_open(record, identity):
         return None
-    saved = find_checkpoint(args.output_dir, args.resume_from_checkpoint)
-    run = build_all(args, engine, saved)
+    saved = find_checkpoint(args.output_dir, args.resume_from_checkpoint, (record or {}).get("begun_from"))
+    changed = []
+    if saved:
+        theirs = saved.state["trainer"]["identity"]
+        require_same_run(saved.path, identity, theirs, changeable)
+        changed = differences(identity, theirs)
+    run = build_all(args, engine, saved, finished=record is None or record["complete"])
     check_same_on_all(accelerator, {"flags": json.dumps(identity, sort_keys=True), "data": run.data.fingerprint})
     identity |= {"data": run.data.fingerprint}
-    if saved:
-        require_same_run(saved.path, identity, saved.state["trainer"]["identity"])
-    record = folder.open(identity, args.defaults)
     config, plan, values = run.model.config, run.plan, run.values
+    if saved:
+        require_same_run(saved.path, identity, theirs, changeable)
+    begun_from = other_run(args.output_dir, args.resume_from_checkpoint)
+    record = folder.open(identity, args.defaults, changeable, begun_from)
     if saved and values is None:
         load_weights(run.model, saved.manifest)
     elif saved:
@@ -145,27 +164,35 @@ def begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | None
         source = saved.path if saved else f"--model_name_or_path {args.model_name_or_path}"
         require_finite_weights(engine, source)
     # The scheduler is not prepared: accelerate would step it once per process.
-    scheduler = transformers.get_scheduler(
-        args.lr_scheduler_type, run.optimizer, num_warmup_steps=plan.warmup_steps, num_training_steps=plan.total_steps
-    )
+    scheduler = LambdaLR(run.optimizer, plan.schedule.fractions(run.optimizer.defaults["lr"]))
     if args.torch_compile:
         run.model.compile()
     set_seed(args.seed, device_specific=True)
     carry = CarriedMemory(config if args.document_boundary == "carry" else None)
-    state = TrainState(identity, scheduler, carry, engine.scaling)
+    state = TrainState(identity, plan.schedule, scheduler, carry, engine.scaling)
     if saved:
-        load_optimizer(saved.manifest, engine)
-        state.load(saved, accelerator.device)
+        same = not run.schedule_changes and args.LENGTH.issuperset(changed)
+        load_optimizer(saved.manifest, engine, same_settings=same)
+        state.load(saved, accelerator.device, same_rates=same)
     start_step = state.progress.step
     accelerator.print("\n".join([card, *(f"rank {line}" for line in rank_lines(accelerator, run.model))]))
     if start_step:
-        accelerator.print(f"Continuing from {saved.path} at step {start_step}.")
+        lines = changes(changed, theirs, identity, start_step) + run.schedule_changes
+        accelerator.print("\n".join([f"Continuing from {saved.path} at step {start_step}.", *lines]))
     checkpoints = {saved.step: saved.path} if saved else {}
     return Training(run, model, state, start_step, record, flops, learning_inputs(args), checkpoints)
 
 
-def _steps(args: Arguments, engine: Engine, training: Training, monitor: Monitor, writer: CheckpointWriter) -> bool:
-    """Train to the last step; returns False if a signal came before it."""
+def _steps(
+    args: Arguments,
+    engine: Engine,
+    training: Training,
+    monitor: Monitor,
+    writer: CheckpointWriter,
+    evaluated: Callable[[], dict],
+    stop_after: StopAfter,
+) -> bool:
+    """Train to the last step; returns False if a signal or `--stop_after` ended it before."""
     accelerator, run, state = engine.accelerator, training.run, training.state
     plan, progress, scheduler = run.plan, state.progress, state.scheduler
 
@@ -179,6 +206,8 @@ def _steps(args: Arguments, engine: Engine, training: Training, monitor: Monitor
 
     training.model.train()
     batches = iter(run.data.train)
+    if args.eval_on_start and progress.step == 0:
+        evaluated()
     with StopSignal() as stop, NeighbourWatch(find_neighbours()):
         while progress.step < plan.total_steps:
             monitor.step_begins(progress.step + 1)
@@ -186,11 +215,15 @@ def _steps(args: Arguments, engine: Engine, training: Training, monitor: Monitor
             with monitor.loading():
                 window, data_state = _read(batches, args.gradient_accumulation_steps, run.model.config.vocab_size)
             own_tokens = sum(count_valid(batch["labels"]) for batch in window)
-            tokens, stopping, written = sum_over_processes(accelerator, own_tokens, stop.received, writer.written)
+            time_is_up = stop_after.reached(progress.step - training.start_step)
+            tokens, stopping, time_is_up, written = sum_over_processes(
+                accelerator, own_tokens, stop.received, time_is_up, writer.written
+            )
             if written == accelerator.num_processes:
                 writer.finish()
             if stopping:
                 writer.stop_soon()
+            if stopping or time_is_up:
                 break
             own_loss, loss, update = _update(args, engine, training, monitor, window, tokens)
             state.data = data_state
@@ -210,7 +243,7 @@ def _steps(args: Arguments, engine: Engine, training: Training, monitor: Monitor
 
             last = progress.step == plan.total_steps
             if args.eval_steps and progress.step % args.eval_steps == 0 and not last:
-                monitor.evaluated(progress, evaluate(training.model, run.data, accelerator))
+                evaluated()
             due = args.checkpointing_steps and progress.step % args.checkpointing_steps == 0
             # No checkpoint is written in a series of skipped steps.
             if (due or last) and not progress.skipped_in_a_row:

@@ -7,7 +7,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 import torch
-from transformers import get_scheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 from hope_hf.cli import process
 from hope_hf.cli.flags import TEXT_SOURCES
@@ -17,6 +17,7 @@ from hope_hf.step.arguments import FLAGS, Arguments
 from hope_hf.step.recipe import INSTEAD, NO_EFFECT
 from hope_hf.step.recompute import parse_recomputed
 from hope_hf.training.parsing import parse, repo_id
+from hope_hf.training.schedule import schedule_of
 
 # The flags that the project promises, besides --output_dir and --document_boundary.
 PROMISED = """
@@ -30,7 +31,7 @@ train_only max_grad_norm max_train_steps num_train_epochs lr_scheduler_type num_
 gradient_checkpointing torch_compile sync_each_batch fsdp_reduce_dtype fsdp_limit_all_gathers fsdp_prefetch tf32
 cpu_threads logging_steps eval_steps checkpointing_steps save_total_limit async_save save_only_model
 save_sharded init checkpoint_hook dry_run
-resume_from_checkpoint
+resume_from_checkpoint stop_after keep_best keep_every eval_on_start lr_scheduler_kwargs lr_scheduler_steps
 seed ddp_timeout watchdog_seconds ram_report_steps profile_steps
 report_to run_name project_name dataloader_num_workers dataloader_pin_memory push_to_hub
 hub_model_id hub_private_repo
@@ -138,7 +139,9 @@ def test_demo_applies_only_where_neither_model_nor_data_is_named():
 def test_schedules_need_no_setting_without_a_flag(name, tiny_model):
     options = dict(learning_rate=1.0, weight_decay=0.0, betas=(0.9, 0.9), eps=1e-8, tokens_per_step=1)
     optimizer = build_optimizer(tiny_model(), "adamw", **options)
-    scheduler = get_scheduler(name, optimizer, num_warmup_steps=2, num_training_steps=10)
+    schedule = schedule_of(Arguments(lr_scheduler_type=name, num_warmup_steps=2), 10)
+    schedule.check(1.0)
+    scheduler = LambdaLR(optimizer, schedule.fractions(1.0))
     assert optimizer.param_groups[0]["lr"] == (1.0 if name == "constant" else 0.0)
     optimizer.step()
     scheduler.step()

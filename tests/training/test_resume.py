@@ -14,6 +14,7 @@ from hope_hf.training import trainer
 from hope_hf.training.checkpoints.manifest import MANIFEST, Manifest
 from hope_hf.training.checkpoints.reader import SavedRun
 from hope_hf.training.process import QUIT, StopSignal
+from hope_hf.training.schedule import Schedule
 from hope_hf.training.state import CarriedMemory, TrainState
 
 SAVES = ["--checkpointing_steps", "2", "--eval_steps", "3", "--max_train_steps", "5"]
@@ -170,7 +171,7 @@ def test_ctrl_c_before_the_steps_is_one_sentence(run, monkeypatch, capsys):
 def new_state() -> TrainState:
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=1, num_training_steps=4)
-    return TrainState({}, scheduler, CarriedMemory(None), None)
+    return TrainState({}, Schedule("cosine", 1, 4), scheduler, CarriedMemory(None), None)
 
 
 def saved_state(folder) -> SavedRun:

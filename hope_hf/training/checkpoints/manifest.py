@@ -24,6 +24,8 @@ from hope_hf.cli.weights import PART, parts_of
 MANIFEST = "manifest.json"
 # Increased when the other files change; a version reads only its own format.
 FORMAT = 2
+BEST = "best"
+"""The folder of `--keep_best`, beside the checkpoints."""
 FIX = "resume from another checkpoint"
 
 # A folder is `.replaced` while a newer one of the same step takes its name.
@@ -176,7 +178,7 @@ def describe(folder: Path, paths: list[Path]) -> dict[str, dict]:
     return files
 
 
-def publish(folder: Path, step: int, facts: dict, files: dict[str, dict]) -> Path:
+def publish(folder: Path, step: int, facts: dict, files: dict[str, dict], name: str | None = None) -> Path:
     """Seal a written folder with its manifest and give it its final name.
 
     Args:
@@ -184,9 +186,10 @@ def publish(folder: Path, step: int, facts: dict, files: dict[str, dict]) -> Pat
         step: optimizer steps done.
         facts: JSON-able, for `Manifest.facts`.
         files: the result of `describe` for all files in the folder.
+        name: the final name; None: `checkpoint-<step>`.
 
     Returns:
-        `checkpoint-<step>` next to `folder`. At every moment it or the previous one is complete on disk.
+        The folder of that name next to `folder`. At every moment it or the previous one is complete on disk.
     """
     content = {"format": FORMAT, "step": step, **facts, "files": files}
     with (folder / MANIFEST).open("w", encoding="utf-8") as handle:
@@ -196,7 +199,7 @@ def publish(folder: Path, step: int, facts: dict, files: dict[str, dict]) -> Pat
     for directory in {folder, *(path for path in folder.rglob("*") if path.is_dir())}:
         _sync_directory(directory)
 
-    final = folder.with_name(f"checkpoint-{step}")
+    final = folder.with_name(name or f"checkpoint-{step}")
     replaced = final.with_name(f"{final.name}.replaced")
     if final.exists():
         if replaced.exists():
@@ -211,24 +214,34 @@ def publish(folder: Path, step: int, facts: dict, files: dict[str, dict]) -> Pat
 
 def remove_leftovers(output_dir: Path) -> None:
     """Delete folders that killed processes left half written, half deleted or replaced."""
-    for folder in output_dir.glob("checkpoint-*.tmp-*"):
-        shutil.rmtree(folder, ignore_errors=True)
+    for pattern in ("checkpoint-*.tmp-*", f"{BEST}.*tmp-*"):
+        for folder in output_dir.glob(pattern):
+            shutil.rmtree(folder, ignore_errors=True)
     for folder in output_dir.glob("checkpoint-*.replaced"):
         if _has_all_bytes(folder.with_suffix("")):
             _remove(folder)
+    best, replaced = output_dir / BEST, output_dir / f"{BEST}.replaced"
+    if replaced.is_dir():
+        _remove(replaced) if best.exists() else replaced.rename(best)
 
 
 def rotate(
-    output_dir: Path, newest: Path, save_total_limit: int | None, in_use: Collection[Path] = frozenset()
+    output_dir: Path,
+    newest: Path,
+    save_total_limit: int | None,
+    in_use: Collection[Path] = frozenset(),
+    keep_every: int | None = None,
 ) -> None:
     """Delete the oldest checkpoints until `save_total_limit` complete ones are left; None keeps all.
 
-    `newest` always stays, and those `in_use` stay besides. Broken ones do not count, and are deleted with the old
-    ones.
+    `newest` always stays, and those `in_use` and those whose step `keep_every` divides stay besides. Broken ones do
+    not count, and are deleted with the old ones.
     """
     if save_total_limit is None:
         return
     older = [folder for folder in _checkpoints(output_dir) if folder != newest and _step(folder) <= _step(newest)]
+    if keep_every is not None:
+        older = [folder for folder in older if _step(folder) % keep_every or not _has_all_bytes(folder)]
     # Sizes are enough here: the newest was just sealed, and reading all others would double the time of a save.
     keep = [folder for folder in older if _has_all_bytes(folder)][: max(0, save_total_limit - 1)]
     for folder in older:

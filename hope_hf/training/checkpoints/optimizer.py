@@ -11,6 +11,7 @@ import copy
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from hope_hf.cli.files import copy_rights
 from hope_hf.cli.process import one_line
-from hope_hf.optim import require_same_groups
+from hope_hf.optim import recounted, require_same_groups
 
 from ..engines.base import Engine, Slice
 from ..engines.guard import OneSidedError
@@ -69,8 +70,10 @@ def save_optimizer(
 
 
 @torch.no_grad()
-def load_optimizer(manifest: Manifest, engine: Engine) -> None:
+def load_optimizer(manifest: Manifest, engine: Engine, same_settings: bool = True) -> None:
     """Load the state in a checkpoint into the engine's optimizer.
+
+    Without `same_settings` rates, decays and the steps of the levels' periods may be others than the checkpoint's.
 
     Raises ValueError if the state has other levels, rules, periods, parameters or settings, or values that no step
     leaves.
@@ -78,14 +81,23 @@ def load_optimizer(manifest: Manifest, engine: Engine) -> None:
     file = manifest.folder / "optimizer.json"
     try:
         saved = json.loads(manifest.path(file.name).read_text(encoding="utf-8"))
-        require_same_groups(saved, _groups(engine))
-        _require_same_settings(saved, engine, file)
+        groups = _groups(engine)
+        if same_settings:
+            require_same_groups(saved, groups)
+            _require_same_settings(saved, engine, file)
+        else:
+            require_same_groups(saved, groups, ("level", "optimizer"))
+        before, now = _periods(saved), _periods(groups)
         # The schedule, which is loaded next, compares them with its own.
         rates = [group["lr"] for group in saved]
         with ExitStack() as opened:
             files = _Files(manifest, opened)
             for held, scalars in engine.optimizer_slices():
-                files.read_into(held, scalars)
+                (name,) = held.names
+                if before[name] == now[name]:
+                    files.read_into(held, scalars)
+                else:
+                    _read_other_period(files, held, scalars, before[name], now[name])
     # Errors of names, types and shapes that this program does not write.
     except (LookupError, TypeError, AttributeError, RecursionError, SafetensorError, json.JSONDecodeError) as error:
         raise OneSidedError(
@@ -93,6 +105,29 @@ def load_optimizer(manifest: Manifest, engine: Engine) -> None:
         ) from None
     for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+
+
+def _read_other_period(files: "_Files", held: Slice, scalars: dict[str, Tensor], before: int, now: int) -> None:
+    """Read a slice of a level whose period had `before` steps and has `now`: only longer ones have a clock."""
+    clocked = {"tick", "gradient_sum"}
+    tensors = {key: tensor for key, tensor in held.tensors.items() if before > 1 or key not in clocked}
+    files.read_into(
+        replace(held, tensors=tensors), {key: own for key, own in scalars.items() if before > 1 or key not in clocked}
+    )
+    if now == 1:
+        return
+    tick, sums = scalars["tick"], held.tensors["gradient_sum"]
+    if before == 1 or int(tick) == 0:
+        tick.zero_(), sums.zero_()
+        return
+    calls = recounted(int(tick), before, now)
+    sums.mul_(calls / int(tick))
+    tick.fill_(calls)
+
+
+def _periods(groups: list[dict]) -> dict[str, int]:
+    """Steps between two updates of each parameter, by its name."""
+    return {name: group["period_steps"] for group in groups for name in group["params"]}
 
 
 def _require_same_settings(saved: list[dict], engine: Engine, file: Path) -> None:

@@ -12,12 +12,13 @@ Nothing is pickled, and files that the manifest does not list are not read. Chec
 chosen and read here. Every process calls every function; processes agree on errors, so that none waits forever.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate import PartialState
 
-from .manifest import FORMAT, Manifest, latest_checkpoint, verify
+from .manifest import FORMAT, MANIFEST, Manifest, latest_checkpoint, verify
 from .run_folder import on_first_process
 from .state_files import SHARED_STATE, load_state
 
@@ -46,20 +47,24 @@ class SavedRun:
         return self.manifest.step
 
 
-def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | None) -> SavedRun | None:
+def find_checkpoint(
+    output_dir: str | Path, resume_from_checkpoint: str | None, begun_from: str | None = None
+) -> SavedRun | None:
     """Choose the checkpoint to continue from, verify every byte of it, and read the state that is needed first.
 
     Args:
         output_dir: the run's folder.
-        resume_from_checkpoint: a checkpoint's folder; "latest": the newest complete one in `output_dir`; None: the
-            same, if there is one.
+        resume_from_checkpoint: a checkpoint's folder, or a run's for its newest complete one; "latest": the newest
+            complete one in `output_dir`; None: the same, if there is one.
+        begun_from: the result of `other_run` when the run in `output_dir` began: once it has checkpoints of its own,
+            its newest one is taken.
 
     Raises:
         ValueError: the named one is not complete, or none is, or it carries memories of another number of processes.
     """
     process = PartialState()
     # One process chooses; the others use its choice, since a shared disk may look different to them.
-    manifest = on_first_process(process, lambda: _choose(Path(output_dir), resume_from_checkpoint))
+    manifest = on_first_process(process, lambda: _choose(Path(output_dir), resume_from_checkpoint, begun_from))
     if manifest is None:
         return None
     path, facts = manifest.folder, manifest.facts
@@ -87,10 +92,27 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | None) 
     return SavedRun(manifest, {**shared, "rank": own})
 
 
-def _choose(output_dir: Path, resume_from_checkpoint: str | None) -> Manifest | None:
+def other_run(output_dir: str | Path, resume_from_checkpoint: str | None) -> str | None:
+    """The folder of `--resume_from_checkpoint`, absolute, if it is not in `output_dir`, but another run's."""
+    if resume_from_checkpoint in (None, "latest"):
+        return None
+    named = os.path.realpath(resume_from_checkpoint)
+    return None if Path(named).is_relative_to(os.path.realpath(output_dir)) else named
+
+
+def _choose(output_dir: Path, resume_from_checkpoint: str | None, begun_from: str | None) -> Manifest | None:
     if resume_from_checkpoint not in (None, "latest"):
+        other = other_run(output_dir, resume_from_checkpoint)
+        own = latest_checkpoint(output_dir) if other else None
+        if own is not None and other == begun_from:
+            return own
+        if own is not None:
+            raise ValueError(
+                f"--output_dir {output_dir} holds a run that did not begin from --resume_from_checkpoint "
+                f"{resume_from_checkpoint}: choose a new folder."
+            )
         try:
-            return verify(Path(resume_from_checkpoint))
+            return _named(Path(resume_from_checkpoint))
         except ValueError as error:
             raise ValueError(f"--resume_from_checkpoint: {error}") from None
     found = latest_checkpoint(output_dir)
@@ -99,3 +121,11 @@ def _choose(output_dir: Path, resume_from_checkpoint: str | None) -> Manifest | 
             f"--resume_from_checkpoint latest: {output_dir} holds no checkpoint, so omit the flag to begin."
         )
     return found
+
+
+def _named(folder: Path) -> Manifest:
+    """The checkpoint in a folder, or the newest complete one of the run there."""
+    # Unlike those of a Path, these take a name that is too long.
+    if os.path.isdir(folder) and not os.path.exists(folder / MANIFEST) and any(folder.glob("checkpoint-*")):
+        return latest_checkpoint(folder)
+    return verify(folder)

@@ -3,6 +3,7 @@
 import json
 import os
 import uuid
+from collections.abc import Collection
 from pathlib import Path
 
 from accelerate import Accelerator, PartialState
@@ -11,6 +12,7 @@ from accelerate.utils import broadcast_object_list
 from hope_hf.cli.files import RUN_FILE, read_small, replace_text
 from hope_hf.cli.folder_lock import FolderLock
 from hope_hf.cli.results import provenance
+from hope_hf.step.arguments import Arguments
 from hope_hf.step.defaults import Default
 
 from .manifest import remove_leftovers
@@ -38,8 +40,10 @@ class RunFolder:
     def __exit__(self, *exception):
         self._lock.release()
 
-    def check(self, identity: dict) -> dict | None:
+    def check(self, identity: dict, changeable: Collection[str] = ()) -> dict | None:
         """The record of the run in this folder, or None for a new one; locks the folder if there is work to do.
+
+        The run may differ from `identity` in the keys `changeable`.
 
         Folders that a killed process left half written or half deleted are removed.
 
@@ -48,28 +52,41 @@ class RunFolder:
         """
 
         def take():
-            record = self._check(identity)
-            if not self._only_looks and (record is None or not record["complete"]):
+            record = self._check(identity, changeable)
+            if not self._only_looks and (record is None or is_open(record, identity)):
                 self._lock.acquire()
                 # Checked again: the process that held the lock may have finished the run.
-                record = self._check(identity)
+                record = self._check(identity, changeable)
             if not self._only_looks and record is not None:
                 remove_leftovers(self.path)
             return record
 
         return on_first_process(self._accelerator, take)
 
-    def open(self, identity: dict, defaults: dict[str, Default] | None = None) -> dict:
-        """Check once more with the whole identity and write the record of a new run, with its `defaults`."""
+    def open(
+        self,
+        identity: dict,
+        defaults: dict[str, Default] | None = None,
+        changeable: Collection[str] = (),
+        begun_from: str | None = None,
+    ) -> dict:
+        """Check again with the whole identity and write the record of a new run (with `defaults`) or a changed one.
+
+        `begun_from`: the folder of `--resume_from_checkpoint` where it is another run's.
+        """
 
         def create():
-            record = self._check(identity)
+            found = record = self._check(identity, changeable)
             if record is None:
                 record = {"identity": identity, "complete": False, "run_id": uuid.uuid4().hex[:12], **provenance()}
                 record["num_processes"] = self._accelerator.num_processes
                 record["defaults"] = {name: default.value for name, default in (defaults or {}).items()}
-                if not self._only_looks:
-                    self._write(record)
+                if begun_from is not None:
+                    record["begun_from"] = begun_from
+            elif is_open(record, identity):
+                record = record | {"identity": record["identity"] | identity, "complete": False}
+            if record != found and not self._only_looks:
+                self._write(record)
             return record
 
         return on_first_process(self._accelerator, create)
@@ -79,7 +96,7 @@ class RunFolder:
         if self._accelerator.is_main_process:
             self._write({**record, "complete": True})
 
-    def _check(self, identity: dict) -> dict | None:
+    def _check(self, identity: dict, changeable: Collection[str]) -> dict | None:
         file = self.path / RUN_FILE
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"--output_dir {self.path} is a file: name a folder.")
@@ -92,7 +109,7 @@ class RunFolder:
                 )
             return None
         record = _read(file)
-        require_same_run(f"--output_dir {self.path}", identity, record["identity"])
+        require_same_run(f"--output_dir {self.path}", identity, record["identity"], changeable)
         return record
 
     def _write(self, record: dict):
@@ -129,13 +146,29 @@ def _read(file: Path) -> dict:
     return record
 
 
-def require_same_run(place: object, ours: dict, theirs: dict):
-    """ValueError if the identity `ours` differs from that of the run in `place`; keys of one side are ignored."""
+def differences(ours: dict, theirs: dict) -> list[str]:
+    """The keys in which two identities differ; those of one side are ignored. The data last."""
     ours = json.loads(json.dumps(ours))
-    # The data last: if a flag names other data, the error is about that flag.
-    for name in sorted(ours.keys() & theirs.keys(), key=lambda name: (name == "data", name)):
-        if ours[name] == theirs[name]:
+    # If a flag names other data, an error is about that flag.
+    names = sorted(ours.keys() & theirs.keys(), key=lambda name: (name == "data", name))
+    return [name for name in names if ours[name] != theirs[name]]
+
+
+def is_open(record: dict, identity: dict) -> bool:
+    """Whether there is work to do for a run of this record and identity."""
+    return not record["complete"] or bool(differences(identity, record["identity"]))
+
+
+def require_same_run(place: object, ours: dict, theirs: dict, changeable: Collection[str] = ()):
+    """ValueError if the identity `ours` differs from that of the run in `place` in other keys than `changeable`."""
+    for name in differences(ours, theirs):
+        # Vectors of their own rate are groups of their own.
+        regrouped = name == "vector_learning_rate" and None in (ours[name], theirs[name])
+        if name in changeable and not regrouped:
             continue
+        change = ""
+        if name in Arguments.CHANGEABLE and not regrouped:
+            change = " or give --resume_from_checkpoint latest to continue it with this change,"
         if name == "data":
             raise ValueError(
                 f"{place} holds another run: its flags name the same data, but their text or tokenizer has changed; "
@@ -145,12 +178,24 @@ def require_same_run(place: object, ours: dict, theirs: dict):
             raise ValueError(
                 f"{place} holds another run: a step had {theirs[name]} rows and has {ours[name]} now; choose "
                 "--per_device_train_batch_size and --gradient_accumulation_steps so that their product with the "
-                f"number of processes is {theirs[name]}, or choose another folder."
+                f"number of processes is {theirs[name]},{change} or choose another folder."
             )
         raise ValueError(
             f"{place} holds another run: {name} was {theirs[name]!r} and is now {ours[name]!r}; "
-            "repeat its flags to continue it, or choose another folder."
+            f"repeat its flags to continue it,{change} or choose another folder."
         )
+
+
+def changes(names: list[str], before: dict, now: dict, step: int) -> list[str]:
+    """A line for each changed key that is no part of the schedule, of a run that goes on after `step`."""
+    told = []
+    for name in names:
+        if name not in Arguments.SCHEDULE:
+            told.append(
+                f"{name} was {before[name]} and is now {now[name]}: from step {step + 1} on the losses are not "
+                "bit-equal to those without the change."
+            )
+    return told
 
 
 def on_first_process(process: Accelerator | PartialState, function):

@@ -7,6 +7,7 @@ checkpoint is pending at a time, so there is one copy, which is reused for the n
 """
 
 import copy
+import math
 import re
 import shutil
 import threading
@@ -23,8 +24,9 @@ from transformers import PreTrainedTokenizerBase
 from ..engines.base import Engine
 from ..engines.guard import lost_process
 from .hook import CheckpointHook
-from .manifest import describe, last_good, publish, remove_leftovers, rotate, temporary_name
+from .manifest import BEST, describe, last_good, publish, read_manifest, remove_leftovers, rotate, temporary_name
 from .optimizer import optimizer_part, save_optimizer
+from .run_folder import on_first_process
 from .state_files import SHARED_STATE, save_state
 from .weights import HostBuffers, save_weight_part, take_parts, weight_part
 
@@ -35,6 +37,9 @@ _OF_A_RANK = re.compile(r"(?:(?:optimizer_)?rank_|model-rank)(\d+)\.(?:json|safe
 class _Pending:
     folder: Path
     step: int
+    facts: dict
+    name: str | None = None
+    """The folder's final name; None: `checkpoint-<step>`."""
     thread: threading.Thread | None = None
     files: dict[str, dict] = field(default_factory=dict)
     """This process's own, as the manifest lists them."""
@@ -50,7 +55,8 @@ class CheckpointWriter:
 
     None keeps all. All processes call all methods, in the same order. `only_model` leaves out the files that only a
     continued run needs. `hook` is called with each complete checkpoint, on the first process; a checkpoint that it
-    still uses is deleted later. `in_parts`: every process writes its own part of the weights.
+    still uses is deleted later. `in_parts`: every process writes its own part of the weights. `keep_every`: the
+    checkpoints of these steps are never deleted.
     """
 
     def __init__(
@@ -60,11 +66,13 @@ class CheckpointWriter:
         only_model: bool = False,
         hook: CheckpointHook | None = None,
         in_parts: bool = False,
+        keep_every: int | None = None,
     ):
         self._output_dir = Path(output_dir)
         self._save_total_limit = save_total_limit
         self._only_model = only_model
         self._in_parts = in_parts
+        self._keep_every = keep_every
         self._hook = hook or CheckpointHook(None, output_dir, print)
         self._newest: Path | None = None
         self._pending: _Pending | None = None
@@ -80,8 +88,11 @@ class CheckpointWriter:
         tokenizer: PreTrainedTokenizerBase,
         state: dict[str, dict],
         background: bool = False,
+        best: dict | None = None,
     ) -> Path:
         """Finish the pending checkpoint, then write one; with `background`, only start writing it.
+
+        With `best`, facts for the manifest, it is the model alone in the folder `best`: no hook is called for it.
 
         The engine provides the whole model and every process's part of the optimizer's state. Tokenizer, "scheduler"
         and "trainer" of `state` are taken from the first process, "rank" from each.
@@ -103,7 +114,8 @@ class CheckpointWriter:
             part = weight_part(engine, copied)
         else:
             parts = take_parts(engine, self._buffers if background else None)
-        optimizer = None if self._only_model else optimizer_part(engine, copied)
+        only_model = self._only_model or best is not None
+        optimizer = None if only_model else optimizer_part(engine, copied)
         if background:
             state = copy.deepcopy(state)
 
@@ -139,7 +151,8 @@ class CheckpointWriter:
 
         _together(make_folder, folder)
         _together(find_folder, folder)
-        self._pending = pending = _Pending(folder, step)
+        facts = {"num_processes": PartialState().num_processes, "only_model": only_model, **(best or {})}
+        self._pending = pending = _Pending(folder, step, facts, None if best is None else BEST)
         if background:
             pending.thread = threading.Thread(target=_caught, args=(write, pending), name=f"checkpoint-{step}")
             pending.thread.start()
@@ -148,7 +161,7 @@ class CheckpointWriter:
             _caught(write, pending)
             pending.stall = time.perf_counter() - start
             self.finish()
-        return self._output_dir / f"checkpoint-{step}"
+        return self._output_dir / (pending.name or f"checkpoint-{step}")
 
     @property
     def written(self) -> bool:
@@ -180,11 +193,13 @@ class CheckpointWriter:
 
         _together(settle, pending.folder)
         files = {name: entry for part in gather_object([pending.files]) for name, entry in part.items()}
-        facts = {"num_processes": PartialState().num_processes, "only_model": self._only_model}
 
         def seal() -> None:
             if PartialState().is_main_process:
-                self._newest = publish(pending.folder, pending.step, facts, files)
+                written = publish(pending.folder, pending.step, pending.facts, files, pending.name)
+                if pending.name is not None:
+                    return
+                self._newest = written
                 self._hook.start(self._newest, pending.step)
                 if pending.thread is None:
                     self._rotate()
@@ -211,12 +226,43 @@ class CheckpointWriter:
             self._rotate()
 
     def _rotate(self) -> None:
-        rotate(self._output_dir, self._newest, self._save_total_limit, self._hook.folders)
+        rotate(self._output_dir, self._newest, self._save_total_limit, self._hook.folders, self._keep_every)
 
     def take_report(self) -> dict[str, float]:
         """Metrics of the last completed checkpoint; returned once."""
         report, self._report = self._report, {}
         return report
+
+
+class BestModel:
+    """The best evaluation so far, and with `writer.save(best=...)` its model (`--keep_best`).
+
+    `metric`: a key of the rows of evaluations, or "none". All processes make one.
+    """
+
+    def __init__(self, output_dir: str | Path, metric: str):
+        self._metric, self._sign = metric, 1 if metric == "eval/accuracy" else -1
+        self._value = on_first_process(PartialState(), lambda: _value_of_best(Path(output_dir) / BEST, metric))
+
+    def beaten_by(self, row: dict[str, float]) -> dict | None:
+        """The facts of a better evaluation for the manifest, which counts from now on; None if it is not better."""
+        value = row.get(self._metric)
+        # An infinite loss is never better.
+        if value is None or not math.isfinite(value):
+            return None
+        if self._value is not None and self._sign * value <= self._sign * self._value:
+            return None
+        self._value = value
+        return {"metric": self._metric, "value": value}
+
+
+def _value_of_best(folder: Path, metric: str) -> float | None:
+    try:
+        facts = read_manifest(folder).facts
+    except ValueError:
+        return None
+    value = facts.get("value")
+    return value if facts.get("metric") == metric and isinstance(value, float) else None
 
 
 def _caught(write: Callable[[], None], pending: _Pending) -> None:

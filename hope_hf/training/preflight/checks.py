@@ -126,8 +126,11 @@ def check_disk(facts: Facts) -> Result:
     sizes, args = facts.sizes, facts.args
     each = sizes.weights + (0 if args.save_only_model else sizes.optimizer)
     count = max(3, args.save_total_limit + 1)
-    # The finished run writes the weights once more.
-    need, free = count * each + sizes.weights - facts.held, facts.free.disk
+    if args.keep_every is not None:
+        count += facts.total_steps // args.keep_every
+    # The finished run writes the weights once more; the best model is replaced by a second one.
+    weights = sizes.weights * (1 if args.keep_best == "none" else 3)
+    need, free = count * each + weights - facts.held, facts.free.disk
     reason = f"{count} checkpoints of {_gib(each)} and the weights need {_gib(max(0, need))} more, {_gib(free)} free"
     if need > free:
         return Result("fail", f"{reason}: free space, lower --save_total_limit or choose another disk", need / free)

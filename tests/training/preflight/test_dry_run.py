@@ -92,8 +92,8 @@ def test_a_complete_run_needs_no_check(dry, run, tmp_path):
 def test_another_run_is_one_sentence(dry, run, tmp_path):
     run("a", "--max_train_steps", "1")
     before = contents(tmp_path / "a")
-    status, found, captured = dry("a", "--max_train_steps", "2")
-    assert status == 2 and not found and "holds another run: max_train_steps was 1 and is now 2" in captured.err
+    status, found, captured = dry("a", "--max_train_steps", "1", "--seed", "2")
+    assert status == 2 and not found and "holds another run: seed was 42 and is now 2" in captured.err
     assert contents(tmp_path / "a") == before
 
 

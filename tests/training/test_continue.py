@@ -1,0 +1,269 @@
+"""A run is made longer, begins from another one's checkpoint, and goes on with another rate, batch or schedule."""
+
+import json
+import math
+
+import pytest
+import torch
+from accelerate import PartialState
+from training_runs import HOPE, LLAMA, curve
+from transformers import AutoModelForCausalLM, get_scheduler
+
+from hope_hf.step.arguments import Arguments
+from hope_hf.training import trainer
+from hope_hf.training.checkpoints.manifest import read_manifest, remove_leftovers
+from hope_hf.training.checkpoints.optimizer import _read_other_period
+from hope_hf.training.checkpoints.writer import BestModel
+from hope_hf.training.engines.base import Slice
+from hope_hf.training.parsing import parse
+from hope_hf.training.process import StopAfter, parse_stop_after
+from hope_hf.training.schedule import Schedule, schedule_of
+
+EACH = ["--checkpointing_steps", "2", "--save_total_limit", "9", "--eval_steps", "0"]
+
+
+def rates(rows) -> list[float]:
+    return curve(rows, "train/learning_rate")
+
+
+def test_more_steps_continue_a_finished_run_with_a_new_warm_up(run, tmp_path, capsys):
+    steps = ["--num_warmup_steps", "2"]
+    _, first = run("a", *EACH, *steps, "--max_train_steps", 4)
+    capsys.readouterr()
+    status, rows = run("a", *EACH, *steps, "--max_train_steps", 8)
+    assert status == 0 and curve(rows)[:4] == curve(first)
+    told = capsys.readouterr().out
+    assert "had ended at step 4 with a learning rate of 0: it begins again there, rises to 0.005 in 2 steps" in told
+    assert rates(rows) == pytest.approx([5e-3 * x for x in (0, 0.5, 1, 0.5) * 2])
+    assert json.loads((tmp_path / "a/run.json").read_text())["identity"]["max_train_steps"] == 8
+
+    run("b", *EACH, *steps, "--max_train_steps", 4)
+    status, stopped = run("b", *EACH, *steps, "--max_train_steps", 8, "--stop_after", 2)
+    assert status == 0 and stopped[-1]["step"] == 6 and "Stopped at step 6" in capsys.readouterr().out
+    status, again = run("b", *EACH, *steps, "--max_train_steps", 8)
+    assert curve(again) == curve(rows)
+    assert "begins again" not in capsys.readouterr().out
+
+    assert run("b", *EACH, *steps, "--max_train_steps", 3)[0] == 2
+    assert "has done 8 steps and the run now has 3: raise --max_train_steps" in capsys.readouterr().err
+
+
+def test_a_constant_rate_goes_on_as_in_one_longer_run(run, capsys):
+    status, rows = run("a", "--lr_scheduler_type", "constant", "--max_train_steps", 4)
+    status, longer = run("a", "--lr_scheduler_type", "constant", "--max_train_steps", 6)
+    assert status == 0 and curve(longer)[:4] == curve(rows) and len(curve(longer)) == 6
+    assert "as if it had begun with it" in capsys.readouterr().out
+
+
+def test_a_schedule_of_its_own_length_makes_parts_equal_the_whole(run):
+    whole = run("whole", *EACH, "--lr_scheduler_steps", 8)[1]
+    run("parts", *EACH, "--lr_scheduler_steps", 8, "--max_train_steps", 4)
+    parts = run("parts", *EACH, "--lr_scheduler_steps", 8)[1]
+    assert curve(parts) == curve(whole) and rates(parts) == rates(whole)
+
+
+def test_a_fork_goes_on_bit_for_bit_in_another_folder(run, tmp_path, capsys):
+    _, whole = run("a", *EACH)
+    source = tmp_path / "a" / "checkpoint-4"
+    status, rows = run("b", *EACH, "--resume_from_checkpoint", source, "--stop_after", 2)
+    assert status == 0 and rows[-1]["step"] == 6
+    # The same command goes on in the fork, and does not begin again from the other run.
+    status, rows = run("b", *EACH, "--resume_from_checkpoint", source)
+    assert status == 0 and curve(rows) == curve(whole)[4:]
+    assert "b/checkpoint-6 at step 6." in capsys.readouterr().out
+    assert run("a", *EACH)[0] == 0 and "is complete" in capsys.readouterr().out
+
+    assert run("b", *EACH, "--resume_from_checkpoint", tmp_path / "a", "--max_train_steps", 9)[0] == 2
+    assert "did not begin from --resume_from_checkpoint" in capsys.readouterr().err
+    # A run's folder stands for its newest checkpoint.
+    status, rows = run("c", *EACH, "--resume_from_checkpoint", tmp_path / "a", "--max_train_steps", 9)
+    assert status == 0 and [row["step"] for row in rows if "train/loss" in row] == [9]
+    assert run("d", *EACH, "--resume_from_checkpoint", tmp_path / "a", "--block_size", 16)[0] == 2
+    assert "block_size was 32 and is now 16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", [LLAMA, HOPE], ids=["llama", "hope"])
+def test_rate_batch_and_schedule_change_only_when_asked(run, tmp_path, capsys, model):
+    run("a", *EACH, "--max_train_steps", 4, model=model)
+    changed = ["--learning_rate", "1e-3", "--per_device_train_batch_size", "2", "--weight_decay", "0"]
+    changed += ["--lr_scheduler_type", "linear", "--max_train_steps", "6", "--num_warmup_steps", "0"]
+    assert run("a", *EACH, *changed, model=model)[0] == 2
+    assert "give --resume_from_checkpoint latest to continue it with this change" in capsys.readouterr().err
+    (source,) = (tmp_path / "a").glob("checkpoint-2")
+    status, rows = run("b", *EACH, *changed, "--resume_from_checkpoint", source, model=model)
+    told = capsys.readouterr().out
+    assert status == 0 and "learning_rate was 0.005 and is now 0.001: from step 3 on" in told
+    assert "rows_per_step was 4 and is now 2" in told and "weight_decay was 0.1 and" in told
+    assert "is now linear of 6 steps and was cosine of 4: step 3 has the learning rate 0.000666" in told
+    assert rates(rows) == pytest.approx([1e-3 * (6 - step) / 6 for step in (2, 3, 4, 5)])
+    assert [row["tokens"] for row in rows if "train/loss" in row] == [2 * 128 + 64 * n for n in (1, 2, 3, 4)]
+    if model is HOPE:
+        # Two of four calls are four of eight now, and level 0 has just stepped.
+        waited = [curve(rows, f"level/{level}/tokens_since_update") for level in (0, 1)]
+        assert waited == [[64, 128, 192, 0], [320, 384, 448, 0]]
+
+
+@pytest.mark.parametrize("before, now, calls, kept", [(4, 8, 3, 6), (8, 4, 7, 3), (3, 2, 1, 1), (4, 2, 0, 0)])
+def test_a_clock_keeps_its_share_of_the_period_and_its_mean_gradient(before, now, calls, kept):
+    class Saved:
+        @staticmethod
+        def read_into(held, scalars):
+            scalars["tick"].fill_(calls)
+            held.tensors["gradient_sum"].fill_(2.5 * calls)
+
+    held = Slice(("w",), torch.Size([3]), 0, {"gradient_sum": torch.full((3,), 9.0)}, is_copy=False)
+    tick = torch.tensor(5)
+    _read_other_period(Saved, held, {"tick": tick}, before, now)
+    assert tick == kept and held.tensors["gradient_sum"].tolist() == [2.5 * kept] * 3
+
+
+@pytest.mark.parametrize("before, now", [(1, 4), (4, 1)])
+def test_a_clock_that_begins_or_ends_waits_for_nothing(before, now):
+    class Saved:
+        @staticmethod
+        def read_into(held, scalars):
+            assert "tick" not in scalars or before > 1
+            assert "gradient_sum" not in held.tensors or before > 1
+
+    has_clock = now > 1
+    tensors = {"gradient_sum": torch.ones(3)} if has_clock else {}
+    scalars = {"tick": torch.tensor(5)} if has_clock else {}
+    _read_other_period(Saved, Slice(("w",), torch.Size([3]), 0, tensors, is_copy=False), scalars, before, now)
+    assert not has_clock or (scalars["tick"] == 0 and not tensors["gradient_sum"].any())
+
+
+def test_a_batch_cannot_change_where_rows_continue_each_other(run, tmp_path, capsys):
+    carry = [*EACH, "--document_boundary", "carry", "--max_train_steps", 2]
+    run("a", *carry, model=HOPE)
+    flags = ["--resume_from_checkpoint", tmp_path / "a", "--per_device_train_batch_size", 2, "--max_train_steps", 4]
+    assert run("b", *carry, *flags, model=HOPE)[0] == 2
+    assert "carries 4 rows from batch to batch and this run 2" in capsys.readouterr().err
+
+
+def flags(**changes) -> Arguments:
+    return Arguments(output_dir="x", **changes)
+
+
+@pytest.mark.parametrize(
+    "kind", ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant_with_warmup", "inverse_sqrt"]
+)
+def test_the_rates_of_a_run_are_those_of_transformers(kind):
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=2e-3)
+    (expected,) = get_scheduler(kind, optimizer, num_warmup_steps=5, num_training_steps=50).lr_lambdas
+    found = schedule_of(flags(lr_scheduler_type=kind), 50).fractions(2e-3)
+    assert [found(step) for step in range(51)] == [expected(step) for step in range(51)]
+
+
+def test_a_schedule_that_has_ended_keeps_its_last_rate():
+    settings = dict(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_steps=20, num_warmup_steps=0)
+    found = schedule_of(flags(**settings), 100).fractions(1.0)
+    assert [found(0), found(20), found(30), found(100)] == pytest.approx([1, 0.1, 0.1, 0.1])
+    stable = schedule_of(flags(lr_scheduler_type="warmup_stable_decay"), 100)
+    assert (stable.warmup, stable.settings) == (10, {"num_decay_steps": 10})
+    found = stable.fractions(1.0)
+    assert [found(5), found(10), found(90), found(95), found(100)] == pytest.approx([0.5, 1, 1, 0.5, 0])
+
+
+def test_a_schedule_that_begins_again_rises_from_the_last_rate():
+    found = Schedule("linear", warmup=4, end=20, begin=10, first=0.2).fractions(1.0)
+    assert [found(step) for step in (10, 12, 14, 17, 20)] == pytest.approx([0.2, 0.6, 1, 0.5, 0])
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"lr_scheduler_kwargs": '{"min_lr": 0.1}'}, "'min_lr' is unknown.*: it takes num_cycles"),
+        ({"lr_scheduler_type": "constant", "lr_scheduler_kwargs": '{"a": 1}'}, "'a' is unknown.*it takes none"),
+        ({"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": '{"min_lr": 1}'}, "times its peak"),
+        ({"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": '{"decay_type": "x"}'}, "decay type: x"),
+        ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": '{"power": "x"}'}, "do not fit .* polynomial"),
+        ({"lr_scheduler_kwargs": "[1]"}, "cannot be read"),
+        ({"lr_scheduler_kwargs": "{"}, "cannot be read"),
+    ],
+)
+def test_settings_that_do_not_fit_are_one_sentence(changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        schedule_of(flags(**changes), 100).check(0.01)
+
+
+def test_a_rate_that_stays_at_zero_is_refused(run, capsys):
+    assert run("a", "--lr_scheduler_steps", 4)[0] == 2
+    assert "--lr_scheduler_steps 4: the learning rate is 0 from that step on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("named, limits", [("7", (7, math.inf)), ("1.5h", (math.inf, 5400)), ("90s", (math.inf, 90))])
+def test_stop_after_takes_steps_or_time(named, limits):
+    assert parse_stop_after(named) == limits
+    after = StopAfter(named)
+    assert not after.reached(6) and after.reached(7) == (limits[0] == 7)
+
+
+@pytest.mark.parametrize("named", ["", "0", "0h", "-1", "2 days", "1.5", "h", "nan"])
+def test_stop_after_refuses_the_rest(named):
+    with pytest.raises(ValueError, match="--stop_after is .*: give steps, or a time"):
+        parse_stop_after(named)
+
+
+def test_a_time_that_is_over_stops_after_a_checkpoint(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(StopAfter, "reached", lambda self, steps: steps == 3)
+    status, rows = run("a", "--stop_after", "1h")
+    assert status == 0 and rows[-1]["step"] == 3 and (tmp_path / "a/checkpoint-3").is_dir()
+
+
+def test_the_model_of_the_best_evaluation_is_kept(run, tmp_path, monkeypatch, capsys):
+    losses = iter([6.0, 5.0, 5.5, 5.2, 4.0])
+    flags = ["--eval_steps", 2, "--eval_on_start", "--keep_best", "eval/loss", "--max_train_steps", 6]
+    evaluate = trainer.evaluate
+    monkeypatch.setattr(trainer, "evaluate", lambda *options: evaluate(*options) | {"eval/loss": next(losses)})
+    status, rows = run("a", *flags, "--stop_after", 5)
+    assert status == 0 and [row["step"] for row in rows if "eval/loss" in row] == [0, 2, 4]
+    assert capsys.readouterr().out.count("best eval/loss so far: the model is in") == 2
+    best = tmp_path / "a/best"
+    found = read_manifest(best)
+    assert (found.step, found.facts["value"], found.facts["only_model"]) == (2, 5.0, True)
+    model = AutoModelForCausalLM.from_pretrained(best)
+    # A continued run compares with the best of before.
+    losses = iter([5.2])
+    assert run("a", *flags)[0] == 0 and read_manifest(best).step == 2
+    kept = AutoModelForCausalLM.from_pretrained(best).state_dict()
+    assert all(torch.equal(kept[name], tensor) for name, tensor in model.state_dict().items())
+    losses = iter([4.0])
+    assert run("a", *flags, "--max_train_steps", 8)[0] == 0 and read_manifest(best).step == 8
+    final = AutoModelForCausalLM.from_pretrained(tmp_path / "a").state_dict()
+    kept = AutoModelForCausalLM.from_pretrained(best).state_dict()
+    assert all(torch.equal(kept[name], tensor) for name, tensor in final.items())
+    assert run("b", "--resume_from_checkpoint", best)[0] == 2
+    assert "holds the model alone" in capsys.readouterr().err
+
+
+def test_higher_accuracy_is_better(tmp_path):
+    PartialState(cpu=True)
+    best = BestModel(tmp_path, "eval/accuracy")
+    rows = [{"eval/accuracy": value} for value in (0.2, 0.1, float("nan"), 0.3)]
+    assert [best.beaten_by(row) is not None for row in rows] == [True, False, False, True]
+    assert BestModel(tmp_path, "none").beaten_by({"eval/loss": 1.0}) is None
+
+
+def test_evaluations_and_the_best_model_change_no_step(run):
+    plain = run("a")[1]
+    assert curve(run("b", "--eval_on_start", "--eval_steps", 1, "--keep_best", "eval/loss")[1]) == curve(plain)
+
+
+def test_every_nth_checkpoint_is_kept_for_good(run, tmp_path, recwarn):
+    steps = ["--checkpointing_steps", 1, "--save_total_limit", 1]
+    run("a", *steps, "--keep_every", 3)
+    assert sorted(path.name for path in (tmp_path / "a").glob("checkpoint-*")) == [
+        "checkpoint-3", "checkpoint-6", "checkpoint-8"
+    ]  # fmt: skip
+    with pytest.warns(UserWarning, match="--keep_every is ignored: its steps are no multiples"):
+        parse(["--output_dir", "x", "--keep_every", "3", "--checkpointing_steps", "2"])
+
+
+def test_a_kill_between_two_names_loses_no_best_model(tmp_path):
+    for name in ("best.replaced", "best.replaced.tmp-0123abcd"):
+        (tmp_path / name).mkdir()
+    remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+    (tmp_path / "best.replaced").mkdir()
+    remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
