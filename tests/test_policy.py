@@ -79,7 +79,7 @@ FLOORS = (
 # Slow to import or not always installed: only inside functions, and only of these rooms.
 LAZY_ROOMS = {"hope_hf/cli", "hope_hf/training", "hope_hf/evaluation", "hope_hf/plan"}
 LAZY = dict.fromkeys(("matplotlib", "wandb", "evaluate", "lm_eval", "jinja2", "deepspeed"), LAZY_ROOMS)
-LAZY |= dict.fromkeys(("fla", "triton"), {"hope_hf/model"}) | {"gguf": {"hope_hf/convert"}}
+LAZY |= dict.fromkeys(("fla", "triton"), {"hope_hf/model"}) | {"gguf": {"hope_hf/convert"}, "peft": {"hope_hf/cli"}}
 # These files are Triton's kernels: it is loaded with them, and they with the first call.
 TRITON = "hope_hf/model/memory_triton_kernels"
 

@@ -120,5 +120,5 @@ def copy_rights_of_folder(file: Path) -> None:
 
 def share_weights(folder: Path) -> None:
     """Give the weights that `save_pretrained` wrote to `folder` the permissions of its other files."""
-    for file in folder.glob("model*.safetensors"):
-        copy_rights(folder / "config.json", file)
+    for file in folder.glob("*model*.safetensors"):
+        copy_rights(next(folder.glob("*config.json")), file)

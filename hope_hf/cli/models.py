@@ -10,8 +10,8 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import find_adapter_config_file
 
+from .adapters import base_of_adapter
 from .flags import LARGEST_VOCABULARY, ModelArguments
 from .parser import nearest
 from .process import MISTAKES, one_line
@@ -67,10 +67,10 @@ def load_config(source: str, flag: str, args: ModelArguments):
     """The config of a folder or Hub name that was given with `--flag`, or as the word FLAG without a flag."""
     named = flag if flag.isupper() else f"--{flag}"
     try:
+        base = base_of_adapter(source)
+        if base is not None:
+            return load_config(base, flag, args)
         values, _ = PreTrainedConfig.get_config_dict(source)
-        # PEFT saves no config.json beside an adapter.
-        if find_adapter_config_file(source) is not None:
-            raise ValueError("it is a PEFT adapter, merge it into its model (merge_and_unload) and save that")
         _check_dtype(values)
         return AutoConfig.from_pretrained(source, trust_remote_code=args.trust_remote_code)
     except MISTAKES as error:

@@ -1,6 +1,6 @@
 """Loads a causal language model's weights from safetensors, complete and unchanged, or raises an error.
 
-transformers itself fills missing weights with random numbers, casts integers, and reads pickles and adapters.
+transformers itself fills missing weights with random numbers, casts integers, and reads pickles.
 """
 
 import json
@@ -16,6 +16,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
+from .adapters import ADAPTER_WEIGHTS, base_of_adapter, merged
 from .files import is_inside, read_small
 from .process import MISTAKES, one_line
 
@@ -37,6 +38,11 @@ def load_model(source: str, config, named: str, **options) -> PreTrainedModel:
             the config gives, or is not of a floating-point type.
     """
     try:
+        base = base_of_adapter(source)
+        if base is not None:
+            if _find(source, ADAPTER_WEIGHTS) is None:
+                raise _Refused(f"{named} has no {ADAPTER_WEIGHTS}, and only safetensors are read: save it again.")
+            return merged(load_model(base, config, f"{named}: its model {base}", **options), source)
         files = weight_files(source, getattr(config, "transformers_weights", None), named)
         with _quietly():
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -45,7 +51,7 @@ def load_model(source: str, config, named: str, **options) -> PreTrainedModel:
     except _Refused:
         raise
     except MISTAKES as error:
-        raise ValueError(f"{named} cannot be loaded: {one_line(error)}") from error
+        raise _Refused(f"{named} cannot be loaded: {one_line(error)}") from error
     _check_names(model, report, named)
     _check_shapes(report, named)
     _check_types(model, files, report, named)

@@ -95,6 +95,11 @@ class OptimizationArguments:
     train_only: Literal["all", "memories"] = flag(
         "all", "memories: the memories alone learn, such as those of `hope-hf convert --memory_layers`."
     )
+    lora_rank: int | None = flag(
+        None, "Train LoRA matrices of this rank beside all linear layers, and nothing else; they are saved as PEFT's.",
+        least=1, most=LONGEST,
+    )  # fmt: skip
+    lora_alpha: float | None = flag(None, "LoRA is scaled by this / rank (default: twice the rank).", above=0)
     vector_learning_rate: float | None = flag(
         None,
         "Peak learning rate of norms, biases and the kernel weights of convolutions (default: --learning_rate).",

@@ -101,6 +101,7 @@ def _warn_of_ignored(args: Arguments, named: set[str]):
         *((name, not names_text, "no flag names a text") for name in ("text_column", "on_bad_rows")),
         ("shuffle_buffer_size", not args.streaming, "only --streaming has one"),
         ("shuffle_buffer_size", args.document_boundary == "carry", "--document_boundary carry keeps the text's order"),
+        ("lora_alpha", args.lora_rank is None, "--lora_rank is not given"),
         ("level_learning_period", args.level_learning == "none", "--level_learning is not given"),
         ("level_learning_order", args.level_learning == "none", "--level_learning is not given"),
         (
@@ -142,6 +143,13 @@ def _check(args: Arguments):
     if args.model_name_or_path and (args.config_name or args.config_overrides or args.model_type):
         flag = next(n for n in ("config_name", "config_overrides", "model_type") if getattr(args, n))
         raise ValueError(f"--{flag} shapes a new model and --model_name_or_path loads one: give only one of them.")
+    if args.lora_rank and not args.model_name_or_path:
+        raise ValueError("--lora_rank adapts a trained model: name it with --model_name_or_path.")
+    whole = {"train_only": "memories", "init": "sharded", "save_sharded": True, "push_to_hub": True}
+    for name, value in whole.items():
+        if args.lora_rank and getattr(args, name) == value:
+            shown = f"--{name}" if value is True else f"--{name} {value}"
+            raise ValueError(f"--lora_rank trains and saves an adapter alone: leave {shown} out.")
     if args.lr_scheduler_type == "polynomial" and args.learning_rate <= POLYNOMIAL_END:
         raise ValueError(
             f"--lr_scheduler_type polynomial ends at a rate of {POLYNOMIAL_END:g}: give a higher --learning_rate."

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 import hope_hf
+from hope_hf.cli.adapters import add_lora, require_peft
 from hope_hf.cli.flags import LARGEST_VOCABULARY
 from hope_hf.cli.models import build_config, build_model, is_hope, load_config, named_vocabulary
 from hope_hf.cli.process import one_line, warn_once
@@ -195,6 +196,10 @@ def _check_model(args: Arguments, engine: Engine, pretrained, vocab_size: int | 
     _check_carry(args, config)
     if args.train_only == "memories" and not (is_hope(config) and config.has_memories):
         raise ValueError(f"--train_only memories: this {config.model_type} has no layer of memories, leave it out.")
+    if args.lora_rank:
+        require_peft("--lora_rank")
+    if args.lora_rank and engine.shards_weights:
+        raise ValueError("--lora_rank needs the whole model in each process: launch with accelerate_configs/ddp.yaml.")
     if args.push_to_hub:
         _check_push(args, config)
     if pretrained:
@@ -242,6 +247,8 @@ def _model(
         return build_fake(args, config), None
     model = build_model(args, config)
     add_rates(model, config)
+    if args.lora_rank:
+        add_lora(model, args.lora_rank, args.lora_alpha, args.model_name_or_path)
     return model, None
 
 
@@ -302,7 +309,8 @@ def run_card(args: Arguments, engine: Engine, run) -> str:
     length = "" if schedule.end == plan.total_steps else f" of {schedule.end:,} steps"
     rows = {
         "model": f"{model.config.model_type}, {model.num_parameters():,} parameters"
-        + (f", from {args.model_name_or_path}" if args.model_name_or_path else f", {_size(args)}"),
+        + (f", from {args.model_name_or_path}" if args.model_name_or_path else f", {_size(args)}")
+        + (f"; LoRA of rank {args.lora_rank} trains {_trained(model):,} of them" if args.lora_rank else ""),
         "data": data.description,
         "batch": f"{plan.tokens_per_step:,} tokens per step = {args.per_device_train_batch_size} rows x "
         f"{plan.block_size:,} tokens x {args.gradient_accumulation_steps} accumulated x "
@@ -330,6 +338,10 @@ def run_card(args: Arguments, engine: Engine, run) -> str:
     width = max(len(name) for name in rows)
     lines = [f"{name:<{width}}  {text}" for name, text in rows.items()]
     return "\n".join([*lines, *(f"{'':<{width}}  {line}" for line in default_lines(args.defaults))])
+
+
+def _trained(model: PreTrainedModel) -> int:
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def _gradients(args: Arguments, engine: Engine, model) -> str:

@@ -153,14 +153,16 @@ def test_only_safetensors_are_read(broken, refused):
     load_model(str(folder), AutoConfig.from_pretrained(folder), "DIR")
 
 
-def test_an_adapter_is_no_model(broken, refused, folders):
+def test_an_adapter_that_cannot_be_merged(broken, refused, folders, monkeypatch):
     folder = broken()
-    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": folders["llama"]}))
-    sentence = f"--model_name_or_path {folder} cannot be loaded: it is a PEFT adapter, merge it"
-    assert sentence in refused(folder)
-    # PEFT saves none.
-    (folder / "config.json").unlink()
-    assert sentence in refused(folder)
+    content = {"base_model_name_or_path": folders["llama"], "peft_type": "LORA"}
+    for wrong in ({"peft_type": "LOHA"}, {"base_model_name_or_path": None}, {"megatron_config": {"a": 1}}):
+        (folder / "adapter_config.json").write_text(json.dumps(content | wrong))
+        assert f"--model_name_or_path {folder} cannot be loaded: it is a PEFT adapter that" in refused(folder)
+    (folder / "adapter_config.json").write_text(json.dumps(content))
+    assert f"--model_name_or_path {folder} has no adapter_model.safetensors, and only safetensors" in refused(folder)
+    (folder / "adapter_config.json").write_text(json.dumps(content | {"base_model_name_or_path": str(folder)}))
+    assert "names itself as the model that it adapts" in refused(folder)
 
 
 def test_an_index_stays_in_its_folder(broken, refused):

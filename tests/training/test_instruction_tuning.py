@@ -1,14 +1,22 @@
-"""Fine-tuning on chats by `recipes/chat.yaml`."""
+"""Fine-tuning on chats by `recipes/chat.yaml`, and LoRA."""
 
 import json
 import warnings
 
 import pytest
+import torch
+from peft import PeftModel
 from training_runs import HOPE, LLAMA, ROOT, curve, forget_the_end
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hope_hf.cli.flags import ModelArguments
+from hope_hf.cli.models import load_config
+from hope_hf.cli.weights import load_model
+from hope_hf.evaluation import main as evaluate
 from hope_hf.training.parsing import parse
 
+# PEFT and TRL ask transformers 5.23 for attributes by their older names.
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 RECIPE = str(ROOT / "recipes/chat.yaml")
 CHATS = [
     [{"role": "user", "content": f"abc {n} def?"}, {"role": "assistant", "content": "abc abc def def " * (1 + n % 3)}]
@@ -19,7 +27,7 @@ CHATS = [
 @pytest.fixture
 def chats(tmp_path):
     file = tmp_path / "chats.jsonl"
-    file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
+    file.write_text("".join(json.dumps({"messages": chat, "note": chat[1]["content"]}) + "\n" for chat in CHATS))
     return ["--train_file", str(file)]
 
 
@@ -43,3 +51,68 @@ def test_the_recipe_teaches_a_model_to_answer_and_resumes(run, tmp_path, chats, 
     forget_the_end(tmp_path / "chat", 8)
     status, again = run("chat", *flags, model=model, data=chats)
     assert status == 0 and curve(again)[-4:] == losses[-4:]
+
+
+@pytest.mark.parametrize("kind", [HOPE, LLAMA], ids=["hope", "llama"])
+def test_lora_trains_is_saved_as_an_adapter_resumes_and_is_evaluated(run, tmp_path, chats, kind, capsys):
+    assert run("base", "--max_train_steps", "2", model=kind)[0] == 0
+    before = {name: value.clone() for name, value in load(tmp_path / "base").state_dict().items()}
+    model = [RECIPE, "--model_name_or_path", str(tmp_path / "base"), "--lora_rank", "4"]
+    flags = ["--gradient_accumulation_steps", "1", "--checkpointing_steps", "4", "--learning_rate", "3e-2"]
+    status, rows = run("lora", *flags, model=model, data=chats)
+    losses = curve(rows)
+    assert status == 0 and losses[-1] < losses[0] - 0.3
+    assert "LoRA of rank 4 trains" in capsys.readouterr().out
+    for folder in (tmp_path / "lora", tmp_path / "lora" / "checkpoint-8"):
+        assert not (folder / "model.safetensors").exists() and not (folder / "config.json").exists()
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8, str(tmp_path / "base"))
+    forget_the_end(tmp_path / "lora", 8)
+    status, again = run("lora", *flags, model=model, data=chats)
+    assert status == 0 and curve(again)[-4:] == losses[-4:] and again[-1]["eval/loss"] == rows[-1]["eval/loss"]
+
+    ids = torch.arange(24).view(2, 12)
+    adapted = PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "lora").eval()
+    assert all(not name.startswith("base_model.model.lm_head.lora") for name, _ in adapted.named_parameters())
+    expected = adapted(input_ids=ids).logits
+    assert (expected - load(tmp_path / "base")(ids).logits).abs().max() > 1e-2
+    torch.testing.assert_close(load(tmp_path / "lora")(ids).logits, expected, rtol=0, atol=1e-5)
+    # As transformers itself loads it, and as an adapter of the merged model.
+    direct = AutoModelForCausalLM.from_pretrained(tmp_path / "lora").eval()
+    torch.testing.assert_close(direct(ids).logits, expected, rtol=0, atol=1e-5)
+    for name, value in load(tmp_path / "base").state_dict().items():
+        assert torch.equal(value, before[name])
+    second = [RECIPE, "--model_name_or_path", str(tmp_path / "lora"), "--lora_rank", "2"]
+    status, more = run("second", *flags, model=second, data=chats)
+    assert status == 0 and curve(more)[0] < losses[0] - 0.2
+    config = json.loads((tmp_path / "second" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "lora")
+    assert load(tmp_path / "second")(ids).logits.isfinite().all()
+    assert evaluate(["--model_name_or_path", str(tmp_path / "lora"), "--suite", "perplexity", "--lengths", "32",
+                     "--validation_file", chats[1], "--text_column", "note"]) == 0  # fmt: skip
+
+
+def load(folder):
+    config = load_config(str(folder), "model_name_or_path", ModelArguments())
+    return load_model(str(folder), config, "DIR")
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (["--model_type", "llama"], "--lora_rank adapts a trained model: name it with --model_name_or_path"),
+        (["--model_name_or_path", "a", "--train_only", "memories"], "leave --train_only memories out"),
+        (["--model_name_or_path", "a", "--init", "sharded"], "leave --init sharded out"),
+        (["--model_name_or_path", "a", "--push_to_hub"], "leave --push_to_hub out"),
+    ],
+)
+def test_lora_is_refused_where_it_cannot_be(words, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        parse(["--output_dir", "x", "--lora_rank", "4", *words])
+
+
+def test_lora_without_peft_is_a_sentence(run, tmp_path, chats, monkeypatch, capsys):
+    assert run("base", "--max_train_steps", "1")[0] == 0
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert run("lora", "--lora_rank", "4", model=[RECIPE, "--model_name_or_path", str(tmp_path / "base")])[0] == 2
+    assert "--lora_rank needs PEFT: pip install peft." in capsys.readouterr().err

@@ -24,7 +24,7 @@ PROMISED = """
 model_name_or_path model_type config_name config_overrides tokenizer_name trust_remote_code attn_implementation
 dataset_mixture train_shards level_learning level_learning_period level_learning_order
 dataset_name dataset_config_name train_file validation_file validation_split_percentage max_train_samples
-text_column on_bad_rows assistant_only_loss
+text_column on_bad_rows assistant_only_loss lora_rank lora_alpha
 max_eval_samples streaming shuffle_buffer_size preprocessing_num_workers block_size per_device_train_batch_size
 gradient_accumulation_steps learning_rate vector_learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon
 train_only max_grad_norm max_train_steps num_train_epochs lr_scheduler_type num_warmup_steps optimizer level_optimizers
@@ -160,6 +160,7 @@ def test_epochs_replace_the_steps_of_the_demo():
         (["--shuffle_buffer_size", "9"], "--shuffle_buffer_size is ignored: only --streaming has one"),
         (["--hub_model_id", "me/model"], "--hub_model_id is ignored: --push_to_hub is not given"),
         (["--hub_private_repo"], "--hub_private_repo is ignored"),
+        (["--lora_alpha", "8"], "--lora_alpha is ignored: --lora_rank is not given"),
         (["--text_column", "body"], "--text_column is ignored: no flag names a text"),
         (["--dataset_name", "a", "--on_bad_rows", "skip"], "--on_bad_rows is ignored: it is for rows of files"),
         (["--dataset_mixture", "a", "--text_column", "b"], "--text_column is ignored: the mixture has text_column"),

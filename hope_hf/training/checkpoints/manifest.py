@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hope_hf.cli.adapters import ADAPTER_WEIGHTS
 from hope_hf.cli.files import CHECKPOINT, is_inside
 from hope_hf.cli.weights import PART, parts_of
 
@@ -64,7 +65,9 @@ class Manifest:
         return self.folder / name
 
     def weight_files(self) -> list[Path]:
-        """The safetensors of whole weights; ValueError if one is not listed."""
+        """The safetensors of whole weights, or of an adapter; ValueError if one is not listed."""
+        if ADAPTER_WEIGHTS in self.files:
+            return [self.path(ADAPTER_WEIGHTS)]
         index = "model.safetensors.index.json"
         names = parts_of(self.folder / index) if index in self.files else ["model.safetensors"]
         return [self.path(name) for name in names]

@@ -23,6 +23,7 @@ from torch import Tensor, distributed
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from hope_hf.cli.adapters import ADAPTER_WEIGHTS, load_adapter
 from hope_hf.cli.files import copy_rights_of_folder
 from hope_hf.cli.process import MISTAKES
 
@@ -322,8 +323,12 @@ def read_weights(manifest: Manifest) -> dict[str, Tensor]:
 def load_weights(model: PreTrainedModel, manifest: Manifest) -> None:
     """Copy the weights of a checkpoint into `model`, before an engine wraps it.
 
-    Raises ValueError if names, shapes or dtypes differ; then nothing is changed.
+    Of a model with an adapter, the adapter's alone. Raises ValueError if names, shapes or dtypes differ; then nothing
+    is changed.
     """
+    if ADAPTER_WEIGHTS in manifest.files:
+        load_adapter(model, manifest.path(ADAPTER_WEIGHTS))
+        return
     own = model.state_dict()
     with stored_weights(manifest) as stored:
         check_fits(model, stored, manifest.folder)
