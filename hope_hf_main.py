@@ -11,6 +11,7 @@ from collections.abc import Callable
 COMMANDS = {
     "train": "train a causal language model, HOPE unless another is named",
     "eval": "evaluate a model: perplexity, memory, needles, published benchmarks",
+    "generate": "continue a text",
     "chat": "talk to a model that learns from what it reads",
     "plan": "tell whether a run fits, how long it takes and what it costs",
     "prepare": "tokenize a mixture of corpora into shards",
@@ -69,6 +70,8 @@ def program(name: str) -> Callable[[list[str]], int]:
             from hope_hf.evaluation import main
         case "chat":
             from hope_hf.chat import main
+        case "generate":
+            from hope_hf.chat import generate as main
         case "plan":
             from hope_hf.plan import main
         case "prepare":

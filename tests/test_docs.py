@@ -41,6 +41,7 @@ PARSERS = {
     "hope-hf convert": convert.make_parser,
     "hope-hf eval": lambda: Parser(EVALUATION_GROUPS),
     "hope-hf export": export.make_parser,
+    "hope-hf generate": chat.make_generate_parser,
     "hope-hf launch-files": lambda: shipped.make_parser("launch-files"),
     "hope-hf plan": plan.make_parser,
     "hope-hf plot": plot.make_parser,

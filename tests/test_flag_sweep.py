@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hope_hf import HopeConfig, HopeForCausalLM, evaluation, training
 from hope_hf.chat import flags as chat_flags
+from hope_hf.chat import generate as chat_generate
 from hope_hf.chat import main as chat_main
 from hope_hf.chat import session as chat_session
 from hope_hf.cli import shipped
@@ -166,6 +167,7 @@ def programs(place: Path) -> list[Program]:
     data = {"--train_file": text, "--validation_file": text, "--tokenizer_name": model}
     short = {"--block_size": "16", "--max_train_steps": "1", "--cpu_threads": "1", "--output_dir": ""}
     read = {"--model_name_or_path": model, "--validation_file": text, "--cpu_threads": "1", "--output_dir": ""}
+    few = {"--max_new_tokens": "1", "--cpu_threads": "1"}
     consolidate = tool.make_parser()._subparsers._group_actions[0].choices["consolidate"]
     return [
         Program("run_clm", training.main, Parser(TRAINING_FLAGS), flags=new | data | short),
@@ -179,6 +181,9 @@ def programs(place: Path) -> list[Program]:
             flags={"--from": str(place / "llama"), "--output_dir": ""},
         ),
         Program("chat", chat_main, chat_flags.make_parser(), (model,), {"--learn": "true", "--cpu_threads": "1"}),
+        Program(
+            "generate", chat_generate, chat_flags.make_generate_parser(), (model,), {"--prompt": "a memory"} | few
+        ),
         Program(
             "tokenizer",
             tokenizer_program.main,
@@ -201,6 +206,7 @@ def programs(place: Path) -> list[Program]:
 
 
 NAMES = ["run_clm", "run_eval", "export", "convert", "chat", "tokenizer", "prepare", "checkpoints", "plan", "plot"]
+NAMES.insert(5, "generate")
 NAMES += ["recipes", "launch-files"]
 
 

@@ -1,5 +1,5 @@
 """A conversation with a model that goes on learning from what it reads: `hope-hf chat MODEL`."""
 
-from .run import main
+from .run import generate, main
 
-__all__ = ["main"]
+__all__ = ["generate", "main"]

@@ -40,6 +40,10 @@ class Turn(NamedTuple):
         """Tokens per second."""
         return (self.read + self.written) / max(self.seconds, 1e-9)
 
+    def __str__(self):
+        tokens = f"{self.read:,} read and {self.written:,} written"
+        return f"{self.speed:,.1f} tokens per second: {tokens} in {self.seconds:.1f} s"
+
 
 class Conversation:
     """A model that reads texts and answers messages, with what it has read and learned.
@@ -86,6 +90,12 @@ class Conversation:
         sizes = [[mixer.cache_bytes(config, tokens) for mixer in config.mixers] for tokens in (_LONG, 2 * _LONG)]
         return sizes[0] != sizes[1]
 
+    @property
+    def state_size(self) -> str:
+        """Size of what was read, without what levels have learned, in words."""
+        size = sum(tensor.nbytes for tensor in self.cache.state_tensors().values()) - self.cache.level_bytes
+        return f"{size / 1e6:,.1f} MB, {'grows with every token' if self.grows else 'constant'}"
+
     def say(self, message: str) -> str:
         """The answer to a message, which is printed while it is made.
 
@@ -94,28 +104,44 @@ class Conversation:
                 was read.
         """
         new, ids = self._continued(message)
-        ids = [*self.place.unread, *ids]
-        if not ids:
-            raise ValueError("the message has no token of the model: write another one.")
-        room = self.room_for(len(ids), 1)
-        tokens = self.as_input(ids)
         with self.turn() as took:
-            found = self.model.generate(
-                tokens,
-                attention_mask=tokens.new_ones(1, self.cache.get_seq_length() + len(ids)),
-                past_key_values=self.cache,
-                learn=self.learn,
-                learn_generated=self.learn_generated,
-                streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
-                eos_token_id=self._ends,
-                pad_token_id=self._ends[0],
-                **self.options | {"max_new_tokens": min(self.options["max_new_tokens"], room)},
-            )[0, len(ids) :].tolist()
+            found = self._written(ids, "message", took)
             answer, written = (self.tokenizer.decode(found, skip_special_tokens=skip) for skip in (True, False))
             said = {"role": "user", "content": message}, {"role": "assistant", "content": answer}
             self.place = Place((found[-1],), (*self.place.messages, *said), self.place.text + new + written)
-            took(len(ids), len(found))
         return answer
+
+    def complete(self, text: str) -> str:
+        """The continuation of a text that follows what was read, without a template; printed while it is made.
+
+        Raises:
+            ValueError: the text has no token, or the model has no position left. Nothing was read.
+        """
+        with self.turn() as took:
+            found = self._written(self.encode(text), "text", took)
+            self.place = Place((found[-1],))
+        return self.tokenizer.decode(found, skip_special_tokens=True)
+
+    def _written(self, ids: list[int], named: str, took: Callable[..., None]) -> list[int]:
+        """The tokens that the model writes after it has read `ids`, within a turn."""
+        ids = [*self.place.unread, *ids]
+        if not ids:
+            raise ValueError(f"the {named} has no token of the model: write another one.")
+        room = self.room_for(len(ids), 1)
+        tokens = self.as_input(ids)
+        found = self.model.generate(
+            tokens,
+            attention_mask=tokens.new_ones(1, self.cache.get_seq_length() + len(ids)),
+            past_key_values=self.cache,
+            learn=self.learn,
+            learn_generated=self.learn_generated,
+            streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
+            eos_token_id=self._ends,
+            pad_token_id=self._ends[0],
+            **self.options | {"max_new_tokens": min(self.options["max_new_tokens"], room)},
+        )[0, len(ids) :].tolist()
+        took(len(ids), len(found))
+        return found
 
     def _continued(self, message: str) -> tuple[str, list[int]]:
         """A message as the model reads it after all before it, and the tokens of this text."""

@@ -1,4 +1,4 @@
-"""Flags of `hope-hf chat`."""
+"""Flags of `hope-hf chat` and `hope-hf generate`."""
 
 from dataclasses import dataclass, field, fields
 from typing import Literal
@@ -9,18 +9,32 @@ from hope_hf.cli.parser import Parser, named_flags
 EXAMPLE = "hope-hf chat converted --learn --file book.txt --memory memories/book"
 # What `--help` shows for the values of flags.
 SHOWN = {"memory": "FOLDER", "file": "FILE", "prompt": "TEXT", "do_sample": "true|false"}
+DRAWS = {"temperature", "top_p", "top_k", "min_p"}
 
 
 @dataclass
-class TextArguments:
-    """What is read, and what remains of it."""
+class KeptArguments:
+    """What remains of what is read."""
 
     _argument_group_name = "most used"
 
     memory: str | None = flag(
         None, "Folder that keeps what was read and learned: continued if it exists, saved at the end."
     )
-    learn: bool = flag(False, "Let the levels learn from the files and from your messages.")
+    learn: bool = flag(False, "Let the levels learn from what is read: files, messages, prompts.")
+
+
+@dataclass
+class PromptArguments(KeptArguments):
+    """What `hope-hf generate` reads."""
+
+    prompt: str | None = flag(None, "Text to continue (default: standard input).")
+
+
+@dataclass
+class TextArguments(KeptArguments):
+    """What `hope-hf chat` reads."""
+
     file: list[str] | None = flag(None, "Text files that are read first, in this order.")
     prompt: list[str] | None = flag(None, "Messages that are answered, in this order, instead of those you type.")
     compare: bool = flag(False, "Also read the files with frozen levels, to show what learning brings; needs --learn.")
@@ -49,8 +63,15 @@ class AnswerArguments:
         default=None,
         metadata={"help": "true: draw tokens; false: take the likeliest (default: what the model's folder says)."},
     )
-    temperature: float | None = flag(None, "Lower values draw likelier tokens.", above=0, most=100)
+    temperature: float | None = flag(None, "Lower values draw likelier tokens.", least=0.001, most=100)
     top_p: float | None = flag(None, "Draw among the likeliest tokens of this total probability.", above=0, most=1)
+    top_k: int | None = flag(None, "Draw among so many likeliest tokens; 0: among all.", least=0, most=LONGEST)
+    min_p: float | None = flag(
+        None, "Draw among tokens of at least this share of the likeliest one's probability.", above=0, most=1
+    )
+    repetition_penalty: float | None = flag(
+        None, "Above 1: tokens that have come before are less likely.", least=0.01, most=100
+    )
     seed: int = flag(0, "Seed of the draws.", **SEED)
 
 
@@ -74,21 +95,49 @@ class Arguments(TextArguments, LearningArguments, AnswerArguments, MachineArgume
     model: str = flag("", "Folder or Hub name of a HOPE.")
 
 
-GROUPS = (TextArguments, LearningArguments, AnswerArguments, MachineArguments)
-FLAGS = tuple(f.name for group in GROUPS for f in fields(group))
+@dataclass
+class GenerateArguments(PromptArguments, LearningArguments, AnswerArguments, MachineArguments):
+    """All flags of `hope-hf generate`, flat, and MODEL."""
+
+    _argument_group_name = None
+
+    model: str = flag("", "Folder or Hub name of a HOPE.")
+
+
+GROUPS = (LearningArguments, AnswerArguments, MachineArguments)
 
 
 def make_parser() -> Parser:
-    """All flags; MODEL is the one word without a flag."""
-    parser = Parser(
-        GROUPS,
-        prog="hope-hf chat",
-        usage="%(prog)s MODEL [--memory FOLDER] [--learn] [--file FILE ...] [--prompt TEXT ...] [flags]",
-        description="Read files with a model and talk to it, while its levels learn.",
-        example=EXAMPLE,
-        link="docs/chat.md",
-        allow_abbrev=False,
+    """All flags of `hope-hf chat`; MODEL is the one word without a flag."""
+    return _with_model(
+        Parser(
+            (TextArguments, *GROUPS),
+            prog="hope-hf chat",
+            usage="%(prog)s MODEL [--memory FOLDER] [--learn] [--file FILE ...] [--prompt TEXT ...] [flags]",
+            description="Read files with a model and talk to it, while its levels learn.",
+            example=EXAMPLE,
+            link="docs/chat.md",
+            allow_abbrev=False,
+        )
     )
+
+
+def make_generate_parser() -> Parser:
+    """All flags of `hope-hf generate`."""
+    return _with_model(
+        Parser(
+            (PromptArguments, *GROUPS),
+            prog="hope-hf generate",
+            usage="%(prog)s MODEL --prompt TEXT [--memory FOLDER] [flags]",
+            description="Continue a text. The continuation goes to standard output, all else to standard error.",
+            example='hope-hf generate runs/demo --prompt "def read_file(path):" --temperature 0.8',
+            link="docs/chat.md",
+            allow_abbrev=False,
+        )
+    )
+
+
+def _with_model(parser: Parser) -> Parser:
     for action in parser._actions:
         action.metavar = SHOWN.get(action.dest, action.metavar)
     parser.add_argument("model", metavar="MODEL", action=Checked, help="folder or Hub name of a HOPE")
@@ -96,14 +145,22 @@ def make_parser() -> Parser:
 
 
 def parse(argv: list[str]) -> Arguments:
-    """The flags; ValueError for a mistake in them."""
-    parser = make_parser()
-    named = named_flags(parser, argv, FLAGS)
-    args = Arguments(**vars(parser.parse_args(argv)))
+    """The flags of `hope-hf chat`; ValueError for a mistake in them."""
+    return _parse(make_parser(), Arguments, argv)
+
+
+def parse_generate(argv: list[str]) -> GenerateArguments:
+    """The flags of `hope-hf generate`; ValueError for a mistake in them."""
+    return _parse(make_generate_parser(), GenerateArguments, argv)
+
+
+def _parse(parser: Parser, kind: type, argv: list[str]):
+    named = named_flags(parser, argv, [f.name for f in fields(kind) if f.name != "model"])
+    args = kind(**vars(parser.parse_args(argv)))
     for name in ("compare", "learn_generated"):
-        if getattr(args, name) and not args.learn:
+        if getattr(args, name, False) and not args.learn:
             raise ValueError(f"--{name} is about learning: add --learn, or leave --{name} out.")
-    drawn = sorted(named & {"temperature", "top_p"})
+    drawn = sorted(named & DRAWS)
     if drawn and args.do_sample is False:
         raise ValueError(f"--{drawn[0]} is for drawn tokens: leave it out, or --do_sample false.")
     if args.memory is not None:

@@ -1,4 +1,4 @@
-"""The command line: `hope-hf chat MODEL [--memory FOLDER] [--learn] [--file FILE ...]`."""
+"""The programs `hope-hf chat MODEL` and `hope-hf generate MODEL`, which load a model in one way."""
 
 import io
 import sys
@@ -14,8 +14,8 @@ from hope_hf.cli.weights import load_model
 from hope_hf.data import check_vocabulary, load_tokenizer
 
 from .conversation import Conversation
-from .flags import Arguments, parse
-from .memory import load
+from .flags import DRAWS, Arguments, GenerateArguments, parse, parse_generate
+from .memory import load, save
 from .reading import text_of
 from .session import Session
 
@@ -34,7 +34,24 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def begin(args: Arguments) -> Conversation:
+@program
+def generate(argv: list[str]) -> int:
+    """Continue a text. Returns 0, or 2 after a mistake of the user."""
+    try:
+        args = parse_generate(argv)
+        if args.prompt is None and sys.stdin.isatty():
+            raise ValueError("the text is missing: give --prompt TEXT, or pipe it to standard input.")
+        conversation = begin(args)
+        conversation.complete(sys.stdin.read().removesuffix("\n") if args.prompt is None else args.prompt)
+        print(f"{conversation.last}; state {conversation.state_size}", file=sys.stderr, flush=True)
+        if args.memory:
+            save(conversation, args.memory, args.memory_dtype)
+    except ValueError as error:
+        return complain(error, 2)
+    return 0
+
+
+def begin(args: Arguments | GenerateArguments) -> Conversation:
     """The conversation of the flags; ValueError if model, tokenizer or memory do not load."""
     named = f"MODEL {args.model}"
     config = load_config(args.model, "MODEL", ModelArguments())
@@ -69,8 +86,8 @@ def begin(args: Arguments) -> Conversation:
     )
 
 
-def _sampling(args: Arguments) -> dict:
+def _sampling(args: Arguments | GenerateArguments) -> dict:
     """Arguments of `generate`; what is not given is what the model's folder says."""
-    given = {"do_sample": args.do_sample, "temperature": args.temperature, "top_p": args.top_p}
-    given = {name: value for name, value in given.items() if value is not None}
-    return {"do_sample": True} | given if given else {}
+    names = ("do_sample", "repetition_penalty", *DRAWS)
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    return {"do_sample": True} | given if DRAWS & given.keys() else given

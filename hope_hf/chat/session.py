@@ -67,6 +67,8 @@ class Session:
             try:
                 if self._obey(line):
                     return
+                if is_typed and line.strip() and not line.startswith("/"):
+                    self._tell(f"[{self.conversation.last}; state {self.conversation.state_size}]")
             except ValueError as error:
                 if not is_typed:
                     raise
@@ -115,20 +117,14 @@ class Session:
     def _state(self) -> str:
         conversation, cache = self.conversation, self.conversation.cache
         lines = [f"read     {self._tokens()}"]
-        size = sum(tensor.nbytes for tensor in cache.state_tensors().values()) - cache.level_bytes
-        how = "grows with every token" if conversation.grows else "constant"
-        lines.append(f"state    {size / 1e6:,.1f} MB, {how}")
+        lines.append(f"state    {conversation.state_size}")
         if cache.levels is None:
             lines.append("learned  nothing")
         else:
             tokens, steps = int(cache.levels.tokens), int(cache.levels.steps.sum())
             lines.append(f"learned  from {tokens:,} tokens: {steps:,} steps, {learned_size(conversation)}")
         if conversation.last is not None:
-            read, written, seconds = conversation.last
-            lines.append(
-                f"speed    {conversation.last.speed:,.1f} tokens per second: {read:,} read and {written:,} written in "
-                f"{seconds:.1f} s"
-            )
+            lines.append(f"speed    {conversation.last}")
         return "\n".join(lines)
 
     def _tokens(self) -> str:

@@ -1,6 +1,7 @@
 """The end of a run: model and tokenizer in the output folder, a sample, the curves, how to load it, and the upload."""
 
 import json
+import shlex
 import shutil
 import warnings
 from functools import partial
@@ -63,6 +64,8 @@ def show(args: Arguments, engine: Engine, data, evaluation: dict, checkpoint: Pa
             print(f"The weights are in parts in {checkpoint} (--save_sharded). Join them to a folder that loads:\n")
             print(f"hope-hf checkpoints consolidate {folder} --to DIR\n", flush=True)
         else:
+            if engine.model.config.model_type == "hope":
+                print(f"Continue a text: hope-hf generate {shlex.quote(str(folder))} --prompt TEXT")
             print(f"Load the model:\n\n{loading_lines(engine.model, folder)}\n", flush=True)
     engine.accelerator.wait_for_everyone()
 

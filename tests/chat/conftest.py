@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from hope_hf.chat import main
+from hope_hf.chat import generate, main
 from hope_hf.chat.conversation import Conversation
 
 # What a template must do so that the text read so far begins every later one, and one without a generation prompt.
@@ -55,6 +55,18 @@ def chat(folder, monkeypatch, capsys):
     def run(*words, typed: str = "", model=folder) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
         status = main([str(model), *map(str, words), "--max_new_tokens", "6", "--cpu_threads", "1"])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def complete(folder, monkeypatch, capsys):
+    """Run `hope-hf generate` on a piped text; returns its status, standard output and standard error."""
+
+    def run(*words, typed: str = "", model=folder) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+        status = generate([str(model), *map(str, words), "--max_new_tokens", "6", "--cpu_threads", "1"])
         return status, *capsys.readouterr()
 
     return run

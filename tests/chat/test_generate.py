@@ -1,0 +1,113 @@
+"""`hope-hf generate`: the text alone on standard output, its memory, and converted and exported models in both."""
+
+import json
+import sys
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hope_hf import HopeCache
+from hope_hf.chat import generate
+from hope_hf.convert import convert_folder
+from hope_hf.convert.run import Changes
+from hope_hf.export import export_folder
+
+GREEDY = ["--do_sample", "false"]
+
+
+def written(model, ids: list[int], **options) -> list[int]:
+    """What transformers' `generate` writes after the tokens, without the program."""
+    return model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, **options)[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("piped", [False, True])
+def test_the_continuation_alone_goes_to_standard_output(complete, model, tokenizer, piped):
+    text = "w10 w11 w12"
+    given = {"typed": f"{text}\n"} if piped else {}
+    status, out, errors = complete(*([] if piped else ["--prompt", text]), *GREEDY, **given)
+    found = written(model, tokenizer(text)["input_ids"])
+    assert (status, out) == (0, f"{tokenizer.decode(found, skip_special_tokens=True)}\n")
+    assert f"tokens per second: 3 read and {len(found)} written" in errors and "MB, grows with every token" in errors
+
+
+def test_a_memory_goes_on_where_it_was_and_is_read_by_chat(complete, chat, model, tokenizer, tmp_path):
+    words = ["--memory", tmp_path / "m", *GREEDY]
+    assert complete("--prompt", "w10 w11", *words)[0] == 0
+    first = [10, 11, *written(model, [10, 11]), 12, 13]
+    second = written(model, first)
+    assert complete("--prompt", "w12 w13", *words)[1].strip() == tokenizer.decode(second, skip_special_tokens=True)
+    cache = HopeCache.from_pretrained(tmp_path / "m", model)
+    # `generate` does not read the last token that it writes
+    assert cache.get_seq_length() == len(first) + len(second) - 1
+    assert json.loads((tmp_path / "m" / "chat.json").read_text())["messages"] == []
+    assert f"read     {cache.get_seq_length()} tokens" in chat("--memory", tmp_path / "m", typed="/state")[1]
+
+
+def test_it_learns_from_the_prompt_as_chat_does(complete, model, tmp_path):
+    words = ["--memory", tmp_path / "m", "--prompt", " ".join(f"w{index}" for index in range(10, 30))]
+    assert complete(*words, "--learn", "--memory_dtype", "bfloat16")[0] == 0
+    assert int(HopeCache.from_pretrained(tmp_path / "m", model).levels.steps.sum()) > 0
+
+
+def test_sampling_flags_are_those_of_transformers(complete, model, tokenizer):
+    plain = complete("--prompt", "w10", *GREEDY)[1]
+    drawn = ["--prompt", "w10", "--temperature", "5"]
+    assert complete(*drawn, "--seed", "1")[1] != complete(*drawn, "--seed", "2")[1]
+    for alone in (["--top_k", "1"], ["--min_p", "1"], ["--top_p", "0.0001"]):
+        assert complete(*drawn, *alone)[1] == plain
+    found = written(model, [10], repetition_penalty=50.0)
+    assert complete("--prompt", "w10", *GREEDY, "--repetition_penalty", "50")[1].strip() == tokenizer.decode(found)
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--top_k", "2", "--do_sample", "false"], "--top_k is for drawn tokens"),
+        (["--learn_generated"], "add --learn"),
+        (["--memory_dtype", "int8"], "add --memory FOLDER"),
+        (["--prompt", " "], "--prompt is ' '"),
+        (["--file", "x"], "There is no flag --file"),
+        ([], "the text has no token of the model"),
+    ],
+)
+def test_mistakes_are_one_sentence(complete, words, match):
+    status, out, errors = complete(*words)
+    assert status == 2 and out == "" and match in errors and errors.count("error: ") == 1
+
+
+def test_a_terminal_without_a_prompt_is_told_what_is_missing(folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    assert generate([str(folder)]) == 2
+    assert "give --prompt TEXT, or pipe it" in capsys.readouterr().err
+
+
+@pytest.fixture
+def made(tmp_path, model, folder, tokenizer):
+    """A HOPE made by another program: converted from a Llama, or exported with its code."""
+
+    def make(by: str):
+        out = tmp_path / by
+        if by == "exported":
+            (folder / "run.json").unlink(missing_ok=True)
+            export_folder(folder, out, "owner/name")
+        else:
+            sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+            torch.manual_seed(0)
+            LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).save_pretrained(tmp_path / "llama")
+            tokenizer.save_pretrained(tmp_path / "llama")
+            convert_folder(str(tmp_path / "llama"), out, Changes())
+        return out
+
+    return make
+
+
+@pytest.mark.parametrize("by", ["converted", "exported"])
+def test_models_of_other_programs_talk_and_remember(by, made, complete, chat, tmp_path):
+    model = made(by)
+    words = ["--memory", tmp_path / "m", *GREEDY]
+    assert complete("--prompt", "w10 w11", *words, model=model)[:1] == (0,)
+    status, out, errors = chat(*words, typed="w12 w13\n/undo\n/state\nw12 w13", model=model)
+    answers = [line for line in out.splitlines() if line.startswith("w")]
+    assert status == 0 and len(answers) == 2 and answers[0] == answers[1], errors
+    assert "Back at 7 tokens" in errors and "Saved" in errors
