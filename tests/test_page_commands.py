@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset, DatasetDict
 from transformers import AutoTokenizer
 
@@ -31,9 +32,11 @@ from hope_hf.evaluation import flags as evaluation
 from hope_hf.evaluation.held_out import held_out_documents
 from hope_hf.evaluation.suites import SUITES
 from hope_hf.plan import main as plan
+from hope_hf.training import finish, main
 from hope_hf.training.checkpoints import tool
 from hope_hf.training.parsing import parse
 from hope_hf.training.setup import data_config
+from hope_hf.training.watch import plot
 
 ROOT = Path(__file__).parents[1]
 HEADS = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -163,6 +166,31 @@ def test_every_command_of_the_page_runs(page, folder):
     assert len(commands) >= 8
     for command in sorted(commands, key=in_order):
         run(command)
+
+
+def test_every_command_about_going_on_trains(folder, monkeypatch, capsys):
+    """docs/continue.md and the sweep of docs/running.md, in order, with a hundredth of the steps of a tiny model."""
+    (folder / "empty").mkdir()
+    monkeypatch.chdir(folder / "empty")
+    monkeypatch.setattr(finish, "SAMPLE_TOKENS", 2)
+    tiny = "--block_size 32 --cpu_threads 1 --max_eval_samples 2 --num_warmup_steps 1 --config_overrides "
+    tiny += "hidden_size=64,num_hidden_layers=1,memory_chunk_size=8"
+    sweep = re.search(r"for (\w+) in (.+?); do (.+?); done", (ROOT / "docs/running.md").read_text(encoding="utf-8"))
+    loop = [sweep[3].replace(f"${sweep[1]}", value) + " --max_train_steps 200" for value in sweep[2].split()]
+    commands = commands_of("docs/continue.md")
+    assert len(commands) == 9 and len(loop) == 3
+    for command in commands + loop:
+        words = [re.sub(r"\b(\d+)00\b", r"\1", word) for word in shlex.split(f"{command} {tiny}")]
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        assert main(words[2:]) == 0, (command, capsys.readouterr().err)
+    torch.set_flush_denormal(False)
+    told = capsys.readouterr().out
+    for line in ("Stopped at step 2", "begins again there", "as if it had begun", "learning_rate was", "rows_per"):
+        assert line in told
+    assert plot.main(sorted(map(str, Path("runs").glob("rate-*")))) == 0
+    table = capsys.readouterr().out
+    assert "learning_rate" in table and "0.002" in table and "lr_scheduler" not in table
 
 
 def test_every_command_in_the_heads_of_recipes_runs(folder):

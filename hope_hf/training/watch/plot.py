@@ -9,11 +9,12 @@ import os
 from functools import partial
 from pathlib import Path
 
+from hope_hf.cli.files import RUN_FILE, read_object
 from hope_hf.cli.flags import Checked
 from hope_hf.cli.parser import Parser
 from hope_hf.cli.process import complain
 from hope_hf.cli.program import program
-from hope_hf.cli.results import as_label, draw_or_warn
+from hope_hf.cli.results import as_label, draw_or_warn, markdown_table
 
 from .model_report import ALL
 from .tracking import METRICS_FILE, curve, read_metrics
@@ -164,6 +165,29 @@ def draw_curves(folders: list[str | Path], target: str | Path) -> None:
     figure.savefig(target, dpi=120)
 
 
+def difference_table(folders: list[str]) -> str:
+    """The flags in which runs differ and their last evaluations, a row for each run, as Markdown."""
+    flags = [_flags_of(Path(folder)) for folder in folders]
+    names = sorted(set().union(*flags))
+    differ = [name for name in names if any(run.get(name) != flags[0].get(name) for run in flags)]
+    rows = []
+    for folder, run in zip(folders, flags, strict=True):
+        losses = curve(read_metrics(folder), "eval/loss")
+        shown = {name: "-" if run.get(name) is None else str(run[name]) for name in differ}
+        rows.append({"run": folder, **shown, "eval/loss": f"{losses[-1][1]:.4f}" if losses else "-"})
+    return markdown_table(rows)
+
+
+def _flags_of(folder: Path) -> dict:
+    """The flags of a run; none if the folder has metrics alone."""
+    if not (folder / RUN_FILE).exists():
+        return {}
+    record = read_object(folder / RUN_FILE, "--output_dir", "draw a run's own folder")
+    # The data's fingerprint differs wherever a flag of the data does.
+    identity = record.get("identity")
+    return {name: value for name, value in identity.items() if name != "data"} if isinstance(identity, dict) else {}
+
+
 def make_parser() -> Parser:
     """All flags."""
     parser = Parser((), prog="hope-hf plot", description=__doc__, allow_abbrev=False)
@@ -198,4 +222,6 @@ def main(argv: list[str]) -> int:
     if picture is None:
         return 1
     print(picture)
+    if len(folders) > 1:
+        print(f"\n{difference_table(folders)}")
     return 0
