@@ -135,12 +135,12 @@ class Sequences(NamedTuple):
 
     def begin(self, state: torch.Tensor, age: int | torch.Tensor = 1) -> torch.Tensor:
         """What each sequence [n, ...] takes over from its row [B, ...]: 0 where its document is younger than `age`."""
-        return torch.where(_beside(self.position, state) >= age, state.index_select(0, self.row), 0.0)
+        return torch.where(beside(self.position, state) >= age, state.index_select(0, self.row), 0.0)
 
     def end(self, after: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
         """States of the rows [B, ...] after the call from those of the sequences, `before` in rows without tokens."""
         after = after.index_select(0, self.last)
-        return torch.where(_beside(self.has_tokens, after), after, 0.0 if before is None else before)
+        return torch.where(beside(self.has_tokens, after), after, 0.0 if before is None else before)
 
 
 @dataclass(kw_only=True)
@@ -171,7 +171,8 @@ class ChunkPlan(SlotPlan):
         return Sequences(tokens, bounds, row_of, at[first], last.clamp(min=0), has_tokens)
 
 
-def _beside(flag: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def beside(flag: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A view of one value per row [b, ...] that broadcasts with `x` [b, ...]."""
     return flag.view(-1, *(1,) * (x.ndim - 1))
 
 

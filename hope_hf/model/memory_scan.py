@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.configuration_utils import PreTrainedConfig
 
 from .backends import is_transformed
-from .chunks import ChunkSpan
+from .chunks import ChunkSpan, beside
 from .layers import convolve
 
 # Added to squared norms of keys and queries, as in transformers' and flash-linear-attention's gated DeltaNet.
@@ -189,7 +189,7 @@ def decay_matrix(rows: torch.Tensor, columns: torch.Tensor, strict: bool = False
 
 def select_rows(rows: torch.Tensor, chosen: tuple, other: tuple) -> tuple:
     """`chosen` where `rows` [b, 1, 1] is true, `other` elsewhere; tuples of tensors [b, ...]."""
-    return tuple(torch.where(rows.view(-1, *(1,) * (a.ndim - 1)), a, b) for a, b in zip(chosen, other, strict=True))
+    return tuple(torch.where(beside(rows, a), a, b) for a, b in zip(chosen, other, strict=True))
 
 
 def make_qkv(

@@ -126,14 +126,12 @@ def _llama(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
     head = getattr(config, "head_dim", None) or width // config.num_attention_heads
     heads, groups = config.num_attention_heads * head, config.num_key_value_heads * head
     attention = _casts(width, mode, 3) + low * (2 * heads + 2 * groups) + 4 * config.num_attention_heads
-    mlp = _norm(width, mode) + _casts(width, mode, 2) + low * 4 * config.intermediate_size
-    return [_block(config, mode, batch_size * block_size, mlp, attention)] * config.num_hidden_layers
+    rest = 2 * _norm(width, mode) + _casts(width, mode, 2) + low * 4 * config.intermediate_size
+    return [_block(width, mode, batch_size * block_size, rest, attention)] * config.num_hidden_layers
 
 
-def _block(config, mode: Mode, tokens: int, mlp: int, attention: int, scan: int = 0) -> Block:
-    """A block whose mixer reads an RMS norm's output; `mlp`, `attention`: bytes per token; `scan`: per batch."""
-    width = config.hidden_size
-    rest = _norm(width, mode, config.model_type == "hope") + mlp
+def _block(width: int, mode: Mode, tokens: int, rest: int, attention: int, scan: int = 0) -> Block:
+    """A block whose mixer reads an RMS norm's output; `rest`, `attention`: bytes per token; `scan`: per batch."""
     return Block(tokens * rest, tokens * attention + scan, tokens * 4 * width if mode == "autocast" else 0)
 
 
@@ -155,16 +153,14 @@ def _gpt2(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
 
 def _hope(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
     tokens, width, low = batch_size * block_size, config.hidden_size, 4 if mode == "fp32" else 2
-    levels = sum(
-        _norm(width, mode, fused=True) + _casts(width, mode, 2) + low * 4 * hidden
-        for hidden in config.level_intermediate_sizes
-    )
+    norm = _norm(width, mode, fused=True)
+    rest = norm + sum(norm + _casts(width, mode, 2) + low * 4 * hidden for hidden in config.level_intermediate_sizes)
     # Parallel levels keep their outputs for the gradient of the mixing weights.
-    levels += low * width * len(config.level_periods) if config.levels.keeps_outputs else 0
+    rest += low * width * len(config.level_periods) if config.levels.keeps_outputs else 0
     blocks = {}
     for mixer in set(config.mixers):
         kept = mixer.kept_bytes(config, batch_size, block_size, low)
-        blocks[mixer] = _block(config, mode, tokens, levels, _casts(width, mode, mixer.input_readers), kept)
+        blocks[mixer] = _block(width, mode, tokens, rest, _casts(width, mode, mixer.input_readers), kept)
     return [blocks[mixer] for mixer in config.mixers]
 
 

@@ -58,7 +58,7 @@ class Simulation:
 
 def can_simulate(config, launch: Launch) -> str | None:
     """None, or the reason why a step of this model under this launch cannot be simulated."""
-    if config.model_type == "hope" and any(mixer.expects_kernels(config) for mixer in config.mixers):
+    if any(mixer.expects_kernels(config) for mixer in getattr(config, "mixers", ())):
         return "kernels of flash-linear-attention are not simulated"
     if launch.strategy.engine not in ("plain", "fsdp2"):
         return f"{launch.strategy.engine} is not simulated"
