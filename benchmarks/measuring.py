@@ -1,10 +1,12 @@
 """Measurements of a step, a token, a cache, peak memory and operators, in which models take turns."""
 
+import json
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TextIO
 from unittest.mock import patch
 
 import torch
@@ -78,6 +80,18 @@ def halved(run: Callable[[torch.Tensor], object], rows: torch.Tensor) -> torch.T
         # only here the error has let go of the tensors of its frames
         rows = rows[: len(rows) // 2]
         torch.cuda.empty_cache()
+
+
+def append_row(file: Path, row: dict, stream: TextIO) -> None:
+    """Append a row to a file of JSON lines, and print its values."""
+    print(" ".join(str(cell) for cell in row.values()), file=stream, flush=True)
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(row) + "\n")
+
+
+def first_line(error: Exception) -> str:
+    """The kind of an error and the beginning of what it says, for a row of notes."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
 
 
 class CountingCache(DynamicCache):

@@ -3,6 +3,7 @@
     python benchmarks/speed.py peers                          everything, by length, on one CPU thread
     python benchmarks/speed.py peers --measures step token --models hope llama --lengths 512 2048 --contexts 512
     python benchmarks/speed.py peers --device cuda --presets pilot mid   one GPU, bfloat16 (all: benchmarks/gpu/run.sh)
+    python benchmarks/speed.py peers --presets medium --measures token     quality.py's models, with three levels
     python benchmarks/speed.py peers --report                 the table and the picture of what was measured
     python benchmarks/speed.py mixers                         sparse attention beside torch's attention (sdpa)
     python benchmarks/speed.py recompute                      a training step by --gradient_checkpointing
@@ -54,6 +55,8 @@ from benchmarks.measuring import (
     Calls,
     Decoder,
     Traffic,
+    append_row,
+    first_line,
     halved,
     held_bytes,
     in_turn,
@@ -89,10 +92,15 @@ def apart(*words: object) -> dict:
 
 
 class Peers:
-    """Whole models of equal parameters. HOPE is the preset, or what its config makes of width and depth."""
+    """Whole models of equal parameters: a size of quality/models.py, or HOPE as a preset or of default width."""
 
     def __init__(self, options: argparse.Namespace, preset: str | None):
         self.options, self.device = options, options.device
+        if preset in SIZES:
+            self.size = SIZES[preset]
+            with torch.device("meta"):
+                self.config = build(HOPE, self.size).new().config
+            return
         tied = {"tie_word_embeddings": True}
         fields = {"vocab_size": options.vocab_size, "hidden_size": WIDTH, "num_hidden_layers": LAYERS} | tied
         self.config = HopeConfig.from_preset(preset, **tied) if preset else HopeConfig(**fields)
@@ -155,9 +163,7 @@ def measure(options: argparse.Namespace, case: Peers | Mixers, preset: str | Non
 
     def write(name: str, tokens: int, measure: str, **found) -> None:
         row = about | {"device": where, "preset": preset, "model": name, "tokens": tokens, "measure": measure} | found
-        print(" ".join(str(cell) for cell in row.values()), file=sys.stderr, flush=True)
-        with file.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(row) + "\n")
+        append_row(file, row, sys.stderr)
 
     def add(name: str, measure: str, values: list[float]) -> None:
         write(name, length, measure, values=[round(value, 5) for value in values])
@@ -228,11 +234,6 @@ def measure(options: argparse.Namespace, case: Peers | Mixers, preset: str | Non
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
-
-
-def first_line(error: Exception) -> str:
-    """The kind of an error and the beginning of what it says, for a row of notes."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
 
 
 def _peak(options, case: Peers | Mixers, preset: str | None, name: str, network: nn.Module, inputs) -> int:
@@ -461,7 +462,8 @@ def make_parser() -> argparse.ArgumentParser:
 
     peers = case("peers", run_peers, [2**power for power in range(9, 15)])
     rows(peers, (HOPE, *KERNELS, LLAMA, LLAMA_CONV, *RECURRENT_PEERS), (HOPE, LLAMA, *RECURRENT_PEERS), [*MEASURES])
-    peers.add_argument("--presets", nargs="+", choices=list(PRESETS), help="default: 256 wide, four layers")
+    models = "presets of HOPE, or sizes of quality/models.py; default: 256 wide, four layers"
+    peers.add_argument("--presets", nargs="+", choices=[*PRESETS, *SIZES], help=models)
     peers.add_argument("--contexts", type=int, nargs="*", help="tokens read before a token (default: also twice more)")
     peers.add_argument("--new_tokens", type=int, default=30, help="tokens generated")
     peers.add_argument("--batch_size", type=int, default=1, help="texts of a training step")

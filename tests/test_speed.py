@@ -27,7 +27,7 @@ def rows_of(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "speed.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("preset", [None, "tiny"])
+@pytest.mark.parametrize("preset", [None, "tiny", "small"])
 def test_peers_have_hopes_parameters(preset):
     options = speed.make_parser().parse_args(["peers", "--vocab_size", "320"])
     case = speed.Peers(options, preset)

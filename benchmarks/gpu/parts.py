@@ -20,7 +20,6 @@ rehearse: with a tiny model, short texts and CPU seconds.
 import argparse
 import importlib.metadata
 import itertools
-import json
 import math
 import os
 import subprocess
@@ -38,7 +37,7 @@ from transformers import AutoModelForCausalLM, StaticCache
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import speed
-from benchmarks.measuring import Decoder, halved, in_turn, seconds, train_step
+from benchmarks.measuring import Decoder, append_row, first_line, halved, in_turn, seconds, train_step
 from hope_hf import HopeConfig, HopeForCausalLM
 from hope_hf.cli.results import provenance
 from hope_hf.step.recompute import parse_recomputed, recompute_activations
@@ -69,9 +68,7 @@ class Rows:
 
     def write(self, **columns) -> None:
         row = {"part": self.part, "device": self.device, **columns}
-        print(" ".join(str(cell) for cell in row.values()), flush=True)
-        with self.file.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(row) + "\n")
+        append_row(self.file, row, sys.stdout)
 
     def note(self, note: str, **columns) -> None:
         self.write(**columns, measure="note", note=note)
@@ -82,7 +79,7 @@ class Rows:
             return run()
         # Compilers of kernels, drivers and allocators have errors of their own kinds.
         except Exception as error:
-            self.note(speed.first_line(error), **columns)
+            self.note(first_line(error), **columns)
 
 
 def milliseconds(run: Callable[[], object]) -> list[float]:
