@@ -1,11 +1,11 @@
-"""Tools for fine-tuning: Trainer, TRL's SFTTrainer, PEFT's LoRA, int8 weights."""
+"""Tools for fine-tuning: Trainer, TRL's trainers, PEFT's LoRA, int8 weights."""
 
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, ShadowConfig, get_peft_model
 from transformers import TorchAoConfig, Trainer, TrainerCallback, TrainingArguments
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from hope_hf import HopeForCausalLM
 
@@ -121,6 +121,37 @@ def test_sft_trainer_trains_on_texts_of_unequal_length(tiny_model, word_tokenize
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     assert trainer.evaluate()["eval_loss"] < before - 0.02
+
+
+def test_dpo_learns_which_answer_is_better(tiny_model, word_tokenizer, tmp_path):
+    pairs = [{"prompt": f"w{n} w{n + 1}", "chosen": " w5 w6 w7", "rejected": " w8 w9"} for n in range(20, 52)]
+    options = dict(learning_rate=3e-3, bf16=False, logging_steps=1, eval_strategy="no", save_steps=100)
+    trainer = DPOTrainer(
+        tiny_model().train(),
+        args=DPOConfig(**arguments(tmp_path).to_dict() | options),
+        train_dataset=Dataset.from_list(pairs),
+        processing_class=word_tokenizer,
+        peft_config=LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+    trainer.train()
+    margins = [row["rewards/margins"] for row in trainer.state.log_history if "rewards/margins" in row]
+    assert abs(margins[0]) < 1e-3 and margins[-1] > 0.05
+
+
+def test_grpo_raises_the_reward(tiny_model, word_tokenizer, tmp_path):
+    options = dict(learning_rate=1e-2, bf16=False, logging_steps=1, eval_strategy="no", save_steps=100, max_steps=12)
+    options |= dict(num_generations=4, max_completion_length=12, temperature=1.0)
+    trainer = GRPOTrainer(
+        tiny_model().train(),
+        # The tokens w5 and w50 to w59.
+        reward_funcs=lambda completions, **_: [float(text.count("w5")) for text in completions],
+        args=GRPOConfig(**arguments(tmp_path).to_dict() | options),
+        train_dataset=Dataset.from_list([{"prompt": f"w{n}"} for n in range(20, 52)]),
+        processing_class=word_tokenizer,
+    )
+    trainer.train()
+    rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 1
 
 
 def test_int8_weights_load_and_generate(tiny_model, tmp_path):
