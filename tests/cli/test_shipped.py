@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hope_hf.cli.shipped import LAUNCH_FILES, RECIPES, find_file, launch_files, recipes, shipped_files
+from hope_hf.cli.shipped import LAUNCH_FILES, RECIPES, find_file, launch_files, recipes
 from hope_hf.data import read_mixture
 from hope_hf.plan.parsing import parse as parse_plan
 from hope_hf.training.parsing import parse as parse_training
@@ -58,7 +58,3 @@ def test_programs_find_them_by_name_in_any_folder(tmp_path, monkeypatch):
     assert find_file("other.yaml", RECIPES) == "other.yaml"
     with pytest.raises(ValueError, match="The recipe other.yaml cannot be read: No such file"):
         parse_training(["other.yaml", "--output_dir", "runs"])
-
-
-def test_files_of_the_package_are_those_of_the_folders():
-    assert shipped_files(RECIPES)["demo.yaml"].samefile(ROOT / "recipes/demo.yaml")

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from training_runs import LLAMA, ROOT, TWO, curve, forget_the_end, read_rows
+from training_runs import LLAMA, ROOT, curve, forget_the_end, read_rows
 
 from hope_hf.data.prepare import main as prepare
 
@@ -48,7 +48,10 @@ def test_two_processes_read_what_one_reads(run, tmp_path, shards, warm_python):
     small = (
         "--block_size 32 --per_device_train_batch_size 2 --max_train_steps 8 --logging_steps 1 --learning_rate 5e-3"
     )
-    command = [sys.executable, *TWO, str(ROOT / "run_clm.py"), *LLAMA, *data, *small.split(), "--cpu_threads", "1"]
+    # As from a wheel, which has no run_clm.py.
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(ROOT / "accelerate_configs/ddp.yaml")]
+    launcher += ["--num_processes", "2", "-m", "hope_hf", "train"]
+    command = [sys.executable, *launcher, *LLAMA, *data, *small.split(), "--cpu_threads", "1"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
     two = subprocess.run(
         [*command, "--output_dir", str(tmp_path / "two")], env=environment, capture_output=True, text=True, timeout=200
