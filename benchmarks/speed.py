@@ -67,6 +67,7 @@ from benchmarks.measuring import (
 )
 from benchmarks.quality.models import HOPE, LLAMA, LLAMA_CONV, RECURRENT_PEERS, SIZES, build
 from hope_hf import PRESETS, HopeConfig, HopeForCausalLM, HopeModel
+from hope_hf.cli.results import architecture, plain_number
 from hope_hf.model.inputs import Documents
 from hope_hf.plan.launch import STRATEGIES, Launch, StepOptions
 from hope_hf.plan.simulate import simulate
@@ -78,6 +79,10 @@ MIB = 2**20
 WIDTH, LAYERS = 256, 4
 MEASURES = {
     "step": "s", "speed": "tokens/s", "mfu": "%", "prefill": "s", "token": "ms", "cache": "MiB", "peak": "MiB",
+}  # fmt: skip
+TITLES = {
+    "step": "training step", "speed": "speed of training", "mfu": "share of the peak FLOPs", "prefill": "prefill",
+    "token": "generated token", "cache": "cache", "peak": "peak memory of a step",
 }  # fmt: skip
 KERNELS = {"hope_fla": {"HOPE_KERNELS": "fla"}, "hope_torch": {"HOPE_KERNELS": "torch"}}
 # transformers' Mamba-2 without kernels builds a tensor of 256 x heads x state numbers per token.
@@ -299,6 +304,12 @@ def draw(rows: list[dict], picture: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogFormatter
 
+    class Plain(LogFormatter):
+        """Chooses the ticks to label as its parent does, and writes them without powers of ten."""
+
+        def _num_to_string(self, value, low, high):
+            return plain_number(value)
+
     measures = [measure for measure in MEASURES if any(row["measure"] == measure for row in rows)]
     if not measures:
         return
@@ -309,17 +320,19 @@ def draw(rows: list[dict], picture: Path) -> None:
         for model in models:
             of_model = (row for row in rows if (row["model"], row["measure"]) == (model, measure))
             points = {row["tokens"]: statistics.median(row["values"]) for row in of_model}
-            width = 2.5 if model == models[0] else 1.2
-            axes.plot(sorted(points), [points[n] for n in sorted(points)], "o-", ms=3, label=model, linewidth=width)
+            width, label = 2.5 if model == models[0] else 1.2, architecture(model)
+            axes.plot(sorted(points), [points[n] for n in sorted(points)], "o-", ms=3, label=label, linewidth=width)
         axes.set_xscale("log", base=2)
-        axes.set(yscale="log", title=f"{measure} ({MEASURES[measure]})", xlabel="tokens of the text")
+        axes.set(yscale="log", title=TITLES[measure], ylabel=MEASURES[measure], xlabel="tokens of the text")
         axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:g}" if tokens < 1024 else f"{tokens / 1024:g}K")
-        axes.yaxis.set_major_formatter(LogFormatter())
-        axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
+        axes.yaxis.set_major_formatter(Plain())
+        axes.yaxis.set_minor_formatter(Plain(minor_thresholds=(1.5, 0.5)))
         axes.grid(alpha=0.3)
     for unused in panels[len(measures) :]:
         unused.axis("off")
     panels[-1].legend(*panels[0].get_legend_handles_labels(), loc="center", frameon=False)
+    first, *others = map(architecture, models)
+    figure.suptitle(f"{first} beside {', '.join(others)}" if others else first)
     figure.savefig(picture, dpi=110)
     print(f"\n{picture}")
 

@@ -155,6 +155,7 @@ def draw(rows: list[dict], picture: Path) -> None:
         losses.plot(ends, values, color=color, label=label)
         if name != FROZEN:
             gains.plot(ends, 100 * (values / frozen - 1), color=color)
+    figure.suptitle("HOPE: levels that learn from what they read")
     losses.set(ylabel="loss, nats per token")
     losses.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
     gains.set(ylabel="change by learning, %", xlabel="position in the novel, thousand tokens")

@@ -10,6 +10,7 @@ The table has no errors of the losses themselves, which are those of the text: t
 import re
 from pathlib import Path
 
+from hope_hf.evaluation.display import titled
 from hope_hf.evaluation.perplexity import CONTROLS, draw
 
 DOCS = Path(__file__).parents[1]
@@ -45,4 +46,5 @@ def number_and_error(cell: str) -> tuple[float, float | None]:
 TITLES = dict(zip(CONTROLS, ("frozen", "window", "reset"), strict=True))
 
 if __name__ == "__main__":
-    draw(rows(), DOCS / "loss_by_position.png")
+    with titled("HOPE, the paper's rule"):
+        draw(rows(), DOCS / "loss_by_position.png")

@@ -17,12 +17,11 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import speed as speed_program  # noqa: E402
 from benchmarks.levels.report import table as levels_table  # noqa: E402
+from hope_hf.cli.results import architecture  # noqa: E402
 
 PAGE = ROOT / "docs/results.md"
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TEXTS = {"builtin": "Python sources", "tinyshakespeare": "tinyshakespeare", "moby_dick": "Moby Dick"}
-NAMES = {"hope": "HOPE", "llama": "Llama", "mamba2": "Mamba-2", "gated_deltanet": "gated DeltaNet"}
-NAMES["kimi_linear"] = "Kimi Delta Attention"
 HOPE = ("f6eea1f52377", 1.6e-2)
 SMALL = {
     "HOPE": HOPE,
@@ -165,7 +164,7 @@ def mad() -> str:
 def by_length(*measures: str) -> str:
     found = speed_program.table([row for row in read("speed") if row["measure"] in measures])
     head, rest = found.split("\n", 1)
-    head = re.sub(r"\w+", lambda name: NAMES.get(name[0], name[0]), head)
+    head = re.sub(r"\w+", lambda name: architecture(name[0]), head)
     return f"{head}\n{rest}".replace("|  ", "| not run ")
 
 

@@ -64,6 +64,24 @@ def as_label(text: str) -> str:
     return f" {label}" if label.startswith("_") else label
 
 
+# Model types, and the models of the benchmarks, as their papers call them.
+_ARCHITECTURES = {
+    "hope": "HOPE", "llama": "Llama", "gpt2": "GPT-2", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3",
+    "mamba2": "Mamba-2", "gated_deltanet": "gated DeltaNet", "kimi_linear": "Kimi Delta Attention",
+    "kimi_delta": "Kimi Delta Attention", "sparse_attention": "native sparse attention", "full_attention": "sdpa",
+}  # fmt: skip
+
+
+def architecture(name: str) -> str:
+    """The name of a model type for people; an unknown one as it is."""
+    return _ARCHITECTURES.get(name, name)
+
+
+def plain_number(value: float, place: int | None = None) -> str:
+    """A tick of an axis without powers of ten, as matplotlib's formatters are called."""
+    return f"{value:,.10f}".rstrip("0").rstrip(".") if abs(value) > 1e-9 else f"{value:g}"
+
+
 def draw_or_warn(draw: Callable[[Path], object], path: Path) -> Path | None:
     """Call `draw(path)`; return `path`, or None and warn of `path` if drawing fails."""
     if not can_draw():

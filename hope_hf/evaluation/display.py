@@ -2,7 +2,9 @@
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -10,10 +12,12 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from hope_hf.cli.program import LOG_SECONDS, LogLines
-from hope_hf.cli.results import Row, as_label
+from hope_hf.cli.results import Row, as_label, plain_number
 
 from .result import Number
 
+# Of the pictures that are being drawn.
+_MODEL = ContextVar("model", default="")
 # Longer names of a heat map's columns are written at an angle.
 MOST_LETTERS = 9
 
@@ -51,10 +55,11 @@ def curves(path: Path, x: list[int], panels: dict[str, dict[str, list[tuple[floa
             axes.errorbar(x, values, bars, capsize=3, elinewidth=1, label=as_label(name), **style)
         axes.set_xscale("log", base=2)
         axes.set_xticks(x, [f"{value:,}" for value in x], rotation=45)
-        axes.set(xlabel=x_label, title=as_label(title))
+        axes.set(xlabel=x_label, **_labels(title))
+        axes.yaxis.set_major_formatter(plain_number)
         axes.grid(alpha=0.3)
-        axes.legend()
-    figure.savefig(path, dpi=100)
+    _legend_once(figure)
+    _save(figure, path)
 
 
 @dataclass(frozen=True)
@@ -88,8 +93,7 @@ def heat_maps(
                 is_dark = 0.3 * red + 0.6 * green + 0.1 * blue < 0.5
                 axes.text(j, i, f"{value:.2f}", ha="center", va="center", color="white" if is_dark else "black")
         figure.colorbar(image, ax=axes)
-    figure.suptitle(as_label(title))
-    figure.savefig(path, dpi=100)
+    _save(figure, path, title)
 
 
 def by_depth(rows: list[Row]) -> tuple[list[list[Row]], tuple[list[str], list[str]]]:
@@ -112,15 +116,17 @@ def small_curves(path: Path, panels: dict[str, dict[str, list[tuple[int, Number]
             bars = [math.nan if error is None else error for error in errors]
             label = as_label(name)
             axes.errorbar(x, values, bars, fmt="o-", color=colour, markersize=4, capsize=2, elinewidth=1, label=label)
-        axes.set_title(as_label(title), fontsize=9)
-        axes.set_xlabel(x_label)
+        axes.set(xlabel=x_label, **_labels(title))
+        axes.title.set_fontsize(9)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.yaxis.set_major_formatter(plain_number)
         axes.grid(alpha=0.3)
-        if len(curves_of) > 1:
+        # Once for panels of the same curves.
+        if len(curves_of) > 1 and (axes is grid[-1] or any([*curves_of] != [*other] for other in panels.values())):
             # The legend stands beside the panel, where it covers no curve.
             size = 8 if len(curves_of) <= 10 else 6
             axes.legend(fontsize=size, loc="upper left", bbox_to_anchor=(1, 1), ncols=1 + len(curves_of) // 20)
-    figure.savefig(path, dpi=100)
+    _save(figure, path)
 
 
 def dots(path: Path, panels: dict[str, dict[str, dict[str, Number]]]):
@@ -143,10 +149,43 @@ def dots(path: Path, panels: dict[str, dict[str, dict[str, Number]]]):
         axes.set_title(as_label(title), fontsize=9)
         axes.set_yticks(range(len(rows)), list(map(as_label, rows)), fontsize=7)
         axes.locator_params(axis="x", nbins=5)
+        axes.xaxis.set_major_formatter(plain_number)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.grid(alpha=0.3)
-    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper left", ncols=len(names))
+    _legend_once(figure)
+    _save(figure, path)
+
+
+@contextmanager
+def titled(name: str) -> Iterator[None]:
+    """Pictures that are drawn in the body have the name of the model above them."""
+    token = _MODEL.set(name)
+    try:
+        yield
+    finally:
+        _MODEL.reset(token)
+
+
+def _save(figure, path: Path, title: str = "") -> None:
+    words = ", ".join(filter(None, (_MODEL.get(), title)))
+    if words:
+        figure.suptitle(as_label(words))
     figure.savefig(path, dpi=100)
+
+
+def _labels(name: str) -> dict[str, str]:
+    """Title and vertical axis of a panel named `measure, unit` or `measure`, with a second line for a table."""
+    first, line, table = name.partition("\n")
+    measure, _, unit = (table, line, first) if line else name.rpartition(", ")
+    return {"title": as_label(measure), "ylabel": as_label(unit)}
+
+
+def _legend_once(figure) -> None:
+    """One legend above all panels, with each curve's name once."""
+    found = {}
+    for axes in figure.axes:
+        found |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=min(4, len(found)))
 
 
 def _united(lists: Iterable[Iterable[str]]) -> list[str]:

@@ -16,10 +16,20 @@ from hope_hf.cli.files import replace_text
 from hope_hf.cli.flags import check_output
 from hope_hf.cli.folder_lock import FolderLock
 from hope_hf.cli.process import complain
-from hope_hf.cli.results import RESULTS_FILE, SCHEMA_VERSION, Row, can_draw, draw_or_warn, markdown_table, provenance
+from hope_hf.cli.results import (
+    RESULTS_FILE,
+    SCHEMA_VERSION,
+    Row,
+    architecture,
+    can_draw,
+    draw_or_warn,
+    markdown_table,
+    provenance,
+)  # fmt: skip
 
 from .checkpoints import as_checkpoint
 from .compare import different_flags
+from .display import titled
 from .flags import Arguments
 from .result import SuiteResult
 from .saved_reports import read_report, run_name
@@ -169,6 +179,14 @@ class Report:
         return record | {"pictures": self._drawn}
 
     @property
+    def _model(self) -> str:
+        """Architecture, and folder or name, for the title of pictures; empty where suites train their own models."""
+        if self.subject is None:
+            return ""
+        model = self.subject.model
+        return f"{architecture(model.config.model_type)} {Path(model.name_or_path).name}".strip()
+
+    @property
     def pictures(self) -> list[Path]:
         """The pictures that were drawn."""
         return [self.folder / file for files in self._drawn.values() for file in files]
@@ -188,7 +206,8 @@ class Report:
         except (ValueError, OSError) as error:
             complain(f"--output_dir {self.folder} cannot be written: {error}.", 1)
         if result.pictures and can_draw():
-            drawn = [file for file, draw in result.pictures.items() if draw_or_warn(draw, self.folder / file)]
+            with titled(self._model):
+                drawn = [file for file, draw in result.pictures.items() if draw_or_warn(draw, self.folder / file)]
             self._drawn[name] = drawn
 
     def write(self) -> Path:

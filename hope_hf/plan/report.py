@@ -1,6 +1,6 @@
 """The plan as text, as JSON and as a picture."""
 
-from hope_hf.cli.results import Row, markdown_table
+from hope_hf.cli.results import Row, architecture, markdown_table
 from hope_hf.step.defaults import default_lines
 from hope_hf.step.flops import flops_per_token
 from hope_hf.step.gpus import GIB
@@ -142,7 +142,7 @@ def as_json(question: Question, rows: list[Setting], verdicts: list[Verdict], fo
     }
 
 
-def draw(rows: list[Setting], verdicts: list[Verdict], path: str) -> None:
+def draw(question: Question, rows: list[Setting], verdicts: list[Verdict], path: str) -> None:
     """Write the picture; ValueError if matplotlib is missing or the file cannot be written."""
     try:
         from matplotlib.figure import Figure
@@ -158,7 +158,10 @@ def draw(rows: list[Setting], verdicts: list[Verdict], path: str) -> None:
         floor = [low + size for low, size in zip(floor, sizes, strict=True)]
     for index, one in enumerate(verdicts):
         axes.axhline(one.usable / GIB, color=f"C{index}", linestyle="--", label=f"usable, {one.gpu.name}")
-    axes.set_ylabel("GiB per process, by arithmetic")
+    model, count = architecture(question.config.model_type), question.launch.world_size
+    axes.set_title(f"{model}, {question.shapes.count / 1e6:,.4g} million parameters, {count:,} process(es)")
+    axes.set_ylabel("memory of a process, GiB (by arithmetic)")
+    axes.set_xlabel("way of sharding")
     axes.tick_params(axis="x", rotation=30)
     axes.legend(fontsize="small", bbox_to_anchor=(1, 1), loc="upper left")
     try:

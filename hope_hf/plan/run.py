@@ -79,7 +79,7 @@ def _answer(question: Question) -> None:
     if isinstance(found, Simulation):
         verdicts = [verdict(question, rows, gpu, found) for gpu in question.gpus]
     if question.args.plot:
-        draw(rows, verdicts, question.args.plot)
+        draw(question, rows, verdicts, question.args.plot)
     if question.args.json:
         print(json.dumps(as_json(question, rows, verdicts, found), indent=1))
     else:

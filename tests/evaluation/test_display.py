@@ -21,7 +21,21 @@ def test_curves_that_coincide_are_all_seen(tmp_path, monkeypatch):
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
     assert all(line.get_markerfacecolor() == "none" for line in lines)
     assert [line.get_linestyle() for line in lines] == ["-", "--", "-", "--"]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == names
+    (legend,) = figures[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == names and axes.get_ylabel() == "loss"
+
+
+def test_a_picture_has_the_name_of_the_model_and_plain_numbers(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *arguments, **options: figures.append(figure))
+    panels = {name: {"a": [(1.0, None)], "b": [(2e-5, None)]} for name in ("loss", "gain")}
+    with display.titled("HOPE demo"):
+        curves(tmp_path / "x.png", [256], panels, "tokens")
+    curves(tmp_path / "x.png", [256], panels, "tokens")
+    assert [figure.get_suptitle() for figure in figures] == ["HOPE demo", ""]
+    # One legend for both panels.
+    assert [len(figure.legends) for figure in figures] == [1, 1]
+    assert figures[0].axes[0].yaxis.get_major_formatter()(1e-5) == "0.00001"
 
 
 def test_a_log_has_a_line_of_a_bar_every_so_often(monkeypatch, capsys):

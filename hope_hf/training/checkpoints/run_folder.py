@@ -120,13 +120,16 @@ class RunFolder:
             raise ValueError(f"--output_dir {self.path} cannot be written: {error.strerror}.") from None
 
 
-def saved_defaults(*places: str | None) -> dict[str, Default] | None:
-    """The defaults of the run in the first of the folders, or around a checkpoint there; None if none holds a run.
+def saved_defaults(output_dir: str, resume_from_checkpoint: str | None) -> dict[str, Default] | None:
+    """The defaults of the run that is continued: in the folder, or of the checkpoint or run to resume; None if new.
 
     A run of before there were such defaults has none of them.
     """
-    files = (folder / RUN_FILE for place in places if place for folder in (Path(place), Path(place).parent))
-    file = next((file for file in files if os.path.isfile(file)), None)
+    folders = [Path(output_dir)]
+    if resume_from_checkpoint not in (None, "latest"):
+        folders += [Path(resume_from_checkpoint), Path(resume_from_checkpoint).parent]
+    # Not Path.is_file, which raises for a name that is too long.
+    file = next((folder / RUN_FILE for folder in folders if os.path.isfile(folder / RUN_FILE)), None)
     if file is None:
         return None
     values = _read(file).get("defaults", {})

@@ -4,39 +4,49 @@ With `--memory`: the rows `memory/<layer>/...`, `sparse/<layer>/...` and `level/
 `memory.png`.
 """
 
+import json
 import math
 import os
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from hope_hf.cli.files import RUN_FILE, read_object
+from hope_hf.cli.files import RUN_FILE, read_object, read_small
 from hope_hf.cli.flags import Checked
 from hope_hf.cli.parser import Parser
 from hope_hf.cli.process import complain
 from hope_hf.cli.program import program
-from hope_hf.cli.results import as_label, draw_or_warn, markdown_table
+from hope_hf.cli.results import architecture, as_label, draw_or_warn, markdown_table, plain_number
 
 from .model_report import ALL
 from .tracking import METRICS_FILE, curve, read_metrics
 
-# Title, and the keys behind `memory/<layer>/`: solid, then dashed.
+# Title, label of the vertical axis, and the keys behind `memory/<layer>/`: solid, then dashed.
 LAYER_PANELS = (
-    ("step size of writes (eta)", ("learning_rate_mean",)),
-    ("share kept by a token (alpha)", ("retention_mean",)),
-    ("surprise before (-), after (--) writes", ("surprise_before", "surprise_after")),
-    ("state: change over the identity", ("state_norm_ratio",)),
-    ("gradient into the initial states", ("initial_state_grad_norm",)),
+    ("step size of writes", "learning rate eta", ("learning_rate_mean",)),
+    ("kept by a token", "share alpha of the memory", ("retention_mean",)),
+    ("surprise before (-), after (--) writes", "norm of the error", ("surprise_before", "surprise_after")),
+    ("change of the state", "norm over the identity's", ("state_norm_ratio",)),
+    ("gradient into the initial states", "norm before clipping", ("initial_state_grad_norm",)),
 )
 # Drawn if a layer has sparse attention.
 SPARSE_PANELS = (
-    ("sparse gates: entropy (-), collapsed (--)", ("gate_entropy_mean", "gate_collapse_fraction")),
-    ("tokens back to a block: median (-), 95 % (--)", ("selected_distance_median", "selected_distance_p95")),
+    (
+        "sparse gates: entropy (-), collapsed (--)",
+        "nats; share of gates",
+        ("gate_entropy_mean", "gate_collapse_fraction"),
+    ),
+    ("distance to a block: median (-), 95 % (--)", "tokens", ("selected_distance_median", "selected_distance_p95")),
 )
 # The same for `level/<level>/`: solid, dashed, then dotted. The last two are drawn if levels learn from the text.
 LEVEL_PANELS = (
-    ("updates of the levels", ("updates",)),
-    ("learning: steps a row (-), gated (--), not finite (:)", ("steps", "skipped_gate", "skipped_not_finite")),
-    ("learning: largest drift over the matrix's norm", ("drift",)),
+    ("updates of the levels", "updates", ("updates",)),
+    (
+        "learning: steps (-), gated (--), not finite (:)",
+        "periods of a row",
+        ("steps", "skipped_gate", "skipped_not_finite"),
+    ),
+    ("learning: largest drift", "norm over the matrix's", ("drift",)),
 )
 KINDS = ("memory", "sparse", "level")
 SHARES = ("share_compressed", "share_selected", "share_window")
@@ -61,22 +71,26 @@ def draw_memory(folder: str | Path, target: str | Path) -> None:
     panels = [("memory", layers, *panel) for panel in LAYER_PANELS] if layers else []
     if sparse:
         panels += [("sparse", sparse, *panel) for panel in SPARSE_PANELS]
-        panels.append(("shares", [ALL], "sparse attention: shares of the branches", SHARES))
-    panels += [("level", levels, *panel) for panel in LEVEL_PANELS if _has(rows, "level", levels, panel[1])]
+        panels.append(("shares", [ALL], "sparse attention: branches", "share", SHARES))
+    panels += [("level", levels, *panel) for panel in LEVEL_PANELS if _has(rows, "level", levels, panel[2])]
     lines = math.ceil(len(panels) / 3)
     figure = Figure(figsize=(13, 3.5 * lines), layout="constrained")
     axes = list(figure.subplots(lines, 3, sharex=True, squeeze=False).flat)
     for axis in axes[len(panels) :]:
         axis.remove()
     axes = axes[: len(panels)]
-    for axis, (kind, numbers, title, keys) in zip(axes, panels, strict=True):
+    for axis, (kind, numbers, title, unit, keys) in zip(axes, panels, strict=True):
         draw = {"shares": _draw_shares, "level": _draw_levels}.get(kind, _draw_layers)
         draw(axis, rows, kind, numbers, keys)
-        axis.set(title=title, yscale="log" if LOGARITHMIC & {*keys} else "linear")
+        axis.set(title=title, ylabel=unit, yscale="log" if LOGARITHMIC & {*keys} else "linear")
     _share_tokens(axes)
+    explained = set()
     for axis, (kind, *_) in zip(axes, panels, strict=True):
-        if axis.has_data() and (axis is axes[0] or kind != "memory"):
+        # Layers have their colours in all panels of a kind, and levels theirs.
+        if axis.has_data() and kind not in explained:
+            explained.add(kind)
             axis.legend(fontsize="small", ncols=2)
+    figure.suptitle(_title([folder]))
     figure.savefig(target, dpi=120)
 
 
@@ -119,7 +133,8 @@ def _share_tokens(axes: list) -> None:
     from matplotlib.ticker import EngFormatter
 
     for axis in axes:
-        axis.set(xlabel="tokens")
+        axis.set(xlabel="training tokens")
+        axis.yaxis.set_major_formatter(plain_number)
         axis.tick_params(labelbottom=True)
         axis.grid(alpha=0.3)
     axes[0].xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -133,35 +148,38 @@ def _draw(axis, rows: list[dict], key: str, **options) -> None:
 
 
 PANELS = (
-    ("loss (nats per token)", ("train/loss", "eval/loss")),
-    ("learning rate", ("train/learning_rate",)),
-    ("gradient norm", ("train/grad_norm",)),
-    ("tokens per second", ("train/tokens_per_second",)),
+    ("loss", "nats per token", ("train/loss", "eval/loss")),
+    ("learning rate", "matrices outside the levels", ("train/learning_rate",)),
+    ("gradient", "norm before clipping", ("train/grad_norm",)),
+    ("speed", "tokens per second", ("train/tokens_per_second",)),
 )
+_WORDS = {"train": "training", "eval": "held-out text"}
 
 
 def draw_curves(folders: list[str | Path], target: str | Path) -> None:
     """Draw the curves of the runs in `folders` over tokens into `target`; needs matplotlib."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 6.5), layout="constrained")
+    figure = Figure(figsize=(10, 7), layout="constrained")
     axes = figure.subplots(2, 2, sharex=True).flat
     runs = [(as_label(Path(folder).resolve().name), read_metrics(folder)) for folder in folders]
-    for axis, (title, names) in zip(axes, PANELS, strict=True):
+    for axis, (title, unit, names) in zip(axes, PANELS, strict=True):
         for index, (run, rows) in enumerate(runs):
             for name in names:
                 points = curve(rows, name)
                 # A line of one point would be invisible.
                 style = "o--" if name.startswith("eval") else "-" if len(points) > 1 else "o"
-                label = f"{run} {name.split('/')[0]}" if len(names) > 1 else run
+                words = _WORDS[name.split("/")[0]]
+                label = f"{run}, {words}" if len(runs) > 1 else words
                 if points:
                     axis.plot(*zip(*points, strict=True), style, label=label, color=f"C{index}", markersize=4)
-        axis.set(title=title)
+        axis.set(title=title, ylabel=unit)
     _share_tokens(figure.axes)
     # Otherwise a few percent of noise would fill the panel.
     figure.axes[-1].set_ylim(bottom=0)
     if figure.axes[0].has_data():
         figure.axes[0].legend()
+    figure.suptitle(_title(folders))
     figure.savefig(target, dpi=120)
 
 
@@ -186,6 +204,23 @@ def _flags_of(folder: Path) -> dict:
     # The data's fingerprint differs wherever a flag of the data does.
     identity = record.get("identity")
     return {name: value for name, value in identity.items() if name != "data"} if isinstance(identity, dict) else {}
+
+
+def _title(folders: list[str | Path]) -> str:
+    """The run with its architecture; of several, their architectures."""
+    kinds = " and ".join(dict.fromkeys(filter(None, map(_architecture, folders))))
+    name = as_label(Path(folders[0]).resolve().name) if len(folders) == 1 else f"{len(folders)} runs"
+    return f"{name} ({kinds})" if kinds else name
+
+
+def _architecture(folder: str | Path) -> str:
+    """The architecture of a run's model, '' if unknown: its config is there once a checkpoint has been written."""
+    files = [Path(folder) / "config.json", *sorted(Path(folder).glob("checkpoint-*/config.json"))]
+    for file in files:
+        # A picture needs no name.
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            return architecture(str(json.loads(read_small(file))["model_type"]))
+    return ""
 
 
 def make_parser() -> Parser:

@@ -35,7 +35,14 @@ def test_all_panels_share_one_axis_of_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda figure, *arguments, **options: figures.append(figure))
     plot.draw_curves([folder(tmp_path / "a", 3.0)], tmp_path / "loss.png")
     axes = figures[0].axes
-    assert axes[-1].get_title() == "tokens per second" and axes[-1].get_ylim()[0] == 0
+    assert figures[0].get_suptitle() == "a" and [text.get_text() for text in axes[0].get_legend().get_texts()] == [
+        "training"
+    ]
+    assert (
+        axes[0].get_ylabel() == "nats per token"
+        and axes[-1].get_ylabel() == "tokens per second"
+        and axes[-1].get_ylim()[0] == 0
+    )
     assert {panel.get_xscale() for panel in axes} == {"linear"} and len({panel.get_xlim() for panel in axes}) == 1
 
 
@@ -55,7 +62,10 @@ def test_names_are_shown_as_they_are_and_one_point_is_drawn(tmp_path, monkeypatc
         (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "tokens": 10, "train/loss": 3.0}\n')
     assert plot.main(["_first", "cost_$_$"]) == 0
     loss = figures[0].axes[0]
-    assert [text.get_text().strip() for text in loss.get_legend().get_texts()] == ["_first train", r"cost_\$_\$ train"]
+    assert [text.get_text().strip() for text in loss.get_legend().get_texts()] == [
+        "_first, training", r"cost_\$_\$, training"
+    ]  # fmt: skip
+    assert figures[0].get_suptitle() == "2 runs"
     assert [line.get_marker() for line in loss.lines] == ["o", "o"]
     figures[0].draw_without_rendering()
 
@@ -94,7 +104,7 @@ def run(tmp_path):
     for step in (1, 2, 3):
         row = {"step": step, "tokens": 100 * step}
         for layer in (0, 1):
-            keys = [key for _, keys in LAYER_PANELS for key in keys]
+            keys = [key for *_, keys in LAYER_PANELS for key in keys]
             row |= {f"memory/{layer}/{key}": step + layer / 10 for key in keys}
         row |= {f"level/{level}/updates": step // (level + 1) for level in range(3)}
         rows.append(row)
@@ -118,7 +128,7 @@ def test_memory_png_shows_every_key_of_every_layer_and_level(run, monkeypatch, c
 def test_memory_png_shows_sparse_attention_where_there_is_some(run, monkeypatch):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     for row in rows:
-        keys = [key for _, keys in SPARSE_PANELS for key in keys]
+        keys = [key for *_, keys in SPARSE_PANELS for key in keys]
         row |= {f"sparse/{layer}/{key}": row["step"] for layer in (1, "all") for key in (*keys, *SHARES)}
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     figures = []
@@ -127,7 +137,7 @@ def test_memory_png_shows_sparse_attention_where_there_is_some(run, monkeypatch)
     panels = [axis for axis in figures[0].axes if axis.has_data()]
     # one layer has it; its share of the three branches is drawn over all layers
     assert [len(axis.lines) for axis in panels] == [2, 2, 4, 2, 2, 2, 2, 3, 3]
-    assert panels[-2].get_title() == "sparse attention: shares of the branches"
+    assert panels[-2].get_title() == "sparse attention: branches"
     assert list(panels[5].lines[0].get_ydata()) == [1, 2, 3]
 
 
@@ -138,7 +148,7 @@ def test_memory_png_shows_what_levels_learn_where_they_do(run, monkeypatch):
         for name in [name for name in row if name.startswith("memory/")]:
             del row[name]
         for level in range(3):
-            row |= {f"level/{level}/{key}": row["step"] + level for _, keys in LEVEL_PANELS[1:] for key in keys}
+            row |= {f"level/{level}/{key}": row["step"] + level for *_, keys in LEVEL_PANELS[1:] for key in keys}
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *arguments, **options: figures.append(figure))
@@ -147,7 +157,8 @@ def test_memory_png_shows_what_levels_learn_where_they_do(run, monkeypatch):
     assert [len(axis.lines) for axis in panels] == [3, 9, 3]
     assert [axis.get_title().split(":")[0] for axis in panels] == ["updates of the levels", "learning", "learning"]
     assert list(panels[2].lines[1].get_ydata()) == [2, 3, 4]
-    assert [text.get_text() for text in panels[1].get_legend().get_texts()] == ["level 0", "level 1", "level 2"]
+    assert [text.get_text() for text in panels[0].get_legend().get_texts()] == ["level 0", "level 1", "level 2"]
+    assert panels[1].get_legend() is None and all(axis.get_ylabel() for axis in panels)
 
 
 def test_a_run_of_one_row_shows_its_points(run, monkeypatch):
