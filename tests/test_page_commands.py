@@ -1,4 +1,4 @@
-"""Every command of docs/data.md, docs/recipes.md and the heads of the recipes runs, on small texts made here.
+"""Every command of data.md, fine_tuning.md and recipes.md in docs/, and of the recipes' heads runs, on small texts.
 
 A training is read, its data are built and its model's config is made; tests/training/test_recipes.py trains.
 """
@@ -17,6 +17,7 @@ from datasets import Dataset, DatasetDict
 from transformers import AutoTokenizer
 
 from hope_hf import PRESETS, HopeConfig
+from hope_hf.chat import flags as chat
 from hope_hf.cli.models import build_config, load_config, parse_overrides
 from hope_hf.data import (
     build_data,
@@ -80,10 +81,11 @@ def folder(tmp_path, monkeypatch):
         # The first phase of the runs of two phases, the run of the evaluation, and the model that learns to chat.
         HopeConfig.from_preset(preset, vocab_size=300).save_pretrained(tmp_path / "runs" / run_name)
         save_tokenizer(small, tmp_path / "runs" / run_name)
+    (tmp_path / "text.txt").write_text("\n\n".join(TEXTS[:9]))
     chats = [
         [{"role": "user", "content": text[:9]}, {"role": "assistant", "content": text[9:]}] for text in TEXTS[:99]
     ]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
 
     class OfTheHub:
         @staticmethod
@@ -144,6 +146,9 @@ def run(command: str) -> None:
         elif program == "tokenizer":
             # As many entries as the small texts have pairs to merge.
             assert tokenizer.main([*words, "--vocab_size", "300"]) == 0
+        elif program == "chat":
+            # tests/chat talks.
+            assert chat.make_parser().parse_args(words)
         elif program == "checkpoints":
             # It reads what a run of hours leaves; tests/training/checkpoints has small ones.
             assert tool.make_parser().parse_args(words)
@@ -160,10 +165,10 @@ def in_order(command: str) -> int:
     )
 
 
-@pytest.mark.parametrize("page", ["docs/data.md", "docs/recipes.md"])
-def test_every_command_of_the_page_runs(page, folder):
+@pytest.mark.parametrize("page, least", [("docs/data.md", 8), ("docs/recipes.md", 8), ("docs/fine_tuning.md", 4)])
+def test_every_command_of_the_page_runs(page, least, folder):
     commands = [command for command in commands_of(page) if not any(name in command for name in NOT_RUN)]
-    assert len(commands) >= 8
+    assert len(commands) >= least
     for command in sorted(commands, key=in_order):
         run(command)
 
