@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.quality import models, program, results
-from benchmarks.quality.models import ABLATION, FROZEN, HOPE, LLAMA, MODELS, SIZES, VARIANTS, Size, build
+from benchmarks.quality.models import ABLATION, FROZEN, HOPE, LLAMA, MODELS, NAMES, SIZES, VARIANTS, Size, build
 from benchmarks.quality.plan import Job, Matrix, Rates, best_rates, best_recurrent_peer, ready_jobs, rows_at
 from benchmarks.quality.report import differences, report
 from benchmarks.quality.texts import book, part, prepare
@@ -187,6 +187,12 @@ def test_results_of_other_settings_or_texts_are_not_mixed():
     assert results.current([good], shorter, {"builtin": "d"}) == {}
     assert results.current([good], matrix(sizes=("medium",)), {}) == {}
     assert results.current([good | {"model": "a_variant_that_is_no_more"}], plan, {"builtin": "d"}) == {}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_that_can_be_asked_for_has_rows(name):
+    job = run(name, RATES[0])
+    assert list(results.current([row(job, 3.0)], matrix(), {"builtin": "d"})) == [job]
 
 
 def test_settings_follow_steps_batch_and_every_field_of_the_config():

@@ -168,6 +168,7 @@ VARIANTS = {
     "paper_depth_2_inner_layer_at_full_rate": paper(depth=2, inner_rate=1.0),
     "paper_depth_2_erasing_in_both_layers": paper(depth=2, erase="both"),
 }
+NAMES = (*MODELS, *OPTIMIZED, *VARIANTS)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.quality.models import ABLATION, FROZEN, HOPE, MODELS, OPTIMIZED, SIZES, VARIANTS
+from benchmarks.quality.models import ABLATION, FROZEN, HOPE, MODELS, NAMES, SIZES, VARIANTS
 from benchmarks.quality.plan import FIRST_SEED, Matrix, Plan, ready_jobs, rows_at
 from benchmarks.quality.report import differences, report
 from benchmarks.quality.results import load
@@ -75,8 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data_dir", type=Path, help="folder with text/ (default: HOPE_TEST_DATA)")
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--texts", nargs="+", choices=TEXTS, help="default: all whose files are there")
-    names = [*MODELS, *OPTIMIZED, *VARIANTS]
-    parser.add_argument("--models", nargs="+", choices=names, help=f"default: the first {len(MODELS)}")
+    parser.add_argument("--models", nargs="+", choices=NAMES, help=f"default: the first {len(MODELS)}")
     parser.add_argument("--search_text", default=BUILTIN, choices=TEXTS, help="where learning rates are compared")
     parser.add_argument("--max_train_steps", type=int, help="of every run (default: the size's)")
     parser.add_argument(

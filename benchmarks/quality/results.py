@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality.models import MODELS, VARIANTS, Model, Size, build
+from benchmarks.quality.models import NAMES, Model, Size, build
 from benchmarks.quality.plan import Job, Matrix, Rates
 
 # Flags that are the same for every model.
@@ -104,7 +104,7 @@ def current(rows: Iterable[dict], matrix: Matrix, digests: dict[str, str]) -> di
     digest here (its file is missing) counts as the one of its latest row.
     """
     # published rows may be of a variant that no longer exists
-    rows = [row for row in rows if row["size"] in matrix.sizes and row["model"] in (*MODELS, *VARIANTS)]
+    rows = [row for row in rows if row["size"] in matrix.sizes and row["model"] in NAMES]
     one_rate = {name: None in size.vector_learning_rates for name, size in matrix.sizes.items()}
     digests = {row["text"]: row["data"] for row in rows} | digests
 
