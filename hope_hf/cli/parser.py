@@ -37,6 +37,7 @@ _USUAL = (
     (("adam_beta1",), "beta1"),
     (("adam_beta2",), "beta2"),
     (("adam_epsilon",), "eps epsilon"),
+    (("lr_scheduler_steps",), "lr_decay_iters lr_decay_steps decay_steps"),
     (("lr_scheduler_type",), "scheduler lr_scheduler schedule"),
     (("gradient_checkpointing",), "activation_checkpointing recompute"),
     (("torch_compile",), "compile"),

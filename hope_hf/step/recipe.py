@@ -32,6 +32,7 @@ INSTEAD = {
     "warmup_ratio": "use --num_warmup_steps",
     "save_steps": "use --checkpointing_steps",
     "save_strategy": "use --checkpointing_steps",
+    **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model"), "use --keep_best eval/loss"),
     "logging_strategy": "use --logging_steps",
     "logging_dir": "metrics.jsonl and the trackers of --report_to are in --output_dir",
     "eval_strategy": "use --eval_steps",
