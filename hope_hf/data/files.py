@@ -234,7 +234,8 @@ def choose_column(columns: Columns, source: str, column: str | None = None) -> s
     if "text" in columns.names:
         raise ValueError(f"{source} has no column 'text' of strings: give every row a text in quotes.")
     if len(columns.texts) != 1:
-        raise ValueError(f"{source} has no column 'text' among {names}: name one with text_column.")
+        option = "--text_column" if source.startswith("--") else "text_column"
+        raise ValueError(f"{source} has no column 'text' among {names}: name one with {option}.")
     return columns.texts[0]
 
 

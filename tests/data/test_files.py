@@ -190,7 +190,7 @@ def test_the_text_of_a_csv_is_the_column_text_or_the_only_one_of_strings(tmp_pat
     rows = load_files([str(tmp_path / "b.csv")], "--train_file", column="title")
     assert rows["text"][:] == ["a", "b"]
     (tmp_path / "c.csv").write_text("title,body\na,b\n")
-    with pytest.raises(ValueError, match="c.csv has no column 'text' among body, title: name one with text_column"):
+    with pytest.raises(ValueError, match="c.csv has no column 'text' among body, title: name one with --text_c"):
         texts_of(str(tmp_path / "c.csv"))
 
 
