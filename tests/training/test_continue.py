@@ -200,7 +200,7 @@ def test_stop_after_takes_steps_or_time(named, limits):
 
 @pytest.mark.parametrize("named", ["", "0", "0h", "-1", "2 days", "1.5", "h", "nan"])
 def test_stop_after_refuses_the_rest(named):
-    with pytest.raises(ValueError, match="--stop_after is .*: give steps, or a time"):
+    with pytest.raises(ValueError, match="--stop_after is .*: give steps or a time"):
         parse_stop_after(named)
 
 
