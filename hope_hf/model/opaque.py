@@ -43,6 +43,11 @@ def call(name: str, tensors: dict[str, torch.Tensor | None], sizes: list[int], o
     return _run(name, list(given.values()), ",".join(given), sizes, options, needs)[:-1]
 
 
+def named_tuple(kind: type[tuple], tensors: dict[str, torch.Tensor]) -> tuple | None:
+    """The NamedTuple whose fields are among the tensors, or `None`."""
+    return kind(*(tensors[name] for name in kind._fields)) if kind._fields[0] in tensors else None
+
+
 @contextmanager
 def _recording(records: bool):
     """Autograd inside of an operator, where torch leaves it out."""
@@ -101,10 +106,11 @@ def _differentiate(
     # A second backward pass, or a backend that made another tensor of the carrier, runs the function again.
     recorded = carrier.__dict__.pop("recorded", None)
     given, results = recorded or _record(name, tensors, names, sizes, options, needs)
-    known = [pair for pair in zip(results, gradients, strict=True) if pair[1] is not None]
-    outputs, incoming = zip(*known, strict=True)
+    # a result may depend on none of the tensors that need one
+    pairs = zip(results, gradients, strict=True)
+    known = {result: gradient for result, gradient in pairs if gradient is not None and result.requires_grad}
     with _recording(True):
-        found = torch.autograd.grad(outputs, given, incoming, allow_unused=True, materialize_grads=True)
+        found = torch.autograd.grad([*known], given, [*known.values()], allow_unused=True, materialize_grads=True)
     return [gradient.contiguous() for gradient in found]
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from .chunks import SlotPlan, TokenPlan, convolution_spans, plan_again, plan_slots
-from .opaque import call, register
+from .opaque import call, named_tuple, register
 from .sparse_branches import QkvSizes, QkvWeights, SparseKeys, SparseSizes, make_qkv, read_sparse
 from .sparse_fast import TIME_TILE, make_qkv_tiled, read_sparse_fused
 
@@ -79,7 +79,7 @@ def read_text(
     """
     query, key, value, tail = text_qkv(inputs, state, blocks, qkv_sizes, choose is None)
     gates = blocks.to_slots(inputs.gates)
-    held, after, base, first = _remember(key, value, tail, inputs, state, blocks, sizes, need_state)
+    held, after, base, first = _remember(key, value, tail, inputs, state, blocks, sizes.block, need_state)
     dtype = torch.promote_types(query.dtype, torch.float32)
     # [B, H, G, S, 3]
     weights = gates.to(dtype).transpose(1, 2).unflatten(1, (key.shape[1], -1))
@@ -113,20 +113,13 @@ def text_qkv(inputs: SparseInputs, state: SparseState | None, blocks: SlotPlan, 
 
 
 def _remember(
-    key,
-    value,
-    tail,
-    inputs: SparseInputs,
-    state: SparseState | None,
-    blocks: SlotPlan,
-    sizes: SparseSizes,
-    need_state: bool,
+    key, value, tail, inputs: SparseInputs, state: SparseState | None, blocks: SlotPlan, block: int, need_state: bool
 ) -> tuple[SparseKeys, SparseState | None, int | torch.Tensor, torch.Tensor | None]:
     """Keys and values of the text so far, the new state, the call's first slot, and documents' first slots [B, S].
 
     The call's first slot is an `int` if all rows share it, else [B].
     """
-    block, length = sizes.block, key.shape[2]
+    length, stride = key.shape[2], inputs.key_weights.shape[1]
     rows = torch.arange(len(key), device=key.device)
     begin = rows.new_zeros(len(key)) if state is None else state.first
     if blocks.valid is None:
@@ -166,7 +159,7 @@ def _remember(
     ]
     after = None
     if need_state:
-        by_block = (part.unflatten(2, (-1, block // sizes.stride)) for part in compressed)
+        by_block = (part.unflatten(2, (-1, block // stride)) for part in compressed)
         after = SparseState(*placed, *by_block, begin, tail)
         after.slot_keys.written_columns = blocks.past.columns
     return SparseKeys(*placed, *compressed), after, base, first
@@ -258,10 +251,7 @@ def read_tokens(
 
 def _parts(tensors: dict[str, torch.Tensor], numbers: Sequence[int], epsilon: str) -> tuple:
     """The arguments of `read_text` before and after `blocks`."""
-    inputs, state = (
-        kind(*(tensors[name] for name in kind._fields)) if kind._fields[0] in tensors else None
-        for kind in (SparseInputs, SparseState)
-    )
+    inputs, state = (named_tuple(kind, tensors) for kind in (SparseInputs, SparseState))
     *sizes, heads, key_heads = numbers[5:]
     return inputs, state, SparseSizes(*sizes), QkvSizes(heads, key_heads, float(epsilon))
 

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 from .attention import HopeAttention
 from .chunks import SlotPlan, TokenPlan, plan_again, plan_slots
-from .opaque import call, register
+from .opaque import call, named_tuple, register
 
 # Queries that are computed together: more of them compute more scores that no query sees, fewer take more operations.
 _BAND = 128
@@ -326,7 +326,7 @@ def _run(tensors: dict[str, torch.Tensor], sizes: list[int], dropout: str) -> li
     """`read_window` as one operator of a compiled graph (`opaque`)."""
     streams = [tensors.get(name) for name in ("queries", "of_sinks", "keys", "values")]
     columns, need_state, *of_window = sizes
-    state = WindowState(*(tensors[name] for name in WindowState._fields)) if "ring_keys" in tensors else None
+    state = named_tuple(WindowState, tensors)
     (rows, _, length, _), plan = streams[0].shape, partial(plan_window, *of_window, streams[0].dtype)
     window = plan_again(plan, tensors, (rows, length), columns, state is not None)
     seeded, device = tensors.get("seed"), streams[0].device

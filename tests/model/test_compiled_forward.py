@@ -182,6 +182,18 @@ def test_one_graph_serves_every_continued_text(tiny_model, options, backend):
     assert graphs() <= 6
 
 
+@pytest.mark.parametrize("options", LOOPS.values(), ids=LOOPS)
+def test_gradients_go_through_the_state_between_graphs(tiny_model, options):
+    model = tiny_model(torch.float64, **SMALL | options)
+    ids, found = random_ids(2, 41), []
+    for call in (model, torch.compile(model, backend="eager", fullgraph=True)):
+        model.zero_grad()
+        cache = call(ids[:, :21], use_cache=True).past_key_values
+        call(ids[:, 21:], past_key_values=cache).logits.square().sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*found, rtol=1e-11, atol=1e-11)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("options", LOOPS.values(), ids=LOOPS)
 def test_one_graph_serves_a_cache_of_fixed_length_after_every_prompt(tiny_model, options):
