@@ -139,7 +139,7 @@ class HopeStaticMemoryLayer(HopeMemoryLayer):
         if self.state is None:
             # A Python number would become a constant of the compiled graph, and every token would compile another.
             columns = torch.tensor(past.columns, device=past.seen.device)
-            super().update_state(state, past._replace(columns=columns, is_uniform=False))
+            super().update_state(state, Past(columns, False, past.seen, past.digest))
             # Cloned, since the current weights and those of the chunk's start can be one tensor.
             self.map(lambda tensor: tensor.detach().clone())
             return

@@ -74,7 +74,8 @@ class Past(NamedTuple):
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Past":
         """Counts with `function` applied to the tensors [B]."""
-        return self._replace(seen=function(self.seen), digest=function(self.digest))
+        # torch 2.11 cannot return from a graph what `_replace` makes
+        return Past(self.columns, self.is_uniform, function(self.seen), function(self.digest))
 
 
 @dataclass
