@@ -143,7 +143,8 @@ class HopePreTrainedModel(PreTrainedModel):
     def compile(self, *args, **kwargs):
         """`nn.Module.compile` of the parts that are the same for every call: with memories, the blocks' levels.
 
-        `torch.compile(model)` has memories in the graph, on torch's operators; here their kernels run uncompiled.
+        `torch.compile(model)` has mixers in the graph, on torch's operators, and takes eight times as long to compile;
+        here their kernels run uncompiled (docs/log).
         """
         # CODEPATH: 'full_attention' layers alone keep no state.
         if not self.config.keeps_state:
