@@ -32,6 +32,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from hope_hf.cli.files import PROCESSES
 from hope_hf.plan.launch import Launch
 from hope_hf.plan.parsing import parse
 from hope_hf.plan.verdict import Setting, settings
@@ -108,7 +109,7 @@ def measure(file: Path, ranks: int, batches: int, model: list[str], launch: Laun
         if refused:
             return refused
         run = Path(folder, "run")
-        beats = [_lines(run / f"heartbeat_rank{rank}.jsonl") for rank in range(ranks)]
+        beats = [_lines(run / PROCESSES / f"heartbeat_rank{rank}.jsonl") for rank in range(ranks)]
         rows = [row for row in _lines(run / "metrics.jsonl") if "train/loss" in row]
         first = beats[0][0]
         took = rows[0]["tokens"] / ranks / first["tokens_per_second"]

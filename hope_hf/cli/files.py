@@ -12,6 +12,8 @@ from typing import IO
 
 # Names in the folder of a run. A checkpoint that is still being written has another name.
 RUN_FILE = "run.json"
+PROCESSES = "processes"
+"""Folder of the files that every process writes for itself."""
 CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
 
 

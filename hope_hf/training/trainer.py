@@ -10,6 +10,7 @@ import torch
 from accelerate.utils import send_to_device, set_seed
 from torch.optim.lr_scheduler import LambdaLR
 
+from hope_hf.cli.files import PROCESSES
 from hope_hf.step.arguments import Arguments
 from hope_hf.step.flops import flops_per_token
 from hope_hf.step.objective import can_skip_logits, check_token_ids, count_valid, model_inputs, summed_loss
@@ -97,7 +98,7 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, stop_after: StopA
     run, progress = training.run, training.state.progress
     options = training.flops_per_token, training.start_step, training.record["run_id"]
     with Monitor(args, engine, run.plan, *options) as monitor:
-        write_audit(args.output_dir, engine)
+        write_audit(Path(args.output_dir, PROCESSES), engine)
         hook = CheckpointHook(args.checkpoint_hook, args.output_dir, monitor.say)
         options = args.save_total_limit, args.save_only_model, hook, engine.saves_parts(args), args.keep_every
         writer = CheckpointWriter(args.output_dir, *options)

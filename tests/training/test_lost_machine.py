@@ -61,7 +61,7 @@ def machine():
 
 
 def last_step(folder: Path) -> int:
-    file = folder / "heartbeat_rank0.jsonl"
+    file = folder / "processes" / "heartbeat_rank0.jsonl"
     lines = file.read_text().rpartition("\n")[0].splitlines() if file.exists() else []
     return json.loads(lines[-1])["step"] if lines else 0
 

@@ -29,7 +29,7 @@ def trained(trouble: str, folder: Path, corpus, *flags: str) -> subprocess.Compl
 
 
 def beats(folder: Path, rank: int) -> list[dict]:
-    return [json.loads(line) for line in (folder / f"heartbeat_rank{rank}.jsonl").open()]
+    return [json.loads(line) for line in (folder / "processes" / f"heartbeat_rank{rank}.jsonl").open()]
 
 
 def test_nan_slow_data_and_the_loss_of_one_rank_are_in_its_heartbeat(tmp_path, corpus):
@@ -75,7 +75,7 @@ def test_a_hang_leaves_stacks_and_the_rank_that_did_not_come(tmp_path, corpus):
     assert "error: another process of this run did not come within --ddp_timeout" in ended.stderr
     # Both ended the same step, so that the heartbeats do not tell who did not come: the stacks do.
     assert [beats(tmp_path / "run", rank)[-1]["step"] for rank in (0, 1)] == [2, 2]
-    first, second = ((tmp_path / "run" / f"stacks_rank{rank}.txt").read_text() for rank in (0, 1))
+    first, second = ((tmp_path / "run" / "processes" / f"stacks_rank{rank}.txt").read_text() for rank in (0, 1))
     assert 'trouble_worker.py", line' in second and "in model_inputs" in second
     assert "in model_inputs" not in first
 

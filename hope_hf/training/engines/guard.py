@@ -109,7 +109,7 @@ def gone(reason: str) -> str:
     """The message for the user if another process has ended, or does not connect."""
     if re.search("timed? ?out", reason, re.IGNORECASE):
         what = "did not come within --ddp_timeout"
-        fix = "see what it does (its last line, stacks_rank<N>.txt in --output_dir), or raise --ddp_timeout"
+        fix = "see what it does (its last line, processes/stacks_rank<N>.txt in --output_dir), or raise --ddp_timeout"
     else:
         what, fix = "is gone", "see what it said last or why it was killed"
     return (

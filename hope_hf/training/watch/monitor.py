@@ -2,7 +2,9 @@
 
 import math
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
 
+from hope_hf.cli.files import PROCESSES
 from hope_hf.cli.process import wished_threads
 from hope_hf.step.arguments import Arguments
 from hope_hf.step.gpus import peak_flops
@@ -36,7 +38,7 @@ class Monitor:
         self._device = engine.accelerator.device
         self._logging_steps = args.logging_steps
         self._flops, self._peak = flops_per_token, peak_flops(self._device, self._accelerator.mixed_precision)
-        place = args.output_dir, engine.accelerator.process_index
+        place = str(Path(args.output_dir, PROCESSES)), engine.accelerator.process_index
         with ExitStack() as opened:
             self._tracker = Tracker(engine.accelerator, args, plan.total_steps, start_step, run_id)
             opened.callback(self._tracker.close)

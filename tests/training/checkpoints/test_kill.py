@@ -108,13 +108,13 @@ class Launch:
 
 def beats(folder: Path) -> int:
     """Grows with every step of any process."""
-    return sum(file.stat().st_size for file in folder.glob("heartbeat_rank*.jsonl"))
+    return sum(file.stat().st_size for file in folder.glob("processes/heartbeat_rank*.jsonl"))
 
 
 def steps_done(folder: Path) -> int:
     """The last step that any process has finished."""
     last = 0
-    for file in folder.glob("heartbeat_rank*.jsonl"):
+    for file in folder.glob("processes/heartbeat_rank*.jsonl"):
         whole_lines = file.read_text().rpartition("\n")[0].splitlines()
         if whole_lines:
             last = max(last, json.loads(whole_lines[-1])["step"])

@@ -62,9 +62,9 @@ def test_two_processes_give_the_curve_of_one(run, tmp_path, corpus, monkeypatch,
     assert curve(double, "eval/accuracy") == pytest.approx(curve(single, "eval/accuracy"), abs=1e-3)
     assert output.count("step 6/6 | loss") == 1
     for rank in (0, 1):
-        beats = [json.loads(line) for line in (tmp_path / "two" / f"heartbeat_rank{rank}.jsonl").open()]
+        beats = [json.loads(line) for line in (tmp_path / "two" / "processes" / f"heartbeat_rank{rank}.jsonl").open()]
         assert [beat["step"] for beat in beats] == [1, 2, 3, 4, 5, 6]
-        assert not (tmp_path / "two" / f"stacks_rank{rank}.txt").exists()
+        assert not (tmp_path / "two" / "processes" / f"stacks_rank{rank}.txt").exists()
 
 
 def started_by_hand(rank: int, port: int, folder, corpus, *flags) -> subprocess.Popen:

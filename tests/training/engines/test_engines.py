@@ -143,7 +143,7 @@ def rows(tmp_path_factory, corpus):
 
 def went_on(folder: Path, saved: int = SAVED_STEP) -> None:
     """Check that a finished run was continued, not begun again, which would give the same curve."""
-    beats = [json.loads(line)["step"] for line in (folder / "heartbeat_rank0.jsonl").open()]
+    beats = [json.loads(line)["step"] for line in (folder / "processes" / "heartbeat_rank0.jsonl").open()]
     steps = RUNS["hope"][1]
     expected = [steps, *range(saved + 1, steps + 1)]
     assert beats[-len(expected) :] == expected
@@ -232,7 +232,7 @@ def test_runs_of_engines_go_on_in_one_process(rows, corpus, tmp_path):
 def memory(rows, engine: str, rank: int, name: str = "hope", event: str = "step") -> dict:
     """The rank's memory row of an event in a run's first step."""
     rows(engine)
-    file = rows.folders[engine] / name / f"ram_rank{rank}.jsonl"
+    file = rows.folders[engine] / name / "processes" / f"ram_rank{rank}.jsonl"
     return next(row for row in map(json.loads, file.open()) if (row["event"], row["step"]) == (event, 1))
 
 
@@ -252,7 +252,7 @@ def test_gradients_reduced_after_every_batch_are_the_same_and_less(rows, engine,
 def audited(folder: Path) -> dict[tuple[str, str], tuple[list[int], list[tuple[int, int]]]]:
     """By kind and name, each tensor's shape and the stretches that the processes hold, copies left out."""
     found = {}
-    for file in folder.glob("parameters_rank*.tsv"):
+    for file in folder.glob("processes/parameters_rank*.tsv"):
         for row in csv.DictReader(file.open(), delimiter="\t"):
             shape, stretches = found.setdefault((row["kind"], row["name"]), (json.loads(row["shape"]), []))
             assert shape == json.loads(row["shape"])

@@ -76,7 +76,7 @@ def test_a_gpu_that_does_not_is_asked_once(monkeypatch, error):
 def test_utilization_is_in_the_heartbeat_where_there_is_one(run, tmp_path, monkeypatch, percent):
     monkeypatch.setattr(monitor, "utilization_meter", lambda device: (lambda: percent) if percent else None)
     status, _ = run("a", "--max_train_steps", 2, model=LLAMA)
-    beats = [json.loads(line) for line in (tmp_path / "a" / "heartbeat_rank0.jsonl").open()]
+    beats = [json.loads(line) for line in (tmp_path / "a" / "processes" / "heartbeat_rank0.jsonl").open()]
     assert status == 0
     assert [beat.get("gpu_percent", "absent") for beat in beats] == [percent or "absent"] * 2
 
@@ -137,8 +137,9 @@ def test_a_run_that_runs_out_of_memory_in_a_step_says_what_filled_it(run, tmp_pa
     monkeypatch.setattr(trainer, "summed_loss", full)
     # In the second batch of a step, with the gradients of the first.
     status, _ = run("a", "--ram_report_steps", 2, "--gradient_accumulation_steps", 2)
-    assert status == 2 and "ram_rank0.jsonl in --output_dir shows what filled it (full)" in capsys.readouterr().err
-    rows = [json.loads(line) for line in (tmp_path / "a" / "ram_rank0.jsonl").open()]
+    error = capsys.readouterr().err
+    assert status == 2 and "processes/ram_rank0.jsonl in --output_dir shows what filled it (full)" in error
+    rows = [json.loads(line) for line in (tmp_path / "a" / "processes" / "ram_rank0.jsonl").open()]
     events = [("start", 0), ("last batch", 1), ("step", 1), ("last batch", 2), ("out of memory", None)]
     assert [(row["event"], row["step"]) for row in rows] == events
     start, between, step, _, last = rows
