@@ -199,7 +199,7 @@ def _defaults(args: Arguments, config, given: set[str]) -> tuple[dict[str, Defau
     # Imported here: data sets take seconds.
     from hope_hf.data import DEFAULT_VOCAB_SIZE, size_of_files
 
-    defaults = defaults_of(size_of_files(args.train_file, "--train_file"), config.hidden_size, given)
+    defaults = defaults_of(size_of_files(args.train_file, "--train_file"), getattr(config, "hidden_size", 0), given)
     made = args.tokenizer_name is None and VOCAB_SIZE not in given
     size = defaults[VOCAB_SIZE].value if VOCAB_SIZE in defaults else DEFAULT_VOCAB_SIZE
     return {name: one for name, one in defaults.items() if name in (*SHARED, VOCAB_SIZE)}, size if made else None

@@ -34,14 +34,14 @@ def defaults_of(size: int, hidden_size: int, given: Collection[str]) -> dict[str
 
     Args:
         size: bytes of the training text's files.
-        hidden_size: the model's width.
+        hidden_size: the model's width; 0 where its config names none.
         given: names of flags that the user gave on the command line or in the launch file. `tokenizer_name` also gives
             the vocabulary, and `max_train_steps` the number of epochs.
     """
     if size >= SMALL:
         return {}
     epochs = max(1, min(MOST_EPOCHS, round(math.sqrt(READ_ONCE / size))))
-    rate = float(f"{RATE * min(1, WIDTH / hidden_size):.1g}")
+    rate = float(f"{RATE * WIDTH / max(WIDTH, hidden_size):.1g}")
     table = {
         "block_size": Default(256, "a small text has few long rows"),
         "per_device_train_batch_size": Default(4, "small steps, so that there are many of them"),

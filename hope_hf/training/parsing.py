@@ -83,7 +83,8 @@ def _with_defaults(args: Arguments, given: set[str]) -> Arguments:
             "block_size": args.level_learning != "none",
         }
         given = given | {name for name, is_decided in decided.items() if is_decided}
-        defaults = defaults_of(size_of_files(args.train_file, "--train_file"), config.hidden_size, given)
+        size = size_of_files(args.train_file, "--train_file")
+        defaults = defaults_of(size, getattr(config, "hidden_size", 0), given)
     defaults = {name: default for name, default in defaults.items() if name not in given}
     flags = {name: default.value for name, default in defaults.items() if name in FLAGS}
     return replace(args, **flags, defaults=defaults)
