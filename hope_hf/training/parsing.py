@@ -60,7 +60,8 @@ def parse(argv: list[str]) -> Arguments:
     _check(args)
     _warn_of_ignored(args, named)
     # A recipe names the values that it wants, and loaded weights are not trained as new ones.
-    return args if recipe or args.model_name_or_path or not args.train_file else _with_defaults(args, named)
+    of_a_file = [name for name in TEXT_SOURCES if getattr(args, name)] == ["train_file"]
+    return _with_defaults(args, named) if of_a_file and not recipe and not args.model_name_or_path else args
 
 
 def _with_defaults(args: Arguments, given: set[str]) -> Arguments:

@@ -26,7 +26,9 @@ def test_the_page_is_what_the_script_writes(page):
 
 
 def test_every_recipe_has_a_row():
-    assert set(planned.GPUS) == {file.stem for file in (ROOT / "recipes").glob("*.yaml")}
+    # That of chats names no size: it goes on with any trained model.
+    recipes = {file.stem for file in (ROOT / "recipes").glob("*.yaml")} - {"chat"}
+    assert set(planned.GPUS) == recipes
 
 
 @pytest.mark.parametrize("name", planned.RECOMPUTED)

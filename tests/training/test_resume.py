@@ -163,7 +163,7 @@ def test_under_nohup_a_closed_terminal_stops_nothing():
 
 
 def test_ctrl_c_before_the_steps_is_one_sentence(run, monkeypatch, capsys):
-    monkeypatch.setattr(trainer, "build_all", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(trainer, "build_all", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     assert run("a")[0] == 130
     assert capsys.readouterr().err.endswith(f"error: {QUIT}\n")
 

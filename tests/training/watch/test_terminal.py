@@ -57,7 +57,7 @@ def test_one_bar_below_whole_lines(watch, tmp_path):
     status, lines = watch("a", "--eval_steps", "4", "--checkpointing_steps", "3", "--logging_steps", "2")
     assert status == 0
     first = [line.startswith("step 1/8") for line in lines].index(True)
-    last = [line.startswith("A sampled continuation") for line in lines].index(True)
+    last = [line.startswith("Loss ") for line in lines].index(True)
     run_lines = lines[first:last]
     assert all(re.fullmatch(r"step \d/8 \| (loss .* eta \d:\d\d:\d\d|eval loss .*)", line) for line in run_lines[:-1])
     assert len(run_lines) == len(read_rows(tmp_path / "a")) + 1
