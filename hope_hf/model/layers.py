@@ -19,7 +19,7 @@ from .cache_hope import HopeMemoryLayer, HopeStaticMemoryLayer
 from .chunks import ChunkSpan
 
 # numbers in a block of tokens: 256 KiB in float32
-TOKEN_BLOCK = 2**16
+_BLOCK = 2**16
 
 
 class Mixer:
@@ -157,7 +157,7 @@ class _GatedNorm(torch.autograd.Function):
 
 def _token_blocks(x: torch.Tensor, *tensors: torch.Tensor | None):
     """For successive tokens of `x` [B, T, ...], about 64K numbers together, the parts of all tensors or `None`s."""
-    size = max(1, TOKEN_BLOCK * x.shape[1] // max(1, x.numel()))
+    size = max(1, _BLOCK * x.shape[1] // max(1, x.numel()))
     parts = [[None] * -(-x.shape[1] // size) if part is None else part.split(size, dim=1) for part in tensors]
     return zip(*parts, strict=True)
 

@@ -5,7 +5,6 @@ trackers (`torch.distributed._tools`) count the bytes of all live tensors. torch
 used, since it needs the GPU whose time it estimates.
 """
 
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,7 +27,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from hope_hf.model import layers
 from hope_hf.optim import LevelClock, build_optimizer
 from hope_hf.step.launch_file import LOW_PRECISION
 from hope_hf.step.objective import can_skip_logits, summed_loss
@@ -84,9 +82,6 @@ def simulate(config, launch: Launch, options: StepOptions) -> Simulation:
         mesh = make_mesh(launch)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         real = stack.enter_context(_AsIfReal())
-        # Norms are not the peak, and a simulated operator takes as long for a block of tokens as for all.
-        stack.callback(setattr, layers, "TOKEN_BLOCK", layers.TOKEN_BLOCK)
-        layers.TOKEN_BLOCK = sys.maxsize
         step = Step(config, launch, options, mesh)
         if config.model_type == "hope":
             # Queries are padded to whole blocks.
