@@ -109,35 +109,29 @@ GROUPS = (LearningArguments, AnswerArguments, MachineArguments)
 
 def make_parser() -> Parser:
     """All flags of `hope-hf chat`; MODEL is the one word without a flag."""
-    return _with_model(
-        Parser(
-            (TextArguments, *GROUPS),
-            prog="hope-hf chat",
-            usage="%(prog)s MODEL [--memory FOLDER] [--learn] [--file FILE ...] [--prompt TEXT ...] [flags]",
-            description="Read files with a model and talk to it, while its levels learn.",
-            example=EXAMPLE,
-            link="docs/chat.md",
-            allow_abbrev=False,
-        )
+    return _parser(
+        TextArguments,
+        prog="hope-hf chat",
+        usage="%(prog)s MODEL [--memory FOLDER] [--learn] [--file FILE ...] [--prompt TEXT ...] [flags]",
+        description="Read files with a model and talk to it, while its levels learn.",
+        example=EXAMPLE,
     )
 
 
 def make_generate_parser() -> Parser:
-    """All flags of `hope-hf generate`."""
-    return _with_model(
-        Parser(
-            (PromptArguments, *GROUPS),
-            prog="hope-hf generate",
-            usage="%(prog)s MODEL --prompt TEXT [--memory FOLDER] [flags]",
-            description="Continue a text. The continuation goes to standard output, all else to standard error.",
-            example='hope-hf generate runs/demo --prompt "def read_file(path):" --temperature 0.8',
-            link="docs/chat.md",
-            allow_abbrev=False,
-        )
+    """All flags of `hope-hf generate`; MODEL is the one word without a flag."""
+    return _parser(
+        PromptArguments,
+        prog="hope-hf generate",
+        usage="%(prog)s MODEL --prompt TEXT [--memory FOLDER] [flags]",
+        description="Continue a text. The continuation goes to standard output, all else to standard error.",
+        example='hope-hf generate runs/demo --prompt "def read_file(path):" --temperature 0.8',
     )
 
 
-def _with_model(parser: Parser) -> Parser:
+def _parser(own: type, **words: str) -> Parser:
+    """The flags of the program's own group and the shared ones, and MODEL."""
+    parser = Parser((own, *GROUPS), link="docs/chat.md", allow_abbrev=False, **words)
     for action in parser._actions:
         action.metavar = SHOWN.get(action.dest, action.metavar)
     parser.add_argument("model", metavar="MODEL", action=Checked, help="folder or Hub name of a HOPE")

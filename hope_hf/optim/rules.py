@@ -145,6 +145,7 @@ class M3Rule:
 
     needs_matrices = True
     state_bytes = 16
+    state_names = ("momentum_buffer", "slow_momentum", "slow_direction", "exp_avg_sq")
 
     @staticmethod
     def settings(betas: tuple[float, float], eps: float) -> dict:
@@ -155,8 +156,7 @@ class M3Rule:
 
     @staticmethod
     def initial_state(parameter: Tensor) -> dict[str, Tensor]:
-        names = ("momentum_buffer", "slow_momentum", "slow_direction", "exp_avg_sq")
-        return {name: torch.zeros_like(parameter) for name in names}
+        return {name: torch.zeros_like(parameter) for name in M3Rule.state_names}
 
     @staticmethod
     def update(parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Tensor]], group: dict):
@@ -166,7 +166,7 @@ class M3Rule:
 
         for parameter, gradient, state in zip(parameters, gradients, states, strict=True):
             gradient = own_part(gradient)
-            fast, slow, slow_direction, square = (own_part(state[name]) for name in M3Rule.initial_state(parameter))
+            fast, slow, slow_direction, square = (own_part(state[name]) for name in M3Rule.state_names)
             if int(state["step"]) % group["period"] == 0:
                 slow_direction.copy_(by_whole_matrices(newton_schulz, parameter, slow))
                 slow.mul_(group["slow"][0])

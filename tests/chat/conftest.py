@@ -2,6 +2,7 @@
 
 import io
 import sys
+from functools import partial
 
 import pytest
 
@@ -49,24 +50,24 @@ def folder(model, tokenizer, tmp_path):
 
 
 @pytest.fixture
-def chat(folder, monkeypatch, capsys):
-    """Run the program on typed lines; returns its status, standard output and standard error."""
+def started(folder, monkeypatch, capsys):
+    """Run a program on typed lines; returns its status, standard output and standard error."""
 
-    def run(*words, typed: str = "", model=folder) -> tuple[int, str, str]:
+    def run(program, *words, typed: str = "", model=folder) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
-        status = main([str(model), *map(str, words), "--max_new_tokens", "6", "--cpu_threads", "1"])
+        status = program([str(model), *map(str, words), "--max_new_tokens", "6", "--cpu_threads", "1"])
         return status, *capsys.readouterr()
 
     return run
 
 
 @pytest.fixture
-def complete(folder, monkeypatch, capsys):
-    """Run `hope-hf generate` on a piped text; returns its status, standard output and standard error."""
+def chat(started):
+    """`hope-hf chat` as `started` runs it."""
+    return partial(started, main)
 
-    def run(*words, typed: str = "", model=folder) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
-        status = generate([str(model), *map(str, words), "--max_new_tokens", "6", "--cpu_threads", "1"])
-        return status, *capsys.readouterr()
 
-    return run
+@pytest.fixture
+def complete(started):
+    """`hope-hf generate` as `started` runs it."""
+    return partial(started, generate)
