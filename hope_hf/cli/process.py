@@ -35,6 +35,11 @@ def set_up_cpu(threads: int | None):
     torch.set_flush_denormal(True)
 
 
+def default_device() -> torch.device:
+    """The accelerator that answers, else the CPU: a build for CUDA names CUDA on a machine without a driver, too."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
 def default_threads() -> int:
     """OMP_NUM_THREADS if the user has set it, or this process's share of the cores that it may use."""
     wished = wished_threads()

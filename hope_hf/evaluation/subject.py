@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hope_hf.cli.models import build_model, is_hope, load_config
+from hope_hf.cli.process import default_device
 from hope_hf.data import check_vocabulary, document_start, load_tokenizer
 
 from .flags import Arguments
@@ -78,9 +79,8 @@ class Subject:
 def choose_device(name: str | None) -> torch.device:
     """`--device`, or the accelerator, or the CPU. Raises ValueError for a device that does not exist."""
     if name is None:
-        return torch.accelerator.current_accelerator() or torch.device("cpu")
-    there = torch.accelerator.current_accelerator()
-    kinds = ("cpu", there.type) if there else ("cpu",)
+        return default_device()
+    kinds = dict.fromkeys(("cpu", default_device().type))
     try:
         # On `meta` and some other devices nothing can be computed.
         if torch.device(name).type not in kinds:

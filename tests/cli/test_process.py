@@ -9,6 +9,7 @@ import torch
 
 from hope_hf.cli import process
 from hope_hf.cli.process import print_anything
+from hope_hf.evaluation.subject import choose_device
 
 
 def test_any_text_can_be_printed(monkeypatch):
@@ -17,6 +18,14 @@ def test_any_text_can_be_printed(monkeypatch):
     print_anything()
     print("€ 你", flush=True)
     assert written.getvalue() == b"\x80 \\u4f60\n"
+
+
+def test_a_cuda_build_without_a_driver_computes_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert process.default_device() == torch.device("cpu")
+    with pytest.raises(ValueError, match="--device cuda cannot be used: this machine has cpu"):
+        choose_device("cuda")
 
 
 @pytest.mark.parametrize("free, threads", [(8, 8), (3, 2), (0, 1)])
