@@ -41,8 +41,9 @@ def run(tmp_path, corpus, monkeypatch):
     def start(name: str, *flags, model=LLAMA, data=corpus):
         reset_accelerate()
         folder = tmp_path / name
-        small = ["--block_size", "32", "--per_device_train_batch_size", "4", "--max_train_steps", "8"]
-        small += ["--logging_steps", "1", "--learning_rate", "5e-3", "--cpu_threads", "1"]
+        small = ["--block_size", "32", "--per_device_train_batch_size", "4", "--logging_steps", "1"]
+        small += ["--learning_rate", "5e-3", "--cpu_threads", "1"]
+        small += [] if "--num_train_epochs" in flags else ["--max_train_steps", "8"]
         status = main([*model, *data, *small, "--output_dir", str(folder), *map(str, flags)])
         return status, read_rows(folder)
 

@@ -48,6 +48,19 @@ def test_more_steps_continue_a_finished_run_with_a_new_warm_up(run, tmp_path, ca
     assert "has done 8 steps and the run now has 3: raise --max_train_steps" in capsys.readouterr().err
 
 
+def test_more_epochs_continue_a_finished_run(run, capsys):
+    one, two = ([*EACH, "--num_train_epochs", epochs] for epochs in ("0.05", "0.1"))
+    _, first = run("a", *one)
+    steps = len(curve(first))
+    status, rows = run("a", *two)
+    longer = len(curve(rows))
+    assert status == 0 and curve(rows)[:steps] == curve(first) and longer in (2 * steps - 1, 2 * steps)
+    assert f"had ended at step {steps}" in capsys.readouterr().out
+    assert run("a", *one)[0] == 2
+    assert f"has done {longer} steps and the run now has {steps}" in capsys.readouterr().err
+    assert run("a", *two)[0] == 0 and "is complete; raise --num_train_epochs to" in capsys.readouterr().out
+
+
 def test_a_constant_rate_goes_on_as_in_one_longer_run(run, capsys):
     status, rows = run("a", "--lr_scheduler_type", "constant", "--max_train_steps", 4)
     status, longer = run("a", "--lr_scheduler_type", "constant", "--max_train_steps", 6)
