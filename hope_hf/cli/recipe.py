@@ -16,6 +16,8 @@ from .process import one_line
 from .shipped import RECIPES, find_file
 
 MODELS = ("model_name_or_path", "model_type", "config_name")
+# The length of a run; the first overrides the second.
+LENGTH = ("max_train_steps", "num_train_epochs")
 # Flags whose value may be a mapping.
 _OBJECTS = ("config_overrides", "level_optimizers", "lr_scheduler_kwargs")
 # Flags that may have a list of values.
@@ -54,11 +56,13 @@ def read_recipe(path: str | Path, flags: Collection[str], left_out: Collection[s
 def replaced(recipe: list[str], named: Collection[str]) -> list[str]:
     """The words of a recipe without those that the flags `named` on the command line replace as a group.
 
-    Another text replaces all flags of the recipe's text, another model those of its model. Shards bring a tokenizer.
+    Another text replaces all flags of the recipe's text, another model those of its model, steps its epochs (and
+    epochs its steps). Shards bring a tokenizer.
     """
     # Two flags of several values would add up.
     dropped = set(_LISTS) & set(named)
-    for sources, group in ((TEXT_SOURCES, OF_ONE_TEXT), (MODELS, {*MODELS, "config_overrides"})):
+    groups = ((TEXT_SOURCES, OF_ONE_TEXT), (MODELS, {*MODELS, "config_overrides"}), (LENGTH, LENGTH))
+    for sources, group in groups:
         if not named.isdisjoint(sources):
             dropped |= set(group)
     if "train_shards" in named:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from hope_hf.cli.flags import COUNT, LONGEST, OR_NONE, ROWS, SEED, THREADS, ModelArguments, TextArguments, flag
+from hope_hf.cli.recipe import LENGTH
 from hope_hf.optim import RULES
 from hope_hf.step.defaults import Default
 from hope_hf.step.recompute import recomputing_flag
@@ -247,7 +248,7 @@ class Arguments(
     )
 
     # Flags of the run's length: the same command with others continues it.
-    LENGTH = frozenset(("max_train_steps", "num_train_epochs"))
+    LENGTH = frozenset(LENGTH)
     # All that decide the schedule.
     SCHEDULE = LENGTH | {"lr_scheduler_type", "lr_scheduler_kwargs", "lr_scheduler_steps", "num_warmup_steps"}
     # What --resume_from_checkpoint may change.

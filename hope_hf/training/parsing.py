@@ -51,9 +51,7 @@ def parse(argv: list[str]) -> Arguments:
     named = named_flags(parser, recipe + argv, FLAGS)
     demo = not named & {*MODELS, *NAMES_DATA}
     if demo:
-        # With --num_train_epochs the demo's steps do not apply.
-        left_out = {"max_train_steps"} if "num_train_epochs" in named else set()
-        recipe = read_recipe(DEMO_RECIPE, FLAGS, left_out) + recipe
+        recipe = replaced(read_recipe(DEMO_RECIPE, FLAGS), named) + recipe
     groups = parser.parse_args_into_dataclasses(recipe + argv, look_for_args_file=False)
     values = {f.name: getattr(group, f.name) for group in groups for f in fields(group)}
     args = Arguments(**values, demo=demo)

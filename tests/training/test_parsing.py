@@ -153,6 +153,23 @@ def test_epochs_replace_the_steps_of_the_demo():
 
 
 @pytest.mark.parametrize(
+    "recipe, words, length",
+    [
+        ("num_train_epochs: 3", ["--max_train_steps", "9"], (9, 1.0)),
+        ("max_train_steps: 9", ["--num_train_epochs=3"], (None, 3.0)),
+        ("max_train_steps: 9", ["--max_train_steps", "5"], (5, 1.0)),
+        ("num_train_epochs: 3", [], (None, 3.0)),
+    ],
+)
+def test_a_length_of_the_command_line_replaces_that_of_the_recipe(tmp_path, recipe, words, length):
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        args = parse([str(tmp_path / "recipe.yaml"), "--output_dir", "x", *words])
+    assert (args.max_train_steps, args.num_train_epochs) == length
+
+
+@pytest.mark.parametrize(
     "words, sentence",
     [
         (["--num_train_epochs", "2", "--max_train_steps", "9"], "--num_train_epochs is ignored"),
