@@ -2,7 +2,7 @@
 
     python benchmarks/speed.py peers                          everything, by length, on one CPU thread
     python benchmarks/speed.py peers --measures step token --models hope llama --lengths 512 2048 --contexts 512
-    python benchmarks/speed.py peers --device cuda --presets pilot mid   one GPU, bfloat16 (all: benchmarks/gpu/run.sh)
+    python benchmarks/speed.py peers --device cuda --presets pilot mid   one GPU, bfloat16 (all: benchmarks/gpu/run.py)
     python benchmarks/speed.py peers --presets medium --measures token     quality.py's models, with three levels
     python benchmarks/speed.py peers --report                 the table and the picture of what was measured
     python benchmarks/speed.py mixers                         sparse attention beside torch's attention (sdpa)

@@ -11,26 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import parts, report
+from benchmarks.gpu import parts, report, run
 from benchmarks.measuring import halved
 from benchmarks.speed import Peers, make_parser
 
 pytestmark = pytest.mark.benchmarks
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks/gpu"
-ORDER = [line.split() for line in (FOLDER / "run.sh").read_text().splitlines() if re.match(r"part +\d", line)]
+ORDER = [words.split() for _, words in run.parts()]
 
 
 @pytest.fixture
 def rows(tmp_path):
     return parts.Rows(tmp_path / "gpu.jsonl", "a part")
-
-
-def run_order(folder: Path, python: Path | str, **environment) -> list[dict]:
-    """The rows of run.sh, its processes started with the program `python`, and nothing unpacked."""
-    environment = os.environ | {"PYTHON": str(python), "PACK": str(folder / "none"), **environment}
-    subprocess.run(["bash", FOLDER / "run.sh", folder], env=environment, check=True, capture_output=True)
-    return report.read(folder / "gpu.jsonl")
 
 
 def program(path: Path, text: str) -> Path:
@@ -39,17 +32,16 @@ def program(path: Path, text: str) -> Path:
     return path
 
 
-def test_the_limits_fit_the_time_and_every_part_exists():
-    unpacking = re.search(r"^  unpack (\d+)$", (FOLDER / "run.sh").read_text(), re.MULTILINE)
-    assert int(unpacking[1]) + sum(int(seconds) for _, seconds, *_ in ORDER) <= 560
-    assert {part for _, _, part, *_ in ORDER} == parts.PARTS.keys() == report.PARTS.keys()
+def test_every_part_exists_and_what_matters_most_fits_the_time():
+    assert {part for part, *_ in ORDER} == parts.PARTS.keys() == report.PARTS.keys()
     options = make_parser().parse_args(["peers"])
-    for words in ORDER:
-        if words[2] not in ("machine", "kernels", "scan", "projections"):
-            preset, model = words[3:]
+    for part, *words in ORDER:
+        if part not in ("machine", "kernels", "scan", "projections"):
+            preset, model = words
             assert Peers(options, preset).size.hidden_size in (768, 1024)
             assert make_parser().parse_args(["peers", "--models", model]).models == [model]
-    assert next(words[3:] for words in ORDER if words[2] == "kernels")[1:] == ["bfloat16", "64"]
+    # the step and the token of one size beside both peers, should every part need all of its time
+    assert 2 * run.UNPACK + run.START / 2 + sum(seconds for seconds, _ in run.parts()[:8]) <= run.TOTAL
 
 
 # What a processor cannot do; and transformers' cache counts no tokens of a gated DeltaNet.
@@ -60,9 +52,8 @@ UNABLE = re.compile(r"needs CUDA|model is on a CPU|No module named 'fla'|get_seq
 def test_the_whole_order_runs_on_a_cpu(tmp_path, capsys, monkeypatch):
     # a part sets it for kernels
     monkeypatch.setenv("TRITON_F32_DEFAULT", "")
-    tiny = [[parts.REHEARSED.get(word, word) for word in words[2:]] for words in ORDER]
-    for words in dict.fromkeys(map(tuple, tiny)):
-        parts.main([str(tmp_path), *words])
+    tiny = [[parts.REHEARSED.get(word, word) for word in words] for words in ORDER]
+    parts.main([str(tmp_path), *dict.fromkeys(map(" ".join, tiny))])
     found = report.read(tmp_path / "gpu.jsonl")
     assert {row["part"] for row in found} == parts.PARTS.keys()
     assert [row["note"] for row in found if "note" in row and not UNABLE.search(row["note"])] == []
@@ -81,17 +72,30 @@ def test_the_whole_order_runs_on_a_cpu(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.processes
-def test_a_part_that_is_stopped_or_fails_keeps_its_rows_and_the_order_goes_on(tmp_path):
-    text = """shift
-    echo "{\\"part\\": \\"$2\\", \\"measure\\": \\"s\\"}" >> "$1/gpu.jsonl"
-    case "$*" in
-      *" step pilot hope") exec sleep 60;;
-      *" scan") echo 'a "driver" broke' >&2; exit 3;;
-    esac"""
-    found = run_order(tmp_path, program(tmp_path / "python", text), LIMIT="1")
+def test_a_part_that_is_stopped_or_fails_keeps_its_rows_and_the_order_goes_on(tmp_path, capsys):
+    text = """folder=$2; shift 2
+    for part; do
+      echo "== $part"
+      echo "{\\"part\\": \\"$part\\", \\"measure\\": \\"s\\"}" >> "$folder/gpu.jsonl"
+      case "$part" in
+        "step pilot hope") exec sleep 60;;
+        scan) echo 'a "driver" broke' >&2; exit 3;;
+      esac
+    done"""
+    run.Run(tmp_path, program(tmp_path / "python", text), limit=1).measure(run.parts())
+    found = report.read(tmp_path / "gpu.jsonl")
     notes = {row["part"]: row["note"] for row in found if "note" in row}
-    assert notes == {"step pilot hope": "stopped after 1 s", "scan": "ended with status 3: a driver broke"}
-    assert [row["part"] for row in found if "note" not in row] == [words[2] for words in ORDER]
+    assert notes == {"step pilot hope": "stopped after 1 s", "scan": 'ended with status 3: a "driver" broke'}
+    assert [row["part"] for row in found if "note" not in row] == [words for _, words in run.parts()]
+    assert capsys.readouterr().out.count("== ") == len(ORDER)
+
+
+@pytest.mark.processes
+def test_the_order_ends_with_its_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "TOTAL", 1)
+    run.Run(tmp_path, program(tmp_path / "python", "echo '== machine'; exec sleep 60")).measure(run.parts()[:3])
+    notes = [row["note"] for row in report.read(tmp_path / "gpu.jsonl")]
+    assert notes == ["stopped after 1 s in all", "not reached", "not reached"]
 
 
 def test_a_part_that_raises_has_a_note_with_the_first_line(rows, monkeypatch):
@@ -100,7 +104,7 @@ def test_a_part_that_raises_has_a_note_with_the_first_line(rows, monkeypatch):
         raise MemoryError("no room\nfor anything")
 
     monkeypatch.setitem(parts.PARTS, "step", broken)
-    parts.main([str(rows.file.parent), "step", "tiny", "hope"])
+    parts.main([str(rows.file.parent), "step tiny hope"])
     first, second = report.read(rows.file)
     assert first["values"] == [1.0]
     assert (second["model"], second["note"]) == ("hope", "MemoryError: no room")
@@ -186,7 +190,7 @@ def test_a_pack_that_cannot_be_made_has_one_sentence(text, sentence, tmp_path):
     copy = tmp_path / "benchmarks/gpu"
     copy.mkdir(parents=True)
     (copy / "pack.sh").write_text((FOLDER / "pack.sh").read_text())
-    (copy / "run.sh").write_text(f"site={tmp_path}/site\n")
+    (copy / "run.py").write_text(f'SITE = "{tmp_path}/site"\n')
     (tmp_path / "constraints.txt").write_text("fla-core==0.6.0\n")
     environment = os.environ | {"PYTHON": str(program(tmp_path / "python", text))}
     done = subprocess.run(["bash", copy / "pack.sh"], env=environment, capture_output=True, text=True)

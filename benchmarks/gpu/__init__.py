@@ -1,1 +1,1 @@
-"""Measurements on one GPU: `run.sh` runs the parts, `pack.sh` gathers what its machine lacks, `report.py` reports."""
+"""Measurements on one GPU: `run.py` runs the parts, `pack.sh` gathers what its machine lacks, `report.py` reports."""

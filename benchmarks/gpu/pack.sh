@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python=${PYTHON:-python3.12} triton=3.7.1 most=$((64 << 20)) pack=build/gpu
-site=$(sed -n 's/^site=//p' benchmarks/gpu/run.sh)
+site=$(sed -n 's/^SITE = "\(.*\)"/\1/p' benchmarks/gpu/run.py)
 fla=$(sed -n 's/^fla-core==//p' constraints.txt)
 die() { echo "error: $*" >&2 && exit 1; }
 "$python" -c 'import sys, torch, transformers; sys.exit(sys.version_info[:2] != (3, 12))' ||

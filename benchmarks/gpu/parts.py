@@ -1,4 +1,4 @@
-"""One part of the measurements on a GPU: `python benchmarks/gpu/parts.py FOLDER PART [WORD ...]`; run.sh names all.
+"""Parts of the measurements on a GPU: `python benchmarks/gpu/parts.py FOLDER 'PART WORD ...' ...`; run.py names all.
 
 | part | words | what its rows hold |
 |---|---|---|
@@ -18,6 +18,7 @@ rehearse: with a tiny model, short texts and CPU seconds.
 """
 
 import argparse
+import gc
 import importlib.metadata
 import itertools
 import math
@@ -37,6 +38,7 @@ from transformers import AutoModelForCausalLM, StaticCache
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import speed
+from benchmarks.gpu.run import MARK
 from benchmarks.measuring import Decoder, append_row, first_line, halved, in_turn, seconds, train_step
 from hope_hf import HopeConfig, HopeForCausalLM
 from hope_hf.cli.results import provenance
@@ -130,12 +132,12 @@ PROJECTED = {"fla": ([],), "triton": (["v"], ["k", "v"])}
 
 
 def kernels(rows: Rows, kernel: str, dtype: str, *widths: str) -> None:
-    if dtype == "float32":
-        # Triton's products of float32 are in tf32 otherwise.
-        os.environ["TRITON_F32_DEFAULT"] = "ieee"
+    # Triton's products of float32 are in tf32 otherwise.
+    products = {"TRITON_F32_DEFAULT": "ieee"} if dtype == "float32" else {}
     for width, projected, text in itertools.product(map(int, widths), PROJECTED.get(kernel, ([],)), TEXTS):
         about = {"model": kernel, "dtype": dtype, "width": width, "projected": projected, "text": text}
-        found = rows.attempt(partial(compare, **about), **about)
+        with patch.dict(os.environ, products):
+            found = rows.attempt(partial(compare, **about), **about)
         if found:
             rows.write(**about, measure="error", **found)
 
@@ -395,14 +397,23 @@ PARTS = {
 
 
 def main(argv: list[str]) -> None:
-    folder, part, *words = argv
+    folder, *order = argv
     if not CUDA:
-        words = [REHEARSED.get(word, word) for word in words]
         torch.set_num_threads(1)
-    torch.manual_seed(0)
-    rows = Rows(Path(folder, "gpu.jsonl"), part)
-    columns = dict(zip(("preset", "model"), words, strict=False)) if part != "kernels" else {}
-    rows.attempt(partial(PARTS[part], rows, *words), **columns)
+    for asked in order:
+        print(f"{MARK}{asked}", flush=True)
+        part, *words = asked.split()
+        if not CUDA:
+            words = [REHEARSED.get(word, word) for word in words]
+        torch.manual_seed(0)
+        rows = Rows(Path(folder, "gpu.jsonl"), part)
+        columns = dict(zip(("preset", "model"), words, strict=False)) if part != "kernels" else {}
+        rows.attempt(partial(PARTS[part], rows, *words), **columns)
+        gc.collect()
+        if CUDA:
+            # after some errors this process can compute no more: it ends here, and run.py starts another
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

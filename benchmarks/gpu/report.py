@@ -1,4 +1,4 @@
-"""Tables and pictures of what run.sh measured: `python benchmarks/gpu/report.py FOLDER/gpu.jsonl`.
+"""Tables and pictures of what run.py measured: `python benchmarks/gpu/report.py FOLDER/gpu.jsonl`.
 
 Prints Markdown for docs/results.md, a section per GPU, and draws FOLDER/gpu-PRESET.png. A file that was cut short, or
 that lacks parts, gives the tables of what it has. In brackets: HOPE's value over the model's.

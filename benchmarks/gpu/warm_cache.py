@@ -102,25 +102,20 @@ def compile_blocks(preset: str) -> None:
 
 def main() -> None:
     with pretended(), patch.dict(os.environ, HOPE_KERNELS="fla"):
-        from benchmarks.gpu import parts
+        from benchmarks.gpu import parts, run
 
         rows = parts.Rows(Path(os.devnull), "kernels")
         # What is computed is of no use, since nothing is launched.
         rows.write = lambda **columns: print(columns) if "note" in columns else None
         for preset in ("pilot", "mid", "mid-hybrid"):
             rows.attempt(partial(compile_blocks, preset), preset=preset)
-        for words in parts_of_order("kernels"):
-            parts.kernels(rows, *words)
+        for part, *words in (words.split() for _, words in run.parts()):
+            if part == "kernels":
+                parts.kernels(rows, *words)
     cubins = len(list(Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")))
     took = os.times()
     # the assembler is a process of its own
     print(f"{cubins} kernels; {sum(took[:4]):.0f} CPU seconds")
-
-
-def parts_of_order(name: str) -> list[list[str]]:
-    """The words of each call of a part in run.sh."""
-    lines = (line.split() for line in Path(__file__).with_name("run.sh").read_text("utf-8").splitlines())
-    return [line[3:] for line in lines if line[:1] == ["part"] and line[2] == name]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,146 @@
+"""Measures HOPE on one GPU in at most 560 s, without a network: `python benchmarks/gpu/run.py FOLDER`.
+
+FOLDER/gpu.jsonl gets a row per measurement (parts.py), FOLDER/gpu.log the rest. The archives of pack.sh are unpacked
+if build/gpu (or the folder PACK) has them. One process measures a part after the other, since it takes 15 to 20 s to
+start on a virtual machine; it is replaced where a part fails or reaches its limit, and the order goes on behind this
+part. Without a GPU the same order runs with tiny sizes.
+"""
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+# Triton's cache holds paths, so it lies where pack.sh made it.
+SITE = "/tmp/hope_gpu"
+# seconds of all; of the archives; of a process until it measures
+TOTAL, UNPACK, START = 560, 60, 90
+# A line before each part (parts.py)
+MARK = "== "
+# Seconds of a part at most, and its words; what matters most comes first.
+ORDER = """
+20 machine
+60 kernels fla bfloat16 64
+60 step mid hope
+30 step mid llama
+60 step mid gated_deltanet
+60 decode mid hope
+40 decode mid llama
+40 decode mid gated_deltanet
+30 profile mid hope
+60 step pilot hope
+30 step pilot llama
+40 step pilot gated_deltanet
+40 packed mid hope
+40 scan
+40 kernels triton bfloat16 64
+40 projections
+40 recomputed mid hope
+40 step mid-hybrid hope
+40 kernels fla bfloat16 128
+40 kernels fla float32 64
+30 step pilot hope_torch
+40 kernels triton bfloat16 32 128 16
+"""
+
+
+def parts() -> list[tuple[int, str]]:
+    """Seconds and words of each part."""
+    return [(int(seconds), words) for seconds, words in (line.split(" ", 1) for line in ORDER.split("\n") if line)]
+
+
+class Run:
+    """Starts processes for the parts, and writes a row for each that did not end well.
+
+    Args:
+        python: the program that runs parts.py.
+        limit: seconds of each part and of all others, instead of the order's.
+    """
+
+    def __init__(self, folder: Path, python: str, limit: float | None = None):
+        self.folder, self.python, self.limit = folder, python, limit
+        self.ends = time.monotonic() + TOTAL
+        self.log = (folder / "gpu.log").open("a", encoding="utf-8")
+        packed = {"PYTHONPATH": f"{SITE}:{HERE.parents[1]}", "TRITON_CACHE_DIR": f"{SITE}/cache"}
+        self.environment = os.environ | packed | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        for name in ("TRITON_INTERPRET", "HOPE_KERNELS"):
+            self.environment.pop(name, None)
+
+    def unpack(self, archives: list[Path]) -> None:
+        for archive in archives:
+            self._follow(["-m", "tarfile", "-e", str(archive), "/"], [(UNPACK, f"unpack {archive.name}")])
+
+    def measure(self, order: list[tuple[int, str]]) -> None:
+        while order:
+            done = self._follow([str(HERE / "parts.py"), str(self.folder), *(words for _, words in order)], order)
+            order = order[done:]
+
+    def _follow(self, command: list[str], order: list[tuple[int, str]]) -> int:
+        """Run a command that marks each part it begins, until one fails; how many parts are behind it."""
+        process = subprocess.Popen(
+            [self.python, *command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace", env=self.environment,
+        )  # fmt: skip
+        lines = queue.Queue()
+        threading.Thread(target=self._read, args=(process.stdout, lines), daemon=True).start()
+        begun, last, seconds = 0, "", self.limit or (START if len(order) > 1 else order[0][0])
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                line = lines.get(timeout=max(0.0, min(until, self.ends) - time.monotonic()))
+            except queue.Empty:
+                process.kill()
+                process.wait()
+                late = time.monotonic() >= self.ends
+                self._note(
+                    order[max(0, begun - 1)][1], f"stopped after {TOTAL if late else seconds} s" + " in all" * late
+                )
+                for _, words in order[begun:] if late else ():
+                    self._note(words, "not reached")
+                return len(order) if late else max(1, begun)
+            if line is None:
+                break
+            self.log.write(line)
+            self.log.flush()
+            if line.startswith(MARK):
+                begun += 1
+                seconds = self.limit or order[begun - 1][0]
+                until = time.monotonic() + seconds
+                print(line, end="", flush=True)
+            elif line.strip():
+                last = line.strip()
+        status = process.wait()
+        if status:
+            self._note(order[max(0, begun - 1)][1], f"ended with status {status}: {last[:120]}")
+        return max(1, begun) if status else len(order)
+
+    @staticmethod
+    def _read(stream, lines: queue.Queue) -> None:
+        for line in stream:
+            lines.put(line)
+        lines.put(None)
+
+    def _note(self, words: str, note: str) -> None:
+        row = json.dumps({"part": words, "measure": "note", "note": note})
+        print(row, flush=True)
+        with (self.folder / "gpu.jsonl").open("a", encoding="utf-8") as rows:
+            rows.write(row + "\n")
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) != 1:
+        raise SystemExit("usage: python benchmarks/gpu/run.py FOLDER")
+    folder = Path(argv[0]).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    run = Run(folder, os.environ.get("PYTHON", sys.executable))
+    run.unpack(sorted(Path(os.environ.get("PACK", HERE.parents[1] / "build/gpu")).glob("*.tar.xz")))
+    run.measure(parts())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
