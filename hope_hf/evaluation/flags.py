@@ -19,6 +19,7 @@ from hope_hf.cli.flags import (
     ModelArguments,
     TextArguments,
     check_streaming,
+    files_flag,
     flag,
     warn_of_text_flags,
 )
@@ -30,6 +31,26 @@ from hope_hf.cli.recipe import replaced, split_recipe
 AUTO = "auto"
 # The suite of all tasks that no suite defines.
 LM_EVAL = "zero_shot"
+
+
+@dataclass
+class SubjectArguments(ModelArguments):
+    """Which model is measured. The flags of a new model are for `synthetic`, which trains its own."""
+
+    model_name_or_path: str | None = flag(None, "The model: folder of a run or of a saved model, or Hub name.")
+    config_name: str | None = flag(None, "synthetic: config of the model, as for hope-hf train.")
+    config_overrides: str | None = flag(None, "synthetic: fields of that config: 'hidden_size=256' or a JSON object.")
+    model_type: str | None = flag(None, "synthetic: architecture: hope (default) or any other causal LM.")
+
+
+@dataclass
+class HeldOutArguments(TextArguments):
+    """Which text is read. Without a data set or file: what the model's own run held out."""
+
+    validation_file: list | str | None = files_flag(
+        "Text: .txt, .json, .jsonl, .csv, .tsv or .parquet, also as .gz or .zst (default: what the model's run held "
+        "out)."
+    )
 
 
 @dataclass
@@ -126,7 +147,7 @@ class RunArguments:
 
 
 @dataclass
-class Arguments(ModelArguments, TextArguments, SuiteArguments, RunArguments):
+class Arguments(SubjectArguments, HeldOutArguments, SuiteArguments, RunArguments):
     """All flags of an evaluation, flat."""
 
     _argument_group_name = None
@@ -202,7 +223,7 @@ FIRST = (
     "model_name_or_path", "suite", "validation_file", "output_dir", "tasks", "lengths", "limit", "batch_size",
     "device", "dtype",
 )  # fmt: skip
-GROUPS = (ModelArguments, TextArguments, SuiteArguments, RunArguments)
+GROUPS = (SubjectArguments, HeldOutArguments, SuiteArguments, RunArguments)
 FLAGS = tuple(f.name for group in GROUPS for f in fields(group))
 # Flags that a recipe of a training may contain.
 TRAINING_ONLY = ("max_train_samples", "preprocessing_num_workers")
