@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from hope_hf.cli.adapters import ADAPTER_CONFIG
 from hope_hf.cli.files import share_weights
 from hope_hf.cli.flags import ModelArguments
 from hope_hf.cli.models import is_hope, load_config
@@ -88,9 +89,11 @@ def export_folder(
 def load_source(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model, on the CPU, in its saved precision and in evaluation mode, and its tokenizer.
 
+    A LoRA adapter is merged into the model that it names.
+
     Raises ValueError with one sentence if the folder holds no HOPE, or an incomplete one.
     """
-    if not (folder / "config.json").is_file():
+    if not any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise ValueError(f"{folder} holds no config.json: name the folder of a finished run or of another saved HOPE.")
     config = load_config(str(folder), "model_name_or_path", ModelArguments())
     if not is_hope(config):
