@@ -14,6 +14,7 @@ from datasets import disable_progress_bars
 
 from .build import Data, build_data
 from .cache import cache_for, plain_name
+from .chats import chats_as_text, set_chat_template
 from .config import DataConfig
 from .corpora import Needed, passing
 from .documents import corpus_documents, open_sources
@@ -39,6 +40,7 @@ __all__ = [
     "build_data",
     "bytes_per_id",
     "cache_for",
+    "chats_as_text",
     "check_vocabulary",
     "corpus_documents",
     "disable_progress_bars",
@@ -51,6 +53,7 @@ __all__ = [
     "plain_name",
     "read_mixture",
     "save_tokenizer",
+    "set_chat_template",
     "size_of_files",
     "train_tokenizer",
     "validation_texts",

@@ -65,6 +65,12 @@ def make_chat_encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
     return encode
 
 
+def chats_as_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[str]:
+    """Chats filled into the chat template, as documents: without the BOS token that every document gets anyway."""
+    start = tokenizer.bos_token or ""
+    return [_filled(tokenizer, json.loads(text), tokenize=False).removeprefix(start) for text in texts]
+
+
 def _marked(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> tuple[list[int], list[int]]:
     """Token ids, and for each whether it lies between the template's marks `generation`."""
     filled = _filled(tokenizer, messages, return_assistant_tokens_mask=True)
@@ -89,9 +95,9 @@ def _compared(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> tuple
     return whole, learned
 
 
-def _filled(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **options) -> dict:
+def _filled(tokenizer: PreTrainedTokenizerBase, messages: list[dict], tokenize: bool = True, **options) -> dict | str:
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
+        return tokenizer.apply_chat_template(messages, tokenize=tokenize, return_dict=tokenize, **options)
     # A template is a program of the model's author, and may raise anything.
     except Exception as error:
         shown = json.dumps(messages)[:80]

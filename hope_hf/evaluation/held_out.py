@@ -9,7 +9,15 @@ from typing import Literal, get_args, get_origin, get_type_hints
 from hope_hf.cli.files import RUN_FILE, read_small
 from hope_hf.cli.flags import TextArguments, shown_names
 from hope_hf.cli.process import MISTAKES, one_line, warn_once
-from hope_hf.data import DataConfig, find_files, load_files, validation_texts
+from hope_hf.data import (
+    DataConfig,
+    chats_as_text,
+    find_files,
+    load_files,
+    load_tokenizer,
+    set_chat_template,
+    validation_texts,
+)
 
 from .flags import NAMING, SHARE, Arguments
 
@@ -32,13 +40,15 @@ class HeldOut:
 def held_out_documents(args: Arguments) -> HeldOut:
     """All of `--validation_file`, or the documents that a training holds out with the same data flags.
 
-    Without any of these flags, those of the model's own run apply, if its folder has them. Of a stream, the first
-    documents are read; `--max_eval_samples` limits every corpus. Raises ValueError without text.
+    Without any of these flags, those of the model's own run apply, if its folder has them; the chats of a run with
+    `--assistant_only_loss` are filled into the chat template. Of a stream, the first documents are read;
+    `--max_eval_samples` limits every corpus. Raises ValueError without text.
     """
     if (run := _run_of(args)) is None:
         return _read(args)
     try:
-        return _read(replace(args, **_text_of(run, args)))
+        flags, chats = _text_of(run, args)
+        return _read(replace(args, **flags), chats)
     except ValueError as error:
         raise ValueError(f"The text of {run} cannot be read, name one with --validation_file: {error}") from None
 
@@ -51,8 +61,8 @@ def _run_of(args: Arguments) -> Path | None:
     return next((file for file in (folder / RUN_FILE, folder.parent / RUN_FILE) if file.exists()), None)
 
 
-def _text_of(run: Path, args: Arguments) -> dict:
-    """The flags of the text in a run's file; flags of `SHARE` that are given now override the run's."""
+def _text_of(run: Path, args: Arguments) -> tuple[dict, bool]:
+    """The flags of the text in a run's file, and whether it is chats; flags of `SHARE` that are given now override."""
     defaults, kinds = TextArguments(), get_type_hints(TextArguments)
     try:
         identity = json.loads(read_small(run))["identity"]
@@ -64,9 +74,9 @@ def _text_of(run: Path, args: Arguments) -> dict:
             raise ValueError("the share held out is out of range")
     except MISTAKES as error:
         warn_once(f"{run} does not name the run's text ({one_line(error)}): the built-in corpus is read.")
-        return {}
+        return {}, False
     given = {name: getattr(args, name) for name in SHARE if getattr(args, name) != getattr(defaults, name)}
-    return found | given
+    return found | given, identity.get("assistant_only_loss") is True
 
 
 def _fits(value: object, kind: object) -> bool:
@@ -78,21 +88,29 @@ def _fits(value: object, kind: object) -> bool:
     return isinstance(value, kind | int if kind is float else kind)
 
 
-def _read(args: Arguments) -> HeldOut:
+def _read(args: Arguments, chats: bool = False) -> HeldOut:
+    name = args.tokenizer_name or args.model_name_or_path if chats else None
     if args.validation_file:
         if args.streaming:
             warnings.warn("--streaming is ignored: --validation_file is read as a whole.", stacklevel=2)
         files = find_files(args.validation_file, "--validation_file", "validation")
-        documents = load_files(files, "--validation_file", column=args.text_column, on_bad_rows=args.on_bad_rows)
+        columns = {"column": args.text_column, "on_bad_rows": args.on_bad_rows, "chats": chats}
+        documents = load_files(files, "--validation_file", **columns)
         found = {"text": documents["text"][: args.max_eval_samples]}
         source = shown_names(args.validation_file)
     elif args.dataset_name == "synthetic":
         raise ValueError("--dataset_name synthetic is not text: name one with --validation_file.")
     else:
         flags = (*NAMING, *SHARE, "trust_remote_code")
-        config = DataConfig(**{name: getattr(args, name) for name in flags if name != "validation_file"})
-        found, named = validation_texts(config)
+        own = {flag: getattr(args, flag) for flag in flags if flag != "validation_file"}
+        found, named = validation_texts(DataConfig(**own, assistant_only_loss=chats, tokenizer_name=name))
         source = f"{named}, held-out documents"
+    if chats:
+        tokenizer = load_tokenizer(name, args.trust_remote_code)
+        set_chat_template(tokenizer)
+        # Rows that could not be parsed are nulls.
+        found = {corpus: chats_as_text(tokenizer, filter(None, texts)) for corpus, texts in found.items()}
+        source += ", chats with all their turns"
     rows = [(text, corpus) for corpus, texts in found.items() for text in texts if text and not text.isspace()]
     if not rows:
         raise ValueError(f"{source} holds no text to evaluate on: give another --validation_file.")
