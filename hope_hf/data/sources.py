@@ -187,8 +187,10 @@ def _stream_identity(config: DataConfig) -> str:
 
 def _require_a_block(config: DataConfig, stream: TokenStream | ShardedStream, text: str = "the training text") -> None:
     if len(stream) < config.block_size:
+        fits = 1 << max(1, len(stream).bit_length() - 1)
         raise ValueError(
-            f"--block_size {config.block_size} is longer than {text} of {len(stream)} tokens: lower it or add text."
+            f"--block_size {config.block_size} is longer than {text} of {len(stream)} tokens: lower it, such as to "
+            f"{fits}, or add text."
         )
 
 

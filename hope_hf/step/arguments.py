@@ -257,6 +257,11 @@ class Arguments(
         "rows_per_step".split()
     )
 
+    @property
+    def length_flag(self) -> str:
+        """The flag that gives this run its length."""
+        return "--num_train_epochs" if self.max_train_steps is None else "--max_train_steps"
+
     def changeable(self) -> frozenset[str]:
         """The keys of the identity that may differ from those of the run that is continued."""
         return self.LENGTH if self.resume_from_checkpoint is None else self.CHANGEABLE

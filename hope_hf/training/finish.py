@@ -53,7 +53,7 @@ def show(args: Arguments, engine: Engine, data, evaluation: dict, checkpoint: Pa
     if engine.accelerator.is_main_process:
         folder = Path(args.output_dir)
         if data.unigram_loss is not None:
-            print(f"\n{compared(evaluation['eval/loss'], data.unigram_loss)}")
+            print(f"\n{compared(evaluation['eval/loss'], data.unigram_loss, args.length_flag)}")
         in_parts = engine.saves_parts(args)
         if not in_parts:
             _show_sample(args, engine, data)
@@ -65,20 +65,27 @@ def show(args: Arguments, engine: Engine, data, evaluation: dict, checkpoint: Pa
             print(f"hope-hf checkpoints consolidate {folder} --to DIR\n", flush=True)
         else:
             if engine.model.config.model_type == "hope":
-                print(f"Continue a text: hope-hf generate {shlex.quote(str(folder))} --prompt TEXT")
+                print(use_line(args, shlex.quote(str(folder))))
             print(f"Load the model:\n\n{loading_lines(engine.model, folder)}\n", flush=True)
     engine.accelerator.wait_for_everyone()
 
 
-def compared(loss: float, unigram: float) -> str:
+def compared(loss: float, unigram: float, length_flag: str) -> str:
     """One sentence about the final loss, beside that of a unigram model."""
     words = f"Loss {loss:.2f} nats per token on the held-out text, {unigram:.2f} for a unigram model: "
     if loss < unigram:
         return f"{words}the model predicts {unigram - loss:.2f} nats better than the frequencies of tokens."
     return (
         f"{words}the model has not learned more than the frequencies of tokens, so train longer "
-        "(--num_train_epochs) or raise --learning_rate."
+        f"({length_flag}) or raise --learning_rate."
     )
+
+
+def use_line(args: Arguments, folder: str) -> str:
+    """The command that talks to the model, or continues a text with it."""
+    if args.assistant_only_loss:
+        return f"Talk to it: hope-hf chat {folder}"
+    return f"Continue a text: hope-hf generate {folder} --prompt TEXT"
 
 
 def sample_heading(args: Arguments) -> str:

@@ -41,6 +41,8 @@ from .watch.profile import check_profiled
 
 SYNTHETIC = "synthetic"
 LONG_RUN = 10**6
+# Hardly anything is learned in fewer steps.
+FEW_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,11 @@ def build_all(args: Arguments, engine: Engine, saved: SavedRun | None, finished:
         raise ValueError(
             f"{saved.path} has done {saved.step} steps and the run now has {total_steps}: raise --max_train_steps or "
             "--num_train_epochs to continue it, or choose another --output_dir."
+        )
+    if args.max_train_steps is None and total_steps < FEW_STEPS:
+        warn_once(
+            f"The run has {total_steps} step(s), since one reads {tokens_per_step:,} tokens and the text is short: "
+            "lower --gradient_accumulation_steps or --per_device_train_batch_size, or raise --num_train_epochs."
         )
     check_profiled(args.profile_steps, total_steps)
     optimizer = _optimizer(args, model, tokens_per_step)

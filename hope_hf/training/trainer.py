@@ -90,9 +90,8 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, stop_after: StopA
     """Returns whether the run is complete."""
     training = begin(args, engine, folder)
     if training is None:
-        length = "num_train_epochs" if args.max_train_steps is None else "max_train_steps"
         engine.accelerator.print(
-            f"The run in {args.output_dir} is complete; raise --{length} to continue it, or choose another "
+            f"The run in {args.output_dir} is complete; raise {args.length_flag} to continue it, or choose another "
             "--output_dir for a new one."
         )
         return True

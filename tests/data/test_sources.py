@@ -204,7 +204,10 @@ def test_an_empty_split_is_named(tmp_path, mixture):
 
 def test_a_corpus_shorter_than_a_block_is_named(mixture):
     tokenizer = str(mixture.parent / "tokenizer")
-    with pytest.raises(ValueError, match="--block_size 5000 is longer than the corpus notes of 3... tokens"):
+    with pytest.raises(
+        ValueError,
+        match="--block_size 5000 is longer than the corpus notes of 3... tokens: lower it, such as to 2048,",
+    ):
         build_data(DataConfig(dataset_mixture=str(mixture), tokenizer_name=tokenizer, block_size=5000))
 
 

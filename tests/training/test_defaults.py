@@ -160,8 +160,10 @@ def test_the_loss_of_a_unigram_is_that_of_the_frequencies():
 
 
 def test_the_end_of_a_run_compares():
-    assert "1.50 nats better" in finish.compared(4.0, 5.5)
-    assert "--num_train_epochs" in finish.compared(5.5, 5.0)
+    assert "1.50 nats better" in finish.compared(4.0, 5.5, "--num_train_epochs")
+    for length in ({}, {"max_train_steps": 5}):
+        named = Arguments(**length).length_flag
+        assert f"({named})" in finish.compared(5.5, 5.0, named) and ("steps" in named) == bool(length)
 
 
 def test_the_sample_of_the_built_in_text_says_why_it_is_code():

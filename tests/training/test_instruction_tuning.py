@@ -6,13 +6,15 @@ import warnings
 import pytest
 import torch
 from peft import PeftModel
-from training_runs import HOPE, LLAMA, ROOT, curve, forget_the_end
+from training_runs import HOPE, LLAMA, ROOT, curve, forget_the_end, make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hope_hf.cli.flags import ModelArguments
 from hope_hf.cli.models import load_config
 from hope_hf.cli.weights import load_model
+from hope_hf.data import chats_as_text
 from hope_hf.evaluation import main as evaluate
+from hope_hf.export.folder import load_source
 from hope_hf.training.parsing import parse
 
 # PEFT and TRL ask transformers 5.23 for attributes by their older names.
@@ -40,7 +42,7 @@ def test_the_recipe_is_read_without_a_warning(chats):
 
 
 @pytest.mark.parametrize("kind", [HOPE, LLAMA], ids=["hope", "llama"])
-def test_the_recipe_teaches_a_model_to_answer_and_resumes(run, tmp_path, chats, kind):
+def test_the_recipe_teaches_a_model_to_answer_and_resumes(run, tmp_path, chats, kind, capsys):
     assert run("base", "--max_train_steps", "2", model=kind)[0] == 0
     model = [RECIPE, "--model_name_or_path", str(tmp_path / "base")]
     flags = ["--gradient_accumulation_steps", "1", "--checkpointing_steps", "4"]
@@ -51,6 +53,30 @@ def test_the_recipe_teaches_a_model_to_answer_and_resumes(run, tmp_path, chats, 
     forget_the_end(tmp_path / "chat", 8)
     status, again = run("chat", *flags, model=model, data=chats)
     assert status == 0 and curve(again)[-4:] == losses[-4:]
+    told = capsys.readouterr().out
+    assert (f"Talk to it: hope-hf chat {tmp_path / 'chat'}\n" in told) == (kind is HOPE)
+
+    # Its own held-out chats, as text.
+    assert evaluate(["--model_name_or_path", str(tmp_path / "chat"), "--suite", "perplexity,sample"]) == 0
+    told = capsys.readouterr().out
+    assert "held-out documents, chats with all their turns" in told and "User: abc" in told
+
+
+def test_chats_as_text_lack_the_token_that_begins_each_document():
+    tokenizer = make_tokenizer(["a b"])
+    tokenizer.bos_token, tokenizer.chat_template = (
+        "<s>",
+        "{{ bos_token }}{% for m in messages %}{{ m.content }}|{% endfor %}",
+    )
+    assert chats_as_text(tokenizer, [json.dumps(CHATS[0])]) == [f"abc 0 def?|{CHATS[0][1]['content']}|"]
+
+
+def test_a_small_file_gets_a_warning_of_its_few_steps(run, tmp_path, chats, recwarn):
+    assert run("base", "--max_train_steps", "1")[0] == 0
+    model = [RECIPE, "--model_name_or_path", str(tmp_path / "base")]
+    assert run("chat", "--num_train_epochs", "1", model=model, data=chats)[0] == 0
+    (told,) = [str(one.message) for one in recwarn if "step(s)" in str(one.message)]
+    assert "lower --gradient_accumulation_steps" in told and "raise --num_train_epochs" in told
 
 
 @pytest.mark.parametrize("kind", [HOPE, LLAMA], ids=["hope", "llama"])
@@ -90,6 +116,9 @@ def test_lora_trains_is_saved_as_an_adapter_resumes_and_is_evaluated(run, tmp_pa
     assert load(tmp_path / "second")(ids).logits.isfinite().all()
     assert evaluate(["--model_name_or_path", str(tmp_path / "lora"), "--suite", "perplexity", "--lengths", "32",
                      "--validation_file", chats[1], "--text_column", "note"]) == 0  # fmt: skip
+    if kind is HOPE:
+        exported, _ = load_source(tmp_path / "lora")
+        torch.testing.assert_close(exported(ids).logits, expected, rtol=0, atol=1e-5)
 
 
 def load(folder):
