@@ -142,7 +142,7 @@ class HopeConfig(PreTrainedConfig):
             ("inclusive") and `decay_to` ("initial").
         conv_kernel_size (`int`, *optional*, defaults to 4):
             Kernel size of the causal depthwise convolutions of queries, keys and values, in tokens.
-        recompute_chunks (`int`, *optional*, defaults to 32):
+        recompute_chunks (`int`, *optional*, defaults to 64):
             Chunks whose activations are recomputed together in the backward pass (the last such group keeps its
             activations); 0 keeps all activations.
         sparse_block_size (`int`, *optional*, defaults to 64):
@@ -237,7 +237,7 @@ class HopeConfig(PreTrainedConfig):
     retention_bias: list[float | int] | None = None
     paper_rule: dict | None = None
     conv_kernel_size: int = 4
-    recompute_chunks: int = 32
+    recompute_chunks: int = 64
 
     sparse_block_size: int = 64
     sparse_compress_stride: int = 32

@@ -6,7 +6,7 @@ The convolution is causal and depthwise, and stays within a document. `convolve`
 Axes: b row, C slot of a span, X channel, K kernel size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -271,15 +271,16 @@ def convolve(
     return mixed, padded[:, length:] if span.tail_out is None else padded.gather(1, span.tail_out.expand_as(tail))
 
 
-def convolve_padded(padded: torch.Tensor, conv_weights: torch.Tensor, span: ChunkSpan) -> torch.Tensor:
-    """The convolution of `convolve` [b, C, X] for inputs with the tail in front [b, K - 1 + C, X]."""
-    tail_size = conv_weights.shape[0] - 1
-    size = padded.shape[1] - tail_size
-    mixed = conv_weights[tail_size] * padded[:, tail_size:]
-    for k in range(tail_size):
-        term = padded[:, k : k + size]
-        mixed.addcmul_(conv_weights[k], term if span.inside is None else term * span.inside[k])
-    return mixed
+def convolve_padded(
+    padded: Sequence[torch.Tensor], conv_weights: Sequence[torch.Tensor], span: ChunkSpan, out: Sequence[torch.Tensor]
+) -> None:
+    """The convolution of `convolve`, of streams with their tails in front [b, K - 1 + C, X], into `out` [b, C, X]."""
+    for stream, weights, mixed in zip(padded, conv_weights, out, strict=True):
+        tail_size, size = weights.shape[0] - 1, mixed.shape[1]
+        torch.mul(weights[tail_size], stream[:, tail_size:], out=mixed)
+        for k in range(tail_size):
+            term = stream[:, k : k + size]
+            mixed.addcmul_(weights[k], term if span.inside is None else term * span.inside[k])
 
 
 def convolution_gradients(
@@ -298,11 +299,15 @@ def convolution_gradients(
         grad_conv_weights: gradient of the weights, added to in place.
     """
     tail_size, size = conv_weights.shape[0] - 1, grad_mixed.shape[1]
-    grad_padded = torch.zeros_like(padded)
+    grad_padded, product = torch.empty_like(padded), torch.empty_like(grad_mixed)
+    grad_padded[:, :tail_size] = 0.0
+    torch.mul(conv_weights[tail_size], grad_mixed, out=grad_padded[:, tail_size:])
     for k in range(tail_size + 1):
         part = grad_mixed if k == tail_size or span.inside is None else grad_mixed * span.inside[k]
-        grad_padded[:, k : k + size].addcmul_(conv_weights[k], part)
-        grad_conv_weights[k].add_((part * padded[:, k : k + size]).sum_to_size(conv_weights[k].shape))
+        if k < tail_size:
+            grad_padded[:, k : k + size].addcmul_(conv_weights[k], part)
+        torch.mul(part, padded[:, k : k + size], out=product)
+        grad_conv_weights[k].add_(product.sum_to_size(conv_weights[k].shape))
     if grad_tail is not None and span.tail_out is None:
         grad_padded[:, size:].add_(grad_tail)
     elif grad_tail is not None:

@@ -1,7 +1,7 @@
 """`memory_scan.scan_plain` for the delta rule, with a backward pass written by hand.
 
-Batched matrix products, with all memories side by side as columns, take two thirds of its time. Per span it saves only
-the tensors that the backward pass reads, far less than autograd would save.
+All memories lie side by side as columns of the same products. k, v and q of a span pass elementwise operators one
+after the other, since each fits into a CPU's cache. Per span it saves only what is dear to compute again.
 
 Axes: b sequences times heads, S slot (`chunks`), C slot of a span, D head width, M memories of a layer, K kernel size
 of the convolution. Tokens are rows; a memory is applied as `z W`.
@@ -14,16 +14,16 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from .chunks import ChunkSpan
-from .layers import convolution_gradients, convolve_padded, tail_after
+from .layers import convolution_gradients, convolve_padded
 from .memory_delta import DeltaMemories
-from .memory_scan import NORM_EPSILON, ScanInputs, ScanState, decay_matrix
+from .memory_scan import NORM_EPSILON, ScanInputs, ScanState
 
 # Size of the diagonal blocks that are inverted by powers.
 _BASE = 4
 
 
 def unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
-    """`(I + lower)^-1` for strictly lower triangular `lower` [b, C, C].
+    """`(I - lower)^-1` for `lower` [b, C, C], of which only the part below the diagonal is read.
 
     Powers invert diagonal blocks of 4 (the fourth power is 0), and blocks are then merged two by two. This takes fewer
     operations than a triangular solve and is as exact in float32. Powers of larger blocks cancel if keys are similar:
@@ -35,21 +35,21 @@ def unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
         padded *= 2
     # Each matrix has one row more than columns: the blocks along all diagonals then lie at equal distances in memory,
     # and form one batch.
-    both = lower.new_zeros(2, batch, padded + 1, padded)
-    (matrix, inverse), second = both.unbind(0), both.stride(0)
+    matrix = (lower.new_empty if padded == size else lower.new_zeros)(batch, padded + 1, padded)
+    inverse = lower.new_zeros(batch, padded + 1, padded)
     matrix[:, :size, :size] = lower
     shape, strides = (batch * padded // _BASE, _BASE, _BASE), (_BASE * (padded + 1), padded, 1)
-    corner = both.as_strided(shape, strides).contiguous()
-    start = torch.eye(_BASE, dtype=lower.dtype, device=lower.device) - corner
-    both.as_strided(shape, strides, second).copy_(torch.baddbmm(start, start, torch.bmm(corner, corner)))
+    corner = matrix.as_strided(shape, strides).tril(-1)
+    start = torch.eye(_BASE, dtype=lower.dtype, device=lower.device) + corner
+    inverse.as_strided(shape, strides).copy_(torch.baddbmm(start, start, torch.bmm(corner, corner)))
     width = _BASE
     while width < padded:
         # blocks of the matrix below the diagonal, and those of the inverse above, beside and below
         shape, strides = (batch * padded // (2 * width), width, width), (2 * width * (padded + 1), padded, 1)
         below = width * padded
-        upper_left, lower_right = (both.as_strided(shape, strides, second + at) for at in (0, below + width))
-        product = torch.bmm(lower_right, both.as_strided(shape, strides, below))
-        torch.neg(torch.bmm(product, upper_left), out=both.as_strided(shape, strides, second + below))
+        upper_left, lower_right = (inverse.as_strided(shape, strides, at) for at in (0, below + width))
+        product = torch.bmm(lower_right, matrix.as_strided(shape, strides, below))
+        inverse.as_strided(shape, strides, below).copy_(torch.bmm(product, upper_left))
         width *= 2
     return inverse[:, :size, :size]
 
@@ -60,30 +60,29 @@ class _Saved(NamedTuple):
     # S before the span, and at the start of its chunk
     current: torch.Tensor
     chunk_start: torch.Tensor
-    # k, v, q with the tail in front [b, K - 1 + C, 3 D], after the convolution, and after SiLU and norms [b, C, 3 D]
-    padded: torch.Tensor
+    # last inputs of the convolutions before the span [b, K - 1, 3 D]
+    conv_tail: torch.Tensor
+    # k, v and q after the convolution [3, b, C, D], and 1 / |k|, 1 / |v| if values have unit norm, 1 / |q| after SiLU
+    # [3, b, C, 1]
     mixed: torch.Tensor
-    qkv: torch.Tensor
-    # 1 / |k|, 1 or 1 / |v|, 1 / |q| [b, C, 3, 1]
     scales: torch.Tensor
-    # e^(T_t), e^(T_C - T_t) [b, C], e^(T_t - T_i) [b, C, C]
-    decay_from_start: torch.Tensor
-    decay_to_end: torch.Tensor
-    decay: torch.Tensor
-    # K K^T, Q K^T [b, C, C], (I + rho L)^-1 for each rho [R b, C, C]
-    gram: torch.Tensor
-    similarity: torch.Tensor
+    # -eta_i e^(T_t - T_i) (q_t . k_i) for i <= t [b, C, C], (I + rho L)^-1 for each rho [R b, C, C]
+    attention: torch.Tensor
     solved: torch.Tensor
     # rho A [b, C, M D]
     errors: torch.Tensor
 
 
 class _Weights(NamedTuple):
-    """The tensors of `DeltaMemories`."""
+    """The tensors of `DeltaMemories`; in a span, kernel weights of the convolutions are those of k, v and q."""
 
-    conv_weights: torch.Tensor
+    conv_weights: torch.Tensor | tuple[torch.Tensor, ...]
     initial: torch.Tensor
     value_share: torch.Tensor
+
+    def by_stream(self) -> "_Weights":
+        """Views for the spans."""
+        return self._replace(conv_weights=self.conv_weights.chunk(3, dim=-1))
 
 
 class _State(NamedTuple):
@@ -101,10 +100,11 @@ class _Shape(NamedTuple):
     memories: int
     # columns of all memories of one rho, and rho
     groups: list[tuple[slice, float]]
-    # for each memory that projects: the columns of its k or v, and the memory's own
-    projected: list[tuple[slice, slice]]
-    # columns of the content memory
+    # columns of the memory that projects k (0) or v (1)
+    projected: dict[int, slice]
+    # columns of the content memory, and of those before it
     content: slice
+    others: slice
 
     @classmethod
     def of(cls, width: int, projected: tuple[str, ...], factors: tuple[float, ...]) -> "_Shape":
@@ -114,74 +114,113 @@ class _Shape(NamedTuple):
         for factor in dict.fromkeys(factors):
             members = [index for index, other in enumerate(factors) if other == factor]
             groups.append((slice(members[0] * width, (members[-1] + 1) * width), factor))
-        columns = [slice(index * width, (index + 1) * width) for index in range(3)]
-        qkv = [columns["kv".index(name)] for name in projected]
-        return cls(width, memories, groups, list(zip(qkv, columns, strict=False)), columns[memories - 1])
+        columns = [slice(index * width, (index + 1) * width) for index in range(memories)]
+        own = {"kv".index(name): part for name, part in zip(projected, columns, strict=False)}
+        return cls(width, memories, groups, own, columns[-1], slice(0, columns[-1].start))
+
+
+def _padded(inputs: ScanInputs, state: _State | _Saved, span: ChunkSpan, shape: _Shape) -> list[torch.Tensor]:
+    """k, v and q of a span, projected, each with the tail in front [b, K - 1 + C, D]."""
+    before, streams = span.start - state.conv_tail.shape[1], []
+    for index, tail in enumerate(state.conv_tail.chunk(3, dim=-1)):
+        if before >= 0 and span.tail_out is None and index not in shape.projected:
+            streams.append(inputs[index][:, before : span.stop])
+            continue
+        raw = inputs[index][:, span.start : span.stop]
+        if index in shape.projected:
+            raw = raw + torch.bmm(raw, state.chunk_start[..., shape.projected[index]])
+        padded = torch.cat([tail, raw], dim=1)
+        if span.tail_in is not None:
+            padded.scatter_(1, span.tail_in.expand_as(tail), tail)
+        streams.append(padded)
+    return streams
+
+
+class _Tokens(NamedTuple):
+    """What both passes make of a span's k, v and q."""
+
+    # unit keys above unit queries [b, 2, C, D]
+    both: torch.Tensor
+    # [b, C, D], of unit norm if a gate sets their norm
+    values: torch.Tensor
+    # -eta k [b, C, D]
+    written: torch.Tensor
+    # e^(T_t), e^(T_C - T_t) [b, C, 1], and e^(T_t - T_i) for i <= t, else 0 [b, C, C]
+    from_start: torch.Tensor
+    to_end: torch.Tensor
+    decay: torch.Tensor
+
+    @classmethod
+    def of(cls, inputs: ScanInputs, span: ChunkSpan, active: list[torch.Tensor], scales: torch.Tensor) -> "_Tokens":
+        """`active`: k, v and q after SiLU, of which v is changed; `scales` as in `_Saved`."""
+        cut, (keys, values, queries) = slice(span.start, span.stop), active
+        both = keys.new_empty(len(keys), 2, *keys.shape[1:])
+        torch.mul(keys, scales[0], out=both[:, 0])
+        torch.mul(queries, scales[2], out=both[:, 1])
+        if inputs.value_norm is not None:
+            values.mul_(scales[1])
+        total = inputs.log_retention[:, cut, None].cumsum(1)
+        # The exponential of minus infinity is slow: the mask comes after it, and nothing takes a gradient of it.
+        decay = (total - total.mT).exp_().tril_()
+        written = -inputs.rate[:, cut, None] * both[:, 0]
+        return cls(both, values, written, total.exp(), (total[:, -1:] - total).exp_(), decay)
+
+
+def _solve(solved: torch.Tensor, x: torch.Tensor, shape: _Shape, transposed: bool = False) -> torch.Tensor:
+    """`rho (I + rho L)^-1 x`, or of the transposed matrix, for the columns of each rho of `x` [b, C, M D]."""
+    solved = solved.mT if transposed else solved
+    parts = zip(shape.groups, solved.split(len(x)), strict=True)
+    found = [torch.bmm(inverse if rho == 1 else rho * inverse, x[..., columns]) for (columns, rho), inverse in parts]
+    return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
 
 def _forward_span(
-    inputs: ScanInputs, weights: _Weights, state: _State, span: ChunkSpan, shape: _Shape
-) -> tuple[torch.Tensor, _Saved]:
-    """Reads [b, C, D] of one span, and the tensors to save."""
+    inputs: ScanInputs, weights: _Weights, state: _State, span: ChunkSpan, shape: _Shape, reads: torch.Tensor
+) -> tuple[_State, _Saved]:
+    """The state after a span, and the tensors to save; its reads [b, C, D] are written into `reads`."""
     current, chunk_start, tail = state
-    cut, size, tail_size, width = slice(span.start, span.stop), span.stop - span.start, tail.shape[1], shape.width
-    rows, conv_weights, initial = len(current), weights.conv_weights, weights.initial
-    padded = tail.new_empty(rows, tail_size + size, 3 * width)
-    padded[:, :tail_size] = tail
-    raw = padded[:, tail_size:]
-    torch.cat([x[:, cut] for x in inputs[:3]], dim=-1, out=raw)
-    for source, columns in shape.projected:
-        raw[..., source] += torch.bmm(raw[..., source], chunk_start[..., columns])
-    if span.tail_in is not None:
-        padded.scatter_(1, span.tail_in.expand_as(tail), tail)
-    mixed = convolve_padded(padded, conv_weights, span)
-    qkv = F.silu(mixed).view(rows, size, 3, width)
-    scales = torch.linalg.vector_norm(qkv, dim=-1, keepdim=True).square_().add_(NORM_EPSILON).rsqrt_()
-    if inputs.value_norm is None:
-        # values keep their norm
-        scales[:, :, 1] = 1.0
-    qkv = qkv.mul_(scales).view(rows, size, 3 * width)
-    keys, values, queries = qkv.split(width, dim=-1)
-
-    total, step = inputs.log_retention[:, cut].cumsum(-1), inputs.rate[:, cut].unsqueeze(-2)
-    decay_from_start, decay_to_end = total.exp(), (total[:, -1:] - total).exp()
-    decay = decay_matrix(total, total)
-    weighted = decay * step
-    gram, similarity = torch.bmm(keys, keys.mT), torch.bmm(queries, keys.mT)
-    lower = (gram * weighted).tril_(-1)
-    solved = unit_lower_inverse(torch.cat([lower if factor == 1 else factor * lower for _, factor in shape.groups]))
-
-    right = torch.bmm(decay_from_start.unsqueeze(-1) * keys, current)
-    right[..., shape.content] += torch.bmm(keys, initial)
-    for _, columns in shape.projected:
-        right[..., columns] += keys
+    cut, size, width, rows = slice(span.start, span.stop), span.stop - span.start, shape.width, len(current)
+    mixed, scales = tail.new_empty(3, rows, size, width), tail.new_empty(3, rows, size, 1)
+    padded = _padded(inputs, state, span, shape)
+    convolve_padded(padded, weights.conv_weights, span, mixed)
+    active = [F.silu(part) for part in mixed]
+    for part, scale in zip(active, scales, strict=True):
+        torch.linalg.vector_norm(part, dim=-1, keepdim=True, out=scale)
+    scales.square_().add_(NORM_EPSILON).rsqrt_()
+    both, values, written, from_start, to_end, decay = _Tokens.of(inputs, span, active, scales)
+    keys, queries, flat = both[:, 0], both[:, 1], both.view(rows, 2 * size, width)
     if inputs.value_norm is not None:
         values = values * inputs.value_norm[:, cut, None]
-    right.view(rows, size, shape.memories, width).sub_(values.unsqueeze(2))
-    errors = torch.empty_like(right)
-    for (columns, factor), inverse in zip(shape.groups, solved.split(rows), strict=True):
-        errors[..., columns] = torch.bmm(inverse if factor == 1 else factor * inverse, right[..., columns])
 
-    reads = torch.bmm(queries, initial)
-    reads.baddbmm_(decay_from_start.unsqueeze(-1) * queries, current[..., shape.content])
-    reads.baddbmm_(similarity * weighted, errors[..., shape.content], alpha=-1)
-    reads.addcmul_(weights.value_share, values)
-    everything = (current, chunk_start, padded, mixed, qkv, scales, decay_from_start, decay_to_end, decay)
-    return reads, _Saved(*everything, gram, similarity, solved, errors)
+    attention = torch.bmm(queries, written.mT).mul_(decay)
+    lower = torch.bmm(keys, written.mT).mul_(decay)
+    if len(shape.groups) > 1:
+        lower = torch.cat([rho * lower for _, rho in shape.groups])
+    solved = unit_lower_inverse(lower)
 
+    # what the content memory returns for keys and queries
+    found = torch.bmm(flat, current[..., shape.content]).view_as(both).mul_(from_start.unsqueeze(1))
+    found.view_as(flat).baddbmm_(flat, weights.initial)
+    right = found[:, 0] - values
+    if shape.projected:
+        others = torch.bmm(keys, current[..., shape.others]).mul_(from_start).unflatten(-1, (-1, width))
+        right = torch.cat([others.add_((keys - values).unsqueeze(2)).flatten(2), right], dim=-1)
+    errors = _solve(solved, right, shape)
+    read = torch.baddbmm(found[:, 1], attention, errors[..., shape.content])
+    torch.addcmul(read, weights.value_share, values, out=reads)
+    saved = _Saved(current, chunk_start, tail, mixed, scales, attention, solved, errors)
 
-def _end_span(inputs: ScanInputs, state: _State, span: ChunkSpan, saved: _Saved) -> _State:
-    """The state after a span."""
-    width = inputs.query.shape[-1]
-    scale = (inputs.rate[:, span.start : span.stop] * saved.decay_to_end).unsqueeze(-1)
-    written = scale * saved.qkv[..., :width]
-    after = torch.baddbmm(saved.decay_from_start[:, -1:, None] * saved.current, written.mT, saved.errors, alpha=-1)
-    if isinstance(span.closes, bool):
+    after = (from_start[:, -1:] * current).baddbmm_(written.mul_(to_end).mT, errors)
+    if not isinstance(span.closes, bool):
+        chunk_start = torch.where(span.closes, after, chunk_start)
+    elif span.closes:
         # one tensor for both, as `_Scan` checks by identity
-        chunk_start = after if span.closes else saved.chunk_start
+        chunk_start = after
+    if span.tail_out is None:
+        tails = [part[:, size:] for part in padded]
     else:
-        chunk_start = torch.where(span.closes, after, saved.chunk_start)
-    return _State(after, chunk_start, tail_after(saved.padded, state.conv_tail, span))
+        tails = [part.gather(1, span.tail_out.expand(-1, -1, width)) for part in padded]
+    return _State(after, chunk_start, torch.cat(tails, dim=-1)), saved
 
 
 def _backward_span(
@@ -191,123 +230,114 @@ def _backward_span(
     shape: _Shape,
     saved: _Saved,
     grad_reads: torch.Tensor,
+    current_after: torch.Tensor | None,
     after: _State,
     grad_inputs: ScanInputs,
     grad_weights: _Weights,
 ) -> _State:
     """Gradient of the state before a span, from the gradients of its reads and of the state after it (may be None).
 
-    Gradients of inputs are written into `grad_inputs`; gradients of weights are added to `grad_weights`.
+    `current_after` is S after the span. Gradients of inputs are written into `grad_inputs`; gradients of weights are
+    added to `grad_weights`.
     """
-    cut, width, initial = slice(span.start, span.stop), shape.width, weights.initial
-    rows, size, _ = saved.mixed.shape
-    keys, values, queries = saved.qkv.split(width, dim=-1)
-    step, decay_column = inputs.rate[:, cut], saved.decay_from_start.unsqueeze(-1)
+    cut, width, initial, current = slice(span.start, span.stop), shape.width, weights.initial, saved.current
+    _, rows, size, _ = saved.mixed.shape
     grad_after, grad_start, grad_tail = after
     if grad_start is not None and span.closes is not False:
         closed = grad_start if span.closes is True else torch.where(span.closes, grad_start, 0.0)
         grad_after = closed if grad_after is None else grad_after + closed
         grad_start = None if span.closes is True else grad_start - closed
 
-    # the state after the span
+    active = [F.silu(part) for part in saved.mixed]
+    both, values, written, from_start, to_end, decay = _Tokens.of(inputs, span, active, saved.scales)
+    keys, queries, flat = both[:, 0], both[:, 1], both.view(rows, 2 * size, width)
+    rate = inputs.rate[:, cut, None]
+
+    # the state after the span, and the reads of what it writes
+    grad_errors = torch.bmm(saved.attention.mT, grad_reads)
+    if shape.projected:
+        grad_errors = F.pad(grad_errors, (shape.content.start, 0))
     if grad_after is None:
-        grad_errors, grad_keys = torch.zeros_like(saved.errors), torch.zeros_like(keys)
-        grad_total, grad_step = torch.zeros_like(step), torch.zeros_like(step)
-        grad_current = torch.zeros_like(saved.current)
+        grad_written, grad_current = torch.zeros_like(keys), torch.zeros_like(current)
     else:
-        scale = step * saved.decay_to_end
-        grad_errors = torch.bmm(scale.unsqueeze(-1) * keys, grad_after).neg_()
-        grad_written = torch.bmm(saved.errors, grad_after.mT).neg_()
-        grad_scale = (grad_written * keys).sum(-1)
-        grad_keys = grad_written.mul_(scale.unsqueeze(-1))
-        grad_step = grad_scale * saved.decay_to_end
-        moved = grad_scale.mul_(scale)
-        grad_total = -moved
-        last = saved.decay_from_start[:, -1]
-        grad_total[:, -1] += moved.sum(-1) + (grad_after * saved.current).sum((-1, -2)) * last
-        grad_current = last[:, None, None] * grad_after
+        grad_errors.baddbmm_(to_end * written, grad_after)
+        grad_written = torch.bmm(saved.errors, grad_after.mT).mul_(to_end)
+        grad_current = from_start[:, -1:] * grad_after
 
-    # the reads
-    weighted = saved.decay * step.unsqueeze(-2)
-    content = saved.errors[..., shape.content]
-    # added after the product, since `baddbmm_` into columns multiplies one matrix after the other
-    grad_errors[..., shape.content].sub_(torch.bmm((saved.similarity * weighted).mT, grad_reads))
-    grad_product = torch.bmm(grad_reads, content.mT).neg_()
-    grad_weighted = grad_product * saved.similarity
-    grad_similarity = grad_product.mul_(weighted)
-    grad_queries = torch.bmm(grad_similarity, keys)
-    grad_keys.baddbmm_(grad_similarity.mT, queries)
-    grad_queries.baddbmm_(grad_reads, initial.mT)
-    through = torch.bmm(grad_reads, saved.current[..., shape.content].mT)
-    grad_queries.addcmul_(decay_column, through)
-    grad_total.addcmul_((through * queries).sum(-1), saved.decay_from_start)
-    grad_current[..., shape.content].add_(torch.bmm((decay_column * queries).mT, grad_reads))
-    grad_weights.initial.baddbmm_(queries.mT, grad_reads)
+    # the solve, and what the content memory returns for keys and queries
+    grad_right = _solve(saved.solved, grad_errors, shape, transposed=True)
+    grad_found = torch.cat([grad_right[..., shape.content], grad_reads], dim=1)
+    decayed = (from_start.unsqueeze(1) * grad_found.view_as(both)).view_as(flat)
+    grad_products = torch.bmm(grad_found, saved.errors[..., shape.content].mT).view(rows, 2, size, size)
+    grad_both = torch.bmm(decayed, current[..., shape.content].mT).view_as(both)
+    if shape.projected:
+        grad_others = grad_right[..., shape.others]
+        grad_products[:, 0] += torch.bmm(grad_others, saved.errors[..., shape.others].mT)
+        decayed_others = from_start * grad_others
+        grad_both[:, 0] += torch.bmm(decayed_others, current[..., shape.others].mT)
+    grad_products.mul_(decay.unsqueeze(1))
+    grad_products[:, 0].diagonal(dim1=1, dim2=2).zero_()
+    grad_products = grad_products.view(rows, 2 * size, size)
+    grad_written.baddbmm_(grad_products.mT, flat)
 
-    # the solve
-    grad_right = torch.empty_like(grad_errors)
-    for (columns, factor), inverse in zip(shape.groups, saved.solved.split(rows), strict=True):
-        transposed = (inverse if factor == 1 else factor * inverse).mT
-        grad_right[..., columns] = torch.bmm(transposed, grad_errors[..., columns])
-    grad_lower = torch.bmm(grad_right, saved.errors.mT).neg_().tril_(-1)
-    grad_weighted.addcmul_(grad_lower, saved.gram)
-    grad_gram = grad_lower.mul_(weighted)
-    grad_keys.baddbmm_(grad_gram + grad_gram.mT, keys)
-    grad_exponent = grad_weighted.mul_(saved.decay)
-    column_sum = grad_exponent.sum(-2)
-    grad_step.add_(column_sum)
-    grad_total.addcmul_(step, column_sum, value=-1)
-    grad_total.add_(torch.bmm(grad_exponent, step.unsqueeze(-1)).squeeze(-1))
-
-    # the right side
-    grad_keys.baddbmm_(grad_right[..., shape.content], initial.mT)
-    for _, columns in shape.projected:
-        grad_keys.add_(grad_right[..., columns])
-    through = torch.bmm(grad_right, saved.current.mT)
-    grad_keys.addcmul_(decay_column, through)
-    grad_total.addcmul_((through * keys).sum(-1), saved.decay_from_start)
-    grad_weights.initial.baddbmm_(keys.mT, grad_right[..., shape.content])
-    grad_current.baddbmm_((decay_column * keys).mT, grad_right)
-    grad_values = grad_right.view(rows, size, shape.memories, width).sum(2).neg_()
-    grad_values.addcmul_(weights.value_share, grad_reads)
+    # Keys and queries. Where e^(T_t) scales a vector, the gradient of T_t is the vector's product with its own.
+    grad_both.view_as(flat).baddbmm_(grad_products, written)
+    grad_rate = (grad_written * keys).sum(-1).neg_()
+    grad_total = (grad_both * both).sum((1, 3)).addcmul_(grad_rate, rate.squeeze(-1), value=-1)
+    if grad_after is not None:
+        grad_total[:, -1].add_((grad_after * current_after).sum((1, 2)))
+    grad_inputs.rate[:, cut] = grad_rate
+    grad_inputs.log_retention[:, cut] = grad_total.flip(-1).cumsum(-1).flip(-1)
+    grad_both.view_as(flat).baddbmm_(grad_found, initial.mT)
+    grad_both[:, 0].addcmul_(rate, grad_written, value=-1)
+    grad_weights.initial.baddbmm_(flat.mT, grad_found)
+    grad_values = (weights.value_share * grad_reads).sub_(grad_right[..., shape.content])
+    if shape.projected:
+        grad_current[..., shape.content] += torch.bmm(flat.mT, decayed)
+        grad_current[..., shape.others] += torch.bmm(keys.mT, decayed_others)
+        grad_others = grad_others.unflatten(-1, (-1, width)).sum(2)
+        grad_both[:, 0] += grad_others
+        grad_values -= grad_others
+    else:
+        grad_current.baddbmm_(flat.mT, decayed)
 
     # norms, SiLU and convolution
-    share = (grad_reads * values).sum(-1)
+    share, along = (grad_reads * values).sum(-1), None
     if inputs.value_norm is not None:
-        share.mul_(inputs.value_norm[:, cut])
-        grad_inputs.value_norm[:, cut] = (grad_values * values).sum(-1)
-        grad_values.mul_(inputs.value_norm[:, cut, None])
+        norm = inputs.value_norm[:, cut]
+        share.mul_(norm)
+        along = (grad_values * values).sum(-1)
+        grad_inputs.value_norm[:, cut] = along
+        grad_values.mul_(norm.unsqueeze(-1))
+        along = (along * norm).unsqueeze(-1)
     grad_weights.value_share.add_(share.sum(-1)[:, None, None])
-    grad_qkv = torch.stack([grad_keys, grad_values, grad_queries], dim=2)
-    directions = saved.qkv.view(rows, size, 3, width)
-    along = (grad_qkv * directions).sum(-1, keepdim=True)
-    if inputs.value_norm is None:
-        along[:, :, 1] = 0.0
-    grad_qkv.addcmul_(directions, along, value=-1).mul_(saved.scales)
-    grad_mixed = torch.ops.aten.silu_backward(grad_qkv.view(rows, size, 3 * width), saved.mixed)
-    grad_raw, grad_tail = convolution_gradients(
-        grad_mixed, grad_tail, saved.padded, weights.conv_weights, grad_weights.conv_weights, span
-    )
-    # memories that project are read at the chunk's start
     if shape.projected and grad_start is None:
+        # memories that project are read at the chunk's start
         grad_start = torch.zeros_like(saved.chunk_start)
-    for source, columns in shape.projected:
-        given = inputs.key if source.start == 0 else inputs.value
-        grad_source = grad_raw[..., source].contiguous()
-        grad_start[..., columns] += torch.bmm(given[:, cut].mT, grad_source)
-        grad_raw[..., source] += torch.bmm(grad_source, saved.chunk_start[..., columns].mT)
-    for grad, part in zip(grad_inputs[:3], grad_raw.split(width, dim=-1), strict=True):
-        grad[:, cut] = part
-    grad_inputs.rate[:, cut] = grad_step
-    grad_inputs.log_retention[:, cut] = grad_total.flip(-1).cumsum(-1).flip(-1)
+    grad_tails = [None] * 3 if grad_tail is None else list(grad_tail.chunk(3, dim=-1))
+    padded = _padded(inputs, saved, span, shape)
+    for index, (grad, unit) in enumerate(((grad_both[:, 0], keys), (grad_values, values), (grad_both[:, 1], queries))):
+        along_unit = along if index == 1 else (grad * unit).sum(-1, keepdim=True)
+        if along_unit is not None:
+            grad.addcmul_(unit, along_unit, value=-1).mul_(saved.scales[index])
+        torch.ops.aten.silu_backward.grad_input(grad, saved.mixed[index], grad_input=grad)
+        conv_weights, grad_conv_weights = weights.conv_weights[index], grad_weights.conv_weights[index]
+        grad_raw, grad_tails[index] = convolution_gradients(
+            grad, grad_tails[index], padded[index], conv_weights, grad_conv_weights, span
+        )
+        if index in shape.projected:
+            own, grad_source = shape.projected[index], grad_raw.contiguous()
+            grad_start[..., own] += torch.bmm(inputs[index][:, cut].mT, grad_source)
+            grad_raw = torch.baddbmm(grad_raw, grad_source, saved.chunk_start[..., own].mT)
+        grad_inputs[index][:, cut] = grad_raw
 
     # the state before the span
-    if saved.chunk_start is saved.current and grad_start is not None:
+    if saved.chunk_start is current and grad_start is not None:
         grad_current, grad_start = grad_current.add_(grad_start), None
     if span.keeps is not None:
         grad_current = span.keeps * grad_current
         grad_start = None if grad_start is None else span.keeps * grad_start
-    return _State(grad_current, grad_start, grad_tail)
+    return _State(grad_current, grad_start, torch.cat(grad_tails, dim=-1))
 
 
 class _Scan(torch.autograd.Function):
@@ -316,23 +346,21 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, spans, projected, factors, need_state, has_backward, *tensors):
         inputs, weights, state = _group(tensors)
-        shape = _Shape.of(inputs.query.shape[-1], projected, factors)
+        weights, shape = weights.by_stream(), _Shape.of(inputs.query.shape[-1], projected, factors)
         keep = has_backward and any(ctx.needs_input_grad)
         reads, to_save, shared = torch.empty_like(inputs.query), [], []
-        for index, span in enumerate(spans):
+        for span in spans:
             if span.keeps is not None:
                 same = state.chunk_start is state.current
                 current = span.keeps * state.current
                 state = _State(current, current if same else span.keeps * state.chunk_start, state.conv_tail)
-            reads[:, span.start : span.stop], saved = _forward_span(inputs, weights, state, span, shape)
+            state, saved = _forward_span(inputs, weights, state, span, shape, reads[:, span.start : span.stop])
             shared.append(saved.chunk_start is saved.current)
-            if need_state or index + 1 < len(spans):
-                state = _end_span(inputs, state, span, saved)
             if keep:
                 to_save.extend(saved)
         if keep:
             ctx.spans, ctx.shape, ctx.shared = spans, shape, shared
-            ctx.save_for_backward(*tensors, *to_save)
+            ctx.save_for_backward(*tensors, state.current if need_state else None, *to_save)
             ctx.set_materialize_grads(False)
         if not need_state:
             return reads, None, None, None
@@ -344,7 +372,8 @@ class _Scan(torch.autograd.Function):
     def backward(ctx, grad_reads, *grad_state):
         to_save = list(ctx.saved_tensors)
         first = len(to_save) - len(ctx.spans) * len(_Saved._fields)
-        inputs, weights, _ = _group(to_save[:first])
+        inputs, weights, _ = _group(to_save[: first - 1])
+        current_after = to_save[first - 1]
         # uninitialised, since every slot is written once
         grad_inputs = ScanInputs(*(None if part is None else torch.empty_like(part) for part in inputs))
         grad_weights = _Weights(*map(torch.zeros_like, weights))
@@ -360,8 +389,9 @@ class _Scan(torch.autograd.Function):
                 if shared:
                     saved = saved._replace(chunk_start=saved.current)
                 part = grad_reads[:, span.start : span.stop]
-                arguments = (inputs, weights, span, ctx.shape, saved, part, grad_state, grad_inputs, grad_weights)
-                grad_state = _backward_span(*arguments)
+                around = (part, current_after, grad_state, grad_inputs, grad_weights.by_stream())
+                grad_state = _backward_span(inputs, weights.by_stream(), span, ctx.shape, saved, *around)
+                current_after = saved.current
         return None, None, None, None, None, *grad_inputs, *grad_weights, *grad_state
 
 

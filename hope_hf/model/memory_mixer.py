@@ -449,11 +449,11 @@ class SelfModifyingTitans(Mixer, nn.Module):
         last = chunks - (groups - 1) * stride
         size = min(chunk, length)
         state = memories * width**2
-        streams = 3 * width * (3 * size + kernel - 1)
-        # Decays and the products of keys with keys and queries with keys; inverses are padded to a power of two.
+        streams = 3 * (width * (size + kernel - 1) + size)
+        # products of queries with keys, and inverses, padded to a power of two
         padded = max(4, 2 ** math.ceil(math.log2(size)))
         rates = 1 if not config.memory_projections else 2
-        squares = 3 * size**2 + rates * padded * (padded + 1)
-        piece = state + streams + squares + memories * size * width + 5 * size
+        squares = size**2 + rates * padded * (padded + 1)
+        piece = state + streams + squares + memories * size * width
         scan = RULES[config.memory_rule].kept_factor * piece * last + (groups - 1) * state
         return around + batch_size * 4 * heads * scan

@@ -78,7 +78,7 @@ class PaperMemories(NamedTuple):
     has_value_share = False
     has_value_gate = False
     errors_at_chunk_start = True
-    kept_factor = 3
+    kept_factor = 4
     reads_chunk_start = True
 
     @staticmethod

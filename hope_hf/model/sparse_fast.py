@@ -460,8 +460,9 @@ def _mixed(raw, tail, conv_weights, width: int, angles, span: ChunkSpan) -> tupl
     if span.tail_in is not None:
         padded = padded.scatter(1, span.tail_in.expand_as(tail), tail)
     padded = padded.to(conv_weights.dtype)
-    mixed = convolve_padded(padded, conv_weights, span).unflatten(-1, (-1, width))
-    return padded, mixed, [part[:, cut, None].to(conv_weights.dtype) for part in angles]
+    mixed = torch.empty_like(padded[:, tail.shape[1] :])
+    convolve_padded([padded], [conv_weights], span, [mixed])
+    return padded, mixed.unflatten(-1, (-1, width)), [part[:, cut, None].to(conv_weights.dtype) for part in angles]
 
 
 def _inverse(heads: torch.Tensor, epsilon: float) -> torch.Tensor:

@@ -102,9 +102,9 @@ def held(monkeypatch):
     forward = memory_fast._forward_span
 
     def recorded(*args):
-        reads, kept = forward(*args)
+        state, kept = forward(*args)
         references.append(weakref.ref(kept.errors))
-        return reads, kept
+        return state, kept
 
     monkeypatch.setattr(memory_fast, "_forward_span", recorded)
     return references
@@ -126,8 +126,8 @@ def test_what_is_recomputed_is_not_kept(held, stride, kept):
 def test_nothing_is_kept_where_no_gradient_is_wanted(held, monkeypatch):
     """Not even until the end of the scan, or a long prompt would take as much memory as training on it."""
     most = []
-    end = memory_fast._end_span
-    monkeypatch.setattr(memory_fast, "_end_span", lambda *args: most.append(sum(alive(held))) or end(*args))
+    forward = memory_fast._forward_span
+    monkeypatch.setattr(memory_fast, "_forward_span", lambda *args: most.append(sum(alive(held))) or forward(*args))
     mixer = build_mixer()
     with torch.no_grad():
         output = run_fast(mixer, normal(1, 40, 16))
@@ -149,7 +149,7 @@ def test_inverses_of_triangular_matrices(size):
     keys = F.normalize(normal(3, size, WIDTH), dim=-1)
     lower = (keys @ keys.mT * torch.rand(3, 1, size, dtype=torch.float64)).tril(-1)
     expected = torch.linalg.inv(torch.eye(size, dtype=torch.float64) + lower)
-    assert_same([unit_lower_inverse(lower)], [expected])
+    assert_same([unit_lower_inverse(-lower)], [expected])
 
 
 @pytest.mark.parametrize("rate", [0.99, 1.0, 1.99])
@@ -159,6 +159,6 @@ def test_inverses_hold_in_float32_where_all_keys_are_equal(rate, signs):
     sign = torch.ones(64) if signs == "equal" else (-1.0) ** torch.arange(64)
     lower = (rate * sign[:, None] * sign).tril(-1).expand(2, -1, -1)
     expected = torch.linalg.inv(torch.eye(64, dtype=torch.float64) + lower)
-    error = unit_lower_inverse(lower).double() - expected
+    error = unit_lower_inverse(-lower).double() - expected
     # as a triangular solve
     assert error.abs().max() < 1e-4
