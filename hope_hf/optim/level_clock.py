@@ -25,7 +25,7 @@ class LevelClock(torch.optim.Optimizer):
             `period_tokens` (the period as the model states it) to 0.
 
     State per parameter, created for all of them by the first `step()`:
-        step: float32 scalar, the parameter's own steps so far (torch's name and type).
+        step: float32 scalar, the parameter's own steps so far (torch's name and type); where the rule wants it.
         tick: int64 scalar on the CPU, calls since its last step; only where `period_steps` > 1.
         gradient_sum: sum of the gradients since its last step, at least float32; only where `period_steps` > 1.
         and the rule's own tensors.
@@ -80,9 +80,9 @@ class LevelClock(torch.optim.Optimizer):
         """The state of one tensor of a group; created if there is none."""
         self._levels[parameter] = group["level"]
         if not self.state[parameter]:
-            # torch's fused kernels need the count on the parameter's device. The tick is read in every call: CPU.
-            state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
+            state = {"step": torch.zeros((), dtype=torch.float32, device=_step_device(parameter, group))}
             if group["period_steps"] > 1:
+                # Read in every call.
                 state["tick"] = torch.zeros((), dtype=torch.int64)
                 wide = torch.promote_types(parameter.dtype, torch.float32)
                 state["gradient_sum"] = torch.zeros_like(parameter, dtype=wide)
@@ -111,10 +111,11 @@ class LevelClock(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         # torch casts loaded state to the parameter's dtype; in bfloat16 the sums would lose precision.
         indices = [index for group in saved_groups for index in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for index, parameter in zip(indices, parameters, strict=True):
+        parameters = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
+        for index, (parameter, group) in zip(indices, parameters, strict=True):
             source, state = state_dict["state"].get(index, {}), self.state.get(parameter, {})
-            for key, device in (("step", parameter.device), ("tick", "cpu"), ("gradient_sum", parameter.device)):
+            devices = {"step": _step_device(parameter, group), "tick": "cpu", "gradient_sum": parameter.device}
+            for key, device in devices.items():
                 if key in source:
                     state[key] = source[key].to(device, copy=True)
 
@@ -136,6 +137,10 @@ class LevelClock(torch.optim.Optimizer):
                 row["updates"] = max(row["updates"], int(state["step"]))
                 row["steps_since_update"] = max(row["steps_since_update"], int(state.get("tick", 0)))
         return dict(sorted(report.items()))
+
+
+def _step_device(parameter: Tensor, group: dict) -> torch.device | str:
+    return parameter.device if RULES[group["optimizer"]].step_on_device else "cpu"
 
 
 def _gradient(parameter: Tensor) -> Tensor:

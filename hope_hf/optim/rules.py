@@ -31,6 +31,8 @@ class UpdateRule(Protocol):
     cut a matrix within a row."""
     state_bytes: int
     """Bytes of the rule's tensors per element of a float32 parameter."""
+    step_on_device: bool
+    """Whether `step` lies on the parameter's device, and not on the CPU, where reading it waits for nothing."""
 
     @staticmethod
     def settings(betas: tuple[float, float], eps: float) -> dict:
@@ -50,6 +52,8 @@ class AdamWRule:
 
     needs_matrices = False
     state_bytes = 8
+    # torch's fused kernels read it there.
+    step_on_device = True
 
     @staticmethod
     def settings(betas: tuple[float, float], eps: float) -> dict:
@@ -90,6 +94,7 @@ class MuonRule:
 
     needs_matrices = True
     state_bytes = 4
+    step_on_device = False
 
     @staticmethod
     def settings(betas: tuple[float, float], eps: float) -> dict:
@@ -119,6 +124,7 @@ class DeltaMomentumRule:
 
     needs_matrices = True
     state_bytes = 4
+    step_on_device = False
     settings = MuonRule.settings
     initial_state = MuonRule.initial_state
 
@@ -145,6 +151,7 @@ class M3Rule:
 
     needs_matrices = True
     state_bytes = 16
+    step_on_device = False
     state_names = ("momentum_buffer", "slow_momentum", "slow_direction", "exp_avg_sq")
 
     @staticmethod

@@ -197,6 +197,22 @@ def test_a_rule_states_the_bytes_of_its_state(name):
     assert sum(tensor.nbytes for tensor in tensors) == RULES[name].state_bytes * parameter.numel()
 
 
+@pytest.mark.parametrize("name", OF_MATRICES)
+def test_a_step_reads_nothing_from_the_device(name):
+    """A meta tensor has no value, so that reading one fails where a GPU would be waited for."""
+    parameter = torch.nn.Parameter(torch.zeros(3, 5, device="meta"))
+    optimizer = clock_of(name, parameter, 0.1)
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    # A state of before has the count beside the parameter.
+    saved["state"][0]["step"] = torch.tensor(16.0)
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    step = optimizer.state[parameter]["step"]
+    assert (step.device.type, step.dtype, step.item()) == ("cpu", torch.float32, 17)
+
+
 @pytest.fixture
 def two_ranks():
     """The mesh of two processes, as on the second one; nothing is sent."""
