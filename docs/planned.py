@@ -191,10 +191,10 @@ class Recipe:
     def launch_line(self) -> str:
         """The line in the recipe's head, as it stands there, with continued lines indented by four."""
         if self.name == "demo":
-            launcher = "accelerate launch --config_file accelerate_configs/single.yaml"
-            return f"{launcher} run_clm.py {self.path} --output_dir runs/demo"
+            return f"hope-hf train {self.path} --output_dir runs/demo"
         head = (ROOT / self.path).read_text(encoding="utf-8")
-        found = re.search(rf"^#   (accelerate launch [^`]*?run_clm\.py {self.path})", head, re.MULTILINE | re.DOTALL)
+        launched = rf"accelerate launch [^`]*?run_clm\.py {self.path}"
+        found = re.search(rf"^#   (hope-hf train {self.path}|{launched})", head, re.MULTILINE | re.DOTALL)
         return re.sub(r"\n#\s+", "\n    ", found[1])
 
     @property
@@ -202,7 +202,10 @@ class Recipe:
         """The planner's arguments for this launch. The first phase names the model of a second one."""
         words = self.launch_line.replace("\\\n", " ").split()
         renamed = {"--config_file": "--accelerate_config", "--num_processes": "--world_size"}
-        launch = [renamed.get(word, word) for word in words[2 : words.index("run_clm.py")]]
+        if "run_clm.py" in words:
+            launch = [renamed.get(word, word) for word in words[2 : words.index("run_clm.py")]]
+        else:
+            launch = ["--accelerate_config", "accelerate_configs/single.yaml"]
         source = (yaml.safe_load((ROOT / self.path).read_text(encoding="utf-8"))).get("model_name_or_path")
         return [str(ROOT / self.path), *launch, *(["--config_name", Path(source).name] if source else [])]
 
