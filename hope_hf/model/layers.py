@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.utils import is_tracing
 
 from .backends import asked_kernels, runs_plain
 from .cache_hope import HopeMemoryLayer, HopeStaticMemoryLayer
@@ -157,7 +158,8 @@ class _GatedNorm(torch.autograd.Function):
 
 def _token_blocks(x: torch.Tensor, *tensors: torch.Tensor | None):
     """For successive tokens of `x` [B, T, ...], about 64K numbers together, the parts of all tensors or `None`s."""
-    size = max(1, _BLOCK * x.shape[1] // max(1, x.numel()))
+    # an operator on fake tensors takes as long for a block as for all tokens
+    size = max(1, x.shape[1] if is_tracing(x) else _BLOCK * x.shape[1] // max(1, x.numel()))
     parts = [[None] * -(-x.shape[1] // size) if part is None else part.split(size, dim=1) for part in tensors]
     return zip(*parts, strict=True)
 
@@ -272,11 +274,14 @@ def convolve(
 
 
 def convolve_padded(
-    padded: Sequence[torch.Tensor], conv_weights: Sequence[torch.Tensor], span: ChunkSpan, out: Sequence[torch.Tensor]
+    padded: Sequence[torch.Tensor],
+    conv_weights: Sequence[Sequence[torch.Tensor]],
+    span: ChunkSpan,
+    out: Sequence[torch.Tensor],
 ) -> None:
     """The convolution of `convolve`, of streams with their tails in front [b, K - 1 + C, X], into `out` [b, C, X]."""
     for stream, weights, mixed in zip(padded, conv_weights, out, strict=True):
-        tail_size, size = weights.shape[0] - 1, mixed.shape[1]
+        tail_size, size = len(weights) - 1, mixed.shape[1]
         torch.mul(weights[tail_size], stream[:, tail_size:], out=mixed)
         for k in range(tail_size):
             term = stream[:, k : k + size]
@@ -287,20 +292,20 @@ def convolution_gradients(
     grad_mixed: torch.Tensor,
     grad_tail: torch.Tensor | None,
     padded: torch.Tensor,
-    conv_weights: torch.Tensor,
-    grad_conv_weights: torch.Tensor,
+    conv_weights: Sequence[torch.Tensor],
+    grad_conv_weights: Sequence[torch.Tensor],
     span: ChunkSpan,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of the span's inputs [b, C, X] and of the tail before it [b, K - 1, X].
 
     Args:
-        grad_mixed: gradient of `convolve_padded(padded, ...)`.
+        grad_mixed: gradient of `convolve_padded` of one stream.
         grad_tail: gradient of the tail for the next span, or `None` if nothing reads it.
-        grad_conv_weights: gradient of the weights, added to in place.
+        grad_conv_weights: gradients of the weights, added to in place.
     """
-    tail_size, size = conv_weights.shape[0] - 1, grad_mixed.shape[1]
+    tail_size, size = len(conv_weights) - 1, grad_mixed.shape[1]
     grad_padded, product = torch.empty_like(padded), torch.empty_like(grad_mixed)
-    grad_padded[:, :tail_size] = 0.0
+    grad_padded[:, :tail_size].zero_()
     torch.mul(conv_weights[tail_size], grad_mixed, out=grad_padded[:, tail_size:])
     for k in range(tail_size + 1):
         part = grad_mixed if k == tail_size or span.inside is None else grad_mixed * span.inside[k]

@@ -74,15 +74,15 @@ class _Saved(NamedTuple):
 
 
 class _Weights(NamedTuple):
-    """The tensors of `DeltaMemories`; in a span, kernel weights of the convolutions are those of k, v and q."""
+    """The tensors of `DeltaMemories`; in a span, `conv_weights` are the K weights of k, of v and of q."""
 
-    conv_weights: torch.Tensor | tuple[torch.Tensor, ...]
+    conv_weights: torch.Tensor | list[tuple[torch.Tensor, ...]]
     initial: torch.Tensor
     value_share: torch.Tensor
 
     def by_stream(self) -> "_Weights":
         """Views for the spans."""
-        return self._replace(conv_weights=self.conv_weights.chunk(3, dim=-1))
+        return self._replace(conv_weights=[part.unbind() for part in self.conv_weights.chunk(3, dim=-1)])
 
 
 class _State(NamedTuple):
@@ -139,8 +139,10 @@ def _padded(inputs: ScanInputs, state: _State | _Saved, span: ChunkSpan, shape: 
 class _Tokens(NamedTuple):
     """What both passes make of a span's k, v and q."""
 
-    # unit keys above unit queries [b, 2, C, D]
+    # unit keys above unit queries [b, 2, C, D], and views of either
     both: torch.Tensor
+    keys: torch.Tensor
+    queries: torch.Tensor
     # [b, C, D], of unit norm if a gate sets their norm
     values: torch.Tensor
     # -eta k [b, C, D]
@@ -151,19 +153,22 @@ class _Tokens(NamedTuple):
     decay: torch.Tensor
 
     @classmethod
-    def of(cls, inputs: ScanInputs, span: ChunkSpan, active: list[torch.Tensor], scales: torch.Tensor) -> "_Tokens":
-        """`active`: k, v and q after SiLU, of which v is changed; `scales` as in `_Saved`."""
-        cut, (keys, values, queries) = slice(span.start, span.stop), active
-        both = keys.new_empty(len(keys), 2, *keys.shape[1:])
-        torch.mul(keys, scales[0], out=both[:, 0])
-        torch.mul(queries, scales[2], out=both[:, 1])
+    def of(
+        cls, inputs: ScanInputs, span: ChunkSpan, active: list[torch.Tensor], scales: tuple[torch.Tensor, ...]
+    ) -> "_Tokens":
+        """`active`: k, v and q after SiLU, of which v is changed; `scales` of each, as in `_Saved`."""
+        cut, values = slice(span.start, span.stop), active[1]
+        both = values.new_empty(len(values), 2, *values.shape[1:])
+        keys, queries = both.unbind(1)
+        torch.mul(active[0], scales[0], out=keys)
+        torch.mul(active[2], scales[2], out=queries)
         if inputs.value_norm is not None:
             values.mul_(scales[1])
         total = inputs.log_retention[:, cut, None].cumsum(1)
         # The exponential of minus infinity is slow: the mask comes after it, and nothing takes a gradient of it.
         decay = (total - total.mT).exp_().tril_()
-        written = -inputs.rate[:, cut, None] * both[:, 0]
-        return cls(both, values, written, total.exp(), (total[:, -1:] - total).exp_(), decay)
+        written = -inputs.rate[:, cut, None] * keys
+        return cls(both, keys, queries, values, written, total.exp(), (total[:, -1:] - total).exp_(), decay)
 
 
 def _solve(solved: torch.Tensor, x: torch.Tensor, shape: _Shape, transposed: bool = False) -> torch.Tensor:
@@ -181,14 +186,14 @@ def _forward_span(
     current, chunk_start, tail = state
     cut, size, width, rows = slice(span.start, span.stop), span.stop - span.start, shape.width, len(current)
     mixed, scales = tail.new_empty(3, rows, size, width), tail.new_empty(3, rows, size, 1)
-    padded = _padded(inputs, state, span, shape)
-    convolve_padded(padded, weights.conv_weights, span, mixed)
-    active = [F.silu(part) for part in mixed]
-    for part, scale in zip(active, scales, strict=True):
+    padded, streams, parts = _padded(inputs, state, span, shape), mixed.unbind(), scales.unbind()
+    convolve_padded(padded, weights.conv_weights, span, streams)
+    active = [F.silu(part) for part in streams]
+    for part, scale in zip(active, parts, strict=True):
         torch.linalg.vector_norm(part, dim=-1, keepdim=True, out=scale)
     scales.square_().add_(NORM_EPSILON).rsqrt_()
-    both, values, written, from_start, to_end, decay = _Tokens.of(inputs, span, active, scales)
-    keys, queries, flat = both[:, 0], both[:, 1], both.view(rows, 2 * size, width)
+    both, keys, queries, values, written, from_start, to_end, decay = _Tokens.of(inputs, span, active, parts)
+    flat = both.view(rows, 2 * size, width)
     if inputs.value_norm is not None:
         values = values * inputs.value_norm[:, cut, None]
 
@@ -201,12 +206,13 @@ def _forward_span(
     # what the content memory returns for keys and queries
     found = torch.bmm(flat, current[..., shape.content]).view_as(both).mul_(from_start.unsqueeze(1))
     found.view_as(flat).baddbmm_(flat, weights.initial)
-    right = found[:, 0] - values
+    found_for_keys, read = found.unbind(1)
+    right = found_for_keys - values
     if shape.projected:
         others = torch.bmm(keys, current[..., shape.others]).mul_(from_start).unflatten(-1, (-1, width))
         right = torch.cat([others.add_((keys - values).unsqueeze(2)).flatten(2), right], dim=-1)
     errors = _solve(solved, right, shape)
-    read = torch.baddbmm(found[:, 1], attention, errors[..., shape.content])
+    read = torch.baddbmm(read, attention, errors[..., shape.content])
     torch.addcmul(read, weights.value_share, values, out=reads)
     saved = _Saved(current, chunk_start, tail, mixed, scales, attention, solved, errors)
 
@@ -248,10 +254,10 @@ def _backward_span(
         grad_after = closed if grad_after is None else grad_after + closed
         grad_start = None if span.closes is True else grad_start - closed
 
-    active = [F.silu(part) for part in saved.mixed]
-    both, values, written, from_start, to_end, decay = _Tokens.of(inputs, span, active, saved.scales)
-    keys, queries, flat = both[:, 0], both[:, 1], both.view(rows, 2 * size, width)
-    rate = inputs.rate[:, cut, None]
+    streams, scales = saved.mixed.unbind(), saved.scales.unbind()
+    active = [F.silu(part) for part in streams]
+    both, keys, queries, values, written, from_start, to_end, decay = _Tokens.of(inputs, span, active, scales)
+    flat, rate = both.view(rows, 2 * size, width), inputs.rate[:, cut, None]
 
     # the state after the span, and the reads of what it writes
     grad_errors = torch.bmm(saved.attention.mT, grad_reads)
@@ -270,33 +276,35 @@ def _backward_span(
     decayed = (from_start.unsqueeze(1) * grad_found.view_as(both)).view_as(flat)
     grad_products = torch.bmm(grad_found, saved.errors[..., shape.content].mT).view(rows, 2, size, size)
     grad_both = torch.bmm(decayed, current[..., shape.content].mT).view_as(both)
+    grad_keys, grad_queries = grad_both.unbind(1)
+    grad_all = grad_both.view_as(flat)
     if shape.projected:
         grad_others = grad_right[..., shape.others]
         grad_products[:, 0] += torch.bmm(grad_others, saved.errors[..., shape.others].mT)
         decayed_others = from_start * grad_others
-        grad_both[:, 0] += torch.bmm(decayed_others, current[..., shape.others].mT)
+        grad_keys += torch.bmm(decayed_others, current[..., shape.others].mT)
     grad_products.mul_(decay.unsqueeze(1))
     grad_products[:, 0].diagonal(dim1=1, dim2=2).zero_()
     grad_products = grad_products.view(rows, 2 * size, size)
     grad_written.baddbmm_(grad_products.mT, flat)
 
     # Keys and queries. Where e^(T_t) scales a vector, the gradient of T_t is the vector's product with its own.
-    grad_both.view_as(flat).baddbmm_(grad_products, written)
+    grad_all.baddbmm_(grad_products, written)
     grad_rate = (grad_written * keys).sum(-1).neg_()
     grad_total = (grad_both * both).sum((1, 3)).addcmul_(grad_rate, rate.squeeze(-1), value=-1)
     if grad_after is not None:
         grad_total[:, -1].add_((grad_after * current_after).sum((1, 2)))
     grad_inputs.rate[:, cut] = grad_rate
     grad_inputs.log_retention[:, cut] = grad_total.flip(-1).cumsum(-1).flip(-1)
-    grad_both.view_as(flat).baddbmm_(grad_found, initial.mT)
-    grad_both[:, 0].addcmul_(rate, grad_written, value=-1)
+    grad_all.baddbmm_(grad_found, initial.mT)
+    grad_keys.addcmul_(rate, grad_written, value=-1)
     grad_weights.initial.baddbmm_(flat.mT, grad_found)
     grad_values = (weights.value_share * grad_reads).sub_(grad_right[..., shape.content])
     if shape.projected:
         grad_current[..., shape.content] += torch.bmm(flat.mT, decayed)
         grad_current[..., shape.others] += torch.bmm(keys.mT, decayed_others)
         grad_others = grad_others.unflatten(-1, (-1, width)).sum(2)
-        grad_both[:, 0] += grad_others
+        grad_keys += grad_others
         grad_values -= grad_others
     else:
         grad_current.baddbmm_(flat.mT, decayed)
@@ -316,11 +324,11 @@ def _backward_span(
         grad_start = torch.zeros_like(saved.chunk_start)
     grad_tails = [None] * 3 if grad_tail is None else list(grad_tail.chunk(3, dim=-1))
     padded = _padded(inputs, saved, span, shape)
-    for index, (grad, unit) in enumerate(((grad_both[:, 0], keys), (grad_values, values), (grad_both[:, 1], queries))):
+    for index, (grad, unit) in enumerate(((grad_keys, keys), (grad_values, values), (grad_queries, queries))):
         along_unit = along if index == 1 else (grad * unit).sum(-1, keepdim=True)
         if along_unit is not None:
-            grad.addcmul_(unit, along_unit, value=-1).mul_(saved.scales[index])
-        torch.ops.aten.silu_backward.grad_input(grad, saved.mixed[index], grad_input=grad)
+            grad.addcmul_(unit, along_unit, value=-1).mul_(scales[index])
+        torch.ops.aten.silu_backward.grad_input(grad, streams[index], grad_input=grad)
         conv_weights, grad_conv_weights = weights.conv_weights[index], grad_weights.conv_weights[index]
         grad_raw, grad_tails[index] = convolution_gradients(
             grad, grad_tails[index], padded[index], conv_weights, grad_conv_weights, span
@@ -377,6 +385,7 @@ class _Scan(torch.autograd.Function):
         # uninitialised, since every slot is written once
         grad_inputs = ScanInputs(*(None if part is None else torch.empty_like(part) for part in inputs))
         grad_weights = _Weights(*map(torch.zeros_like, weights))
+        weights, grad_views = weights.by_stream(), grad_weights.by_stream()
         grad_reads = torch.zeros_like(inputs.query) if grad_reads is None else grad_reads
         grad_current, grad_start, grad_tail = grad_state
         # cloned, since gradients are added in place
@@ -389,8 +398,8 @@ class _Scan(torch.autograd.Function):
                 if shared:
                     saved = saved._replace(chunk_start=saved.current)
                 part = grad_reads[:, span.start : span.stop]
-                around = (part, current_after, grad_state, grad_inputs, grad_weights.by_stream())
-                grad_state = _backward_span(inputs, weights.by_stream(), span, ctx.shape, saved, *around)
+                around = (part, current_after, grad_state, grad_inputs, grad_views)
+                grad_state = _backward_span(inputs, weights, span, ctx.shape, saved, *around)
                 current_after = saved.current
         return None, None, None, None, None, *grad_inputs, *grad_weights, *grad_state
 

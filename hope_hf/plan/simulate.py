@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoModelForCausalLM
 
 from hope_hf.optim import LevelClock, build_optimizer
@@ -83,6 +84,9 @@ def simulate(config, launch: Launch, options: StepOptions) -> Simulation:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         real = stack.enter_context(_AsIfReal())
         step = Step(config, launch, options, mesh)
+        if len(step.batches) > 1:
+            # Batches before the last leave gradients behind, whatever their size.
+            step.batches[0] = torch.zeros((1, min(16, options.block_size)), dtype=torch.long)
         if config.model_type == "hope":
             # Queries are padded to whole blocks.
             real.queries = options.block_size + -options.block_size % config.sparse_block_size
@@ -106,6 +110,13 @@ def simulate(config, launch: Launch, options: StepOptions) -> Simulation:
         split["buckets"] = sum(parameter.nbytes for parameter in step.model.parameters())
         split["activations"] -= split["buckets"]
     return Simulation(snapshot["Total"], {k: v for k, v in split.items() if v}, time.perf_counter() - start)
+
+
+class _Unread(WeakIdKeyDictionary):
+    """A tracker's statistics by module, unused here: it reads those of all modules after every operator."""
+
+    def values(self) -> tuple:
+        return ()
 
 
 class Step:
@@ -172,9 +183,10 @@ class Step:
         if isinstance(self.wrapped, FSDPModule):
             tracker = FSDPMemTracker(self.wrapped, self.optimizer)
             tracker.track_inputs(tuple(self.batches))
-            return tracker
-        tracker = MemTracker()
-        tracker.track_external(self.model, self.optimizer, *self.batches)
+        else:
+            tracker = MemTracker()
+            tracker.track_external(self.model, self.optimizer, *self.batches)
+        tracker.memory_tracking = _Unread()
         return tracker
 
     def run(self, between: Callable[[], None] = lambda: None):
@@ -251,7 +263,8 @@ class _AsIfReal(TorchDispatchMode):
             number, bins = args[0].numel(), args[2]
             with unset_fake_temporarily():
                 # The last bin counts queries without a block.
-                return torch.tensor([self.queries, *[0] * (bins - 2), number - self.queries])
+                first = min(self.queries, number)
+                return torch.tensor([first, *[0] * (bins - 2), number - first])
         if function is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else args[0].dtype is not torch.bool and 1
         return function(*args, **(kwargs or {}))
