@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 NORM_EPSILON = 1e-6
+LEAST_ERASED = 1e-7
 HIDDEN_NORM_FLOOR = 0.1
 
 
@@ -38,10 +39,10 @@ class DeltaMemory:
     def at_chunk_start(self, z):
         return matvec(self.chunk_start, z)
 
-    def step(self, k, v, eta, alpha, rate):
-        """`W = W' + rho eta (v - W' k) k^T` with `W' = W_0 + alpha (W - W_0)`. eta, alpha: [B, H]."""
+    def step(self, k, v, eta, alpha, rate, erased):
+        """`W = W' + rho eta (v - zeta W' k) k^T` with `W' = W_0 + alpha (W - W_0)`. eta, alpha, zeta: [B, H]."""
         decayed = self.initial + alpha[..., None, None] * (self.weight - self.initial)
-        self.weight = decayed + rate * eta[..., None, None] * outer(v - matvec(decayed, k), k)
+        self.weight = decayed + rate * eta[..., None, None] * outer(v - erased[..., None] * matvec(decayed, k), k)
 
     def close_chunk(self):
         self.chunk_start = self.weight
@@ -90,7 +91,7 @@ class PaperMemory:
             inner_error = inner_error * (norm / HIDDEN_NORM_FLOOR).clamp(max=1.0)
         return [(k, inner_error), (hidden, outer_error)]
 
-    def step(self, k, v, eta, alpha, rate):
+    def step(self, k, v, eta, alpha, rate, _):
         """Equation (88): W_t = W_{t-1} (alpha I - e u u^T) - w delta u^T, every layer. eta, alpha: [B, H]."""
         rule = self.rule
         layers = self.layer_inputs_and_errors(k, self.target(v))
@@ -173,6 +174,9 @@ def self_modifying_titans(mixer, hidden_states):
         b, a, *c = gates.gate_proj(n).view(batch_size, -1, heads).unbind(1)
         eta = config.memory_learning_rate_max * torch.sigmoid(b + gates.learning_rate_bias)
         alpha = torch.exp(-F.softplus(a + gates.dt_bias) * (1.0 if gates.A_log is None else gates.A_log.exp()))
+        erased = torch.ones_like(eta)
+        if gates.erase_bias is not None:
+            erased = LEAST_ERASED + (1 - LEAST_ERASED) * torch.sigmoid(c[1] + gates.erase_bias)
 
         if c:
             v = 2 * torch.sigmoid(c[0] + gates.value_bias)[..., None] * unit(v)
@@ -180,13 +184,13 @@ def self_modifying_titans(mixer, hidden_states):
         # (88) for every memory, and the read of (86) before or after it
         if exclusive:
             y = content(q)
-        content.step(k, v, eta, alpha, rate=1.0)
+        content.step(k, v, eta, alpha, 1.0, erased)
         if not exclusive:
             y = content(q)
         if mixer.value_share is not None:
             y = y + mixer.value_share.weight[:, None] * v
         for memory in makers.values():
-            memory.step(k, v, eta, alpha, rate=config.projection_memory_rate)
+            memory.step(k, v, eta, alpha, config.projection_memory_rate, erased)
 
         # (90)
         if (t + 1) % config.memory_chunk_size == 0:

@@ -144,6 +144,8 @@ VARIANTS = {
     "values_from_memories": {"memory_projections": ["v"]},
     "projection_memories_at_full_rate": {"memory_projections": ["k", "v"], "projection_memory_rate": 1.0},
     "no_value_gate": {"memory_value_gate": False},
+    "erase_gate": {"memory_erase_bias": [4.0, 4.0]},
+    "erase_gate_half_adds": {"memory_erase_bias": [-16.0, 16.0]},
     "no_retention": {"retention_bias": [16.0, 16.0]},
     "horizons_spread": {"retention_bias": [1.0, 8.0]},
     "longer_horizons_spread": {"retention_bias": [3.0, 8.0]},
@@ -226,6 +228,7 @@ def _model(name: str, size: Size, fitted: int) -> Model:
         "memory_rule": "delta",
         "memory_projections": [],
         "memory_value_gate": True,
+        "memory_erase_bias": None,
         "retention_bias": None,
         # At least four chunks in a block.
         "memory_chunk_size": min(64, size.block_size // 4),
@@ -300,7 +303,7 @@ def count_parameters(model_type: str, overrides: dict) -> int:
 NEWER = {
     ("hope", "sliding_window"): None, ("hope", "attention_sinks"): 4, ("hope", "hidden_act"): "silu",
     ("hope", "mlp_bias"): False, ("hope", "attention_out_bias"): None, ("hope", "use_qk_norm"): False,
-    ("hope", "level_learning"): None,
+    ("hope", "level_learning"): None, ("hope", "memory_erase_bias"): None,
 }  # fmt: skip
 
 

@@ -39,9 +39,9 @@ def frozen_memories(model: PreTrainedModel) -> Iterator[None]:
     """Inside, all memories of a HOPE stay at their learned initial state: the control for their writes."""
 
     def neither_write_nor_forget(gates, arguments, values):
-        rate, log_retention, value_norm = values
+        rate, log_retention, *others = values
         # A read includes a share of the token's own value, which stays unchanged.
-        return torch.zeros_like(rate), torch.zeros_like(log_retention), value_norm
+        return torch.zeros_like(rate), torch.zeros_like(log_retention), *others
 
     handles = [mixer.gates.register_forward_hook(neither_write_nor_forget) for mixer in memory_mixers(model).values()]
     try:

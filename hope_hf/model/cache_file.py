@@ -25,7 +25,7 @@ _IRRELEVANT = {
     "level_periods", "level_learning",
 }  # fmt: skip
 # Fields that are younger than format 3: left at their defaults, they are no part of a fingerprint.
-_ADDED = {"hidden_act", "mlp_bias", "attention_out_bias", "use_qk_norm"}
+_ADDED = {"hidden_act", "mlp_bias", "attention_out_bias", "use_qk_norm", "memory_erase_bias"}
 
 
 def write_cache(folder: Path, tensors: dict[str, torch.Tensor], model: str, learning: dict | None = None) -> None:

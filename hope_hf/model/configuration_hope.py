@@ -128,6 +128,12 @@ class HopeConfig(PreTrainedConfig):
             Initial bias of the learning-rate gate before the sigmoid, of the first and of the last head; the heads
             between are spaced evenly. With a largest rate of 1.99, `[0, 8]` ranges from replacing the old value at a
             key to flipping its sign, which formal languages need (`benchmarks/formal_languages.yaml`).
+        memory_erase_bias (`list[float]`, *optional*):
+            Of the delta rule: adds a gate of every head and token, the share of the learning rate that erases what is
+            stored at the key; all of it writes. Where the share is near 0 a memory adds, and can count. These are the
+            gate's biases before the sigmoid at initialisation, of the first and of the last head; the heads between
+            are spread evenly. With `[-8, 16]` the first heads hardly erase at the start, as counting needs. Needs
+            `memory_value_gate`, and no `memory_projections`.
         memory_value_gate (`bool`, *optional*, defaults to `True`):
             Delta rule only: whether a gate per head and token sets the norm of values, from 0 to 2. Without it values
             keep the norm that their projection and convolution give.
@@ -234,6 +240,7 @@ class HopeConfig(PreTrainedConfig):
     memory_learning_rate_max: float | int = 1.0
     memory_learning_rate_bias: list[float | int] | None = None
     memory_value_gate: bool = True
+    memory_erase_bias: list[float | int] | None = None
     retention_bias: list[float | int] | None = None
     paper_rule: dict | None = None
     conv_kernel_size: int = 4

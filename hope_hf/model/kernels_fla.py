@@ -118,7 +118,7 @@ def read_content(
     # axes [rows, tokens, heads, ...] with a head in every row
     streams = (part.unsqueeze(2) for part in (*operands, *gates))
     reads, after = _scan(*streams, current.unsqueeze(1), need_state, bounds, spans[-1].stop == 1)
-    reads = reads.reshape(queries.shape).to(queries.dtype) + memories.initial_read(queries, values)
+    reads = reads.reshape(queries.shape).to(queries.dtype) + memories.initial_read(queries, values, inputs.erased)
     if not need_state:
         return reads, None
     if bounds is not None:
@@ -149,7 +149,7 @@ def mix(
     # linear maps and gates
     made = [project(x) for project in (mixer.k_proj, mixer.v_proj, mixer.q_proj)]
     gate = mixer.g_proj(x).unflatten(-1, (heads, -1))
-    rate, log_retention, norm = mixer.gates(x)
+    rate, log_retention, norm, erased = mixer.gates(x)
     dtype = gate.dtype
     with torch.autocast(x.device.type, enabled=False):
         current, tails = None, (None,) * 3
@@ -180,7 +180,9 @@ def mix(
         # before the scan, so that the backward pass adds to its gradients, which lie as the norms read them
         targets, held = values + _per_head(keys, -initial), _per_head(queries, initial)
         reads, after = _scan(queries, keys, targets, log_retention, rate, current, need_state, bounds, shape[1] == 1)
-        reads = torch.addcmul(reads + held, values, mixer.value_share(dtype).unsqueeze(-1))
+        share = mixer.value_share(dtype).unsqueeze(-1)
+        share = share if erased is None else share * erased.to(dtype).unsqueeze(-1)
+        reads = torch.addcmul(reads + held, values, share)
         # norm, gate
         gated = mixer.o_norm(reads, lambda x, weight, eps: rms_norm_gated(x, gate, weight, None, eps=eps))
     output = mixer.o_proj(gated.flatten(2))

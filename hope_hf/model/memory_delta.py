@@ -8,6 +8,14 @@ Every token first decays the deviation, then writes its value at its unit key:
 
 A read is `q_t W_t + d v_t`, with a learned share d of the token's own value, as in Mamba-2 (arXiv 2405.21060).
 
+With an erase gate zeta a token writes eta v, and erases what is stored at its key at the rate eta zeta alone:
+
+    S_t  = S'_t + rho eta_t k_t^T (v_t - zeta_t k_t (W_0 + S'_t))
+
+That is the rule above with the rate `eta zeta` and the value `v / zeta`, which the gates give, and with the share
+`d zeta` in the read. At zeta = 0 a memory adds without erasing, so it counts. The gates of Gated DeltaNet-2 (arXiv
+2605.22791) are a vector each.
+
 With `rho = 1`, `W_0 = 0` and `d = 0` this is the gated DeltaNet (Yang et al., arXiv 2412.06464). HOPE adds memories
 under the same rule that project keys and values (equation 83 of arXiv 2512.24695). These begin at the identity,
 `W_0 = I`, after a linear map that is trained.
@@ -36,6 +44,7 @@ class TokenGates(NamedTuple):
     retention: torch.Tensor
     # as in `ScanInputs`
     value_norm: torch.Tensor | None
+    erased: torch.Tensor | None
 
 
 class DeltaMemories(NamedTuple):
@@ -70,6 +79,16 @@ class DeltaMemories(NamedTuple):
             raise ValueError(
                 "`memory_value_gate` is off and `memory_projections` holds 'v': a memory that is taught values of its "
                 "own making can grow without bound; leave one of them out"
+            )
+        if config.memory_erase_bias is not None and not config.memory_value_gate:
+            raise ValueError(
+                "`memory_erase_bias` is given and `memory_value_gate` is off: both gates make what is written; leave "
+                "`memory_value_gate` out"
+            )
+        if config.memory_erase_bias is not None and config.memory_projections:
+            raise ValueError(
+                "`memory_erase_bias` is given and `memory_projections` is not empty: a memory that projects keys or "
+                "values and does not erase grows without bound; leave one of them out"
             )
         if config.paper_rule is not None:
             raise ValueError(
@@ -125,7 +144,7 @@ class DeltaMemories(NamedTuple):
 
             (I + rho L) A = K W_0 + e^T K S - V,     L_ti = e^(T_t - T_i) eta_i (k_t . k_i) for i < t
         """
-        (state,), (keys, values, queries, rate, log_retention) = state.current, tokens
+        (state,), (keys, values, queries, rate, log_retention, erased) = state.current, tokens
         width = keys.shape[-1]
         total = log_retention.cumsum(-1)
         decay_from_start = total.exp().unsqueeze(-1)
@@ -142,14 +161,17 @@ class DeltaMemories(NamedTuple):
             torch.linalg.solve_triangular(factor * lower, part, upper=False, unitriangular=True) * factor
             for factor, part in zip(self.rate_factors, right.split(width, dim=-1), strict=True)
         ]
-        reads = self.initial_read(queries, values) + decay_from_start * (queries @ state[..., -width:])
+        reads = self.initial_read(queries, values, erased) + decay_from_start * (queries @ state[..., -width:])
         reads = reads - (queries @ keys.mT * decay) @ errors[-1]
         written = (rate * (total[:, -1:] - total).exp()).unsqueeze(-1) * keys
         return reads, (decay_from_start[:, -1:] * state - written.mT @ torch.cat(errors, dim=-1),)
 
-    def initial_read(self, queries: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """`q W_0 + d v`."""
-        return queries @ self.initial + self.value_share * values
+    def initial_read(
+        self, queries: torch.Tensor, values: torch.Tensor, erased: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`q W_0 + d zeta v`."""
+        share = self.value_share if erased is None else self.value_share * erased.unsqueeze(-1)
+        return queries @ self.initial + share * values
 
     def recall(self, state: tuple[torch.Tensor], keys: torch.Tensor) -> torch.Tensor:
         """`k W` of the content memory."""
@@ -214,5 +236,6 @@ def step_token(
         errors[..., index * width : (index + 1) * width].sub_(key).mul_(factor)
     current = decayed.addcmul_(key.mT, errors.mul_(gates.rate))
     written = current if not memories.projected else current[..., -width:]
-    reads = torch.baddbmm(initial_reads[:, 2:], query, written).addcmul_(memories.value_share, value)
+    share = memories.value_share if gates.erased is None else memories.value_share * gates.erased
+    reads = torch.baddbmm(initial_reads[:, 2:], query, written).addcmul_(share, value)
     return reads, close_span(state, span, (current,), tail_after(padded, tail, span))

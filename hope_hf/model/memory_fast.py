@@ -213,6 +213,8 @@ def _forward_span(
         right = torch.cat([others.add_((keys - values).unsqueeze(2)).flatten(2), right], dim=-1)
     errors = _solve(solved, right, shape)
     read = torch.baddbmm(read, attention, errors[..., shape.content])
+    if inputs.erased is not None:
+        values = values * inputs.erased[:, cut, None]
     torch.addcmul(read, weights.value_share, values, out=reads)
     saved = _Saved(current, chunk_start, tail, mixed, scales, attention, solved, errors)
 
@@ -299,7 +301,10 @@ def _backward_span(
     grad_all.baddbmm_(grad_found, initial.mT)
     grad_keys.addcmul_(rate, grad_written, value=-1)
     grad_weights.initial.baddbmm_(flat.mT, grad_found)
-    grad_values = (weights.value_share * grad_reads).sub_(grad_right[..., shape.content])
+    grad_values = weights.value_share * grad_reads
+    if inputs.erased is not None:
+        grad_values.mul_(inputs.erased[:, cut, None])
+    grad_values.sub_(grad_right[..., shape.content])
     if shape.projected:
         grad_current[..., shape.content] += torch.bmm(flat.mT, decayed)
         grad_current[..., shape.others] += torch.bmm(keys.mT, decayed_others)
@@ -318,6 +323,9 @@ def _backward_span(
         grad_inputs.value_norm[:, cut] = along
         grad_values.mul_(norm.unsqueeze(-1))
         along = (along * norm).unsqueeze(-1)
+    if inputs.erased is not None:
+        grad_inputs.erased[:, cut] = weights.value_share.squeeze(-1) * share
+        share.mul_(inputs.erased[:, cut])
     grad_weights.value_share.add_(share.sum(-1)[:, None, None])
     if shape.projected and grad_start is None:
         # memories that project are read at the chunk's start
@@ -405,7 +413,9 @@ class _Scan(torch.autograd.Function):
 
 
 def _group(tensors) -> tuple[ScanInputs, _Weights, _State]:
-    return ScanInputs(*tensors[:6]), _Weights(*tensors[6:9]), _State(*tensors[9:])
+    inputs, weights = len(ScanInputs._fields), len(_Weights._fields)
+    rest = tensors[inputs:]
+    return ScanInputs(*tensors[:inputs]), _Weights(*rest[:weights]), _State(*rest[weights:])
 
 
 def scan_fused(

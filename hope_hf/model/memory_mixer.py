@@ -51,6 +51,8 @@ register_scan(RULES, FAST_SCANS)
 # ranges from which softplus(dt_bias) and exp(A_log) are drawn
 _TIME_STEPS = (0.001, 0.1)
 _DECAY_RATES = (0.01, 16.0)
+# The smallest zeta: rates are multiplied by it, and values divided. n steps up and n down miss 0 by n^2 times it.
+LEAST_ERASED = 1e-7
 # A write with rate eta multiplies the value stored at its key by 1 - eta: at 2 the state would grow with the text.
 _LARGEST_RATE = 1.99
 
@@ -91,10 +93,11 @@ class MemoryGates(nn.Module):
     eta = eta_max sigmoid(b + learning_rate_bias),     log alpha = -exp(A_log) softplus(a + dt_bias)
 
     With `memory_value_gate` a third gate gives each value its norm, 2 sigmoid(c + value_bias); in the gated DeltaNet
-    values keep the norm of their projection.
+    values keep the norm of their projection. With `memory_erase_bias` a fourth is the share of eta that erases, zeta =
+    sigmoid(z + erase_bias).
     """
 
-    _no_weight_decay = {"learning_rate_bias", "A_log", "dt_bias", "value_bias"}
+    _no_weight_decay = {"learning_rate_bias", "A_log", "dt_bias", "value_bias", "erase_bias"}
     has_initial_values = True
 
     def __init__(self, config: PreTrainedConfig):
@@ -102,28 +105,34 @@ class MemoryGates(nn.Module):
         self.config = config
         heads, rule = config.num_memory_heads, RULES[config.memory_rule]
         has_value_gate = rule.has_value_gate and config.memory_value_gate
-        self.gate_proj = nn.Linear(config.hidden_size, (3 if has_value_gate else 2) * heads, bias=False)
+        has_erase_gate = rule.has_value_gate and config.memory_erase_bias is not None
+        self.gate_proj = nn.Linear(config.hidden_size, (2 + has_value_gate + has_erase_gate) * heads, bias=False)
         self.learning_rate_bias = nn.Parameter(torch.empty(heads))
         # without it alpha = sigmoid(-a - dt_bias)
         self.A_log = nn.Parameter(torch.empty(heads)) if rule.has_decay_rate else None
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self.value_bias = nn.Parameter(torch.empty(heads)) if has_value_gate else None
+        self.erase_bias = nn.Parameter(torch.empty(heads)) if has_erase_gate else None
 
-    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """eta, log alpha, and the norm of values or `None`: [B, T, H] each, float32 or float64.
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The rate that erases, log alpha, the norm of values, and zeta: [B, T, H] each, float32 or float64.
 
-        `hidden_states` is [B, T, hidden_size].
+        `None` for gates that the layer has not. `hidden_states` is [B, T, hidden_size]. With zeta the rate is eta
+        zeta, and the norm is over zeta (`memory_delta`).
         """
         logits = self.gate_proj(hidden_states)
         dtype = torch.promote_types(logits.dtype, torch.float32)
         with torch.autocast(hidden_states.device.type, enabled=False):
-            rate, step, *value = logits.to(dtype).split(len(self.dt_bias), dim=-1)
+            rate, step, *more = logits.to(dtype).split(len(self.dt_bias), dim=-1)
             rate = float(self.config.memory_learning_rate_max) * (rate + self.learning_rate_bias.to(dtype)).sigmoid()
             log_retention = -F.softplus(step + self.dt_bias.to(dtype))
             if self.A_log is not None:
                 log_retention = self.A_log.to(dtype).exp() * log_retention
-            norm = 2 * (value[0] + self.value_bias.to(dtype)).sigmoid() if value else None
-        return rate, log_retention, norm
+            norm = None if self.value_bias is None else 2 * (more[0] + self.value_bias.to(dtype)).sigmoid()
+            if self.erase_bias is None:
+                return rate, log_retention, norm, None
+            erased = LEAST_ERASED + (1 - LEAST_ERASED) * (more[1] + self.erase_bias.to(dtype)).sigmoid()
+        return rate * erased, log_retention, norm / erased, erased
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -141,6 +150,8 @@ class MemoryGates(nn.Module):
                 init.zeros_(self.A_log)
         if self.value_bias is not None:
             init.zeros_(self.value_bias)
+        if self.erase_bias is not None:
+            init.copy_(self.erase_bias, torch.linspace(*config.memory_erase_bias, heads))
 
 
 class SelfModifyingTitans(Mixer, nn.Module):
@@ -316,6 +327,9 @@ class SelfModifyingTitans(Mixer, nn.Module):
         for span in plan.spans:
             keys, values, queries, _ = make_qkv(inputs, memories, state, span)
             values = written_values(inputs, values, span)
+            if inputs.erased is not None:
+                # over zeta for the scan
+                values = values * inputs.erased[:, span.start : span.stop, None]
             reads, after = scan_span(inputs, memories, state, span)
             yield memories, keys, values, queries, reads, state, after
             state = after
@@ -326,7 +340,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
 
         | name | meaning |
         |---|---|
-        | learning_rate_mean, retention_mean | eta and alpha of equation (88) |
+        | learning_rate_mean, retention_mean | eta (that erases: times zeta) and alpha of equation (88) |
         | surprise_before, surprise_after | norm of M(k) - target at the chunk's first and last weights |
         | state_norm_ratio | norm of the content memory's change over the norm of the identity |
         | key_norm, value_norm, target_norm | norms of keys before normalisation, of values and targets as written |
@@ -356,8 +370,8 @@ class SelfModifyingTitans(Mixer, nn.Module):
 
     @torch.no_grad()
     def gate_values(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Learning rate and retention, eta and alpha of equation (88), of every token and head, both [B, T, H]."""
-        rate, log_retention, _ = self.gates(hidden_states)
+        """eta (that erases: times zeta) and alpha of equation (88) of every token and head, both [B, T, H]."""
+        rate, log_retention, *_ = self.gates(hidden_states)
         return rate, log_retention.exp()
 
     @classmethod
@@ -373,7 +387,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
             raise ValueError(
                 f"`memory_projections` is {config.memory_projections}: choose among [], ['k'], ['v'] and ['k', 'v']"
             )
-        for name in ("memory_learning_rate_bias", "retention_bias"):
+        for name in ("memory_learning_rate_bias", "memory_erase_bias", "retention_bias"):
             pair = getattr(config, name)
             if pair is not None and len(pair) != 2:
                 raise ValueError(f"`{name}` must be two numbers, of the first and of the last head, got {pair}")

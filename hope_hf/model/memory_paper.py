@@ -101,6 +101,8 @@ class PaperMemories(NamedTuple):
             raise ValueError(f"`inner_rate` of `paper_rule` must be at least 0, got {rule.inner_rate}")
         if rule.error_clip is not None and not rule.error_clip > 0:
             raise ValueError(f"`error_clip` of `paper_rule` must be positive or None, got {rule.error_clip}")
+        if config.memory_erase_bias is not None:
+            raise ValueError("`memory_erase_bias` is given and `memory_rule` is 'paper': leave one of them out")
         if config.memory_learning_rate_max > 1 and rule.error_clip is None:
             raise ValueError(
                 f"`memory_learning_rate_max` above 1 ({config.memory_learning_rate_max}) diverges without "
@@ -163,7 +165,7 @@ class PaperMemories(NamedTuple):
     def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[torch.Tensor, Weights]:
         """Reads `M_t(q_t)` of the content memory [b, C, D], and the state after the span."""
         rule = self.rule
-        keys, values, query, rate, log_retention = (part.unsqueeze(1) for part in tokens)
+        keys, values, query, rate, log_retention = (part.unsqueeze(1) for part in tokens[:5])
         base = (None,) * rule.depth if rule.decay_to == "zero" else self.initial
         writes = linearise(self.weights(state.chunk_start), keys, values, rule)
         gates = SpanGates(self.rate_factors[:, None] * rate, log_retention, rule.read_mode)
@@ -172,7 +174,9 @@ class PaperMemories(NamedTuple):
         reads = (query + layers[-1].read(hidden)).squeeze(1)
         return reads, tuple(layer.end() for layer in layers)
 
-    def initial_read(self, queries: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def initial_read(
+        self, queries: torch.Tensor, values: torch.Tensor, erased: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """`M(q)` of the content memory with its initial weights."""
         return self.recall(self.fresh(), queries)
 

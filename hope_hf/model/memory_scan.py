@@ -37,6 +37,8 @@ class ScanInputs(NamedTuple):
     log_retention: torch.Tensor
     # norm of each token's value [b, S], or None if values keep their own norm
     value_norm: torch.Tensor | None = None
+    # zeta, which takes the value in the token's own read back to its size [b, S]; None for 1
+    erased: torch.Tensor | None = None
 
     def split(self, sizes: list[int]) -> list["ScanInputs"]:
         """The inputs of successive groups of `sizes` slots."""
@@ -69,6 +71,8 @@ class Tokens(NamedTuple):
     # eta and log alpha [b, C]
     rate: torch.Tensor
     log_retention: torch.Tensor
+    # zeta [b, C], or None for 1
+    erased: torch.Tensor | None = None
 
 
 class Memories(Protocol):
@@ -86,7 +90,7 @@ class Memories(Protocol):
     # whether heads learn a decay rate (`A_log`), and a share of the token's own value in its read
     has_decay_rate: ClassVar[bool]
     has_value_share: ClassVar[bool]
-    # whether `HopeConfig.memory_value_gate` applies
+    # whether `HopeConfig.memory_value_gate` and `memory_erase_bias` apply
     has_value_gate: ClassVar[bool]
     # whether errors are taken at the weights of the chunk's start
     errors_at_chunk_start: ClassVar[bool]
@@ -151,7 +155,9 @@ class Memories(Protocol):
     def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Reads [b, C, D] of the content memory, each including its token's own write, and the weights afterwards."""
 
-    def initial_read(self, queries: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def initial_read(
+        self, queries: torch.Tensor, values: torch.Tensor, erased: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The reads [b, C, D] of a content memory without writes."""
 
     def recall(self, state: tuple[torch.Tensor, ...], keys: torch.Tensor) -> torch.Tensor:
@@ -211,6 +217,12 @@ def written_values(inputs: ScanInputs, values: torch.Tensor, span: ChunkSpan) ->
     return unit(values) * inputs.value_norm[:, span.start : span.stop, None]
 
 
+def span_gates(inputs: ScanInputs, span: ChunkSpan) -> list[torch.Tensor | None]:
+    """eta, log alpha and zeta of a span [b, C]."""
+    gates = inputs.rate, inputs.log_retention, inputs.erased
+    return [None if gate is None else gate[:, span.start : span.stop] for gate in gates]
+
+
 def restart(memories: Memories, state: ScanState, span: ChunkSpan) -> ScanState:
     """The state before a span, with fresh weights in rows in which a document begins."""
     fresh = memories.fresh()
@@ -235,8 +247,7 @@ def scan_span(
     if span.keeps is not None:
         state = restart(memories, state, span)
     keys, values, queries, tail = make_qkv(inputs, memories, state, span)
-    gates = (gate[:, span.start : span.stop] for gate in (inputs.rate, inputs.log_retention))
-    tokens = Tokens(unit(keys), written_values(inputs, values, span), unit(queries), *gates)
+    tokens = Tokens(unit(keys), written_values(inputs, values, span), unit(queries), *span_gates(inputs, span))
     reads, current = memories.write_and_read(state, tokens)
     return reads, close_span(state, span, current, tail)
 

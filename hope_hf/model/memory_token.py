@@ -25,7 +25,7 @@ from .continuum import ContinuumLevel, ContinuumMemory
 from .kernels_fla import mix
 from .layers import HopeRMSNorm, LearnedFactors, ShortConvolution, is_one_token
 from .memory_delta import DeltaMemories, TokenGates, over_norm, step_token
-from .memory_mixer import InitialMemory, MemoryGates, SelfModifyingTitans
+from .memory_mixer import LEAST_ERASED, InitialMemory, MemoryGates, SelfModifyingTitans
 from .memory_scan import NORM_EPSILON, ScanState, scan_plain
 
 _VERSION = attrgetter("_version")
@@ -87,11 +87,12 @@ class _Memory(NamedTuple):
     maps: tuple[Callable, ...]
     residual: Callable
     memories: DeltaMemories
-    # eta and the norm of values are `scale sigmoid(sign logits + bias)`, alpha is that to the power of `power`, since
-    # exp(-softplus(x)) = sigmoid(-x); for the gates of all heads side by side, `power` [H, 1, 1]
+    # eta, the norm of values and zeta are `scale sigmoid(sign logits + bias) + lowest`, alpha is that to the power of
+    # `power`, since exp(-softplus(x)) = sigmoid(-x); for the gates of all heads side by side, `power` [H, 1, 1]
     sign: torch.Tensor
     bias: torch.Tensor
     scale: torch.Tensor
+    lowest: torch.Tensor
     power: torch.Tensor
     # square root of `NORM_EPSILON`
     least: torch.Tensor
@@ -114,10 +115,13 @@ class _Memory(NamedTuple):
         taps = taps.permute(1, 3, 0, 2).reshape(heads, -1, 3 * width).transpose(0, 1).unsqueeze(2)
         share = mixer.value_share(dtype).view(heads, 1, 1)
         one, most = initial.new_ones(heads), float(mixer.config.memory_learning_rate_max)
-        rows = [(gates.learning_rate_bias, one, most * one), (gates.dt_bias, -one, one)]
+        rows = [(gates.learning_rate_bias, one, most * one, 0 * one), (gates.dt_bias, -one, one, 0 * one)]
         if gates.value_bias is not None:
-            rows.append((gates.value_bias, one, 2 * one))
-        bias, sign, scale = (torch.cat([part.to(dtype) for part in parts]) for parts in zip(*rows, strict=True))
+            rows.append((gates.value_bias, one, 2 * one, 0 * one))
+        if gates.erase_bias is not None:
+            rows.append((gates.erase_bias, one, (1 - LEAST_ERASED) * one, LEAST_ERASED * one))
+        rows = zip(*rows, strict=True)
+        bias, sign, scale, lowest = (torch.cat([part.to(dtype) for part in parts]) for parts in rows)
         return cls(
             (_norm_of(norm, low), _norm_of(mixer.o_norm, dtype)),
             tuple(map(_map_of, (gates.gate_proj, mixer.k_proj, mixer.v_proj, mixer.q_proj, mixer.g_proj))),
@@ -126,6 +130,7 @@ class _Memory(NamedTuple):
             sign,
             sign * bias,
             scale,
+            lowest,
             gates.A_log.to(dtype).exp().view(heads, 1, 1),
             initial.new_tensor(NORM_EPSILON**0.5),
         )
@@ -155,15 +160,19 @@ class _Memory(NamedTuple):
         shape = batch, 1, width // 3
         raw = torch.cat([stream.reshape(shape) for stream in streams], dim=-1)
         raw = raw if raw.dtype == dtype else raw.to(dtype)
-        sigmoids = torch.addcmul(self.bias, logits.to(dtype), self.sign).sigmoid_().mul_(self.scale)
+        sigmoids = torch.addcmul(self.bias, logits.to(dtype), self.sign).sigmoid_()
+        sigmoids = torch.addcmul(self.lowest, sigmoids, self.scale)
         if rows > 1:
             sigmoids = sigmoids.view(rows, -1, heads).transpose(0, 1)
-        rate, retention, *norm = sigmoids.reshape(-1, batch, 1, 1).unbind(0)
+        rate, retention, *more = sigmoids.reshape(-1, batch, 1, 1).unbind(0)
         retention = retention.pow(made.power)
+        norm, erased = (*more, None, None)[:2]
+        if erased is not None:
+            rate, norm = rate * erased, norm / erased
         if plan.valid is not None:
             valid = plan.valid.expand(rows, heads).reshape(batch, 1, 1)
             rate, retention = torch.where(valid, rate, 0.0), torch.where(valid, retention, 1.0)
-        gates = TokenGates(rate, retention, norm[0] if norm else None)
+        gates = TokenGates(rate, retention, norm, erased)
         chunk_start = tuple(part.flatten(0, 1) for part in chunk_start)
         state = ScanState((current.flatten(0, 1),), chunk_start, tail.flatten(0, 1))
         reads, after = step_token(raw, gates, made.memories, state, plan.spans[0], self.least)

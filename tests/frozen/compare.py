@@ -42,6 +42,7 @@ CASES = {
     "delta, k": dict(memory_projections=["k"]),
     "delta, v": dict(memory_projections=["v"]),
     "delta, no value gate": dict(memory_value_gate=False),
+    "delta, erase gate": dict(memory_erase_bias=[-6.0, 3.0]),
     "delta, rate 1.99": dict(memory_learning_rate_max=1.99, memory_learning_rate_bias=[0.0, 8.0]),
     "delta, retention": dict(retention_bias=[1.0, 8.0]),
     "delta, nothing recomputed": dict(recompute_chunks=0),

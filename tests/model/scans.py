@@ -43,7 +43,7 @@ def ragged_pieces(chunk, last=2):
     return plan(chunk, 3, length, past=past, padding_mask=mask, position_ids=positions).spans
 
 
-def problem(spans, made="kv", factors=None, forgetting=0.3, fresh=False, width=WIDTH, rows=3 * HEADS):
+def problem(spans, made="kv", factors=None, forgetting=0.3, fresh=False, width=WIDTH, rows=3 * HEADS, erases=True):
     """Random inputs, memories and state of a scan; all tensors are leaves that want a gradient."""
     torch.manual_seed(0)
     slots = spans[-1].stop
@@ -52,7 +52,8 @@ def problem(spans, made="kv", factors=None, forgetting=0.3, fresh=False, width=W
     gates = torch.rand(3, rows, slots, dtype=torch.float64)
     # of the four kinds of projections, two have values of the norm that their stream gives
     value_norm = 2 * gates[2] if len(made) % 2 else None
-    inputs = ScanInputs(*streams, gates[0].clone(), -forgetting * gates[1], value_norm)
+    erased = None if erases else torch.rand(rows, slots, dtype=torch.float64)
+    inputs = ScanInputs(*streams, gates[0].clone(), -forgetting * gates[1], value_norm, erased)
     initial = normal(rows, width, width, scale=0.3)
     weights = normal(TAPS, rows, 1, 3 * width, scale=0.5), tuple(made), initial, normal(rows, 1, 1), factors
     memories = DeltaMemories(*weights)

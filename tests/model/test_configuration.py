@@ -93,6 +93,7 @@ REFUSED = {
     "projection_memory_rate": [-0.1],
     "memory_learning_rate_max": [-0.1, 2, float("nan")],
     "memory_learning_rate_bias": [[], [1.0], [0.0, 1.0, 2.0], 1.0],
+    "memory_erase_bias": [[], [1.0], 1.0],
     "retention_bias": [[1.0], ["1", "8"]],
     "memory_projections": [["q"], ["v", "k"], ["k", "k"], "kv", True],
     "memory_rule": ["gated", None],
@@ -132,6 +133,19 @@ def sentence_of(**options):
 def test_a_bad_value_is_refused_in_a_sentence_with_the_name_of_its_field(field, value):
     sentence = sentence_of(**{field: value})
     assert field in sentence and "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    "options, other",
+    [
+        ({"memory_value_gate": False}, "memory_value_gate"),
+        ({"memory_projections": ["k"]}, "memory_projections"),
+        ({"memory_rule": "paper"}, "memory_rule"),
+    ],
+)
+def test_a_gate_of_what_is_erased_names_what_it_does_not_go_with(options, other):
+    sentence = sentence_of(memory_erase_bias=[0.0, 0.0], **options)
+    assert "memory_erase_bias" in sentence and other in sentence and "\n" not in sentence
 
 
 @pytest.mark.parametrize(("field", "value"), refusals(REFUSED_OF_ATTENTION))
@@ -237,6 +251,7 @@ def test_a_preset_takes_overrides_and_stays_as_it_is():
         dict(memory_rule="paper", paper_rule=dict(HopeConfig(memory_rule="paper").paper_rule, error_clip=None)),
         dict(memory_learning_rate_bias=[-1.0, 2], retention_bias=[0, 3.5], memory_projections=["v"]),
         dict(layer_types=["full_attention"], rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+        dict(memory_erase_bias=[-16, 8.5]),
         dict(eos_token_id=[3, 4], pad_token_id=0, tie_word_embeddings=True, memory_learning_rate_max=0),
     ],
     ids=str,

@@ -118,6 +118,12 @@ def test_values_that_keep_their_norm():
     assert_fla_equals_plain(random_mixer(memory_value_gate=False), hidden_states, (), options, False)
 
 
+def test_a_gate_of_what_is_erased():
+    hidden_states, options = ragged_rows()
+    mixer = random_mixer(memory_erase_bias=[-3, 3])
+    assert_fla_equals_plain(mixer, hidden_states, random_state(4), options, True)
+
+
 def test_packed_documents():
     hidden_states, _ = plain_rows(21)
     positions = torch.cat([torch.arange(size) for size in (5, 9, 7, 21)]).view(2, 21)

@@ -12,7 +12,9 @@ from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextCon
 from hope_hf import HopeConfig, HopeForCausalLM
 from hope_hf.model.chunks import plan_chunks
 from hope_hf.model.memory_delta import DeltaMemories
-from hope_hf.model.memory_scan import ScanState, Tokens
+from hope_hf.model.memory_fast import scan_fused
+from hope_hf.model.memory_mixer import LEAST_ERASED
+from hope_hf.model.memory_scan import ScanInputs, ScanState, Tokens, fresh_state, scan_plain, unit
 
 WIDTH = 8
 
@@ -158,6 +160,27 @@ def build_pair():
     ).double()  # fmt: skip
     theirs.load_state_dict(in_the_order_of_qwen(mixer.state_dict()))
     return mixer, theirs
+
+
+@pytest.mark.parametrize("run", [scan_plain, scan_fused], ids=["plain", "fused"])
+@pytest.mark.parametrize("erased", [LEAST_ERASED, 1.0])
+def test_a_memory_that_does_not_erase_counts(run, erased):
+    """200 writes of a value, then 200 of its opposite at the same key, in float32; one that erases holds the last."""
+    length, width = 400, 8
+    key, value = torch.randn(2, 1, 1, width, generator=torch.Generator().manual_seed(0)).abs() + 0.1
+    signs = torch.ones(1, length)
+    # SiLU leaves no opposites, so the norm has the sign
+    signs[:, 200:] = -1
+    streams = [part.expand(1, length, width) for part in (key, value, key)]
+    gates = erased * torch.ones(1, length), torch.zeros(1, length), signs / erased, erased * torch.ones(1, length)
+    initial = torch.zeros(1, width, width), torch.zeros(1, 1, 1)
+    memories = DeltaMemories(torch.ones(1, 1, 1, 3 * width), (), *initial, (1.0,))
+    spans = plan_chunks(HopeConfig(memory_chunk_size=64), (1, length), torch.device("cpu")).spans
+    reads, _ = run(ScanInputs(*streams, *gates), memories, fresh_state(memories), spans)
+    counts = reads[0] @ unit(F.silu(value[0, 0]))
+    expected = torch.arange(1, 201.0) if erased < 1 else torch.ones(200)
+    assert (counts[:200] - expected).abs().max() < 0.02
+    assert abs(counts[-1] - (0 if erased < 1 else -1)) < 0.02
 
 
 class WideTorch:

@@ -13,6 +13,7 @@ DELTA = {
     "static-k": dict(memory_projections=["v"]),
     "static-v": dict(memory_projections=["k"]),
     "static": dict(memory_projections=[]),
+    "erase-gate": dict(memory_projections=[], memory_erase_bias=[-3.0, 3.0]),
     "equal-rates": dict(projection_memory_rate=1.0),
     "frozen-projections": dict(projection_memory_rate=0.0),
 }

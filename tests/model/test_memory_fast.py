@@ -57,6 +57,11 @@ def test_memories_of_equal_of_no_and_of_three_rates(factors):
     assert_fused_equals_plain(*problem(ragged_pieces(16), factors=factors))
 
 
+@pytest.mark.parametrize("cut", [plain_pieces, ragged_pieces])
+def test_gates_of_what_is_erased(cut):
+    assert_fused_equals_plain(*problem(cut(16), "", erases=False))
+
+
 def test_a_head_that_forgets_within_a_token_overflows_nowhere():
     assert_fused_equals_plain(*problem(ragged_pieces(64), forgetting=60.0))
 

@@ -73,6 +73,7 @@ def assert_equal(found, expected):
         {},
         {"num_memory_heads": 1, "conv_kernel_size": 1},
         {"head_dim": 16, "num_memory_heads": 2, "conv_kernel_size": 3, "memory_value_gate": False},
+        {"memory_erase_bias": [-6, 3]},
         {"memory_projections": ["k"], "projection_memory_rate": 0.5},
         {"memory_projections": ["v"], "conv_kernel_size": 2},
         {"memory_projections": ["k", "v"], "num_memory_heads": 5},
