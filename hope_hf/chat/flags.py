@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from hope_hf.cli.flags import LONGEST, SEED, THREADS, Checked, check_output, flag
+from hope_hf.cli.flags import DEVICE, LONGEST, SEED, THREADS, Checked, check_output, flag
 from hope_hf.cli.parser import Parser, named_flags
 
 EXAMPLE = "hope-hf chat converted --learn --file book.txt --memory memories/book"
@@ -82,6 +82,7 @@ class MachineArguments:
     _argument_group_name = "machine"
 
     tokenizer_name: str | None = flag(None, "Tokenizer, if not the model's own (folder or Hub name).")
+    device: str | None = flag(None, DEVICE)
     dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "Of the weights; auto: as they were saved.")
     cpu_threads: int | None = flag(None, "Threads (default: OMP_NUM_THREADS, or free cores).", **THREADS)
 

@@ -8,7 +8,7 @@ import transformers
 
 from hope_hf.cli.flags import ModelArguments
 from hope_hf.cli.models import is_hope, load_config
-from hope_hf.cli.process import complain, default_device, set_up_cpu
+from hope_hf.cli.process import choose_device, complain, set_up_cpu
 from hope_hf.cli.program import program
 from hope_hf.cli.weights import load_model
 from hope_hf.data import check_vocabulary, load_tokenizer
@@ -62,6 +62,7 @@ def begin(args: Arguments | GenerateArguments) -> Conversation:
             f'--learn needs fields of learning, which {named} has not: write "level_learning": {{}} into its '
             "config.json for the defaults."
         )
+    device = choose_device(args.device)
     set_up_cpu(args.cpu_threads)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
@@ -71,7 +72,7 @@ def begin(args: Arguments | GenerateArguments) -> Conversation:
     check_vocabulary(tokenizer, config.vocab_size)
     dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
     model = load_model(args.model, config, named, dtype=dtype)
-    model = model.to(default_device()).eval()
+    model = model.to(device).eval()
     cache, place = load(args.memory, model)
     torch.manual_seed(args.seed)
     return Conversation(

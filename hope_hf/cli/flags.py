@@ -19,7 +19,8 @@ LONGEST = 2**24
 # Ten times the largest in use; the trainer of tokenizers reserves memory for all entries at once.
 LARGEST_VOCABULARY = 10_000_000
 
-# Bounds that several flags share.
+# The help of a flag that several programs have, and bounds that several flags share.
+DEVICE = "cpu, cuda, cuda:1, ... (default: the accelerator, if there is one)."
 COUNT = {"least": 1}
 OR_NONE = {"least": 0}
 THREADS = {"least": 1, "most": 1024}

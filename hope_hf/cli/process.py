@@ -35,9 +35,22 @@ def set_up_cpu(threads: int | None):
     torch.set_flush_denormal(True)
 
 
-def default_device() -> torch.device:
-    """The accelerator that answers, else the CPU: a build for CUDA names CUDA on a machine without a driver, too."""
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+def choose_device(name: str | None) -> torch.device:
+    """`--device`, or the accelerator, or the CPU. Raises ValueError for a device that does not exist."""
+    # A build for CUDA names CUDA on a machine without a driver, too.
+    default = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if name is None:
+        return default
+    kinds = dict.fromkeys(("cpu", default.type))
+    try:
+        # On `meta` and some other devices nothing can be computed.
+        if torch.device(name).type not in kinds:
+            raise ValueError(f"--device {name} cannot be used: this machine has {' and '.join(kinds)}.")
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--device {name} cannot be used, try --device cpu: {reason}") from None
+    return torch.device(name)
 
 
 def default_threads() -> int:

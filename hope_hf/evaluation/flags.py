@@ -10,6 +10,7 @@ from typing import Literal
 
 from hope_hf.cli.flags import (
     COUNT,
+    DEVICE,
     LONGEST,
     ROWS,
     SEED,
@@ -141,7 +142,7 @@ class RunArguments:
     )
     offline: bool = flag(False, "Do not contact the Hub: models, tokenizers and data are local or in its cache.")
     dtype: Literal["float32", "bfloat16", "float64"] = flag("float32", "Dtype of the weights.")
-    device: str | None = flag(None, "cpu, cuda, cuda:1, ... (default: the accelerator, if there is one).")
+    device: str | None = flag(None, DEVICE)
     seed: int = flag(42, "Seed of samples, and of models that are trained.", **SEED)
     cpu_threads: int | None = flag(None, "Threads (default: OMP_NUM_THREADS, or all cores).", **THREADS)
 

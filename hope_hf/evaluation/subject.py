@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hope_hf.cli.models import build_model, is_hope, load_config
-from hope_hf.cli.process import default_device
+from hope_hf.cli.process import choose_device
 from hope_hf.data import check_vocabulary, document_start, load_tokenizer
 
 from .flags import Arguments
@@ -74,22 +74,6 @@ class Subject:
     def start(self) -> int:
         """The token at the start of every document."""
         return document_start(self.tokenizer)
-
-
-def choose_device(name: str | None) -> torch.device:
-    """`--device`, or the accelerator, or the CPU. Raises ValueError for a device that does not exist."""
-    if name is None:
-        return default_device()
-    kinds = dict.fromkeys(("cpu", default_device().type))
-    try:
-        # On `meta` and some other devices nothing can be computed.
-        if torch.device(name).type not in kinds:
-            raise ValueError(f"--device {name} cannot be used: this machine has {' and '.join(kinds)}.")
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"--device {name} cannot be used, try --device cpu: {reason}") from None
-    return torch.device(name)
 
 
 def load_subject(args: Arguments) -> Subject:

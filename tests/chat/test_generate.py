@@ -111,3 +111,8 @@ def test_models_of_other_programs_talk_and_remember(by, made, complete, chat, tm
     answers = [line for line in out.splitlines() if line.startswith("w")]
     assert status == 0 and len(answers) == 2 and answers[0] == answers[1], errors
     assert "Back at 7 tokens" in errors and "Saved" in errors
+
+
+def test_a_device_that_is_not_there_is_named_before_the_model_is_loaded(complete):
+    status, out, errors = complete("--prompt", "w10", "--device", "meta")
+    assert (status, out) == (2, "") and errors.startswith("error: --device meta cannot be used: this machine has cpu")

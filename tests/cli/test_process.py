@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from hope_hf.cli import process
-from hope_hf.cli.process import print_anything
-from hope_hf.evaluation.subject import choose_device
+from hope_hf.cli.process import choose_device, print_anything
 
 
 def test_any_text_can_be_printed(monkeypatch):
@@ -23,7 +22,7 @@ def test_any_text_can_be_printed(monkeypatch):
 def test_a_cuda_build_without_a_driver_computes_on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert process.default_device() == torch.device("cpu")
+    assert choose_device(None) == torch.device("cpu")
     with pytest.raises(ValueError, match="--device cuda cannot be used: this machine has cpu"):
         choose_device("cuda")
 

@@ -8,9 +8,10 @@ import time
 
 import torch
 
+from hope_hf.cli.process import choose_device
+
 from ..flags import Arguments, chosen_tasks, parse_lengths, suite
 from ..result import Row, SuiteResult, mean_and_stderr, summary_row
-from ..subject import choose_device
 from .associative_recall import associative_recall
 from .formal_languages import formal_languages
 from .mad import mad
