@@ -228,7 +228,6 @@ def _model(name: str, size: Size, fitted: int) -> Model:
         "memory_rule": "delta",
         "memory_projections": [],
         "memory_value_gate": True,
-        "memory_erase_bias": None,
         "retention_bias": None,
         # At least four chunks in a block.
         "memory_chunk_size": min(64, size.block_size // 4),
