@@ -73,22 +73,25 @@ class Run:
 
     def unpack(self, archives: list[Path]) -> None:
         for archive in archives:
-            self._follow(["-m", "tarfile", "-e", str(archive), "/"], [(UNPACK, f"unpack {archive.name}")])
+            self._follow(["-m", "tarfile", "-e", str(archive), "/"], [(UNPACK, f"unpack {archive.name}")], UNPACK)
 
     def measure(self, order: list[tuple[int, str]]) -> None:
         while order:
-            done = self._follow([str(HERE / "parts.py"), str(self.folder), *(words for _, words in order)], order)
-            order = order[done:]
+            command = [str(HERE / "parts.py"), str(self.folder), *(words for _, words in order)]
+            order = order[self._follow(command, order, START) :]
 
-    def _follow(self, command: list[str], order: list[tuple[int, str]]) -> int:
-        """Run a command that marks each part it begins, until one fails; how many parts are behind it."""
+    def _follow(self, command: list[str], order: list[tuple[int, str]], seconds: float) -> int:
+        """Run a command that marks each part it begins, until one fails; how many parts are behind it.
+
+        `seconds`: until it begins the first.
+        """
         process = subprocess.Popen(
             [self.python, *command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, errors="replace", env=self.environment,
         )  # fmt: skip
         lines = queue.Queue()
         threading.Thread(target=self._read, args=(process.stdout, lines), daemon=True).start()
-        begun, last, seconds = 0, "", self.limit or (START if len(order) > 1 else order[0][0])
+        begun, words, last, seconds = 0, order[0][1], "", self.limit or seconds
         until = time.monotonic() + seconds
         while True:
             try:
@@ -97,9 +100,7 @@ class Run:
                 process.kill()
                 process.wait()
                 late = time.monotonic() >= self.ends
-                self._note(
-                    order[max(0, begun - 1)][1], f"stopped after {TOTAL if late else seconds} s" + " in all" * late
-                )
+                self._note(words, f"stopped after {TOTAL} s in all" if late else f"stopped after {seconds} s")
                 for _, words in order[begun:] if late else ():
                     self._note(words, "not reached")
                 return len(order) if late else max(1, begun)
@@ -108,15 +109,15 @@ class Run:
             self.log.write(line)
             self.log.flush()
             if line.startswith(MARK):
-                begun += 1
-                seconds = self.limit or order[begun - 1][0]
+                own, words = order[begun]
+                begun, seconds = begun + 1, self.limit or own
                 until = time.monotonic() + seconds
                 print(line, end="", flush=True)
             elif line.strip():
                 last = line.strip()
         status = process.wait()
         if status:
-            self._note(order[max(0, begun - 1)][1], f"ended with status {status}: {last[:120]}")
+            self._note(words, f"ended with status {status}: {last[:120]}")
         return max(1, begun) if status else len(order)
 
     @staticmethod

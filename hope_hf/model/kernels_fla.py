@@ -118,7 +118,7 @@ def read_content(
     # axes [rows, tokens, heads, ...] with a head in every row
     streams = (part.unsqueeze(2) for part in (*operands, *gates))
     reads, after = _scan(*streams, current.unsqueeze(1), need_state, bounds, spans[-1].stop == 1)
-    reads = reads.reshape(queries.shape).to(queries.dtype) + memories.initial_read(queries, values, inputs.erased)
+    reads = reads.reshape(queries.shape).to(queries.dtype) + memories.initial_read(queries, values)
     if not need_state:
         return reads, None
     if bounds is not None:

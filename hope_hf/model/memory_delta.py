@@ -161,17 +161,15 @@ class DeltaMemories(NamedTuple):
             torch.linalg.solve_triangular(factor * lower, part, upper=False, unitriangular=True) * factor
             for factor, part in zip(self.rate_factors, right.split(width, dim=-1), strict=True)
         ]
-        reads = self.initial_read(queries, values, erased) + decay_from_start * (queries @ state[..., -width:])
+        own = values if erased is None else values * erased.unsqueeze(-1)
+        reads = self.initial_read(queries, own) + decay_from_start * (queries @ state[..., -width:])
         reads = reads - (queries @ keys.mT * decay) @ errors[-1]
         written = (rate * (total[:, -1:] - total).exp()).unsqueeze(-1) * keys
         return reads, (decay_from_start[:, -1:] * state - written.mT @ torch.cat(errors, dim=-1),)
 
-    def initial_read(
-        self, queries: torch.Tensor, values: torch.Tensor, erased: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """`q W_0 + d zeta v`."""
-        share = self.value_share if erased is None else self.value_share * erased.unsqueeze(-1)
-        return queries @ self.initial + share * values
+    def initial_read(self, queries: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """`q W_0 + d v`."""
+        return queries @ self.initial + self.value_share * values
 
     def recall(self, state: tuple[torch.Tensor], keys: torch.Tensor) -> torch.Tensor:
         """`k W` of the content memory."""

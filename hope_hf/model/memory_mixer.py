@@ -105,7 +105,7 @@ class MemoryGates(nn.Module):
         self.config = config
         heads, rule = config.num_memory_heads, RULES[config.memory_rule]
         has_value_gate = rule.has_value_gate and config.memory_value_gate
-        has_erase_gate = rule.has_value_gate and config.memory_erase_bias is not None
+        has_erase_gate = config.memory_erase_bias is not None
         self.gate_proj = nn.Linear(config.hidden_size, (2 + has_value_gate + has_erase_gate) * heads, bias=False)
         self.learning_rate_bias = nn.Parameter(torch.empty(heads))
         # without it alpha = sigmoid(-a - dt_bias)

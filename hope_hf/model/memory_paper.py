@@ -174,9 +174,7 @@ class PaperMemories(NamedTuple):
         reads = (query + layers[-1].read(hidden)).squeeze(1)
         return reads, tuple(layer.end() for layer in layers)
 
-    def initial_read(
-        self, queries: torch.Tensor, values: torch.Tensor, erased: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def initial_read(self, queries: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """`M(q)` of the content memory with its initial weights."""
         return self.recall(self.fresh(), queries)
 

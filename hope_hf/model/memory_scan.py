@@ -90,7 +90,7 @@ class Memories(Protocol):
     # whether heads learn a decay rate (`A_log`), and a share of the token's own value in its read
     has_decay_rate: ClassVar[bool]
     has_value_share: ClassVar[bool]
-    # whether `HopeConfig.memory_value_gate` and `memory_erase_bias` apply
+    # whether `HopeConfig.memory_value_gate` applies
     has_value_gate: ClassVar[bool]
     # whether errors are taken at the weights of the chunk's start
     errors_at_chunk_start: ClassVar[bool]
@@ -155,9 +155,7 @@ class Memories(Protocol):
     def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Reads [b, C, D] of the content memory, each including its token's own write, and the weights afterwards."""
 
-    def initial_read(
-        self, queries: torch.Tensor, values: torch.Tensor, erased: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def initial_read(self, queries: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """The reads [b, C, D] of a content memory without writes."""
 
     def recall(self, state: tuple[torch.Tensor, ...], keys: torch.Tensor) -> torch.Tensor:
