@@ -177,7 +177,7 @@ def read(args: argparse.Namespace, model: HopeForCausalLM, segments: list, facto
     with torch.no_grad():
         for part in batch.split(16):
             cache = HopeCache(model.config)
-            logits = model(part, past_key_values=cache, learn=True).logits[:, :-1].float()
+            logits = model(part, cache=cache, learn=True).logits[:, :-1].float()
             targets = part[:, 1:]
             losses.append(torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none"))
     model.config.level_learning = own

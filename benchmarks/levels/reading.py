@@ -48,7 +48,7 @@ class Reading:
     def _loss(self, ids: Tensor) -> float:
         flags = {"learn": True} if self.learn else {}
         with torch.no_grad(), self.inside(self.model):
-            return self.model(ids, labels=ids, past_key_values=self.cache, skip_logits=True, **flags).loss.item()
+            return self.model(ids, labels=ids, cache=self.cache, skip_logits=True, **flags).loss.item()
 
 
 class TrainedReading(Reading):
@@ -69,7 +69,7 @@ class TrainedReading(Reading):
     def _loss(self, ids: Tensor) -> float:
         if not self.learn:
             return super()._loss(ids)
-        loss = self.model(ids, labels=ids, past_key_values=self.cache, skip_logits=True).loss
+        loss = self.model(ids, labels=ids, cache=self.cache, skip_logits=True).loss
         loss.backward()
         self.cache.detach_()
         for weight, master in zip(self.weights, self.masters, strict=True):

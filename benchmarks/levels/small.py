@@ -75,7 +75,7 @@ def answers(subject: Subject, groups: ClassGroups, shown: list[list[int]], learn
     cache = read(subject, [subject.start], HopeCache(subject.model.config))
     for tokens in shown:
         if learn:
-            subject.model.learn(torch.tensor([tokens]), past_key_values=cache)
+            subject.model.learn(torch.tensor([tokens]), cache=cache)
         else:
             cache = read(subject, tokens, cache)
     return questions(subject, cache, groups, len(shown), ROWS)

@@ -73,12 +73,12 @@ class LlamaConvAttention(LlamaAttention):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
-        past_key_values=None,
+        cache=None,
         position_ids: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[B, T, hidden_size] and the attention weights, as from `LlamaAttention`; ValueError for a cache."""
-        if past_key_values is not None:
+        if cache is not None or kwargs.get("past_key_values") is not None:
             raise ValueError("llama_conv keeps no cache: generate with use_cache=False.")
         batch, length, _ = hidden_states.shape
 

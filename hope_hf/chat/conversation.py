@@ -132,7 +132,7 @@ class Conversation:
         found = self.model.generate(
             tokens,
             attention_mask=tokens.new_ones(1, self.cache.get_seq_length() + len(ids)),
-            past_key_values=self.cache,
+            cache=self.cache,
             learn=self.learn,
             learn_generated=self.learn_generated,
             streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),

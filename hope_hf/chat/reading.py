@@ -39,7 +39,7 @@ class _Reader:
         """Read the next tokens [1, T] of the text."""
         start = time.perf_counter()
         options = {"learn": True} if self.learn else {}
-        logits = model(piece, past_key_values=self.cache, **options).logits[0].float()
+        logits = model(piece, cache=self.cache, **options).logits[0].float()
         rows, targets = logits[:-1], piece[0, 1:]
         if self.logits is not None:
             rows, targets = torch.cat([self.logits, rows]), piece[0]
@@ -89,7 +89,7 @@ def read_text(conversation: Conversation, path: str, text: str, compare: bool = 
     cache, learn = conversation.cache, conversation.learn
     with conversation.turn() as took, torch.no_grad():
         if unread:
-            conversation.model(conversation.as_input(unread), past_key_values=cache, logits_to_keep=1)
+            conversation.model(conversation.as_input(unread), cache=cache, logits_to_keep=1)
         own = _Reader("levels learn" if learn else "reading", cache, learn)
         readers = [own]
         if compare:

@@ -12,6 +12,7 @@ from accelerate import dispatch_model, init_empty_weights
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hope_hf import HopeConfig
+from hope_hf.model.cache_hope import CACHE_NAME
 
 from .weights import read_names
 
@@ -149,5 +150,5 @@ def _greedy(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     out, new = model(ids, use_cache=True, logits_to_keep=1), []
     for _ in range(NEW_TOKENS):
         new.append(out.logits[:, -1:].argmax(-1))
-        out = model(new[-1], past_key_values=out.past_key_values, use_cache=True)
+        out = model(new[-1], use_cache=True, **{CACHE_NAME: out[CACHE_NAME]})
     return torch.cat(new, dim=1)[0]

@@ -51,7 +51,7 @@ def learned_scores(
         end = min(start + period, length)
         ids, targets = input_ids[:, start:end].to(model.device), input_ids[:, start + 1 : end + 1]
         before = cache.snapshot()
-        found = score(model(ids, past_key_values=cache, learn=True).logits, targets)
+        found = score(model(ids, cache=cache, learn=True).logits, targets)
         scores.append(found)
         if end - start == period:
             after = cache.snapshot()
@@ -62,7 +62,7 @@ def learned_scores(
             if counts["steps"].any():
                 cache.rollback(before)
                 cache.levels = after.levels
-                again = score(model(ids, past_key_values=cache).logits, targets)
+                again = score(model(ids, cache=cache).logits, targets)
                 cache.rollback(after)
             counts = {name: number.cpu() for name, number in counts.items()}
             means = [one.losses.mean(1) for one in (found, again)]

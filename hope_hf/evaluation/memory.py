@@ -117,7 +117,7 @@ def _read(subject: Subject, ids: Tensor, lengths: list[int], bar) -> Iterator[Ro
     cache, largest_logit = HopeCache(subject.model.config), 0.0
     ends = sorted({*range(PIECE, lengths[-1], PIECE), *lengths})
     for start, end in zip([0, *ends], ends, strict=False):
-        logits = subject.model(ids[:, start:end].to(subject.model.device), past_key_values=cache).logits
+        logits = subject.model(ids[:, start:end].to(subject.model.device), cache=cache).logits
         # Not Python's max(), which would drop a NaN.
         largest_logit = float(torch.stack([torch.tensor(largest_logit), logits.abs().max().float().cpu()]).max())
         bar.update(end - start)

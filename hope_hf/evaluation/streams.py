@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hope_hf import HopeCache
 from hope_hf.cli.models import is_hope
+from hope_hf.model.cache_hope import CACHE_NAME
 
 from .display import progress
 from .flags import Arguments
@@ -112,9 +113,9 @@ def carried_scores(
     for start, end in zip([0, *ends], ends, strict=False):
         arguments = {} if mask is None else {"attention_mask": mask[:, : seen + end]}
         if in_pieces:
-            arguments |= {"past_key_values": cache, "use_cache": True}
+            arguments |= {CACHE_NAME: cache, "use_cache": True}
         outputs = model(input_ids=input_ids[:, start:end].to(model.device), **arguments)
-        cache = outputs.past_key_values if in_pieces else None
+        cache = outputs[CACHE_NAME] if in_pieces else None
         if after_piece:
             after_piece(end, cache)
         scores.append(score(outputs.logits, input_ids[:, start + 1 : end + 1]))

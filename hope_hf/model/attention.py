@@ -66,8 +66,7 @@ class HopeAttention(Mixer, LlamaAttention):
             position_embeddings: cosines and sines [B, T, head_dim] of the positions.
             attention_mask: as transformers' attention takes it.
             need_state: whether to return the state after the last token.
-            cache: cache to write into; no state is then read or returned. Not called `past_key_values`, since
-                transformers removes that argument from recomputed blocks.
+            cache: cache to write into; no state is then read or returned.
             options: of the kernels.
         """
         queries, keys, values = self.project(hidden_states, position_embeddings)

@@ -9,7 +9,9 @@ from typing import NamedTuple
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
+from transformers.utils.deprecation import deprecate_kwarg
 
 from .cache_file import (
     CACHE_FILE,
@@ -25,6 +27,10 @@ from .cache_file import (
 from .chunks import Past
 from .level_learning import LEVEL_DTYPES, LevelState, loaded_state
 
+# What this transformers calls a cache in calls and outputs: `past_key_values` before 5.24.
+CACHE_NAME = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
+# A function that takes `cache` takes `past_key_values`, too: in silence where that is transformers' own name.
+takes_cache = deprecate_kwarg("past_key_values", "5.40.0" if CACHE_NAME == "cache" else "5.0.0", new_name="cache")
 # Prefix of the names of what levels have learned.
 _OF_LEVELS = "levels."
 
@@ -202,7 +208,8 @@ class Snapshot(NamedTuple):
 
 
 class HopeCache(DynamicCache):
-    """Cache of a HOPE model: `past_key_values` of its `forward` and of `generate`.
+    """Cache of a HOPE model: `cache` of its `forward` and of `generate`, which transformers below 5.24 calls
+    `past_key_values`.
 
     It has a `HopeMemoryLayer` for every layer with memories or sparse attention, and a growing key-value layer for
     softmax attention. `levels` is what levels have learned from each row's text, `None` before they learn.
@@ -216,12 +223,12 @@ class HopeCache(DynamicCache):
     >>> from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
     >>> model = HopeForCausalLM(HopeConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2)).eval()
     >>> cache = HopeCache(model.config)
-    >>> out = model(torch.tensor([[1, 2, 3]]), past_key_values=cache)
+    >>> out = model(torch.tensor([[1, 2, 3]]), cache=cache)
     >>> before = cache.snapshot()
-    >>> logits = model(torch.tensor([[4, 5]]), past_key_values=cache).logits
+    >>> logits = model(torch.tensor([[4, 5]]), cache=cache).logits
     >>> cache.rollback(before).get_seq_length()
     3
-    >>> torch.equal(model(torch.tensor([[4, 5]]), past_key_values=cache).logits, logits)
+    >>> torch.equal(model(torch.tensor([[4, 5]]), cache=cache).logits, logits)
     True
     ```
     """
@@ -422,7 +429,7 @@ class HopeCache(DynamicCache):
         sample = cls(model.config)
         # weights that `device_map` offloads are on the meta device, and hooks move their inputs
         device = "cpu" if model.device.type == "meta" else model.device
-        model.base_model(torch.zeros(1, 1, dtype=torch.long, device=device), past_key_values=sample)
+        model.base_model(torch.zeros(1, 1, dtype=torch.long, device=device), cache=sample)
         one_token = sample.state_tensors()
         of_levels = {name: tensors.pop(name) for name in [*tensors] if name.startswith(_OF_LEVELS)}
         check_tensors(folder, tensors, one_token)

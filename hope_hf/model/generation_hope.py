@@ -10,7 +10,7 @@ from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.utils import logging
 
-from .cache_hope import HopeCache, Snapshot, past_of
+from .cache_hope import CACHE_NAME, HopeCache, Snapshot, past_of, takes_cache
 from .chunks import begins_with
 from .configuration_hope import HopeConfig
 from .inputs import boundaries_of, check_inputs, check_mask, check_mask_values, later_begins
@@ -20,11 +20,12 @@ logger = logging.get_logger(__name__)
 _CHUNKS_FOLLOW_A_CACHE = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 21)
 
 
+@takes_cache
 def create_generation_masks(
     config: HopeConfig,
     inputs_embeds: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    past_key_values: Cache | None = None,
+    cache: Cache | None = None,
     position_ids: torch.Tensor | None = None,
     **_,
 ) -> dict[str, torch.Tensor | None]:
@@ -40,7 +41,7 @@ def create_generation_masks(
         masks["columns"] = None if local is None else local.clone(memory_format=torch.contiguous_format)
     if config.attention_layer is not None:
         masks["attention"] = create_causal_mask(
-            config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx=config.attention_layer
+            config, inputs_embeds, attention_mask, cache, position_ids, layer_idx=config.attention_layer
         )
     return masks
 
@@ -59,26 +60,33 @@ class HopeGenerationMixin(GenerationMixin):
     # `generate` calls it by this name
     create_masks_for_generate = staticmethod(create_generation_masks)
 
+    @takes_cache
     @torch.no_grad()
-    def generate(self, *args, learn: bool = False, learn_generated: bool = False, **kwargs):
+    def generate(
+        self, *args, cache: Cache | None = None, learn: bool = False, learn_generated: bool = False, **kwargs
+    ):
         """As in transformers, and levels may learn (`config.level_learning`).
 
         Args:
             args: see `transformers.GenerationMixin.generate`.
+            cache: a `HopeCache`, which is read and updated.
             learn: whether levels learn from the prompt.
             learn_generated: whether they also learn from the new tokens, which are then read once more. What is
-                learned is kept in `past_key_values`.
+                learned is kept in `cache`.
             kwargs: see `transformers.GenerationMixin.generate`.
         """
-        if not (learn or learn_generated):
+        learns = learn or learn_generated
+        if cache is None and learns:
+            cache = HopeCache(self.config)
+        if cache is not None:
+            kwargs[CACHE_NAME] = cache
+        if not learns:
             return super().generate(*args, **kwargs)
-        if kwargs.get("past_key_values") is None:
-            kwargs["past_key_values"] = HopeCache(self.config)
         prompt = _Prompt(learn)
         output = super().generate(*args, **kwargs, learn=prompt)
         if learn_generated:
             tokens = output if isinstance(output, torch.Tensor) else output.sequences
-            self._learn_generated(tokens, prompt, kwargs["past_key_values"])
+            self._learn_generated(tokens, prompt, cache)
         return output
 
     def _learn_generated(self, tokens: torch.Tensor, prompt: "_Prompt", cache: HopeCache) -> None:
@@ -96,7 +104,7 @@ class HopeGenerationMixin(GenerationMixin):
         self(
             tokens,
             attention_mask=torch.cat([prompt.mask, real], dim=1),
-            past_key_values=cache,
+            cache=cache,
             learn=True,
             logits_to_keep=1,
         )
@@ -117,12 +125,12 @@ class HopeGenerationMixin(GenerationMixin):
                 "document a row of its own, with an attention_mask of 1 for tokens and 0 for padding"
             )
         if mask is not None:
-            model_kwargs["attention_mask"] = _with_columns_read(mask, inputs, model_kwargs.get("past_key_values"))
+            model_kwargs["attention_mask"] = _with_columns_read(mask, inputs, model_kwargs.get(CACHE_NAME))
         return inputs, name, model_kwargs
 
     def _prepare_attention_mask_for_generation(self, inputs_tensor, generation_config, model_kwargs):
         mask = super()._prepare_attention_mask_for_generation(inputs_tensor, generation_config, model_kwargs)
-        return _with_columns_read(mask, inputs_tensor, model_kwargs.get("past_key_values"))
+        return _with_columns_read(mask, inputs_tensor, model_kwargs.get(CACHE_NAME))
 
     def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
         prompt = model_kwargs.pop("learn", None)
@@ -134,7 +142,7 @@ class HopeGenerationMixin(GenerationMixin):
         return outputs
 
     def _prefill_in_chunks(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
-        size, cache = generation_config.prefill_chunk_size, model_kwargs.get("past_key_values")
+        size, cache = generation_config.prefill_chunk_size, model_kwargs.get(CACHE_NAME)
         read = 0 if size is None or cache is None or _CHUNKS_FOLLOW_A_CACHE else int(cache.get_seq_length())
         if not read:
             return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
@@ -168,7 +176,7 @@ class _Prompt:
 
     def end(self, input_ids, generation_config, model_kwargs) -> None:
         """Remember the prompt's end; `model_kwargs` are those of the first new token."""
-        cache, mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
+        cache, mask = model_kwargs[CACHE_NAME], model_kwargs.get("attention_mask")
         if mask is None:
             mask = input_ids.new_ones(len(input_ids), int(cache.get_seq_length()))
         self.length, self.mask, self.beams = input_ids.shape[1], mask, generation_config.num_beams or 1
@@ -194,7 +202,7 @@ def _is_whole_text(inputs: torch.Tensor, cache: Cache, read: int) -> bool:
     if inputs.ndim == 3:
         if length <= read:
             raise ValueError(
-                f"inputs_embeds holds {length} tokens, and past_key_values has read {read}: give the embeddings of "
+                f"inputs_embeds holds {length} tokens, and the cache has read {read}: give the embeddings of "
                 "the whole text, or new tokens alone as input_ids"
             )
         return True
@@ -209,13 +217,13 @@ def _is_whole_text(inputs: torch.Tensor, cache: Cache, read: int) -> bool:
     if length == read:
         if known and begins:
             raise ValueError(
-                f"the input is the {read} tokens that past_key_values has read, and nothing follows them: give the "
+                f"the input is the {read} tokens that the cache has read, and nothing follows them: give the "
                 f"tokens that follow, or, to read these again, an attention_mask of {2 * read} columns"
             )
         return False
     if not begins:
         logger.warning_once(
-            f"The input of {length} tokens does not begin with the {read} that past_key_values has read: all of it is "
+            f"The input of {length} tokens does not begin with the {read} that the cache has read: all of it is "
             "read as new. To say that it is, give an attention_mask with a column for every token read and given."
         )
     return begins

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from .cache_hope import CACHE_NAME
 from .chunks import Past
 from .configuration_hope import HopeConfig
 from .mixers import MIXERS
@@ -256,7 +257,7 @@ def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -
     if number != config.num_hidden_layers:
         held = "no layers" if layers is None else f"{len(layers)} layers"
         raise ValueError(
-            f"past_key_values is a {type(cache).__name__} of {held}, and the model has {config.num_hidden_layers}: "
+            f"the cache is a {type(cache).__name__} of {held}, and the model has {config.num_hidden_layers}: "
             "give a HopeCache(model.config)"
         )
     # kinds of layers, of which one has been checked
@@ -267,7 +268,7 @@ def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -
         # compared by name, since another copy of the code may have made the cache
         if held is not expected and getattr(held, "__name__", None) != getattr(expected, "__name__", None):
             raise ValueError(
-                f"past_key_values is a {type(cache).__name__} with a {type(layer).__name__} where this model has a "
+                f"the cache is a {type(cache).__name__} with a {type(layer).__name__} where this model has a "
                 f"layer of type '{kind}': give a HopeCache(model.config)"
             )
         if held is not None and kind not in checked and layer.state is not None:
@@ -276,7 +277,7 @@ def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -
     past = next((layer.past for layer in layers if hasattr(layer, "state_class")), None)
     if past is not None and len(past.seen) != len(hidden_states):
         raise ValueError(
-            f"past_key_values holds {len(past.seen)} sequences, and the input {len(hidden_states)}: choose rows with "
+            f"the cache holds {len(past.seen)} sequences, and the input {len(hidden_states)}: choose rows with "
             "batch_select_indices or batch_repeat_interleave"
         )
     return past
@@ -292,12 +293,12 @@ def check_recomputing(cache: Cache, is_carried: bool, blocks: Iterable[GradientC
     recomputing = [block._gradient_checkpointing_func for block in blocks if block.gradient_checkpointing]
     if recomputing and not is_carried:
         raise ValueError(
-            f"past_key_values is a {type(cache).__name__} that is overwritten before gradient checkpointing reads it "
+            f"the cache is a {type(cache).__name__} that is overwritten before gradient checkpointing reads it "
             "again: give a HopeCache(model.config)"
         )
     if any(getattr(function, "keywords", {}).get("use_reentrant") for function in recomputing):
         raise ValueError(
-            "gradient checkpointing with use_reentrant=True cuts the gradient that goes through past_key_values: give "
+            "gradient checkpointing with use_reentrant=True cuts the gradient that goes through the cache: give "
             "use_reentrant=False"
         )
 
@@ -353,8 +354,8 @@ def create_attention_mask(
         config=config,
         inputs_embeds=hidden_states,
         attention_mask=attention_mask,
-        past_key_values=cache,
         position_ids=position_ids,
+        **{CACHE_NAME: cache},
         and_mask_function=only_tokens,
         layer_idx=config.attention_layer,
     )

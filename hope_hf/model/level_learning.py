@@ -228,7 +228,7 @@ def taught_by_block(
         found = parts[0].delta.shape[1:]
         if found != (shape if matrix == "down_proj" else shape[::-1]):
             raise ValueError(
-                f"past_key_values holds what {matrix} of block {block} has learned as {list(found)}, which does not "
+                f"the cache holds what {matrix} of block {block} has learned as {list(found)}, which does not "
                 "fit this model: give a cache that this model has written"
             )
         blocks.setdefault(block, {}).setdefault(level, {})[matrix] = parts

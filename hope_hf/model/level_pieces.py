@@ -118,7 +118,7 @@ def _read_with_graph(learner: Learner, cache, piece: Piece, keeps_graph: bool):
     )
     # other kernels have no second derivatives
     with sdpa_kernel(SDPBackend.MATH) if second_order else nullcontext():
-        hidden = model.base_model(**piece.inputs, past_key_values=cache).last_hidden_state
+        hidden = model.base_model(**piece.inputs, cache=cache).last_hidden_state
     # The last token's prediction is scored, not learned from: its target belongs to the next piece.
     with _weights_without_gradients(model.lm_head) if keeps_graph and not second_order else nullcontext():
         inside = _row_losses(model, hidden, targets, [slice(start, -1) for start in starts])

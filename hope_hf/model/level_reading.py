@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 
 from .backends import VARIABLE, asked_kernels
-from .cache_hope import HopeCache
+from .cache_hope import CACHE_NAME, HopeCache, takes_cache
 from .inputs import check_inputs, check_labels, later_begins
 from .level_learning import (
     LevelLearning,
@@ -96,7 +96,7 @@ def check_learning(model: PreTrainedModel, cache, input_ids, attention_mask) -> 
         )
     if not hasattr(cache, "levels"):
         raise ValueError(
-            f"past_key_values is a {type(cache).__name__}, which cannot hold what levels learn: give a "
+            f"the cache is a {type(cache).__name__}, which cannot hold what levels learn: give a "
             "HopeCache(model.config)"
         )
     if input_ids is None:
@@ -175,7 +175,7 @@ def read_and_learn(
     norms, factors = weight_norms(weights), rate_factors(model, learning)
     if cache.levels is not None and cache.levels.deltas.keys() != weights.keys():
         raise ValueError(
-            f"past_key_values holds what the matrices {', '.join(map(str, cache.levels.deltas))} have learned, and "
+            f"the cache holds what the matrices {', '.join(map(str, cache.levels.deltas))} have learned, and "
             "`level_learning` names others: set the fields back, or call cache.reset_levels()"
         )
     rows, length = input_ids.shape
@@ -299,7 +299,7 @@ class LearnsFromText:
         if labels is not None:
             loss = reading.loss.sum() / (reading.scored.sum() if num_items_in_batch is None else num_items_in_batch)
         logits = None if kept is None else self.lm_head(reading.hidden[:, kept])
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE_NAME: cache})
 
     def summed_loss(self, hidden_states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Summed loss in nats of the tokens [...] that follow hidden states [..., hidden_size]; -100 is not scored."""
@@ -307,20 +307,23 @@ class LearnsFromText:
             return self.lm_head(hidden_states, targets)
         return summed_cross_entropy(self.lm_head(hidden_states), targets)
 
+    @takes_cache
     @torch.no_grad()
-    def level_drifts(self, past_key_values: HopeCache) -> torch.Tensor:
+    def level_drifts(self, cache: HopeCache) -> torch.Tensor:
         """Largest norm of what each row's levels have learned [B, L], relative to that of the matrix."""
-        return drifts_of(self, past_key_values.levels)
+        return drifts_of(self, cache.levels)
 
-    def drift(self, past_key_values: HopeCache) -> float:
+    @takes_cache
+    def drift(self, cache: HopeCache) -> float:
         """The largest of `level_drifts`; 0.0 before the levels learn."""
-        return 0.0 if past_key_values.levels is None else float(self.level_drifts(past_key_values).max())
+        return 0.0 if cache.levels is None else float(self.level_drifts(cache).max())
 
+    @takes_cache
     @torch.no_grad()
     def learn(
         self,
         text: torch.Tensor | str,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         attention_mask: torch.Tensor | None = None,
         tokenizer=None,
     ) -> LearningReport:
@@ -328,24 +331,24 @@ class LearnsFromText:
 
         Args:
             text: tokens [B, T], or a string, which is split by the model's tokenizer.
-            past_key_values: a `HopeCache`, which is read and updated.
+            cache: a `HopeCache`, which is read and updated.
             attention_mask: [B, columns seen + T], 0 for padding.
             tokenizer: for a string; unless given, loaded from the folder or repository of the model.
 
         Raises:
             ValueError: the model or the cache cannot learn, or the arguments do not fit.
         """
-        if past_key_values is None:
-            raise ValueError("what a text teaches is kept in a cache: give past_key_values=HopeCache(model.config)")
+        if cache is None:
+            raise ValueError("what a text teaches is kept in a cache: give cache=HopeCache(model.config)")
         if isinstance(text, str):
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(self.config._name_or_path)
-            begins = not past_key_values.get_seq_length()
+            begins = not cache.get_seq_length()
             text = tokenizer(text, return_tensors="pt", add_special_tokens=begins).input_ids.to(self.device)
         check_inputs(self.config, text)
-        before = getattr(past_key_values, "levels", None)
-        reading = read_and_learn(self, past_key_values, text, attention_mask, keeps_hidden=False)
+        before = getattr(cache, "levels", None)
+        reading = read_and_learn(self, cache, text, attention_mask, keeps_hidden=False)
         tokens = text.numel() if attention_mask is None else int(attention_mask[:, -text.shape[1] :].sum())
-        return report_of(reading, before, past_key_values.levels, self, tokens)
+        return report_of(reading, before, cache.levels, self, tokens)
 
 
 def learning_rate_search(
@@ -391,7 +394,7 @@ def learning_rate_search(
 
     def loss(one: LevelLearning) -> float:
         model.config.level_learning = one
-        reports = [model.learn(text[None], past_key_values=HopeCache(model.config)) for text in texts]
+        reports = [model.learn(text[None], cache=HopeCache(model.config)) for text in texts]
         total = sum(report.loss * (report.tokens - 1) for report in reports)
         return total if math.isfinite(total) else math.inf
 

@@ -406,13 +406,13 @@ class SelfModifyingTitans(Mixer, nn.Module):
         held = state.current[0][0].numel() // (tail.shape[1] * width**2)
         if tuple(tail.shape[1:]) != (heads, config.conv_kernel_size - 1, 3 * width) or held != memories:
             raise ValueError(
-                f"past_key_values holds {tail.shape[1]} heads of {held} memories of width {tail.shape[3] // 3}, and "
+                f"the cache holds {tail.shape[1]} heads of {held} memories of width {tail.shape[3] // 3}, and "
                 f"this model's have {heads} of {memories} of width {width}: it is the cache of another model"
             )
         dtype = torch.promote_types(dtype, torch.float32)
         if tail.dtype != dtype:
             raise ValueError(
-                f"past_key_values holds {tail.dtype} memories, and this model computes them in {dtype}: read the text "
+                f"the cache holds {tail.dtype} memories, and this model computes them in {dtype}: read the text "
                 "with the model as it is now"
             )
 

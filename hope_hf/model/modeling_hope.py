@@ -23,7 +23,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import HopeAttention
-from .cache_hope import HopeCache, carried_layers
+from .cache_hope import CACHE_NAME, HopeCache, carried_layers, takes_cache
 from .chunks import Past, plan_chunks, plan_slots
 from .configuration_hope import HopeConfig
 from .continuum import CONTINUA, ContinuumMemory
@@ -98,7 +98,7 @@ class HopePreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     model_tags = ["hope", "nested-learning"]
     _no_split_modules = ["HopeBlock"]
-    _skip_keys_device_placement = ["past_key_values", "cache"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
     _can_record_outputs = {"hidden_states": HopeBlock, "attentions": OutputRecorder(HopeAttention, index=2)}
     _is_stateful = True
     _supports_sdpa = True
@@ -205,6 +205,7 @@ class HopeModel(HopePreTrainedModel):
         self.needs, self.has_state = config.needs, config.keeps_state
         self.post_init()
 
+    @takes_cache
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -212,7 +213,7 @@ class HopeModel(HopePreTrainedModel):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
@@ -224,14 +225,14 @@ class HopeModel(HopePreTrainedModel):
             attention_mask: [B, columns seen + T]: 0 for padding, which does not change a memory; 1 for tokens, or the
                 number of every token's document. A model with softmax attention alone also takes 4-D masks.
             position_ids: [B, T]; position 0 begins a document, whose memories start from their initial state.
-            past_key_values: a `HopeCache`, which is read and updated.
+            cache: a `HopeCache`, which is read and updated.
             use_cache: whether to make a cache if none is given.
             kwargs: boundaries of documents (see `inputs`), and options of the attention's kernels, among others.
 
         Raises:
             ValueError: the arguments do not fit the model, the cache or the tokens.
         """
-        cache, past = past_key_values, None
+        past = None
         check_inputs(self.config, input_ids, inputs_embeds)
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if cache is not None:
@@ -262,7 +263,7 @@ class HopeModel(HopePreTrainedModel):
             hidden_states, state = block(hidden_states, state, deltas.get(index), **context)
             if layer is not None and state is not None:
                 layer.update_state(state, past)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=cache)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: cache})
 
     def _plans(
         self, hidden_states, input_ids, documents: Documents, past: Past | None = None, has_cache: bool = False
@@ -352,13 +353,14 @@ class HopeForCausalLM(LearnsFromText, HopePreTrainedModel, HopeGenerationMixin):
             matrices += self.lm_head.weight.numel()
         return 6 * matrices + 3 * self.config.mixing_flops_per_token(sequence_length)
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
@@ -374,13 +376,13 @@ class HopeForCausalLM(LearnsFromText, HopePreTrainedModel, HopeGenerationMixin):
             attention_mask: [B, columns seen + T]: 0 for padding, which does not change a memory; 1 for tokens, or the
                 number of every token's document. A model with softmax attention alone also takes 4-D masks.
             position_ids: [B, T]; position 0 begins a document, whose memories start from their initial state.
-            past_key_values: a `HopeCache`, which is read and updated.
+            cache: a `HopeCache`, which is read and updated.
             labels: [B, T], the inputs themselves (they are shifted here); -100 is not scored.
             use_cache: whether to make a cache if none is given.
             logits_to_keep: number of last positions, or their indices, for which to compute logits; 0 for all.
             skip_logits: with labels, return the loss without logits, which are then never held for all tokens.
             learn: whether levels learn from the tokens while they are read (`config.level_learning`). What they learn
-                is kept in `past_key_values`; the weights do not change.
+                is kept in `cache`; the weights do not change.
             kwargs: `num_items_in_batch`, the number of scored tokens that divides the summed loss; and the `kwargs` of
                 `HopeModel.forward`.
 
@@ -391,13 +393,13 @@ class HopeForCausalLM(LearnsFromText, HopePreTrainedModel, HopeGenerationMixin):
             raise ValueError("skip_logits=True returns the loss alone: give labels, or leave skip_logits out")
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         if learn:
-            given = past_key_values, input_ids, attention_mask, position_ids, labels, None if skip_logits else kept
+            given = cache, input_ids, attention_mask, position_ids, labels, None if skip_logits else kept
             return self._learn(*given, inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
@@ -415,9 +417,9 @@ class HopeForCausalLM(LearnsFromText, HopePreTrainedModel, HopeGenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
         )
 
 

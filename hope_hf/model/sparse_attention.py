@@ -234,7 +234,7 @@ class HopeSparseAttention(Mixer, nn.Module):
         if held != ours:
             layout = "{} heads of width {}, blocks of {}, strides of {} and convolutions of {} tokens"
             raise ValueError(
-                f"past_key_values holds sparse attention with {layout.format(*held)}, and this model's has "
+                f"the cache holds sparse attention with {layout.format(*held)}, and this model's has "
                 f"{layout.format(*ours)}: it is the cache of another model"
             )
 

@@ -423,7 +423,7 @@ class HopeWindowAttention(HopeAttention):
         # a rank of tensor parallelism has a part of the heads
         if config.num_key_value_heads % heads or (slots, width) != (ours, config.head_dim):
             raise ValueError(
-                f"past_key_values holds windows of {slots} tokens with {heads} heads of width {width}, and this "
+                f"the cache holds windows of {slots} tokens with {heads} heads of width {width}, and this "
                 f"model's have {ours} tokens and {config.num_key_value_heads} heads of width {config.head_dim}: it is "
                 "the cache of another model"
             )

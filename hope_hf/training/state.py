@@ -29,7 +29,7 @@ class CarriedMemory:
 
     def inputs(self) -> dict:
         """Arguments of the next forward pass."""
-        return {"use_cache": False} if self._cache is None else {"past_key_values": self._cache}
+        return {"use_cache": False} if self._cache is None else {"cache": self._cache}
 
     def hand_over(self):
         """Keep the memories of the forward pass for the next one, detached; called after the backward pass."""

@@ -61,7 +61,7 @@ def test_a_memory_continues_in_another_process(folder, tmp_path, warm_python):
 def test_what_was_learned_is_saved_in_the_dtype(chat, book, tmp_path, model, dtype):
     assert chat("--learn", "--memory", tmp_path / "m", "--memory_dtype", dtype, "--file", book)[0] == 0
     exact = HopeCache(model.config)
-    model.learn(TEXT, past_key_values=exact, tokenizer=conversation_tokenizer(tmp_path))
+    model.learn(TEXT, cache=exact, tokenizer=conversation_tokenizer(tmp_path))
     loaded = HopeCache.from_pretrained(tmp_path / "m", model)
     for key, delta in exact.levels.deltas.items():
         error = (loaded.levels.deltas[key] - delta).abs().max() / delta.abs().max()
@@ -144,7 +144,7 @@ def test_nothing_is_saved_where_nothing_was_read(chat, tmp_path, typed):
 def test_a_cache_of_another_program_begins_a_new_conversation(chat, tmp_path, model):
     assert chat("--memory", tmp_path / "m", typed="w10")[0] == 0
     cache = HopeCache(model.config)
-    model.generate(max_new_tokens=3, past_key_values=cache, bos_token_id=1)
+    model.generate(max_new_tokens=3, cache=cache, bos_token_id=1)
     cache.save_pretrained(tmp_path / "m", model)
     assert chat("--memory", tmp_path / "m", typed="w11")[0] == 0
     assert json.loads((tmp_path / "m" / "chat.json").read_text())["messages"][0]["content"] == "w11"

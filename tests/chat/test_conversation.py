@@ -39,8 +39,8 @@ def test_a_conversation_equals_the_same_tokens_read_in_one_go(conversation, mode
     read = list(tokens_read)
     cache = HopeCache(model.config)
     with torch.no_grad():
-        model(torch.tensor([read]), past_key_values=cache)
-        ahead = [model(torch.tensor([[7, 8]]), past_key_values=c).logits for c in (cache, talk.cache)]
+        model(torch.tensor([read]), cache=cache)
+        ahead = [model(torch.tensor([[7, 8]]), cache=c).logits for c in (cache, talk.cache)]
     assert talk.cache.get_seq_length() == len(read) + 2
     torch.testing.assert_close(*ahead, atol=1e-5, rtol=0)
 

@@ -30,7 +30,7 @@ def quarters(losses: torch.Tensor) -> list[float]:
 
 @torch.no_grad()
 def losses_of(model, ids, cache, **options) -> torch.Tensor:
-    logits = model(torch.tensor([ids]), past_key_values=cache, **options).logits[0]
+    logits = model(torch.tensor([ids]), cache=cache, **options).logits[0]
     return cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none")
 
 
@@ -40,14 +40,14 @@ def test_the_losses_are_those_of_the_text_in_one_call(conversation, model, begun
     if begun:
         # a step, and three tokens in an open period
         for cache in (*caches, talk.cache):
-            model.learn(torch.arange(11)[None], past_key_values=cache)
+            model.learn(torch.arange(11)[None], cache=cache)
         talk.place = Place((9,), ({"role": "user", "content": "w1"},), "w1")
     ids = talk.encode(TEXT)
     learning, frozen = caches
     if begun:
         with torch.no_grad():
             for cache in caches:
-                model(torch.tensor([[9]]), past_key_values=cache)
+                model(torch.tensor([[9]]), cache=cache)
     frozen.reset_levels()
     expected = {
         "levels learn": quarters(losses_of(model, ids, learning, learn=True)),

@@ -52,10 +52,10 @@ def test_its_levels_learn_while_it_reads(saved, converted):
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     model.config.level_learning.gate = False
     learned, plain = HopeCache(model.config), HopeCache(model.config)
-    report = model.learn(ids, past_key_values=learned)
+    report = model.learn(ids, cache=learned)
     with torch.no_grad():
-        model(ids, past_key_values=plain)
-        logits = [model(ids[:, :8], past_key_values=cache).logits for cache in (learned, plain)]
+        model(ids, cache=plain)
+        logits = [model(ids[:, :8], cache=cache).logits for cache in (learned, plain)]
     assert report is not None and not torch.allclose(*logits)
     assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
 

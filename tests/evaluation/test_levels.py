@@ -58,14 +58,14 @@ def test_every_piece_is_scored_before_and_after_its_step(learner, ids):
         piece, targets = ids[:, start : min(start + 32, 149)], ids[:, start + 1 : start + 33]
         earlier = cache.snapshot()
         with torch.no_grad():
-            found = model(piece, past_key_values=cache, learn=True).logits
+            found = model(piece, cache=cache, learn=True).logits
             losses.append(torch.nn.functional.cross_entropy(found.mT, targets, reduction="none").float())
             if start + 32 > 149:
                 continue
             later = cache.snapshot()
             cache.rollback(earlier)
             cache.levels = later.levels
-            again = model(piece, past_key_values=cache).logits
+            again = model(piece, cache=cache).logits
             cache.rollback(later)
         again = torch.nn.functional.cross_entropy(again.mT, targets, reduction="none").float()
         told = pieces[start // 32]

@@ -125,7 +125,7 @@ def read(model: HopeForCausalLM, ids: torch.Tensor) -> dict[str, str]:
     mask[0, :5] = 0
     edges = [0, 43, *range(44, 51), 90]
     logits = [
-        model(input_ids=ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache).logits
+        model(input_ids=ids[:, start:end], attention_mask=mask[:, :end], cache=cache).logits
         for start, end in zip(edges, edges[1:], strict=False)
     ]
     state = sorted(cache.state_tensors().items())

@@ -52,7 +52,7 @@ def write_text(folder: Path) -> None:
 def logits_after(model, cache) -> torch.Tensor:
     """[1, 3, vocab_size] of three tokens read after the text of `cache`."""
     with torch.no_grad():
-        return model(torch.tensor([[7, 8, 9]]), past_key_values=cache).logits
+        return model(torch.tensor([[7, 8, 9]]), cache=cache).logits
 
 
 def losses(run: Path) -> list[float]:
@@ -102,7 +102,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(HERE / "plain/checkpoint-2").eval()
     cache = HopeCache(model.config)
     with torch.no_grad():
-        model(torch.arange(100)[None], past_key_values=cache)
+        model(torch.arange(100)[None], cache=cache)
     shutil.rmtree(HERE / "cache", ignore_errors=True)
     cache.save_pretrained(HERE / "cache", model)
     expected["cache"] = logits_after(model, cache)[0, -1].tolist()

@@ -28,9 +28,7 @@ for by_block in (True, False):
     models, caches = (sharded, whole), [HopeCache(config) for _ in range(2)]
     with torch.no_grad():
         for piece in text.split([4, 1, 1, 1, 1, 1, 1], dim=1):
-            found, expected = (
-                model(piece, past_key_values=cache).logits for model, cache in zip(models, caches, strict=True)
-            )
+            found, expected = (model(piece, cache=cache).logits for model, cache in zip(models, caches, strict=True))
             torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
             # a change of the shards counts at the next token
             for part in sharded.modules():

@@ -29,7 +29,7 @@ model = AutoModelForCausalLM.from_pretrained(folder)
 cache = HopeCache.from_pretrained(folder + "/memory", model)
 ids = load_file(folder + "/ids.safetensors")["ids"]
 with torch.no_grad():
-    save_file({"logits": model(ids, past_key_values=cache).logits.contiguous()}, folder + "/logits.safetensors")
+    save_file({"logits": model(ids, cache=cache).logits.contiguous()}, folder + "/logits.safetensors")
 """
 
 
@@ -40,13 +40,13 @@ def random_ids(*shape, seed=1):
 def read(model, ids):
     cache = HopeCache(model.config)
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
     return cache
 
 
 def answers(model, cache, ids):
     with torch.no_grad():
-        return model(ids, past_key_values=copy.deepcopy(cache)).logits
+        return model(ids, cache=copy.deepcopy(cache)).logits
 
 
 @pytest.mark.processes
@@ -89,7 +89,7 @@ def test_rolling_back_forgets_exactly_what_was_read_since(tiny_model, options):
     expected = answers(model, cache, random_ids(2, 5, seed=3))
     for seed in (4, 5):
         with torch.no_grad():
-            model(random_ids(2, 9, seed=seed), past_key_values=cache)
+            model(random_ids(2, 9, seed=seed), cache=cache)
         assert cache.get_seq_length() == 19
         assert not torch.allclose(answers(model, cache, random_ids(2, 5, seed=3)), expected)
         cache.rollback(before)
@@ -134,7 +134,7 @@ def test_half_precision_does_not_change_whose_memory_it_is(tiny_model, tmp_path)
     read(model, random_ids(1, 9)).save_pretrained(tmp_path, model)
     half = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
     cache = HopeCache.from_pretrained(tmp_path, half)
-    assert half(random_ids(1, 2), past_key_values=cache).logits.dtype == torch.bfloat16
+    assert half(random_ids(1, 2), cache=cache).logits.dtype == torch.bfloat16
 
 
 def test_a_file_of_another_model_or_damaged_is_refused_in_a_sentence(tiny_model, tmp_path):
@@ -327,7 +327,7 @@ def test_a_head_does_not_change_which_model_it_is_and_exchanged_rows_do(tiny_mod
 def test_a_cache_with_a_graph_says_what_to_do_before_it_is_copied(tiny_model, options):
     model = tiny_model(**options)
     cache = HopeCache(model.config)
-    model(random_ids(1, 9), past_key_values=cache)
+    model(random_ids(1, 9), cache=cache)
     with pytest.raises(ValueError, match=r"carries the graph.*torch.no_grad\(\), or call detach_\(\)"):
         copy.deepcopy(cache)
     fork = copy.deepcopy(cache.detach_())
@@ -338,13 +338,11 @@ def test_a_cache_of_transformers_without_layers_is_given_those_of_the_model(tiny
     model, ids = tiny_model(torch.float64), random_ids(2, 14)
     cache = DynamicCache()
     with torch.no_grad():
-        parts = [model(part, past_key_values=cache).logits for part in ids.split([9, 5], dim=1)]
+        parts = [model(part, cache=cache).logits for part in ids.split([9, 5], dim=1)]
         torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits, rtol=1e-9, atol=1e-9)
         assert cache.get_seq_length() == 14
         options = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
-        assert torch.equal(
-            model.generate(ids, past_key_values=DynamicCache(), **options), model.generate(ids, **options)
-        )
+        assert torch.equal(model.generate(ids, cache=DynamicCache(), **options), model.generate(ids, **options))
 
 
 def test_a_cache_that_does_not_fit_is_refused_in_a_sentence(tiny_model):
@@ -369,7 +367,7 @@ def test_a_cache_that_does_not_fit_is_refused_in_a_sentence(tiny_model):
     ]
     for reader, tokens, wrong, sentence in refusals:
         with pytest.raises(ValueError, match=sentence):
-            reader(tokens, past_key_values=wrong)
+            reader(tokens, cache=wrong)
 
 
 def test_a_mask_of_the_wrong_length_is_refused(tiny_model):
@@ -379,9 +377,9 @@ def test_a_mask_of_the_wrong_length_is_refused(tiny_model):
         with pytest.raises(ValueError, match=r"attention_mask has the shape.*\(2, 4\) is needed"):
             model(ids, attention_mask=torch.ones(shape))
     with pytest.raises(ValueError, match=r"\(2, 4\), and \(2, 13\) is needed.*9 tokens read before"):
-        model(ids, attention_mask=torch.ones(2, 4), past_key_values=cache)
+        model(ids, attention_mask=torch.ones(2, 4), cache=cache)
     with pytest.raises(ValueError, match=r"\(2, 5\), and \(2, 13\) is needed.*9 tokens read before"):
-        model.generate(ids, attention_mask=torch.ones(2, 5), past_key_values=cache, max_new_tokens=2)
+        model.generate(ids, attention_mask=torch.ones(2, 5), cache=cache, max_new_tokens=2)
 
 
 def test_labels_and_inputs_out_of_place_are_refused(tiny_model):

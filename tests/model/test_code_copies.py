@@ -47,8 +47,8 @@ def test_models_of_two_copies_of_the_code_work_side_by_side(tiny_model, code_cop
         for reader, writer in ((ours, theirs), (theirs, ours)):
             cache = make(reader)
             with torch.no_grad():
-                reader(ids[:, :9], past_key_values=cache)
-            assert torch.equal(writer.generate(ids, past_key_values=cache, **options), expected)
+                reader(ids[:, :9], cache=cache)
+            assert torch.equal(writer.generate(ids, cache=cache, **options), expected)
 
 
 def test_heads_take_a_configuration_of_another_copy(tiny_config, code_copy, tmp_path):
@@ -66,7 +66,7 @@ def test_a_cache_of_either_copy_does_all_that_a_cache_does(tiny_model, code_copy
     ids = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(1))
     for kind in (HopeCache, code_copy.HopeCache):
         cache = kind(model.config)
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         assert len(cache.detach_().memory_layers) == 2
         before = cache.snapshot()
         cache.save_pretrained(tmp_path, model)
@@ -74,6 +74,6 @@ def test_a_cache_of_either_copy_does_all_that_a_cache_does(tiny_model, code_copy
             held = other.from_pretrained(tmp_path, model).to("cpu").state_tensors()
             assert all(torch.equal(tensor, held[name]) for name, tensor in cache.state_tensors().items())
         with torch.no_grad():
-            expected = model(ids, past_key_values=copy.deepcopy(cache)).logits
-            model(ids, past_key_values=cache)
-            assert torch.equal(model(ids, past_key_values=cache.rollback(before)).logits, expected)
+            expected = model(ids, cache=copy.deepcopy(cache)).logits
+            model(ids, cache=cache)
+            assert torch.equal(model(ids, cache=cache.rollback(before)).logits, expected)

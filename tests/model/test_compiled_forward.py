@@ -8,6 +8,8 @@ from mixers import LAYERS, MEMORIES
 from transformers import StaticCache
 from transformers.generation import CompileConfig
 
+from hope_hf.model.cache_hope import CACHE_NAME
+
 # Faults of torch's own: what Inductor imports, and how the tracer meets an autograd function.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
@@ -173,10 +175,10 @@ def test_one_graph_serves_every_continued_text(tiny_model, options, backend):
         ids, caches = random_ids(2, length + 12), []
         for call in (model, compiled):
             out = call(ids[:, :length], position_ids=rows_of_documents(length), use_cache=True)
-            caches.append((call, out.past_key_values))
+            caches.append((call, out[CACHE_NAME]))
         for start, stop in ((0, 3), (3, 4), (4, 5), (5, 11), (11, 12)):
             part = ids[:, length + start : length + stop]
-            plain, ours = (call(part, past_key_values=cache).logits for call, cache in caches)
+            plain, ours = (call(part, cache=cache).logits for call, cache in caches)
             torch.testing.assert_close(ours, plain, rtol=0, atol=1e-11)
     # prompts, single tokens and parts of a text: one for the first number of tokens, and one for all others
     assert graphs() <= 6
@@ -188,8 +190,8 @@ def test_gradients_go_through_the_state_between_graphs(tiny_model, options):
     ids, found = random_ids(2, 41), []
     for call in (model, torch.compile(model, backend="eager", fullgraph=True)):
         model.zero_grad()
-        cache = call(ids[:, :21], use_cache=True).past_key_values
-        call(ids[:, 21:], past_key_values=cache).logits.square().sum().backward()
+        cache = call(ids[:, :21], use_cache=True)[CACHE_NAME]
+        call(ids[:, 21:], cache=cache).logits.square().sum().backward()
         found.append([parameter.grad for parameter in model.parameters()])
     torch.testing.assert_close(*found, rtol=1e-11, atol=1e-11)
 
@@ -202,9 +204,9 @@ def test_one_graph_serves_a_cache_of_fixed_length_after_every_prompt(tiny_model,
     for length in LENGTHS[:3]:
         ids = random_ids(2, length + 2)
         cache = StaticCache(model.config, max_cache_len=80)
-        compiled(ids[:, :length], past_key_values=cache)
+        compiled(ids[:, :length], cache=cache)
         for at in (length, length + 1):
-            logits = compiled(ids[:, at : at + 1], past_key_values=cache).logits
+            logits = compiled(ids[:, at : at + 1], cache=cache).logits
         torch.testing.assert_close(logits[:, 0], model(ids).logits[:, -1], rtol=0, atol=1e-11)
     # two for prompts, one for tokens
     assert graphs() <= 3

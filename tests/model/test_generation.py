@@ -11,6 +11,7 @@ from transformers import StaticCache
 from hope_hf import HopeCache, HopeForCausalLM
 from hope_hf.model import generation_hope
 from hope_hf.model.cache_file import named_tensors
+from hope_hf.model.cache_hope import CACHE_NAME
 
 MODELS = LAYERS | {"paper-2": MEMORIES["paper-2"]}
 NEW = 11
@@ -146,9 +147,9 @@ def test_generation_continues_from_a_cache(model):
     for given in (ids, ids[:, 9:]):
         cache = HopeCache(model.config)
         with torch.no_grad():
-            model(ids[:, :9], past_key_values=cache)
+            model(ids[:, :9], cache=cache)
         mask = torch.ones_like(ids)
-        result = generate(model, given, attention_mask=mask, past_key_values=cache)
+        result = generate(model, given, attention_mask=mask, cache=cache)
         assert torch.equal(result[:, -NEW:], expected[:, -NEW:])
         assert cache.get_seq_length() == ids.shape[1] + NEW - 1
 
@@ -156,7 +157,7 @@ def test_generation_continues_from_a_cache(model):
 def read(model, ids, cache=None, **inputs):
     cache = HopeCache(model.config) if cache is None else cache
     with torch.no_grad():
-        model(ids, past_key_values=cache, **inputs)
+        model(ids, cache=cache, **inputs)
     return cache
 
 
@@ -167,7 +168,7 @@ def test_new_tokens_alone_continue_a_cache(model, masked, kind):
     new = ids[:, 11:]
     cache = read(model, ids[:, :11], StaticCache(model.config, max_cache_len=40) if kind == "static" else None)
     mask = dict(attention_mask=torch.ones_like(new)) if masked else {}
-    result = generate(model, new, past_key_values=cache, **mask)
+    result = generate(model, new, cache=cache, **mask)
     assert torch.equal(result, torch.cat([new, greedy(model, ids)[:, 16:]], dim=1))
     # a first token taken for a document's beginning would read the same as no memory
     assert not torch.equal(result, greedy(model, new))
@@ -187,7 +188,7 @@ def test_a_prefill_in_chunks_follows_a_cache(either):
     expected = generate(either, ids, attention_mask=mask)
     for given in (ids, ids[:, 9:]):
         cache = read(either, ids[:, :9], attention_mask=mask[:, :9])
-        result = generate(either, given, attention_mask=mask, past_key_values=cache, prefill_chunk_size=3)
+        result = generate(either, given, attention_mask=mask, cache=cache, prefill_chunk_size=3)
         assert torch.equal(result[:, -NEW:], expected[:, -NEW:])
         assert cache.get_seq_length() == 17 + NEW - 1
 
@@ -200,7 +201,7 @@ def test_one_memory_answers_several_questions(model, size):
     for given in ({}, {"attention_mask": mask}):
         cache = read(model, book)
         cache.batch_repeat_interleave(3)
-        results = generate(model, ids, past_key_values=cache, prefill_chunk_size=size, **given)
+        results = generate(model, ids, cache=cache, prefill_chunk_size=size, **given)
         for question, result in zip(questions, results, strict=True):
             assert torch.equal(
                 result[6:], greedy(model, torch.cat([book[0], question])[None])[0, 11 + len(question) :]
@@ -215,7 +216,7 @@ def test_beams_and_samples_of_new_tokens_share_a_memory(either, options):
         cache = read(either, ids[:, :11])
         cache.batch_repeat_interleave(3)
         torch.manual_seed(3)
-        results.append(generate(either, given, past_key_values=cache, **options))
+        results.append(generate(either, given, cache=cache, **options))
     assert torch.equal(results[0][:, 16:], results[1][:, 5:])
     torch.manual_seed(3)
     assert torch.equal(results[0], generate(either, ids, **options))
@@ -227,19 +228,19 @@ def test_more_new_tokens_than_were_read_are_all_read(tiny_model, kind, monkeypat
     monkeypatch.setattr(generation_hope.logger, "warning_once", warnings.append)
     model, ids = tiny_model(torch.float64), text(2, 16)
     cache = read(model, ids[:, :5], StaticCache(model.config, max_cache_len=40) if kind == "static" else None)
-    result = generate(model, ids[:, 5:], past_key_values=cache)
+    result = generate(model, ids[:, 5:], cache=cache)
     assert torch.equal(result[:, 11:], greedy(model, ids)[:, 16:])
     assert ["11 tokens does not begin with the 5 that" in warning for warning in warnings] == [True]
     cache.reset()
-    assert torch.equal(generate(model, ids, past_key_values=read(model, ids[:, :5], cache)), greedy(model, ids))
+    assert torch.equal(generate(model, ids, cache=read(model, ids[:, :5], cache)), greedy(model, ids))
     assert len(warnings) == 1
 
 
 def test_what_a_cache_has_read_is_no_new_text(tiny_model):
     model, ids = tiny_model(torch.float64), text(2, 9)
     with pytest.raises(ValueError, match="the input is the 9 tokens.*read.*attention_mask of 18 columns"):
-        generate(model, ids, past_key_values=read(model, ids))
-    twice = generate(model, ids, past_key_values=read(model, ids), attention_mask=torch.ones(2, 18, dtype=torch.long))
+        generate(model, ids, cache=read(model, ids))
+    twice = generate(model, ids, cache=read(model, ids), attention_mask=torch.ones(2, 18, dtype=torch.long))
     assert torch.equal(twice[:, 9:], greedy(model, torch.cat([ids, ids], dim=1))[:, 18:])
 
 
@@ -250,17 +251,17 @@ def test_a_text_of_embeddings_is_told_from_new_tokens_by_its_length(tiny_model):
     def cache():
         with torch.no_grad():
             filled = HopeCache(model.config)
-            model(inputs_embeds=embeddings[:, :9], past_key_values=filled)
+            model(inputs_embeds=embeddings[:, :9], cache=filled)
         return filled
 
     expected = greedy(model, ids)[:, 16:]
     for inputs in ({"input_ids": ids}, {"input_ids": ids[:, 9:]}, {"inputs_embeds": embeddings}):
         filled = cache()
-        result = generate(model, None, past_key_values=filled, **inputs)
+        result = generate(model, None, cache=filled, **inputs)
         assert torch.equal(result[:, -NEW:], expected)
         assert filled.get_seq_length() == 16 + NEW - 1
-    with pytest.raises(ValueError, match="inputs_embeds holds 7 tokens, and past_key_values has read 9"):
-        generate(model, None, inputs_embeds=embeddings[:, 9:], past_key_values=cache())
+    with pytest.raises(ValueError, match="inputs_embeds holds 7 tokens, and the cache has read 9"):
+        generate(model, None, inputs_embeds=embeddings[:, 9:], cache=cache())
 
 
 def test_a_whole_text_is_known_however_its_rows_were_moved(tiny_model):
@@ -269,16 +270,16 @@ def test_a_whole_text_is_known_however_its_rows_were_moved(tiny_model):
     for part in ids[:, :9].split([1, 5, 3], dim=1):
         read(model, part, cache)
     cache.batch_select_indices(torch.tensor([2, 0]))
-    result = generate(model, ids[[2, 0]], past_key_values=cache)
+    result = generate(model, ids[[2, 0]], cache=cache)
     assert torch.equal(result, greedy(model, ids[[2, 0]]))
 
 
 def test_a_cache_returned_by_generate_goes_on(model):
     ids, more = text(1, 9), text(1, 4, seed=6)
     first = generate(model, ids, return_dict_in_generate=True)
-    assert type(first.past_key_values) is not tuple
+    assert type(first[CACHE_NAME]) is not tuple
     conversation = torch.cat([first.sequences, more], dim=1)
-    second = generate(model, conversation, past_key_values=copy.deepcopy(first.past_key_values))
+    second = generate(model, conversation, cache=copy.deepcopy(first[CACHE_NAME]))
     assert torch.equal(second, greedy(model, conversation))
 
 
@@ -321,7 +322,7 @@ def test_a_static_cache_can_be_passed_to_the_model(tiny_model, layers, kernel):
     ids = text(2, 12)
     cache = StaticCache(model.config, max_cache_len=20)
     with torch.no_grad():
-        logits = [model(part, past_key_values=cache).logits for part in ids.split([5, 1, 6], dim=1)]
+        logits = [model(part, cache=cache).logits for part in ids.split([5, 1, 6], dim=1)]
         # transformers' eager attention takes its softmax in float32, whatever the model's dtype.
         close = 1e-6 if model.config.attention_layer is not None and kernel == "eager" else 1e-9
         torch.testing.assert_close(torch.cat(logits, dim=1), model(ids).logits, rtol=close, atol=close)
@@ -336,7 +337,7 @@ def test_a_static_memory_stays_where_it_is(tiny_model):
     lengths = [8, 1, 3]
     with torch.no_grad():
         for part in text(2, 12).split(lengths, dim=1):
-            model(part, past_key_values=cache)
+            model(part, cache=cache)
             held = cache.layers[0].named_tensors() | {"columns": cache.layers[0].past.columns}
             places.append({name: tensor.data_ptr() for name, tensor in held.items()})
     assert places[0] and places[0] == places[1] == places[2]
@@ -377,7 +378,7 @@ def test_rows_of_a_cache_can_be_selected_and_repeated(model):
     with torch.no_grad():
         whole = model(torch.cat([ids, rest], dim=1)).logits[:, 11:]
         filled = HopeCache(model.config)
-        model(ids, past_key_values=filled)
+        model(ids, cache=filled)
         for change, rows in (
             (lambda cache: cache.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
             (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
@@ -385,7 +386,7 @@ def test_rows_of_a_cache_can_be_selected_and_repeated(model):
         ):
             cache = copy.deepcopy(filled)
             change(cache)
-            logits = model(rest[rows], past_key_values=cache).logits
+            logits = model(rest[rows], cache=cache).logits
             torch.testing.assert_close(logits, whole[rows], rtol=1e-9, atol=1e-9)
 
 
@@ -394,29 +395,29 @@ def test_a_cache_can_be_reset(tiny_model):
     ids = text(2, 11)
     cache = HopeCache(model.config)
     with torch.no_grad():
-        model(text(2, 7, seed=8), past_key_values=cache)
+        model(text(2, 7, seed=8), cache=cache)
         cache.reset()
         assert cache.get_seq_length() == 0
-        assert torch.equal(model(ids, past_key_values=cache).logits, model(ids).logits)
+        assert torch.equal(model(ids, cache=cache).logits, model(ids).logits)
 
 
 def test_a_copied_cache_is_a_fork(model):
     ids = text(1, 11)
     with torch.no_grad():
         cache = HopeCache(model.config)
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         fork = copy.deepcopy(cache)
-        model(text(1, 5, seed=8), past_key_values=fork)
+        model(text(1, 5, seed=8), cache=fork)
         after = text(1, 4, seed=9)
         expected = model(torch.cat([ids, after], dim=1)).logits[:, 11:]
-        torch.testing.assert_close(model(after, past_key_values=cache).logits, expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(model(after, cache=cache).logits, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_a_layer_moved_away_and_back_holds_the_same_state(tiny_model):
     model = tiny_model()
     cache = HopeCache(model.config)
     with torch.no_grad():
-        model(text(2, 11), past_key_values=cache)
+        model(text(2, 11), cache=cache)
     layer = cache.layers[0]
     before = {name: tensor.clone() for name, tensor in named_tensors(layer.state).items()}
     layer.offload()
@@ -434,7 +435,7 @@ def test_what_a_memory_cannot_do_is_refused(tiny_model):
     model = tiny_model()
     cache = HopeCache(model.config)
     with torch.no_grad():
-        model(text(1, 5), past_key_values=cache)
+        model(text(1, 5), cache=cache)
     with pytest.raises(RuntimeError, match="cannot unread tokens"):
         cache.layers[0].crop(3)
     with pytest.raises(RuntimeError, match="no keys and values"):

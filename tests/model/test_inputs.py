@@ -7,6 +7,7 @@ from transformers import AttentionInterface, DataCollatorWithFlattening, StaticC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hope_hf import HopeForTokenClassification
+from hope_hf.model.cache_hope import CACHE_NAME
 
 MODELS = LAYERS | {"paper-1": MEMORIES["paper-1"]}
 EXACT = dict(rtol=1e-9, atol=1e-9)
@@ -140,13 +141,13 @@ def test_what_tells_documents_in_two_ways_or_not_at_all_is_refused(tiny_model):
             model(ids, **arguments)
     with pytest.raises(ValueError, match="a document that goes on from one row to the next"):
         model(ids[:, :20].view(2, 10), cu_seqlens=torch.tensor([0, 5, 14, 20]))
-    cache = model(ids, use_cache=True).past_key_values
+    cache = model(ids, use_cache=True)[CACHE_NAME]
     for held in (cache, StaticCache(model.config, max_cache_len=64)):
         with pytest.raises(ValueError, match="cu_seqlens cannot tell documents to a cache that has read"):
-            model(ids, past_key_values=held, cu_seqlens=STARTS)
+            model(ids, cache=held, cu_seqlens=STARTS)
     with pytest.raises(ValueError, match="attention_mask cannot tell documents to a cache that has read"):
         numbers = torch.tensor([[1] * 30 + [2] * 12])
-        model(ids, past_key_values=cache, attention_mask=numbers)
+        model(ids, cache=cache, attention_mask=numbers)
 
 
 @pytest.mark.parametrize("kind", LAYERS)

@@ -23,7 +23,7 @@ def read(model, ids, cache=None, **arguments):
     """The logits of a text that the levels learn from, and the cache."""
     cache = HopeCache(model.config) if cache is None else cache
     with torch.no_grad():
-        return model(ids, past_key_values=cache, learn=True, **arguments).logits, cache
+        return model(ids, cache=cache, learn=True, **arguments).logits, cache
 
 
 def deltas(cache):
@@ -61,7 +61,7 @@ def twin(model, ids, learning: LevelLearning):
     cache, logits = HopeCache(config), []
     for piece in ids.split(learning.periods[0]):
         moved = {name: (weights[name] + differences[name]).requires_grad_() for name in names}
-        out = functional_call(model, weights | moved, (piece[None],), dict(past_key_values=cache)).logits[0]
+        out = functional_call(model, weights | moved, (piece[None],), dict(cache=cache)).logits[0]
         logits.append(out.detach())
         cache.detach_()
         loss = F.cross_entropy(out[:-1], piece[1:], reduction="sum")
@@ -211,7 +211,7 @@ def test_labels_say_what_is_scored_and_learned(tiny_model):
     labels[:, 8:16] = -100
     cache = HopeCache(model.config)
     with torch.no_grad():
-        out = model(ids, labels=labels, past_key_values=cache, learn=True, logits_to_keep=3)
+        out = model(ids, labels=labels, cache=cache, learn=True, logits_to_keep=3)
         again = model(ids, labels=labels, learn=True, skip_logits=True)
     logits, _ = read(model, ids, labels=labels)
     kept = labels[0, 1:] != -100
@@ -230,7 +230,7 @@ def test_a_rate_of_0_equals_the_frozen_model_bit_by_bit(tiny_model, options):
     logits, _ = read(model, ids)
     cache = HopeCache(model.config)
     with torch.no_grad():
-        frozen = [model(part, past_key_values=cache).logits for part in ids.split(8, dim=1)]
+        frozen = [model(part, cache=cache).logits for part in ids.split(8, dim=1)]
     assert torch.equal(logits, torch.cat(frozen, dim=1))
 
 
@@ -241,8 +241,8 @@ def test_weights_keep_their_bytes_and_two_caches_do_not_touch(tiny_model):
     plain, other = model(random_ids(1, 12)).logits, HopeCache(model.config)
     _, cache = read(model, random_ids(1, 40))
     with torch.no_grad():
-        assert not torch.equal(model(random_ids(1, 12), past_key_values=cache).logits, plain)
-        assert torch.equal(model(random_ids(1, 12), past_key_values=other).logits, plain)
+        assert not torch.equal(model(random_ids(1, 12), cache=cache).logits, plain)
+        assert torch.equal(model(random_ids(1, 12), cache=other).logits, plain)
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
     assert [parameter.requires_grad for parameter in model.parameters()] == grads
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -253,7 +253,7 @@ def test_texts_without_learning_keep_what_was_learned(tiny_model):
     _, cache = read(model, ids)
     learned = {name: delta.clone() for name, delta in deltas(cache).items()}
     with torch.no_grad():
-        model(random_ids(1, 24, seed=2), past_key_values=cache)
+        model(random_ids(1, 24, seed=2), cache=cache)
     assert all(torch.equal(delta, learned[name]) for name, delta in deltas(cache).items())
     assert cache.levels.tokens.tolist() == [24]
 
@@ -327,7 +327,7 @@ folder = Path(sys.argv[1])
 model = AutoModelForCausalLM.from_pretrained(folder / "model")
 cache = hope_hf.HopeCache.from_pretrained(folder / sys.argv[2], model)
 with torch.no_grad():
-    logits = model(load_file(folder / "ids.safetensors")["ids"], past_key_values=cache, learn=True).logits
+    logits = model(load_file(folder / "ids.safetensors")["ids"], cache=cache, learn=True).logits
 save_file({"logits": logits}, folder / "logits.safetensors")
 """
 
@@ -387,7 +387,7 @@ def test_learn_reads_a_text_and_reports(tiny_model, tmp_path, word_tokenizer):
     ids = random_ids(1, 28)
     logits, expected = read(model, ids)
     cache = HopeCache(model.config)
-    report = model.learn(ids, past_key_values=cache)
+    report = model.learn(ids, cache=cache)
     assert all(torch.equal(delta, deltas(expected)[name]) for name, delta in deltas(cache).items())
     assert report.loss == pytest.approx(F.cross_entropy(logits[0, :-1], ids[0, 1:]).item())
     assert (report.tokens, report.steps, len(report.losses)) == (28, [3], 4)
@@ -395,12 +395,12 @@ def test_learn_reads_a_text_and_reports(tiny_model, tmp_path, word_tokenizer):
     assert report.drift == pytest.approx((deltas(cache)["2.0.down_proj"].norm() / weight.norm()).item())
     assert report.state_bytes == cache.level_bytes and "3 steps" in str(report)
     assert model.drift(cache) == report.drift and model.drift(HopeCache(model.config)) == 0
-    second = model.learn("w1 w2 w3 w4", past_key_values=cache, tokenizer=word_tokenizer)
+    second = model.learn("w1 w2 w3 w4", cache=cache, tokenizer=word_tokenizer)
     assert (second.tokens, second.steps) == (4, [1])
     model.config.level_learning.gate = True
-    gated = model.learn(random_ids(1, 64, seed=7), past_key_values=HopeCache(model.config))
+    gated = model.learn(random_ids(1, 64, seed=7), cache=HopeCache(model.config))
     assert gated.skipped_gate > 0 and "by the gate" in str(gated)
-    with pytest.raises(ValueError, match="give past_key_values=HopeCache"):
+    with pytest.raises(ValueError, match="give cache=HopeCache"):
         model.learn(ids)
 
 
@@ -411,14 +411,12 @@ def test_generate_learns_from_the_prompt_and_from_new_tokens_when_asked(tiny_mod
     arguments = dict(do_sample=False, max_new_tokens=12, pad_token_id=0)
     plain = model.generate(ids, **arguments)
     cache, both = HopeCache(model.config), HopeCache(model.config)
-    taught = model.generate(ids, past_key_values=cache, learn=True, **arguments)
+    taught = model.generate(ids, cache=cache, learn=True, **arguments)
     _, expected = read(model, ids)
     for name, delta in deltas(expected).items():
         torch.testing.assert_close(deltas(cache)[name], delta)
     assert cache.get_seq_length() == 32 and not torch.equal(taught, plain)
-    assert torch.equal(
-        model.generate(ids, past_key_values=both, learn=True, learn_generated=True, **arguments), taught
-    )
+    assert torch.equal(model.generate(ids, cache=both, learn=True, learn_generated=True, **arguments), taught)
     read(model, taught[:, 21:32], expected)
     assert both.levels.tokens.tolist() == [32, 32]
     for name, delta in deltas(expected).items():
@@ -434,9 +432,7 @@ def test_new_tokens_after_the_end_of_a_row_are_not_learned(tiny_model):
     arguments = dict(do_sample=False, max_new_tokens=12, pad_token_id=0)
     end = model.generate(ids, learn=True, **arguments)[0, 25].item()
     cache = HopeCache(model.config)
-    tokens = model.generate(
-        ids, past_key_values=cache, learn=True, learn_generated=True, eos_token_id=end, **arguments
-    )
+    tokens = model.generate(ids, cache=cache, learn=True, learn_generated=True, eos_token_id=end, **arguments)
     ended = (tokens[:, 21:-1] == end).long()
     assert cache.levels.tokens.tolist() == (21 + (ended.cumsum(1) - ended == 0).sum(1)).tolist()
     assert cache.levels.tokens[0] < cache.levels.tokens[1]
@@ -448,13 +444,13 @@ def test_a_call_that_cannot_learn_is_refused_and_changes_nothing(tiny_model):
 
     def refused(match, **arguments):
         with torch.no_grad(), pytest.raises(ValueError, match=match):
-            model(**(dict(input_ids=ids, past_key_values=cache, learn=True) | arguments))
+            model(**(dict(input_ids=ids, cache=cache, learn=True) | arguments))
         assert cache.levels is None and not cache.get_seq_length()
 
     refused("give input_ids, not inputs_embeds", input_ids=None, inputs_embeds=torch.zeros(1, 3, 32).double())
     refused("position_ids that restart at 0, not as numbers", attention_mask=torch.arange(20)[None] // 10 + 1)
     refused("returns no hidden_states: leave output_hidden_states out", output_hidden_states=True)
-    refused("cannot hold what levels learn", past_key_values=type("Other", (), {})())
+    refused("cannot hold what levels learn", cache=type("Other", (), {})())
     with torch.inference_mode(), pytest.raises(ValueError, match="use torch.no_grad\\(\\) instead"):
         model(ids, learn=True)
     projection = model.model.layers[2].continuum.levels[0].down_proj
@@ -504,7 +500,7 @@ def test_bfloat16_weights_keep_float32_differences(tiny_model):
     for name, delta in deltas(cache).items():
         assert delta.dtype == torch.float32
         assert (delta - deltas(expected)[name]).norm() / delta.norm() < 0.3
-    assert model(ids[:, :5], past_key_values=cache).logits.dtype == torch.bfloat16
+    assert model(ids[:, :5], cache=cache).logits.dtype == torch.bfloat16
 
 
 def test_gradients_go_through_the_effect_of_what_was_learned(tiny_model):
@@ -519,7 +515,7 @@ def test_gradients_go_through_the_effect_of_what_was_learned(tiny_model):
     targets = F.pad(ids[:, 1:], (0, 1), value=-100)
     for start in range(0, 21, 8):
         piece = slice(start, start + 8)
-        out = model(ids[:, piece], past_key_values=cache).logits
+        out = model(ids[:, piece], cache=cache).logits
         loss = loss + F.cross_entropy(out.flatten(0, 1), targets[:, piece].flatten(), reduction="sum")
         read(model, ids[:, piece], held)
         cache.levels = held.levels
@@ -545,7 +541,7 @@ def test_adapters_and_int8_weights_learn_and_stay(tiny_model):
         cache = HopeCache(model.config)
         before = {name: str(weight) for name, weight in model.named_parameters()}
         with torch.no_grad():
-            logits = model(input_ids=ids, past_key_values=cache, learn=True).logits
+            logits = model(input_ids=ids, cache=cache, learn=True).logits
             frozen = model(input_ids=ids).logits
         assert cache.levels.steps.tolist() == [[5], [5]]
         assert torch.allclose(logits[:, :8], frozen[:, :8], atol=1e-5)

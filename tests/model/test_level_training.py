@@ -56,7 +56,7 @@ def unrolled_loss(model, ids, second_order, begins=(0,)):
             if first in begins:
                 cache, differences = HopeCache(config), dict.fromkeys(names, 0.0)
             moved = {name: parameters[name] + differences[name] for name in names}
-            arguments = dict(past_key_values=cache)
+            arguments = dict(cache=cache)
             logits = functional_call(model, parameters | moved, (ids[None, first:last],), arguments).logits[0]
             total = total + F.cross_entropy(logits, targets[first:last], reduction="sum", ignore_index=-100)
         if last - first < 2 or stop - start < period:
@@ -158,8 +158,8 @@ def test_a_document_is_read_in_a_row_as_alone(tiny_model):
     model, ids = one_level(tiny_model), random_ids(1, 40)
     cache, alone = HopeCache(model.config), HopeCache(model.config)
     with torch.no_grad():
-        logits = model(ids, position_ids=positions_of((0, 16), 40)[None], past_key_values=cache, learn=True).logits
-        expected = model(ids[:, 16:], past_key_values=alone, learn=True).logits
+        logits = model(ids, position_ids=positions_of((0, 16), 40)[None], cache=cache, learn=True).logits
+        expected = model(ids[:, 16:], cache=alone, learn=True).logits
     torch.testing.assert_close(logits[:, 16:], expected)
     for key, delta in alone.levels.deltas.items():
         torch.testing.assert_close(cache.levels.deltas[key], delta)

@@ -57,7 +57,7 @@ def read(model, pieces, **options):
         length = seen + piece.shape[1]
         given = {name: value[:, :length] for name, value in options.items() if name == "attention_mask"}
         given |= {name: value[:, seen:length] for name, value in options.items() if name == "position_ids"}
-        logits.append(model(piece, past_key_values=cache, **given).logits)
+        logits.append(model(piece, cache=cache, **given).logits)
         seen = length
     return [torch.cat(logits, dim=1), *cache.state_tensors().values()]
 
@@ -118,10 +118,10 @@ def test_taught_levels_are_read_in_both_ways():
     text = torch.randint(32, (1, 12))
     cache = HopeCache(model.config)
     with torch.enable_grad():
-        model(text, past_key_values=cache, learn=True)
+        model(text, cache=cache, learn=True)
     other = copy.deepcopy(cache)
     token = text[:, :1]
-    assert_equal([model(token, past_key_values=cache).logits], [twin(model)(token, past_key_values=other).logits])
+    assert_equal([model(token, cache=cache).logits], [twin(model)(token, cache=other).logits])
 
 
 @pytest.mark.filterwarnings("ignore:Calling register_constant:FutureWarning")
@@ -236,12 +236,12 @@ def test_a_change_between_two_tokens_counts_at_the_next(change):
     model, text = build(), torch.randint(32, (1, 8))
     cache = HopeCache(model.config)
     for piece in text.split([5, 1, 1, 1], dim=1):
-        before = model(piece, past_key_values=cache).logits
+        before = model(piece, cache=cache).logits
     held = copy.deepcopy(cache)
     CHANGES[change](model)
     other = twin(model)
-    found = model(text[:, :1], past_key_values=cache).logits
-    expected = other(text[:, :1], past_key_values=held).logits
+    found = model(text[:, :1], cache=cache).logits
+    expected = other(text[:, :1], cache=held).logits
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
     assert (found - before).abs().max() > 1e-4
 
@@ -279,8 +279,8 @@ def test_what_was_made_in_inference_mode_serves_without():
     cache = HopeCache(model.config)
     with torch.inference_mode():
         for piece in text[:, :7].split([5, 1, 1], dim=1):
-            model(piece, past_key_values=cache)
-    logits = model(text[:, 7:], past_key_values=cache).logits
+            model(piece, cache=cache)
+    logits = model(text[:, 7:], cache=cache).logits
     assert_equal([logits], [twin(model)(text).logits[:, 7:]])
 
 

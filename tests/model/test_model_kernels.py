@@ -9,6 +9,8 @@ import pytest
 import torch
 from interpreter import import_interpreted
 
+from hope_hf.model.cache_hope import CACHE_NAME
+
 pytestmark = [
     pytest.mark.kernels,
     # of the imports of torch's compiler
@@ -80,8 +82,8 @@ def test_a_model_reads_in_pieces_and_generates_alike(models):
         whole = models[1](input_ids).logits
         cache, parts = None, []
         for part in input_ids.split([6, 1, 6], dim=1):
-            out = models[0](part, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = models[0](part, cache=cache, use_cache=True)
+            cache = out[CACHE_NAME]
             parts.append(out.logits)
     assert_close(torch.cat(parts, dim=1), whole)
     mask = torch.ones(2, 13, dtype=torch.long, device=DEVICE)

@@ -79,7 +79,7 @@ def test_state_gates_and_products_are_float32(tiny_model, seen, precision, optio
     model, context = in_precision(tiny_model, precision, recompute_chunks=2, **options)
     cache = HopeCache(model.config)
     with context:
-        out = model(text(2, 21), labels=text(2, 21), past_key_values=cache)
+        out = model(text(2, 21), labels=text(2, 21), cache=cache)
     assert seen.keys() == {"inputs", "memories", "products", "reads", "state"}
     # chunks are computed once more in the backward pass, outside of the context as a rule
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast in the backward pass"):

@@ -37,7 +37,7 @@ def read(model: HopeForCausalLM, fields: LevelLearning) -> float:
     for text in TEXTS:
         cache = HopeCache(model.config)
         for start in range(0, len(text), PERIOD):
-            logits = model(text[None, start : start + PERIOD], past_key_values=cache, learn=True).logits[0]
+            logits = model(text[None, start : start + PERIOD], cache=cache, learn=True).logits[0]
             targets = text[start + 1 : start + PERIOD + 1]
             total += torch.nn.functional.cross_entropy(logits[: len(targets)], targets, reduction="sum").item()
             count += len(targets)

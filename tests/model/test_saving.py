@@ -71,10 +71,10 @@ for folder, model in models.items():
             cache_implementation=implementation,
         )
     with torch.no_grad():
-        cache = model(expected["ids"][:, :5], use_cache=True).past_key_values
+        cache = model(expected["ids"][:, :5], use_cache=True)[CACHE_NAME]
     other = models[folder.removesuffix("-again") if folder.endswith("-again") else folder + "-again"]
     results[folder + ".continued.generated"] = other.generate(
-        expected["ids"], past_key_values=cache, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0
+        expected["ids"], cache=cache, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0
     )
 assert not [name for name, module in sys.modules.items() if name.split(".")[0] == "hope_hf" and module is not None]
 save_file(results, "results.safetensors")

@@ -139,15 +139,15 @@ def test_texts_that_part_at_a_snapshot_do_not_overwrite_each_other():
     generator = torch.Generator().manual_seed(0)
     start, one, other, end = (torch.randint(16, (2, n), generator=generator) for n in (10, 3, 2, 4))
     cache = HopeCache(model.config)
-    model(start, past_key_values=cache)
+    model(start, cache=cache)
     fork = cache.snapshot()
-    model(one, past_key_values=cache)
+    model(one, cache=cache)
     tensors = [cache.layers[0].state.slot_keys]
     after_one = cache.snapshot()
-    model(other, past_key_values=cache.rollback(fork))
+    model(other, cache=cache.rollback(fork))
     tensors.append(cache.layers[0].state.slot_keys)
     for middle, snapshot in ((other, cache.snapshot()), (one, after_one)):
-        ours = model(end, past_key_values=cache.rollback(snapshot)).logits
+        ours = model(end, cache=cache.rollback(snapshot)).logits
         whole = model(torch.cat([start, middle, end], dim=1)).logits
         torch.testing.assert_close(ours, whole[:, -4:], rtol=0, atol=1e-12)
     # the first went on in place, the second in a copy
@@ -160,9 +160,9 @@ def test_a_text_goes_on_in_another_mode(modes):
     ids = torch.randint(16, (2, 15), generator=torch.Generator().manual_seed(0))
     cache = HopeCache(model.config)
     with modes[0]():
-        model(ids[:, :10], past_key_values=cache)
+        model(ids[:, :10], cache=cache)
     with modes[1]():
-        parts = [model(part, past_key_values=cache).logits for part in ids[:, 10:].split(1, dim=1)]
+        parts = [model(part, cache=cache).logits for part in ids[:, 10:].split(1, dim=1)]
         whole = model(ids).logits[:, 10:]
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=1e-12)
 
@@ -204,13 +204,13 @@ def test_a_cache_of_another_layout():
     models = [HopeForCausalLM(config_of(**FEW | options)) for options in others]
     ids = torch.tensor([[1, 2, 3]])
     cache = HopeCache(models[0].config)
-    models[0](ids, past_key_values=cache)
+    models[0](ids, cache=cache)
     with pytest.raises(ValueError, match="blocks of 8, strides of 4 .*, and this model's has .* strides of 8 "):
-        models[1](ids, past_key_values=cache)
+        models[1](ids, cache=cache)
     with pytest.raises(ValueError, match="convolutions of 4 tokens, and .* convolutions of 2 tokens"):
-        models[3](ids, past_key_values=cache)
+        models[3](ids, cache=cache)
     # what is read of the cache is the model's
-    models[2](ids, past_key_values=cache)
+    models[2](ids, cache=cache)
 
 
 # of queries, keys and values made in tiles: block, rows of the convolution's tail, head width

@@ -41,8 +41,8 @@ def test_prefill_and_decode_equal_one_pass(tiny_model, options, prefix):
     ids = random_ids(2, 30)
     whole = model(ids, use_cache=False).logits
     cache = HopeCache(model.config)
-    parts = [model(ids[:, :prefix], past_key_values=cache).logits]
-    parts += [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(prefix, 30)]
+    parts = [model(ids[:, :prefix], cache=cache).logits]
+    parts += [model(ids[:, t : t + 1], cache=cache).logits for t in range(prefix, 30)]
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, **EXACT)
 
 
@@ -52,7 +52,7 @@ def test_uneven_calls_equal_one_pass(tiny_model, options):
     ids = random_ids(2, 41)
     whole = model(ids).logits
     cache = HopeCache(model.config)
-    parts = [model(part, past_key_values=cache).logits for part in ids.split([2, 9, 1, 17, 5, 7], dim=1)]
+    parts = [model(part, cache=cache).logits for part in ids.split([2, 9, 1, 17, 5, 7], dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, **EXACT)
 
 
@@ -61,7 +61,7 @@ def test_decode_agrees_in_bfloat16(tiny_model):
     ids = random_ids(2, 24)
     whole = model(ids).logits
     cache = HopeCache(model.config)
-    parts = [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(24)]
+    parts = [model(ids[:, t : t + 1], cache=cache).logits for t in range(24)]
     assert torch.equal(torch.cat(parts, dim=1).argmax(-1), whole.argmax(-1))
 
 
@@ -79,13 +79,13 @@ def test_padding_writes_nothing(tiny_model, options, side):
         padded[row, place], mask[row, place] = ids[row, :length], 1
     cache = HopeCache(model.config)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    first = model(padded, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+    first = model(padded, attention_mask=mask, position_ids=positions, cache=cache).logits
     later = []
     for t in range(more):
         mask = torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], dim=1)
         column = torch.stack([ids[row, length + t] for row, length in enumerate(lengths)])[:, None]
         positions = torch.tensor([[length + t] for length in lengths])
-        later.append(model(column, attention_mask=mask, position_ids=positions, past_key_values=cache).logits)
+        later.append(model(column, attention_mask=mask, position_ids=positions, cache=cache).logits)
     later = torch.cat(later, dim=1)
     for row, length in enumerate(lengths):
         alone = model(ids[row : row + 1, : length + more]).logits[0]
@@ -109,7 +109,7 @@ def test_padding_inside_a_text_and_alone_in_a_call_writes_nothing(tiny_model, op
     for size in (1, 3, 1, 8, 5, 7, 1):
         columns = slice(seen, seen + size)
         seen += size
-        parts.append(model(padded[:, columns], attention_mask=mask[:, :seen], past_key_values=cache).logits)
+        parts.append(model(padded[:, columns], attention_mask=mask[:, :seen], cache=cache).logits)
     torch.testing.assert_close(torch.cat(parts, dim=1)[mask.bool()], model(ids).logits[0], **EXACT)
 
 
@@ -122,7 +122,7 @@ def test_a_short_row_goes_on_after_a_call_of_padding_alone(tiny_model, options):
         mask[row, read:9] = 0
     cache, parts = HopeCache(model.config), []
     for start, stop in ((0, 4), (4, 9), (9, 14)):
-        parts.append(model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache).logits)
+        parts.append(model(ids[:, start:stop], attention_mask=mask[:, :stop], cache=cache).logits)
     logits = torch.cat(parts, dim=1)
     for row, real in enumerate(mask.bool()):
         torch.testing.assert_close(logits[row, real], model(ids[row : row + 1, real]).logits[0], **EXACT)
@@ -152,7 +152,7 @@ def test_a_document_can_begin_in_a_later_call(tiny_model, options):
     positions = torch.stack([torch.cat([torch.arange(13), torch.arange(17)]), torch.arange(30)])
     cache = HopeCache(model.config)
     parts = [
-        model(ids[:, a:b], position_ids=positions[:, a:b], past_key_values=cache).logits
+        model(ids[:, a:b], position_ids=positions[:, a:b], cache=cache).logits
         for a, b in ((0, 11), (11, 20), (20, 21), (21, 30))
     ]
     logits = torch.cat(parts, dim=1)
@@ -178,11 +178,11 @@ def test_reordered_cache_continues_the_chosen_rows(tiny_model, options):
     model = tiny_model(torch.float64, **options)
     ids = random_ids(3, 22)
     cache = HopeCache(model.config)
-    model(ids[:, :13], past_key_values=cache)
+    model(ids[:, :13], cache=cache)
     chosen = torch.tensor([2, 0, 2])
     cache.reorder_cache(chosen)
     text = torch.cat([ids[chosen, :13], ids[:, 13:]], dim=1)
-    logits = model(ids[:, 13:], past_key_values=cache).logits
+    logits = model(ids[:, 13:], cache=cache).logits
     torch.testing.assert_close(logits, model(text).logits[:, 13:], **EXACT)
 
 
@@ -192,15 +192,15 @@ def test_saved_state_continues_the_text(tiny_model, tmp_path, options):
     model = tiny_model(torch.float64, **options)
     ids = random_ids(2, 22)
     cache = HopeCache(model.config)
-    model(ids[:, :13], past_key_values=cache)
+    model(ids[:, :13], cache=cache)
     cache.save_pretrained(tmp_path, model)
     saved = [
         HopeCache.from_state_tensors(model.config, cache.state_tensors()), HopeCache.from_pretrained(tmp_path, model),
     ]  # fmt: skip
-    expected = model(ids[:, 13:], past_key_values=cache).logits
+    expected = model(ids[:, 13:], cache=cache).logits
     for restored in saved:
         assert restored.get_seq_length() == 13
-        torch.testing.assert_close(model(ids[:, 13:], past_key_values=restored).logits, expected, rtol=0, atol=0)
+        torch.testing.assert_close(model(ids[:, 13:], cache=restored).logits, expected, rtol=0, atol=0)
 
 
 @torch.no_grad()
@@ -210,7 +210,7 @@ def test_caches_of_transformers_carry_the_state(tiny_model, options):
     ids = random_ids(2, 14)
     whole = model(ids).logits
     for cache in (DynamicCache(), DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=14)):
-        parts = [model(part, past_key_values=cache).logits for part in ids.split([9, 1, 4], dim=1)]
+        parts = [model(part, cache=cache).logits for part in ids.split([9, 1, 4], dim=1)]
         torch.testing.assert_close(torch.cat(parts, dim=1), whole, **EXACT)
 
 
@@ -219,7 +219,7 @@ def test_state_does_not_grow(tiny_model):
     cache = HopeCache(model.config)
     sizes = []
     for part in random_ids(1, 96).split(32, dim=1):
-        model(part, past_key_values=cache)
+        model(part, cache=cache)
         sizes.append(sum(tensor.numel() for tensor in cache.state_tensors().values()))
     assert len(set(sizes)) == 1
 
@@ -227,7 +227,7 @@ def test_state_does_not_grow(tiny_model):
 def test_detach_cuts_the_gradient_and_keeps_the_values(tiny_model):
     model = tiny_model()
     cache = HopeCache(model.config)
-    model(random_ids(1, 9), past_key_values=cache)
+    model(random_ids(1, 9), cache=cache)
     before = {name: tensor.clone() for name, tensor in cache.state_tensors().items()}
     assert any(tensor.requires_grad for tensor in cache.state_tensors().values())
     cache.detach_()

@@ -44,7 +44,7 @@ def losses_and_gradients(model, segments, detach=False):
     cache = HopeCache(model.config) if len(segments) > 1 else None
     losses = []
     for segment in segments:
-        losses.append(model(segment, labels=segment, past_key_values=cache).loss)
+        losses.append(model(segment, labels=segment, cache=cache).loss)
         if detach:
             cache.detach_()
     sum(losses).backward()
@@ -97,16 +97,16 @@ def test_recomputation_that_would_lose_the_carried_state_is_refused(tiny_model, 
     """Of these, torch gives gradients without a word."""
     model, ids = tiny_model(**options).train(), text(1, 8)
     cache = StaticCache(model.config, max_cache_len=16)
-    model(ids, past_key_values=cache)
+    model(ids, cache=cache)
     recompute(model, use_reentrant=False)
-    with pytest.raises(ValueError, match="past_key_values is a StaticCache that is overwritten before gradient check"):
-        model(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="the cache is a StaticCache that is overwritten before gradient check"):
+        model(ids, cache=cache)
     with torch.no_grad():
-        whole, part = model(ids.repeat(1, 2)).logits[:, 8:], model(ids, past_key_values=cache).logits
+        whole, part = model(ids.repeat(1, 2)).logits[:, 8:], model(ids, cache=cache).logits
     torch.testing.assert_close(part, whole, rtol=1e-5, atol=1e-5)
     recompute(model, use_reentrant=True)
-    with pytest.raises(ValueError, match="use_reentrant=True cuts the gradient that goes through past_key_values"):
-        model(ids, past_key_values=HopeCache(model.config))
+    with pytest.raises(ValueError, match="use_reentrant=True cuts the gradient that goes through the cache"):
+        model(ids, cache=HopeCache(model.config))
     assert model(ids, labels=ids).loss.requires_grad
 
 
@@ -131,10 +131,10 @@ def test_the_gradient_goes_through_the_carried_memory_unless_it_is_cut(tiny_mode
         model = tiny_model()
         embeddings = model.get_input_embeddings()(first).detach().requires_grad_()
         cache = HopeCache(model.config)
-        model(inputs_embeds=embeddings, past_key_values=cache)
+        model(inputs_embeds=embeddings, cache=cache)
         if detach:
             cache.detach_()
-        model(second, labels=second, past_key_values=cache).loss.backward()
+        model(second, labels=second, cache=cache).loss.backward()
         gradients[detach] = embeddings.grad
     assert gradients[False].abs().amax(-1).min() > 0
     assert gradients[True] is None
@@ -145,7 +145,7 @@ def test_carried_segments_give_the_gradients_of_one_text(tiny_model):
     whole, parts = tiny_model(torch.float64), tiny_model(torch.float64)
     whole(ids).logits.square().mean().backward()
     cache = HopeCache(parts.config)
-    logits = [parts(part, past_key_values=cache).logits for part in ids.split([13, 27], dim=1)]
+    logits = [parts(part, cache=cache).logits for part in ids.split([13, 27], dim=1)]
     torch.cat(logits, dim=1).square().mean().backward()
     for name, parameter in whole.named_parameters():
         torch.testing.assert_close(parts.get_parameter(name).grad, parameter.grad, rtol=1e-8, atol=1e-11, msg=name)
@@ -156,7 +156,7 @@ def test_a_given_cache_is_used_whatever_use_cache_says(tiny_model):
     ids = text(1, 20)
     model = recompute(tiny_model().train(), use_reentrant=False)
     cache = HopeCache(model.config)
-    parts = [model(part, past_key_values=cache, use_cache=False).logits for part in ids.split([9, 11], dim=1)]
+    parts = [model(part, cache=cache, use_cache=False).logits for part in ids.split([9, 11], dim=1)]
     assert cache.get_seq_length() == 20
     torch.testing.assert_close(torch.cat(parts, dim=1), model(ids).logits, rtol=1e-5, atol=1e-5)
 

@@ -42,7 +42,7 @@ def test_a_pipeline_learns_from_its_prompt(tiny_model, word_tokenizer):
     writer, cache = pipeline("text-generation", model, tokenizer=word_tokenizer), HopeCache(model.config)
     prompt = " ".join(f"w{word}" for word in (3, 4, 5) * 8)
     options = dict(max_new_tokens=6, return_full_text=False, do_sample=False)
-    learned = writer(prompt, learn=True, past_key_values=cache, **options)[0]["generated_text"]
+    learned = writer(prompt, learn=True, cache=cache, **options)[0]["generated_text"]
     assert cache.levels.steps.tolist() == [[3]]
     # given once, the flag holds for every call
     always = pipeline("text-generation", model, tokenizer=word_tokenizer, learn=True)
@@ -93,10 +93,10 @@ def test_a_book_is_read_once_and_continued_in_two_ways(tiny_model):
     book, endings = random_ids(1, 60), [random_ids(1, 3, seed=seed) for seed in (2, 3)]
     cache = HopeCache(model.config)
     with torch.no_grad():
-        model(book, past_key_values=cache)
+        model(book, cache=cache)
     for ending in endings:
         text = torch.cat([book, ending], 1)
-        continued = model.generate(text, past_key_values=copy.deepcopy(cache), max_new_tokens=5, **GREEDY)
+        continued = model.generate(text, cache=copy.deepcopy(cache), max_new_tokens=5, **GREEDY)
         assert torch.equal(continued, model.generate(text, max_new_tokens=5, **GREEDY))
 
 
@@ -155,7 +155,7 @@ def test_what_a_recurrent_state_cannot_do_is_refused(tiny_model):
     with pytest.raises(ValueError, match="torch.jit.trace cannot read a HOPE model: use torch.export.export"):
         torch.jit.trace(lambda tokens: model(tokens).logits, ids)
     prefix = get_peft_model(model, PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
-    with pytest.raises(ValueError, match="past_key_values"):
+    with pytest.raises(ValueError, match="the cache is a"):
         prefix(input_ids=ids)
 
 

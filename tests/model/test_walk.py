@@ -54,9 +54,9 @@ def test_a_decoded_token_of_one_layer_takes_at_most_43_calls():
     model, tokens = one_layer().eval(), torch.randint(0, 64, (1, 20))
     cache = HopeCache(model.config)
     with torch.no_grad():
-        model(tokens, past_key_values=cache)
+        model(tokens, cache=cache)
         # what is made once a process or a text
-        model(tokens[:, :1], past_key_values=cache)
+        model(tokens[:, :1], cache=cache)
         with counted() as calls:
-            model(tokens[:, :1], past_key_values=cache)
+            model(tokens[:, :1], cache=cache)
     assert calls.total() <= 43, told(calls)

@@ -165,7 +165,7 @@ def test_mistral_with_a_window_gives_the_same_logits(cuts):
         weights[name] = weight
     model.load_state_dict(weights)
     ids, cache = random_ids(2, 40), HopeCache(model.config)
-    logits = torch.cat([model(part, past_key_values=cache).logits for part in ids.split(cuts, dim=1)], dim=1)
+    logits = torch.cat([model(part, cache=cache).logits for part in ids.split(cuts, dim=1)], dim=1)
     torch.testing.assert_close(logits, mistral(ids).logits, rtol=1e-5, atol=2e-5)
 
 
@@ -176,7 +176,7 @@ def test_the_state_has_one_size_and_a_call_changes_no_state_in_place():
     for part in ids.split([1, 1, 9, 1, 20, 7, 1], dim=1):
         before = cache.snapshot().layers
         held = {name: tensor.clone() for name, tensor in cache.state_tensors().items()}
-        model(part, past_key_values=cache)
+        model(part, cache=cache)
         sizes.add(sum(tensor.nbytes for tensor in cache.state_tensors().values()))
         assert held == {} or all(torch.equal(held[n], t) for n, t in state_tensors(before).items())
     assert len(sizes) == 1
@@ -222,6 +222,6 @@ def test_bad_configurations(options, sentence):
 
 def test_a_cache_of_another_window():
     ids, cache = random_ids(1, 9), HopeCache(build(6, 2).config)
-    build(6, 2)(ids, past_key_values=cache)
+    build(6, 2)(ids, cache=cache)
     with pytest.raises(ValueError, match="windows of 8 tokens with 2 heads of width 8, and this .* 13 tokens"):
-        build(11, 2)(ids, past_key_values=cache)
+        build(11, 2)(ids, cache=cache)

@@ -243,7 +243,7 @@ def test_state_of_a_sequence_is_the_caches(fields, tokens, tiny_config):
     config = tiny_config(**fields)
     cache = HopeCache(config)
     with torch.no_grad():
-        HopeForCausalLM(config).eval()(torch.zeros(1, tokens, dtype=torch.long), past_key_values=cache)
+        HopeForCausalLM(config).eval()(torch.zeros(1, tokens, dtype=torch.long), cache=cache)
     held = 0
     for layer in cache.layers:
         state = getattr(layer, "state", None)

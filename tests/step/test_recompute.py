@@ -46,7 +46,7 @@ def one_step(model, rows: torch.Tensor, cache=None) -> tuple[float, dict[str, to
 
     torch.manual_seed(1)
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(rows, labels=rows, past_key_values=cache, use_cache=cache is not None).loss
+        loss = model(rows, labels=rows, cache=cache, use_cache=cache is not None).loss
     size = sum(size for size, _ in kept.values())
     kept.clear()
     loss.backward()

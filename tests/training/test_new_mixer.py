@@ -59,7 +59,7 @@ class ToyMixer(Mixer, nn.Module):
     @staticmethod
     def check_state(state, config, dtype):
         if state.total.shape[-1] != config.hidden_size:
-            raise ValueError(f"past_key_values holds sums of width {state.total.shape[-1]}")
+            raise ValueError(f"the cache holds sums of width {state.total.shape[-1]}")
 
     @staticmethod
     def tensor_parallel_maps(config):
@@ -131,14 +131,14 @@ def test_its_cache_is_saved_and_one_of_another_width_is_refused(model, tiny_mode
     cache = HopeCache(model.config)
     with torch.no_grad():
         whole = model(ids(1, 12)).logits
-        model(ids(1, 12)[:, :5], past_key_values=cache)
+        model(ids(1, 12)[:, :5], cache=cache)
         cache.save_pretrained(tmp_path, model)
         loaded = HopeCache.from_pretrained(tmp_path, model)
         assert isinstance(loaded.layers[0].state, ToyState)
-        torch.testing.assert_close(model(ids(1, 12)[:, 5:], past_key_values=loaded).logits, whole[:, 5:])
+        torch.testing.assert_close(model(ids(1, 12)[:, 5:], cache=loaded).logits, whole[:, 5:])
     wider = tiny_model(torch.float64, layer_types=["toy", "full_attention"], hidden_size=64)
-    with pytest.raises(ValueError, match="past_key_values holds sums of width 32"):
-        wider(ids(1, 2), past_key_values=cache)
+    with pytest.raises(ValueError, match="the cache holds sums of width 32"):
+        wider(ids(1, 2), cache=cache)
 
 
 def test_it_shards_and_is_saved_whole(model, tmp_path):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hope_hf import HopeCache
 from hope_hf.cli.models import is_hope
+from hope_hf.model.cache_hope import CACHE_NAME
 
 from ..display import progress
 from ..streams import PIECE, frozen_memories, repeated
@@ -115,8 +116,8 @@ def read(subject: Subject, tokens: list[int], cache=None, learn: bool = False):
         cache = HopeCache(subject.model.config) if is_hope(subject.model.config) else None
     for start in range(0, len(tokens), PIECE):
         ids = torch.tensor([tokens[start : start + PIECE]], device=subject.model.device)
-        outputs = subject.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **options)
-        cache = outputs.past_key_values
+        outputs = subject.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache}, **options)
+        cache = outputs[CACHE_NAME]
     return cache
 
 
@@ -135,9 +136,9 @@ def choose(subject: Subject, prefix, contexts: list[list[int]], candidates: list
             part = alike[start : start + together]
             ids = torch.tensor([contexts[index] for index in part], device=subject.model.device)
             cache = repeated(prefix, len(part))
-            outputs = subject.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            outputs = subject.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache})
             scores = _first(outputs.logits, candidates) + _rest(
-                subject, outputs.past_key_values, len(part), candidates, rows
+                subject, outputs[CACHE_NAME], len(part), candidates, rows
             )
             require_finite(scores, "class_incremental: the scores of labels")
             chosen |= zip(part, scores.argmax(1).tolist(), strict=True)
@@ -160,7 +161,7 @@ def _rest(subject: Subject, cache, batch: int, candidates: list[list[int]], rows
         # Causal: padding on the right changes no score. Rows: all candidates of the first context, then the second's.
         ids = tokens.repeat(batch, 1).to(subject.model.device)
         logits = subject.model(
-            input_ids=ids[:, :-1], past_key_values=repeated(cache, len(part)), use_cache=True
+            input_ids=ids[:, :-1], use_cache=True, **{CACHE_NAME: repeated(cache, len(part))}
         ).logits
         scores = logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0].cpu()
         scores = scores.where(counted[:, 1:].repeat(batch, 1), 0.0).sum(1)

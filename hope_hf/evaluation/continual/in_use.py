@@ -142,7 +142,7 @@ def _levels(subject: Subject, texts: list[list[Tensor]], learning: list[Row]) ->
         for document in text:
             cache = HopeCache(model.config)
             cache.levels = levels
-            reports.append(model.learn(document[None].to(model.device), past_key_values=cache))
+            reports.append(model.learn(document[None].to(model.device), cache=cache))
             levels = cache.levels
         weights = [len(document) - 1 for document in text]
         losses = [report.loss * weight for report, weight in zip(reports, weights, strict=True)]

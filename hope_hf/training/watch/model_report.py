@@ -7,6 +7,8 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
+from hope_hf.model.cache_hope import CACHE_NAME
+
 
 def self_modifying_mixers(model: nn.Module) -> dict[int, nn.Module]:
     """Mixers that report on their memories, by layer."""
@@ -71,7 +73,7 @@ def learning_statistics(model: nn.Module, rows: dict[str, float | Tensor], enabl
     names = set()
 
     def hook(module, arguments, outputs):
-        cache = getattr(outputs, "past_key_values", None)
+        cache = getattr(outputs, CACHE_NAME, None)
         if names or getattr(cache, "levels", None) is None:
             return
         with torch.no_grad():

@@ -5,11 +5,11 @@ import json
 import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LlamaConfig
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hope_hf.evaluation import main
 from hope_hf.evaluation.continual.class_incremental import (
@@ -25,6 +25,7 @@ from hope_hf.evaluation.continual.classes import BANKING_GROUPS, ClassGroups, Ex
 from hope_hf.evaluation.continual.fine_tuning import learn_by_fine_tuning
 from hope_hf.evaluation.continual.in_context import _tokens, choose, context_of, label_of, learn_in_context, read
 from hope_hf.evaluation.subject import Subject
+from hope_hf.model.cache_hope import CACHE_NAME
 
 
 @pytest.fixture
@@ -162,13 +163,14 @@ class Uniform(torch.nn.Module):
         super().__init__()
         self.config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=10_000)
 
-    def forward(self, input_ids, past_key_values=None, use_cache=True, logits_to_keep=0):
-        ids = input_ids if past_key_values is None else torch.cat([past_key_values.ids, input_ids], 1)
+    def forward(self, input_ids, use_cache=True, logits_to_keep=0, **given):
+        cache = given[CACHE_NAME]
+        ids = input_ids if cache is None else torch.cat([cache.ids, input_ids], 1)
         logits = torch.zeros(*input_ids.shape, self.config.vocab_size)
         for row, tokens in zip(logits, ids.tolist(), strict=True):
             for place in range(len(row)):
                 self.answer(row[place], tokens[: ids.shape[1] - len(row) + place + 1])
-        return SimpleNamespace(logits=logits[:, -logits_to_keep:], past_key_values=History(ids))
+        return CausalLMOutputWithPast(logits=logits[:, -logits_to_keep:], **{CACHE_NAME: History(ids)})
 
     def answer(self, logits, ids):
         """What comes after `ids`."""

@@ -69,13 +69,13 @@ def test_the_second_halves_are_read_with_what_levels_have_learned(learner, argum
     for document in learned:
         cache = HopeCache(loaded.model.config)
         cache.levels = levels
-        loaded.model.learn(document[None], past_key_values=cache)
+        loaded.model.learn(document[None], cache=cache)
         levels = cache.levels
     cache = HopeCache(loaded.model.config)
     cache.levels = levels
     rest = torch.cat([text[:1], text[1 + half :]])[None]
     with torch.no_grad():
-        logits = loaded.model(rest, past_key_values=cache).logits[:, :-1]
+        logits = loaded.model(rest, cache=cache).logits[:, :-1]
     expected = torch.nn.functional.cross_entropy(logits.mT, rest[:, 1:])
     (row,) = [r for r in rows if (r["way"], r["step"], r["segment"]) == (LEVELS, 1, "saying")]
     assert row["loss"] == pytest.approx(float(expected), rel=1e-6) and row["n"] == rest.shape[1] - 1

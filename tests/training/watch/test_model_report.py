@@ -7,6 +7,7 @@ import torch
 from training_runs import HOPE, HOPE_SPARSE
 
 from hope_hf.model import memory_mixer
+from hope_hf.model.cache_hope import CACHE_NAME
 from hope_hf.training.watch import model_report
 from hope_hf.training.watch.model_report import MixerReport, learning_statistics
 
@@ -182,11 +183,11 @@ def test_levels_that_learn_are_reported(tiny_model):
         out = model(ids(2), labels=ids(2), learn=True)
         # the first pass alone
         model(ids(1), labels=ids(1), learn=True)
-    (key,) = out.past_key_values.levels.deltas
+    (key,) = out[CACHE_NAME].levels.deltas
     weight = model.model.layers[key.block].continuum.levels[0].down_proj.weight
     drift = rows.pop("level/0/drift")
     assert rows == {"level/0/steps": 5.0, "level/0/skipped_gate": 0.0, "level/0/skipped_not_finite": 0.0}
-    largest = out.past_key_values.levels.deltas[key].norm(dim=(1, 2)).max() / weight.norm()
+    largest = out[CACHE_NAME].levels.deltas[key].norm(dim=(1, 2)).max() / weight.norm()
     assert drift == pytest.approx(float(largest), rel=1e-5) and drift > 0.1
     with learning_statistics(model, rows, False):
         model(ids(2), learn=True)
