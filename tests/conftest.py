@@ -1,5 +1,6 @@
 """Fixtures of all tests: tiny configurations, and the settings that a process of the project makes."""
 
+import logging
 import sys
 
 import pytest
@@ -15,6 +16,18 @@ from hope_hf import HopeConfig, HopeForCausalLM
 @pytest.fixture(autouse=True, scope="session")
 def _flush_denormals():
     torch.set_flush_denormal(True)
+
+
+class _Deprecated(logging.Handler):
+    """Makes an error of what transformers calls deprecated in its log instead of a warning."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        assert "deprecated" not in record.getMessage(), record.getMessage()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _deprecated_is_an_error():
+    logging.getLogger("transformers").addHandler(_Deprecated(logging.WARNING))
 
 
 @pytest.fixture

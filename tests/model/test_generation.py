@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -371,6 +372,22 @@ def test_logits_to_keep(model, kept):
     some = model(ids, logits_to_keep=kept).logits
     wanted = kept if isinstance(kept, torch.Tensor) else torch.arange(9 - kept, 9)
     torch.testing.assert_close(some, every[:, wanted], rtol=1e-12, atol=1e-12)
+
+
+def test_a_cache_may_have_its_older_name(model):
+    ids, more, old = text(1, 9), text(1, 4, seed=1), {}
+    for name in ("cache", "past_key_values"):
+        cache = HopeCache(model.config)
+        # transformers says so from the release on that renamed it
+        told = pytest.warns(FutureWarning, match="Use `cache`") if name != CACHE_NAME == "cache" else nullcontext()
+        with told:
+            model(ids, **{name: cache})
+        with told:
+            model.model(more, **{name: cache})
+        with told:
+            old[name] = generate(model, torch.cat([ids, more, ids], dim=1), max_new_tokens=3, **{name: cache})
+        assert cache.get_seq_length() == 24
+    assert torch.equal(*old.values())
 
 
 def test_rows_of_a_cache_can_be_selected_and_repeated(model):

@@ -139,7 +139,8 @@ def test_transforms_of_torch_func_give_the_gradients(tiny_model, options):
     torch.testing.assert_close(jacobian, ours, rtol=0, atol=1e-11)
 
 
-# PEFT asks transformers for an attribute by its older name.
+# PEFT asks transformers for an attribute, and gives a cache, by the older name.
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
 def test_what_a_recurrent_state_cannot_do_is_refused(tiny_model):
