@@ -6,7 +6,7 @@ from .interrupt import while_importing as while_importing
 # isort: split
 import transformers
 
-from .model.cache_hope import HopeCache
+from .model.cache_hope import CACHE_NAME, HopeCache
 from .model.configuration_hope import PRESETS, HopeConfig
 from .model.level_learning import LevelLearning
 from .model.level_reading import learning_rate_search
@@ -30,6 +30,7 @@ del auto, model_class
 __version__ = "0.1.0"
 
 __all__ = [
+    "CACHE_NAME",
     "PRESETS",
     "HopeCache",
     "HopeConfig",

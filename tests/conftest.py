@@ -22,7 +22,9 @@ class _Deprecated(logging.Handler):
     """Makes an error of what transformers calls deprecated in its log instead of a warning."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        assert "deprecated" not in record.getMessage(), record.getMessage()
+        told = record.getMessage()
+        # the pipeline of transformers 5.17 itself passes both
+        assert "deprecated" not in told or told.startswith("Passing `generation_config` together"), told
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -84,7 +84,7 @@ LAZY |= dict.fromkeys(("fla", "triton"), {"hope_hf/model"}) | {"gguf": {"hope_hf
 TRITON = "hope_hf/model/memory_triton_kernels"
 
 PUBLIC = [
-    "PRESETS", "HopeCache", "HopeConfig", "HopeForCausalLM", "HopeForQuestionAnswering",
+    "CACHE_NAME", "PRESETS", "HopeCache", "HopeConfig", "HopeForCausalLM", "HopeForQuestionAnswering",
     "HopeForSequenceClassification", "HopeForTokenClassification", "HopeModel", "HopePreTrainedModel", "LevelLearning",
     "__version__", "learning_rate_search",
 ]  # fmt: skip

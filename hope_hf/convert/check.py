@@ -11,8 +11,7 @@ import torch
 from accelerate import dispatch_model, init_empty_weights
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hope_hf import HopeConfig
-from hope_hf.model.cache_hope import CACHE_NAME
+from hope_hf import CACHE_NAME, HopeConfig
 
 from .weights import read_names
 

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hope_hf import HopeCache
+from hope_hf import CACHE_NAME, HopeCache
 from hope_hf.cli.models import is_hope
-from hope_hf.model.cache_hope import CACHE_NAME
 
 from .display import progress
 from .flags import Arguments

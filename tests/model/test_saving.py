@@ -71,7 +71,7 @@ for folder, model in models.items():
             cache_implementation=implementation,
         )
     with torch.no_grad():
-        cache = model(expected["ids"][:, :5], use_cache=True)[CACHE_NAME]
+        cache = model(expected["ids"][:, :5], use_cache=True)[1]
     other = models[folder.removesuffix("-again") if folder.endswith("-again") else folder + "-again"]
     results[folder + ".continued.generated"] = other.generate(
         expected["ids"], cache=cache, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0

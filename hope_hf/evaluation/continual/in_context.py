@@ -12,9 +12,8 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from hope_hf import HopeCache
+from hope_hf import CACHE_NAME, HopeCache
 from hope_hf.cli.models import is_hope
-from hope_hf.model.cache_hope import CACHE_NAME
 
 from ..display import progress
 from ..streams import PIECE, frozen_memories, repeated

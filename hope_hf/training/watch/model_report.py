@@ -7,7 +7,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from hope_hf.model.cache_hope import CACHE_NAME
+from hope_hf import CACHE_NAME
 
 
 def self_modifying_mixers(model: nn.Module) -> dict[int, nn.Module]:
