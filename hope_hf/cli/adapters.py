@@ -7,10 +7,13 @@ import importlib.util
 import json
 import os
 import warnings
+from importlib.metadata import version
 from pathlib import Path
 
+import transformers
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
+from transformers.integrations import peft
 from transformers.utils import find_adapter_config_file
 
 from .files import read_small
@@ -27,6 +30,19 @@ def require_peft(what: str) -> None:
         raise ValueError(f"{what} needs PEFT: pip install peft.")
 
 
+def require_peft_for_training() -> None:
+    """Raise ValueError if PEFT is not installed, or is older than this transformers wants for models with adapters."""
+    require_peft("--lora_rank")
+    try:
+        peft.check_peft_version(peft.MIN_PEFT_VERSION)
+    except ValueError:
+        raise ValueError(
+            f"--lora_rank needs PEFT {peft.MIN_PEFT_VERSION} beside transformers {transformers.__version__}, and "
+            f"{version('peft')} is installed: pip install -U peft. While there is no such release, pip install "
+            "'transformers<5.24'."
+        ) from None
+
+
 def add_lora(model: PreTrainedModel, rank: int, alpha: float | None, base: str) -> None:
     """Freeze a model and put LoRA matrices A [rank, in] and B [out, rank] beside all linear layers but the head's.
 
@@ -36,7 +52,6 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: float | None, base: str) 
         alpha: None: twice the rank.
         base: name or folder of the model, for the adapter's config.
     """
-    require_peft("--lora_rank")
     from peft import LoraConfig
 
     scale = 2 * rank if alpha is None else alpha

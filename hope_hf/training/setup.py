@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 import hope_hf
-from hope_hf.cli.adapters import add_lora, require_peft
+from hope_hf.cli.adapters import add_lora, require_peft_for_training
 from hope_hf.cli.flags import LARGEST_VOCABULARY
 from hope_hf.cli.models import build_config, build_model, is_hope, load_config, named_vocabulary
 from hope_hf.cli.process import one_line, warn_once
@@ -204,7 +204,7 @@ def _check_model(args: Arguments, engine: Engine, pretrained, vocab_size: int | 
     if args.train_only == "memories" and not (is_hope(config) and config.has_memories):
         raise ValueError(f"--train_only memories: this {config.model_type} has no layer of memories, leave it out.")
     if args.lora_rank:
-        require_peft("--lora_rank")
+        require_peft_for_training()
     if args.lora_rank and engine.shards_weights:
         raise ValueError("--lora_rank needs the whole model in each process: launch with accelerate_configs/ddp.yaml.")
     if args.push_to_hub:

@@ -9,6 +9,7 @@ from peft import PeftModel
 from training_runs import HOPE, LLAMA, ROOT, curve, forget_the_end, make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hope_hf.cli.adapters import require_peft_for_training
 from hope_hf.cli.flags import ModelArguments
 from hope_hf.cli.models import load_config
 from hope_hf.cli.weights import load_model
@@ -145,3 +146,10 @@ def test_lora_without_peft_is_a_sentence(run, tmp_path, chats, monkeypatch, caps
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert run("lora", "--lora_rank", "4", model=[RECIPE, "--model_name_or_path", str(tmp_path / "base")])[0] == 2
     assert "--lora_rank needs PEFT: pip install peft." in capsys.readouterr().err
+
+
+def test_a_peft_older_than_transformers_wants_is_named(monkeypatch):
+    require_peft_for_training()
+    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "99.0")
+    with pytest.raises(ValueError, match="--lora_rank needs PEFT 99.0 beside transformers .*pip install -U peft"):
+        require_peft_for_training()
