@@ -1,4 +1,4 @@
-"""MAD's tasks and multi-query recall: HOPE and its peers, each at its best learning rate.
+"""MAD's tasks, recall and state tracking: HOPE and its peers, each at its best learning rate.
 
     python benchmarks/mad.py                                    all of it, two trainings at a time on one thread each
     python benchmarks/mad.py --tasks mad-recall mqar --models hope llama
@@ -8,7 +8,8 @@ Models of width 64 and two layers (Mamba-2: four) train on fresh samples as `hop
 them: the same steps, batches and samples for every model, and about as many parameters (one number of each is fitted;
 the rest of HOPE is its config's default). `hope_frozen` is the control: only convolutions and levels learn.
 `hope_hybrid` has sparse attention in its second layer, with a window that covers the whole text; `hope_hybrid_quarter`
-reads a quarter of 512 tokens, in 8 blocks and a window of 64. Learning rates are tried in order, a later one only if
+reads a quarter of 512 tokens, in 8 blocks and a window of 64. `hope_flipping` has rates of up to 1.99, and
+`hope_self_modifying` remakes keys and values by memories. Learning rates are tried in order, a later one only if
 the earlier ones left mistakes. Finished trainings are appended to the results file and not repeated.
 """
 
@@ -41,6 +42,9 @@ from hope_hf.evaluation.synthetic.suite import synthetic
 UNTIED = {"tie_word_embeddings": False}
 # The suite's optimizer updates every level at every step; the periods are those that the published rows name.
 HOPE = UNTIED | {"level_intermediate_sizes": [32, 32, 32], "level_periods": [1_000_000, 4_000_000, 16_000_000]}
+# A write may turn what is stored under its key into its opposite: eigenvalues from -1 to 1.
+FLIPPING = {"memory_learning_rate_max": 1.99, "memory_learning_rate_bias": [0.0, 8.0]}
+SELF_MODIFYING = {"memory_projections": ["k", "v"]}
 HYBRID = HOPE | {"layer_types": ["hope_memory", "sparse_attention"], "level_intermediate_sizes": [56, 56, 56]}
 MAMBA = {"num_hidden_layers": 4, "state_size": 52, "initializer_range": round((3 * 64) ** -0.5, 3)}
 DELTANET = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 2}
@@ -50,6 +54,9 @@ MODELS = {
     "hope_frozen": ("hope", HOPE | {"memory_learning_rate_max": 0.0}),
     "hope_hybrid": ("hope", HYBRID),
     "hope_hybrid_quarter": ("hope", HYBRID | SPARSE),
+    "hope_flipping": ("hope", HOPE | FLIPPING),
+    "hope_self_modifying": ("hope", HOPE | SELF_MODIFYING),
+    "hope_self_modifying_flipping": ("hope", HOPE | FLIPPING | SELF_MODIFYING),
     "llama": ("llama", UNTIED | {"intermediate_size": 256}),
     "llama_conv": ("llama_conv", UNTIED | {"intermediate_size": 252}),
     "mamba2": ("mamba2", UNTIED | MAMBA),
@@ -58,6 +65,7 @@ MODELS = {
 # Rows per step and largest number of steps; a training ends earlier if all of 1,024 unseen samples are right.
 NAMES = ("compression", "recall", "fuzzy-recall", "selective-copying", "memorisation")
 TASKS = dict.fromkeys((*(f"mad-{name}" for name in NAMES), "mqar"), (32, 1000))
+TASKS |= dict.fromkeys(("rekeyed", "s3", "a5"), (32, 2000))
 LEARNING_RATES = (3e-3, 1e-2)
 
 # The result of a training: the accuracy at each of the task's lengths, or None if it diverged.

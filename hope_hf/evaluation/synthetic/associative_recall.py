@@ -3,6 +3,9 @@
 The task of Arora et al. 2023 (Zoology, arXiv 2312.04927), which measures how much a state of a given size can hold.
 There the distances of the asked keys follow a power law; here blanks are spread evenly between them. The accuracy of a
 model without memory is at most 1 / number of values.
+
+`rekeyed` adds what changes the meaning of keys inside a text: after the pairs, every key is given another name out of
+the same alphabet, and values are asked by the new names.
 """
 
 from functools import partial
@@ -71,14 +74,43 @@ def draw(rows: int, generator: torch.Generator, bin: int | None, *, sizes: tuple
     return Batch(input_ids[:, :-1], targets, targets != IGNORED)
 
 
+def rekeyed(rows: int, generator: torch.Generator, bin: int | None, *, sizes: tuple[int, ...]) -> Batch:
+    """`k v` for every pair, a mark, `old new` for every key, a mark, and `new v`: scored at the new keys of the end.
+
+    Keys are the ids below K, the largest of `sizes`, values those from K on, and the mark is 2 K. The new keys of N
+    pairs are N different keys, so that many a name means one thing before its renaming and another after it. [rows,
+    6 N + 1].
+    """
+    if bin is None:
+        bin = int(torch.randint(len(sizes), (), generator=generator))
+    pairs, symbols = sizes[bin], max(sizes)
+
+    def draw(count: int) -> torch.Tensor:
+        return torch.rand(rows, count, generator=generator).argsort(-1)[:, :pairs]
+
+    keys, values, new, told, asked = draw(symbols), symbols + draw(symbols), draw(symbols), draw(pairs), draw(pairs)
+
+    def part(first: torch.Tensor, second: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        return torch.stack([first.gather(1, order), second.gather(1, order)], -1).flatten(1)
+
+    mark, written = torch.full((rows, 1), 2 * symbols), torch.arange(pairs).expand(rows, -1)
+    ids = torch.cat([part(keys, values, written), mark, part(keys, new, told), mark, part(new, values, asked)], 1)
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    mask[:, -2 * pairs :: 2] = True
+    return Batch(ids[:, :-1], ids[:, 1:], mask[:, :-1])
+
+
 def associative_recall() -> dict[str, Task]:
     """`mqar-4` to `mqar-64`: that many pairs in 8 times as many tokens, out of 4 times as many keys and values.
 
     `mqar` trains on all these sizes and is tested on each, with 64 keys and 64 values: a model trained on 64 pairs out
-    of 256 only does not learn them in a few thousand steps. Arora et al. mix their sizes, too.
+    of 256 only does not learn them in a few thousand steps. Arora et al. mix their sizes, too. `rekeyed` trains on 4,
+    8 and 16 renamed pairs.
     """
+    few = PAIRS[:3]
+    renamed = Task("rekeyed", 2 * max(few) + 1, tuple(map(str, few)), partial(rekeyed, sizes=few))
     kinds = {f"mqar-{pairs}": ((pairs,), SYMBOLS_PER_PAIR * pairs) for pairs in PAIRS} | {"mqar": (PAIRS, max(PAIRS))}
-    return {
+    return {"rekeyed": renamed} | {
         name: Task(
             name=name,
             vocab_size=2 * symbols + 1,

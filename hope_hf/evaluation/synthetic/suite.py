@@ -16,13 +16,14 @@ from .associative_recall import associative_recall
 from .formal_languages import formal_languages
 from .mad import mad
 from .model import describe, small_model
+from .state_tracking import state_tracking
 from .task import Task, chance
 from .training import TEST_STREAM, fixed_samples, score_samples, train
 
 
 def known_tasks(lengths: list[int] | None = None) -> dict[str, Task]:
     """All tasks by name; `lengths` are the longest words of the formal languages' bins; other tasks ignore them."""
-    return {**formal_languages(lengths), **associative_recall(), **mad()}
+    return {**formal_languages(lengths), **associative_recall(), **mad(), **state_tracking()}
 
 
 @suite(
