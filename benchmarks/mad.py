@@ -44,7 +44,8 @@ UNTIED = {"tie_word_embeddings": False}
 HOPE = UNTIED | {"level_intermediate_sizes": [32, 32, 32], "level_periods": [1_000_000, 4_000_000, 16_000_000]}
 # A write may turn what is stored under its key into its opposite: eigenvalues from -1 to 1.
 FLIPPING = {"memory_learning_rate_max": 1.99, "memory_learning_rate_bias": [0.0, 8.0]}
-SELF_MODIFYING = {"memory_projections": ["k", "v"]}
+# Memories remake keys and values from one chunk to the next, so a text needs several.
+SELF_MODIFYING = {"memory_projections": ["k", "v"], "memory_chunk_size": 4}
 HYBRID = HOPE | {"layer_types": ["hope_memory", "sparse_attention"], "level_intermediate_sizes": [56, 56, 56]}
 MAMBA = {"num_hidden_layers": 4, "state_size": 52, "initializer_range": round((3 * 64) ** -0.5, 3)}
 DELTANET = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 2}
