@@ -7,7 +7,7 @@ import pytest
 
 import hope_hf
 
-CLASSES = [name for name in hope_hf.__all__ if name not in ("PRESETS", "HopePreTrainedModel")]
+CLASSES = [name for name in hope_hf.__all__ if name not in ("CACHE_NAME", "PRESETS", "HopePreTrainedModel")]
 
 
 @pytest.mark.parametrize("name", CLASSES)
