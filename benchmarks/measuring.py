@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
-from hope_hf.model.cache_hope import CACHE_NAME
+from hope_hf import CACHE_NAME
 from hope_hf.step.objective import can_skip_logits, summed_loss
 
 # Operators that only return a view of a tensor, or allocate one.
@@ -117,10 +117,10 @@ class Decoder:
     def __init__(self, network: nn.Module, context: torch.Tensor, cache=None):
         self.network, self.token, self.cache = network.eval(), context, cache
         # Mamba-2 names this argument differently before transformers 5.24.
-        is_mamba = network.config.model_type == "mamba2" and CACHE_NAME == "past_key_values"
-        self.name = "cache_params" if is_mamba else CACHE_NAME
+        is_mamba = network.config.model_type == "mamba2"
+        self.name = "cache_params" if is_mamba and CACHE_NAME == "past_key_values" else CACHE_NAME
         layers = set(getattr(network.config, "layer_types", ()))
-        if cache is None and layers == {"linear_attention"} and network.config.model_type != "mamba2":
+        if cache is None and layers == {"linear_attention"} and not is_mamba:
             self.cache = CountingCache(config=network.config)
 
     @torch.no_grad()

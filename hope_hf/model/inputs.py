@@ -355,7 +355,7 @@ def create_attention_mask(
         inputs_embeds=hidden_states,
         attention_mask=attention_mask,
         position_ids=position_ids,
-        **{CACHE_NAME: cache},
         and_mask_function=only_tokens,
         layer_idx=config.attention_layer,
+        **{CACHE_NAME: cache},
     )

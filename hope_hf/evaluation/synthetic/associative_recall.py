@@ -22,6 +22,11 @@ TOKENS_PER_PAIR = 8
 SYMBOLS_PER_PAIR = 4
 
 
+def _distinct(rows: int, symbols: int, count: int, generator: torch.Generator) -> torch.Tensor:
+    """`count` different ids below `symbols` in every row, in random order, [rows, count] int64."""
+    return torch.rand(rows, symbols, generator=generator).argsort(-1)[:, :count]
+
+
 def recall_batch(
     batch_size: int, pairs: int, symbols: int, generator: torch.Generator, length: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,11 +37,8 @@ def recall_batch(
     `length` above 4 * pairs, blanks (id 2 * symbols) are placed at random between the pairs of the second half.
     """
 
-    def draw() -> torch.Tensor:
-        return torch.rand(batch_size, symbols, generator=generator).argsort(-1)[:, :pairs]
-
-    keys, values = draw(), symbols + draw()
-    order = torch.rand(batch_size, pairs, generator=generator).argsort(-1)
+    keys, values = (_distinct(batch_size, symbols, pairs, generator) for _ in range(2))
+    values, order = symbols + values, _distinct(batch_size, pairs, pairs, generator)
     written = torch.stack([keys, values], -1).flatten(1)
     asked = torch.stack([keys.gather(1, order), values.gather(1, order)], -1).flatten(1)
     labels = torch.full_like(written, IGNORED), asked.clone()
@@ -85,10 +87,8 @@ def rekeyed(rows: int, generator: torch.Generator, bin: int | None, *, sizes: tu
         bin = int(torch.randint(len(sizes), (), generator=generator))
     pairs, symbols = sizes[bin], max(sizes)
 
-    def draw(count: int) -> torch.Tensor:
-        return torch.rand(rows, count, generator=generator).argsort(-1)[:, :pairs]
-
-    keys, values, new, told, asked = draw(symbols), symbols + draw(symbols), draw(symbols), draw(pairs), draw(pairs)
+    keys, values, new = (_distinct(rows, symbols, pairs, generator) for _ in range(3))
+    values, told, asked = symbols + values, *(_distinct(rows, pairs, pairs, generator) for _ in range(2))
 
     def part(first: torch.Tensor, second: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
         return torch.stack([first.gather(1, order), second.gather(1, order)], -1).flatten(1)
