@@ -36,6 +36,7 @@ from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
+from hope_hf import CACHE_NAME
 from hope_hf.model.layers import ShortConvolution
 
 # Chunks of 16 give the same values and gradients as those of 64 (to 3e-6) in a quarter of the time.
@@ -73,12 +74,11 @@ class LlamaConvAttention(LlamaAttention):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
-        cache=None,
         position_ids: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[B, T, hidden_size] and the attention weights, as from `LlamaAttention`; ValueError for a cache."""
-        if cache is not None or kwargs.get("past_key_values") is not None:
+        if kwargs.pop(CACHE_NAME, None) is not None:
             raise ValueError("llama_conv keeps no cache: generate with use_cache=False.")
         batch, length, _ = hidden_states.shape
 

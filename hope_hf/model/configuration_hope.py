@@ -112,8 +112,7 @@ class HopeConfig(PreTrainedConfig):
             (`"paper"`, see `memory_paper.py`).
         memory_projections (`list[str]`, *optional*):
             Which of keys and values memories project (equation 83) after their linear map; unless given, `["k", "v"]`
-            under the paper's rule and none under the delta rule. Under the delta rule they raise the loss on text by
-            0.025 nats at 0.62 M parameters (`docs/log`).
+            under the paper's rule and none under the delta rule. Under the delta rule no gain is measured (`docs/log`).
         memory_chunk_size (`int`, *optional*, defaults to 64):
             Tokens per chunk: keys and values are projected with the memories' weights of the chunk's start (section
             8.2). Part of the model: use the same value in training and inference. Train on blocks of at least four

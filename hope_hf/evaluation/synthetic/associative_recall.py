@@ -64,14 +64,18 @@ def _with_blanks(
     )
 
 
+def _pairs(sizes: tuple[int, ...], bin: int | None, generator: torch.Generator) -> int:
+    """The size of index `bin`, or any of them with equal chance."""
+    return sizes[int(torch.randint(len(sizes), (), generator=generator)) if bin is None else bin]
+
+
 def draw(rows: int, generator: torch.Generator, bin: int | None, *, sizes: tuple[int, ...], symbols: int) -> Batch:
     """Samples that are scored at the asked keys: the next token is the value. [rows, 8 * pairs - 1].
 
     All rows of a batch have the same number of pairs, one of `sizes`; all sizes are equally likely in training.
     """
-    if bin is None:
-        bin = int(torch.randint(len(sizes), (), generator=generator))
-    input_ids, labels = recall_batch(rows, sizes[bin], symbols, generator, TOKENS_PER_PAIR * sizes[bin])
+    pairs = _pairs(sizes, bin, generator)
+    input_ids, labels = recall_batch(rows, pairs, symbols, generator, TOKENS_PER_PAIR * pairs)
     targets = labels[:, 1:]
     return Batch(input_ids[:, :-1], targets, targets != IGNORED)
 
@@ -83,10 +87,7 @@ def rekeyed(rows: int, generator: torch.Generator, bin: int | None, *, sizes: tu
     pairs are N different keys, so that many a name means one thing before its renaming and another after it. [rows,
     6 N + 1].
     """
-    if bin is None:
-        bin = int(torch.randint(len(sizes), (), generator=generator))
-    pairs, symbols = sizes[bin], max(sizes)
-
+    pairs, symbols = _pairs(sizes, bin, generator), max(sizes)
     keys, values, new = (_distinct(rows, symbols, pairs, generator) for _ in range(3))
     values, told, asked = symbols + values, *(_distinct(rows, pairs, pairs, generator) for _ in range(2))
 

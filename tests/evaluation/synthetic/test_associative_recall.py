@@ -26,9 +26,9 @@ def test_blanks_stand_between_the_asked_pairs_and_change_nothing_else():
 
 
 def test_every_asked_key_wants_the_value_it_was_written_with():
-    for name, task in associative_recall().items():
-        if name == "rekeyed":
-            continue
+    asked = [task for name, task in associative_recall().items() if name.startswith("mqar")]
+    assert len(asked) == 6
+    for task in asked:
         for bin, length in enumerate(map(int, task.bins)):
             pairs = length // 8
             batch = task.draw(20, torch.Generator().manual_seed(0), bin)
