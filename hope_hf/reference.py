@@ -11,6 +11,8 @@ import torch.nn.functional as F
 NORM_EPSILON = 1e-6
 LEAST_ERASED = 1e-7
 HIDDEN_NORM_FLOOR = 0.1
+ERROR_CLIP = 2.0
+INNER_RATE = 0.1
 
 
 def unit(x):
@@ -51,27 +53,22 @@ class DeltaMemory:
 class PaperMemory:
     """One memory of every sequence and head under the paper's rule: M(z) = z + W1 act(W2 z), equation (89)."""
 
-    def __init__(self, initial, batch_size, rule):
-        self.rule = rule
+    def __init__(self, initial, batch_size):
         self.initial = [weight.unsqueeze(0).expand(batch_size, -1, -1, -1) for weight in initial]
         self.weights = self.snap = list(self.initial)
-
-    def hidden(self, pre):
-        s = F.silu(pre)
-        return unit(s) if self.rule["hidden_norm"] == "unit" else s
 
     def __call__(self, z, weights=None):
         weights = self.weights if weights is None else weights
         if len(weights) == 1:
             return z + matvec(weights[0], z)
-        return z + matvec(weights[1], self.hidden(matvec(weights[0], z)))
+        return z + matvec(weights[1], unit(F.silu(matvec(weights[0], z))))
 
     def at_chunk_start(self, z):
         return self(z, self.snap)
 
     def target(self, v):
         """Equation (84): the target `M(v)`, with the weights of the chunk's start."""
-        return self.at_chunk_start(unit(v) if self.rule["target_norm"] else v)
+        return self.at_chunk_start(unit(v))
 
     def layer_inputs_and_errors(self, k, target):
         """u and delta = dL/d(W u) of each layer, L = |M(k) - target|^2 / 2 (93), by autograd at the chunk's start."""
@@ -81,33 +78,31 @@ class PaperMemory:
             (error,) = torch.autograd.grad(loss, product, create_graph=True)
             return [(k, error)]
         pre = matvec(self.snap[0], k)
-        hidden = self.hidden(pre)
+        hidden = unit(F.silu(pre))
         product = matvec(self.snap[1], hidden)
         loss = (k + product - target).square().sum() / 2
         inner_error, outer_error = torch.autograd.grad(loss, [pre, product], create_graph=True)
-        if self.rule["hidden_norm"] == "unit":
-            # a hidden activation of norm below 0.1 passes no larger error than one of norm 0.1
-            norm = (F.silu(pre).square().sum(-1, keepdim=True) + NORM_EPSILON).sqrt()
-            inner_error = inner_error * (norm / HIDDEN_NORM_FLOOR).clamp(max=1.0)
+        # a hidden activation of norm below 0.1 passes no larger error than one of norm 0.1
+        norm = (F.silu(pre).square().sum(-1, keepdim=True) + NORM_EPSILON).sqrt()
+        inner_error = inner_error * (norm / HIDDEN_NORM_FLOOR).clamp(max=1.0)
         return [(k, inner_error), (hidden, outer_error)]
 
     def step(self, k, v, eta, alpha, rate, _):
-        """Equation (88): W_t = W_{t-1} (alpha I - e u u^T) - w delta u^T, every layer. eta, alpha: [B, H]."""
-        rule = self.rule
+        """Equation (88) for every layer: W_t = W' - e W_{t-1} u u^T - w delta u^T. eta, alpha: [B, H].
+
+        W' = W_0 + alpha (W_{t-1} - W_0): weights decay to their initial values. Errors are clipped; the last layer
+        alone erases; steps of the layer before it are a tenth.
+        """
         layers = self.layer_inputs_and_errors(k, self.target(v))
         last = len(layers) - 1
         weights = []
         for index, (u, error) in enumerate(layers):
-            if rule["error_clip"] is not None:
-                norm = (error.square().sum(-1, keepdim=True) + NORM_EPSILON).sqrt()
-                error = error * (rule["error_clip"] / norm).clamp(max=1.0)
-            eta_layer = rate * eta * (rule["inner_rate"] if index < last else 1.0)
-            erases = rule["erase"] == "both" or (rule["erase"] == "output" and index == last)
+            norm = (error.square().sum(-1, keepdim=True) + NORM_EPSILON).sqrt()
+            error = error * (ERROR_CLIP / norm).clamp(max=1.0)
+            eta_layer = rate * eta * (INNER_RATE if index < last else 1.0)
             old, initial = self.weights[index], self.initial[index]
-            new = alpha[..., None, None] * old
-            if rule["decay_to"] == "initial":
-                new = new + (1 - alpha)[..., None, None] * initial
-            if erases:
+            new = alpha[..., None, None] * old + (1 - alpha)[..., None, None] * initial
+            if index == last:
                 new = new - eta_layer[..., None, None] * outer(matvec(old, u), u)
             weights.append(new - eta_layer[..., None, None] * outer(error, u))
         self.weights = weights
@@ -132,7 +127,7 @@ def make_memories(mixer, batch_size):
     for index, name in enumerate([*config.memory_projections, "content"]):
         if config.memory_rule == "paper":
             initial = [layer[:, index] for layer in layers.values()]
-            memories[name] = PaperMemory(initial, batch_size, config.paper_rule)
+            memories[name] = PaperMemory(initial, batch_size)
         else:
             # memories that project keys and values begin at the identity
             weight = layers["weight"].mT
@@ -152,7 +147,6 @@ def self_modifying_titans(mixer, hidden_states):
     batch_size, length, _ = hidden_states.shape
     heads = config.num_memory_heads
     makers, content = make_memories(mixer, batch_size)
-    exclusive = config.memory_rule == "paper" and config.paper_rule["read_mode"] == "exclusive"
     history = {"k": [], "v": [], "q": []}
     gates = mixer.gates
     outputs = []
@@ -181,12 +175,9 @@ def self_modifying_titans(mixer, hidden_states):
         if c:
             v = 2 * torch.sigmoid(c[0] + gates.value_bias)[..., None] * unit(v)
 
-        # (88) for every memory, and the read of (86) before or after it
-        if exclusive:
-            y = content(q)
+        # (88) for every memory, and the read after it (82)
         content.step(k, v, eta, alpha, 1.0, erased)
-        if not exclusive:
-            y = content(q)
+        y = content(q)
         if mixer.value_share is not None:
             y = y + mixer.value_share.weight[:, None] * v
         for memory in makers.values():

@@ -130,11 +130,6 @@ OPTIMIZED = {f"hope_{name}": name for name in RULES if name != "adamw"}
 """HOPE under each optimizer besides AdamW."""
 
 
-def paper(**rule) -> dict:
-    """The paper's rule with the fields `rule` changed."""
-    return {"memory_rule": "paper", "paper_rule": rule}
-
-
 # HOPE with one ingredient removed, added or changed: fields of `HopeConfig` that differ from the default.
 # `level_periods` count in optimizer steps and `level_intermediate_sizes` in thirds of all levels together. Variants of
 # the paper's rule must be compared with `paper`.
@@ -160,15 +155,8 @@ VARIANTS = {
     "clocks_1_4_16": {"level_periods": [1, 4, 16], "level_intermediate_sizes": [1, 1, 1]},
     "levels_side_by_side": {"level_variant": "independent"},
     "four_layers": {"num_hidden_layers": 4, "num_memory_heads": 2, "level_intermediate_sizes": [26, 26, 26]},
-    "paper": paper(),
-    "paper_no_erasing": paper(erase="none"),
-    "paper_no_unit_targets": paper(target_norm=False),
-    "paper_retention_to_zero": paper(decay_to="zero"),
-    "paper_read_before_the_write": paper(read_mode="exclusive"),
-    "paper_depth_2": paper(depth=2),
-    "paper_depth_2_frozen_inner_layer": paper(depth=2, inner_rate=0.0),
-    "paper_depth_2_inner_layer_at_full_rate": paper(depth=2, inner_rate=1.0),
-    "paper_depth_2_erasing_in_both_layers": paper(depth=2, erase="both"),
+    "paper": {"memory_rule": "paper"},
+    "paper_depth_2": {"memory_rule": "paper", "memory_depth": 2},
 }
 NAMES = (*MODELS, *OPTIMIZED, *VARIANTS)
 
@@ -250,7 +238,7 @@ def _model(name: str, size: Size, fitted: int) -> Model:
         name = HOPE
     optimizer = OPTIMIZED.get(name, "adamw")
     name = HOPE if name in OPTIMIZED else name
-    model_type, own = {
+    models = {
         "hope": ("hope", hope),
         "hope_frozen": ("hope", hope | {"memory_learning_rate_max": 0.0}),
         "hope_attention": ("hope", levels | {"layer_types": ["full_attention"] * layers}),
@@ -287,7 +275,8 @@ def _model(name: str, size: Size, fitted: int) -> Model:
             {name: value for name, value in llama.items() if name != "head_dim"}
             | {"linear_head_dim": HEAD_DIM, "linear_num_heads": heads},
         ),
-    }[name]
+    }
+    model_type, own = models[name]
     overrides = shared | own
     return Model(model_type, json.dumps(overrides), count_parameters(model_type, overrides), optimizer)
 
@@ -302,7 +291,8 @@ def count_parameters(model_type: str, overrides: dict) -> int:
 NEWER = {
     ("hope", "sliding_window"): None, ("hope", "attention_sinks"): 4, ("hope", "hidden_act"): "silu",
     ("hope", "mlp_bias"): False, ("hope", "attention_out_bias"): None, ("hope", "use_qk_norm"): False,
-    ("hope", "level_learning"): None, ("hope", "memory_erase_bias"): None,
+    ("hope", "level_learning"): None, ("hope", "memory_erase_bias"): None, ("hope", "memory_depth"): 1,
+    ("hope", "memory_value_bias"): [0.0, 0.0],
 }  # fmt: skip
 
 
@@ -313,6 +303,8 @@ def fields_of_model(config) -> dict:
     if "recompute_chunks" in values:
         # changes no result; the value of the published rows
         values["recompute_chunks"] = 32
+        # a field of the published rows
+        values["paper_rule"] = None
     # not a part of the model, or as before there was such a field; newer than most results
     left_out = {name for name, value in values.items() if NEWER.get((config.model_type, name), values) == value}
     if "sparse_attention" not in (values.get("layer_types") or ()):

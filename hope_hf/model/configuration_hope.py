@@ -69,6 +69,11 @@ _OWN_PREFIXES = (
     "adaptive_", "gate_mode", "inner_layer", "level_", "memory_", "mixer", "num_memory_heads", "paper_rule",
     "projection_", "retention_bias", "sparse_",
 )  # fmt: skip
+# Options that the paper's rule had, at the values that it has now.
+_PAPER_RULE = {
+    "depth": 1, "erase": "output", "hidden_norm": "unit", "inner_rate": 0.1, "error_clip": 2.0, "target_norm": True,
+    "read_mode": "inclusive", "decay_to": "initial",
+}  # fmt: skip
 # The smallest value of single fields.
 _POSITIVE = (
     "vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "memory_chunk_size", "conv_kernel_size",
@@ -110,9 +115,11 @@ class HopeConfig(PreTrainedConfig):
         memory_rule (`str`, *optional*, defaults to `"delta"`):
             Update rule of memories: the gated delta rule (`"delta"`, see `memory_delta.py`), or the paper's rule
             (`"paper"`, see `memory_paper.py`).
+        memory_depth (`int`, *optional*, defaults to 1):
+            Layers of a memory under the paper's rule: 1, a linear map, or 2, equation (89).
         memory_projections (`list[str]`, *optional*):
             Which of keys and values memories project (equation 83) after their linear map; unless given, `["k", "v"]`
-            under the paper's rule and none under the delta rule. Under the delta rule no gain is measured (`docs/log`).
+            under the paper's rule and none under the delta rule, where no gain is measured (`docs/log`).
         memory_chunk_size (`int`, *optional*, defaults to 64):
             Tokens per chunk: keys and values are projected with the memories' weights of the chunk's start (section
             8.2). Part of the model: use the same value in training and inference. Train on blocks of at least four
@@ -131,20 +138,20 @@ class HopeConfig(PreTrainedConfig):
             Of the delta rule: adds a gate of every head and token, the share of the learning rate that erases what is
             stored at the key; all of it writes. Where the share is near 0 a memory adds, and can count. These are the
             gate's biases before the sigmoid at initialisation, of the first and of the last head; the heads between
-            are spread evenly. With `[-8, 16]` the first heads hardly erase at the start, as counting needs. Needs
-            `memory_value_gate`, and no `memory_projections`.
+            are spaced evenly. With `[-32, 16]` the first half of them erases nothing at the start, as counting needs.
+            Needs `memory_value_gate`, and no `memory_projections`.
         memory_value_gate (`bool`, *optional*, defaults to `True`):
             Delta rule only: whether a gate per head and token sets the norm of values, from 0 to 2. Without it values
             keep the norm that their projection and convolution give.
+        memory_value_bias (`list[float]`, *optional*, defaults to `[0.0, 0.0]`):
+            Initial bias of the value gate before the sigmoid, of the first and of the last head; the heads between are
+            spaced evenly. With `[8, 8]` all writes begin with the norm 2, so that opposite ones cancel, as counting
+            needs. Needs `memory_value_gate`.
         retention_bias (`list[float]`, *optional*):
             Initial bias of the retention gate alpha before the sigmoid, of the first head, which decays fastest, and
             of the last; the heads between are spaced evenly. Unless given, `[1, 8]` under the paper's rule (horizons
             of about 3 to 3,000 tokens); the delta rule draws the gated DeltaNet's initial gates, time steps between
             0.001 and 0.1 times a rate of up to 16.
-        paper_rule (`dict`, *optional*):
-            Fields of the paper's rule, explained at `memory_paper.PaperRule`: `depth` (1), `erase` ("output"),
-            `hidden_norm` ("unit"), `inner_rate` (0.1), `error_clip` (2.0), `target_norm` (True), `read_mode`
-            ("inclusive") and `decay_to` ("initial").
         conv_kernel_size (`int`, *optional*, defaults to 4):
             Kernel size of the causal depthwise convolutions of queries, keys and values, in tokens.
         recompute_chunks (`int`, *optional*, defaults to 64):
@@ -233,15 +240,16 @@ class HopeConfig(PreTrainedConfig):
 
     num_memory_heads: int | None = None
     memory_rule: Literal["delta", "paper"] = "delta"
+    memory_depth: Literal[1, 2] = 1
     memory_projections: list[str] | None = None
     memory_chunk_size: int = 64
     projection_memory_rate: float | int = 0.1
     memory_learning_rate_max: float | int = 1.0
     memory_learning_rate_bias: list[float | int] | None = None
     memory_value_gate: bool = True
+    memory_value_bias: list[float | int] | None = None
     memory_erase_bias: list[float | int] | None = None
     retention_bias: list[float | int] | None = None
-    paper_rule: dict | None = None
     conv_kernel_size: int = 4
     recompute_chunks: int = 64
 
@@ -287,6 +295,8 @@ class HopeConfig(PreTrainedConfig):
             self.num_memory_heads = None if heads is None else 2 * heads
         if self.memory_learning_rate_bias is None:
             self.memory_learning_rate_bias = [0.0, 0.0]
+        if self.memory_value_bias is None:
+            self.memory_value_bias = [0.0, 0.0]
         RULES[self.memory_rule].fill_defaults(self)
         if self.level_periods is None:
             # less than an optimizer step, so every step
@@ -375,6 +385,11 @@ class HopeConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs):
         """As in transformers, but a field of another version of HOPE is an error, not an attribute."""
+        rule = config_dict.get("paper_rule")
+        if rule is None or rule | {"depth": 1} == _PAPER_RULE:
+            # of before the options of the paper's rule were fixed
+            depth = {} if rule is None else {"memory_depth": rule["depth"]}
+            config_dict = {name: value for name, value in config_dict.items() if name != "paper_rule"} | depth
         for name in config_dict:
             if name.startswith(_OWN_PREFIXES) and name not in cls.__dataclass_fields__:
                 raise ValueError(

@@ -18,7 +18,7 @@ from .opaque import call, register
 
 # what the operator reads of a configuration
 _FIELDS = (
-    "memory_rule", "paper_rule", "memory_chunk_size", "conv_kernel_size", "num_memory_heads", "memory_projections",
+    "memory_rule", "memory_chunk_size", "conv_kernel_size", "num_memory_heads", "memory_projections",
     "projection_memory_rate",
 )  # fmt: skip
 
@@ -73,7 +73,7 @@ def _parts(rules: dict, tensors: dict[str, torch.Tensor], about: str):
     rule, projected = rules[config.memory_rule], tuple(config.memory_projections)
     rates = (float(config.projection_memory_rate),) * len(projected) + (1.0,)
     share = tensors.get("value_share")
-    memories = rule.of(tensors["conv_weights"], projected, numbered("initial"), share, rates, rule.options(config))
+    memories = rule.of(tensors["conv_weights"], projected, numbered("initial"), share, rates)
     inputs = ScanInputs(*(tensors.get(name) for name in ScanInputs._fields))
     state = None
     if "conv_tail" in tensors:

@@ -90,10 +90,10 @@ class DeltaMemories(NamedTuple):
                 "`memory_erase_bias` is given and `memory_projections` is not empty: a memory that projects keys or "
                 "values and does not erase grows without bound; leave one of them out"
             )
-        if config.paper_rule is not None:
+        if config.memory_depth != 1:
             raise ValueError(
-                f"`paper_rule` is given and `memory_rule` is '{config.memory_rule}': leave it out, or set "
-                "`memory_rule` to 'paper'"
+                f"`memory_depth` is {config.memory_depth} and `memory_rule` is '{config.memory_rule}', whose memories "
+                "are linear maps: leave it out, or set `memory_rule` to 'paper'"
             )
 
     @staticmethod
@@ -120,12 +120,8 @@ class DeltaMemories(NamedTuple):
         """0: small random weights are noise in the reads, and delay the learning of recall (docs/log)."""
         init.zeros_(weight)
 
-    @staticmethod
-    def options(config: PreTrainedConfig) -> None:
-        return None
-
     @classmethod
-    def of(cls, conv_weights, projected, initial, value_share, rate_factors, options: None) -> "DeltaMemories":
+    def of(cls, conv_weights, projected, initial, value_share, rate_factors) -> "DeltaMemories":
         return cls(conv_weights, projected, *initial, value_share, rate_factors)
 
     def fresh(self) -> tuple[torch.Tensor]:

@@ -149,7 +149,7 @@ class MemoryGates(nn.Module):
             if self.A_log is not None:
                 init.zeros_(self.A_log)
         if self.value_bias is not None:
-            init.zeros_(self.value_bias)
+            init.copy_(self.value_bias, torch.linspace(*config.memory_value_bias, heads))
         if self.erase_bias is not None:
             init.copy_(self.erase_bias, torch.linspace(*config.memory_erase_bias, heads))
 
@@ -180,7 +180,6 @@ class SelfModifyingTitans(Mixer, nn.Module):
         self.layer_idx = layer_idx
         width, inner = config.hidden_size, config.num_memory_heads * config.head_dim
         self.rule = rule = RULES[config.memory_rule]
-        self.rule_options = rule.options(config)
         self.projected = tuple(config.memory_projections)
         self.rate_factors = (float(config.projection_memory_rate),) * len(self.projected) + (1.0,)
         shared = self.projected if rule.shares_input else ()
@@ -298,7 +297,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
         share = None
         if self.value_share is not None:
             share = self.value_share(dtype).expand(batch_size, -1).flatten()[:, None, None]
-        return self.rule.of(conv_weights, self.projected, initial, share, self.rate_factors, self.rule_options)
+        return self.rule.of(conv_weights, self.projected, initial, share, self.rate_factors)
 
     def choose_scan(self, hidden_states: torch.Tensor) -> Callable:
         """The scan to run, equal to `memory_scan.scan_plain`; GPU kernels round their operands to a map's dtype.
@@ -387,10 +386,16 @@ class SelfModifyingTitans(Mixer, nn.Module):
             raise ValueError(
                 f"`memory_projections` is {config.memory_projections}: choose among [], ['k'], ['v'] and ['k', 'v']"
             )
-        for name in ("memory_learning_rate_bias", "memory_erase_bias", "retention_bias"):
+        for name in ("memory_learning_rate_bias", "memory_value_bias", "memory_erase_bias", "retention_bias"):
             pair = getattr(config, name)
             if pair is not None and len(pair) != 2:
                 raise ValueError(f"`{name}` must be two numbers, of the first and of the last head, got {pair}")
+        has_value_gate = RULES[config.memory_rule].has_value_gate and config.memory_value_gate
+        if any(config.memory_value_bias) and not has_value_gate:
+            raise ValueError(
+                f"`memory_value_bias` is {config.memory_value_bias} and these memories have no value gate: leave it "
+                "out, or take memory_rule 'delta' with `memory_value_gate`"
+            )
         if not 0 <= config.memory_learning_rate_max <= _LARGEST_RATE:
             raise ValueError(
                 f"`memory_learning_rate_max` must be between 0 and {_LARGEST_RATE}, got "
@@ -469,5 +474,6 @@ class SelfModifyingTitans(Mixer, nn.Module):
         rates = 1 if not config.memory_projections else 2
         squares = size**2 + rates * padded * (padded + 1)
         piece = state + streams + squares + memories * size * width
-        scan = RULES[config.memory_rule].kept_factor * piece * last + (groups - 1) * state
+        rule = RULES[config.memory_rule]
+        scan = rule.depth(config) * (rule.kept_factor * piece * last + (groups - 1) * state)
         return around + batch_size * 4 * heads * scan

@@ -8,17 +8,18 @@ retention (equation 88). A token's inputs, errors and learning rates are compute
 
 whose sum over tokens is one triangular solve. `hope_hf.reference` computes the same rule token by token.
 
+Without more the rule diverges, so it has these additions (docs/log/rule.md): errors have a norm of at most 2 per
+layer, and hidden activations and the values of targets have norm 1; the output layer alone erases along its input; the
+inner layer's steps are a tenth; weights decay to their initial values. A token reads its own write (equation 82).
+
 Axes: b sequences times heads, N memory of a layer (the content memory last), C token of a span, D head width; `o` and
 `i` are the output and input width of one layer of a memory. Tokens are rows.
 """
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub.dataclasses import strict
-from huggingface_hub.errors import StrictDataclassError
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -27,6 +28,10 @@ from .memory_scan import NORM_EPSILON, ScanState, Tokens, decay_matrix, unit
 # standard deviation of a memory's output layer at initialisation, before the factor 1 / sqrt(input width)
 _OUTPUT_STD = 0.05
 _INNER_GAIN = 2.0
+# largest norm of a token's error per layer
+ERROR_CLIP = 2.0
+# step of the inner layer relative to that of the output layer
+INNER_RATE = 0.1
 # Below this norm of the hidden activation, its normalisation counts as a constant scale: the error would explode.
 _HIDDEN_NORM_FLOOR = 0.1
 
@@ -34,33 +39,10 @@ _HIDDEN_NORM_FLOOR = 0.1
 Weights = tuple[torch.Tensor, ...]
 
 
-@strict
-@dataclass
-class PaperRule:
-    """The fields of `HopeConfig.paper_rule`."""
-
-    # layers of a memory: 2 is equation (89), 1 is `M(z) = z + W z`
-    depth: Literal[1, 2] = 1
-    # layers that erase along their input before the write
-    erase: Literal["output", "both", "none"] = "output"
-    # depth 2: whether hidden activations are scaled to norm 1; "none" is the paper's rule
-    hidden_norm: Literal["unit", "none"] = "unit"
-    # step of the inner layer relative to that of the outer layer
-    inner_rate: float | int = 0.1
-    # largest norm of a token's error per layer; `None`, the paper's rule, does not clip and can diverge
-    error_clip: float | int | None = 2.0
-    # whether the self-generated targets (equation 84) are made from values of norm 1
-    target_norm: bool = True
-    # whether a token reads the memory with its own write (equation 82) or before it ("exclusive", equation 86)
-    read_mode: Literal["inclusive", "exclusive"] = "inclusive"
-    # weights to which retention decays; "zero" is equation (88) literally
-    decay_to: Literal["initial", "zero"] = "initial"
-
-
 class PaperMemories(NamedTuple):
     """The memories of a layer under the paper's rule.
 
-    A state holds deviations from the initial weights if retention decays to these, else the weights themselves.
+    A state holds deviations from the initial weights.
     """
 
     # as in `Memories`
@@ -69,7 +51,6 @@ class PaperMemories(NamedTuple):
     initial: Weights
     # factor on the learning rate of each memory [N]
     rate_factors: torch.Tensor
-    rule: PaperRule
 
     shares_input = True
     queries_begin_as_keys = False
@@ -87,31 +68,15 @@ class PaperMemories(NamedTuple):
             config.memory_projections = ["k", "v"]
         if config.retention_bias is None:
             config.retention_bias = [1.0, 8.0]
-        config.paper_rule = vars(PaperRule()) | (config.paper_rule or {})
 
     @staticmethod
     def check_config(config: PreTrainedConfig) -> None:
-        for name in config.paper_rule.keys() - vars(PaperRule()):
-            raise ValueError(f"`paper_rule` has no field '{name}': choose among {', '.join(vars(PaperRule()))}")
-        try:
-            rule = PaperRule(**config.paper_rule)
-        except StrictDataclassError as error:
-            raise ValueError(f"`paper_rule` holds a wrong value: {error.__cause__}") from None
-        if rule.inner_rate < 0:
-            raise ValueError(f"`inner_rate` of `paper_rule` must be at least 0, got {rule.inner_rate}")
-        if rule.error_clip is not None and not rule.error_clip > 0:
-            raise ValueError(f"`error_clip` of `paper_rule` must be positive or None, got {rule.error_clip}")
         if config.memory_erase_bias is not None:
             raise ValueError("`memory_erase_bias` is given and `memory_rule` is 'paper': leave one of them out")
-        if config.memory_learning_rate_max > 1 and rule.error_clip is None:
-            raise ValueError(
-                f"`memory_learning_rate_max` above 1 ({config.memory_learning_rate_max}) diverges without "
-                "`error_clip` of `paper_rule`: set it, for instance to 2"
-            )
 
     @staticmethod
     def depth(config: PreTrainedConfig) -> int:
-        return config.paper_rule["depth"]
+        return config.memory_depth
 
     @staticmethod
     def products(projecting: int) -> int:
@@ -122,7 +87,7 @@ class PaperMemories(NamedTuple):
     def initial_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
         """One weight per layer, [H, N, D, D] for all memories."""
         shape = (config.num_memory_heads, len(config.memory_projections) + 1, config.head_dim, config.head_dim)
-        return dict.fromkeys(("inner", "outer")[-config.paper_rule["depth"] :], shape)
+        return dict.fromkeys(("inner", "outer")[-config.memory_depth :], shape)
 
     @staticmethod
     def reset_initial(name: str, weight: torch.Tensor) -> None:
@@ -135,42 +100,30 @@ class PaperMemories(NamedTuple):
         noise = torch.randn(weight.shape, dtype=dtype, device=weight.device)
         init.copy_(weight, _INNER_GAIN * torch.linalg.qr(noise).Q)
 
-    @staticmethod
-    def options(config: PreTrainedConfig) -> PaperRule:
-        return PaperRule(**config.paper_rule)
-
     @classmethod
-    def of(
-        cls, conv_weights, projected, initial, value_share: None, rate_factors, options: PaperRule
-    ) -> "PaperMemories":
-        return cls(conv_weights, projected, initial, conv_weights.new_tensor(rate_factors), options)
+    def of(cls, conv_weights, projected, initial, value_share: None, rate_factors) -> "PaperMemories":
+        return cls(conv_weights, projected, initial, conv_weights.new_tensor(rate_factors))
 
     def fresh(self) -> Weights:
         """The state before the first token."""
-        if self.rule.decay_to == "zero":
-            return self.initial
         return tuple(torch.zeros_like(weight) for weight in self.initial)
 
     def weights(self, state: Weights) -> Weights:
         """The weights of a state."""
-        if self.rule.decay_to == "zero":
-            return state
         return tuple(base + deviation for base, deviation in zip(self.initial, state, strict=True))
 
     def project(self, chunk_start: Weights, index: int, x: torch.Tensor) -> torch.Tensor:
         """`M(x)` of one memory with the weights of the chunk's start; [b, C, D]."""
         weights = tuple(weight[:, index : index + 1] for weight in self.weights(chunk_start))
-        return apply_memory(weights, x.unsqueeze(1), self.rule).squeeze(1)
+        return apply_memory(weights, x.unsqueeze(1)).squeeze(1)
 
     def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[torch.Tensor, Weights]:
         """Reads `M_t(q_t)` of the content memory [b, C, D], and the state after the span."""
-        rule = self.rule
         keys, values, query, rate, log_retention = (part.unsqueeze(1) for part in tokens[:5])
-        base = (None,) * rule.depth if rule.decay_to == "zero" else self.initial
-        writes = linearise(self.weights(state.chunk_start), keys, values, rule)
-        gates = SpanGates(self.rate_factors[:, None] * rate, log_retention, rule.read_mode)
-        layers = [LayerSpan(*parts, gates) for parts in zip(state.current, base, writes, strict=True)]
-        hidden = query if rule.depth == 1 else activate(layers[0].read(query), rule)
+        writes = linearise(self.weights(state.chunk_start), keys, values)
+        gates = SpanGates(self.rate_factors[:, None] * rate, log_retention)
+        layers = [LayerSpan(*parts, gates) for parts in zip(state.current, self.initial, writes, strict=True)]
+        hidden = query if len(layers) == 1 else activate(layers[0].read(query))
         reads = (query + layers[-1].read(hidden)).squeeze(1)
         return reads, tuple(layer.end() for layer in layers)
 
@@ -180,25 +133,25 @@ class PaperMemories(NamedTuple):
 
     def recall(self, state: Weights, keys: torch.Tensor) -> torch.Tensor:
         """`M(k)` of the content memory."""
-        return apply_memory(self.content(state), keys.unsqueeze(1), self.rule).squeeze(1)
+        return apply_memory(self.content(state), keys.unsqueeze(1)).squeeze(1)
 
     def target(self, chunk_start: Weights, values: torch.Tensor) -> torch.Tensor:
         """`M(v)` at the chunk's start (equation 84)."""
-        return self.recall(chunk_start, unit(values) if self.rule.target_norm else values)
+        return self.recall(chunk_start, unit(values))
 
     def content(self, state: Weights) -> Weights:
         """The weights of the content memory, each [b, 1, o, i]."""
         return tuple(weight[:, -1:] for weight in self.weights(state))
 
 
-def activate(pre: torch.Tensor, rule: PaperRule) -> torch.Tensor:
-    """Hidden activation of a two-layer memory, with norm 1 for `hidden_norm="unit"`."""
-    return unit(F.silu(pre)) if rule.hidden_norm == "unit" else F.silu(pre)
+def activate(pre: torch.Tensor) -> torch.Tensor:
+    """Hidden activation of a two-layer memory, of norm 1."""
+    return unit(F.silu(pre))
 
 
-def apply_memory(weights: Weights, z: torch.Tensor, rule: PaperRule) -> torch.Tensor:
+def apply_memory(weights: Weights, z: torch.Tensor) -> torch.Tensor:
     """`M(z)`, equation (89). `z`: [b, 1 or N, C, D]; returns [b, N, C, D]."""
-    hidden = z if rule.depth == 1 else activate(z @ weights[0].mT, rule)
+    hidden = z if len(weights) == 1 else activate(z @ weights[0].mT)
     return z + hidden @ weights[-1].mT
 
 
@@ -215,7 +168,7 @@ class LayerWrite(NamedTuple):
     erase: bool
 
 
-def linearise(weights: Weights, keys: torch.Tensor, values: torch.Tensor, rule: PaperRule) -> list[LayerWrite]:
+def linearise(weights: Weights, keys: torch.Tensor, values: torch.Tensor) -> list[LayerWrite]:
     """Inputs and errors of every layer for the loss `|M(k) - M(v)|^2 / 2`, the target `M(v)` being a constant.
 
     Equations (84) and (85) with the gradient of equation (93), at the weights of the chunk's start.
@@ -228,41 +181,38 @@ def linearise(weights: Weights, keys: torch.Tensor, values: torch.Tensor, rule: 
     Returns:
         One `LayerWrite` per layer, in the order of `weights`.
     """
-    values = unit(values) if rule.target_norm else values
-    if rule.depth == 1:
+    values = unit(values)
+    if len(weights) == 1:
         error = (keys - values) + (keys - values) @ weights[0].mT
-        return [LayerWrite(keys, clip_norm(error, rule.error_clip), 1.0, rule.erase != "none")]
+        return [LayerWrite(keys, clip_norm(error), 1.0, True)]
     inner, outer = weights
     pre = keys @ inner.mT
-    hidden = activate(pre, rule)
-    error = (keys - values) + (hidden - activate(values @ inner.mT, rule)) @ outer.mT
-    # the inner layer's error comes from the unclipped error of the outer layer
+    hidden = activate(pre)
+    error = (keys - values) + (hidden - activate(values @ inner.mT)) @ outer.mT
+    # the inner layer's error comes from the unclipped error of the outer layer, through the norm and SiLU
     back = error @ outer
-    if rule.hidden_norm == "unit":
-        inverse_norm = torch.rsqrt(F.silu(pre).square().sum(-1, keepdim=True) + NORM_EPSILON)
-        back = (back - hidden * (hidden * back).sum(-1, keepdim=True)) * inverse_norm.clamp(max=1 / _HIDDEN_NORM_FLOOR)
+    inverse_norm = torch.rsqrt(F.silu(pre).square().sum(-1, keepdim=True) + NORM_EPSILON)
+    back = (back - hidden * (hidden * back).sum(-1, keepdim=True)) * inverse_norm.clamp(max=1 / _HIDDEN_NORM_FLOOR)
     gate = torch.sigmoid(pre)
     inner_error = back * gate * (1 + pre * (1 - gate))
     return [
-        LayerWrite(keys, clip_norm(inner_error, rule.error_clip), rule.inner_rate, rule.erase == "both"),
-        LayerWrite(hidden, clip_norm(error, rule.error_clip), 1.0, rule.erase != "none"),
+        LayerWrite(keys, clip_norm(inner_error), INNER_RATE, False),
+        LayerWrite(hidden, clip_norm(error), 1.0, True),
     ]
 
 
-def clip_norm(x: torch.Tensor, limit: float | None) -> torch.Tensor:
-    """`x` with norms over its last axis limited to `limit`; unchanged for `None`."""
-    if limit is None:
-        return x
-    return x * (limit * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPSILON)).clamp(max=1.0)
+def clip_norm(x: torch.Tensor) -> torch.Tensor:
+    """`x` with norms over its last axis of at most `ERROR_CLIP`."""
+    return x * (ERROR_CLIP * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPSILON)).clamp(max=1.0)
 
 
 class SpanGates:
     """Products of the gates over a span, shared by all layers of a memory.
 
-    `rate` is [b, N, C], `log_retention` [b, 1, C]; `read_mode` is that of `PaperRule`.
+    `rate` is [b, N, C], `log_retention` [b, 1, C].
     """
 
-    def __init__(self, rate: torch.Tensor, log_retention: torch.Tensor, read_mode: str):
+    def __init__(self, rate: torch.Tensor, log_retention: torch.Tensor):
         self.rate = rate
         total = log_retention.cumsum(-1)
         before = total - log_retention
@@ -270,17 +220,14 @@ class SpanGates:
         self.keep_before = before.exp().unsqueeze(-1)
         self.keep_all = total[..., -1:].exp().unsqueeze(-1)
         self.keep_after = (total[..., -1:] - total).exp()
-        if read_mode == "exclusive":
-            self.decay_read, self.keep_read = self.decay_before, self.keep_before
-        else:
-            self.decay_read, self.keep_read = decay_matrix(total, total), total.exp().unsqueeze(-1)
+        self.decay_read, self.keep_read = decay_matrix(total, total), total.exp().unsqueeze(-1)
 
 
 class LayerSpan:
     """One layer over one span: one solve, then reads at any token and the weights at the span's end.
 
-    With `D` the stored weights at the span's start, `W_init` the initial weights (0 unless retention decays to these),
-    `w_i` the steps, and `w_i a_i u_i^T` the change that token i subtracts from the weights:
+    With `D` the deviation at the span's start, `W_init` the initial weights, `w_i` the steps, and `w_i a_i u_i^T` the
+    change that token i subtracts from the weights:
 
         (I + L) A = keep_before U D^T + U W_init^T + Delta,           L_ti = decay_before_ti (u_t . u_i) w_i
         W_t x = keep_t D x + W_init x - sum_{i <= t} decay_ti (u_i . x) w_i a_i
@@ -288,15 +235,13 @@ class LayerSpan:
     Without erasing `A = Delta`. No term is divided by the steps, which may be 0.
     """
 
-    def __init__(self, stored: torch.Tensor, initial: torch.Tensor | None, write: LayerWrite, gates: SpanGates):
+    def __init__(self, stored: torch.Tensor, initial: torch.Tensor, write: LayerWrite, gates: SpanGates):
         self.stored, self.initial, self.gates = stored, initial, gates
         self.inputs, self.rate = write.inputs, gates.rate * write.scale
         self.corrections = write.errors
         if not write.erase:
             return
-        right = gates.keep_before * (self.inputs @ stored.mT) + write.errors
-        if initial is not None:
-            right = right + self.inputs @ initial.mT
+        right = gates.keep_before * (self.inputs @ stored.mT) + write.errors + self.inputs @ initial.mT
         lower = self.inputs @ self.inputs.mT * gates.decay_before * self.rate.unsqueeze(-2)
         # unitriangular: the solver does not read the diagonal of ones, so I + L is never formed
         self.corrections = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
@@ -307,12 +252,10 @@ class LayerSpan:
         stored, inputs, rate, corrections = (
             part[:, -1:] for part in (self.stored, self.inputs, self.rate, self.corrections)
         )
-        result = gates.keep_read * (queries @ stored.mT)
-        if self.initial is not None:
-            result = result + queries @ self.initial[:, -1:].mT
+        result = gates.keep_read * (queries @ stored.mT) + queries @ self.initial[:, -1:].mT
         return result - (queries @ inputs.mT * gates.decay_read * rate.unsqueeze(-2)) @ corrections
 
     def end(self) -> torch.Tensor:
-        """Stored weights after the last token."""
+        """The deviation after the last token."""
         weighted = (self.rate * self.gates.keep_after).unsqueeze(-1) * self.inputs
         return self.gates.keep_all * self.stored - self.corrections.mT @ weighted

@@ -10,7 +10,7 @@ Tokens are rows. All tensors are float32, or float64 in a float64 model.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -128,14 +128,8 @@ class Memories(Protocol):
     def reset_initial(name: str, weight: torch.Tensor) -> None:
         """Set one of the learned initial weights to its value before training."""
 
-    @staticmethod
-    def options(config: PreTrainedConfig) -> Any:
-        """Options of the rule, for `of`."""
-
     @classmethod
-    def of(
-        cls, conv_weights, projected: tuple[str, ...], initial, value_share, rate_factors: tuple[float, ...], options
-    ):
+    def of(cls, conv_weights, projected: tuple[str, ...], initial, value_share, rate_factors: tuple[float, ...]):
         """The memories of a call.
 
         Args:
@@ -143,7 +137,6 @@ class Memories(Protocol):
             initial: the learned initial weights [b, ...].
             value_share: [b, 1, 1], or `None` without `has_value_share`.
             rate_factors: factor on the learning rate of each memory.
-            options: the result of `options`.
         """
 
     def fresh(self) -> tuple[torch.Tensor, ...]:

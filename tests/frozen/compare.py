@@ -27,15 +27,6 @@ from safetensors import safe_open
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
 
 SPARSE = dict(sparse_block_size=8, sparse_compress_stride=4, sparse_top_k=4, sparse_window=8)
-OTHER_PAPER_RULE = {
-    "depth": 2,
-    "erase": "both",
-    "hidden_norm": "none",
-    "read_mode": "exclusive",
-    "decay_to": "zero",
-    "error_clip": None,
-    "target_norm": False,
-}
 CASES = {
     "delta": {},
     "delta, k and v": dict(memory_projections=["k", "v"]),
@@ -49,8 +40,7 @@ CASES = {
     "delta, no convolution": dict(conv_kernel_size=1),
     "paper": dict(memory_rule="paper"),
     "paper, k": dict(memory_rule="paper", memory_projections=["k"]),
-    "paper, depth 2": dict(memory_rule="paper", paper_rule={"depth": 2}),
-    "paper, other options": dict(memory_rule="paper", paper_rule=OTHER_PAPER_RULE),
+    "paper, depth 2": dict(memory_rule="paper", memory_depth=2),
     "hybrid": dict(layer_types=["hope_memory", "full_attention"], memory_projections=["k", "v"]),
     "attention": dict(layer_types=["full_attention"] * 2),
     "attention, grouped": dict(layer_types=["full_attention"] * 2, num_attention_heads=4, num_key_value_heads=2),

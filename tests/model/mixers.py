@@ -12,7 +12,7 @@ MEMORIES = {
     "delta": dict(memory_projections=["k", "v"]),
     "delta-static": {},
     "paper-1": dict(memory_rule="paper"),
-    "paper-2": dict(memory_rule="paper", paper_rule={"depth": 2}),
+    "paper-2": dict(memory_rule="paper", memory_depth=2),
 }
 HYBRID = dict(layer_types=["hope_memory", "full_attention"], memory_projections=["k", "v"])
 QWEN = dict(layer_types=["full_attention"] * 2, attention_bias=True, use_qk_norm=True, mlp_bias=True)

@@ -8,6 +8,7 @@ from mixers import LAYERS, MEMORIES
 from transformers import StaticCache
 from transformers.generation import CompileConfig
 
+from hope_hf.model import memory_paper
 from hope_hf.model.cache_hope import CACHE_NAME
 
 # Faults of torch's own: what Inductor imports, and how the tracer meets an autograd function.
@@ -74,10 +75,9 @@ def test_one_graph_serves_every_mask(tiny_model, kind):
 
 @pytest.mark.long
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
-def test_compiled_code_computes_the_same(tiny_model, options):
-    if "memory_rule" in options:
-        # Inductor has had wrong gradients where errors are clipped, which rounding hides in float32.
-        options = options | dict(paper_rule={"error_clip": 0.5})
+def test_compiled_code_computes_the_same(tiny_model, options, monkeypatch):
+    # Inductor has had wrong gradients where errors are clipped, which rounding hides in float32.
+    monkeypatch.setattr(memory_paper, "ERROR_CLIP", 0.5)
     model = tiny_model(torch.float64, **options, **SMALL)
     compiled = torch.compile(model, fullgraph=True)
     inputs = {"input_ids": random_ids(2, 19)}

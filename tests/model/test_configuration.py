@@ -94,6 +94,8 @@ REFUSED = {
     "memory_learning_rate_max": [-0.1, 2, float("nan")],
     "memory_learning_rate_bias": [[], [1.0], [0.0, 1.0, 2.0], 1.0],
     "memory_erase_bias": [[], [1.0], 1.0],
+    "memory_value_bias": [[], [1.0], 1.0],
+    "memory_depth": [0, 3, "2"],
     "retention_bias": [[1.0], ["1", "8"]],
     "memory_projections": [["q"], ["v", "k"], ["k", "k"], "kv", True],
     "memory_rule": ["gated", None],
@@ -104,17 +106,6 @@ REFUSED = {
     "level_intermediate_sizes": [[], [0, 8, 8], [8, 8, -8], "8,8,8", [[8], [8], [8]]],
 }
 REFUSED_OF_ATTENTION = {"num_attention_heads": [0, -1], "num_key_value_heads": [0, 4], "hidden_size": [100]}
-REFUSED_OF_THE_PAPERS_RULE = {
-    "depth": [0, 3, "2"],
-    "erase": ["all", None],
-    "hidden_norm": ["rms"],
-    "target_norm": ["yes"],
-    "read_mode": ["start"],
-    "decay_to": ["start"],
-    "inner_rate": [-0.1, "0.1"],
-    "error_clip": [0, -1.0, "2"],
-    "momentum": [True],
-}
 
 
 def refusals(table):
@@ -169,36 +160,36 @@ def test_positions_end_where_a_layer_sees_the_whole_text(layer_types, longest):
     assert config.longest_text == longest
 
 
-@pytest.mark.parametrize(("field", "value"), refusals(REFUSED_OF_THE_PAPERS_RULE))
-def test_a_bad_value_of_the_papers_rule_is_refused_in_a_sentence(field, value):
-    sentence = sentence_of(memory_rule="paper", paper_rule={field: value})
-    assert field in sentence and "paper_rule" in sentence and "\n" not in sentence
+def test_layers_of_memories_belong_to_the_papers_rule():
+    assert HopeConfig(**SMALL, memory_rule="paper", memory_depth=2).memory_depth == 2
+    with pytest.raises(StrictDataclassError, match="`memory_depth` is 2 and `memory_rule` is 'delta'"):
+        HopeConfig(**SMALL, memory_depth=2)
 
 
-def test_the_papers_rule_is_filled_with_its_defaults():
-    assert HopeConfig(**SMALL).paper_rule is None
-    whole = HopeConfig(**SMALL, memory_rule="paper").paper_rule
-    assert whole == dict(
-        depth=1, erase="output", hidden_norm="unit", inner_rate=0.1, error_clip=2.0, target_norm=True,
+@pytest.mark.parametrize("options", [{"memory_value_gate": False}, {"memory_rule": "paper"}], ids=str)
+def test_a_bias_of_the_value_gate_needs_the_gate(options):
+    assert HopeConfig(**SMALL, **options).memory_value_bias == [0.0, 0.0]
+    with pytest.raises(StrictDataclassError, match=r"`memory_value_bias` is \[8, 8\].*no value gate"):
+        HopeConfig(**SMALL, memory_value_bias=[8, 8], **options)
+
+
+def test_options_of_the_papers_rule_are_read_where_they_are_as_they_are_now(tmp_path):
+    """Checkpoints of before hold a field `paper_rule`: null, or all options."""
+    rule = dict(
+        depth=2, erase="output", hidden_norm="unit", inner_rate=0.1, error_clip=2.0, target_norm=True,
         read_mode="inclusive", decay_to="initial",
     )  # fmt: skip
-    given = {"depth": 2}
-    assert HopeConfig(**SMALL, memory_rule="paper", paper_rule=given).paper_rule == whole | given
-    # what a user gave is not written into
-    assert given == {"depth": 2}
-
-
-def test_fields_of_the_papers_rule_are_refused_under_another():
-    with pytest.raises(StrictDataclassError, match="`paper_rule` is given and `memory_rule` is 'delta'"):
-        HopeConfig(**SMALL, paper_rule={"depth": 2})
-
-
-def test_large_steps_need_a_clip_under_the_papers_rule():
-    with pytest.raises(StrictDataclassError, match="memory_learning_rate_max.*error_clip"):
-        HopeConfig(**SMALL, memory_rule="paper", memory_learning_rate_max=1.5, paper_rule={"error_clip": None})
-    for rule in ("delta", "paper"):
-        config = HopeConfig(**SMALL, memory_rule=rule, memory_learning_rate_max=1.99)
-        assert config.memory_learning_rate_max == 1.99
+    HopeConfig(**SMALL, memory_rule="paper").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    saved = json.loads(file.read_text())
+    file.write_text(json.dumps(saved | {"paper_rule": None}))
+    assert not hasattr(AutoConfig.from_pretrained(tmp_path), "paper_rule")
+    del saved["memory_depth"]
+    file.write_text(json.dumps(saved | {"paper_rule": rule}))
+    assert AutoConfig.from_pretrained(tmp_path).memory_depth == 2
+    file.write_text(json.dumps(saved | {"paper_rule": rule | {"erase": "both"}}))
+    with pytest.raises(ValueError, match="'paper_rule'.*another version wrote it"):
+        AutoConfig.from_pretrained(tmp_path)
 
 
 def test_every_layer_has_one_type():
@@ -248,10 +239,10 @@ def test_a_preset_takes_overrides_and_stays_as_it_is():
     "options",
     [
         dict(level_periods=[3, 70], level_intermediate_sizes=[16, 24], memory_projections=[]),
-        dict(memory_rule="paper", paper_rule=dict(HopeConfig(memory_rule="paper").paper_rule, error_clip=None)),
+        dict(memory_rule="paper", memory_depth=2),
         dict(memory_learning_rate_bias=[-1.0, 2], retention_bias=[0, 3.5], memory_projections=["v"]),
         dict(layer_types=["full_attention"], rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
-        dict(memory_erase_bias=[-16, 8.5]),
+        dict(memory_erase_bias=[-16, 8.5], memory_value_bias=[8, 0.5]),
         dict(eos_token_id=[3, 4], pad_token_id=0, tie_word_embeddings=True, memory_learning_rate_max=0),
     ],
     ids=str,

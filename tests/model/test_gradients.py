@@ -11,7 +11,6 @@ from hope_hf.model import layers
 from hope_hf.model.chunks import plan_chunks
 
 OPTIONS = MIXERS | {
-    "paper-erase-none": dict(memory_rule="paper", paper_rule={"erase": "none"}),
     "independent-levels": dict(level_variant="independent"),
 }
 
@@ -51,10 +50,9 @@ def test_gradients_of_initial_states_equal_finite_differences(options):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("mode", ["inclusive", "exclusive"])
 @pytest.mark.parametrize("size", [5, 16])
-def test_the_result_does_not_depend_on_the_calls_that_cut_a_chunk(depth, mode, size):
-    mixer = build_mixer(memory_rule="paper", paper_rule=dict(depth=depth, read_mode=mode), memory_chunk_size=30)
+def test_the_result_does_not_depend_on_the_calls_that_cut_a_chunk(depth, size):
+    mixer = build_mixer(memory_rule="paper", memory_depth=depth, memory_chunk_size=30)
     hidden_states = torch.randn(2, 37, 16, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     plan = plan_chunks(mixer.config, hidden_states.shape[:2], hidden_states.device)
     output, state = mixer(hidden_states, plan=plan, need_state=True)

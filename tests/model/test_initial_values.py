@@ -62,14 +62,14 @@ def test_queries_that_a_checkpoint_lacks_begin_as_its_keys(tmp_path):
 
 
 def test_memories_begin_at_zero_or_small_with_an_orthogonal_inner_layer():
-    for options in ({}, dict(memory_rule="paper"), dict(memory_rule="paper", paper_rule={"depth": 2})):
+    for options in ({}, dict(memory_rule="paper"), dict(memory_rule="paper", memory_depth=2)):
         for block in new_model(**options).model.layers:
             *inner, outer = block.mixer.initial_memory.parameters()
             if not options:
                 assert not outer.any()
                 continue
             assert outer.std().item() == pytest.approx(0.05 / outer.shape[-1] ** 0.5, rel=0.05)
-            assert len(inner) == ("paper_rule" in options)
+            assert len(inner) == ("memory_depth" in options)
             for layer in inner:
                 products = layer @ layer.mT
                 torch.testing.assert_close(products, 4 * torch.eye(64).expand_as(products), rtol=0, atol=1e-4)
@@ -111,7 +111,7 @@ def test_retention_of_the_delta_rule_begins_as_in_the_gated_deltanet():
 def test_inner_layers_of_memories_begin_orthogonal_in_every_precision(tiny_config, dtype):
     """Which a factorisation in half precision could not make: it does not exist."""
     torch.manual_seed(0)
-    config = tiny_config(memory_rule="paper", paper_rule={"depth": 2})
+    config = tiny_config(memory_rule="paper", memory_depth=2)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     assert all(p.dtype == dtype and p.isfinite().all() for p in model.parameters())
     inner = model.model.layers[0].mixer.initial_memory.inner.float()

@@ -4,6 +4,8 @@ import pytest
 import torch
 from mixers import build_mixer, run_fast
 
+from hope_hf import reference
+from hope_hf.model import memory_paper
 from hope_hf.reference import self_modifying_titans
 
 LENGTH = 37
@@ -16,24 +18,6 @@ DELTA = {
     "erase-gate": dict(memory_projections=[], memory_erase_bias=[-3.0, 3.0]),
     "equal-rates": dict(projection_memory_rate=1.0),
     "frozen-projections": dict(projection_memory_rate=0.0),
-}
-# every option of the paper's rule
-PAPER = {
-    "defaults": {},
-    "exclusive": dict(read_mode="exclusive"),
-    "erase-none": dict(erase="none"),
-    "no-clip": dict(error_clip=None),
-    "tight-clip": dict(error_clip=0.3),
-    "decay-to-zero": dict(decay_to="zero"),
-    "decay-to-zero-exclusive": dict(decay_to="zero", read_mode="exclusive"),
-    "raw-target": dict(target_norm=False, error_clip=0.5),
-}
-DEPTH_2 = {
-    **PAPER,
-    "erase-both": dict(erase="both"),
-    "erase-both-zero": dict(erase="both", decay_to="zero"),
-    "plain-hidden": dict(hidden_norm="none"),
-    "full-inner-rate": dict(inner_rate=1.0),
 }
 # what is the same under both rules
 BOTH = {
@@ -48,19 +32,19 @@ BOTH = {
 }
 
 
-def paper(depth, options):
-    return dict(memory_rule="paper", paper_rule={"depth": depth, **options})
+def paper(depth, **options):
+    return dict(memory_rule="paper", memory_depth=depth, **options)
 
 
 VARIANTS = {
     **{f"delta-{name}": options for name, options in (DELTA | BOTH).items()},
-    **{f"paper-1-{name}": paper(1, options) for name, options in PAPER.items()},
-    **{f"paper-2-{name}": paper(2, options) for name, options in DEPTH_2.items()},
-    **{f"paper-2-{name}": paper(2, {}) | options for name, options in BOTH.items()},
-    "paper-1-static-v": paper(1, {}) | dict(memory_projections=["k"]),
-    "paper-2-static-k": paper(2, {}) | dict(memory_projections=["v"]),
-    "paper-1-static": paper(1, {}) | dict(memory_projections=[]),
-    "paper-2-equal-rates": paper(2, {}) | dict(projection_memory_rate=1.0),
+    **{f"paper-2-{name}": paper(2, **options) for name, options in BOTH.items()},
+    "paper-1": paper(1),
+    "paper-1-static-v": paper(1, memory_projections=["k"]),
+    "paper-2": paper(2),
+    "paper-2-static-k": paper(2, memory_projections=["v"]),
+    "paper-1-static": paper(1, memory_projections=[]),
+    "paper-2-equal-rates": paper(2, projection_memory_rate=1.0),
 }
 
 
@@ -77,8 +61,7 @@ def output_and_gradients(function, mixer, hidden_states, weight):
     return output.detach(), {**gradients, "input": hidden_states.grad}
 
 
-@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
-def test_outputs_and_gradients_equal_the_loop(options):
+def assert_equal_to_the_loop(options):
     mixer = build_mixer(**options)
     generator = torch.Generator().manual_seed(1)
     hidden_states = torch.randn(2, LENGTH, 16, generator=generator, dtype=torch.float64)
@@ -92,3 +75,17 @@ def test_outputs_and_gradients_equal_the_loop(options):
         torch.testing.assert_close(
             fast_gradients[name], gradient, rtol=1e-9, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+def test_outputs_and_gradients_equal_the_loop(options):
+    assert_equal_to_the_loop(options)
+
+
+@pytest.mark.parametrize("name, value", [("ERROR_CLIP", 0.3), ("ERROR_CLIP", 1e9), ("INNER_RATE", 1.0)])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_every_clip_and_inner_rate_equals_the_loop(depth, name, value, monkeypatch):
+    """No error here is as long as 2, so the constants of the rule alone would not show the clip."""
+    for module in (memory_paper, reference):
+        monkeypatch.setattr(module, name, value)
+    assert_equal_to_the_loop(paper(depth))

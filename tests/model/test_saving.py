@@ -117,7 +117,7 @@ def test_a_saved_model_loads_with_equal_weights_and_logits(tiny_model, tmp_path,
     [
         dict(level_variant="independent", memory_projections=[]),
         dict(memory_rule="paper", memory_projections=["k"]),
-        dict(memory_rule="paper", paper_rule={"depth": 2}),
+        dict(memory_rule="paper", memory_depth=2),
     ],
     ids=str,
 )

@@ -9,7 +9,6 @@ from hope_hf import HopeCache
 
 MEMORIES = {
     **MEMORIES,
-    "paper-exclusive-zero": dict(memory_rule="paper", paper_rule=dict(read_mode="exclusive", decay_to="zero")),
     "one-made": dict(memory_projections=["v"], memory_chunk_size=5),
 }
 OTHERS = {

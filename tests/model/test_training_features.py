@@ -256,7 +256,7 @@ def test_inputs_are_ids_or_embeddings(tiny_model):
         dict(memory_projections=[]),
         dict(memory_projections=["v"]),
         dict(memory_rule="paper"),
-        dict(memory_rule="paper", paper_rule={"depth": 2}),
+        dict(memory_rule="paper", memory_depth=2),
     ],
     ids=str,
 )

@@ -145,7 +145,7 @@ def test_groups_of_transformers_models(model_type, tied, settings):
         assert rule == ("muon" if decays and not embedding else "adamw"), name
 
 
-@pytest.mark.parametrize("rule", [{}, {"memory_rule": "paper", "paper_rule": {"depth": 2}}], ids=["delta", "paper"])
+@pytest.mark.parametrize("rule", [{}, {"memory_rule": "paper", "memory_depth": 2}], ids=["delta", "paper"])
 def test_groups_of_memories(rule, settings):
     model = HopeForCausalLM(HopeConfig(vocab_size=32, hidden_size=32, num_hidden_layers=1, head_dim=16, **rule))
     found = kinds(model, build_optimizer(model, "muon", **settings))

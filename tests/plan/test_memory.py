@@ -72,7 +72,9 @@ def test_accumulated_batches_are_near_the_simulation(name, key, world, precision
     assert counted.peak == pytest.approx(simulate(*asked).peak, rel=0.1), (counted.split, counted.moment)
 
 
-@pytest.mark.parametrize("fields", [{"memory_rule": "paper"}, {"memory_projections": ["k"]}])
+@pytest.mark.parametrize(
+    "fields", [{"memory_rule": "paper"}, {"memory_rule": "paper", "memory_depth": 2}, {"memory_projections": ["k"]}]
+)
 def test_other_memories_are_near_the_simulation(fields):
     counted, asked = plan(small_config("clocks", num_hidden_layers=2, **fields), "ddp", 1, block_size=512)
     assert counted.peak == pytest.approx(simulate(*asked).peak, rel=0.3)

@@ -11,7 +11,7 @@ from hope_hf.plan.shapes import EMBEDDING, ROOT, TAIL, Weight, meta_model, shape
 
 CONFIGS = {name: lambda name=name: HopeConfig.from_preset(name) for name in PRESETS} | {
     "clocks": lambda: small_config("clocks"),
-    "paper": lambda: HopeConfig.from_preset("tiny", memory_rule="paper", paper_rule={"depth": 2}),
+    "paper": lambda: HopeConfig.from_preset("tiny", memory_rule="paper", memory_depth=2),
     "llama": lambda: small_config("llama"),
     "gpt2": lambda: small_config("gpt2"),
 }

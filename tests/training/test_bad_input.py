@@ -52,7 +52,7 @@ def hope(**fields) -> list[str]:
         ([*LLAMA, "--train_only", "memories"], "--train_only memories: this llama has no layer of memories"),
         ([*HOPE_ATTENTION, "--train_only", "memories"], "--train_only memories: this hope has no layer of memories"),
         (hope(num_hidden_layers=3, layer_types=["hope_memory"]), "`layer_types` has 1 entries"),
-        (hope(memory_rule="paper", paper_rule={"dept": 2}), "`paper_rule` has no field 'dept'"),
+        (hope(memory_depth=2), "`memory_depth` is 2 and `memory_rule` is 'delta'"),
         ([*LLAMA[:3], LLAMA[3] + ",max_position_embeddings=16"], "--block_size 32 is longer than the model's 16 po"),
         ([*HOPE, "--level_optimizers", '{"7": {}}'], "--level_optimizers names level 7"),
         ([*HOPE, "--level_optimizers", "[" * 5000], "--level_optimizers is not JSON"),

@@ -65,6 +65,9 @@ def draw(rows: int, generator: torch.Generator, bin: int | None, *, language: La
 def formal_languages(ends: list[int] | None = None) -> dict[str, Task]:
     """The tasks by name. `ends`: the longest words of the bins beyond the training's (default: 100).
 
+    Trained words and those of the first of these bins must be right for a training to end early; the longer ones are
+    only tested.
+
     Raises ValueError for an end that holds no words of some language.
     """
     ends = [TRAINED_LENGTH, *(ends or [2 * TRAINED_LENGTH])]
@@ -74,8 +77,9 @@ def formal_languages(ends: list[int] | None = None) -> dict[str, Task]:
             f"2 to {TRAINED_LENGTH} symbols: write ascending lengths at least 4 apart, from {TRAINED_LENGTH + 4} on."
         )
     bins = tuple(f"{low}-{high}" for low, high in zip([SHORTEST, *(e + 1 for e in ends)], ends, strict=False))
+    make = partial(Task, bins=bins, checked=2)
     return {
-        name: Task(name, len(language.alphabet) + 1, bins, partial(draw, language=language, ends=ends))
+        name: make(name, len(language.alphabet) + 1, draw=partial(draw, language=language, ends=ends))
         for name, language in LANGUAGES.items()
     }
 

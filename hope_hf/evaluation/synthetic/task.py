@@ -96,6 +96,7 @@ class Task:
     attach: makes a module from a causal language model; its forward maps token ids to logits.
     max_train_steps, batch_size, learning_rate, samples: training steps, rows per step, peak rate, and evaluated
         samples per bin.
+    checked: bins, from the first on, whose samples must all be right for the training to end early; None: all.
     ema_decay: decay per step of an exponentially weighted mean of the weights, which is tested as well; 0: none.
     """
 
@@ -108,6 +109,7 @@ class Task:
     batch_size: int = 32
     learning_rate: float = 3e-3
     samples: int = 256
+    checked: int | None = None
     ema_decay: float = 0.0
 
     def with_settings(self, **given: float | None) -> "Task":

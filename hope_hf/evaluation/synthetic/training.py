@@ -36,11 +36,11 @@ class Trained:
 def train(task: Task, model: nn.Module, seed: int, device: torch.device) -> Trained:
     """AdamW on fresh samples, warm-up then a cosine to a tenth of the rate.
 
-    Stops early once all check samples of every bin are right. They are drawn separately from the samples of training
-    and test. With an `ema_decay` the weights of the step or their mean may pass: training may lose an exact count
-    again, and the mean may count right where single steps drift. A language of few words has no separate samples: the
-    check uses the tested words, the longer bin's included, as in Irie et al. 2023. Raises ValueError that names the
-    task if the loss is not finite.
+    Stops early once all check samples of the checked bins are right. They are drawn separately from the samples of
+    training and test. With an `ema_decay` the weights of the step or their mean may pass: training may lose an exact
+    count again, and the mean may count right where single steps drift. A language of few words has no separate
+    samples: the check uses the tested words, the longer bin's included, as in Irie et al. 2023. Raises ValueError that
+    names the task if the loss is not finite.
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -52,7 +52,7 @@ def train(task: Task, model: nn.Module, seed: int, device: torch.device) -> Trai
     mean = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(task.ema_decay)) if task.ema_decay else None
     candidates = [module, mean.module] if mean else [module]
     generator = torch.Generator().manual_seed(seed)
-    checks = fixed_samples(task, seed + CHECK_STREAM, CHECK_SAMPLES)
+    checks = list(fixed_samples(task, seed + CHECK_STREAM, CHECK_SAMPLES).values())[: task.checked]
     bar = progress(range(1, task.max_train_steps + 1), task.name)
     for step in bar:
         batch = task.draw(task.batch_size, generator, None).to(device)
@@ -73,7 +73,7 @@ def train(task: Task, model: nn.Module, seed: int, device: torch.device) -> Trai
         if step % CHECK_EVERY == 0:
             for candidate in candidates:
                 # The longest samples are checked first, since models learn them last.
-                if all(all_right(task, candidate, samples, device) for samples in reversed(checks.values())):
+                if all(all_right(task, candidate, samples, device) for samples in reversed(checks)):
                     return Trained(candidate, step)
     return Trained(candidates[-1], task.max_train_steps)
 
