@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.quality.models import FROZEN, HOPE, MODELS, SIZES, Size, build
-from benchmarks.quality.peers import LlamaConvConfig, convolve
+from benchmarks.quality.peers import LlamaConvConfig, convolve, scan_gated_delta_2
+from hope_hf.model.memory_scan import unit
 from hope_hf.optim import build_optimizer
 
 pytestmark = pytest.mark.benchmarks
@@ -88,7 +89,7 @@ def test_linear_peers_have_no_attention_and_no_experts():
     assert not others & set.union(*kinds.values())
 
 
-@pytest.mark.parametrize("name", ["gated_deltanet", "kimi_linear"])
+@pytest.mark.parametrize("name", ["gated_deltanet", "kimi_linear", "gated_deltanet_2"])
 def test_peers_that_forget_begin_with_long_memories(name):
     steps = [p for name, p in new_model(name).named_parameters() if name.endswith("dt_bias")]
     assert len(steps) == MICRO.num_hidden_layers
@@ -97,7 +98,7 @@ def test_peers_that_forget_begin_with_long_memories(name):
         assert step.min() > 0.0009 and step.max() < 0.11 and step.unique().numel() > 0.9 * step.numel()
 
 
-@pytest.mark.parametrize("name", ["hope", "gated_deltanet", "kimi_linear"])
+@pytest.mark.parametrize("name", ["hope", "gated_deltanet", "kimi_linear", "gated_deltanet_2"])
 def test_rates_of_forgetting_take_no_weight_decay(name):
     model = new_model(name)
     settings = dict(learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, tokens_per_step=64)
@@ -106,6 +107,38 @@ def test_rates_of_forgetting_take_no_weight_decay(name):
     rates = {name: decays[p] for name, p in model.named_parameters() if name.endswith(("A_log", "dt_bias"))}
     assert len(rates) == 2 * MICRO.num_hidden_layers and set(rates.values()) == {0.0}
     assert max(decays.values()) == 0.1
+
+
+def test_gated_deltanet_2_scans_as_its_authors_write_it_token_by_token():
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, 37, 2, 8)
+    query, key = (unit(torch.randn(shape, generator=generator, dtype=torch.float64)) for _ in range(2))
+    value = torch.randn(shape, generator=generator, dtype=torch.float64)
+    g, erase, write = (torch.rand(shape, generator=generator, dtype=torch.float64) for _ in range(3))
+    state, reads = torch.zeros(2, 2, 8, 8, dtype=torch.float64), []
+    for t in range(shape[1]):
+        state = torch.exp(-g[:, t]).unsqueeze(-1) * state
+        taken = torch.einsum("bhk,bhkv->bhv", erase[:, t] * key[:, t], state)
+        state = state + torch.einsum("bhk,bhv->bhkv", key[:, t], write[:, t] * value[:, t] - taken)
+        reads.append(torch.einsum("bhk,bhkv->bhv", query[:, t], state) / 8**0.5)
+    found = scan_gated_delta_2(query, key, value, -g, erase, write)
+    torch.testing.assert_close(found, torch.stack(reads, 1), rtol=1e-12, atol=1e-12)
+
+
+def test_gated_deltanet_2_with_one_gate_a_head_is_kimis():
+    kimi, own = new_model("kimi_linear").eval(), new_model("gated_deltanet_2").eval()
+    weights = {name: weight for name, weight in kimi.state_dict().items() if ".mlp." not in name}
+    for name in [name for name in weights if name.endswith(".b_proj.weight")]:
+        weights[name] = weights[name].repeat_interleave(kimi.config.linear_head_dim, 0).repeat(2, 1)
+    missing, unexpected = own.load_state_dict(weights, strict=False)
+    assert all(".mlp." in name for name in missing) and not unexpected
+    input_ids = torch.randint(320, (2, 40))
+    with torch.no_grad():
+        for model in (kimi, own):
+            for layer in model.model.layers:
+                layer.mlp.down_proj.weight.zero_()
+        expected, found = (model(input_ids=input_ids, use_cache=False).logits for model in (kimi, own))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_llama_conv_with_identity_convolutions_is_llama():

@@ -20,6 +20,7 @@ layers (but for Mamba-2, whose blocks have no MLP). One number of each model is 
 | mamba2 | Mamba-2, expansion 2, one group, about twice as many blocks | state size |
 | gated_deltanet | Qwen3-Next, all layers gated DeltaNets (values twice as wide as keys) | width of its MLP |
 | kimi_linear | Kimi Linear, all layers Kimi Delta Attention | width of its MLP |
+| gated_deltanet_2 | the same with gates of channels that erase and write | width of its MLP |
 
 Initial values are transformers' own; only the recurrent peers get those of their authors. Mamba-2's maps
 have the standard deviation 1 / sqrt(3 width) instead of 0.1: after 120 steps of `small` on the built-in corpus at
@@ -122,7 +123,7 @@ ABLATION = replace(
 # 8 blocks of 16 tokens, 64 compressed keys and a window of 64 in blocks of 512
 SPARSE = {"sparse_block_size": 16, "sparse_compress_stride": 8, "sparse_top_k": 8, "sparse_window": 64}
 HOPE, FROZEN, LLAMA, LLAMA_CONV = "hope", "hope_frozen", "llama", "llama_conv"
-RECURRENT_PEERS = ("mamba2", "gated_deltanet", "kimi_linear")
+RECURRENT_PEERS = ("mamba2", "gated_deltanet", "kimi_linear", "gated_deltanet_2")
 WITH_ATTENTION = ("hope_attention", "hope_sparse", "hope_hybrid", "hope_hybrid_frozen")
 MODELS = (HOPE, FROZEN, *WITH_ATTENTION, LLAMA, LLAMA_CONV, *RECURRENT_PEERS)
 
@@ -276,6 +277,7 @@ def _model(name: str, size: Size, fitted: int) -> Model:
             | {"linear_head_dim": HEAD_DIM, "linear_num_heads": heads},
         ),
     }
+    models["gated_deltanet_2"] = "gated_deltanet_2", models["kimi_linear"][1]
     model_type, own = models[name]
     overrides = shared | own
     return Model(model_type, json.dumps(overrides), count_parameters(model_type, overrides), optimizer)

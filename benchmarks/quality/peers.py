@@ -5,6 +5,7 @@
 | llama_conv | Llama with HOPE's short convolutions on queries, keys and values |
 | gated_deltanet | Qwen3-Next with a gated DeltaNet and a dense MLP in every layer, as initialised by its authors |
 | kimi_delta | Kimi Linear with Kimi Delta Attention and a dense MLP in every layer |
+| gated_deltanet_2 | the same with the erase and write gates of Gated DeltaNet-2 (arXiv 2605.22791) |
 
 Importing this module registers them with the Auto classes, so that run_clm.py's trainer takes them by name
 (`train.py`).
@@ -40,9 +41,21 @@ from hope_hf import CACHE_NAME
 from hope_hf.model.layers import ShortConvolution
 
 # Chunks of 16 give the same values and gradients as those of 64 (to 3e-6) in a quarter of the time.
-modeling_kimi_linear.chunk_kimi_delta_attention = partial(
-    modeling_kimi_linear.chunk_kimi_delta_attention, chunk_size=16
-)
+_CHUNK = 16
+_chunk_kimi = partial(modeling_kimi_linear.chunk_kimi_delta_attention, chunk_size=_CHUNK)
+
+
+def _chunk_delta(query, key, value, g, beta, **options):
+    """Kimi's scan, or for gates of every channel (`GatedDeltaNet2Attention`) that of Gated DeltaNet-2."""
+    if beta.shape[-1] == query.shape[2]:
+        return _chunk_kimi(query, key, value, g=g, beta=beta, **options)
+    erase, write = beta.unflatten(-1, (2, query.shape[2], -1)).unbind(2)
+    query, key = (modeling_kimi_linear.l2norm(x.float(), dim=-1, eps=1e-6) for x in (query, key))
+    reads = scan_gated_delta_2(query, key, value.float(), g.float(), erase.float(), write.float())
+    return reads.to(value.dtype), None
+
+
+modeling_kimi_linear.chunk_kimi_delta_attention = _chunk_delta
 
 
 @strict
@@ -225,9 +238,81 @@ class KimiDeltaForCausalLM(KimiLinearForCausalLM):
         self._no_weight_decay = {name for name, _ in self.named_parameters() if name.endswith(".A_log")}
 
 
+@strict
+class GatedDeltaNet2Config(KimiDeltaConfig):
+    """A `KimiDeltaConfig` whose every layer is a Gated DeltaNet-2."""
+
+    model_type = "gated_deltanet_2"
+
+
+class GatedDeltaNet2Attention(modeling_kimi_linear.KimiLinearDeltaAttention):
+    """Kimi Delta Attention with a gate per channel of keys that erases, and one per channel of values that writes.
+
+    Both are sigmoids of full maps of the input (`b_proj`), as their authors have them.
+    """
+
+    def __init__(self, config: GatedDeltaNet2Config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.b_proj = nn.Linear(self.hidden_size, 2 * self.qkv_dim, bias=False)
+
+
+class GatedDeltaNet2ForCausalLM(KimiDeltaForCausalLM):
+    """`KimiDeltaForCausalLM` with `GatedDeltaNet2Attention` in every layer."""
+
+    config: GatedDeltaNet2Config
+
+    def __init__(self, config: GatedDeltaNet2Config):
+        super().__init__(config)
+        for index, layer in enumerate(self.model.layers):
+            layer.self_attn = GatedDeltaNet2Attention(config, index)
+        self.post_init()
+
+
+def scan_gated_delta_2(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    erase: torch.Tensor,
+    write: torch.Tensor,
+) -> torch.Tensor:
+    """Reads [B, T, H, D] of the rule of Gated DeltaNet-2, in chunks; all arguments are [B, T, H, D].
+
+        S_t = (I - k_t (b_t * k_t)^T) diag(e^(g_t)) S_{t-1} + k_t (w_t * v_t)^T,     read: q_t S_t / sqrt(D)
+
+    Args:
+        query, key: of norm 1.
+        g: logarithm of the decay of every channel of keys.
+        erase, write: b and w, from 0 to 1.
+    """
+    length, width = query.shape[1], query.shape[3]
+    parts = (query * width**-0.5, key, erase * key, write * value, g)
+    parts = (F.pad(x.transpose(1, 2), (0, 0, 0, -length % _CHUNK)).unflatten(2, (-1, _CHUNK)) for x in parts)
+    query, key, erased, value, g = parts
+    total = g.cumsum(-2)
+    future = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool, device=g.device).triu(1)
+    # e^(T_i - T_j) for j <= i, else 0, of every channel
+    decay = (total.unsqueeze(-2) - total.unsqueeze(-3)).masked_fill(future.unsqueeze(-1), float("-inf")).exp()
+    attention, lower = (torch.einsum("...id,...jd,...ijd->...ij", x, key, decay) for x in (query, erased))
+    from_start, to_end = total.exp(), (total[..., -1:, :] - total).exp()
+    right = torch.cat([value, erased * from_start], dim=-1)
+    # the solver reads neither the diagonal of ones nor what is above it
+    solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
+    written, taken = solved.split(width, dim=-1)
+    state, reads = query.new_zeros(*query.shape[:2], width, width), []
+    for index in range(query.shape[2]):
+        new = written[:, :, index] - taken[:, :, index] @ state
+        reads.append((query * from_start)[:, :, index] @ state + attention[:, :, index] @ new)
+        kept = from_start[:, :, index, -1].unsqueeze(-1) * state
+        state = kept + (key * to_end)[:, :, index].transpose(-1, -2) @ new
+    return torch.stack(reads, dim=2).flatten(2, 3)[:, :, :length].transpose(1, 2)
+
+
 AutoConfig.register("llama_conv", LlamaConvConfig, exist_ok=True)
 AutoModelForCausalLM.register(LlamaConvConfig, LlamaConvForCausalLM, exist_ok=True)
 AutoConfig.register("gated_deltanet", GatedDeltaNetConfig, exist_ok=True)
 AutoModelForCausalLM.register(GatedDeltaNetConfig, GatedDeltaNetForCausalLM, exist_ok=True)
 AutoConfig.register("kimi_delta", KimiDeltaConfig, exist_ok=True)
 AutoModelForCausalLM.register(KimiDeltaConfig, KimiDeltaForCausalLM, exist_ok=True)
+AutoConfig.register("gated_deltanet_2", GatedDeltaNet2Config, exist_ok=True)
+AutoModelForCausalLM.register(GatedDeltaNet2Config, GatedDeltaNet2ForCausalLM, exist_ok=True)

@@ -68,7 +68,8 @@ def as_label(text: str) -> str:
 _ARCHITECTURES = {
     "hope": "HOPE", "llama": "Llama", "gpt2": "GPT-2", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3",
     "mamba2": "Mamba-2", "gated_deltanet": "gated DeltaNet", "kimi_linear": "Kimi Delta Attention",
-    "kimi_delta": "Kimi Delta Attention", "sparse_attention": "native sparse attention", "full_attention": "sdpa",
+    "kimi_delta": "Kimi Delta Attention", "gated_deltanet_2": "Gated DeltaNet-2",
+    "sparse_attention": "native sparse attention", "full_attention": "sdpa",
 }  # fmt: skip
 
 
