@@ -294,7 +294,6 @@ NEWER = {
     ("hope", "sliding_window"): None, ("hope", "attention_sinks"): 4, ("hope", "hidden_act"): "silu",
     ("hope", "mlp_bias"): False, ("hope", "attention_out_bias"): None, ("hope", "use_qk_norm"): False,
     ("hope", "level_learning"): None, ("hope", "memory_erase_bias"): None, ("hope", "memory_depth"): 1,
-    ("hope", "memory_value_bias"): [0.0, 0.0],
 }  # fmt: skip
 
 

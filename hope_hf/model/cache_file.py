@@ -27,7 +27,7 @@ _IRRELEVANT = {
 # Fields that are younger than format 3, and their defaults, with which they are no part of a fingerprint.
 _ADDED = {
     "hidden_act": "silu", "mlp_bias": False, "attention_out_bias": None, "use_qk_norm": False,
-    "memory_erase_bias": None, "memory_value_bias": [0.0, 0.0], "memory_depth": 1,
+    "memory_erase_bias": None, "memory_depth": 1,
 }  # fmt: skip
 # A field that is gone, as it was under the delta rule.
 _GONE = {"paper_rule": None}

@@ -143,10 +143,6 @@ class HopeConfig(PreTrainedConfig):
         memory_value_gate (`bool`, *optional*, defaults to `True`):
             Delta rule only: whether a gate per head and token sets the norm of values, from 0 to 2. Without it values
             keep the norm that their projection and convolution give.
-        memory_value_bias (`list[float]`, *optional*, defaults to `[0.0, 0.0]`):
-            Initial bias of the value gate before the sigmoid, of the first and of the last head; the heads between are
-            spaced evenly. With `[8, 8]` all writes begin with the norm 2, so that opposite ones cancel, as counting
-            needs. Needs `memory_value_gate`.
         retention_bias (`list[float]`, *optional*):
             Initial bias of the retention gate alpha before the sigmoid, of the first head, which decays fastest, and
             of the last; the heads between are spaced evenly. Unless given, `[1, 8]` under the paper's rule (horizons
@@ -247,7 +243,6 @@ class HopeConfig(PreTrainedConfig):
     memory_learning_rate_max: float | int = 1.0
     memory_learning_rate_bias: list[float | int] | None = None
     memory_value_gate: bool = True
-    memory_value_bias: list[float | int] | None = None
     memory_erase_bias: list[float | int] | None = None
     retention_bias: list[float | int] | None = None
     conv_kernel_size: int = 4
@@ -295,8 +290,6 @@ class HopeConfig(PreTrainedConfig):
             self.num_memory_heads = None if heads is None else 2 * heads
         if self.memory_learning_rate_bias is None:
             self.memory_learning_rate_bias = [0.0, 0.0]
-        if self.memory_value_bias is None:
-            self.memory_value_bias = [0.0, 0.0]
         RULES[self.memory_rule].fill_defaults(self)
         if self.level_periods is None:
             # less than an optimizer step, so every step

@@ -149,7 +149,7 @@ class MemoryGates(nn.Module):
             if self.A_log is not None:
                 init.zeros_(self.A_log)
         if self.value_bias is not None:
-            init.copy_(self.value_bias, torch.linspace(*config.memory_value_bias, heads))
+            init.zeros_(self.value_bias)
         if self.erase_bias is not None:
             init.copy_(self.erase_bias, torch.linspace(*config.memory_erase_bias, heads))
 
@@ -386,16 +386,10 @@ class SelfModifyingTitans(Mixer, nn.Module):
             raise ValueError(
                 f"`memory_projections` is {config.memory_projections}: choose among [], ['k'], ['v'] and ['k', 'v']"
             )
-        for name in ("memory_learning_rate_bias", "memory_value_bias", "memory_erase_bias", "retention_bias"):
+        for name in ("memory_learning_rate_bias", "memory_erase_bias", "retention_bias"):
             pair = getattr(config, name)
             if pair is not None and len(pair) != 2:
                 raise ValueError(f"`{name}` must be two numbers, of the first and of the last head, got {pair}")
-        has_value_gate = RULES[config.memory_rule].has_value_gate and config.memory_value_gate
-        if any(config.memory_value_bias) and not has_value_gate:
-            raise ValueError(
-                f"`memory_value_bias` is {config.memory_value_bias} and these memories have no value gate: leave it "
-                "out, or take memory_rule 'delta' with `memory_value_gate`"
-            )
         if not 0 <= config.memory_learning_rate_max <= _LARGEST_RATE:
             raise ValueError(
                 f"`memory_learning_rate_max` must be between 0 and {_LARGEST_RATE}, got "

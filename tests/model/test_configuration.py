@@ -94,7 +94,6 @@ REFUSED = {
     "memory_learning_rate_max": [-0.1, 2, float("nan")],
     "memory_learning_rate_bias": [[], [1.0], [0.0, 1.0, 2.0], 1.0],
     "memory_erase_bias": [[], [1.0], 1.0],
-    "memory_value_bias": [[], [1.0], 1.0],
     "memory_depth": [0, 3, "2"],
     "retention_bias": [[1.0], ["1", "8"]],
     "memory_projections": [["q"], ["v", "k"], ["k", "k"], "kv", True],
@@ -166,13 +165,6 @@ def test_layers_of_memories_belong_to_the_papers_rule():
         HopeConfig(**SMALL, memory_depth=2)
 
 
-@pytest.mark.parametrize("options", [{"memory_value_gate": False}, {"memory_rule": "paper"}], ids=str)
-def test_a_bias_of_the_value_gate_needs_the_gate(options):
-    assert HopeConfig(**SMALL, **options).memory_value_bias == [0.0, 0.0]
-    with pytest.raises(StrictDataclassError, match=r"`memory_value_bias` is \[8, 8\].*no value gate"):
-        HopeConfig(**SMALL, memory_value_bias=[8, 8], **options)
-
-
 def test_options_of_the_papers_rule_are_read_where_they_are_as_they_are_now(tmp_path):
     """Checkpoints of before hold a field `paper_rule`: null, or all options."""
     rule = dict(
@@ -242,7 +234,7 @@ def test_a_preset_takes_overrides_and_stays_as_it_is():
         dict(memory_rule="paper", memory_depth=2),
         dict(memory_learning_rate_bias=[-1.0, 2], retention_bias=[0, 3.5], memory_projections=["v"]),
         dict(layer_types=["full_attention"], rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
-        dict(memory_erase_bias=[-16, 8.5], memory_value_bias=[8, 0.5]),
+        dict(memory_erase_bias=[-16, 8.5]),
         dict(eos_token_id=[3, 4], pad_token_id=0, tie_word_embeddings=True, memory_learning_rate_max=0),
     ],
     ids=str,
