@@ -30,11 +30,12 @@ SMALL = {
     "Mamba-2": ("8fa016254e05", 1.6e-2),
     "gated DeltaNet": ("014265894292", 8e-3),
     "Kimi Delta Attention": ("4d167a2f4c69", 8e-3),
+    "Gated DeltaNet-2": ("9dd1f54a03d2", 8e-3),
     "Llama with convolutions": ("6aca87eb4be5", 8e-3),
     "Llama": ("d781d1cb8fe7", 2e-3),
     "Hope-Attention: softmax instead of memories": ("5b5ce2c8f794", 2e-3),
 }
-PEERS = {name: SMALL[name] for name in list(SMALL)[3:8]}
+PEERS = {name: SMALL[name] for name in list(SMALL)[3:9]}
 HYBRIDS = [
     ("2 layers: memories", HOPE),
     ("2 layers: memories, sparse attention", ("ac97b2bf2e14", 1.6e-2)),
