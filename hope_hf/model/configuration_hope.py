@@ -379,9 +379,9 @@ class HopeConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict, **kwargs):
         """As in transformers, but a field of another version of HOPE is an error, not an attribute."""
         rule = config_dict.get("paper_rule")
-        if rule is None or rule | {"depth": 1} == _PAPER_RULE:
+        if rule is None or isinstance(rule, dict) and _PAPER_RULE | rule | {"depth": 1} == _PAPER_RULE:
             # of before the options of the paper's rule were fixed
-            depth = {} if rule is None else {"memory_depth": rule["depth"]}
+            depth = {} if rule is None else {"memory_depth": rule.get("depth", 1)}
             config_dict = {name: value for name, value in config_dict.items() if name != "paper_rule"} | depth
         for name in config_dict:
             if name.startswith(_OWN_PREFIXES) and name not in cls.__dataclass_fields__:

@@ -179,9 +179,12 @@ def test_options_of_the_papers_rule_are_read_where_they_are_as_they_are_now(tmp_
     del saved["memory_depth"]
     file.write_text(json.dumps(saved | {"paper_rule": rule}))
     assert AutoConfig.from_pretrained(tmp_path).memory_depth == 2
-    file.write_text(json.dumps(saved | {"paper_rule": rule | {"erase": "both"}}))
-    with pytest.raises(ValueError, match="'paper_rule'.*another version wrote it"):
-        AutoConfig.from_pretrained(tmp_path)
+    file.write_text(json.dumps(saved | {"paper_rule": {"depth": 2}}))
+    assert AutoConfig.from_pretrained(tmp_path).memory_depth == 2
+    for other in (rule | {"erase": "both"}, {"depths": 2}, "literal"):
+        file.write_text(json.dumps(saved | {"paper_rule": other}))
+        with pytest.raises(ValueError, match="'paper_rule'.*another version wrote it"):
+            AutoConfig.from_pretrained(tmp_path)
 
 
 def test_every_layer_has_one_type():
