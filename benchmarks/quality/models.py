@@ -228,6 +228,8 @@ def _model(name: str, size: Size, fitted: int) -> Model:
         "head_dim": HEAD_DIM,
         "intermediate_size": fitted,
     }
+    kimi = {field: value for field, value in llama.items() if field != "head_dim"}
+    kimi |= {"linear_head_dim": HEAD_DIM, "linear_num_heads": heads}
     every = min(4, layers)
     hybrid = {"layer_types": (["hope_memory"] * (every - 1) + ["sparse_attention"]) * (layers // every)} | SPARSE
     hybrid["num_memory_heads"] = size.hybrid_memory_heads or size.memory_heads
@@ -239,7 +241,7 @@ def _model(name: str, size: Size, fitted: int) -> Model:
         name = HOPE
     optimizer = OPTIMIZED.get(name, "adamw")
     name = HOPE if name in OPTIMIZED else name
-    models = {
+    model_type, own = {
         "hope": ("hope", hope),
         "hope_frozen": ("hope", hope | {"memory_learning_rate_max": 0.0}),
         "hope_attention": ("hope", levels | {"layer_types": ["full_attention"] * layers}),
@@ -271,14 +273,9 @@ def _model(name: str, size: Size, fitted: int) -> Model:
                 "linear_num_value_heads": 2 * heads,
             },
         ),
-        "kimi_linear": (
-            "kimi_delta",
-            {name: value for name, value in llama.items() if name != "head_dim"}
-            | {"linear_head_dim": HEAD_DIM, "linear_num_heads": heads},
-        ),
-    }
-    models["gated_deltanet_2"] = "gated_deltanet_2", models["kimi_linear"][1]
-    model_type, own = models[name]
+        "kimi_linear": ("kimi_delta", kimi),
+        "gated_deltanet_2": ("gated_deltanet_2", kimi),
+    }[name]
     overrides = shared | own
     return Model(model_type, json.dumps(overrides), count_parameters(model_type, overrides), optimizer)
 

@@ -77,9 +77,8 @@ def formal_languages(ends: list[int] | None = None) -> dict[str, Task]:
             f"2 to {TRAINED_LENGTH} symbols: write ascending lengths at least 4 apart, from {TRAINED_LENGTH + 4} on."
         )
     bins = tuple(f"{low}-{high}" for low, high in zip([SHORTEST, *(e + 1 for e in ends)], ends, strict=False))
-    make = partial(Task, bins=bins, checked=2)
     return {
-        name: make(name, len(language.alphabet) + 1, draw=partial(draw, language=language, ends=ends))
+        name: Task(name, len(language.alphabet) + 1, bins, partial(draw, language=language, ends=ends), checked=2)
         for name, language in LANGUAGES.items()
     }
 
