@@ -1,17 +1,16 @@
 #!/usr/bin/env bash
 # Gathers in build/gpu what a machine with a Hopper GPU and no network lacks: flash-linear-attention, a Triton whose
-# gradients are right there, and a cache of compiled kernels (warm_cache.py). Nothing needs `datasets`.
+# gradients are right there, a cache of compiled kernels (warm_cache.py), and packages of the trainer.
 #   PYTHON=python3.12 bash benchmarks/gpu/pack.sh
-# PYTHON is a Python 3.12 with torch and transformers; PIP_ARGS goes to pip. The cache is that of the present commit;
-# after WARM seconds it holds what is compiled by then. The clone and build/gpu together have at most 64 MiB.
+# PYTHON is a Python 3.12 with torch, transformers and einops; PIP_ARGS goes to pip. The cache is that of the present
+# commit; after WARM seconds it holds what is compiled by then. The clone and build/gpu together have at most 64 MiB.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python=${PYTHON:-python3.12} triton=3.7.1 most=$((64 << 20)) pack=build/gpu
 site=$(sed -n 's/^SITE = "\(.*\)"/\1/p' benchmarks/gpu/run.py)
-fla=$(sed -n 's/^fla-core==//p' constraints.txt)
 die() { echo "error: $*" >&2 && exit 1; }
-"$python" -c 'import sys, torch, transformers; sys.exit(sys.version_info[:2] != (3, 12))' ||
-  die "PYTHON=$python is not a Python 3.12 with torch and transformers: name one that is"
+"$python" -c 'import sys, einops, torch, transformers; sys.exit(sys.version_info[:2] != (3, 12))' ||
+  die "PYTHON=$python is not a Python 3.12 with torch, transformers and einops: name one that is"
 
 mkdir -p "$pack" build/wheels "$site/cache"
 # The cache is kept: what has not changed is not compiled again.
@@ -38,14 +37,22 @@ get triton "$triton"
   XZ_OPT="-T0 -6" tar -cJf "$pack/part" --exclude="${site#/}/cache" -C / "${site#/}"
   mv "$pack/part" "$pack/triton-$triton.tar.xz"
 }
-get fla-core "$fla"
+# What the trainer needs beside torch and transformers; the last two are needs of datasets.
+for name in fla-core datasets evaluate; do get "$name" "$(sed -n "s/^$name==//p" constraints.txt)"; done
+get dill 0.4.1
+get multiprocess 0.70.19
+rm -rf "$site/bin"
 PYTHONPATH="$site:$PWD" TRITON_CACHE_DIR="$site/cache" OMP_NUM_THREADS=1 \
   timeout "${WARM:-3600}" "$python" benchmarks/gpu/warm_cache.py ||
   [ $? -eq 124 ] || die "benchmarks/gpu/warm_cache.py failed: see above"
 echo "$(find "$site/cache" -name "*.cubin" | wc -l) kernels in the cache"
 # Triton reads nothing else of an entry.
 find "$site/cache" -type f ! -name "*.cubin" ! -name "*.json" -delete
-XZ_OPT=-6 tar -cJf "$pack/fla-and-cache.tar.xz" -C / "${site#/}/"{fla,"fla_core-$fla.dist-info",cache}
+(
+  cd "$site"
+  find . -maxdepth 1 -mindepth 1 ! -path "./triton*" | XZ_OPT=-9 tar -cJf "$OLDPWD/$pack/light-and-cache.tar.xz" \
+    --transform "s,^\.,${site#/}," -T -
+)
 
 tree=$(git ls-files -z --cached --others --exclude-standard | xargs -0 du -cb | tail -n 1 | cut -f1)
 packed=$(du -cb "$pack"/*.tar.xz | tail -n 1 | cut -f1)

@@ -11,6 +11,7 @@
 | packed | preset, model | training step of one document per row, and of several |
 | decode | preset, model | reading a text and a token after it: growing cache, static cache, CUDA graph |
 | profile | preset, model | the kernels that take the most of a training step |
+| train | preset | `run_clm.py` under accelerate's launcher in bf16: loss, tokens per second, MFU and peak by step |
 
 Every row is appended to FOLDER/gpu.jsonl as soon as it is measured: `{"part", "device", "preset", "model", "tokens",
 "measure", "values"}`, or `"note"` instead of values where something failed. On a machine without a GPU the parts
@@ -21,6 +22,7 @@ import argparse
 import gc
 import importlib.metadata
 import itertools
+import json
 import math
 import os
 import subprocess
@@ -48,10 +50,11 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 ROUNDS = 3 if CUDA else 1
 NEW_TOKENS = 32 if CUDA else 3
-LENGTHS = (2048, 8192, 32768) if CUDA else (64, 128)
-CONTEXTS = (512, 8192) if CUDA else (16, 32)
+TRAINED_STEPS = 50
+GPU_LENGTHS, GPU_CONTEXTS = (2048, 8192, 32768), (512, 8192)
 # Of a step: what fits 80 GB. `mid` keeps 134 GiB of activations for 32,768 tokens.
-TOKENS_PER_STEP = {"pilot": 32768, "mid": 8192, "mid-hybrid": 8192} if CUDA else {}
+GPU_TOKENS = {"pilot": 32768, "mid": 8192, "mid-hybrid": 8192}
+LENGTHS, CONTEXTS, TOKENS_PER_STEP = (GPU_LENGTHS, GPU_CONTEXTS, GPU_TOKENS) if CUDA else ((64, 128), (16, 32), {})
 REHEARSED = {"pilot": "tiny", "mid": "tiny", "mid-hybrid": "tiny-hybrid"}
 OF_STEP = ("step", "speed", "mfu", "peak") if CUDA else ("step",)
 # A kernel is wrong where its error is larger than this and than three times that of torch's operators.
@@ -166,7 +169,7 @@ def compare(model: str, dtype: str, width: int, projected: list[str], text: str)
         for parameter in exact.parameters():
             # far from the initial values, some of which are zero
             parameter += 0.03 * torch.randn_like(parameter)
-    length = 200 if CUDA else 70
+    length = 200
     ids = torch.randint(64, (2, length), device=DEVICE)
     inputs = {name: part.to(DEVICE) for name, part in texts(2, length)[text].items()}
     weights = torch.randn(2, length, 64, device=DEVICE)
@@ -199,13 +202,14 @@ def compare(model: str, dtype: str, width: int, projected: list[str], text: str)
 
 
 def scan(rows: Rows) -> None:
+    heads = HopeConfig.from_preset("mid").num_memory_heads
     for length in LENGTHS:
-        shape = (1, length, 32, 64)
-        streams = list(torch.randn(3, *shape, device=DEVICE, dtype=torch.bfloat16))
+        shape = (1, length, heads, 64)
+        streams = [F.normalize(part, dim=-1) for part in torch.randn(3, *shape, device=DEVICE, dtype=torch.bfloat16)]
         narrow = [stream[:, :, :16].transpose(1, 2).contiguous() for stream in streams]
         gates = [-0.1 * torch.rand(shape[:3], device=DEVICE), torch.rand(shape[:3], device=DEVICE).bfloat16()]
         calls = {
-            "delta rule, 32 heads": (partial(delta_rule, gates=gates), streams),
+            f"delta rule, {heads} heads": (partial(delta_rule, gates=gates), streams),
             "attention, 16 heads": (attention, narrow),
         }
         for (name, (forward, inputs)), backward in itertools.product(calls.items(), (False, True)):
@@ -218,7 +222,7 @@ def scan(rows: Rows) -> None:
 def delta_rule(streams: list[torch.Tensor], gates: list[torch.Tensor]) -> torch.Tensor:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    return chunk_gated_delta_rule(*streams, *gates, use_qk_l2norm_in_kernel=True)[0]
+    return chunk_gated_delta_rule(*streams, *gates)[0]
 
 
 def attention(streams: list[torch.Tensor]) -> torch.Tensor:
@@ -390,15 +394,43 @@ def profile(rows: Rows, preset: str, model: str) -> None:
         rows.write(**about, measure="share, %", kernel=name[:100], calls=calls[name], values=[share])
 
 
+def train(rows: Rows, preset: str) -> None:
+    folder = rows.file.parent / "train"
+    steps, length = (TRAINED_STEPS, LENGTHS[0]) if CUDA else (2, LENGTHS[0])
+    rows_per_step = TOKENS_PER_STEP.get(preset, 2 * length) // length
+    launch_file = f"accelerate_configs/{'single_bf16' if CUDA else 'single'}.yaml"
+    flags = f"run_clm.py --config_name {preset} --output_dir {folder} --block_size {length} --max_train_steps {steps}"
+    flags += f" --per_device_train_batch_size {rows_per_step} --logging_steps 10 --eval_steps {steps}"
+    flags += " --checkpointing_steps 0 --num_warmup_steps 20 --learning_rate 1e-3 --optimizer muon"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", launch_file, *flags.split()]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[2], stdin=subprocess.DEVNULL)
+    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        found = json.loads(line)
+        about = {"preset": preset, "model": "hope", "tokens": found["tokens"]}
+        for measure in ("train/loss", "train/tokens_per_second", "train/mfu_percent", "train/peak_memory_gib"):
+            if found.get(measure) is not None:
+                rows.write(**about, measure=measure, values=[found[measure]])
+
+
 PARTS = {
     part.__name__: part
-    for part in (machine, kernels, scan, step, recomputed, projections, packed, decode, profile)
+    for part in (machine, kernels, scan, step, recomputed, projections, packed, decode, profile, train)
 }  # fmt: skip
+
+
+def search_shortly() -> None:
+    """Let Triton time a configuration for 20 ms instead of 125: its searches took most of a minute."""
+    from triton.runtime import driver
+    from triton.testing import do_bench
+
+    driver.active.get_benchmarker = lambda: partial(do_bench, warmup=4, rep=16)
 
 
 def main(argv: list[str]) -> None:
     folder, *order = argv
-    if not CUDA:
+    if CUDA:
+        search_shortly()
+    else:
         torch.set_num_threads(1)
     for asked in order:
         print(f"{MARK}{asked}", flush=True)

@@ -91,6 +91,14 @@ def profile(rows: list[dict]) -> str:
     return f"{'; '.join(totals)}\n\n{markdown(('kernel', 'calls', '% of the time'), cells)}"
 
 
+def train(rows: list[dict]) -> str:
+    measures = list(dict.fromkeys(row["measure"] for row in rows))
+    by_tokens = groupby(rows, key=lambda row: row["tokens"])
+    found = ((tokens, {row["measure"]: number(row["values"][0]) for row in own}) for tokens, own in by_tokens)
+    lines = ([f"{tokens:,}", *(values.get(measure, "") for measure in measures)] for tokens, values in found)
+    return markdown(("tokens", *(measure.removeprefix("train/") for measure in measures)), lines)
+
+
 # title, and the function that writes a table of a part's rows
 PARTS: dict[str, tuple[str, Callable[[list[dict]], str]]] = {
     "machine": ("Machine", machine),
@@ -102,6 +110,7 @@ PARTS: dict[str, tuple[str, Callable[[list[dict]], str]]] = {
     "decode": ("Reading and generating", decode),
     "projections": ("Memories that project", projections),
     "profile": ("What a training step spends its time on", profile),
+    "train": ("The trainer", train),
 }
 
 

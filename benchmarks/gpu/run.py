@@ -1,5 +1,7 @@
-"""Measures HOPE on one GPU in at most 560 s, without a network: `python benchmarks/gpu/run.py FOLDER`.
+"""Measures HOPE on one GPU in at most 560 s, without a network: `python benchmarks/gpu/run.py FOLDER [PART ...]`.
 
+With parts, those of the order whose words begin so: `run.py FOLDER machine "step mid"` measures the machine and all
+training steps of `mid`.
 FOLDER/gpu.jsonl gets a row per measurement (parts.py), FOLDER/gpu.log the rest. The archives of pack.sh are unpacked
 if build/gpu (or the folder PACK) has them. One process measures a part after the other, since it takes 15 to 20 s to
 start on a virtual machine; it is replaced where a part fails or reaches its limit, and the order goes on behind this
@@ -33,6 +35,7 @@ ORDER = """
 40 decode mid llama
 40 decode mid gated_deltanet
 30 profile mid hope
+120 train pilot
 60 step pilot hope
 30 step pilot llama
 40 step pilot gated_deltanet
@@ -67,9 +70,9 @@ class Run:
         self.ends = time.monotonic() + TOTAL
         self.log = (folder / "gpu.log").open("a", encoding="utf-8")
         packed = {"PYTHONPATH": f"{SITE}:{HERE.parents[1]}", "TRITON_CACHE_DIR": f"{SITE}/cache"}
-        self.environment = os.environ | packed | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-        for name in ("TRITON_INTERPRET", "HOPE_KERNELS"):
-            self.environment.pop(name, None)
+        # Triton's variables change what it compiles, and so which kernels it finds in the cache.
+        own = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "HOPE_"))}
+        self.environment = own | packed | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
     def unpack(self, archives: list[Path]) -> None:
         for archive in archives:
@@ -134,13 +137,16 @@ class Run:
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) != 1:
-        raise SystemExit("usage: python benchmarks/gpu/run.py FOLDER")
-    folder = Path(argv[0]).resolve()
+    if not argv:
+        raise SystemExit("usage: python benchmarks/gpu/run.py FOLDER [PART ...]")
+    folder, asked = Path(argv[0]).resolve(), argv[1:]
+    order = [part for part in parts() if not asked or part[1].startswith(tuple(asked))]
+    if not order:
+        raise SystemExit(f"error: no part begins with {' or '.join(asked)}; the order is\n{ORDER.strip()}")
     folder.mkdir(parents=True, exist_ok=True)
     run = Run(folder, os.environ.get("PYTHON", sys.executable))
     run.unpack(sorted(Path(os.environ.get("PACK", HERE.parents[1] / "build/gpu")).glob("*.tar.xz")))
-    run.measure(parts())
+    run.measure(order)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Fills TRITON_CACHE_DIR with kernels for a Hopper GPU that is not there: `python benchmarks/gpu/warm_cache.py`.
 
+Words name presets, or comparisons of kernels as in run.py's order; by default all are compiled. Processes with
+different words may run side by side.
 Compiles what parts.py launches on a GPU, in all configurations that the search for the fastest tries there, and
 launches nothing. The cache belongs to the Triton that wrote it and to the folder in which it lies. Whether a real
 GPU's driver takes the entries was not tried.
@@ -91,27 +93,51 @@ def compile_blocks(preset: str) -> None:
     shape = json.loads(peer.overrides) | {"vocab_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
     for config in (hope, AutoConfig.for_model(peer.model_type, **shape)):
         network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        for rows in (1, 2):
-            train_step(network, torch.randint(64, (rows, 256)))
-        if config is hope:
-            train_step(network, torch.randint(64, (1, 256)), position_ids=parts.starts(1, 256, 40))
-        decoder = Decoder(network, torch.randint(64, (1, 256)))
-        for _ in range(2):
-            decoder()
+        # Some kernels are compiled for a number of tokens.
+        for length in parts.GPU_LENGTHS:
+            if rows := parts.GPU_TOKENS[preset] // length:
+                print(preset, config.model_type, rows, length, flush=True)
+                train_step(network, torch.randint(64, (rows, length)))
+                if config is hope and length in parts.GPU_LENGTHS[:2]:
+                    documents = parts.starts(rows, length, 300)
+                    train_step(network, torch.randint(64, (rows, length)), position_ids=documents)
+        for context in parts.GPU_CONTEXTS:
+            decoder = Decoder(network, torch.randint(64, (1, context)))
+            for _ in range(2):
+                decoder()
 
 
-def main() -> None:
+def compile_projections() -> None:
+    """A training step under HOPE's own kernels, at the sizes of the part `projections`."""
+    from transformers import AutoModelForCausalLM
+
+    from benchmarks.gpu import parts
+    from benchmarks.measuring import train_step
+    from hope_hf import HopeConfig
+
+    size = {"vocab_size": 64, "level_intermediate_sizes": [64], "num_hidden_layers": 1}
+    config = HopeConfig.from_preset("pilot", memory_projections=["k", "v"], **size)
+    network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for length in parts.GPU_LENGTHS[:2]:
+        train_step(network, torch.randint(64, (parts.GPU_LENGTHS[1] // length, length)))
+
+
+def main(asked: list[str]) -> None:
     with pretended(), patch.dict(os.environ, HOPE_KERNELS="fla"):
         from benchmarks.gpu import parts, run
 
         rows = parts.Rows(Path(os.devnull), "kernels")
         # What is computed is of no use, since nothing is launched.
         rows.write = lambda **columns: print(columns) if "note" in columns else None
-        for preset in ("pilot", "mid", "mid-hybrid"):
-            rows.attempt(partial(compile_blocks, preset), preset=preset)
-        for part, *words in (words.split() for _, words in run.parts()):
-            if part == "kernels":
-                parts.kernels(rows, *words)
+        compared = [words for _, words in run.parts() if words.startswith("kernels")]
+        for name in asked or ["mid", "pilot", "mid-hybrid", "projections", *compared]:
+            if name in compared:
+                parts.kernels(rows, *name.split()[1:])
+            elif name == "projections":
+                with patch.dict(os.environ, HOPE_KERNELS="triton"):
+                    rows.attempt(compile_projections)
+            else:
+                rows.attempt(partial(compile_blocks, name), preset=name)
     cubins = len(list(Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")))
     took = os.times()
     # the assembler is a process of its own
@@ -119,4 +145,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
