@@ -1,9 +1,10 @@
 """One more token per row of a text, without gradients: what a block computes, in few operators.
 
-On a CPU such a token costs what calling operators and modules costs. So keys, values and queries of all heads go
-through an operator together, weights are applied without calling their modules, and what is made of parameters alone
-is kept between tokens. Linear maps that do more than apply their weights (adapters, quantised or sharded weights,
-hooks) are called; where another module does more, the mixer or the levels are called as a whole.
+Such a token costs what calling operators and modules costs, and on a GPU what launching kernels costs. So keys, values
+and queries of all heads go through an operator together, weights are applied without calling their modules, and what
+is made of parameters alone is kept between tokens. Linear maps that do more than apply their weights (adapters,
+quantised or sharded weights, hooks) are called; where another module does more, the mixer or the levels are called as a
+whole. Nothing is read off the device, so that a CUDA graph can record a token.
 
 Axes: B row, X hidden size, H head, b rows times heads, K kernel size of the convolution, D head width.
 """
@@ -20,13 +21,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as modules
 
+from .backends import runs_plain
 from .chunks import ChunkPlan
 from .continuum import ContinuumLevel, ContinuumMemory
-from .kernels_fla import mix
 from .layers import HopeRMSNorm, LearnedFactors, ShortConvolution, is_one_token
 from .memory_delta import DeltaMemories, TokenGates, over_norm, step_token
 from .memory_mixer import LEAST_ERASED, InitialMemory, MemoryGates, SelfModifyingTitans
-from .memory_scan import NORM_EPSILON, ScanState, scan_plain
+from .memory_scan import NORM_EPSILON, ScanState
 
 _VERSION = attrgetter("_version")
 _OWNED, _HOOKS = ("_modules", "_parameters"), ("_forward_hooks", "_forward_pre_hooks")
@@ -283,6 +284,6 @@ def token_of(
     if kept is None or kept.seen != kept.look(about):
         kept = _KEPT[block] = _Kept(block, about)
     memory = kept.memory
-    if memory is not None and (state is None or mixer.choose_scan(hidden_states) in (scan_plain, mix)):
+    if memory is not None and (state is None or runs_plain(mixer.kernels)):
         memory = None
     return memory, kept.levels

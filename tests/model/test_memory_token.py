@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import StaticCache
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
 from hope_hf.model import memory_token
@@ -101,6 +103,34 @@ def test_padding_and_documents_are_those_of_the_text_at_once():
     found, expected = (read(*run, **options) for run in ((model, text.split(1, dim=1)), (twin(model), [text])))
     found[0], expected[0] = found[0][mask.bool()], expected[0][mask.bool()]
     assert_equal(found, expected)
+
+
+class Names(TorchDispatchMode):
+    """Names of the operators that run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.add(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("cache", [HopeCache, partial(StaticCache, max_cache_len=32)], ids=["growing", "static"])
+def test_a_token_waits_for_no_device_and_asks_for_no_kernel(cache, monkeypatch):
+    model = build()
+    cache = cache(model.config)
+    read_on = partial(model, cache=cache, use_cache=True)
+    read_on(torch.randint(32, (1, 9)))
+    monkeypatch.setattr(SelfModifyingTitans, "choose_scan", lambda *_: pytest.fail("a kernel was chosen"))
+    # token ids are looked at on the CPU alone
+    token = model.get_input_embeddings()(torch.tensor([[1]]))
+    # makes what is kept
+    read_on(inputs_embeds=token)
+    with Names() as names:
+        read_on(inputs_embeds=token)
+    assert not names.seen & {"_local_scalar_dense", "nonzero", "lift_fresh"}
 
 
 @pytest.mark.parametrize("dtype, autocast", [(torch.bfloat16, False), (torch.float32, True)])
