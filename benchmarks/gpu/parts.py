@@ -9,7 +9,8 @@
 | recomputed | preset, model | the same for the longest text, each block recomputed |
 | projections | | training step under HOPE's own kernels (`HOPE_KERNELS=triton`) and under torch's operators |
 | packed | preset, model | training step of one document per row, and of several |
-| decode | preset, model | reading a text and a token after it: growing cache, static cache, CUDA graph |
+| decode | preset, model | reading a text and a token after it, with a growing and with a static cache |
+| graph | preset, model | a token as one CUDA graph |
 | profile | preset, model | the kernels that take the most of a training step |
 | train | preset | `run_clm.py` under accelerate's launcher in bf16: loss, tokens per second, MFU and peak by step |
 
@@ -84,7 +85,9 @@ class Rows:
             return run()
         # Compilers of kernels, drivers and allocators have errors of their own kinds.
         except Exception as error:
-            self.note(first_line(error), **columns)
+            # a graph that is cut off hides the error that did it
+            before = f" (after {first_line(error.__context__)})" if error.__context__ else ""
+            self.note(first_line(error) + before, **columns)
 
 
 def milliseconds(run: Callable[[], object]) -> list[float]:
@@ -310,22 +313,30 @@ def decode(rows: Rows, preset: str, model: str) -> None:
     options, case = case_of(preset, "--models", model, "--lengths")
     options.contexts, options.measures = CONTEXTS, ["prefill", "token", "cache"]
     speed.measure(options, case, preset, rows.file, part=rows.part)
+    decode_with(rows, preset, model, "static cache", StaticDecoder)
+
+
+def graph(rows: Rows, preset: str, model: str) -> None:
+    if CUDA:
+        decode_with(rows, preset, model, "CUDA graph", GraphDecoder)
+    else:
+        rows.note(NEEDS_CUDA, preset=preset, model=model)
+
+
+def decode_with(rows: Rows, preset: str, model: str, name: str, kind: type[Decoder]) -> None:
+    """Milliseconds of a token, and how many tokens are those of a growing cache."""
+    _, case = case_of(preset)
     network = case.new(model).eval()
     for context in CONTEXTS:
         text = case.inputs(context, rows=1)
-        about = {"preset": preset, "tokens": context}
-        expected = rows.attempt(lambda text=text: generated(Decoder(network, text)), model=model, **about)
-        for name, kind in {"static cache": StaticDecoder, "CUDA graph": GraphDecoder}.items():
-            about["model"] = f"{model}, {name}"
-            if kind is GraphDecoder and not CUDA:
-                rows.note(NEEDS_CUDA, **about)
-                continue
-            decoder = rows.attempt(partial(kind, network, text), **about)
-            made = decoder and rows.attempt(partial(generated, decoder), **about)
-            if made:
-                equal = sum(a == b for a, b in zip(made, expected or [], strict=False))
-                found = [1e3 * seconds(decoder, DEVICE) for _ in range(NEW_TOKENS)]
-                rows.write(**about, measure="token", values=found, equal=f"{equal} of {len(made)} tokens")
+        about = {"preset": preset, "tokens": context, "model": f"{model}, {name}"}
+        expected = rows.attempt(lambda text=text: generated(Decoder(network, text)), **about)
+        decoder = rows.attempt(partial(kind, network, text), **about)
+        made = decoder and rows.attempt(partial(generated, decoder), **about)
+        if made:
+            equal = sum(a == b for a, b in zip(made, expected or [], strict=False))
+            found = [1e3 * seconds(decoder, DEVICE) for _ in range(NEW_TOKENS)]
+            rows.write(**about, measure="token", values=found, equal=f"{equal} of {len(made)} tokens")
 
 
 def generated(decoder: Decoder) -> list[int]:
@@ -414,7 +425,7 @@ def train(rows: Rows, preset: str) -> None:
 
 PARTS = {
     part.__name__: part
-    for part in (machine, kernels, scan, step, recomputed, projections, packed, decode, profile, train)
+    for part in (machine, kernels, scan, step, recomputed, projections, packed, decode, graph, profile, train)
 }  # fmt: skip
 
 
@@ -444,7 +455,7 @@ def main(argv: list[str]) -> None:
         gc.collect()
         if CUDA:
             # after some errors this process can compute no more: it ends here, and run.py starts another
-            torch.cuda.synchronize()
+            torch.rand(1, device=DEVICE).item()
             torch.cuda.empty_cache()
 
 

@@ -108,6 +108,7 @@ PARTS: dict[str, tuple[str, Callable[[list[dict]], str]]] = {
     "recomputed": ("Training step, every block recomputed", by_length),
     "packed": ("Packed documents", packed),
     "decode": ("Reading and generating", decode),
+    "graph": ("A token as a CUDA graph", decode),
     "projections": ("Memories that project", projections),
     "profile": ("What a training step spends its time on", profile),
     "train": ("The trainer", train),

@@ -35,6 +35,8 @@ ORDER = """
 40 decode mid llama
 40 decode mid gated_deltanet
 30 profile mid hope
+40 graph mid hope
+40 graph mid llama
 120 train pilot
 60 step pilot hope
 30 step pilot llama
@@ -50,6 +52,13 @@ ORDER = """
 30 step pilot hope_torch
 40 kernels triton bfloat16 32 128 16
 """
+
+# What warm_cache.py compiles for the archive of pack.sh, and what it compiles on the machine itself, on cores of its
+# own beside the first parts, since the archive has no room for it.
+PACKED = ("mid", "pilot", "kernels fla bfloat16 64")
+BESIDE = ("trainer", "mid-hybrid", "projections", *(f"kernels {words}" for words in (
+    "triton bfloat16 64", "fla bfloat16 128", "fla float32 64", "triton bfloat16 32 128 16",
+)))  # fmt: skip
 
 
 def parts() -> list[tuple[int, str]]:
@@ -77,6 +86,13 @@ class Run:
     def unpack(self, archives: list[Path]) -> None:
         for archive in archives:
             self._follow(["-m", "tarfile", "-e", str(archive), "/"], [(UNPACK, f"unpack {archive.name}")], UNPACK)
+
+    def compile_beside(self) -> list[subprocess.Popen]:
+        """Processes that fill the cache with what later parts launch."""
+        own = self.environment | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        log = (self.folder / "compiled.log").open("a", encoding="utf-8")
+        command = [self.python, str(HERE / "warm_cache.py")]
+        return [subprocess.Popen([*command, name], stdout=log, stderr=log, env=own) for name in BESIDE]
 
     def measure(self, order: list[tuple[int, str]]) -> None:
         while order:
@@ -145,8 +161,12 @@ def main(argv: list[str]) -> None:
         raise SystemExit(f"error: no part begins with {' or '.join(asked)}; the order is\n{ORDER.strip()}")
     folder.mkdir(parents=True, exist_ok=True)
     run = Run(folder, os.environ.get("PYTHON", sys.executable))
-    run.unpack(sorted(Path(os.environ.get("PACK", HERE.parents[1] / "build/gpu")).glob("*.tar.xz")))
+    archives = sorted(Path(os.environ.get("PACK", HERE.parents[1] / "build/gpu")).glob("*.tar.xz"))
+    run.unpack(archives)
+    compiling = run.compile_beside() if archives else []
     run.measure(order)
+    for process in compiling:
+        process.kill()
 
 
 if __name__ == "__main__":

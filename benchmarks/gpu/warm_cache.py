@@ -1,7 +1,7 @@
 """Fills TRITON_CACHE_DIR with kernels for a Hopper GPU that is not there: `python benchmarks/gpu/warm_cache.py`.
 
-Words name presets, or comparisons of kernels as in run.py's order; by default all are compiled. Processes with
-different words may run side by side.
+Words name presets, comparisons of kernels as in run.py's order, `projections` and `trainer`; by default what the
+archive of pack.sh has room for. Processes with different words may run side by side.
 Compiles what parts.py launches on a GPU, in all configurations that the search for the fastest tries there, and
 launches nothing. The cache belongs to the Triton that wrote it and to the folder in which it lies. Whether a real
 GPU's driver takes the entries was not tried.
@@ -10,6 +10,7 @@ GPU's driver takes the entries was not tried.
 import json
 import os
 import sys
+from collections.abc import Iterable
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -109,19 +110,18 @@ def compile_blocks(preset: str) -> None:
                 decoder()
 
 
-def compile_projections() -> None:
-    """A training step under HOPE's own kernels, at the sizes of the part `projections`."""
+def compile_step(dtype: torch.dtype, tokens: int, lengths: Iterable[int], **fields) -> None:
+    """Training steps of a block of `pilot`; in float32 under autocast to bfloat16, as the trainer takes them."""
     from transformers import AutoModelForCausalLM
 
-    from benchmarks.gpu import parts
     from benchmarks.measuring import train_step
     from hope_hf import HopeConfig
 
     size = {"vocab_size": 64, "level_intermediate_sizes": [64], "num_hidden_layers": 1}
-    config = HopeConfig.from_preset("pilot", memory_projections=["k", "v"], **size)
-    network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    for length in parts.GPU_LENGTHS[:2]:
-        train_step(network, torch.randint(64, (parts.GPU_LENGTHS[1] // length, length)))
+    network = AutoModelForCausalLM.from_config(HopeConfig.from_preset("pilot", **size, **fields), dtype=dtype)
+    for length in lengths:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            train_step(network, torch.randint(64, (tokens // length, length)))
 
 
 def main(asked: list[str]) -> None:
@@ -131,13 +131,16 @@ def main(asked: list[str]) -> None:
         rows = parts.Rows(Path(os.devnull), "kernels")
         # What is computed is of no use, since nothing is launched.
         rows.write = lambda **columns: print(columns) if "note" in columns else None
-        compared = [words for _, words in run.parts() if words.startswith("kernels")]
-        for name in asked or ["mid", "pilot", "mid-hybrid", "projections", *compared]:
-            if name in compared:
+        for name in asked or run.PACKED:
+            if name.startswith("kernels"):
                 parts.kernels(rows, *name.split()[1:])
             elif name == "projections":
+                lengths, fields = parts.GPU_LENGTHS[:2], {"memory_projections": ["k", "v"]}
                 with patch.dict(os.environ, HOPE_KERNELS="triton"):
-                    rows.attempt(compile_projections)
+                    rows.attempt(partial(compile_step, torch.bfloat16, lengths[1], lengths, **fields))
+            elif name == "trainer":
+                tokens, lengths = parts.GPU_TOKENS["pilot"], parts.GPU_LENGTHS[:1]
+                rows.attempt(partial(compile_step, torch.float32, tokens, lengths))
             else:
                 rows.attempt(partial(compile_blocks, name), preset=name)
     cubins = len(list(Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")))
