@@ -55,8 +55,8 @@ ORDER = """
 
 # What warm_cache.py compiles for the archive of pack.sh, and what it compiles on the machine itself, on cores of its
 # own beside the first parts, since the archive has no room for it.
-PACKED = ("mid", "pilot", "kernels fla bfloat16 64")
-BESIDE = ("trainer", "mid-hybrid", "projections", *(f"kernels {words}" for words in (
+PACKED = ("mid", "pilot", "trainer", "mid-hybrid", "kernels fla bfloat16 64")
+BESIDE = ("projections", *(f"kernels {words}" for words in (
     "triton bfloat16 64", "fla bfloat16 128", "fla float32 64", "triton bfloat16 32 128 16",
 )))  # fmt: skip
 
