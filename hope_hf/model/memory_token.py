@@ -3,8 +3,8 @@
 Such a token costs what calling operators and modules costs, and on a GPU what launching kernels costs. So keys, values
 and queries of all heads go through an operator together, weights are applied without calling their modules, and what
 is made of parameters alone is kept between tokens. Linear maps that do more than apply their weights (adapters,
-quantised or sharded weights, hooks) are called; where another module does more, the mixer or the levels are called as a
-whole. Nothing is read off the device, so that a CUDA graph can record a token.
+quantised or sharded weights, hooks) are called; where another module does more, the mixer or the levels are called as
+a whole. Nothing is read off the device, so that a CUDA graph can record a token.
 
 Axes: B row, X hidden size, H head, b rows times heads, K kernel size of the convolution, D head width.
 """
