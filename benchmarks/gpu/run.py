@@ -11,6 +11,7 @@ part. Without a GPU the same order runs with tiny sizes.
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -106,7 +107,7 @@ class Run:
         """
         process = subprocess.Popen(
             [self.python, *command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, errors="replace", env=self.environment,
+            text=True, errors="replace", env=self.environment, start_new_session=True,
         )  # fmt: skip
         lines = queue.Queue()
         threading.Thread(target=self._read, args=(process.stdout, lines), daemon=True).start()
@@ -116,7 +117,8 @@ class Run:
             try:
                 line = lines.get(timeout=max(0.0, min(until, self.ends) - time.monotonic()))
             except queue.Empty:
-                process.kill()
+                # the trainer's processes, too
+                os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 late = time.monotonic() >= self.ends
                 self._note(words, f"stopped after {TOTAL} s in all" if late else f"stopped after {seconds} s")
