@@ -37,7 +37,8 @@ def test_every_part_exists_and_what_matters_most_fits_the_time():
     options = make_parser().parse_args(["peers"])
     for part, *words in ORDER:
         if part not in ("machine", "kernels", "scan", "projections"):
-            preset, model = words
+            # the trainer trains HOPE
+            preset, model = (*words, "hope")[:2]
             assert Peers(options, preset).size.hidden_size in (768, 1024)
             assert make_parser().parse_args(["peers", "--models", model]).models == [model]
     # the step and the token of one size beside both peers, should every part need all of its time
@@ -65,8 +66,8 @@ def test_the_whole_order_runs_on_a_cpu(tmp_path, capsys, monkeypatch):
     capsys.readouterr()
     report.main([str(tmp_path / "gpu.jsonl")])
     printed = capsys.readouterr().out
-    # kernels have notes alone
-    titles = [title for part, (title, _) in report.PARTS.items() if part != "kernels"]
+    # kernels and graphs have notes alone
+    titles = [title for part, (title, _) in report.PARTS.items() if part not in ("kernels", "graph")]
     assert all(f"## {title}" in printed for title in titles) and "## What did not run" in printed
     assert (tmp_path / "gpu-tiny.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -88,6 +89,17 @@ def test_a_part_that_is_stopped_or_fails_keeps_its_rows_and_the_order_goes_on(tm
     assert notes == {"step pilot hope": "stopped after 1 s", "scan": 'ended with status 3: a "driver" broke'}
     assert [row["part"] for row in found if "note" not in row] == [words for _, words in run.parts()]
     assert capsys.readouterr().out.count("== ") == len(ORDER)
+
+
+def test_parts_are_measured_by_the_beginning_of_their_words(tmp_path, monkeypatch):
+    monkeypatch.setenv("PACK", str(tmp_path))
+    monkeypatch.setattr(run.Run, "measure", lambda self, order: measured.extend(words for _, words in order))
+    measured = []
+    run.main([str(tmp_path), "step mid", "machine"])
+    assert measured[0] == "machine" and measured[1:] and all(words.startswith("step mid") for words in measured[1:])
+    with pytest.raises(SystemExit, match="error: no part begins with stepp; the order is"):
+        run.main([str(tmp_path / "none"), "stepp"])
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.processes
@@ -183,7 +195,7 @@ def test_the_parts_need_no_datasets():
 
 @pytest.mark.processes
 @pytest.mark.parametrize("text, sentence", [
-    ("exit 1", "is not a Python 3.12 with torch and transformers: name one that is"),
+    ("exit 1", "is not a Python 3.12 with torch, transformers and einops: name one that is"),
     ('case "$*" in *download*) exit 1;; esac', "pip cannot download triton 3.7.1: check the network"),
 ])  # fmt: skip
 def test_a_pack_that_cannot_be_made_has_one_sentence(text, sentence, tmp_path):
