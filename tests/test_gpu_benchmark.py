@@ -49,6 +49,7 @@ def test_every_part_exists_and_what_matters_most_fits_the_time():
 UNABLE = re.compile(r"needs CUDA|model is on a CPU|No module named 'fla'|get_seq_length")
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(torch.cuda.is_available(), reason="not a rehearsal on a GPU")
 def test_the_whole_order_runs_on_a_cpu(tmp_path, capsys, monkeypatch):
     # a part sets it for kernels
