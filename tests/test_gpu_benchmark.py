@@ -95,6 +95,7 @@ def test_a_part_that_is_stopped_or_fails_keeps_its_rows_and_the_order_goes_on(tm
 def test_parts_are_measured_by_the_beginning_of_their_words(tmp_path, monkeypatch):
     monkeypatch.setenv("PACK", str(tmp_path))
     monkeypatch.setattr(run.Run, "measure", lambda self, order: measured.extend(words for _, words in order))
+    assert run.unpacked([(1, "step mid hope"), (1, run.PACKED[-1]), (1, "projections")]) == ["projections"]
     measured = []
     run.main([str(tmp_path), "step mid", "machine"])
     assert measured[0] == "machine" and measured[1:] and all(words.startswith("step mid") for words in measured[1:])

@@ -51,7 +51,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 ROUNDS = 3 if CUDA else 1
 NEW_TOKENS = 32 if CUDA else 3
-TRAINED_STEPS = 50
+TRAINED_STEPS = 50 if CUDA else 2
 GPU_LENGTHS, GPU_CONTEXTS = (2048, 8192, 32768), (512, 8192)
 # Of a step: what fits 80 GB. `mid` keeps 134 GiB of activations for 32,768 tokens.
 GPU_TOKENS = {"pilot": 32768, "mid": 8192, "mid-hybrid": 8192}
@@ -407,7 +407,7 @@ def profile(rows: Rows, preset: str, model: str) -> None:
 
 def train(rows: Rows, preset: str) -> None:
     folder = rows.file.parent / "train"
-    steps, length = (TRAINED_STEPS, LENGTHS[0]) if CUDA else (2, LENGTHS[0])
+    steps, length = TRAINED_STEPS, LENGTHS[0]
     rows_per_step = TOKENS_PER_STEP.get(preset, 2 * length) // length
     launch_file = f"accelerate_configs/{'single_bf16' if CUDA else 'single'}.yaml"
     flags = f"run_clm.py --config_name {preset} --output_dir {folder} --block_size {length} --max_train_steps {steps}"

@@ -54,17 +54,18 @@ ORDER = """
 40 kernels triton bfloat16 32 128 16
 """
 
-# What warm_cache.py compiles for the archive of pack.sh, and what it compiles on the machine itself, on cores of its
-# own beside the first parts, since the archive has no room for it.
+# What warm_cache.py compiles for the archive of pack.sh.
 PACKED = ("mid", "pilot", "trainer", "mid-hybrid", "kernels fla bfloat16 64")
-BESIDE = ("projections", *(f"kernels {words}" for words in (
-    "triton bfloat16 64", "fla bfloat16 128", "fla float32 64", "triton bfloat16 32 128 16",
-)))  # fmt: skip
 
 
 def parts() -> list[tuple[int, str]]:
     """Seconds and words of each part."""
     return [(int(seconds), words) for seconds, words in (line.split(" ", 1) for line in ORDER.split("\n") if line)]
+
+
+def unpacked(order: list[tuple[int, str]]) -> list[str]:
+    """Parts whose kernels the archive lacks: warm_cache.py compiles them beside the first parts, on other cores."""
+    return [words for _, words in order if words.startswith(("kernels", "projections")) and words not in PACKED]
 
 
 class Run:
@@ -88,12 +89,12 @@ class Run:
         for archive in archives:
             self._follow(["-m", "tarfile", "-e", str(archive), "/"], [(UNPACK, f"unpack {archive.name}")], UNPACK)
 
-    def compile_beside(self) -> list[subprocess.Popen]:
-        """Processes that fill the cache with what later parts launch."""
+    def compile_beside(self, names: list[str]) -> list[subprocess.Popen]:
+        """Processes that fill the cache with what these parts launch."""
         own = self.environment | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         log = (self.folder / "compiled.log").open("a", encoding="utf-8")
         command = [self.python, str(HERE / "warm_cache.py")]
-        return [subprocess.Popen([*command, name], stdout=log, stderr=log, env=own) for name in BESIDE]
+        return [subprocess.Popen([*command, name], stdout=log, stderr=log, env=own) for name in names]
 
     def measure(self, order: list[tuple[int, str]]) -> None:
         while order:
@@ -165,7 +166,7 @@ def main(argv: list[str]) -> None:
     run = Run(folder, os.environ.get("PYTHON", sys.executable))
     archives = sorted(Path(os.environ.get("PACK", HERE.parents[1] / "build/gpu")).glob("*.tar.xz"))
     run.unpack(archives)
-    compiling = run.compile_beside() if archives else []
+    compiling = run.compile_beside(unpacked(order) if archives else [])
     run.measure(order)
     for process in compiling:
         process.kill()
