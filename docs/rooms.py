@@ -45,7 +45,7 @@ def purpose(path: Path) -> str:
 def diagram() -> str:
     """Floors from top to bottom: a room imports rooms of lower floors alone."""
     folders = [path.name for path in sorted((ROOT / "hope_hf").iterdir()) if (path / "__init__.py").exists()]
-    rooms = [*PROGRAMS, *folders, "interrupt.py", "reference.py"]
+    rooms = [*PROGRAMS, *folders, "frozen.py", "interrupt.py", "reference.py"]
     arrows = {room: imported(room, rooms) for room in rooms}
 
     def floor(room: str) -> int:

@@ -26,7 +26,8 @@ ROOMS = {
     },
     "hope_hf/__main__.py": {"hope_hf_main"},
     "run_clm.py": {"hope_hf.training"},
-    "hope_hf/__init__.py": {"transformers", "hope_hf.interrupt", "hope_hf.model"},
+    "hope_hf/__init__.py": {"transformers", "hope_hf.interrupt", "hope_hf.frozen", "hope_hf.model"},
+    "hope_hf/frozen.py": {"torch", "transformers", "hope_hf.model"},
     "hope_hf/interrupt.py": set(),
     "hope_hf/reference.py": {"torch"},
     # exported to the Hub unchanged: transformers installs huggingface_hub and safetensors, nothing else is there
@@ -43,7 +44,7 @@ ROOMS = {
     "run_eval.py": {"hope_hf.evaluation"},
     "hope_hf/evaluation": {
         "torch", "transformers", "datasets", "numpy", "tqdm", "yaml",
-        "hope_hf", "hope_hf.cli", "hope_hf.data", "hope_hf.optim", "hope_hf.evaluation",
+        "hope_hf", "hope_hf.frozen", "hope_hf.cli", "hope_hf.data", "hope_hf.optim", "hope_hf.evaluation",
     },
     "hope_hf/export": {"torch", "transformers", "huggingface_hub", "safetensors", "hope_hf.cli", "hope_hf.export"},
     "hope_hf/convert": {
@@ -68,9 +69,9 @@ ROOMS = {
 # The rooms by floor: each imports from lower floors and itself alone, so no imports go round in a circle.
 FLOORS = (
     {"hope_hf/interrupt.py", "hope_hf/model", "hope_hf/optim", "hope_hf/reference.py"},
-    {"hope_hf/__init__.py", "hope_hf/cli"},
-    {"hope_hf/convert", "hope_hf/data", "hope_hf/export", "hope_hf/step"},
-    {"hope_hf/chat", "hope_hf/evaluation", "hope_hf/plan"},
+    {"hope_hf/cli", "hope_hf/frozen.py"},
+    {"hope_hf/__init__.py", "hope_hf/data", "hope_hf/export", "hope_hf/step"},
+    {"hope_hf/chat", "hope_hf/convert", "hope_hf/evaluation", "hope_hf/plan"},
     {"hope_hf/training", "run_eval.py"},
     {"run_clm.py", "hope_hf_main.py"},
     {"hope_hf/__main__.py"},
@@ -84,9 +85,9 @@ LAZY |= dict.fromkeys(("fla", "triton"), {"hope_hf/model"}) | {"gguf": {"hope_hf
 TRITON = "hope_hf/model/memory_triton_kernels"
 
 PUBLIC = [
-    "CACHE_NAME", "PRESETS", "HopeCache", "HopeConfig", "HopeForCausalLM", "HopeForQuestionAnswering",
+    "CACHE_NAME", "PRESETS", "FrozenMixture", "HopeCache", "HopeConfig", "HopeForCausalLM", "HopeForQuestionAnswering",
     "HopeForSequenceClassification", "HopeForTokenClassification", "HopeModel", "HopePreTrainedModel", "LevelLearning",
-    "__version__", "learning_rate_search",
+    "__version__", "frozen_memories", "learning_rate_search",
 ]  # fmt: skip
 
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}

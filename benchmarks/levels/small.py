@@ -7,11 +7,10 @@ import torch
 
 from benchmarks.levels.bench import Bench, measured, piece_of
 from benchmarks.levels.reading import Reading, read_in_turn
-from hope_hf import HopeCache, LevelLearning, learning_rate_search
+from hope_hf import HopeCache, LevelLearning, frozen_memories, learning_rate_search
 from hope_hf.evaluation.continual.classes import ClassGroups, Example, Hits, clinc150, first_of_each_class
 from hope_hf.evaluation.continual.fine_tuning import learn_by_fine_tuning
 from hope_hf.evaluation.continual.in_context import context_of, label_of, questions, read
-from hope_hf.evaluation.streams import frozen_memories
 from hope_hf.evaluation.subject import Subject
 
 GROUPS, CLASSES = 5, 3

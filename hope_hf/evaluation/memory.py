@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from hope_hf import HopeCache
+from hope_hf.frozen import memory_mixers
 
 from .display import progress
 from .flags import MODEL, TEXT, Arguments, parse_lengths, suite
 from .held_out import held_out_documents
 from .result import Row, SuiteResult, summary_row
-from .streams import PIECE, memory_mixers, memory_states
+from .streams import PIECE, memory_states
 from .subject import Subject
 
 GATE_TOKENS = 2048

@@ -9,8 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hope_hf import frozen_memories
 from hope_hf.cli.results import next_token_accuracy
 from hope_hf.data import bytes_per_id
+from hope_hf.frozen import mixed_losses
 
 from .display import curves, progress, small_curves
 from .flags import MODEL, TEXT, Arguments, parse_lengths, suite
@@ -23,7 +25,6 @@ from .streams import (
     bits_per_byte,
     carried_scores,
     document_scores,
-    frozen_memories,
     mean_of_blocks,
     memory_states,
     window_scores,
@@ -38,6 +39,7 @@ LONGEST_WINDOW = 2048
 LIMITED = 2048
 LABELS = {
     "frozen": "memories frozen",
+    "mixed": "mixture of carried and frozen",
     f"reset_{RESET_EVERY}": f"reset every {RESET_EVERY}",
     "window": "sliding window",
     "loss": "carried",
@@ -53,9 +55,10 @@ def perplexity(args: Arguments, subject: Subject) -> SuiteResult:
 
     Every document follows one end-of-text token. By position: texts of the longest of `--lengths` tokens, read in one
     pass with the state carried (`loss`; left out for a text longer than the model's positions) and with controls:
-    memories frozen at their initial state (`frozen`), a new state at every multiple of 256 tokens (`reset_256`), and
-    sliding windows with at least half a window of context (`window`: the second-largest length, at most 2,048 and the
-    model's positions). Losses in nats per token; `x_minus_loss` is the gain of the carried state over the control x.
+    memories frozen at their initial state (`frozen`), a mixture of the two (`mixed`), a new state at every multiple of
+    256 tokens (`reset_256`), and sliding windows with at least half a window of context (`window`: the second-largest
+    length, at most 2,048 and the model's positions). Losses in nats per token; `x_minus_loss` is the gain of the
+    carried state over the control x.
     A model with `level_learning` also reads the texts with levels that learn (`levels_learn`), and has a table of
     their steps. With `--limit` documents are cut at the longest of `--lengths` or 2,048 tokens.
     """
@@ -168,6 +171,8 @@ def by_position(args: Arguments, subject: Subject, documents: list[Tensor]) -> t
     if subject.has_memory:
         with frozen_memories(subject.model):
             modes["frozen"] = _carried(args, subject, streams, edges)
+        if "loss" in modes:
+            modes["mixed"] = mixed_losses([modes["loss"], modes["frozen"]])
     window = min(bound, LONGEST_WINDOW, edges[-2] if len(edges) > 1 else max(2, edges[0] // 2))
     modes["window"] = _windows(args, subject, streams, window, window // 2)
     if RESET_EVERY < bound:

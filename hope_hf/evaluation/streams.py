@@ -1,14 +1,13 @@
-"""Losses of every token of a text: with the state carried, with frozen memories, or in independent windows."""
+"""Losses of every token of a text, with the state carried or in independent windows."""
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hope_hf import CACHE_NAME, HopeCache
@@ -32,28 +31,6 @@ class Scores(NamedTuple):
     """Negative log-likelihood in nats, float32."""
     guesses: Tensor
     """The token with the largest logit, int64."""
-
-
-@contextmanager
-def frozen_memories(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, all memories of a HOPE stay at their learned initial state: the control for their writes."""
-
-    def neither_write_nor_forget(gates, arguments, values):
-        rate, log_retention, *others = values
-        # A read includes a share of the token's own value, which stays unchanged.
-        return torch.zeros_like(rate), torch.zeros_like(log_retention), *others
-
-    handles = [mixer.gates.register_forward_hook(neither_write_nor_forget) for mixer in memory_mixers(model).values()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def memory_mixers(model: PreTrainedModel) -> dict[int, nn.Module]:
-    """The mixers of a HOPE that write memories through gates, by layer."""
-    return {layer: block.mixer for layer, block in enumerate(model.model.layers) if hasattr(block.mixer, "gates")}
 
 
 def memory_states(cache: HopeCache) -> list[Tensor]:

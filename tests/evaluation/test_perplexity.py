@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 
+from hope_hf import frozen_memories
 from hope_hf.evaluation.perplexity import perplexity
-from hope_hf.evaluation.streams import BLOCK, carried_scores, frozen_memories, window_scores
+from hope_hf.evaluation.streams import BLOCK, carried_scores, window_scores
 from hope_hf.evaluation.subject import load_subject
 
 
@@ -72,6 +73,7 @@ def test_by_position_and_its_controls(subject, arguments, texts):
         assert row["n"] == 2 * (end - start)
         for name, losses in {"loss": carried, "frozen": frozen, "window": windows, "reset_256": reset}.items():
             assert row[name] == pytest.approx(float(losses[:, start:end].mean()), rel=1e-5)
+        assert min(row["loss"], row["frozen"]) - 0.1 < row["mixed"] < max(row["loss"], row["frozen"])
         num_bytes = sum(len(loaded.tokenizer.decode(text[start + 1 : end + 1]).encode()) for text in ids)
         assert row["bits_per_byte"] == pytest.approx(row["loss"] * row["n"] / math.log(2) / num_bytes, rel=1e-6)
         assert row["frozen_minus_loss"] == pytest.approx(row["frozen"] - row["loss"], abs=1e-5)

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hope_hf import HopeConfig, HopeForCausalLM
+from hope_hf import HopeConfig, HopeForCausalLM, frozen_memories
 from hope_hf.evaluation import streams
-from hope_hf.evaluation.streams import carried_scores, frozen_memories, window_scores
+from hope_hf.evaluation.streams import carried_scores, window_scores
 
 
 @torch.no_grad()

@@ -12,11 +12,11 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from hope_hf import CACHE_NAME, HopeCache
+from hope_hf import CACHE_NAME, HopeCache, frozen_memories
 from hope_hf.cli.models import is_hope
 
 from ..display import progress
-from ..streams import PIECE, frozen_memories, repeated
+from ..streams import PIECE, repeated
 from ..subject import Subject, require_finite
 from .classes import ClassGroups, Example, Hits, first_of_each_class
 

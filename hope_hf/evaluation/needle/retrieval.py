@@ -6,10 +6,12 @@ from pathlib import Path
 
 import torch
 
+from hope_hf import frozen_memories
+
 from ..display import Panel, by_depth, heat_maps, progress
 from ..flags import MODEL, TEXT, Arguments, chosen_tasks, parse_depths, parse_lengths, suite
 from ..result import Row, SuiteResult, means, summary_row
-from ..streams import carried_scores, frozen_memories
+from ..streams import carried_scores
 from ..subject import Subject, require_finite
 from .samples import HAYSTACKS, Sample, make_samples
 from .tasks import PASS_KEY_DIGITS, RULER, TASKS, NeedleTask
