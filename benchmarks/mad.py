@@ -67,7 +67,7 @@ MODELS = {
 # Rows per step and largest number of steps; a training ends earlier if all of 1,024 unseen samples are right.
 NAMES = ("compression", "recall", "fuzzy-recall", "selective-copying", "memorisation")
 TASKS = dict.fromkeys((*(f"mad-{name}" for name in NAMES), "mqar"), (32, 1000))
-TASKS |= {"s3": (32, 2000), "a5": (32, 2000), "rekeyed": (64, 8000)}
+TASKS |= {"s3": (32, 2000), "a5": (32, 2000), "rekeyed": (64, 3000)}
 # Trained only if they are named.
 NAMED_ONLY = {"hope_flipping", "hope_self_modifying", "hope_self_modifying_flipping", "rekeyed", "s3", "a5"}
 LEARNING_RATES = (3e-3, 1e-2)

@@ -75,3 +75,15 @@ def test_a_renamed_key_wants_the_value_of_the_key_that_it_renames():
             # the old meaning of a name would give another value
             met += sum(written.get(ids[place], targets[place]) != targets[place] for place in asked)
     assert met > 100
+
+
+def test_keys_keep_their_names_in_half_of_the_texts_for_training():
+    task, kept = associative_recall()["rekeyed"], []
+    drawn = [task.draw(40, torch.Generator().manual_seed(seed), None).input_ids for seed in range(20)]
+    sizes = [ids.shape[1] // 6 for ids in drawn]
+    assert set(sizes) == set(map(int, task.bins))
+    for ids, pairs in zip(drawn, sizes, strict=True):
+        renamed = ids[:, 2 * pairs + 1 : 4 * pairs + 1]
+        kept += (renamed[:, ::2] == renamed[:, 1::2]).all(1).tolist()
+    # some two pairs of the other texts are drawn with their own names
+    assert 0.45 < sum(kept) / len(kept) < 0.6
