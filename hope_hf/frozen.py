@@ -17,7 +17,7 @@ _PIECE = 1024
 
 def memory_mixers(model: PreTrainedModel) -> dict[int, nn.Module]:
     """The mixers of a HOPE that write memories through gates, by layer."""
-    return {layer: block.mixer for layer, block in enumerate(model.model.layers) if hasattr(block.mixer, "gates")}
+    return {module.layer_idx: module for module in model.modules() if hasattr(module, "gates")}
 
 
 @contextmanager
@@ -62,7 +62,7 @@ class FrozenMixture(LogitsProcessor):
 
     def __init__(self, model: PreTrainedModel):
         if not memory_mixers(model):
-            raise ValueError("FrozenMixture needs a model with memories: nothing in this one can be frozen.")
+            raise ValueError("FrozenMixture needs a HOPE with memories: this model has none to freeze.")
         self.model = model
         self.cache = HopeCache(model.config)
         # tokens that both readings have seen [B, T], and their log-likelihoods under live and frozen memories [2, B]

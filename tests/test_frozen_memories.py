@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from hope_hf import FrozenMixture, HopeForCausalLM, frozen, frozen_memories
 from hope_hf.frozen import mixed_losses
@@ -86,8 +87,10 @@ def test_a_prompt_of_one_token_weighs_both_the_same(model):
 
 
 def test_what_cannot_be_mixed_is_refused(model, tiny_config):
-    with pytest.raises(ValueError, match="needs a model with memories"):
-        FrozenMixture(HopeForCausalLM(tiny_config(layer_types=["full_attention"] * 2)))
+    other = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=64))
+    for without in (HopeForCausalLM(tiny_config(layer_types=["full_attention"] * 2)), other):
+        with pytest.raises(ValueError, match="needs a HOPE with memories"):
+            FrozenMixture(without)
     prompt = torch.randint(1, 64, (1, 9), generator=torch.Generator().manual_seed(1))
     with pytest.raises(ValueError, match="without beams"):
         model.generate(prompt, num_beams=3, max_new_tokens=8, logits_processor=[FrozenMixture(model)], pad_token_id=0)
