@@ -39,7 +39,6 @@ LONGEST_WINDOW = 2048
 LIMITED = 2048
 LABELS = {
     "frozen": "memories frozen",
-    "mixed": "mixture of carried and frozen",
     f"reset_{RESET_EVERY}": f"reset every {RESET_EVERY}",
     "window": "sliding window",
     "loss": "carried",
@@ -171,8 +170,6 @@ def by_position(args: Arguments, subject: Subject, documents: list[Tensor]) -> t
     if subject.has_memory:
         with frozen_memories(subject.model):
             modes["frozen"] = _carried(args, subject, streams, edges)
-        if "loss" in modes:
-            modes["mixed"] = mixed_losses([modes["loss"], modes["frozen"]])
     window = min(bound, LONGEST_WINDOW, edges[-2] if len(edges) > 1 else max(2, edges[0] // 2))
     modes["window"] = _windows(args, subject, streams, window, window // 2)
     if RESET_EVERY < bound:
@@ -186,6 +183,8 @@ def by_position(args: Arguments, subject: Subject, documents: list[Tensor]) -> t
         row = {"positions": f"{start + 1:,}-{end:,}", "n": len(streams) * (end - start)}
         for name, losses in modes.items():
             row[name], row[f"{name}_stderr"] = mean_of_blocks(losses[:, start:end])
+        if {"loss", "frozen"} <= modes.keys():
+            row["mixed"] = float(mixed_losses([modes["loss"], modes["frozen"]])[:, start:end].mean())
         differences = {f"{name}_minus_loss": (name, "loss") for name in CONTROLS} | {LEARNED: ("loss", "levels_learn")}
         for called, (name, other) in differences.items():
             if {name, other} <= modes.keys():
