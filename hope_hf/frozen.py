@@ -54,7 +54,8 @@ class FrozenMixture(LogitsProcessor):
 
     The weights are those of `mixed_losses`, over prompt and new tokens, so a text that is unlike those of the training
     is continued at most 0.69 nats (in all) worse than with the better of the two. The prompt is read twice more, and
-    every new token once more. One object serves one call of `generate`, greedy or sampled, on rows without padding.
+    every new token once more. One object serves one call of `generate`, greedy or sampled, on whole texts (no cache of
+    what was read before) without padding.
 
     Args:
         model: the HOPE that generates; ValueError if it has no memories.

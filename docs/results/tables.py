@@ -49,6 +49,10 @@ HYBRIDS = [
     ("4 layers: three of frozen memories, one of sparse attention", ("04fa8b9f7090", 1.6e-2)),
     ("4 layers: three of frozen memories, one of sparse attention", ("04fa8b9f7090", 8e-3)),
 ]
+SELF_MODIFYING = [
+    ("HOPE", HOPE),
+    ("keys and values remade by memories, at the full rate", ("d4d3adeb060a", 1.6e-2)),
+]
 MEDIUM = [
     ("HOPE", ("920badb156fd", 4e-3)),
     ("three layers of memories, one of sparse attention", ("e7a47c6d0ab3", 4e-3)),
@@ -139,6 +143,10 @@ def over_peers() -> str:
 
 def hybrids() -> str:
     return of_quality(HYBRIDS)
+
+
+def self_modifying() -> str:
+    return of_quality(SELF_MODIFYING)
 
 
 def medium() -> str:
