@@ -189,7 +189,7 @@ def levels() -> str:
     return levels_table(read("levels"))
 
 
-BLOCKS = (small, over_peers, hybrids, medium, recall, mad, speed, memory, levels)
+BLOCKS = (small, over_peers, hybrids, self_modifying, medium, recall, mad, speed, memory, levels)
 
 
 def rendered() -> str:
