@@ -22,7 +22,23 @@ def memory_mixers(model: PreTrainedModel) -> dict[int, nn.Module]:
 
 @contextmanager
 def frozen_memories(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, all memories of a HOPE stay at their learned initial state: the control for their writes."""
+    """Inside, all memories of a HOPE stay at their learned initial state: the control for their writes.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from hope_hf import HopeConfig, HopeForCausalLM, frozen_memories
+    >>> model = HopeForCausalLM(HopeConfig(vocab_size=50, hidden_size=64, num_hidden_layers=2)).eval()
+    >>> text = torch.arange(40)[None]
+    >>> live = model(text).logits
+    >>> with frozen_memories(model):
+    ...     frozen = model(text).logits
+    >>> torch.equal(live, frozen)
+    False
+
+    ```
+    """
 
     def neither_write_nor_forget(gates, arguments, values):
         rate, log_retention, *others = values
@@ -59,6 +75,18 @@ class FrozenMixture(LogitsProcessor):
 
     Args:
         model: the HOPE that generates; ValueError if it has no memories.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from hope_hf import FrozenMixture, HopeConfig, HopeForCausalLM
+    >>> model = HopeForCausalLM(HopeConfig(vocab_size=50, hidden_size=64, num_hidden_layers=2)).eval()
+    >>> text = torch.arange(1, 20)[None]
+    >>> model.generate(text, max_new_tokens=3, logits_processor=[FrozenMixture(model)]).shape
+    torch.Size([1, 22])
+
+    ```
     """
 
     def __init__(self, model: PreTrainedModel):
