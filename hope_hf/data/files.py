@@ -212,11 +212,9 @@ def chat_column(
     column = column or MESSAGES
     if column not in names:
         raise ValueError(f"{source} has no column {column!r} of chats among {', '.join(sorted(names))}.")
-    return dataset.map(
-        lambda row: {"text": chat_text(row[column])},
-        remove_columns=names,
-        features=Features({"text": Value("string")}),
-    )
+    # A stream stays without types: until datasets 5 the filter of a typed map fails.
+    typed = {} if isinstance(dataset, IterableDataset) else {"features": Features({"text": Value("string")})}
+    return dataset.map(lambda row: {"text": chat_text(row[column])}, remove_columns=names, **typed)
 
 
 def choose_column(columns: Columns, source: str, column: str | None = None) -> str:
