@@ -211,8 +211,9 @@ class Step:
 
     def _update(self):
         # On the rank's own parts: with torch 2.11 DTensor plans the norms anew at every call.
-        own = [getattr(parameter.grad, "_local_tensor", parameter.grad) for parameter in self.model.parameters()]
-        torch._foreach_mul_(own, nn.utils.get_total_norm(own).clamp(max=1.0))
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        own = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients]
+        torch._foreach_mul_(own, (1.0 / nn.utils.get_total_norm(own)).clamp(max=1.0))
         self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from models import BATCHES, SMALL, small_config
 
@@ -15,7 +16,7 @@ from hope_hf import PRESETS, HopeConfig
 from hope_hf.plan.launch import STRATEGIES, Launch, StepOptions
 from hope_hf.plan.memory import memory
 from hope_hf.plan.shapes import shapes_of
-from hope_hf.plan.simulate import can_simulate, simulate
+from hope_hf.plan.simulate import Step, can_simulate, simulate
 
 WORKER = Path(__file__).with_name("step_worker.py")
 
@@ -135,6 +136,22 @@ def test_whole_gradients_between_batches_are_simulated():
     )
     parameters = 25_570_000
     assert held - synced > 0.7 * 4 * parameters
+
+
+@pytest.mark.parametrize("scale, clipped", [(2.0, 1.0), (0.5, 0.5), (0.0, 0.0)])
+def test_the_step_clips_as_the_trainer_does(scale, clipped, monkeypatch):
+    config = small_config("tiny", num_hidden_layers=1)
+    step = Step(config, Launch(STRATEGIES["ddp"], 1, 1), StepOptions(1, 16))
+    # whose gradient is None
+    step.model.unused = torch.nn.Parameter(torch.zeros(1))
+    first, *others = (parameter for name, parameter in step.model.named_parameters() if name != "unused")
+    for parameter in (first, *others):
+        parameter.grad = torch.zeros_like(parameter)
+    first.grad.view(-1)[:4] = scale / 2
+    norms = []
+    monkeypatch.setattr(step.optimizer, "step", lambda: norms.append(float(first.grad.norm())))
+    step._update()
+    assert norms == [pytest.approx(clipped, abs=1e-6)]
 
 
 def test_attention_on_the_cpu_is_simulated_without_its_dropout():
