@@ -17,7 +17,7 @@ _PIECE = 1024
 
 def memory_mixers(model: PreTrainedModel) -> dict[int, nn.Module]:
     """The mixers of a HOPE that write memories through gates, by layer."""
-    return {module.layer_idx: module for module in model.modules() if hasattr(module, "gates")}
+    return {layer: block.mixer for layer, block in enumerate(model.model.layers) if hasattr(block.mixer, "gates")}
 
 
 @contextmanager
@@ -90,12 +90,13 @@ class FrozenMixture(LogitsProcessor):
     """
 
     def __init__(self, model: PreTrainedModel):
-        if not memory_mixers(model):
+        if not getattr(model.config, "has_memories", False):
             raise ValueError("FrozenMixture needs a HOPE with memories: this model has none to freeze.")
         self.model = model
         self.cache = HopeCache(model.config)
-        # tokens that both readings have seen [B, T], and their log-likelihoods under live and frozen memories [2, B]
-        self.seen = self.likelihoods = None
+        # tokens that both readings have seen [B, T], their log-likelihoods under live and frozen memories [2, B], and
+        # the log-probabilities of the next token [2, B, vocab_size]
+        self.seen = self.likelihoods = self.predicted = None
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

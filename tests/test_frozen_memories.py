@@ -1,6 +1,7 @@
 """The mixture of readings with live and with frozen memories, against one that reads everything at once."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -26,10 +27,7 @@ def losses_of(model, input_ids):
     """[B, T-1] of live and of frozen memories, and the log-probabilities of the next token [B, vocab_size] by each."""
     found = []
     for freezes in (False, True):
-        if freezes:
-            with frozen_memories(model):
-                logits = model(input_ids=input_ids, use_cache=False).logits
-        else:
+        with frozen_memories(model) if freezes else nullcontext():
             logits = model(input_ids=input_ids, use_cache=False).logits
         losses = F.cross_entropy(logits[:, :-1].mT, input_ids[:, 1:], reduction="none")
         found.append((losses, logits[:, -1].log_softmax(-1)))

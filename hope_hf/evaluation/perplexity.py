@@ -176,6 +176,7 @@ def by_position(args: Arguments, subject: Subject, documents: list[Tensor]) -> t
         modes[f"reset_{RESET_EVERY}"] = _windows(args, subject, streams, RESET_EVERY + 1, RESET_EVERY)
     for name, losses in modes.items():
         require_finite(losses, f"perplexity: the model's losses on texts of {edges[-1]:,} tokens ({name})")
+    mixed = mixed_losses([modes["loss"], modes["frozen"]]) if {"loss", "frozen"} <= modes.keys() else None
     table = torch.tensor(bytes_per_id(subject.tokenizer))
     rows = []
     for index, (start, end) in enumerate(zip([0, *edges], edges, strict=False)):
@@ -183,8 +184,8 @@ def by_position(args: Arguments, subject: Subject, documents: list[Tensor]) -> t
         row = {"positions": f"{start + 1:,}-{end:,}", "n": len(streams) * (end - start)}
         for name, losses in modes.items():
             row[name], row[f"{name}_stderr"] = mean_of_blocks(losses[:, start:end])
-        if {"loss", "frozen"} <= modes.keys():
-            row["mixed"] = float(mixed_losses([modes["loss"], modes["frozen"]])[:, start:end].mean())
+        if mixed is not None:
+            row["mixed"] = float(mixed[:, start:end].mean())
         differences = {f"{name}_minus_loss": (name, "loss") for name in CONTROLS} | {LEARNED: ("loss", "levels_learn")}
         for called, (name, other) in differences.items():
             if {name, other} <= modes.keys():
