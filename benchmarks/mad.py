@@ -51,6 +51,7 @@ HYBRID = HOPE | {"layer_types": ["hope_memory", "sparse_attention"], "level_inte
 MAMBA = {"num_hidden_layers": 4, "state_size": 52, "initializer_range": round((3 * 64) ** -0.5, 3)}
 DELTANET = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 2}
 DELTANET |= {"linear_num_value_heads": 4, "intermediate_size": 164}
+DELTANET_2 = {"linear_head_dim": 32, "linear_num_heads": 2, "intermediate_size": 168}
 MODELS = {
     "hope": ("hope", HOPE),
     "hope_frozen": ("hope", HOPE | {"memory_learning_rate_max": 0.0}),
@@ -63,13 +64,15 @@ MODELS = {
     "llama_conv": ("llama_conv", UNTIED | {"intermediate_size": 252}),
     "mamba2": ("mamba2", UNTIED | MAMBA),
     "gated_deltanet": ("gated_deltanet", UNTIED | DELTANET),
+    "gated_deltanet_2": ("gated_deltanet_2", UNTIED | DELTANET_2),
 }
 # Rows per step and largest number of steps; a training ends earlier if all of 1,024 unseen samples are right.
 NAMES = ("compression", "recall", "fuzzy-recall", "selective-copying", "memorisation")
 TASKS = dict.fromkeys((*(f"mad-{name}" for name in NAMES), "mqar"), (32, 1000))
 TASKS |= {"s3": (32, 2000), "a5": (32, 2000), "rekeyed": (64, 3000)}
 # Trained only if they are named.
-NAMED_ONLY = {"hope_flipping", "hope_self_modifying", "hope_self_modifying_flipping", "rekeyed", "s3", "a5"}
+NAMED_ONLY = {"hope_flipping", "hope_self_modifying", "hope_self_modifying_flipping", "gated_deltanet_2"}
+NAMED_ONLY |= {"rekeyed", "s3", "a5"}
 LEARNING_RATES = (3e-3, 1e-2)
 
 # The result of a training: the accuracy at each of the task's lengths, or None if it diverged.

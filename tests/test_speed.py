@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from benchmarks import speed
+from benchmarks import speed, speed_report
 from benchmarks.measuring import Calls, CountingCache, Decoder, held_bytes, in_turn, seconds
 
 pytestmark = pytest.mark.benchmarks
@@ -144,10 +144,10 @@ def test_a_ratio_is_hopes_value_over_the_models_with_its_range_over_rounds():
 
     rows = [row("hope", [2.0, 4.0, 3.0]), row("llama", [1.0, 2.0, 3.0]), row("mamba2", [4.0, 16.0, 10.0])]
     rows.append({"model": "kimi_linear", "tokens": 512, "measure": "note", "note": "no kernel"})
-    lines = speed.table(rows, ranges=True).splitlines()
+    lines = speed_report.table(rows, ranges=True).splitlines()
     assert lines[2] == "| step, s | 512 | 3 | 2 (1.50; 1.00 to 2.00) | 10 (0.30; 0.25 to 0.50) |"
     assert lines[-1] == "kimi_linear, 512 tokens: no kernel"
-    assert "| 2 (1.50) | 10 (0.30) |" in speed.table(rows)
+    assert "| 2 (1.50) | 10 (0.30) |" in speed_report.table(rows)
 
 
 def test_models_take_turns_and_one_that_fails_is_left_out():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.speed import draw, number, table
+from benchmarks.speed_report import draw, number, table
 from hope_hf.cli.results import can_draw
 
 # The projection kernels stay if they are right and a step takes at most this share of that under torch's operators.

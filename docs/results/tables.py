@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import speed as speed_program  # noqa: E402
+from benchmarks import speed_report  # noqa: E402
 from benchmarks.levels.report import table as levels_table  # noqa: E402
 from hope_hf.cli.results import architecture  # noqa: E402
 
@@ -171,7 +171,7 @@ def mad() -> str:
 
 
 def by_length(*measures: str) -> str:
-    found = speed_program.table([row for row in read("speed") if row["measure"] in measures])
+    found = speed_report.table([row for row in read("speed") if row["measure"] in measures])
     head, rest = found.split("\n", 1)
     head = re.sub(r"\w+", lambda name: architecture(name[0]), head)
     return f"{head}\n{rest}".replace("|  ", "| not run ")
