@@ -303,6 +303,10 @@ def fields_of_model(config) -> dict:
         values["recompute_chunks"] = 32
         # a field of the published rows
         values["paper_rule"] = None
+    has_memories = config.model_type == "hope" and "hope_memory" in config.layer_types
+    if has_memories and config.memory_rule == "delta" and config.memory_learning_rate_max and config.conv_kernel_size > 1:
+        # in the rows before 2026-11-27 a query begins as the key of its own token
+        values["query_begins_as"] = "the next token's key"
     # not a part of the model, or as before there was such a field; newer than most results
     left_out = {name for name, value in values.items() if NEWER.get((config.model_type, name), values) == value}
     if "sparse_attention" not in (values.get("layer_types") or ()):

@@ -226,13 +226,20 @@ class ShortConvolution(nn.Module):
     """Weights [H * D, 1, K] of a causal depthwise convolution over tokens, without bias.
 
     `forward` returns them as [K, H, D], the weights of the oldest token first.
+
+    Args:
+        own: factor on the initial weight of the token itself, if K > 1.
+        keys: of queries that begin as the key of the next token: the convolution of keys, initialised before this one.
     """
 
     has_initial_values = True
 
-    def __init__(self, config: PreTrainedConfig, heads: int):
+    def __init__(
+        self, config: PreTrainedConfig, heads: int, own: float = 1.0, keys: "ShortConvolution | None" = None
+    ):
         super().__init__()
-        self.heads = heads
+        # in a tuple, since a module as an attribute would be registered twice
+        self.heads, self.own, self.keys = heads, own, (keys,)
         self.weight = nn.Parameter(torch.empty(heads * config.head_dim, 1, config.conv_kernel_size))
 
     def forward(self, dtype: torch.dtype) -> torch.Tensor:
@@ -240,9 +247,15 @@ class ShortConvolution(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Uniform between -1/sqrt(K) and 1/sqrt(K)."""
-        bound = self.weight.shape[-1] ** -0.5
-        init.uniform_(self.weight, -bound, bound)
+        """Uniform between -1/sqrt(K) and 1/sqrt(K); of queries the keys' weights, a token later."""
+        (keys,), size = self.keys, self.weight.shape[-1]
+        if keys is None:
+            weight = torch.empty_like(self.weight).uniform_(-(size**-0.5), size**-0.5)
+            if size > 1:
+                weight[..., -1] *= self.own
+        else:
+            weight = keys.weight if size == 1 else F.pad(keys.weight[..., :-1], (1, 0))
+        init.copy_(self.weight, weight)
 
 
 def tail_after(padded: torch.Tensor, tail: torch.Tensor, span: ChunkSpan) -> torch.Tensor:

@@ -53,6 +53,8 @@ _TIME_STEPS = (0.001, 0.1)
 _DECAY_RATES = (0.01, 16.0)
 # The smallest zeta: rates are multiplied by it, and values divided. n steps up and n down miss 0 by n^2 times it.
 LEAST_ERASED = 1e-7
+# Initial weight of a token in its own key, relative to those of the tokens before it.
+_OWN_KEY = 0.1
 # A write with rate eta multiplies the value stored at its key by 1 - eta: at 2 the state would grow with the text.
 _LARGEST_RATE = 1.99
 
@@ -189,13 +191,15 @@ class SelfModifyingTitans(Mixer, nn.Module):
         self.q_proj = nn.Linear(width, inner, bias=False)
         self.g_proj = nn.Linear(width, inner, bias=False)
         self.o_proj = nn.Linear(inner, width, bias=False)
-        self.k_conv1d = ShortConvolution(config, config.num_memory_heads)
+        # A query begins as the next token's key, which is made of the tokens before that one: before training, a token
+        # reads what followed similar tokens (docs/log).
+        follows = rule.queries_begin_as_keys
+        self.k_conv1d = ShortConvolution(config, config.num_memory_heads, own=_OWN_KEY if follows else 1.0)
         self.v_conv1d = ShortConvolution(config, config.num_memory_heads)
-        self.q_conv1d = ShortConvolution(config, config.num_memory_heads)
-        if rule.queries_begin_as_keys:
-            # Before training, a token then reads the values of similar tokens (docs/log). In tuples, since a module as
-            # an attribute would be registered twice.
-            self.q_proj.begins_as, self.q_conv1d.begins_as = (self.k_proj,), (self.k_conv1d,)
+        self.q_conv1d = ShortConvolution(config, config.num_memory_heads, keys=self.k_conv1d if follows else None)
+        if follows:
+            # in a tuple, since a module as an attribute would be registered twice
+            self.q_proj.begins_as = (self.k_proj,)
         self.initial_memory = InitialMemory(config)
         # share [H] of a token's own value in its read, Mamba-2's `D`
         self.value_share = LearnedFactors(config.num_memory_heads) if rule.has_value_share else None

@@ -83,7 +83,7 @@ class Memories(Protocol):
 
     # whether one linear map makes the input of all keys and values that memories project
     shares_input: ClassVar[bool]
-    # whether the map and the convolution of queries are initialised with those of keys
+    # whether a query begins as the key of the next token
     queries_begin_as_keys: ClassVar[bool]
     # whether reads are divided by the square root of the head width before their normalisation
     divides_reads: ClassVar[bool]

@@ -119,7 +119,8 @@ class HopePreTrainedModel(PreTrainedModel):
         | norms, level mix, value shares; learned rates of levels | 1; 0 |
         | initial memories | 0; paper's rule: normal, 0.05 / sqrt(width), inner layers orthogonal times 2 |
         | convolutions | uniform, +-1/sqrt(kernel) |
-        | delta rule: projection and convolution of queries | those of keys |
+        | delta rule: convolution of keys | the same, a token's own weight a tenth of it |
+        | delta rule: projection of queries, convolution of queries | those of keys, those of keys a token later |
         | gates | see `MemoryGates` |
         | compression of sparse attention | the mean |
         """

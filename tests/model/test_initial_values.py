@@ -42,23 +42,41 @@ def test_reads_begin_with_the_whole_of_the_tokens_own_value_under_the_delta_rule
     assert all(block.mixer.value_share is None for block in new_model(memory_rule="paper").model.layers)
 
 
-def test_queries_begin_as_keys_under_the_delta_rule_alone():
+def test_a_query_begins_as_the_next_tokens_key_under_the_delta_rule_alone():
     for rule in ("delta", "paper"):
         for block in new_model(memory_rule=rule, memory_projections=[]).model.layers:
-            for kind in ("proj", "conv1d"):
-                key, query = (getattr(block.mixer, f"{stream}_{kind}").weight for stream in ("k", "q"))
-                assert torch.equal(key, query) == (rule == "delta")
-                assert key.data_ptr() != query.data_ptr() and key.std() > 0
+            mixer, is_delta = block.mixer, rule == "delta"
+            assert torch.equal(mixer.k_proj.weight, mixer.q_proj.weight) == is_delta
+            keys, queries = mixer.k_conv1d.weight, mixer.q_conv1d.weight
+            assert torch.equal(F.pad(keys[..., :-1], (1, 0)), queries) == is_delta
+            # uniform, a token's own weight a tenth
+            for weight, largest in ((keys[..., :-1], 0.5), (keys[..., -1], 0.05 if is_delta else 0.5)):
+                assert weight.std().item() == pytest.approx(largest / 3**0.5, rel=0.1)
+            assert mixer.k_proj.weight.data_ptr() != mixer.q_proj.weight.data_ptr()
+    mixer = new_model(conv_kernel_size=1).model.layers[0].mixer
+    assert torch.equal(mixer.k_conv1d.weight, mixer.q_conv1d.weight) and mixer.k_conv1d.weight.std() > 0.5
+
+
+def test_a_token_reads_first_what_followed_similar_tokens():
+    mixer = new_model().model.layers[0].mixer
+    text = torch.randn(1, 40, 128)
+    text[:, 30:33] = text[:, 10:13]
+    *_, (_, keys, values, queries, *_) = mixer._spans(text)
+    closeness = F.cosine_similarity(queries[:, 32:33], keys[:, :33], dim=-1)
+    assert closeness.argmax(-1).tolist() == [13] * len(keys) and (closeness[:, 13] > 0.9).all()
 
 
 def test_queries_that_a_checkpoint_lacks_begin_as_its_keys(tmp_path):
     model = new_model()
     mixer = model.model.layers[0].mixer
-    torch.nn.init.normal_(mixer.k_proj.weight)
-    weights = {name: weight for name, weight in model.state_dict().items() if ".q_proj." not in name}
+    for weight in (mixer.k_proj.weight, mixer.k_conv1d.weight):
+        torch.nn.init.normal_(weight)
+    weights = {name: weight for name, weight in model.state_dict().items() if ".q_" not in name}
     model.save_pretrained(tmp_path, state_dict=weights)
     loaded = HopeForCausalLM.from_pretrained(tmp_path).model.layers[0].mixer
     assert torch.equal(loaded.q_proj.weight, mixer.k_proj.weight)
+    assert torch.equal(loaded.k_conv1d.weight, mixer.k_conv1d.weight)
+    assert torch.equal(loaded.q_conv1d.weight, F.pad(mixer.k_conv1d.weight[..., :-1], (1, 0)))
 
 
 def test_memories_begin_at_zero_or_small_with_an_orthogonal_inner_layer():

@@ -201,9 +201,11 @@ def test_values_and_random_numbers_are_those_of_the_ordinary_way(name):
 
 def test_queries_begin_as_keys():
     values, _ = drawn(AutoModelForCausalLM.from_config, CONFIGS["hope"]())
-    for name in ("proj", "conv1d"):
-        keys, queries = (values[f"model.layers.1.mixer.{which}_{name}.weight"] for which in "kq")
-        assert keys.std() > 0 and torch.equal(keys, queries)
+    (key_map, query_map), (keys, queries) = (
+        [values[f"model.layers.1.mixer.{which}_{name}.weight"] for which in "kq"] for name in ("proj", "conv1d")
+    )
+    assert key_map.std() > 0 and torch.equal(key_map, query_map)
+    assert keys.std() > 0 and torch.equal(keys[..., :-1], queries[..., 1:])
 
 
 def test_a_block_is_freed_when_the_next_one_begins(monkeypatch):
