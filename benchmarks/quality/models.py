@@ -303,8 +303,8 @@ def fields_of_model(config) -> dict:
         values["recompute_chunks"] = 32
         # a field of the published rows
         values["paper_rule"] = None
-    writes = config.model_type == "hope" and "hope_memory" in config.layer_types and config.memory_learning_rate_max > 0
-    if writes and config.memory_rule == "delta" and config.conv_kernel_size > 1:
+    is_delta = config.model_type == "hope" and config.memory_rule == "delta" and "hope_memory" in config.layer_types
+    if is_delta and config.memory_learning_rate_max > 0 and config.conv_kernel_size > 1:
         # in the rows before 2026-11-27 a query begins as the key of its own token
         values["query_begins_as"] = "the next token's key"
     # not a part of the model, or as before there was such a field; newer than most results
