@@ -78,7 +78,8 @@ def test_a_trained_model_goes_on_with_rates_of_its_own(corpus, tmp_path, monkeyp
     again = [flag.replace(str(tmp_path / "on"), str(tmp_path / "first")) for flag in sequence]
     assert main([*short, *again]) == 0
     second, first = (curve(read_rows(tmp_path / name)) for name in ("on", "first"))
-    assert second[0] == first[0] and second[1] != first[1]
+    # one loss, rounded in another order; the gradients that the first update took differ
+    assert second[0] == pytest.approx(first[0], rel=1e-6) and second[1] != pytest.approx(first[1], rel=1e-6)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
