@@ -234,9 +234,7 @@ class ShortConvolution(nn.Module):
 
     has_initial_values = True
 
-    def __init__(
-        self, config: PreTrainedConfig, heads: int, own: float = 1.0, keys: "ShortConvolution | None" = None
-    ):
+    def __init__(self, config: PreTrainedConfig, heads: int, own: float = 1.0, keys: "ShortConvolution | None" = None):
         super().__init__()
         # in a tuple, since a module as an attribute would be registered twice
         self.heads, self.own, self.keys = heads, own, (keys,)
