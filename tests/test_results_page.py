@@ -33,7 +33,7 @@ def test_a_later_call_counts_the_published_rows():
     small = SIZES["small"]
     for name, line in (("hope", "HOPE"), ("hope_frozen", "HOPE, trained with frozen memories"), ("llama", "Llama")):
         assert settings(build(name, small), small) == tables.SMALL[line][0]
-    for line in ("HOPE", "Llama"):
+    for line in ("HOPE", "memories, then sparse attention", "Llama"):
         name, published = tables.RECALL[line]
         assert Job("mqar", name, 3e-3, 1).settings == published
 
