@@ -118,9 +118,8 @@ class HopePreTrainedModel(PreTrainedModel):
         | embedding and head wider than 768 | times `sqrt(768 / hidden_size)` |
         | norms, level mix, value shares; learned rates of levels | 1; 0 |
         | initial memories | 0; paper's rule: normal, 0.05 / sqrt(width), inner layers orthogonal times 2 |
-        | convolutions | uniform, +-1/sqrt(kernel) |
-        | delta rule: convolution of keys | the same, a token's own weight a tenth of it |
-        | delta rule: projection of queries, convolution of queries | those of keys, those of keys a token later |
+        | convolutions | uniform, +-1/sqrt(kernel); of keys and queries under the delta rule see `ShortConvolution` |
+        | delta rule: projection of queries | that of keys |
         | gates | see `MemoryGates` |
         | compression of sparse attention | the mean |
         """
