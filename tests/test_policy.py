@@ -382,7 +382,7 @@ BROKEN = [
     (imports_flat_siblings_in_the_model, "hope_hf/model/x.py", "from . import continuum"),
     (imports_flat_siblings_in_the_model, "hope_hf/model/x.py", "from .kernels.scan import scan"),
     (imports_flat_siblings_in_the_model, "hope_hf/model/x.py", "from ..reference import Memory"),
-    (imports_flat_siblings_in_the_model, "hope_hf/model/x.py", "from hope_hf.model.continuum import LevelMix"),
+    (imports_flat_siblings_in_the_model, "hope_hf/model/x.py", "from hope_hf.model.continuum import LearnedRates"),
     (imports_flat_siblings_in_the_model, "hope_hf/model/x.py", "from __future__ import annotations"),
     (imports_flat_siblings_in_the_model, "hope_hf/model/kernels/x.py", ""),
     (imports_by_name, "hope_hf/model/x.py", "import importlib\nimportlib.import_module('hope_hf.optim')"),
@@ -417,7 +417,7 @@ def test_every_rule_can_be_broken(rule, file, source):
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("hope_hf/model/x.py", "import math\nimport torch.nn.functional as F\nfrom .continuum import LevelMix"),
+        ("hope_hf/model/x.py", "import math\nimport torch.nn.functional as F\nfrom .continuum import LearnedRates"),
         ("hope_hf/training/x.py", "from hope_hf import HopeCache\nfrom hope_hf.data import Data\nfrom .run import f"),
         ("hope_hf/training/x.py", "def plot():\n    from matplotlib.figure import Figure"),
         ("hope_hf/training/x.py", "from hope_hf.plan import plan_running\nfrom hope_hf.step.objective import IGNORED"),

@@ -166,7 +166,7 @@ def is_memory_layer(layer: CacheLayerMixin) -> bool:
 def past_of(cache: Cache | None) -> Past | None:
     """Counts of the tokens that a cache's memories have read."""
     layers = () if cache is None else cache.layers
-    return next((layer.past for layer in layers if hasattr(layer, "state_class")), None)
+    return next((layer.past for layer in layers if is_memory_layer(layer)), None)
 
 
 class CarriedKeys:
@@ -253,9 +253,6 @@ class HopeCache(DynamicCache):
                 layer.map(function)
             elif layer.is_initialized:
                 layer.keys, layer.values = function(layer.keys), function(layer.values)
-        return self._map_levels(function)
-
-    def _map_levels(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "HopeCache":
         self.levels = None if self.levels is None else self.levels.map(function)
         return self
 
@@ -299,18 +296,15 @@ class HopeCache(DynamicCache):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Keep the rows `beam_idx`, in that order."""
-        super().reorder_cache(beam_idx)
-        self._map_levels(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+        self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
-        super().batch_repeat_interleave(repeats)
-        self._map_levels(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+        self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`."""
-        super().batch_select_indices(indices)
-        self._map_levels(lambda tensor: tensor[indices.to(tensor.device)])
+        self._map(lambda tensor: tensor[indices.to(tensor.device)])
 
     def select(self, rows: list[int]) -> "HopeCache":
         """A cache of these rows alone; this one stays."""

@@ -11,7 +11,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 
-from .layers import HopeRMSNorm
+from .layers import HopeRMSNorm, LearnedFactors
 from .level_learning import Taught
 
 
@@ -108,29 +108,13 @@ class IndependentContinuum(ContinuumMemory):
 
     def __init__(self, config: PreTrainedConfig, block: int | None = None):
         super().__init__(config, block)
-        self.mix = LevelMix(len(self.levels))
+        self.mix = LearnedFactors(len(self.levels))
 
     def forward(self, hidden_states: torch.Tensor, deltas: dict[int, dict] | None = None) -> torch.Tensor:
         """[B, T, hidden_size]."""
         outputs = [level(hidden_states, deltas and deltas.get(level.level)) for level in self.levels]
-        return hidden_states + self.mix(outputs)
-
-
-class LevelMix(nn.Module):
-    """Learned weighted sum of the levels' outputs (`Agg` of equation 74)."""
-
-    has_initial_values = True
-
-    def __init__(self, num_levels: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(num_levels))
-
-    def forward(self, outputs: list[torch.Tensor]) -> torch.Tensor:
-        return sum(weight * output for weight, output in zip(self.weight, outputs, strict=True))
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        init.ones_(self.weight)
+        weights = self.mix(hidden_states.dtype)
+        return hidden_states + sum(weight * output for weight, output in zip(weights, outputs, strict=True))
 
 
 # The class of levels of each `HopeConfig.level_variant`.

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .cache_hope import CACHE_NAME
+from .cache_hope import CACHE_NAME, past_of
 from .chunks import Past
 from .configuration_hope import HopeConfig
 from .mixers import MIXERS
@@ -274,7 +274,7 @@ def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -
         if held is not None and kind not in checked and layer.state is not None:
             mixer.check_state(layer.state, config, hidden_states.dtype)
             checked.add(kind)
-    past = next((layer.past for layer in layers if hasattr(layer, "state_class")), None)
+    past = past_of(cache)
     if past is not None and len(past.seen) != len(hidden_states):
         raise ValueError(
             f"the cache holds {len(past.seen)} sequences, and the input {len(hidden_states)}: choose rows with "

@@ -225,19 +225,15 @@ class LearnedFactors(nn.Module):
 class ShortConvolution(nn.Module):
     """Weights [H * D, 1, K] of a causal depthwise convolution over tokens, without bias.
 
-    `forward` returns them as [K, H, D], the weights of the oldest token first.
-
-    Args:
-        own: factor on the initial weight of the token itself, if K > 1.
-        keys: of queries that begin as the key of the next token: the convolution of keys, initialised before this one.
+    `forward` returns them as [K, H, D], the weights of the oldest token first. `own` is a factor on the initial weight
+    of the token itself, if K > 1.
     """
 
     has_initial_values = True
 
-    def __init__(self, config: PreTrainedConfig, heads: int, own: float = 1.0, keys: "ShortConvolution | None" = None):
+    def __init__(self, config: PreTrainedConfig, heads: int):
         super().__init__()
-        # in a tuple, since a module as an attribute would be registered twice
-        self.heads, self.own, self.keys = heads, own, (keys,)
+        self.heads, self.own = heads, 1.0
         self.weight = nn.Parameter(torch.empty(heads * config.head_dim, 1, config.conv_kernel_size))
 
     def forward(self, dtype: torch.dtype) -> torch.Tensor:
@@ -245,15 +241,17 @@ class ShortConvolution(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Uniform between -1/sqrt(K) and 1/sqrt(K); of queries the keys' weights, a token later."""
-        (keys,), size = self.keys, self.weight.shape[-1]
-        if keys is None:
-            weight = torch.empty_like(self.weight).uniform_(-(size**-0.5), size**-0.5)
-            if size > 1:
-                weight[..., -1] *= self.own
-        else:
-            weight = keys.weight if size == 1 else F.pad(keys.weight[..., :-1], (1, 0))
+        """Uniform between -1/sqrt(K) and 1/sqrt(K)."""
+        size = self.weight.shape[-1]
+        weight = torch.empty_like(self.weight).uniform_(-(size**-0.5), size**-0.5)
+        if size > 1:
+            weight[..., -1] *= self.own
         init.copy_(self.weight, weight)
+
+
+def one_token_later(weight: torch.Tensor) -> torch.Tensor:
+    """Weights [..., K] of a convolution that gives at a token what `weight` gives at the next one, but for its own."""
+    return weight if weight.shape[-1] == 1 else F.pad(weight[..., :-1], (1, 0))
 
 
 def tail_after(padded: torch.Tensor, tail: torch.Tensor, span: ChunkSpan) -> torch.Tensor:

@@ -61,11 +61,7 @@ class DeltaMemories(NamedTuple):
     rate_factors: tuple[float, ...]
 
     shares_input = False
-    queries_begin_as_keys = True
-    divides_reads = True
-    has_decay_rate = True
-    has_value_share = True
-    has_value_gate = True
+    extends_deltanet = True
     errors_at_chunk_start = False
     kept_factor = 1
 

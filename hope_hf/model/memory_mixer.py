@@ -21,10 +21,11 @@ from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
 from .backends import Kernel, asked_kernels, choose, operand_dtype, runs_plain, runs_torch
+from .cache_file import map_state
 from .chunks import ChunkPlan, TokenPlan, plan_chunks
 from .kernels_fla import is_expected, mix, scan_obstacle
 from .kernels_fla import kept_bytes as kept_bytes_of_kernels
-from .layers import HopeRMSNorm, LearnedFactors, Mixer, ShortConvolution, gated_norm
+from .layers import HopeRMSNorm, LearnedFactors, Mixer, ShortConvolution, gated_norm, one_token_later
 from .memory_compiled import described, register_scan, scan_tokens
 from .memory_delta import DeltaMemories
 from .memory_fast import scan_fused
@@ -106,12 +107,12 @@ class MemoryGates(nn.Module):
         super().__init__()
         self.config = config
         heads, rule = config.num_memory_heads, RULES[config.memory_rule]
-        has_value_gate = rule.has_value_gate and config.memory_value_gate
+        has_value_gate = rule.extends_deltanet and config.memory_value_gate
         has_erase_gate = config.memory_erase_bias is not None
         self.gate_proj = nn.Linear(config.hidden_size, (2 + has_value_gate + has_erase_gate) * heads, bias=False)
         self.learning_rate_bias = nn.Parameter(torch.empty(heads))
         # without it alpha = sigmoid(-a - dt_bias)
-        self.A_log = nn.Parameter(torch.empty(heads)) if rule.has_decay_rate else None
+        self.A_log = nn.Parameter(torch.empty(heads)) if rule.extends_deltanet else None
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self.value_bias = nn.Parameter(torch.empty(heads)) if has_value_gate else None
         self.erase_bias = nn.Parameter(torch.empty(heads)) if has_erase_gate else None
@@ -193,19 +194,20 @@ class SelfModifyingTitans(Mixer, nn.Module):
         self.o_proj = nn.Linear(inner, width, bias=False)
         # A query begins as the next token's key, which is made of the tokens before that one: before training, a token
         # reads what followed similar tokens (docs/log).
-        follows = rule.queries_begin_as_keys
-        self.k_conv1d = ShortConvolution(config, config.num_memory_heads, own=_OWN_KEY if follows else 1.0)
-        self.v_conv1d = ShortConvolution(config, config.num_memory_heads)
-        self.q_conv1d = ShortConvolution(config, config.num_memory_heads, keys=self.k_conv1d if follows else None)
-        if follows:
-            # in a tuple, since a module as an attribute would be registered twice
-            self.q_proj.begins_as = (self.k_proj,)
+        self.k_conv1d, self.v_conv1d, self.q_conv1d = (
+            ShortConvolution(config, config.num_memory_heads) for _ in range(3)
+        )
+        if rule.extends_deltanet:
+            self.k_conv1d.own = _OWN_KEY
+            # in tuples, since a module as an attribute would be registered twice
+            self.q_proj.begins_as = self.k_proj, torch.clone
+            self.q_conv1d.begins_as = self.k_conv1d, one_token_later
         self.initial_memory = InitialMemory(config)
         # share [H] of a token's own value in its read, Mamba-2's `D`
-        self.value_share = LearnedFactors(config.num_memory_heads) if rule.has_value_share else None
+        self.value_share = LearnedFactors(config.num_memory_heads) if rule.extends_deltanet else None
         self.gates = MemoryGates(config)
         # dividing the reads has the same effect as a larger epsilon of the norm
-        eps = config.rms_norm_eps * (config.head_dim if rule.divides_reads else 1)
+        eps = config.rms_norm_eps * (config.head_dim if rule.extends_deltanet else 1)
         self.o_norm = HopeRMSNorm(config.head_dim, eps)
         self.kernels = asked_kernels()
         self.described = described(config)
@@ -239,9 +241,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
         # projections and gates
         inputs = self.scan_inputs(hidden_states, plan)
         if state is not None:
-            current, chunk_start, tail = state
-            current, chunk_start = (tuple(x.flatten(0, 1) for x in part) for part in (current, chunk_start))
-            state = ScanState(current, chunk_start, tail.flatten(0, 1))
+            state = map_state(lambda x: x.flatten(0, 1), state)
         with torch.autocast(hidden_states.device.type, enabled=False):
             # kernel weights of the convolutions, and initial weights
             memories = self.memories(batch_size, inputs.query.dtype)
@@ -262,10 +262,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
             gated = self.o_norm(reads, partial(gated_norm, gate=gate, kernels=self.kernels))
         output = self.o_proj(gated.flatten(2))
         if after is not None:
-            current, chunk_start, tail = after
-            shape = (batch_size, heads)
-            current, chunk_start = (tuple(x.unflatten(0, shape) for x in part) for part in (current, chunk_start))
-            after = ScanState(current, chunk_start, tail.unflatten(0, shape))
+            after = map_state(lambda x: x.unflatten(0, (batch_size, heads)), after)
         return output, after
 
     def scan_inputs(self, hidden_states: torch.Tensor, plan: ChunkPlan) -> ScanInputs:

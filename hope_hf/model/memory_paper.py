@@ -53,11 +53,7 @@ class PaperMemories(NamedTuple):
     rate_factors: torch.Tensor
 
     shares_input = True
-    queries_begin_as_keys = False
-    divides_reads = False
-    has_decay_rate = False
-    has_value_share = False
-    has_value_gate = False
+    extends_deltanet = False
     errors_at_chunk_start = True
     kept_factor = 4
     reads_chunk_start = True

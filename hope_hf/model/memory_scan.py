@@ -83,15 +83,10 @@ class Memories(Protocol):
 
     # whether one linear map makes the input of all keys and values that memories project
     shares_input: ClassVar[bool]
-    # whether a query begins as the key of the next token
-    queries_begin_as_keys: ClassVar[bool]
-    # whether reads are divided by the square root of the head width before their normalisation
-    divides_reads: ClassVar[bool]
-    # whether heads learn a decay rate (`A_log`), and a share of the token's own value in its read
-    has_decay_rate: ClassVar[bool]
-    has_value_share: ClassVar[bool]
-    # whether `HopeConfig.memory_value_gate` applies
-    has_value_gate: ClassVar[bool]
+    # Whether the layer is that of the gated DeltaNet, with additions: heads learn a decay rate (`A_log`), a gate of
+    # values, and a share of the token's own value in its read; reads are divided by the square root of the head width
+    # before their normalisation; a query begins as the key of the next token.
+    extends_deltanet: ClassVar[bool]
     # whether errors are taken at the weights of the chunk's start
     errors_at_chunk_start: ClassVar[bool]
     # bytes that autograd keeps of a chunk, relative to those of a hand-written backward pass
@@ -135,7 +130,7 @@ class Memories(Protocol):
         Args:
             conv_weights: [K, b, 1, 3 D].
             initial: the learned initial weights [b, ...].
-            value_share: [b, 1, 1], or `None` without `has_value_share`.
+            value_share: [b, 1, 1], or `None` without `extends_deltanet`.
             rate_factors: factor on the learning rate of each memory.
         """
 

@@ -183,40 +183,26 @@ class _Memory(NamedTuple):
         return self.residual(hidden_states, gated).unsqueeze(1), after
 
 
-class _Levels(NamedTuple):
-    """The levels of a block in a chain."""
+def _levels_of(continuum: nn.Module, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Hidden states [B, 1, X] after levels in a chain, if all of them but linear maps and activations are plain."""
+    if type(continuum) is not ContinuumMemory:
+        return None
+    levels = [*continuum.levels]
+    if not all(map(_is_plain, (continuum, *levels, *(level.norm for level in levels)))):
+        return None
+    steps = [
+        (_norm_of(x.norm, dtype), _map_of(x.gate_proj), _map_of(x.up_proj), x.act_fn, _residual_of(x.down_proj))
+        for x in levels
+    ]
 
-    # norm, gate, up, activation, and down with the residual connection, of each level
-    chain: list[tuple[Callable, ...]]
-
-    @classmethod
-    def of(cls, continuum: nn.Module, dtype: torch.dtype) -> "_Levels | None":
-        """The levels, if all but linear maps and activations are plain."""
-        if type(continuum) is not ContinuumMemory:
-            return None
-        levels = list(continuum.levels)
-        if not all(map(_is_plain, (continuum, *levels, *(level.norm for level in levels)))):
-            return None
-        return cls(
-            [
-                (
-                    _norm_of(level.norm, dtype),
-                    _map_of(level.gate_proj),
-                    _map_of(level.up_proj),
-                    level.act_fn,
-                    _residual_of(level.down_proj),
-                )
-                for level in levels
-            ]
-        )
-
-    def read(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Hidden states [B, 1, X] after the levels."""
+    def read(hidden_states: torch.Tensor) -> torch.Tensor:
         hidden_states = hidden_states.squeeze(1)
-        for norm, gate, up, activation, residual in self.chain:
+        for norm, gate, up, activation, residual in steps:
             normed = norm(hidden_states)
             hidden_states = residual(hidden_states, activation(gate(normed)) * up(normed))
         return hidden_states.unsqueeze(1)
+
+    return read
 
 
 class _Kept:
@@ -237,7 +223,7 @@ class _Kept:
         # hold the memory at the addresses, so that no other parameter gets one of them
         self.sources = [part.detach() for part in self.made]
         self.seen = self.look(about)
-        self.memory, self.levels = _Memory.of(block, about[0]), _Levels.of(block.continuum, about[0])
+        self.memory, self.levels = _Memory.of(block, about[0]), _levels_of(block.continuum, about[0])
 
     def look(self, about: tuple) -> tuple:
         """What stays the same while no module, parameter, hook or `forward` of a module is changed."""
@@ -259,7 +245,7 @@ _KEPT: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
 
 def token_of(
     block: nn.Module, hidden_states: torch.Tensor, state: tuple | None
-) -> tuple[_Memory | None, _Levels | None]:
+) -> tuple[_Memory | None, Callable[[torch.Tensor], torch.Tensor] | None]:
     """What a `HopeBlock` reads inputs [B, T, X] with, if they are one token per row, without gradients.
 
     `None` for the mixer or the levels means that their modules have to be called.

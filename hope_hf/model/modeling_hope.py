@@ -87,7 +87,7 @@ class HopeBlock(GradientCheckpointingLayer):
             # attention also returns its weights, which transformers records
             mixed, state, *_ = self.mixer(self.input_layernorm(hidden_states), state, **context)
             hidden_states = hidden_states + mixed
-        return self.continuum(hidden_states, deltas) if levels is None or deltas else levels.read(hidden_states), state
+        return self.continuum(hidden_states, deltas) if levels is None or deltas else levels(hidden_states), state
 
 
 class HopePreTrainedModel(PreTrainedModel):
@@ -118,16 +118,17 @@ class HopePreTrainedModel(PreTrainedModel):
         | embedding and head wider than 768 | times `sqrt(768 / hidden_size)` |
         | norms, level mix, value shares; learned rates of levels | 1; 0 |
         | initial memories | 0; paper's rule: normal, 0.05 / sqrt(width), inner layers orthogonal times 2 |
-        | convolutions | uniform, +-1/sqrt(kernel); of keys and queries under the delta rule see `ShortConvolution` |
-        | delta rule: projection of queries | that of keys |
+        | convolutions | uniform, +-1/sqrt(kernel); delta rule: the token's own weight in its key a tenth |
+        | delta rule: projection and convolution of queries | those of keys, the convolution one token later |
         | gates | see `MemoryGates` |
         | compression of sparse attention | the mean |
         """
         super()._init_weights(module)
         std = self.config.initializer_range
         if hasattr(module, "begins_as"):
-            # the keys' module is defined first, so it is already initialised
-            init.copy_(module.weight, module.begins_as[0].weight)
+            # the other module is defined first, so it is already initialised
+            other, change = module.begins_as
+            init.copy_(module.weight, change(other.weight))
         elif getattr(module, "has_initial_values", False):
             module.reset_parameters()
         elif getattr(module, "ends_branch", False):
