@@ -29,18 +29,23 @@ class _Loss(torch.autograd.Function):
         # wider dtype, since the gradient sums many chunks
         grad_weight = torch.zeros_like(weight, dtype=wide) if for_weight else None
         loss = hidden.new_zeros((), dtype=wide)
-        # logits and gradients of a chunk then have as many numbers as the weight
-        chunk = max(1, hidden.shape[-1] // 2)
+        # CPUs make the gradients in the memory of the logits. Chunks have as many of both as the weight has numbers.
+        in_place = hidden.dtype == wide and hidden.device.type == "cpu"
+        chunk = max(1, hidden.shape[-1] // (1 if in_place else 2))
         for start in range(0, len(hidden), chunk):
             targets = labels[start : start + chunk, None]
             ignored = targets == IGNORED
             part, targets = hidden[start : start + chunk].masked_fill(ignored, 0.0), targets.masked_fill(ignored, 0)
-            gradient = (part @ weight.mT).log_softmax(-1, dtype=wide)
-            loss -= gradient.gather(-1, targets).masked_fill_(ignored, 0.0).sum()
+            logits = part @ weight.mT
+            # of each token, the target's distance to the largest logit
+            below = logits.amax(-1, keepdim=True).to(wide) - logits.gather(-1, targets)
+            gradient = torch.softmax(logits, -1, dtype=wide, out=logits if in_place else None)
+            # The largest share is 1 over the sum of exponentials. The target's may be 0 in float32.
+            loss += (below - gradient.amax(-1, keepdim=True).log_()).masked_fill_(ignored, 0.0).sum()
             if not (for_hidden or for_weight):
                 continue
             # softmax minus one-hot
-            gradient = gradient.exp_().scatter_add_(-1, targets, gradient.new_full((), -1.0).expand_as(targets))
+            gradient.scatter_add_(-1, targets, gradient.new_full((), -1.0).expand_as(targets))
             gradient = gradient.to(hidden.dtype)
             if for_hidden:
                 torch.mm(gradient, weight, out=grad_hidden[start : start + chunk]).masked_fill_(ignored, 0.0)
