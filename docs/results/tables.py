@@ -56,7 +56,11 @@ SELF_MODIFYING = [
     ("keys and values remade by memories, at the full rate", ("d4d3adeb060a", 1.6e-2)),
 ]
 MEDIUM = [
-    ("HOPE", ("920badb156fd", 4e-3)),
+    ("HOPE", ("accd946f626b", 4e-3)),
+    ("HOPE", ("accd946f626b", 8e-3)),
+    ("HOPE, queries begin as the keys of the same token", ("920badb156fd", 4e-3)),
+    ("HOPE with an erase gate (`[4, 4]`)", ("3dafb9da4bcc", 4e-3)),
+    ("HOPE with an erase gate (`[4, 4]`)", ("3dafb9da4bcc", 8e-3)),
     ("three layers of memories, one of sparse attention", ("e7a47c6d0ab3", 4e-3)),
     ("three layers of memories, one of sparse attention", ("d24af1605ff1", 2e-3)),
     ("three layers of frozen memories, one of sparse attention", ("fb9c7d95bfc3", 4e-3)),
