@@ -52,8 +52,10 @@ HYBRIDS = [
     ("4 layers: three of frozen memories, one of sparse attention", ("04fa8b9f7090", 8e-3)),
 ]
 SELF_MODIFYING = [
-    ("HOPE", HOPE_BEFORE),
-    ("keys and values remade by memories, at the full rate", ("d4d3adeb060a", 1.6e-2)),
+    ("HOPE", HOPE),
+    ("keys and values remade by memories, at a tenth of the rate", ("fd5d5a2fda1c", 1.6e-2)),
+    ("HOPE, queries begin as the keys of the same token", HOPE_BEFORE),
+    ("the same, keys and values remade by memories, at the full rate", ("d4d3adeb060a", 1.6e-2)),
 ]
 MEDIUM = [
     ("HOPE", ("accd946f626b", 4e-3)),
