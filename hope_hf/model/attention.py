@@ -64,28 +64,27 @@ class HopeAttention(Mixer, LlamaAttention):
             hidden_states: [B, T, hidden_size].
             state: keys and values of the text so far, unless a cache is given.
             position_embeddings: cosines and sines [B, T, head_dim] of the positions.
-            attention_mask: as transformers' attention takes it.
+            attention_mask: [B, 1, T, S] or what else the kernel takes; `None`: the causal mask.
             need_state: whether to return the state after the last token.
             cache: cache to write into; no state is then read or returned.
             options: of the kernels.
         """
-        queries, keys, values = self.project(hidden_states, position_embeddings)
+        queries, keys, values = self.project(hidden_states)
+        queries, keys = apply_rotary_pos_emb(queries, keys, *position_embeddings)
         extension = _Extension(state) if need_state and cache is None else None
         written = cache if extension is None else extension
         if written is not None:
             keys, values = written.update(keys, values, self.layer_idx)
-        output, weights = self.read(queries, keys, values, attention_mask, **options)
+        kernel = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        dropout = self.attention_dropout if self.training else 0.0
+        reads, weights = kernel(
+            self, queries, keys, values, attention_mask, dropout=dropout, scaling=self.scaling, **options
+        )
+        output = self.o_proj(reads.reshape(*reads.shape[:-2], -1).contiguous())
         return output, None if extension is None else extension.state, weights
 
-    def project(
-        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [B, H, T, head_dim], keys and values [B, key heads, T, head_dim]; the first two are rotated."""
-        queries, keys, values = self.project_unrotated(hidden_states)
-        return *apply_rotary_pos_emb(queries, keys, *position_embeddings), values
-
-    def project_unrotated(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `project`, without positions."""
+    def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [B, H, T, head_dim], keys and values [B, key heads, T, head_dim], without positions."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         queries, keys, values = (
             projection(hidden_states).view(shape) for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -93,28 +92,6 @@ class HopeAttention(Mixer, LlamaAttention):
         if self.q_norm is not None:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         return queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
-
-    def read(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        **options,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The output map of what queries [B, H, T, head_dim] read, [B, T, hidden_size]; weights of eager attention.
-
-        Args:
-            keys, values: [B, key heads, S, head_dim].
-            attention_mask: [B, 1, T, S] or what else the kernel takes; `None`: the causal mask.
-            options: of the kernels.
-        """
-        kernel = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        dropout = self.attention_dropout if self.training else 0.0
-        output, weights = kernel(
-            self, queries, keys, values, attention_mask, dropout=dropout, scaling=self.scaling, **options
-        )
-        return self.o_proj(output.reshape(*output.shape[:-2], -1).contiguous()), weights
 
     @staticmethod
     def tensor_parallel_maps(config: PreTrainedConfig) -> dict[str, str]:

@@ -160,7 +160,7 @@ class DeltaMemories(NamedTuple):
         return reads, (decay_from_start[:, -1:] * state - written.mT @ torch.cat(errors, dim=-1),)
 
     def initial_read(self, queries: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """`q W_0 + d v`."""
+        """`q W_0 + d v`, the reads [b, C, D] of a content memory without writes."""
         return queries @ self.initial + self.value_share * values
 
     def recall(self, state: tuple[torch.Tensor], keys: torch.Tensor) -> torch.Tensor:

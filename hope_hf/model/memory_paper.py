@@ -123,10 +123,6 @@ class PaperMemories(NamedTuple):
         reads = (query + layers[-1].read(hidden)).squeeze(1)
         return reads, tuple(layer.end() for layer in layers)
 
-    def initial_read(self, queries: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """`M(q)` of the content memory with its initial weights."""
-        return self.recall(self.fresh(), queries)
-
     def recall(self, state: Weights, keys: torch.Tensor) -> torch.Tensor:
         """`M(k)` of the content memory."""
         return apply_memory(self.content(state), keys.unsqueeze(1)).squeeze(1)

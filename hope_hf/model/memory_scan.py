@@ -143,9 +143,6 @@ class Memories(Protocol):
     def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Reads [b, C, D] of the content memory, each including its token's own write, and the weights afterwards."""
 
-    def initial_read(self, queries: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """The reads [b, C, D] of a content memory without writes."""
-
     def recall(self, state: tuple[torch.Tensor, ...], keys: torch.Tensor) -> torch.Tensor:
         """The content memory of a state, read at unit keys [b, C, D]."""
 

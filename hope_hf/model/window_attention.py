@@ -377,7 +377,7 @@ class HopeWindowAttention(HopeAttention):
             window_positions: the result of the function of that name.
             need_state: whether to return the state after the last token.
         """
-        queries, keys, values = self.project_unrotated(hidden_states)
+        queries, keys, values = self.project(hidden_states)
         queries = queries * self.scaling
         turned, (own, capped) = rotate_half(queries), (window_positions[:2], window_positions[2:])
         streams = {

@@ -128,7 +128,8 @@ def contribution(mixer, hidden_states):
     """Norm of the change that writes make to the content memory's reads, per token [B, T, H]."""
     parts = []
     for memories, _, values, queries, reads, _, _ in mixer._spans(hidden_states):
-        parts.append((reads - memories.initial_read(unit(queries), values)).norm(dim=-1))
+        unwritten = memories.recall(memories.fresh(), unit(queries)) + getattr(memories, "value_share", 0.0) * values
+        parts.append((reads - unwritten).norm(dim=-1))
     return torch.cat(parts, dim=1).unflatten(0, (-1, mixer.config.num_memory_heads)).transpose(1, 2)
 
 
