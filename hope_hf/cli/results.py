@@ -7,6 +7,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,13 +49,19 @@ def can_draw() -> bool:
     """Whether matplotlib is installed; warns if not. Afterwards it can be imported whatever MPLBACKEND is set to.
 
     Notebooks export their own backend to the processes that they start, and matplotlib fails at import if that backend
-    is not installed. Pictures go to files alone.
+    is not installed. Ours are drawn into files, without a backend; figures of a program that calls us keep theirs.
     """
     if find_spec("matplotlib") is None:
         warnings.warn("No pictures: matplotlib is not installed (pip install 'hope_hf[plot]').", stacklevel=2)
         return False
     if "matplotlib" not in sys.modules:
-        os.environ["MPLBACKEND"] = "agg"
+        asked = os.environ.pop("MPLBACKEND", None)
+        import matplotlib
+
+        if asked is not None:
+            os.environ["MPLBACKEND"] = asked
+            with suppress(ValueError):
+                matplotlib.rcParams["backend"] = asked
     return True
 
 

@@ -1,5 +1,9 @@
 """What programs report: pictures, which never end a run, and metrics as objects of `evaluate`."""
 
+import os
+import subprocess
+import sys
+
 import evaluate
 import pytest
 
@@ -30,3 +34,20 @@ def test_a_picture_that_fails_is_a_warning(tmp_path):
 
 def test_a_picture_that_succeeds_is_named(tmp_path):
     assert draw_or_warn(lambda path: path.write_bytes(b""), tmp_path / "loss.png") == tmp_path / "loss.png"
+
+
+@pytest.mark.parametrize("asked", ["svg", "module://not.installed"])
+def test_figures_of_the_caller_keep_their_backend(asked):
+    """As in a notebook, whose backend shows figures; one that is not installed must not end a run."""
+    program = (
+        "from hope_hf.cli.results import can_draw\n"
+        "assert can_draw()\n"
+        "import matplotlib, os\n"
+        "print(os.environ['MPLBACKEND'], matplotlib.rcParams['backend'])"
+    )
+    environment = {**os.environ, "MPLBACKEND": asked, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    kept, backend = run.stdout.split()
+    # releases of matplotlib that refuse a backend which is not installed choose one
+    assert kept == asked and (backend == asked or asked != "svg")
