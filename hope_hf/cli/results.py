@@ -49,7 +49,7 @@ def can_draw() -> bool:
     """Whether matplotlib is installed; warns if not. Afterwards it can be imported whatever MPLBACKEND is set to.
 
     Notebooks export their own backend to the processes that they start, and matplotlib fails at import if that backend
-    is not installed. Ours are drawn into files, without a backend; figures of a program that calls us keep theirs.
+    is not installed. Our pictures go to files, without a backend; figures of a program that calls this keep theirs.
     """
     if find_spec("matplotlib") is None:
         warnings.warn("No pictures: matplotlib is not installed (pip install 'hope_hf[plot]').", stacklevel=2)
@@ -60,6 +60,7 @@ def can_draw() -> bool:
 
         if asked is not None:
             os.environ["MPLBACKEND"] = asked
+            # some releases refuse a backend that is not installed
             with suppress(ValueError):
                 matplotlib.rcParams["backend"] = asked
     return True

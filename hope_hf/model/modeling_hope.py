@@ -126,8 +126,7 @@ class HopePreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         std = self.config.initializer_range
         if hasattr(module, "begins_as"):
-            # the other module is defined first, so it is already initialised
-            other, change = module.begins_as
+            other, change = module.begins_as  # defined first, so it is already initialised
             init.copy_(module.weight, change(other.weight))
         elif getattr(module, "has_initial_values", False):
             module.reset_parameters()
