@@ -151,8 +151,9 @@ class HopeConfig(PreTrainedConfig):
         conv_kernel_size (`int`, *optional*, defaults to 4):
             Kernel size of the causal depthwise convolutions of queries, keys and values, in tokens.
         recompute_chunks (`int`, *optional*, defaults to 64):
-            Chunks whose activations are recomputed together in the backward pass (the last such group keeps its
-            activations); 0 keeps all activations.
+            Last chunks of a text, which keep all activations for the backward pass. Of the chunks before, the backward
+            pass computes the cheap activations again; under the paper's rule all, in groups of as many chunks. 0 keeps
+            all activations of all chunks.
         sparse_block_size (`int`, *optional*, defaults to 64):
             Tokens per block that sparse attention selects.
         sparse_compress_stride (`int`, *optional*, defaults to 32):

@@ -107,7 +107,8 @@ def _run(
         inputs[3:] = [None if gate is None else torch.where(by_head.valid, gate, 0.0) for gate in inputs[3:]]
         inputs = ScanInputs(*inputs)
     run = scan_plain if is_plain else fast.get(rules[config.memory_rule], scan_plain)
-    reads, after = scan(run, inputs, memories, state, plan.spans, recompute, bool(need_state))
+    run = partial(run, recompute=recompute)
+    reads, after = scan(run, inputs, memories, state, plan.spans, bool(need_state))
     reads = reads if plan.valid is None else by_head.to_tokens(reads)
     reads, *state = _flat(reads, after)
     # a state may hold one tensor twice, or one of the state before

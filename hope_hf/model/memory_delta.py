@@ -63,7 +63,6 @@ class DeltaMemories(NamedTuple):
     shares_input = False
     extends_deltanet = True
     errors_at_chunk_start = False
-    kept_factor = 1
 
     @property
     def reads_chunk_start(self) -> bool:

@@ -1,7 +1,8 @@
 """`memory_scan.scan_plain` for the delta rule, with a backward pass written by hand.
 
 All memories lie side by side as columns of the same products. k, v and q of a span pass elementwise operators one
-after the other, since each fits into a CPU's cache. Per span it saves only what is dear to compute again.
+after the other, since each fits into a CPU's cache. Spans save what their backward pass reads and is dear to compute
+again; with `recompute`, all but the last ones save the dearest alone.
 
 Axes: b sequences times heads, S slot (`chunks`), C slot of a span, D head width, M memories of a layer, K kernel size
 of the convolution. Tokens are rows; a memory is applied as `z W`.
@@ -55,22 +56,23 @@ def unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
 
 
 class _Saved(NamedTuple):
-    """Tensors that the backward pass of a span reads."""
+    """Tensors that the backward pass of a span reads; the first three are None where it computes them again."""
+
+    # k, v and q after the convolution [3, b, C, D], and 1 / |k|, 1 / |v| if values have unit norm, 1 / |q| after SiLU
+    # [3, b, C, 1]
+    mixed: torch.Tensor | None
+    scales: torch.Tensor | None
+    # -eta_i e^(T_t - T_i) (q_t . k_i) for i <= t [b, C, C]
+    attention: torch.Tensor | None
+    # (I + rho L)^-1 for each rho [R b, C, C], rho A [b, C, M D]
+    solved: torch.Tensor
+    errors: torch.Tensor
 
     # S before the span, and at the start of its chunk
     current: torch.Tensor
     chunk_start: torch.Tensor
     # last inputs of the convolutions before the span [b, K - 1, 3 D]
     conv_tail: torch.Tensor
-    # k, v and q after the convolution [3, b, C, D], and 1 / |k|, 1 / |v| if values have unit norm, 1 / |q| after SiLU
-    # [3, b, C, 1]
-    mixed: torch.Tensor
-    scales: torch.Tensor
-    # -eta_i e^(T_t - T_i) (q_t . k_i) for i <= t [b, C, C], (I + rho L)^-1 for each rho [R b, C, C]
-    attention: torch.Tensor
-    solved: torch.Tensor
-    # rho A [b, C, M D]
-    errors: torch.Tensor
 
 
 class _Weights(NamedTuple):
@@ -154,7 +156,7 @@ class _Tokens(NamedTuple):
 
     @classmethod
     def of(
-        cls, inputs: ScanInputs, span: ChunkSpan, active: list[torch.Tensor], scales: tuple[torch.Tensor, ...]
+        cls, inputs: ScanInputs, span: ChunkSpan, active: list[torch.Tensor], scales: torch.Tensor
     ) -> "_Tokens":
         """`active`: k, v and q after SiLU, of which v is changed; `scales` of each, as in `_Saved`."""
         cut, values = slice(span.start, span.stop), active[1]
@@ -179,20 +181,37 @@ def _solve(solved: torch.Tensor, x: torch.Tensor, shape: _Shape, transposed: boo
     return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
 
+def _mix(
+    padded: list[torch.Tensor], weights: _Weights, span: ChunkSpan
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """`mixed` and `scales` of `_Saved`, and k, v and q after SiLU, from the results of `_padded`."""
+    rows, _, width = padded[0].shape
+    shape = (3, rows, span.stop - span.start)
+    mixed, scales = padded[0].new_empty(*shape, width), padded[0].new_empty(*shape, 1)
+    streams = mixed.unbind()
+    convolve_padded(padded, weights.conv_weights, span, streams)
+    active = [F.silu(part) for part in streams]
+    for part, scale in zip(active, scales.unbind(), strict=True):
+        torch.linalg.vector_norm(part, dim=-1, keepdim=True, out=scale)
+    scales.square_().add_(NORM_EPSILON).rsqrt_()
+    return mixed, scales, active
+
+
 def _forward_span(
-    inputs: ScanInputs, weights: _Weights, state: _State, span: ChunkSpan, shape: _Shape, reads: torch.Tensor
+    inputs: ScanInputs,
+    weights: _Weights,
+    state: _State,
+    span: ChunkSpan,
+    shape: _Shape,
+    reads: torch.Tensor,
+    keeps_all: bool,
 ) -> tuple[_State, _Saved]:
     """The state after a span, and the tensors to save; its reads [b, C, D] are written into `reads`."""
     current, chunk_start, tail = state
     cut, size, width, rows = slice(span.start, span.stop), span.stop - span.start, shape.width, len(current)
-    mixed, scales = tail.new_empty(3, rows, size, width), tail.new_empty(3, rows, size, 1)
-    padded, streams, parts = _padded(inputs, state, span, shape), mixed.unbind(), scales.unbind()
-    convolve_padded(padded, weights.conv_weights, span, streams)
-    active = [F.silu(part) for part in streams]
-    for part, scale in zip(active, parts, strict=True):
-        torch.linalg.vector_norm(part, dim=-1, keepdim=True, out=scale)
-    scales.square_().add_(NORM_EPSILON).rsqrt_()
-    both, keys, queries, values, written, from_start, to_end, decay = _Tokens.of(inputs, span, active, parts)
+    padded = _padded(inputs, state, span, shape)
+    mixed, scales, active = _mix(padded, weights, span)
+    both, keys, queries, values, written, from_start, to_end, decay = _Tokens.of(inputs, span, active, scales)
     flat = both.view(rows, 2 * size, width)
     if inputs.value_norm is not None:
         values = values * inputs.value_norm[:, cut, None]
@@ -216,7 +235,8 @@ def _forward_span(
     if inputs.erased is not None:
         values = values * inputs.erased[:, cut, None]
     torch.addcmul(read, weights.value_share, values, out=reads)
-    saved = _Saved(current, chunk_start, tail, mixed, scales, attention, solved, errors)
+    again = (mixed, scales, attention) if keeps_all else (None, None, None)
+    saved = _Saved(*again, solved, errors, current, chunk_start, tail)
 
     after = (from_start[:, -1:] * current).baddbmm_(written.mul_(to_end).mT, errors)
     if not isinstance(span.closes, bool):
@@ -249,20 +269,25 @@ def _backward_span(
     added to `grad_weights`.
     """
     cut, width, initial, current = slice(span.start, span.stop), shape.width, weights.initial, saved.current
-    _, rows, size, _ = saved.mixed.shape
+    rows, size, _ = saved.errors.shape
     grad_after, grad_start, grad_tail = after
     if grad_start is not None and span.closes is not False:
         closed = grad_start if span.closes is True else torch.where(span.closes, grad_start, 0.0)
         grad_after = closed if grad_after is None else grad_after + closed
         grad_start = None if span.closes is True else grad_start - closed
 
-    streams, scales = saved.mixed.unbind(), saved.scales.unbind()
-    active = [F.silu(part) for part in streams]
+    padded, (mixed, scales, attention) = _padded(inputs, saved, span, shape), saved[:3]
+    if mixed is None:
+        mixed, scales, active = _mix(padded, weights, span)
+    else:
+        active = [F.silu(part) for part in mixed]
     both, keys, queries, values, written, from_start, to_end, decay = _Tokens.of(inputs, span, active, scales)
     flat, rate = both.view(rows, 2 * size, width), inputs.rate[:, cut, None]
 
     # the state after the span, and the reads of what it writes
-    grad_errors = torch.bmm(saved.attention.mT, grad_reads)
+    if attention is None:
+        attention = torch.bmm(queries, written.mT).mul_(decay)
+    grad_errors = torch.bmm(attention.mT, grad_reads)
     if shape.projected:
         grad_errors = F.pad(grad_errors, (shape.content.start, 0))
     if grad_after is None:
@@ -331,12 +356,11 @@ def _backward_span(
         # memories that project are read at the chunk's start
         grad_start = torch.zeros_like(saved.chunk_start)
     grad_tails = [None] * 3 if grad_tail is None else list(grad_tail.chunk(3, dim=-1))
-    padded = _padded(inputs, saved, span, shape)
     for index, (grad, unit) in enumerate(((grad_keys, keys), (grad_values, values), (grad_queries, queries))):
         along_unit = along if index == 1 else (grad * unit).sum(-1, keepdim=True)
         if along_unit is not None:
             grad.addcmul_(unit, along_unit, value=-1).mul_(scales[index])
-        torch.ops.aten.silu_backward.grad_input(grad, streams[index], grad_input=grad)
+        torch.ops.aten.silu_backward.grad_input(grad, mixed[index], grad_input=grad)
         conv_weights, grad_conv_weights = weights.conv_weights[index], grad_weights.conv_weights[index]
         grad_raw, grad_tails[index] = convolution_gradients(
             grad, grad_tails[index], padded[index], conv_weights, grad_conv_weights, span
@@ -360,17 +384,19 @@ class _Scan(torch.autograd.Function):
     """The scan as one autograd node; the last arguments are the tensors of `ScanInputs`, `_Weights` and `_State`."""
 
     @staticmethod
-    def forward(ctx, spans, projected, factors, need_state, has_backward, *tensors):
+    def forward(ctx, spans, projected, factors, need_state, recompute, has_backward, *tensors):
         inputs, weights, state = _group(tensors)
         weights, shape = weights.by_stream(), _Shape.of(inputs.query.shape[-1], projected, factors)
         keep = has_backward and any(ctx.needs_input_grad)
         reads, to_save, shared = torch.empty_like(inputs.query), [], []
-        for span in spans:
+        whole = len(spans) - recompute if recompute else 0
+        for number, span in enumerate(spans):
             if span.keeps is not None:
                 same = state.chunk_start is state.current
                 current = span.keeps * state.current
                 state = _State(current, current if same else span.keeps * state.chunk_start, state.conv_tail)
-            state, saved = _forward_span(inputs, weights, state, span, shape, reads[:, span.start : span.stop])
+            into = reads[:, span.start : span.stop]
+            state, saved = _forward_span(inputs, weights, state, span, shape, into, keeps_all=number >= whole)
             shared.append(saved.chunk_start is saved.current)
             if keep:
                 to_save.extend(saved)
@@ -390,8 +416,11 @@ class _Scan(torch.autograd.Function):
         first = len(to_save) - len(ctx.spans) * len(_Saved._fields)
         inputs, weights, _ = _group(to_save[: first - 1])
         current_after = to_save[first - 1]
-        # uninitialised, since every slot is written once
-        grad_inputs = ScanInputs(*(None if part is None else torch.empty_like(part) for part in inputs))
+        # Uninitialised, since every slot is written once. Contiguous, which fixes the order of the sums over them.
+        grad_inputs = [
+            None if part is None else torch.empty_like(part, memory_format=torch.contiguous_format) for part in inputs
+        ]
+        grad_inputs = ScanInputs(*grad_inputs)
         grad_weights = _Weights(*map(torch.zeros_like, weights))
         weights, grad_views = weights.by_stream(), grad_weights.by_stream()
         grad_reads = torch.zeros_like(inputs.query) if grad_reads is None else grad_reads
@@ -409,7 +438,7 @@ class _Scan(torch.autograd.Function):
                 around = (part, current_after, grad_state, grad_inputs, grad_views)
                 grad_state = _backward_span(inputs, weights, span, ctx.shape, saved, *around)
                 current_after = saved.current
-        return None, None, None, None, None, *grad_inputs, *grad_weights, *grad_state
+        return None, None, None, None, None, None, *grad_inputs, *grad_weights, *grad_state
 
 
 def _group(tensors) -> tuple[ScanInputs, _Weights, _State]:
@@ -419,13 +448,24 @@ def _group(tensors) -> tuple[ScanInputs, _Weights, _State]:
 
 
 def scan_fused(
-    inputs: ScanInputs, memories: DeltaMemories, state: ScanState, spans: list[ChunkSpan], need_state: bool = True
+    inputs: ScanInputs,
+    memories: DeltaMemories,
+    state: ScanState,
+    spans: list[ChunkSpan],
+    need_state: bool = True,
+    recompute: int = 0,
 ) -> tuple[torch.Tensor, ScanState | None]:
-    """`memory_scan.scan_plain` for memories under the delta rule; the state is `None` unless it is needed."""
+    """`memory_scan.scan_plain` for memories under the delta rule; the state is `None` unless it is needed.
+
+    Args:
+        recompute: the last spans, which keep all that their backward pass reads. Those before keep 43 % (one memory of
+            as many columns as a span has tokens), and compute convolution, norms and products of queries and keys
+            again. With 0 all spans keep all.
+    """
     (current,), chunk_start, tail = state
     weights = (memories.conv_weights, memories.initial, memories.value_share)
     # `needs_input_grad` is true for leaves even under `no_grad`
-    options = (spans, memories.projected, memories.rate_factors, need_state, torch.is_grad_enabled())
+    options = (spans, memories.projected, memories.rate_factors, need_state, recompute, torch.is_grad_enabled())
     # a rule that does not read the chunk's start gets the current weights in its place
     start = chunk_start[0] if chunk_start else current
     reads, current, start, tail = _Scan.apply(*options, *inputs, *weights, current, start, tail)

@@ -48,6 +48,8 @@ from .memory_triton import scan_triton
 # The class of each `HopeConfig.memory_rule`, and the scans of rules with a backward pass written by hand.
 RULES = {"delta": DeltaMemories, "paper": PaperMemories}
 FAST_SCANS = {DeltaMemories: scan_fused}
+# bytes that autograd keeps of a chunk, relative to those of a hand-written backward pass
+_AUTOGRAD_FACTOR = 4
 register_scan(RULES, FAST_SCANS)
 # ranges from which softplus(dt_bias) and exp(A_log) are drawn
 _TIME_STEPS = (0.001, 0.1)
@@ -250,9 +252,10 @@ class SelfModifyingTitans(Mixer, nn.Module):
                 about = self.config.recompute_chunks, need_state, self.kernels, self.described
                 reads, after = scan_tokens(inputs, memories, state, plan, *about)
             else:
-                # GPU kernels save few activations, and are fastest on a whole text
-                recompute = self.config.recompute_chunks if run in (scan_plain, *FAST_SCANS.values()) else 0
-                reads, after = scan(run, inputs, memories, state, plan.spans, recompute, need_state)
+                if run in (scan_plain, *FAST_SCANS.values()):
+                    # GPU kernels save few activations
+                    run = partial(run, recompute=self.config.recompute_chunks)
+                reads, after = scan(run, inputs, memories, state, plan.spans, need_state)
             reads = reads.unflatten(0, (batch_size, heads)).transpose(1, 2)
             if plan.slot_of_token is not None:
                 reads = plan.to_tokens(reads)
@@ -449,7 +452,8 @@ class SelfModifyingTitans(Mixer, nn.Module):
 
         In narrow dtypes, the norm of the reads and the parts of their product with the gate, too.
 
-        The scan adds, in fp32, the chunks of the last group, which is not recomputed, and a state per other group.
+        The scan adds, in fp32, the last `recompute_chunks` chunks, and what it keeps of those before (`scan_fused`), or
+        under the paper's rule the chunks of the last group and a state per other group (`scan_plain`).
         On a GPU see `kernels_fla.kept_bytes`.
         """
         if is_expected(config):
@@ -458,17 +462,19 @@ class SelfModifyingTitans(Mixer, nn.Module):
         around = batch_size * length * (4 * 4 + low * 2 if low == 4 else 4 * 6 + low * 4) * heads * width
         memories, kernel = len(config.memory_projections) + 1, config.conv_kernel_size
         chunks = math.ceil(length / chunk)
-        stride = config.recompute_chunks or chunks
-        groups = math.ceil(chunks / stride)
-        last = chunks - (groups - 1) * stride
-        size = min(chunk, length)
+        stride, size = config.recompute_chunks or chunks, min(chunk, length)
         state = memories * width**2
-        streams = 3 * (width * (size + kernel - 1) + size)
-        # products of queries with keys, and inverses, padded to a power of two
+        # keys, values, queries, their norms, and products of queries with keys
+        cheap = 3 * (width + 1) * size + size**2
+        # inverses are padded to a power of two
         padded = max(4, 2 ** math.ceil(math.log2(size)))
         rates = 1 if not config.memory_projections else 2
-        squares = size**2 + rates * padded * (padded + 1)
-        piece = state + streams + squares + memories * size * width
+        dear = state + 3 * width * (kernel - 1) + rates * padded * (padded + 1) + memories * size * width
         rule = RULES[config.memory_rule]
-        scan = rule.depth(config) * (rule.kept_factor * piece * last + (groups - 1) * state)
+        if rule in FAST_SCANS:
+            scan = chunks * dear + min(chunks, stride) * cheap
+        else:
+            groups = math.ceil(chunks / stride)
+            last = chunks - (groups - 1) * stride
+            scan = rule.depth(config) * (_AUTOGRAD_FACTOR * (dear + cheap) * last + (groups - 1) * state)
         return around + batch_size * 4 * heads * scan

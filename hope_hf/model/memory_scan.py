@@ -89,8 +89,6 @@ class Memories(Protocol):
     extends_deltanet: ClassVar[bool]
     # whether errors are taken at the weights of the chunk's start
     errors_at_chunk_start: ClassVar[bool]
-    # bytes that autograd keeps of a chunk, relative to those of a hand-written backward pass
-    kept_factor: ClassVar[int]
 
     # kernel weights of the convolutions of k, v and q, side by side, the oldest token's first [K, b, 1, 3 D]
     conv_weights: torch.Tensor
@@ -235,13 +233,44 @@ def scan_span(
     return reads, close_span(state, span, current, tail)
 
 
-def scan_plain(
-    inputs: ScanInputs, memories: Memories, state: ScanState, spans: list[ChunkSpan], need_state: bool = True
+def _scan_spans(
+    inputs: ScanInputs, memories: Memories, state: ScanState, spans: list[ChunkSpan]
 ) -> tuple[torch.Tensor, ScanState]:
-    """Reads [b, S, D] of all spans, and the state after the last, whatever `need_state` is."""
-    reads = []
+    """Reads [b, S, D] of `spans`, of which the first begins at slot 0 of `inputs`."""
+    reads, before = [], spans[0].start
     for span in spans:
+        span = span._replace(start=span.start - before, stop=span.stop - before)
         read, state = scan_span(inputs, memories, state, span)
+        reads.append(read)
+    return torch.cat(reads, dim=1), state
+
+
+def scan_plain(
+    inputs: ScanInputs,
+    memories: Memories,
+    state: ScanState,
+    spans: list[ChunkSpan],
+    need_state: bool = True,
+    recompute: int = 0,
+) -> tuple[torch.Tensor, ScanState]:
+    """Reads [b, S, D] of all spans, and the state after the last, whatever `need_state` is.
+
+    Args:
+        recompute: spans whose activations are recomputed together in the backward pass; 0 keeps all activations. The
+            last such group always keeps its activations, since the backward pass begins with it.
+    """
+    # torch.func's transforms take no hooks on saved tensors, with which `checkpoint` works
+    stride = recompute if recompute and torch.is_grad_enabled() and not is_transformed() else len(spans)
+    groups = [spans[index : index + stride] for index in range(0, len(spans), stride)]
+    # A single group is split too: the split's gradients are contiguous, which fixes the order of the sums over them.
+    parts = inputs.split([group[-1].stop - group[0].start for group in groups])
+    reads = []
+    for part, group in zip(parts, groups, strict=True):
+        if group is groups[-1]:
+            read, state = _scan_spans(part, memories, state, group)
+        else:
+            options = dict(use_reentrant=False, preserve_rng_state=False)
+            read, state = checkpoint(_scan_spans, part, memories, state, group, **options)
         reads.append(read)
     return torch.cat(reads, dim=1), state
 
@@ -252,7 +281,6 @@ def scan(
     memories: Memories,
     state: ScanState | None,
     spans: list[ChunkSpan],
-    recompute: int,
     need_state: bool,
 ) -> tuple[torch.Tensor, ScanState | None]:
     """Reads [b, S, D] of a call's tokens, and the state after them if it is needed.
@@ -260,27 +288,7 @@ def scan(
     Args:
         run: `scan_plain`, or a function that computes the same.
         state: state of the call before, or `None` at a text's start.
-        recompute: spans whose activations are recomputed together in the backward pass; 0 keeps all activations. The
-            last such group always keeps its activations, since the backward pass begins with it.
     """
     state = fresh_state(memories) if state is None else state
-    if not torch.is_grad_enabled():
-        reads, state = run(inputs, memories, state, spans, need_state)
-        return reads, state if need_state else None
-    # torch.func's transforms take no hooks on saved tensors, with which `checkpoint` works
-    stride = len(spans) if not recompute or is_transformed() else recompute
-    groups = [spans[index : index + stride] for index in range(0, len(spans), stride)]
-    # A single group is split too: the split's gradients are contiguous, which fixes the order of the sums over them.
-    parts = inputs.split([group[-1].stop - group[0].start for group in groups])
-    reads = []
-    for index, (part, group) in enumerate(zip(parts, groups, strict=True)):
-        first = group[0].start
-        group = [span._replace(start=span.start - first, stop=span.stop - first) for span in group]
-        if index + 1 == len(groups):
-            read, state = run(part, memories, state, group, need_state)
-        else:
-            read, state = checkpoint(
-                run, part, memories, state, group, True, use_reentrant=False, preserve_rng_state=False
-            )
-        reads.append(read)
-    return reads[0] if len(reads) == 1 else torch.cat(reads, dim=1), state if need_state else None
+    reads, state = run(inputs, memories, state, spans, need_state)
+    return reads, state if need_state else None

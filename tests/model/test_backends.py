@@ -9,7 +9,7 @@ import torch
 from mixers import MIXERS
 
 from hope_hf import HopeConfig, HopeForCausalLM
-from hope_hf.model import kernels_fla, loss, memory_mixer, sparse_attention, sparse_text
+from hope_hf.model import kernels_fla, loss, memory_mixer, memory_scan, sparse_attention, sparse_text
 from hope_hf.model.backends import Kernel, choose
 from hope_hf.model.kernels_fla import selection_obstacle
 from hope_hf.model.sparse_branches import SparseSizes
@@ -136,26 +136,31 @@ def test_every_config_has_kernels_or_a_reason():
     assert config.memory_rule == "delta" and not config.memory_projections
 
 
-def test_kernels_take_a_whole_text_and_torchs_operators_recompute_groups_of_chunks(monkeypatch, tiny_model):
-    calls = []
+def test_torchs_operators_recompute_chunks_and_kernels_none(monkeypatch, tiny_model):
+    scanned, given, scan_spans = [], [], memory_scan._scan_spans
 
     def counted(*args):
-        calls.append(args[3][-1].stop)
-        return memory_mixer.scan_plain(*args)
+        scanned.append(len(args[3]))
+        return scan_spans(*args)
 
-    def slots_scanned():
-        calls.clear()
-        # chunks of 4 tokens: groups of 2, 2 and 1
+    def recorded(*args, **options):
+        given.append(options)
+        return memory_scan.scan_plain(*args, **options)
+
+    def step():
+        # five chunks of 4 tokens
         model = tiny_model(num_hidden_layers=1, recompute_chunks=2).train()
         model(torch.zeros(1, 20, dtype=torch.long), use_cache=False).logits.sum().backward()
-        return calls
 
-    monkeypatch.setitem(memory_mixer.FAST_SCANS, memory_mixer.RULES["delta"], counted)
-    # forward, then backward
-    assert slots_scanned() == [8, 8, 4] + [8, 8]
+    monkeypatch.setattr(memory_scan, "_scan_spans", counted)
+    monkeypatch.setitem(memory_mixer.FAST_SCANS, memory_mixer.RULES["delta"], recorded)
+    step()
+    # the plain scan: forward, then backward
+    assert given == [{"recompute": 2}] and scanned == [2, 2, 1] + [2, 2]
     monkeypatch.setattr(memory_mixer, "runs_torch", lambda *args: False)
-    monkeypatch.setattr(memory_mixer, "choose", lambda *args: lambda *scanned: counted(*scanned))
-    assert slots_scanned() == [20]
+    monkeypatch.setattr(memory_mixer, "choose", lambda *args: lambda *arguments: recorded(*arguments))
+    step()
+    assert given[1:] == [{}]
 
 
 @pytest.mark.parametrize("options", MIXERS.values(), ids=MIXERS)

@@ -1,6 +1,7 @@
 """The scan with a backward written by hand against the plain scan and autograd: reads, state and all gradients."""
 
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from scans import WIDTH, normal, plain_pieces, problem, ragged_pieces, results
 
 from hope_hf.model import memory_fast
 from hope_hf.model.memory_fast import scan_fused, unit_lower_inverse
-from hope_hf.model.memory_scan import scan, scan_plain
+from hope_hf.model.memory_scan import scan_plain
 
 # which streams memories make
 PROJECTIONS = {"static": "", "k": "k", "v": "v", "kv": "kv"}
@@ -85,10 +86,8 @@ def test_a_wrong_backward_would_be_seen(monkeypatch, field):
 def test_recomputed_pieces_give_the_same_gradients(cut, stride):
     arguments = problem(cut(8))
 
-    def recomputed(inputs, memories, state, spans, need_state):
-        return scan(scan_fused, inputs, memories, state, spans, stride, need_state)
-
-    assert_same(results(recomputed, *arguments), results(scan_fused, *arguments))
+    for run in (scan_fused, scan_plain):
+        assert_same(results(partial(run, recompute=stride), *arguments), results(run, *arguments))
 
 
 def test_gradients_of_gradients_are_refused():
@@ -102,16 +101,16 @@ def test_gradients_of_gradients_are_refused():
 
 @pytest.fixture
 def held(monkeypatch):
-    """Of every span that was computed, a weak reference to what it keeps for the backward pass."""
+    """Of every span that was computed, a weak reference to its keys, values and queries after the convolution."""
     references = []
-    forward = memory_fast._forward_span
+    mix = memory_fast._mix
 
     def recorded(*args):
-        state, kept = forward(*args)
-        references.append(weakref.ref(kept.errors))
-        return state, kept
+        mixed, *rest = mix(*args)
+        references.append(weakref.ref(mixed))
+        return mixed, *rest
 
-    monkeypatch.setattr(memory_fast, "_forward_span", recorded)
+    monkeypatch.setattr(memory_fast, "_mix", recorded)
     return references
 
 
@@ -119,20 +118,25 @@ def alive(references):
     return [reference() is not None for reference in references]
 
 
-@pytest.mark.parametrize("stride, kept", [(0, 5), (1, 1), (2, 1), (3, 2)])
+@pytest.mark.parametrize("stride, kept", [(0, 5), (1, 1), (2, 2), (9, 5)])
 def test_what_is_recomputed_is_not_kept(held, stride, kept):
     mixer = build_mixer(recompute_chunks=stride)
     output = run_fast(mixer, normal(1, 40, 16))
     assert output.grad_fn is not None and alive(held) == [False] * (5 - kept) + [True] * kept
     output.sum().backward()
-    assert not any(alive(held))
+    assert len(held) == 5 + (5 - kept) and not any(alive(held))
 
 
 def test_nothing_is_kept_where_no_gradient_is_wanted(held, monkeypatch):
     """Not even until the end of the scan, or a long prompt would take as much memory as training on it."""
     most = []
     forward = memory_fast._forward_span
-    monkeypatch.setattr(memory_fast, "_forward_span", lambda *args: most.append(sum(alive(held))) or forward(*args))
+
+    def counted(*args, **options):
+        most.append(sum(alive(held)))
+        return forward(*args, **options)
+
+    monkeypatch.setattr(memory_fast, "_forward_span", counted)
     mixer = build_mixer()
     with torch.no_grad():
         output = run_fast(mixer, normal(1, 40, 16))

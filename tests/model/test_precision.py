@@ -44,10 +44,10 @@ def seen(monkeypatch):
         dtypes.setdefault(place, set()).update(tensor.dtype for tensor in tensors_in(values))
 
     def recorded(run):
-        def scan(inputs, memories, state, spans, need_state=True):
+        def scan(inputs, memories, state, spans, need_state=True, **options):
             record("inputs", inputs)
             record("memories", memories)
-            reads, after = run(inputs, memories, state, spans, need_state)
+            reads, after = run(inputs, memories, state, spans, need_state, **options)
             record("reads", reads)
             record("state", state, after)
             return reads, after
