@@ -6,7 +6,8 @@ import re
 import secrets
 import shutil
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -106,6 +107,18 @@ def replace_text(file: Path, text: str) -> None:
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    """Raises the OSError that an error of safetensors or tokenizers has in its text alone."""
+    try:
+        yield
+    except Exception as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None or isinstance(error, OSError):
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
 def flush_to_disk(file: IO) -> None:

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
+from hope_hf.cli.files import disk_errors
 from hope_hf.cli.flags import TEXT_SOURCES
 from hope_hf.cli.process import one_line
 from hope_hf.cli.results import draw_or_warn
@@ -38,12 +39,17 @@ def finish(args: Arguments, engine: Engine, data, evaluation: dict, checkpoint: 
     weights = {} if in_parts else final_weights(engine, checkpoint)
     if engine.accelerator.is_main_process:
         folder = Path(args.output_dir)
-        if not in_parts:
-            engine.save_model(folder, weights)
-        data.tokenizer.save_pretrained(folder)
-        results = {name.replace("/", "_"): value for name, value in evaluation.items()}
-        results["perplexity"] = evaluation["eval/perplexity"]
-        (folder / "all_results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        with disk_errors():
+            if in_parts:
+                # of a shorter run in this folder
+                for file in folder.glob("model*.safetensors*"):
+                    file.unlink()
+            else:
+                engine.save_model(folder, weights)
+            data.tokenizer.save_pretrained(folder)
+            results = {name.replace("/", "_"): value for name, value in evaluation.items()}
+            results["perplexity"] = evaluation["eval/perplexity"]
+            (folder / "all_results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     engine.accelerator.wait_for_everyone()
 
 

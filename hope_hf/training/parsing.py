@@ -1,5 +1,6 @@
 """From a command line to `Arguments`: YAML file, flags that override it, one sentence for each mistake."""
 
+import math
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -104,16 +105,19 @@ def _warn_of_ignored(args: Arguments, named: set[str]):
         ("lora_alpha", args.lora_rank is None, "--lora_rank is not given"),
         ("level_learning_period", args.level_learning == "none", "--level_learning is not given"),
         ("level_learning_order", args.level_learning == "none", "--level_learning is not given"),
-        (
-            "keep_every",
-            not args.checkpointing_steps or (args.keep_every or 1) % args.checkpointing_steps,
-            f"its steps are no multiples of --checkpointing_steps {args.checkpointing_steps}",
-        ),
+        ("keep_every", not args.checkpointing_steps, "--checkpointing_steps is 0"),
+        ("num_warmup_steps", args.lr_scheduler_type == "constant", "constant has none (constant_with_warmup has)"),
         ("run_name", args.report_to == "none", "--report_to names no tracker"),
         ("project_name", args.report_to == "none", "--report_to names no tracker"),
         ("hub_model_id", not args.push_to_hub, "--push_to_hub is not given"),
         ("hub_private_repo", not args.push_to_hub, "--push_to_hub is not given"),
     )
+    if args.keep_every and args.checkpointing_steps and args.keep_every % args.checkpointing_steps:
+        kept = math.lcm(args.keep_every, args.checkpointing_steps)
+        warn_once(
+            f"--keep_every {args.keep_every} keeps a checkpoint every {kept} steps: it is no multiple of "
+            f"--checkpointing_steps {args.checkpointing_steps}."
+        )
     if args.watchdog_seconds >= args.ddp_timeout:
         warn_once(
             f"--watchdog_seconds {args.watchdog_seconds:g} is not below --ddp_timeout {args.ddp_timeout:g}: a hang of "

@@ -89,7 +89,10 @@ def schedule_of(args: Arguments, total_steps: int, begin: int = 0, first: float 
         raise ValueError(f"--lr_scheduler_steps {end}: this run's schedule begins at step {begin}, give more.")
     steps = end - begin
     warmup = args.num_warmup_steps
-    if warmup is None:
+    if args.lr_scheduler_type == "constant":
+        # transformers' has none
+        warmup = 0
+    elif warmup is None:
         warmup = min(steps // 10, MOST_WARM_UP_STEPS)
     settings = parse_settings(args.lr_scheduler_kwargs)
     # transformers has no defaults for these.

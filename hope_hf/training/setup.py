@@ -121,8 +121,8 @@ def build_all(args: Arguments, engine: Engine, saved: SavedRun | None, finished:
     total_steps = _total_steps(args, data, rows_per_step, saved)
     if saved and total_steps < saved.step + finished:
         raise ValueError(
-            f"{saved.path} has done {saved.step} steps and the run now has {total_steps}: raise --max_train_steps or "
-            "--num_train_epochs to continue it, or choose another --output_dir."
+            f"{saved.path} has done {saved.step} steps and the run now has {total_steps}: raise {args.length_flag} "
+            "to continue it, or choose another --output_dir."
         )
     if args.max_train_steps is None and total_steps < FEW_STEPS:
         warn_once(
@@ -132,10 +132,11 @@ def build_all(args: Arguments, engine: Engine, saved: SavedRun | None, finished:
     check_profiled(args.profile_steps, total_steps)
     optimizer = _optimizer(args, model, tokens_per_step)
     schedule, changes = _schedule(args, data, optimizer, total_steps, rows_per_step, saved)
-    if schedule.begin + schedule.warmup >= total_steps:
+    length = min(schedule.end, total_steps)
+    if schedule.begin + schedule.warmup >= length:
         warn_once(
-            f"The run of {total_steps} steps ends within its warm-up of {schedule.warmup}: the learning rate never "
-            "reaches its peak; lower --num_warmup_steps."
+            f"The learning rate never reaches its peak: the warm-up has {schedule.warmup} steps, and schedule or run "
+            f"end at step {length}; lower --num_warmup_steps."
         )
     plan = Plan(data.block_size, tokens_per_step, total_steps, schedule)
     return Run(data, model, optimizer, plan, values, changes)
@@ -145,11 +146,11 @@ def _total_steps(args: Arguments, data: Data, rows_per_step: int, saved: SavedRu
     if args.max_train_steps is not None:
         return args.max_train_steps
     batches = args.num_train_epochs * data.train.batches_per_epoch
-    if saved is None or saved.state["trainer"]["identity"]["rows_per_step"] == rows_per_step:
+    if saved is None:
         return max(1, math.ceil(batches / args.gradient_accumulation_steps))
     rows = batches * (rows_per_step // args.gradient_accumulation_steps)
     read = saved.state["trainer"]["progress"]["tokens"] // data.block_size
-    return saved.step + max(0, math.ceil((rows - read) / rows_per_step))
+    return saved.step + math.ceil((rows - read) / rows_per_step)
 
 
 def _schedule(
@@ -181,7 +182,7 @@ def _schedule(
     if schedule.end < total_steps and schedule.kind not in ENDLESS and schedule.fractions(peak)(schedule.end) == 0:
         raise ValueError(
             f"--lr_scheduler_steps {schedule.end}: the learning rate is 0 from that step on and the run has "
-            f"{total_steps}; give a schedule that ends above 0 (cosine_with_min_lr) or lower --max_train_steps."
+            f"{total_steps}; give a schedule that ends above 0 (cosine_with_min_lr) or lower {args.length_flag}."
         )
     return schedule, changes
 

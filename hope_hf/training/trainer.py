@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from accelerate.utils import send_to_device, set_seed
 from torch.optim.lr_scheduler import LambdaLR
 
 from hope_hf.cli.files import PROCESSES
+from hope_hf.optim import parse_level_optimizers
 from hope_hf.step.arguments import Arguments
 from hope_hf.step.flops import flops_per_token
 from hope_hf.step.objective import can_skip_logits, check_token_ids, count_valid, model_inputs, summed_loss
@@ -133,11 +134,19 @@ def begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | None
     # A run may continue with other processes, rows per process and engine, if its steps stay the same.
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes
     identity = args.identity() | {"rows_per_step": rows, "mixed_precision": accelerator.mixed_precision}
+    if args.level_optimizers is not None:
+        options = parse_level_optimizers(args.level_optimizers)
+        identity["content of level_optimizers"] = {str(level): asdict(own) for level, own in options.items()}
     changeable = args.changeable()
     record = folder.check(identity, changeable)
     if record and not is_open(record, identity):
         return None
     saved = find_checkpoint(args.output_dir, args.resume_from_checkpoint, (record or {}).get("begun_from"))
+    if saved is None and record and record["complete"]:
+        raise ValueError(
+            f"--output_dir {args.output_dir} holds a complete run without a checkpoint, which cannot continue: choose "
+            f"a new folder, and --model_name_or_path {args.output_dir} to begin from its weights."
+        )
     changed = []
     if saved:
         theirs = saved.state["trainer"]["identity"]
@@ -149,8 +158,6 @@ def begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | None
     config, plan, values = run.model.config, run.plan, run.values
     if saved:
         require_same_run(saved.path, identity, theirs, changeable)
-    begun_from = other_run(args.output_dir, args.resume_from_checkpoint)
-    record = folder.open(identity, args.defaults, changeable, begun_from)
     if saved and values is None:
         load_weights(run.model, saved.manifest)
     elif saved:
@@ -164,6 +171,8 @@ def begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | None
     if (saved or args.model_name_or_path) and not is_fake(run.model):
         source = saved.path if saved else f"--model_name_or_path {args.model_name_or_path}"
         require_finite_weights(engine, source)
+    begun_from = other_run(args.output_dir, args.resume_from_checkpoint)
+    record = folder.open(identity, args.defaults, changeable, begun_from)
     # The scheduler is not prepared: accelerate would step it once per process.
     scheduler = LambdaLR(run.optimizer, plan.schedule.fractions(run.optimizer.defaults["lr"]))
     if args.torch_compile:
@@ -259,6 +268,9 @@ def _steps(
         if progress.step not in {0, *training.checkpoints} and not progress.skipped_in_a_row:
             save()
         again = "run the same command again to continue"
+        named = args.resume_from_checkpoint
+        if named not in (None, "latest") and other_run(args.output_dir, named) is None:
+            again = "give --resume_from_checkpoint latest to continue"
         if args.save_only_model:
             again = "its checkpoint can begin another run (--model_name_or_path)"
         monitor.say(f"Stopped at step {progress.step}: {again}.")

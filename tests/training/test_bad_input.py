@@ -6,11 +6,14 @@ import shutil
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from training_runs import HOPE, HOPE_ATTENTION, HOPE_HYBRID, LLAMA, make_tokenizer
 
 from hope_hf.data import sources
-from hope_hf.training import main, setup
+from hope_hf.training import finish, main, setup
+from hope_hf.training.checkpoints.writer import CheckpointWriter
+from hope_hf.training.engines.base import Engine
 from hope_hf.training.parsing import parse
 from hope_hf.training.watch import process_files
 from hope_hf.training.watch.monitor import Monitor
@@ -260,6 +263,19 @@ def test_tokenizer_larger_than_a_loaded_model(run, capsys, tmp_path, corpus):
     flags = ["--model_name_or_path", tmp_path / "a"]
     data = [*corpus[:4], "--tokenizer_name", str(tmp_path / "tokenizer")]
     refuse(run, capsys, "--tokenizer_name", name="b", flags=flags, data=data, model=[])
+
+
+@pytest.mark.parametrize("error", [SafetensorError, Exception], ids=["safetensors", "tokenizers"])
+def test_a_disk_that_the_final_model_fills(run, capsys, monkeypatch, error):
+    def full(*_, **__):
+        raise error("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(Engine, "save_model", full)
+    # checkpoints are written by the same method
+    monkeypatch.setattr(CheckpointWriter, "save", lambda writer, step, **_: writer._output_dir / f"checkpoint-{step}")
+    monkeypatch.setattr(finish, "final_weights", lambda *_: {})
+    assert run("a", "--max_train_steps", "1")[0] == 2
+    assert "cannot be written (No space left on device): free space there" in capsys.readouterr().err
 
 
 def test_a_disk_that_fills_up_between_checkpoints(run, capsys, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -59,6 +60,40 @@ def test_more_epochs_continue_a_finished_run(run, capsys):
     assert run("a", *one)[0] == 2
     assert f"has done {longer} steps and the run now has {steps}" in capsys.readouterr().err
     assert run("a", *two)[0] == 0 and "is complete; raise --num_train_epochs to" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("before, now", [(4, 2), (2, 4)])
+def test_epochs_end_at_the_same_row_however_often_the_batch_changes(run, before, now):
+    def part(rows, *flags):
+        return run("a", *EACH, "--num_train_epochs", "0.2", "--per_device_train_batch_size", rows, *flags)
+
+    _, rows = run("whole", *EACH, "--num_train_epochs", "0.2", "--per_device_train_batch_size", 4)
+    part(before, "--stop_after", 3)
+    changed = "--resume_from_checkpoint", "latest"
+    part(now, *changed, "--stop_after", 2)
+    assert part(now, *changed, "--stop_after", 1)[0] == 0
+    status, parts = part(now, *changed)
+    assert status == 0 and abs(parts[-1]["tokens"] - rows[-1]["tokens"]) < 4 * 32
+
+
+def test_a_complete_run_whose_checkpoints_are_gone_is_not_begun_again(run, tmp_path, capsys):
+    run("a", *EACH, "--max_train_steps", 4)
+    for checkpoint in (tmp_path / "a").glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    before = (tmp_path / "a/metrics.jsonl").read_text()
+    assert run("a", *EACH, "--max_train_steps", 6)[0] == 2
+    assert "holds a complete run without a checkpoint" in capsys.readouterr().err
+    assert (tmp_path / "a/metrics.jsonl").read_text() == before
+
+
+def test_a_changed_file_of_level_optimizers_is_refused(run, tmp_path, capsys):
+    file = tmp_path / "levels.json"
+    flags = [*EACH, "--level_optimizers", file]
+    file.write_text('{"1": {"lr_factor": 2}}')
+    assert run("a", *flags, "--max_train_steps", 2, model=HOPE)[0] == 0
+    file.write_text('{"1": {"lr_factor": 0.5}}')
+    assert run("a", *flags, "--max_train_steps", 4, model=HOPE)[0] == 2
+    assert "content of level_optimizers was" in capsys.readouterr().err
 
 
 def test_a_constant_rate_goes_on_as_in_one_longer_run(run, capsys):
@@ -268,7 +303,7 @@ def test_every_nth_checkpoint_is_kept_for_good(run, tmp_path, recwarn):
     assert sorted(path.name for path in (tmp_path / "a").glob("checkpoint-*")) == [
         "checkpoint-3", "checkpoint-6", "checkpoint-8"
     ]  # fmt: skip
-    with pytest.warns(UserWarning, match="--keep_every is ignored: its steps are no multiples"):
+    with pytest.warns(UserWarning, match="--keep_every 3 keeps a checkpoint every 6 steps"):
         parse(["--output_dir", "x", "--keep_every", "3", "--checkpointing_steps", "2"])
 
 

@@ -118,12 +118,26 @@ def test_complete_run_is_not_repeated(run, tmp_path, capsys):
     assert (tmp_path / "a" / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_named_checkpoint_is_taken_and_later_rows_are_replaced(run, tmp_path, capsys):
+def test_named_checkpoint_is_taken_if_it_is_the_newest_and_later_rows_are_replaced(run, tmp_path, capsys):
     _, whole = run("a", *SAVES, "--save_total_limit", "9")
+    named = [*SAVES, "--resume_from_checkpoint", tmp_path / "a" / "checkpoint-2"]
     forget_the_end(tmp_path / "a", 5)
-    _, rows = run("a", *SAVES, "--resume_from_checkpoint", tmp_path / "a" / "checkpoint-2")
-    assert "checkpoint-2 at step 2" in capsys.readouterr().out
+    assert run("a", *named)[0] == 2
+    assert "the run has gone on to checkpoint-4; give a new --output_dir" in capsys.readouterr().err
+    forget_the_end(tmp_path / "a", 4)
+    _, rows = run("a", *named, "--stop_after", 1)
+    told = capsys.readouterr().out
+    assert "checkpoint-2 at step 2" in told and "give --resume_from_checkpoint latest to continue" in told
+    _, rows = run("a", *SAVES, "--resume_from_checkpoint", "latest")
     assert curve(rows) == curve(whole)
+
+
+def test_a_run_that_begins_again_has_one_evaluation_at_the_start(run, tmp_path):
+    flags = [*SAVES, "--eval_on_start", "--save_total_limit", "9"]
+    _, whole = run("a", *flags)
+    forget_the_end(tmp_path / "a", 2, 4, 5)
+    _, again = run("a", *flags)
+    assert [row["step"] for row in again] == [row["step"] for row in whole]
 
 
 @pytest.mark.parametrize("fails", [True, False])

@@ -112,9 +112,16 @@ def _choose(output_dir: Path, resume_from_checkpoint: str | None, begun_from: st
                 f"{resume_from_checkpoint}: choose a new folder."
             )
         try:
-            return _named(Path(resume_from_checkpoint))
+            named = _named(Path(resume_from_checkpoint))
         except ValueError as error:
             raise ValueError(f"--resume_from_checkpoint: {error}") from None
+        newest = None if other or named.facts.get("only_model") else latest_checkpoint(output_dir)
+        if newest is not None and newest.step > named.step:
+            raise ValueError(
+                f"--resume_from_checkpoint {resume_from_checkpoint}: the run has gone on to {newest.folder.name}; "
+                "give a new --output_dir to fork the run, latest to continue it, or delete the later checkpoints."
+            )
+        return named
     found = latest_checkpoint(output_dir)
     if found is None and resume_from_checkpoint == "latest":
         raise ValueError(

@@ -109,7 +109,8 @@ class RunFolder:
                 )
             return None
         record = _read(file)
-        require_same_run(f"--output_dir {self.path}", identity, record["identity"], changeable)
+        has_checkpoint = record["complete"] or any(self.path.glob("checkpoint-*"))
+        require_same_run(f"--output_dir {self.path}", identity, record["identity"], changeable, has_checkpoint)
         return record
 
     def _write(self, record: dict):
@@ -162,7 +163,9 @@ def is_open(record: dict, identity: dict) -> bool:
     return not record["complete"] or bool(differences(identity, record["identity"]))
 
 
-def require_same_run(place: object, ours: dict, theirs: dict, changeable: Collection[str] = ()):
+def require_same_run(
+    place: object, ours: dict, theirs: dict, changeable: Collection[str] = (), has_checkpoint: bool = True
+):
     """ValueError if the identity `ours` differs from that of the run in `place` in other keys than `changeable`."""
     for name in differences(ours, theirs):
         # Vectors of their own rate are groups of their own.
@@ -170,7 +173,9 @@ def require_same_run(place: object, ours: dict, theirs: dict, changeable: Collec
         if name in changeable and not regrouped:
             continue
         change = ""
-        if name in Arguments.CHANGEABLE and not regrouped:
+        if not has_checkpoint:
+            change = " or delete the folder, which holds no checkpoint,"
+        elif name in Arguments.CHANGEABLE and not regrouped:
             change = " or give --resume_from_checkpoint latest to continue it with this change,"
         if name == "data":
             raise ValueError(

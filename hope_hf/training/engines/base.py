@@ -78,9 +78,10 @@ class Engine:
     fills_shards = False
     """Whether it shards a model on the meta device, whose values are set afterwards (`--init sharded`)."""
     shards_weights = False
-    # whether `--level_learning` runs: a forward pass reads its blocks once for every piece, and goes back through them
-    trains_levels = True
     """Whether a process holds only slices of the weights."""
+    trains_levels = True
+    """Whether `--level_learning` runs: a forward pass reads its blocks once for every piece, and goes back through
+    them."""
     autocasts = True
     """Whether autocast lowers the precision, and not a copy of the weights."""
     whole_gradients: torch.dtype | None = None

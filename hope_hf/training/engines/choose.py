@@ -36,11 +36,13 @@ def make_engine(args: Arguments, trackers: list[str]) -> Engine:
     """
     check_launch_file()
     check_mesh()
+    check_compiler()
     wanted = wanted_engine()
     timeout = datetime.timedelta(seconds=args.ddp_timeout)
     options = {
         "kwargs_handlers": [InitProcessGroupKwargs(timeout=timeout)],
-        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        # The number alone would yield to the environment's ACCELERATE_GRADIENT_ACCUMULATION_STEPS.
+        "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=args.gradient_accumulation_steps),
         "log_with": trackers or None,
         "project_dir": args.output_dir,
     }
@@ -155,6 +157,15 @@ def check_mesh() -> None:
         raise ValueError(
             f"The launch file makes a mesh of {replicas} x {shards} processes and {world_size} run: change "
             "parallelism_config_dp_replicate_size and parallelism_config_dp_shard_size, or --num_processes."
+        )
+
+
+def check_compiler() -> None:
+    """ValueError if the launch file lets accelerate compile the whole model, which `--torch_compile` does by parts."""
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if backend.lower() != "no":
+        raise ValueError(
+            f"The launch file compiles the model (dynamo_backend {backend}): set it to 'NO', and give --torch_compile."
         )
 
 

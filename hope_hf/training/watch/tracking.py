@@ -176,8 +176,8 @@ def _clock(seconds: float) -> str:
 
 
 def _drop_rows_after(path: Path, step: int):
-    """Drop rows after the checkpoint that a run continues from: they will be logged again."""
+    """Drop rows after the checkpoint that a run continues from: they will be logged again. Without one (0), all."""
     if not path.exists():
         return
-    rows = [row for row in read_metrics(path.parent) if row["step"] <= step]
+    rows = [row for row in read_metrics(path.parent) if row["step"] <= step] if step else []
     replace_text(path, "".join(json.dumps(row) + "\n" for row in rows))

@@ -117,6 +117,16 @@ def test_launch_that_fell_apart_is_refused(tmp_path, monkeypatch):
         make_engine(arguments(tmp_path), [])
 
 
+def test_the_environment_neither_accumulates_nor_compiles(tmp_path, monkeypatch):
+    reset_accelerate()
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    assert make_engine(arguments(tmp_path), []).accelerator.gradient_accumulation_steps == 1
+    reset_accelerate()
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    with pytest.raises(ValueError, match="compiles the model .dynamo_backend INDUCTOR.: set it to 'NO'"):
+        make_engine(arguments(tmp_path), [])
+
+
 def test_engine_that_would_not_run_is_refused(tmp_path, monkeypatch):
     reset_accelerate()
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
