@@ -3,7 +3,6 @@
 import json
 import reprlib
 from collections.abc import Callable, Collection
-from datetime import date
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +37,7 @@ def read_recipe(path: str | Path, flags: Collection[str], left_out: Collection[s
 
     Raises ValueError that names the file if it cannot be read.
     """
-    recipe = read_yaml(find_file(path, RECIPES), f"The recipe {path}")
+    recipe = read_yaml(find_file(path, RECIPES), f"The recipe {path}", partial(load_yaml, loader=_FlagLoader))
     if not isinstance(recipe, dict):
         raise ValueError(f"The recipe {path} must hold lines of the form 'flag: value'.")
     words = []
@@ -107,13 +106,13 @@ def yaml_fields(path: str | Path, named: str) -> dict[str, str | list[str] | Non
     return {key.value: plain(value) for key, value in node.value if isinstance(key, yaml.ScalarNode)}
 
 
-def load_yaml(text: str) -> object:
+def load_yaml(text: str, loader: type[yaml.SafeLoader] | None = None) -> object:
     """The value of a YAML text, which may have no repeated keys, no aliases and no merged mappings.
 
     Raises yaml.YAMLError, ValueError or RecursionError.
     """
     try:
-        return yaml.load(text, Loader=PlainLoader)
+        return yaml.load(text, Loader=loader or PlainLoader)
     # PyYAML raises LookupError for `!!int ''` and `!!bool x`.
     except LookupError as error:
         raise yaml.YAMLError(f"a value does not fit its tag ({error})") from None
@@ -147,14 +146,26 @@ class PlainLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+class _FlagLoader(PlainLoader):
+    """Values of flags as they are written: YAML 1.1 makes `no` False, `2026_11_28` a number and `1:30` 90."""
+
+    def construct_document(self, node):
+        for _, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            for part in value.value if isinstance(value, yaml.SequenceNode) else (value,):
+                if isinstance(part, yaml.ScalarNode) and part.tag in _TYPED:
+                    part.tag = "tag:yaml.org,2002:str"
+        return super().construct_document(node)
+
+
+_TYPED = {f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float", "timestamp")}
+
+
 def _word(path: str | Path, key: str, value: object) -> str:
     if isinstance(value, dict) and key in _OBJECTS:
         try:
             return json.dumps(value)
         except TypeError as error:
             raise ValueError(f"The recipe {path} has a value of {key} that is not JSON: {error}.") from None
-    word = str(value)
-    # A bool is an int.
-    if not isinstance(value, str | int | float | date) or not word.strip() or word.startswith("--"):
+    if not isinstance(value, str) or not value.strip() or value.startswith("--"):
         raise ValueError(f"The recipe {path} has {key}: {reprlib.repr(value)}, give it one value or leave it out.")
-    return word
+    return value

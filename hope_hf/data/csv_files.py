@@ -20,6 +20,8 @@ def csv_columns(path: str) -> tuple[list[str], list[str], list[str]]:
     """
     with open_bytes(path) as file:
         schema = _open(path, file, pyarrow.csv.ConvertOptions(), lambda row: "skip").schema
+    if len(schema) == 1 and re.search("[,;\t|]", name := schema.names[0]):
+        raise ValueError(f"its only column is {name!r}, so separate columns by commas in .csv and by tabs in .tsv")
     texts = [field.name for field in schema if pa.types.is_string(field.type)]
     return schema.names, schema.names, texts
 

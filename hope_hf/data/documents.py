@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 
 from datasets import Dataset, IterableDataset, load_dataset
@@ -138,6 +138,9 @@ def load_data_set(source: str, name: str, config_name: str | None, split: str | 
     Raises ValueError that names `source` if it cannot be loaded.
     """
     if is_saved(name):
+        if config_name or options.get("data_dir"):
+            named = "data_dir" if options.get("data_dir") else "dataset_config_name"
+            raise ValueError(f"{source} is a folder of save_to_disk, which has no {named}: leave it out.")
         return load_saved(name, source, split, options.get("streaming", False))
     if not os.path.exists(os.path.expanduser(name)) and not is_hub_name(name):
         raise ValueError(f"{' '.join(source.split())} is neither a folder nor a data set's name on the Hub: check it.")
@@ -186,7 +189,7 @@ def _from_hub(config: DataConfig):
 def split_training(documents: Dataset, percentage: float, source: str) -> tuple[Dataset, Dataset]:
     """Training and validation documents, by hash of their text or name; ValueError names `source` if one is empty.
 
-    A single document is split at a blank line.
+    A single document is split in two.
     """
     key = "name" if "name" in documents.column_names else "text"
     keys = (row[key] for row in documents.select_columns([key]))
@@ -195,7 +198,7 @@ def split_training(documents: Dataset, percentage: float, source: str) -> tuple[
         raise ValueError(f"{source} holds no text: give a file with text.")
     if held:
         return documents.select(train).select_columns(["text"]), documents.select(held).select_columns(["text"])
-    parts = _part_at_blank_line(documents[train[0]]["text"], percentage)
+    parts = _two_parts(documents[train[0]]["text"], percentage)
     if parts is None:
         raise ValueError(
             f"{source} holds one document, which cannot be split into training and validation: add documents or, with "
@@ -204,16 +207,24 @@ def split_training(documents: Dataset, percentage: float, source: str) -> tuple[
     return Dataset.from_dict({"text": parts[:1]}), Dataset.from_dict({"text": parts[1:]})
 
 
-def _part_at_blank_line(text: str, percentage: float) -> tuple[str, str] | None:
-    """Head and tail of one long text, the tail about `percentage` of it; None if no blank line splits it.
+def _two_parts(text: str, percentage: float) -> tuple[str, str] | None:
+    """Head and tail of one text, the tail about `percentage` of it: between half and one and a half times as much.
 
+    They meet after a blank line, or if there is none there, after a line or a word; in a short text, after any blank
+    line of the second half. None if nothing splits the text.
     A book in one file is the usual case: its paragraphs stay together as one document on each side.
     """
+    # Blanks before the first word and after the last one do not count.
+    begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
     target = round(len(text) * (1 - percentage / 100))
-    # Blank lines before the first word and after the last one do not count.
-    blank = re.compile(r"\n[ \t\r]*+\n\s*+").finditer(text, len(text) - len(text.lstrip()), len(text.rstrip()))
-    cut = min((match.end() for match in blank), key=lambda position: abs(position - target), default=None)
-    return None if cut is None else (text[:cut], text[cut:])
+    room = min(target - begin, end - target) / 2
+    near, blank = target - room, r"\n[ \t\r]*+\n\s*+"
+    for pattern, first in ((blank, near), (r"\n\s*+", near), (r"\s++", near), (blank, end / 2)):
+        breaks = re.compile(pattern).finditer(text, max(begin, int(first)), end)
+        cuts = takewhile(lambda cut: cut <= target + room, (match.end() for match in breaks))
+        if cut := min(cuts, key=lambda cut: abs(cut - target), default=None):
+            return text[:cut], text[cut:]
+    return None
 
 
 def _split_stream(train: IterableDataset, held: Dataset | IterableDataset | None, config: DataConfig):

@@ -31,7 +31,7 @@ from .cache import cached_texts
 from .chats import MESSAGES, chat_text
 from .compressed import CODECS, open_bytes, open_text, unpacked, unpacked_name
 from .csv_files import csv_columns, csv_texts
-from .json_files import BadRow, check_json, json_columns, json_texts, json_values
+from .json_files import BadRow, UnreadableText, check_json, json_columns, json_texts, json_values
 from .vocabulary import END_OF_TEXT
 
 _KINDS = {
@@ -54,10 +54,6 @@ LONGEST = 1 << 24
 PART = 1 << 17
 _LONGEST_LINE = 1 << 16
 _BREAKS = [re.compile(pattern) for pattern in (r"\n[ \t\r]*+\n", r"\n", r"\s")]
-
-
-class UnreadableText(ValueError):
-    """A file cannot be read as text; the message is for the user."""
 
 
 class UndecodableByte(ValueError):
@@ -161,7 +157,8 @@ def load_files(
             chosen = choose_column(_columns_of(path, flag, reading.skip), f"{flag} {path}", reading.column)
             reading = replace(reading, column=chosen)
     if streaming:
-        options = {"paths": paths, "reading": reading}
+        # No list: of a list, each rank of several would read files of its own, whatever documents they hold.
+        options = {"paths": tuple(paths), "reading": reading}
         return IterableDataset.from_generator(_rows, Features({"text": Value("string")}), gen_kwargs=options)
     texts = (texts for path in paths for texts in _read_texts(path, reading))
     found = cached_texts(paths, (reading.column, reading.skip, chats), texts)
@@ -252,6 +249,8 @@ def load_saved(folder: str, source: str, split: str | None = None, streaming: bo
 
     Raises ValueError that names `source`.
     """
+    if split not in (None, "train") and not _splits(folder, source):
+        raise ValueError(f"{source} has no splits, and split names {split}: leave it out.")
     if split is None:
         return {split: load_saved(folder, source, split, streaming) for split in _splits(folder, source) or ["train"]}
     files = saved_files(folder, source, split)
@@ -370,7 +369,7 @@ def _columns_of(path: str, flag: str, skip: bool) -> Columns:
         if kind == "csv":
             return Columns(*csv_columns(path))
         with unpacked(path) as plain, pa.memory_map(plain) as file:
-            schema = _parquet(file).schema_arrow if kind == "parquet" else pa.ipc.open_stream(file).schema
+            schema = _parquet(file).schema_arrow if kind == "parquet" else _arrow(file)[0]
         strings = [field.name for field in schema if _is_string(field.type)]
         return Columns(schema.names, strings, strings)
 
@@ -444,9 +443,18 @@ def _parquet_column(path: str, column: str) -> Iterator[pa.Array]:
             yield batch.column(0)
 
 
+def _arrow(file: pa.NativeFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    """Schema and batches of Arrow's stream format, which `datasets` writes, or of its file format."""
+    is_stream = file.read(6) != b"ARROW1"
+    file.seek(0)
+    reader = (pa.ipc.open_stream if is_stream else pa.ipc.open_file)(file)
+    batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
+    return reader.schema, iter(batches)
+
+
 def _arrow_column(path: str, column: str) -> Iterator[pa.Array]:
     with unpacked(path) as plain, pa.memory_map(plain) as file:
-        for batch in pa.ipc.open_stream(file):
+        for batch in _arrow(file)[1]:
             yield batch.column(column)
 
 
@@ -468,7 +476,7 @@ def _chats(path: str, column: str, _) -> Iterator[pa.Array]:
 _READERS = {"text": _text, "json": json_texts, "csv": csv_texts, "parquet": _as_texts, "arrow": _as_texts}
 
 
-def _rows(paths: list[str], reading: Reading) -> Iterator[dict[str, str]]:
+def _rows(paths: tuple[str, ...], reading: Reading) -> Iterator[dict[str, str]]:
     count = bad = 0
     for path in paths:
         for texts in _read_texts(path, reading):

@@ -31,26 +31,30 @@ _SPACE = re.compile(r"\s*")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d([ T][\d:.,]+ ?(Z|[+-][\d:]+)?)?")
 
 
+class UnreadableText(ValueError):
+    """A file cannot be read as text; the message is for the user."""
+
+
 class BadRow(ValueError):
     """A row of a file is bad: `args` are its number, from 1, and what is wrong with it."""
 
 
 def check_json(path: str, flag: str) -> None:
-    """Raise ValueError if the file does not begin with rows, holds no string, or is nested too deep.
+    """Raise UnreadableText if the file does not begin with rows, holds no string, or is nested too deep.
 
     Such content, for example a file of `null` alone, ends the process in pyarrow's reader with a segmentation fault.
     """
     with open_bytes(path) as file:
         head = file.read(_CHECKED).removeprefix(b"\xef\xbb\xbf").lstrip()
     if not head.startswith((b"{", b"[")) or b'"' not in head:
-        raise ValueError(
+        raise UnreadableText(
             f'{flag} {path} holds no rows with text: write one object such as {{"text": "..."}} a line, or a list of '
             "them."
         )
     brackets = np.frombuffer(_STRING.sub(b"", head), np.uint8)
     opened, closed = (np.isin(brackets, list(kind)) for kind in (b"{[", b"}]"))
     if int((opened.astype(np.int32) - closed).cumsum().max(initial=0)) > _DEEPEST:
-        raise ValueError(
+        raise UnreadableText(
             f"{flag} {path} nests lists and objects more than {_DEEPEST} deep: leave out the column that does."
         )
 
@@ -171,6 +175,9 @@ def _first_rows(path: str, row_of: Callable = _object) -> tuple[list, bool]:
     # pandas writes {"text": {"0": "first", "1": "second"}} or {"text": ["first", "second"]}.
     columns = [list(values.values()) if isinstance(values, dict) else values for values in rows[0].values()]
     if not all(isinstance(values, list) and values for values in columns) or len(set(map(len, columns))) > 1:
+        return rows, False
+    if any(isinstance(values[0], dict) for values in columns):
+        # the messages of a single chat
         return rows, False
     return [dict(zip(rows[0], row, strict=True)) for row in zip(*columns, strict=True)], True
 

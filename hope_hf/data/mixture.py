@@ -139,7 +139,8 @@ def check_weights(weights: dict[str, float | None], source: str) -> None:
 def _corpus(source: str, name: object, settings: object) -> Corpus:
     where = f"{source}, corpus {name if is_corpus_name(name) else repr(name)},"
     if not is_corpus_name(name):
-        raise ValueError(f"{where} needs a name of letters, digits, - and _.")
+        quotes = "" if isinstance(name, str) else ", in quotes"
+        raise ValueError(f"{where} needs a name of letters, digits, - and _{quotes}.")
     if not isinstance(settings, dict):
         raise ValueError(f"{where} must hold lines of the form 'key: value'.")
     kinds = {f.name: f.type for f in fields(Corpus) if f.name != "name"}

@@ -213,7 +213,7 @@ def _mixed(config: DataConfig, tokenizer: PreTrainedTokenizerBase, parts: list[C
     held = [TokenBlocks(part.validation, config.block_size, keep_last=True) for part in parts if len(part.validation)]
     if not held:
         raise ValueError(f"{source} gave no validation text: raise --validation_split_percentage.")
-    _warn_of_repeats(parts, trains, order)
+    _warn_of_shares(parts, trains, order)
     blocks = JoinedBlocks(trains)
     tokens, held_tokens = len(blocks) * config.block_size, sum(len(part.validation) for part in parts)
     shares = ", ".join(
@@ -229,8 +229,13 @@ def _mixed(config: DataConfig, tokenizer: PreTrainedTokenizerBase, parts: list[C
     )
 
 
-def _warn_of_repeats(parts: list[CorpusTokens], trains: list[TokenBlocks], order: Mixed) -> None:
-    """Name the corpora that an epoch reads more than once."""
+def _warn_of_shares(parts: list[CorpusTokens], trains: list[TokenBlocks], order: Mixed) -> None:
+    """Name the corpora that an epoch reads more than once, and those of which it reads nothing."""
+    if unread := [part.name for part, share in zip(parts, order.shares, strict=True) if not share]:
+        warn_once(
+            f"An epoch of {len(order)} blocks reads nothing of {', '.join(unread)}, whose weight is less than half a "
+            "block: give it more, or leave it out."
+        )
     times = {
         part.name: share / len(blocks)
         for part, blocks, share in zip(parts, trains, order.shares, strict=True)

@@ -152,6 +152,9 @@ def main(argv: list[str]) -> int:
         args = make_parser().parse_args(argv)
         check_output(args.output_dir, "--output_dir")
         texts = _texts(args)
+        if not any(text.size for text in texts):
+            named = next(f"--{name} {getattr(args, name)}" for name in _SOURCES if getattr(args, name))
+            raise ValueError(f"{named} holds no text: give a file with text.")
         tokenizer = train_tokenizer(sample(texts, args.max_bytes), args.vocab_size)
         save_tokenizer(tokenizer, args.output_dir)
         report = report_on(tokenizer, texts)

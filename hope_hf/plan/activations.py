@@ -174,11 +174,19 @@ def _by_matrices(shapes: Shapes, tokens: int, low: int) -> list[Block]:
     return [Block(*size) for size in sizes.values()]
 
 
-def cache_bytes(config, tokens: int) -> int:
-    """Bytes of one sequence's fp32 state after `tokens` tokens: HOPE's states, or keys and values."""
+def cache_bytes(config, tokens: int) -> int | None:
+    """Bytes of one sequence's fp32 state after `tokens` tokens: HOPE's states, or keys and values.
+
+    None for other architectures with layers that are no attention.
+    """
     if config.model_type == "hope":
         return sum(mixer.cache_bytes(config, tokens) for mixer in config.mixers)
-    layers = config.num_hidden_layers
+    window = getattr(config, "sliding_window", None)
+    read = {"full_attention": tokens, "sliding_attention": min(tokens, window or tokens)}
+    every = "sliding_attention" if window else "full_attention"
+    kinds = getattr(config, "layer_types", None) or [every] * config.num_hidden_layers
+    if not hasattr(config, "num_attention_heads") or not read.keys() >= set(kinds):
+        return None
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 4 * layers * 2 * tokens * heads * head
+    return 4 * 2 * heads * head * sum(read[kind] for kind in kinds)

@@ -55,11 +55,12 @@ def as_text(question: Question, rows: list[Setting], verdicts: list[Verdict], fo
 def _heading(question: Question) -> str:
     step, launch, shapes = question.step, question.launch, question.shapes
     flops = flops_per_token(shapes.model, step.block_size)
+    state = cache_bytes(question.config, step.block_size)
+    kept = "" if state is None else f", {state / 2**20:.1f} MiB of state per sequence after {step.block_size:,} tokens"
     recomputed = "" if parse_recomputed(step.checkpointing).part == "none" else f", recomputed: {step.checkpointing}"
     return (
         f"{question.config.model_type}, {shapes.count:,} parameters (largest block {shapes.largest_block:,}), "
-        f"{flops / 1e9:.2f} GFLOP per token, {cache_bytes(question.config, step.block_size) / 2**20:.1f} MiB of state "
-        f"per sequence after {step.block_size:,} tokens\n"
+        f"{flops / 1e9:.2f} GFLOP per token{kept}\n"
         f"{launch.world_size:,} processes x {step.accumulation} batches x {step.batch_size} rows x "
         f"{step.block_size:,} tokens = {question.tokens_per_step:,} tokens per step; precision {launch.precision}, "
         f"{step.optimizer}{recomputed}\n"

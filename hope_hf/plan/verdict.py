@@ -98,7 +98,7 @@ def verdict(question: Question, rows: list[Setting], gpu: Gpu, simulation: Simul
         room,
         # The simulated peak of this setting corrects its arithmetic.
         largest_batch(question, question.launch, room, peak / asked.memory.peak),
-        None if peak <= room else _instead(question, rows, room),
+        None if peak <= room else _instead(question, rows, room, peak / asked.memory.peak),
         question.tokens_per_step / per_second,
         asked.traffic.seconds(gpu.link),
         asked.traffic.seconds(args.network_gbit / 8 * 1e9),
@@ -124,8 +124,8 @@ def largest_batch(question: Question, launch: Launch, room: int, factor: float =
     return low
 
 
-def _instead(question: Question, rows: list[Setting], room: int) -> str | None:
-    """The first setting that fits, in words; recomputed blocks are tried last."""
+def _instead(question: Question, rows: list[Setting], room: int, factor: float) -> str | None:
+    """The first setting that fits, in words; recomputed blocks are tried last. `factor` as in `largest_batch`."""
     known = {row.launch.strategy.key: row for row in rows if not row.is_asked}
     asked = question.step
     for checkpointing in dict.fromkeys((asked.checkpointing, "block")):
@@ -136,7 +136,7 @@ def _instead(question: Question, rows: list[Setting], room: int) -> str | None:
                 continue
             for sync in dict.fromkeys((asked.sync_each_batch, True)):
                 step = replace(asked, checkpointing=checkpointing, sync_each_batch=sync)
-                if memory(question.config, question.shapes, launch, step).peak <= room:
+                if factor * memory(question.config, question.shapes, launch, step).peak <= room:
                     return _words(question, launch, step)
     return None
 

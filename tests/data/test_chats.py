@@ -10,8 +10,9 @@ from datasets import Dataset, DatasetDict
 from datasets.fingerprint import Hasher
 
 from hope_hf.data import DataConfig, build_data, load_tokenizer, save_tokenizer, train_tokenizer
-from hope_hf.data.chats import PLAIN_TEMPLATE, make_chat_encoder
+from hope_hf.data.chats import PLAIN_TEMPLATE, chat_text, make_chat_encoder
 from hope_hf.data.documents import open_sources
+from hope_hf.data.files import load_files
 
 MARKED = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>"
@@ -123,6 +124,12 @@ def test_chats_of_files_and_data_sets_become_batches_that_resume(tmp_path, token
     # A second process finds the tokens in the cache.
     encoders = [make_chat_encoder(load_tokenizer(config.tokenizer_name)) for _ in range(2)]
     assert Hasher.hash(encoders[0]) == Hasher.hash(encoders[1])
+
+
+def test_a_file_of_one_chat_is_no_table_of_columns(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": CHATS[0]}) + "\n")
+    (text,) = load_files([str(tmp_path / "a.jsonl")], "--train_file", chats=True)["text"]
+    assert text == chat_text(CHATS[0])
 
 
 def test_chats_that_are_none_are_bad_rows(tmp_path):

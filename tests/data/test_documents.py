@@ -82,6 +82,17 @@ def test_one_long_text_is_parted_at_a_blank_line_near_its_end(tmp_path):
     assert 0.09 < len(tail) / len(text) < 0.11
 
 
+@pytest.mark.parametrize("between", ["\n", " "])
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_one_long_text_is_parted_near_its_end_where_blank_lines_are_elsewhere(tmp_path, between, at_the_end):
+    """A blank line after the title or before the last words would leave one side without text."""
+    body = between.join(["some words of the book"] * 2_000)
+    (tmp_path / "book.txt").write_text(f"{body}\n\nTHE END" if at_the_end else f"A TITLE\n\n{body}")
+    sources = open_sources(DataConfig(train_file=str(tmp_path / "book.txt")))
+    (train,), (held,) = read(sources.train), read(sources.validation)
+    assert len(held) / (len(train) + len(held)) == pytest.approx(0.05, abs=0.001)
+
+
 def test_line_ends_and_blank_lines_of_any_system_are_kept(tmp_path):
     (tmp_path / "play.txt").write_bytes(b"\xef\xbb\xbfone\r\n \r\ntwo\r\n\r\nthree\r\n")
     sources = open_sources(DataConfig(train_file=str(tmp_path / "play.txt"), validation_split_percentage=20))
@@ -172,7 +183,7 @@ BAD = {
     "broken json": (lambda d: bad_file(d, "a.jsonl", b'{"text": "a"}\n{"text": "b'), "a.jsonl, row 2, is not JSON"),
     "broken parquet": (lambda d: bad_file(d, "a.parquet", b"PAR1 no more"), "a.parquet cannot be read as parquet"),
     "other kind": (lambda d: bad_file(d, "a.pdf", b"text\na\nb"), "a.pdf is none of .txt, .json, .jsonl, .csv, .tsv"),
-    "one document": (lambda d: bad_file(d, "a.txt", b"word " * 99), "a.txt holds one document.*--validation_file"),
+    "one document": (lambda d: bad_file(d, "a.txt", b"word" * 99), "a.txt holds one document.*--validation_file"),
     "one row": (
         lambda d: bad_file(d, "a.jsonl", b'{"text": "alone"}'),
         "a.jsonl holds one document.*--validation_file",
@@ -190,7 +201,7 @@ BAD = {
         lambda d: bad_file(d, "a.jsonl", b'{"a": "x", "b": "y"}\n') | {"streaming": True},
         "a.jsonl has no column 'text' among a, b",
     ),
-    "null": (lambda d: bad_file(d, "a.json", b"null"), "a.json holds no rows with text"),
+    "null": (lambda d: bad_file(d, "a.json", b"null"), "a.json holds no rows with text: write"),
     "scalar": (lambda d: bad_file(d, "a.json", b"3"), "a.json holds no rows with text"),
     "list of scalars": (lambda d: bad_file(d, "a.json", b"[1, 2]"), "a.json holds no rows with text"),
     "list of one scalar": (lambda d: bad_file(d, "a.json", b'[{"text": "a"}, 3]'), "a.json cannot be read as json"),

@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import os
+import re
 import shutil
 from itertools import islice
 from pathlib import Path
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from datasets import Dataset, DatasetDict
+from datasets.distributed import split_dataset_by_node
 
 from hope_hf.data import files, json_files, plain_name
 from hope_hf.data.compressed import CODECS
@@ -204,6 +206,32 @@ def test_several_names_are_read_one_after_another_each_file_once(tmp_path, strea
     assert documents["text"][:] == found[:3]
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_share_the_documents_of_a_stream_and_not_its_files(tmp_path, world_size):
+    """Of three short files and a long one, each of two ranks would else read files of its own."""
+    names = [write(tmp_path / "a.jsonl", ["a0", "a1"]), write(tmp_path / "b.jsonl", [f"b{i}" for i in range(40)])]
+    stream = load_files(names, "--train_file", streaming=True)
+    for documents, count in ((stream, 42), (stream.take(11), 11)):
+        ranks = [split_dataset_by_node(documents, rank, world_size) for rank in range(world_size)]
+        found = [[row["text"] for row in rank] for rank in ranks]
+        assert sum(map(len, found)) == count and max(map(len, found)) - min(map(len, found)) <= 1
+
+
+def test_both_formats_of_arrow_are_read(tmp_path):
+    table = pa.table({"text": ["one", "two"]})
+    for name, new in (("a.arrow", pa.ipc.new_stream), ("b.arrow", pa.ipc.new_file)):
+        with new(str(tmp_path / name), table.schema) as writer:
+            writer.write_table(table)
+        assert texts_of(str(tmp_path / name)) == ["one", "two"]
+
+
+@pytest.mark.parametrize("name, head", [("a.csv", "id;text"), ("a.tsv", "id,text"), ("a.csv", "id\ttext")])
+def test_columns_that_another_sign_separates_are_refused(tmp_path, name, head):
+    (tmp_path / name).write_text(f"{head}\n{head}\n")
+    with pytest.raises(ValueError, match="its only column is .*, so separate columns by commas in .csv"):
+        texts_of(str(tmp_path / name))
+
+
 def test_empty_files_among_others_are_left_out_and_counted(tmp_path):
     write(tmp_path / "a.txt", ["a"])
     for name in ("b.txt", "c.txt"):
@@ -340,6 +368,21 @@ def test_a_saved_folder_without_the_split_or_a_file_is_named(tmp_path):
         (folder / file).write_text(content)
         with pytest.raises(ValueError, match=rf"--train_file .*{file} .*save the data set again"):
             find_files(str(folder), "--train_file")
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        ({"split": "test"}, "has no splits, and split names test: leave it out"),
+        ({"split": "train[:10%]"}, "has no splits, and split names"),
+        ({"data_dir": "nowhere"}, "is a folder of save_to_disk, which has no data_dir: leave it out"),
+        ({"dataset_config_name": "small"}, "which has no dataset_config_name: leave it out"),
+    ],
+)
+def test_what_a_saved_folder_does_not_have_is_refused(tmp_path, options, named):
+    Dataset.from_dict({"text": ["a", "b"]}).save_to_disk(tmp_path / "set")
+    with pytest.raises(ValueError, match=re.escape(named)):
+        passing(Corpus("web", dataset_name=str(tmp_path / "set"), **options))
 
 
 def test_what_was_read_is_found_in_the_cache_until_a_file_changes(tmp_path):

@@ -145,12 +145,16 @@ def test_shards_are_a_corpus_of_a_mixture(mixture, shards, tmp_path):
         build_data(DataConfig(dataset_mixture=str(path), tokenizer_name=str(other), block_size=T))
 
 
-def test_a_corpus_that_is_read_again_is_named(mixture, tmp_path):
+@pytest.mark.parametrize(
+    "weights, named", [((9, 1), r"notes 2\.\d times"), ((1e-6, 1), "nothing of notes, whose weight is less than half a")]
+)
+def test_a_corpus_that_is_read_again_or_not_at_all_is_named(mixture, tmp_path, weights, named):
     path = tmp_path / "mix.yaml"
     notes, pages = (f"{mixture.parent}/{name}" for name in ("notes/*.txt", "pages.jsonl"))
-    path.write_text(f"corpora: {{notes: {{files: {notes}, weight: 9}}, pages: {{files: {pages}, weight: 1, "
-                    "text_column: page}}")  # fmt: skip
-    with pytest.warns(UserWarning, match=r"An epoch of \d+ blocks reads notes 2\.\d times"):
+    first, second = weights
+    path.write_text(f"corpora: {{notes: {{files: {notes}, weight: {first:f}}}, pages: {{files: {pages}, weight: "
+                    f"{second}, text_column: page}}}}")  # fmt: skip
+    with pytest.warns(UserWarning, match=rf"An epoch of \d+ blocks reads {named}"):
         build_data(
             DataConfig(dataset_mixture=str(path), tokenizer_name=str(mixture.parent / "tokenizer"), block_size=T)
         )

@@ -34,6 +34,12 @@ def text_file(tmp_path):
     return file
 
 
+def test_files_without_text_make_no_tokenizer(tmp_path, capsys):
+    (tmp_path / "a.csv").write_text("text\n")
+    assert main(["--files", str(tmp_path / "a.csv"), "--output_dir", str(tmp_path / "made")]) == 2
+    assert f"--files {tmp_path}/a.csv holds no text" in capsys.readouterr().err and not (tmp_path / "made").exists()
+
+
 @pytest.mark.parametrize("text", [TEXT, ODD, " leading", "trailing ", "\n"])
 def test_round_trip_is_exact(tokenizer, text):
     ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]

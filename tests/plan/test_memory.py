@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from models import small_config
-from transformers import GPT2Config, LlamaConfig, Qwen2Config
+from transformers import AutoConfig, GPT2Config, LlamaConfig, Qwen2Config
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM, HopeModel
 from hope_hf.model.inputs import Documents
@@ -253,3 +253,14 @@ def test_state_of_a_sequence_is_the_caches(fields, tokens, tiny_config):
         flat = [part for tensor in tensors for part in (tensor if isinstance(tensor, tuple) else (tensor,))]
         held += sum(part.nbytes for part in flat)
     assert cache_bytes(config, tokens) == held
+
+
+def test_the_state_of_other_architectures():
+    def of(kind, tokens, **fields):
+        return cache_bytes(AutoConfig.for_model(kind, num_hidden_layers=2, hidden_size=64, **fields), tokens)
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    assert of("llama", 100, **heads) == 4 * 2 * 2 * 100 * 2 * 16
+    assert of("mistral", 1_000, sliding_window=128, head_dim=16, **heads) == 4 * 2 * 2 * 128 * 2 * 16
+    assert of("mamba2", 100, num_heads=8, head_dim=16) is None
+    assert of("qwen3_next", 100, layer_types=["linear_attention", "full_attention"], **heads) is None

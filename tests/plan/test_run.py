@@ -10,8 +10,11 @@ from transformers import LlamaConfig
 from hope_hf import HopeConfig
 from hope_hf.plan import main
 from hope_hf.plan.launch import STRATEGIES, Launch
+from hope_hf.plan.parsing import parse
 from hope_hf.plan.shapes import shapes_of
+from hope_hf.plan.simulate import Simulation
 from hope_hf.plan.traffic import traffic
+from hope_hf.plan.verdict import settings, verdict
 from hope_hf.step.gpus import GPUS
 
 ROOT = Path(__file__).parents[2]
@@ -104,6 +107,16 @@ def test_what_does_not_fit_names_a_setting_that_does(capsys, tmp_path):
     # The setting that it names fits.
     sharded = planned(capsys, *words, "--gpu", "a100-40gb", *FSDP)["gpus"]["a100-40gb"]
     assert sharded["fits"] and sharded["largest_batch"] >= 1
+
+
+def test_what_is_suggested_fits_by_the_simulation_too(monkeypatch):
+    """Where arithmetic fits and the simulation does not, the setting that was asked for is no advice."""
+    words = ["--model_type", "gpt2", "--gpu", "rtx4090-24gb", "--block_size", "368"]
+    question = parse([*words, "--per_device_train_batch_size", "34"])
+    rows, gpu = settings(question), question.gpus[0]
+    simulated = Simulation(gpu.usable + 1, {}, 0.0)
+    assert rows[0].memory.peak <= gpu.usable
+    assert verdict(question, rows, gpu, simulated).instead == "--gradient_checkpointing block"
 
 
 def test_reduced_gradients_are_suggested_where_whole_ones_do_not_fit(capsys):

@@ -208,7 +208,7 @@ def test_recipe_stands_first_and_flags_override_it(run, tmp_path):
 
 
 def test_a_run_that_ends_within_its_warm_up_warns(run, capsys):
-    with pytest.warns(UserWarning, match="run of 2 steps ends within its warm-up of 5"):
+    with pytest.warns(UserWarning, match="the warm-up has 5 steps, and schedule or run end at step 2"):
         run("short", "--num_warmup_steps", 5, "--max_train_steps", 2)
     assert "2, all of them warm-up; 256 tokens" in capsys.readouterr().out
 

@@ -205,7 +205,10 @@ def test_every_bit_of_the_manifest_counts(output_dir):
 
 def test_choosing(output_dir, tmp_path):
     assert find_checkpoint(output_dir, None).step == find_checkpoint(output_dir, "latest").step == 5
-    assert find_checkpoint(output_dir, str(output_dir / "checkpoint-3")).step == 3
+    assert find_checkpoint(tmp_path / "fork", str(output_dir / "checkpoint-3")).step == 3
+    assert find_checkpoint(output_dir, str(output_dir / "checkpoint-5")).step == 5
+    with pytest.raises(ValueError, match="checkpoint-3: the run has gone on to checkpoint-5; give a new --output_dir"):
+        find_checkpoint(output_dir, str(output_dir / "checkpoint-3"))
     assert find_checkpoint(tmp_path / "nothing", None) is None
     with pytest.raises(ValueError, match="--resume_from_checkpoint latest: .*nothing holds no checkpoint"):
         find_checkpoint(tmp_path / "nothing", "latest")
