@@ -17,7 +17,10 @@ _PIECE = 1024
 
 def memory_mixers(model: PreTrainedModel) -> dict[int, nn.Module]:
     """The mixers of a HOPE that write memories through gates, by layer."""
-    return {layer: block.mixer for layer, block in enumerate(model.model.layers) if hasattr(block.mixer, "gates")}
+    if hasattr(model, "get_base_model"):
+        # a model of PEFT around it
+        model = model.get_base_model()
+    return {layer: block.mixer for layer, block in enumerate(model.base_model.layers) if hasattr(block.mixer, "gates")}
 
 
 @contextmanager

@@ -61,7 +61,7 @@ them are equal.
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained({example})
+tokenizer = AutoTokenizer.from_pretrained({example}, trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained({example}, trust_remote_code=True)
 ```
 """

@@ -86,7 +86,8 @@ def check(
     half = ids.shape[1] // 2
     batch, mask = ids.repeat(2, 1), torch.ones(2, ids.shape[1], dtype=torch.long)
     batch[1], mask[1, :half] = ids[0].roll(half), 0
-    batch[1, :half] = config.pad_token_id or 0
+    # some old configurations have -1
+    batch[1, :half] = max(0, config.pad_token_id or 0)
     states = [
         model.model(batch, attention_mask=mask, use_cache=False).last_hidden_state[mask.bool()]
         for model in (theirs, ours)

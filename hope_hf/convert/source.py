@@ -97,7 +97,13 @@ def _tokenizer(place: str, options: dict) -> PreTrainedTokenizerBase | None:
 
 
 def _generation(place: str) -> GenerationConfig | None:
-    return GenerationConfig.from_pretrained(place) if _find(place, "generation_config.json") else None
+    if not _find(place, "generation_config.json"):
+        return None
+    try:
+        return GenerationConfig.from_pretrained(place)
+    except MISTAKES as error:
+        reason = one_line(error).rstrip(".")
+        raise ValueError(f"--from {place}: generation_config.json cannot be read, correct it: {reason}.") from error
 
 
 def _find(place: str, name: str) -> str | None:

@@ -84,7 +84,7 @@ def _tokens(folder: Path, step: int) -> int | None:
 
 
 def is_done(args: Arguments, checkpoint: Checkpoint, config: dict) -> bool:
-    """Whether `--output_dir` holds a finished report of this checkpoint. Raises ValueError if its flags differ."""
+    """Whether `--output_dir` holds a checkpoint's report of all suites. Raises ValueError if its flags differ."""
     path = report_folder(args, checkpoint) / RESULTS_FILE
     if not path.exists():
         return False
@@ -95,7 +95,7 @@ def is_done(args: Arguments, checkpoint: Checkpoint, config: dict) -> bool:
             f"--output_dir {args.output_dir} holds a report of {path.parent.name} with another --{flags[0]}: "
             "name another folder."
         )
-    return not record["unfinished"]
+    return not record["unfinished"] and not record["failed"]
 
 
 def report_folder(args: Arguments, checkpoint: Checkpoint) -> Path:

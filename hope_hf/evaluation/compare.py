@@ -16,7 +16,7 @@ from .saved_reports import find_report, read_report
 
 # Flags that do not change what is measured.
 WITHOUT_EFFECT = frozenset(
-    "model_name_or_path tokenizer_name trust_remote_code attn_implementation preprocessing_num_workers output_dir "
+    "model_name_or_path trust_remote_code attn_implementation preprocessing_num_workers output_dir "
     "batch_size offline device cpu_threads checkpoints compare archive_dir report_to log_samples".split()
 )
 

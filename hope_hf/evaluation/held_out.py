@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -33,8 +34,13 @@ class HeldOut:
     """Where the documents come from, for people."""
 
     def head(self, count: int | None) -> "HeldOut":
-        """The first `count` documents; all for None."""
-        return HeldOut(self.texts[:count], self.corpora[:count], self.source)
+        """The first `count` documents of every corpus; all for None."""
+        number, kept = Counter(), []
+        for index, corpus in enumerate(self.corpora):
+            number[corpus] += 1
+            if count is None or number[corpus] <= count:
+                kept.append(index)
+        return HeldOut([self.texts[index] for index in kept], [self.corpora[index] for index in kept], self.source)
 
 
 def held_out_documents(args: Arguments) -> HeldOut:

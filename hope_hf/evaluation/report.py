@@ -228,7 +228,10 @@ class Report:
 
 
 def unfinished_report(args: Arguments, folder: Path) -> dict | None:
-    """The record of an evaluation that ended early in this folder, with the same flags and weights; else None."""
+    """The record of an evaluation in this folder without results of all its suites, with the same flags and weights.
+
+    None if there is none.
+    """
     try:
         record = read_report(folder / RESULTS_FILE, "--output_dir")
     except ValueError:
@@ -238,7 +241,7 @@ def unfinished_report(args: Arguments, folder: Path) -> dict | None:
     if record["model"] is not None:
         same_model = same_model and name is not None and record["model"].get("weights_time") == weights_time(name)
     same_flags = not different_flags(vars(args), record["config"])
-    return record if record["unfinished"] and same_model and same_flags else None
+    return record if (record["unfinished"] or record["failed"]) and same_model and same_flags else None
 
 
 def free_folder(output_dir: str, file: str) -> Path:

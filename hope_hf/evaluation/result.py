@@ -95,9 +95,10 @@ def numbers(results: dict[str, dict]) -> dict[Key, Number]:
 
 
 def _label(name: str, value) -> str | None:
-    # lm-eval's task version is not a label, and neither is a metric, since it names the number.
+    # These differ between reports of the same numbers: lm-eval's task version, the model that a suite trained, and
+    # where it was best or ended; a metric names the number.
     if isinstance(value, str):
-        return None if name in ("version", "metric") else value
+        return None if name in ("version", "metric", "model", "best_step", "ends_at") else value
     if name in LABELS and value is not None:
         return f"{name} {value:{'g' if isinstance(value, float) else ','}}"
     return None

@@ -8,11 +8,12 @@ from hope_hf.cli.process import one_line
 from .flags import MODEL, TEXT, Arguments, suite
 from .held_out import held_out_documents
 from .result import SuiteResult
-from .subject import Subject, require_finite
+from .subject import PLAIN, Subject, require_finite
 
 NUM_PROMPTS = 3
 PROMPT_TOKENS = 32
 NEW_TOKENS = 64
+_SAMPLED = {"temperature": 0.8, "top_k": 50, "top_p": 1.0, "typical_p": 1.0, "min_p": 0.0}
 # Most bytes of a file of prompts.
 LARGEST = 1 << 20
 
@@ -39,7 +40,7 @@ def sample(args: Arguments, subject: Subject) -> SuiteResult:
             logits = subject.model(ids, use_cache=False).logits
         require_finite(logits[:, -1], "sample: the model's logits")
         row = {"prompt": subject.tokenizer.decode(prompt)}
-        for way, options in {"greedy": {}, "sampled": {"temperature": 0.8, "top_k": 50}}.items():
+        for way, options in {"greedy": {}, "sampled": _SAMPLED}.items():
             torch.manual_seed(args.seed + index)
             tokens = subject.model.generate(
                 ids,
@@ -47,6 +48,7 @@ def sample(args: Arguments, subject: Subject) -> SuiteResult:
                 max_new_tokens=new_tokens,
                 do_sample=bool(options),
                 pad_token_id=subject.padding,
+                **PLAIN,
                 **options,
             )
             row[way] = subject.tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)

@@ -22,10 +22,20 @@ def find_report(run: str, flag: str) -> Path:
     if path.exists() and not path.is_dir():
         return path
     # Archived reports are named by their time.
-    found = [path / RESULTS_FILE] if (path / RESULTS_FILE).is_file() else sorted(path.glob("*Z*.json"))
+    found = (
+        [path / RESULTS_FILE]
+        if (path / RESULTS_FILE).is_file()
+        else sorted(path.glob("*Z*.json"), key=_time_and_number)
+    )
     if not found:
         raise ValueError(f"{flag} {run} holds no {RESULTS_FILE} and no archived report: name what hope-hf eval wrote.")
     return found[-1]
+
+
+def _time_and_number(path: Path) -> tuple[str, int]:
+    """Of an archived report: a second one of the same second ends on -2."""
+    time, _, number = path.stem.rpartition("Z")
+    return time, int(number.removeprefix("-")) if number.removeprefix("-").isdecimal() else 1
 
 
 def read_report(path: Path, flag: str) -> dict:

@@ -12,6 +12,9 @@ from hope_hf.data import check_vocabulary, document_start, load_tokenizer
 
 from .flags import Arguments
 
+# Options that `generate` would else take from the model's generation_config.json.
+PLAIN = {"num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0}
+
 
 @dataclass
 class Subject:
@@ -62,6 +65,7 @@ class Subject:
             max_new_tokens=min(new_tokens, (self.longest_input or math.inf) - prompts.shape[1]),
             do_sample=False,
             pad_token_id=self.padding,
+            **PLAIN,
         )
         return self.tokenizer.batch_decode(tokens[:, prompts.shape[1] :], skip_special_tokens=True)
 

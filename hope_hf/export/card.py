@@ -34,8 +34,12 @@ def model_card(
     license: str,
     training: TrainingFacts | None,
     evaluation: EvaluationFacts | None,
+    base_model: str | None = None,
 ) -> ModelCard:
-    """The card of `model` in the repository `repo_id`; what is not known is left out."""
+    """The card of `model` in the repository `repo_id`; what is not known is left out.
+
+    `base_model`: name on the Hub of the model that it comes from, if it has no training of its own.
+    """
     sections = {
         "": _introduction(model),
         "Use": usage(repo_id),
@@ -46,7 +50,7 @@ def model_card(
     }
     page = "\n\n".join(f"## {title}\n\n{text}" if title else text for title, text in sections.items() if text)
     name = printable(repo_id.split("/")[-1])
-    metadata = _metadata(model, name, license, training, evaluation)
+    metadata = _metadata(model, name, license, training, evaluation, base_model)
     return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n# {as_text(name)}\n\n{page}\n")
 
 
@@ -69,7 +73,7 @@ def usage_code(card: str) -> str:
     return re.search(r"^## Use\n\n```python\n(.*?)^```", card, flags=re.DOTALL | re.MULTILINE)[1]
 
 
-def _metadata(model, name, license, training, evaluation) -> ModelCardData:
+def _metadata(model, name, license, training, evaluation, base_model) -> ModelCardData:
     metrics = list(evaluation.metrics) if evaluation else []
     if training:
         metrics += [
@@ -82,7 +86,7 @@ def _metadata(model, name, license, training, evaluation) -> ModelCardData:
         tags=list(model.model_tags),
         license=printable(license),
         datasets=[training.dataset] if training and training.dataset else None,
-        base_model=training.base_model if training else None,
+        base_model=training.base_model if training else base_model,
         # The Hub refuses a model-index with a name and no results, or with results and no name.
         model_name=name if metrics else None,
         eval_results=metrics or None,

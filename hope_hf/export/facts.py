@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import EvalResult
+from huggingface_hub import EvalResult, ModelCard
 from transformers import PreTrainedModel
 
 from hope_hf.cli.files import LARGEST_METRICS, read_small
@@ -56,6 +56,18 @@ class EvaluationFacts:
     date: str
     limit: int | None
     """The samples of the evaluation were limited to this number."""
+
+
+def read_card(folder: Path) -> tuple[str | None, str | None]:
+    """Licence of the weights, and the model that they come from, by the metadata of a README.md."""
+    try:
+        data = ModelCard.load(folder / "README.md", ignore_metadata_errors=True).data
+        found = data.license, data.base_model
+    # no page, or one without metadata, or with metadata that is no YAML
+    except Exception:
+        return None, None
+    license, base_model = (value if isinstance(value, str) else None for value in found)
+    return license, base_model if base_model and is_hub_name(base_model) else None
 
 
 def read_training(folder: Path) -> TrainingFacts | None:

@@ -21,7 +21,7 @@ from hope_hf.cli.results import RESULTS_FILE
 from hope_hf.cli.weights import load_model
 
 from .card import model_card, usage_code
-from .facts import read_evaluation, read_training
+from .facts import read_card, read_evaluation, read_training
 
 DEFAULT_LICENSE = "apache-2.0"
 TOLERANCE = 1e-6
@@ -46,7 +46,7 @@ class ExportFailed(RuntimeError):
 
 
 def export_folder(
-    source: Path, out: Path, repo_id: str, license: str = DEFAULT_LICENSE, results: Path | None = None
+    source: Path, out: Path, repo_id: str, license: str | None = None, results: Path | None = None
 ) -> str:
     """Write weights, code, tokenizer, generation config and card of the HOPE in `source` to `out`.
 
@@ -54,7 +54,7 @@ def export_folder(
         source: a run's output folder, or another with a saved HOPE.
         out: does not exist or is empty; it appears complete and checked, or not at all.
         repo_id: the repository that the card's example names.
-        license: the Hub's name of the weights' license.
+        license: the Hub's name of the weights' license; None: that of the card in `source`, else `DEFAULT_LICENSE`.
         results: a `results.json` of `hope-hf eval`; None: the one in `source`, if it has one.
 
     Returns:
@@ -69,6 +69,8 @@ def export_folder(
     if results is None and (source / RESULTS_FILE).exists():
         results = source / RESULTS_FILE
     training = read_training(source)
+    card_license, base_model = read_card(source)
+    license = license or card_license or DEFAULT_LICENSE
     model, tokenizer = load_source(source)
     evaluation = read_evaluation(results, model) if results else None
     try:
@@ -78,7 +80,7 @@ def export_folder(
             model.save_pretrained(folder)
             share_weights(folder)
             tokenizer.save_pretrained(folder)
-            model_card(model, repo_id, license, training, evaluation).save(folder / "README.md")
+            model_card(model, repo_id, license, training, evaluation, base_model).save(folder / "README.md")
             printed = check_export(folder, repo_id, model)
             folder.rename(out)
     except (OSError, SafetensorError) as error:

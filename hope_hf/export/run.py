@@ -31,7 +31,7 @@ def make_parser() -> Parser:
     add("--to", metavar="OUT", required=True, help="a new folder for the export")
     add("--push_to_hub", metavar="REPO_ID", help="upload it to this repository (owner/name)")
     parser.add_argument("--private", action="store_true", help="make the repository private, if it is new")
-    add("--license", default=DEFAULT_LICENSE, help="of the weights (default: %(default)s)")
+    add("--license", help=f"of the weights (default: that of DIR's README.md, or {DEFAULT_LICENSE})")
     add("--results", metavar="FILE", help="results.json of hope-hf eval (default: DIR's, if there)")
     return parser
 

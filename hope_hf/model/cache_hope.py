@@ -18,6 +18,7 @@ from .cache_file import (
     Fingerprint,
     check_tensors,
     fingerprint,
+    is_of,
     map_state,
     named_tensors,
     read_cache,
@@ -89,7 +90,7 @@ class HopeMemoryLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def crop(self, *args) -> None:
-        raise RuntimeError("a self-modifying memory cannot unread tokens: take a HopeCache.snapshot() and roll back")
+        raise RuntimeError("a layer's state cannot unread tokens: take a HopeCache.snapshot() and roll back")
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply `function` to every tensor."""
@@ -289,6 +290,11 @@ class HopeCache(DynamicCache):
                 layer.is_initialized = False
         self.levels = None
 
+    def crop(self, *args) -> None:
+        """As in transformers; RuntimeError, before anything is cropped, if a layer keeps a state."""
+        for layer in sorted(self.layers, key=lambda layer: getattr(layer, "state_class", None) is None):
+            layer.crop(*args)
+
     def reset_levels(self) -> "HopeCache":
         """Drop what levels have learned; the text stays read."""
         self.levels = None
@@ -402,6 +408,8 @@ class HopeCache(DynamicCache):
             raise ValueError("the cache has read nothing: give it to the model with a text, then save it")
         if level_dtype not in LEVEL_DTYPES:
             raise ValueError(f"level_dtype is '{level_dtype}': choose one of {', '.join(LEVEL_DTYPES)}")
+        if self.levels is not None and model.config.level_learning is None:
+            raise ValueError("the cache holds what levels have learned, and `level_learning` is None: set it back")
         fields = None if self.levels is None else asdict(model.config.level_learning)
         write_cache(Path(save_directory), self.state_tensors(level_dtype), " ".join(fingerprint(model)), fields)
 
@@ -415,7 +423,7 @@ class HopeCache(DynamicCache):
         """
         folder = Path(directory)
         tensors, writer, fields = read_cache(folder)
-        if not fingerprint(model).fits(Fingerprint(*writer.split(" "))):
+        if not is_of(model, Fingerprint(*writer.split(" "))):
             raise ValueError(
                 f"{folder / CACHE_FILE} was written by another model (or other weights of it): load it with that one"
             )

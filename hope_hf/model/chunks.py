@@ -10,7 +10,7 @@ times heads, K kernel size of the convolution.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import NamedTuple
 
@@ -100,6 +100,12 @@ class SlotPlan:
     token_of_slot: torch.Tensor | None = None
     slot_of_token: torch.Tensor | None = None
 
+    def to(self, device: torch.device, **_) -> "SlotPlan":
+        """The plan on another device: the hooks of a `device_map` move the arguments of a block by this method."""
+        # what is cached on the plan is made again there
+        moved = {field.name: _move(getattr(self, field.name), device) for field in fields(self)}
+        return type(self)(**moved)
+
     def to_slots(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, ...] -> [B, S, ...]."""
         return x if self.token_of_slot is None else _gather(x, self.token_of_slot)
@@ -107,6 +113,14 @@ class SlotPlan:
     def to_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """[B, S, ...] -> [B, T, ...]."""
         return x if self.slot_of_token is None else _gather(x, self.slot_of_token)
+
+
+def _move(value, device: torch.device):
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_move(part, device) for part in value))
+    return type(value)(_move(part, device) for part in value) if isinstance(value, tuple | list) else value
 
 
 class Sequences(NamedTuple):

@@ -98,8 +98,12 @@ class HopeGenerationMixin(GenerationMixin):
         if not tokens.shape[1]:
             return
         ended = torch.zeros_like(tokens) if prompt.ends is None else torch.isin(tokens, prompt.ends).long()
-        # a row goes on with padding after its end token
-        real = (ended.cumsum(1) - ended == 0).to(prompt.mask.dtype)
+        # a row goes on with padding after its end token, or after another criterion has stopped it
+        real = ended.cumsum(1) - ended == 0
+        if prompt.padding is not None:
+            padding = (tokens == prompt.padding).flip(1).cumprod(1).flip(1).bool()
+            real &= ~padding | ended.bool()
+        real = real.to(prompt.mask.dtype)
         cache.rollback(prompt.snapshot)
         self(
             tokens,
@@ -170,8 +174,9 @@ class _Prompt:
     # columns read [B, prompt and earlier tokens], 0 for padding
     mask: torch.Tensor | None = None
     beams: int = 1
-    # end tokens
+    # end tokens, and the token that fills rows
     ends: torch.Tensor | None = None
+    padding: torch.Tensor | None = None
     snapshot: Snapshot | None = None
 
     def end(self, input_ids, generation_config, model_kwargs) -> None:
@@ -180,7 +185,8 @@ class _Prompt:
         if mask is None:
             mask = input_ids.new_ones(len(input_ids), int(cache.get_seq_length()))
         self.length, self.mask, self.beams = input_ids.shape[1], mask, generation_config.num_beams or 1
-        self.ends, self.snapshot = generation_config._eos_token_tensor, cache.snapshot()
+        self.ends, self.padding = generation_config._eos_token_tensor, generation_config._pad_token_tensor
+        self.snapshot = cache.snapshot()
 
 
 def _with_columns_read(mask: torch.Tensor, inputs: torch.Tensor, cache: Cache | None) -> torch.Tensor:

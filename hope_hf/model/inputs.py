@@ -201,7 +201,7 @@ def check_inputs(
             f"input_ids has the shape {tuple(input_ids.shape)}, and (batch, tokens) is needed: give a single text as "
             "input_ids[None]"
         )
-    if (inputs_embeds if input_ids is None else input_ids).shape[1] == 0:
+    if 0 in (inputs_embeds if input_ids is None else input_ids).shape[:2]:
         raise ValueError("the text has no tokens: give at least one, for instance the tokenizer's bos_token_id")
     if input_ids is None:
         return
@@ -303,6 +303,23 @@ def check_recomputing(cache: Cache, is_carried: bool, blocks: Iterable[GradientC
         )
 
 
+def _require_one_document(
+    attention_mask: torch.Tensor | None, position_ids: torch.Tensor, shape: tuple[int, int], cache: Cache
+) -> None:
+    """ValueError if a document begins in a row [B, T] of which a cache of keys holds tokens; not in a graph."""
+    if torch.compiler.is_compiling() or cache.is_compileable:
+        return
+    real = position_ids.new_ones(shape[0], int(cache.get_seq_length()) + shape[1])
+    if attention_mask is not None:
+        real = attention_mask.bool()
+    begins = (position_ids == 0) & real[:, -shape[1] :].bool() & (real.cumsum(1)[:, -shape[1] :] > 1)
+    if bool(begins.any()):
+        raise ValueError(
+            "position_ids begin a document after a cache that has read tokens, which 'full_attention' layers do not "
+            "keep apart: give every document a row of its own, or an empty HopeCache(model.config)"
+        )
+
+
 def create_attention_mask(
     config: HopeConfig,
     hidden_states: torch.Tensor,
@@ -339,6 +356,8 @@ def create_attention_mask(
     if cache is not None and not cache.is_compileable and not cache.get_seq_length():
         cache = None
     only_tokens = None
+    if cache is not None and documents.position_ids is not None and hidden_states.shape[1] > 1:
+        _require_one_document(attention_mask, documents.position_ids, hidden_states.shape[:2], cache)
     if cache is None and documents.padding is None:
         attention_mask = None
     elif cache is None and documents.position_ids is not None:

@@ -4,7 +4,7 @@ Axes: B row, T token of the call, L level.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from .backends import VARIABLE, asked_kernels
 from .cache_hope import CACHE_NAME, HopeCache, takes_cache
-from .inputs import check_inputs, check_labels, later_begins
+from .inputs import boundaries_of, check_inputs, check_labels, later_begins
 from .level_learning import (
     LevelLearning,
     LevelState,
@@ -82,7 +82,7 @@ def check_second_order(model: PreTrainedModel) -> None:
         raise ValueError("the second order needs the activations of all pieces: leave out gradient checkpointing")
 
 
-def check_learning(model: PreTrainedModel, cache, input_ids, attention_mask) -> LevelLearning:
+def check_learning(model: PreTrainedModel, cache, input_ids, attention_mask, arguments: Mapping) -> LevelLearning:
     """The model's `LevelLearning`; ValueError if it cannot learn from this call."""
     learning = model.config.level_learning
     if learning is None:
@@ -101,8 +101,16 @@ def check_learning(model: PreTrainedModel, cache, input_ids, attention_mask) -> 
         )
     if input_ids is None:
         raise ValueError("learn=True predicts the next token: give input_ids, not inputs_embeds")
-    if attention_mask is not None and attention_mask.dtype != torch.bool and bool((attention_mask > 1).any()):
-        raise ValueError("learn=True takes documents of a row as position_ids that restart at 0, not as numbers")
+    numbers = attention_mask is not None and attention_mask.dtype != torch.bool and bool((attention_mask > 1).any())
+    if told := [*boundaries_of(arguments), *["numbers in attention_mask"] * numbers]:
+        raise ValueError(
+            f"learn=True takes documents of a row as position_ids that restart at 0, not as {' and '.join(told)}"
+        )
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(
+            f"attention_mask has the shape {tuple(attention_mask.shape)}, and learn=True takes (batch, tokens), with "
+            "1 for a token and 0 for padding"
+        )
     learning.check(model.config)
     return learning.resolved(model.config)
 
@@ -166,7 +174,7 @@ def read_and_learn(
         keeps_cache: whether the cache is read later; else the last piece teaches nothing.
         kwargs: other arguments of the trunk.
     """
-    learning = check_learning(model, cache, input_ids, attention_mask)
+    learning = check_learning(model, cache, input_ids, attention_mask, kwargs)
     trains = torch.is_grad_enabled()
     if second_order:
         check_second_order(model)
@@ -186,6 +194,9 @@ def read_and_learn(
     if labels is None:
         labels = input_ids.masked_fill(~real, IGNORED)
     targets = next_labels(labels).masked_fill(~real, IGNORED)
+    if position_ids is None and attention_mask is not None and "mask" in model.config.needs:
+        # as `generate` counts them: padding has no position
+        position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -length:]
     if begins is not None and "mask" in model.config.needs:
         number = begins.cumsum(1)
         attention_mask = (number[:, :, None] == number[:, None]).tril()[:, None]
@@ -252,6 +263,8 @@ def _cuts(tokens: torch.Tensor, real: torch.Tensor, period: int) -> list[tuple[i
 
 def drifts_of(model: PreTrainedModel, state: LevelState) -> torch.Tensor:
     """Largest norm of a difference of each row and level [B, L], relative to that of its matrix."""
+    if model.config.level_learning is None:
+        raise ValueError("the cache holds what levels have learned, and `level_learning` is None: set the field back")
     norms = weight_norms(learning_weights(model, model.config.level_learning.resolved(model.config)))
     return state.drifts(norms)
 
@@ -311,6 +324,8 @@ class LearnsFromText:
     @torch.no_grad()
     def level_drifts(self, cache: HopeCache) -> torch.Tensor:
         """Largest norm of what each row's levels have learned [B, L], relative to that of the matrix."""
+        if cache.levels is None:
+            raise ValueError("the cache holds nothing that levels have learned: read a text with learn=True first")
         return drifts_of(self, cache.levels)
 
     @takes_cache

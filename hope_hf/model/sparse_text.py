@@ -198,7 +198,9 @@ def _placed(new, before, base: int | torch.Tensor, room: int, blocks: SlotPlan, 
         return placed
     at = base[:, None] + torch.arange(length, device=new.device)
     index = at[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3])
-    return placed.scatter_(2, index, torch.where(blocks.valid[:, None, :, None], new, placed.gather(2, index)))
+    new = torch.where(blocks.valid[:, None, :, None], new, placed.gather(2, index))
+    # the gradient of `gather` reads what it gathered from
+    return placed.scatter(2, index, new) if placed.requires_grad else placed.scatter_(2, index, new)
 
 
 def _compressed(slots, weight, before, base: int | torch.Tensor, length: int, overwrites: bool) -> torch.Tensor:

@@ -146,7 +146,7 @@ def test_shards_are_a_corpus_of_a_mixture(mixture, shards, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "weights, named", [((9, 1), r"notes 2\.\d times"), ((1e-6, 1), "nothing of notes, whose weight is less than half a")]
+    "weights, named", [((9, 1), r"notes 2\.\d times"), ((1e-6, 1), "nothing of notes, whose weight is less than half")]
 )
 def test_a_corpus_that_is_read_again_or_not_at_all_is_named(mixture, tmp_path, weights, named):
     path = tmp_path / "mix.yaml"

@@ -308,6 +308,35 @@ def test_one_entry_of_one_weight_makes_another_model(tiny_model, tmp_path, throu
         HopeCache.from_pretrained(tmp_path, model)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [dict(pad_token_id=5), dict(eos_token_id=7), dict(attention_dropout=0.1), dict(output_hidden_states=True)],
+)
+def test_fields_that_change_no_state_change_not_whose_memory_it_is(tiny_model, tmp_path, fields):
+    model = tiny_model()
+    cache = HopeCache(model.config)
+    model(random_ids(1, 9), cache=cache)
+    # as files of before have it
+    old = cache_file.fingerprint(model, all_fields=True)
+    cache.save_pretrained(tmp_path, model)
+    assert cache_file.is_of(model, old) and old != cache_file.fingerprint(model)
+    for name, value in fields.items():
+        setattr(model.config, name, value)
+    assert HopeCache.from_pretrained(tmp_path, model).get_seq_length() == 9
+    model.config.rms_norm_eps *= 2
+    with pytest.raises(ValueError, match="was written by another model"):
+        HopeCache.from_pretrained(tmp_path, model)
+
+
+def test_a_cache_that_cannot_be_cropped_stays_whole(tiny_model):
+    model = tiny_model(layer_types=["full_attention", "hope_memory"])
+    cache = HopeCache(model.config)
+    model(random_ids(1, 9), cache=cache)
+    with pytest.raises(RuntimeError, match="a layer's state cannot unread tokens"):
+        cache.crop(-3)
+    assert [layer.get_seq_length() for layer in cache.layers] == [9, 9]
+
+
 def test_a_head_does_not_change_which_model_it_is_and_exchanged_rows_do(tiny_model):
     model = tiny_model()
     first = cache_file.fingerprint(model)
@@ -396,6 +425,7 @@ def test_labels_and_inputs_out_of_place_are_refused(tiny_model):
         r"shape \(4,\), and \(batch, tokens\) is needed.*input_ids\[None\]": {"input_ids": ids[0]},
         "holds torch.float32: give tokens as torch.int64": {"input_ids": ids.float()},
         "the text has no tokens: give at least one": {"input_ids": ids[:, :0]},
+        "the text has no tokens: give": {"input_ids": ids[:0]},
         "the text has no tokens": {"inputs_embeds": embeddings[:, :0]},
         r"inputs_embeds has the shape \(4, 32\), and \(batch, tokens, 32\)": {"inputs_embeds": embeddings[0]},
     }

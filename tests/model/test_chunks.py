@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate.utils import send_to_device
 from scans import HEADS, TAPS, plan
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -91,3 +92,18 @@ def test_documents_of_any_length_take_as_many_operators():
 
     numbers = operators(32768)
     assert numbers == operators(2048) and numbers[0] <= 150 and max(numbers[1:]) <= 50
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_plan_moves_to_another_device_as_a_whole(padded):
+    """accelerate's hooks send every argument of a block to its device."""
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[0, :7] = 0
+    config = HopeConfig(vocab_size=8, hidden_size=16, num_hidden_layers=1, num_memory_heads=2, memory_chunk_size=8)
+    made = plan_chunks(config, (2, 20), torch.device("cpu"), padding_mask=mask if padded else None)
+    moved = send_to_device(made, torch.device("meta"))
+    assert type(moved) is type(made) and len(moved.spans) == len(made.spans)
+    names = ("valid", "position", "token_of_slot", "slot_of_token")
+    tensors = [moved.past.seen, *(getattr(moved, name) for name in names), *moved.spans[0]]
+    devices = {part.device.type for part in tensors if isinstance(part, torch.Tensor)}
+    assert devices == {"meta"} and made.past.seen.device.type == "cpu"

@@ -6,7 +6,7 @@ from mixers import LAYERS, MEMORIES
 from transformers import AttentionInterface, DataCollatorWithFlattening, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hope_hf import HopeForTokenClassification
+from hope_hf import HopeCache, HopeForTokenClassification
 from hope_hf.model.cache_hope import CACHE_NAME
 
 MODELS = LAYERS | {"paper-1": MEMORIES["paper-1"]}
@@ -202,3 +202,30 @@ def test_a_compiled_graph_refuses_a_mask_of_numbers(tiny_model, kind):
     compiled = torch.compile(tiny_model(**LAYERS[kind]), backend="eager")
     with pytest.raises(RuntimeError, match="attention_mask must hold 0 and 1 alone"):
         compiled(torch.cat(DOCUMENTS, 1), **WAYS["mask-of-numbers"])
+
+
+@pytest.mark.parametrize("kind", ["attention", "hybrid", "window", "memory"])
+def test_a_document_that_begins_after_a_cache_is_kept_apart_or_refused(tiny_model, kind):
+    model = tiny_model(torch.float64, **LAYERS[kind]).eval()
+    cache, ids = HopeCache(model.config), random_ids(1, 20)
+    positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
+    model(ids[:, :5], position_ids=positions[:, :5], cache=cache)
+    if kind in ("attention", "hybrid"):
+        with pytest.raises(ValueError, match="begin a document after a cache .* 'full_attention' layers do not keep"):
+            model(ids[:, 5:], position_ids=positions[:, 5:], cache=cache)
+        return
+    logits = model(ids[:, 5:], position_ids=positions[:, 5:], cache=cache).logits[:, 3:]
+    torch.testing.assert_close(logits, model(ids[:, 8:]).logits, **EXACT)
+
+
+def test_a_row_may_begin_behind_padding_after_a_cache(tiny_model):
+    """Position 0 then begins no second document."""
+    model = tiny_model(torch.float64, **LAYERS["hybrid"]).eval()
+    cache, ids = HopeCache(model.config), random_ids(2, 20)
+    mask = torch.ones_like(ids)
+    mask[0, :12] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    for cut in (slice(0, 9), slice(9, 20)):
+        seen = mask[:, : cut.stop]
+        logits = model(ids[:, cut], attention_mask=seen, position_ids=positions[:, cut], cache=cache).logits
+    torch.testing.assert_close(logits[0, 3:], model(ids[:1, 12:]).logits[0], **EXACT)

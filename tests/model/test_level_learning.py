@@ -14,6 +14,7 @@ from mixers import ATTENTION, HYBRID, SPARSE
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.func import functional_call
+from transformers import StoppingCriteria
 
 from hope_hf import HopeCache, HopeConfig, LevelLearning
 from hope_hf.model.level_learning import normalised
@@ -425,6 +426,55 @@ def test_generate_learns_from_the_prompt_and_from_new_tokens_when_asked(tiny_mod
     assert beams.shape == plain.shape
     with pytest.raises(ValueError, match="give num_beams=1"):
         model.generate(ids, learn_generated=True, num_beams=3, **arguments)
+
+
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_a_row_behind_padding_learns_and_goes_on_as_if_alone(tiny_model, options):
+    model, ids, new = one_level(tiny_model, **options), random_ids(2, 21), random_ids(2, 3, seed=2)
+    arguments = dict(do_sample=False, max_new_tokens=9, pad_token_id=0, learn=True, learn_generated=True)
+    arguments |= dict(output_logits=True, return_dict_in_generate=True)
+    padded, alone = ids.clone(), ids[:1, 5:]
+    padded[0, :5] = 0
+    caches = [HopeCache(model.config) for _ in range(2)]
+    found = []
+    for text, cache in zip((padded, alone), caches, strict=True):
+        mask = (text != 0).long()
+        model.learn(text, cache=cache, attention_mask=mask)
+        follow = new[: len(text)]
+        mask = torch.cat([mask, torch.ones_like(follow)], dim=1)
+        found.append(torch.stack(model.generate(follow, attention_mask=mask, cache=cache, **arguments).logits)[:, :1])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-9)
+    for name, delta in deltas(caches[1]).items():
+        torch.testing.assert_close(deltas(caches[0])[name][:1], delta, rtol=0, atol=1e-9)
+
+
+def test_padding_after_a_criterion_that_stops_one_row_is_not_learned(tiny_model):
+    class StopsTheFirst(StoppingCriteria):
+        def __call__(self, input_ids, scores, **_):
+            return torch.tensor([input_ids.shape[1] >= 25, False])[: len(input_ids)]
+
+    model, ids = one_level(tiny_model), random_ids(2, 21)
+    arguments = dict(do_sample=False, max_new_tokens=12, pad_token_id=0, eos_token_id=63, learn_generated=True)
+    caches = [HopeCache(model.config) for _ in range(2)]
+    for rows, cache in zip((ids, ids[:1]), caches, strict=True):
+        model.generate(rows, cache=cache, stopping_criteria=[StopsTheFirst()], **arguments)
+    # `generate` does not read the last token
+    assert caches[1].levels.tokens.tolist() == [3] and caches[0].levels.tokens.tolist()[0] in (3, 4)
+
+
+def test_masks_and_boundaries_that_levels_cannot_learn_by_are_refused(tiny_model):
+    model, ids = one_level(tiny_model, **ATTENTION), random_ids(1, 9)
+    square = torch.ones(9, 9, dtype=torch.bool).tril()[None, None]
+    with pytest.raises(ValueError, match=r"shape \(1, 1, 9, 9\), and learn=True takes \(batch, tokens\)"):
+        read(model, ids, attention_mask=square)
+    with pytest.raises(ValueError, match="as position_ids that restart at 0, not as seq_idx"):
+        read(model, ids, seq_idx=torch.zeros_like(ids))
+    with pytest.raises(ValueError, match="nothing that levels have learned"):
+        model.level_drifts(HopeCache(model.config))
+    cache = read(model, ids)[1]
+    model.config.level_learning = None
+    with pytest.raises(ValueError, match="`level_learning` is None"):
+        model.drift(cache)
 
 
 def test_new_tokens_after_the_end_of_a_row_are_not_learned(tiny_model):

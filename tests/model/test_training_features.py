@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from mixers import ATTENTION, HYBRID, MEMORIES, MIXERS, SPARSE_HYBRID
+from mixers import ATTENTION, HYBRID, LAYERS, MEMORIES, MIXERS, SPARSE_HYBRID
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import StaticCache
 
@@ -121,6 +121,20 @@ def test_recomputing_chunks_changes_nothing(tiny_model, options, group):
     )
     assert recomputed[0] == plain[0]
     torch.testing.assert_close(recomputed[1], plain[1], rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "sparse-hybrid"])
+def test_a_cached_text_of_documents_has_the_gradients_of_the_whole_row(tiny_model, kind):
+    ids, positions = text(2, 24), torch.cat([torch.arange(15), torch.arange(9)]).expand(2, -1)
+    found = []
+    for cuts in ([24], [10, 14]):
+        model = tiny_model(torch.float64, **LAYERS[kind]).train()
+        cache = HopeCache(model.config)
+        parts = zip(ids.split(cuts, dim=1), positions.split(cuts, dim=1), strict=True)
+        logits = [model(part, position_ids=places, cache=cache).logits for part, places in parts]
+        torch.cat(logits, dim=1).square().sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
 
 
 def test_the_gradient_goes_through_the_carried_memory_unless_it_is_cut(tiny_model):

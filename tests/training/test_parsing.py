@@ -315,7 +315,7 @@ def test_a_recipe_that_is_no_text(tmp_path):
 @pytest.mark.parametrize(
     "words, sentence",
     [
-        (["--weight_decay", "inf"], "--weight_decay: invalid float value"),
+        (["--weight_decay", "inf"], "--weight_decay is inf: give a number of 0 or more."),
         (["--watchdog_seconds", "1e300"], "--watchdog_seconds is 1e+300: give a number from 0 to 1,000,000,000."),
         (["--cpu_threads", "100000"], "--cpu_threads is 100000: give a whole number from 1 to 1,024."),
         (["--adam_beta1", "nan"], "--adam_beta1 is nan: give a number of 0 or more and below 1."),

@@ -50,8 +50,8 @@ def class_incremental(args: Arguments, subject: Subject) -> SuiteResult:
             if args.tasks is None:
                 continue
             raise ValueError(
-                f"--tasks {name} needs a model whose config.json has level_learning, such as one that python -m "
-                "hope_hf.convert writes: leave it out."
+                f"--tasks {name} needs a model whose config.json has level_learning, such as one that "
+                "hope-hf convert writes: leave it out."
             )
         groups = open_groups(data_set, Path(args.data_dir), args.seed)
         groups = groups.shuffled(args.seed, args.samples_per_class, args.limit)
