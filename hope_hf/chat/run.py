@@ -11,7 +11,7 @@ from hope_hf.cli.models import is_hope, load_config
 from hope_hf.cli.process import choose_device, complain, set_up_cpu
 from hope_hf.cli.program import program
 from hope_hf.cli.weights import load_model
-from hope_hf.data import check_vocabulary, load_tokenizer
+from hope_hf.data import check_vocabulary, load_tokenizer, warn_of_other_tokenizer
 
 from .conversation import Conversation
 from .flags import DRAWS, Arguments, GenerateArguments, parse, parse_generate
@@ -70,6 +70,8 @@ def begin(args: Arguments | GenerateArguments) -> Conversation:
         transformers.utils.logging.disable_progress_bar()
     tokenizer = load_tokenizer(args.tokenizer_name or args.model)
     check_vocabulary(tokenizer, config.vocab_size)
+    if args.tokenizer_name:
+        warn_of_other_tokenizer(tokenizer, args.model)
     dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
     model = load_model(args.model, config, named, dtype=dtype)
     model = model.to(device).eval()

@@ -186,6 +186,8 @@ def named_flags(parser: Parser, words: list[str], flags: Collection[str]) -> set
                 f"--{before[-1]} takes one value, and {word!r} is another: if the shell has expanded a pattern, "
                 f"quote the pattern (--{before[-1]} '*.txt')."
             )
-        raise ValueError(f"Unexpected argument {word!r}: write --flag {word}, or a YAML file as the first argument.")
+        instead = "--prompt" if "prompt" in flags else "--flag"
+        recipe = "" if "prompt" in flags else ", or a YAML file as the first argument"
+        raise ValueError(f"Unexpected argument {word!r}: write {instead} {word}{recipe}.")
     named = [flag_of(word) for word in words if word.startswith("--")]
     return {name.removeprefix("no_") if name not in flags else name for name in named}

@@ -1,8 +1,10 @@
 """Recipes: YAML files of flags, read as the words of a command line so that both ways share one check."""
 
 import json
+import os
 import reprlib
 from collections.abc import Callable, Collection
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from .files import read_small
 from .flags import OF_ONE_TEXT, TEXT_SOURCES
 from .parser import nearest
 from .process import one_line
-from .shipped import RECIPES, find_file
+from .shipped import RECIPES, find_file, shipped_files
 
 MODELS = ("model_name_or_path", "model_type", "config_name")
 # The length of a run; the first overrides the second.
@@ -37,7 +39,13 @@ def read_recipe(path: str | Path, flags: Collection[str], left_out: Collection[s
 
     Raises ValueError that names the file if it cannot be read.
     """
-    recipe = read_yaml(find_file(path, RECIPES), f"The recipe {path}", partial(load_yaml, loader=_FlagLoader))
+    file = find_file(path, RECIPES)
+    if os.path.isfile(file) and Path(file).suffix not in ("", ".yaml", ".yml"):
+        raise ValueError(f"The recipe {path} is no .yaml file: name a text with --train_file.")
+    close = get_close_matches(Path(path).stem, [Path(name).stem for name in shipped_files(RECIPES)], 1)
+    if close and not os.path.exists(file):
+        raise ValueError(f"The recipe {path} does not exist; did you mean {close[0]}.yaml?")
+    recipe = read_yaml(file, f"The recipe {path}", partial(load_yaml, loader=_FlagLoader))
     if not isinstance(recipe, dict):
         raise ValueError(f"The recipe {path} must hold lines of the form 'flag: value'.")
     words = []

@@ -39,7 +39,7 @@ def model_card(
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     but = (
-        " whose attention in the layers with new memories is left out: these add nothing until they are trained"
+        " without the attention of the layers with new memories, which add nothing until they are trained,"
         if memories
         else ""
     )

@@ -29,6 +29,7 @@ from .vocabulary import (
     load_tokenizer,
     save_tokenizer,
     train_tokenizer,
+    warn_of_other_tokenizer,
 )
 
 __all__ = [
@@ -57,4 +58,5 @@ __all__ = [
     "size_of_files",
     "train_tokenizer",
     "validation_texts",
+    "warn_of_other_tokenizer",
 ]

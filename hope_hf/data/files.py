@@ -230,7 +230,8 @@ def choose_column(columns: Columns, source: str, column: str | None = None) -> s
         raise ValueError(f"{source} has no column 'text' of strings: give every row a text in quotes.")
     if len(columns.texts) != 1:
         option = "--text_column" if source.startswith("--") else "text_column"
-        raise ValueError(f"{source} has no column 'text' among {names}: name one with {option}.")
+        chats = " or train on the chats with --assistant_only_loss" if MESSAGES in columns.names else ""
+        raise ValueError(f"{source} has no column 'text' among {names}: name one with {option}{chats}.")
     return columns.texts[0]
 
 

@@ -228,8 +228,8 @@ class ShardFolder:
         """Raise ValueError if the shards were made with another tokenizer; then ids above its highest are errors."""
         if tokenizer_hash(tokenizer) != self.manifest["tokenizer"]["sha256"]:
             raise ValueError(
-                f"{self.flag} {self.path} was made with another tokenizer than {tokenizer.name_or_path}: pass "
-                f"--tokenizer_name {self.path / TOKENIZER}, or prepare the shards again."
+                f"{self.flag} {self.path} was made with another tokenizer than {tokenizer.name_or_path}: prepare "
+                f"the shards again with it or, for a new model, pass --tokenizer_name {self.path / TOKENIZER}."
             )
         eos, start = self.manifest["eos_token_id"], document_start(tokenizer)
         if eos != start:

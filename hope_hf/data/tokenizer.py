@@ -162,7 +162,7 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         return complain(error, 2)
     if len(tokenizer) < args.vocab_size:
-        warn_once(f"the text has no more pairs to merge than --vocab_size {len(tokenizer)} holds.")
+        warn_once(f"the text has pairs to merge for {len(tokenizer):,} entries of --vocab_size {args.vocab_size:,}.")
     _warn_of_neglect({name: corpus["bytes_per_token"] for name, corpus in report["corpora"].items()})
     print(
         f"{len(tokenizer):,} entries in {args.output_dir}, {report['bytes_per_token']:.2f} bytes per token: use it "

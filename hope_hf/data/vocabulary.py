@@ -6,6 +6,7 @@ model predicts at its end (so it is the BOS and the EOS token, as in GPT-2); `<|
 
 import hashlib
 import json
+import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -132,8 +133,19 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int):
         name = tokenizer.name_or_path or "the tokenizer made from the text"
         raise ValueError(
             f"--tokenizer_name: {name} has ids up to {highest}, but the model's vocab_size is {vocab_size}: use the "
-            "model's own tokenizer or raise vocab_size with --config_overrides."
+            "model's own tokenizer or, for a new model, raise vocab_size with --config_overrides."
         )
+
+
+def warn_of_other_tokenizer(tokenizer: PreTrainedTokenizerBase, model: str) -> None:
+    """A warning if the folder of a trained model has a tokenizer that turns text into other ids."""
+    if os.path.isfile(os.path.join(model, "tokenizer.json")):
+        own = load_tokenizer(model)
+        if tokenizer_hash(own) != tokenizer_hash(tokenizer):
+            warn_once(
+                f"--tokenizer_name: {tokenizer.name_or_path} is another tokenizer than that in {model}, to which its "
+                "ids mean other tokens."
+            )
 
 
 def highest_id(tokenizer: PreTrainedTokenizerBase) -> int:

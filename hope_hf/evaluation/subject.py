@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hope_hf.cli.models import build_model, is_hope, load_config
 from hope_hf.cli.process import choose_device
-from hope_hf.data import check_vocabulary, document_start, load_tokenizer
+from hope_hf.data import check_vocabulary, document_start, load_tokenizer, warn_of_other_tokenizer
 
 from .flags import Arguments
 
@@ -86,6 +86,8 @@ def load_subject(args: Arguments) -> Subject:
     config = load_config(args.model_name_or_path, "model_name_or_path", args)
     tokenizer = load_tokenizer(args.tokenizer_name or args.model_name_or_path, args.trust_remote_code)
     check_vocabulary(tokenizer, config.vocab_size)
+    if args.tokenizer_name:
+        warn_of_other_tokenizer(tokenizer, args.model_name_or_path)
     model = build_model(args, config, getattr(torch, args.dtype))
     return Subject(model.to(device).eval(), tokenizer)
 

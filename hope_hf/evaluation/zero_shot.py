@@ -42,7 +42,7 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
         import lm_eval
         from lm_eval.models.huggingface import HFLM
     except ImportError as error:
-        raise ValueError(f"--suite zero_shot needs lm-eval ({error}): pip install hope_hf[eval].") from None
+        raise ValueError(f"--suite zero_shot needs lm-eval ({error}): pip install 'hope_hf[eval]'.") from None
     # The name: lm-eval loads its own tokenizer, since it changes it.
     tokenizer = args.tokenizer_name or args.model_name_or_path
     _check_length(args, subject)

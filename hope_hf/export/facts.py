@@ -85,11 +85,11 @@ def read_training(folder: Path) -> TrainingFacts | None:
             "text": _text(flags),
             "dataset": dataset if dataset and dataset != "synthetic" and is_hub_name(dataset) else None,
             "base_model": base_model if base_model and is_hub_name(base_model) else None,
-            "command": public_command(record["command"]),
+            "command": "\n".join(map(public_command, record.get("commands") or [record["command"]])),
             "num_processes": int(record["num_processes"]),
             "versions": {name: version for name, version in record["versions"].items() if version},
         }
-    except (KeyError, TypeError, AttributeError, ValueError):
+    except (LookupError, TypeError, AttributeError, ValueError):
         raise ValueError(f"{folder / 'run.json'} is not one that hope-hf train wrote: {FIX}.") from None
     return TrainingFacts(**facts, **_length(folder / "metrics.jsonl"), losses=_losses(folder / "all_results.json"))
 

@@ -54,7 +54,7 @@ class LearningReport:
         told = "".join(f", {number} steps left out ({why})" for why, number in skipped.items() if number)
         return (
             f"read {self.tokens} tokens at {self.loss:.4f} nats per token, {sum(self.steps)} steps{told}, drift "
-            f"{100 * self.drift:.2f} %, {self.state_bytes / 1e6:.1f} MB learned"
+            f"{100 * self.drift:.2f} %, {self.state_bytes / 1e6:.1f} MB held"
         )
 
 

@@ -155,9 +155,7 @@ class _Tokens(NamedTuple):
     decay: torch.Tensor
 
     @classmethod
-    def of(
-        cls, inputs: ScanInputs, span: ChunkSpan, active: list[torch.Tensor], scales: torch.Tensor
-    ) -> "_Tokens":
+    def of(cls, inputs: ScanInputs, span: ChunkSpan, active: list[torch.Tensor], scales: torch.Tensor) -> "_Tokens":
         """`active`: k, v and q after SiLU, of which v is changed; `scales` of each, as in `_Saved`."""
         cut, values = slice(span.start, span.stop), active[1]
         both = values.new_empty(len(values), 2, *values.shape[1:])

@@ -379,9 +379,14 @@ class SelfModifyingTitans(Mixer, nn.Module):
 
     @classmethod
     def describe(cls, config: PreTrainedConfig) -> str:
+        modifies, projects = "", ""
+        if config.memory_projections:
+            made = " and ".join({"k": "keys", "v": "values"}[name] for name in config.memory_projections)
+            modifies = "self-modifying "
+            projects = f",\nand make {made} with new weights every {config.memory_chunk_size} tokens"
         return (
-            "made of self-modifying memories: small networks of every sequence's own that are rewritten while it is\n"
-            f"read, and make keys and values with new weights every {config.memory_chunk_size} tokens"
+            f"made of {modifies}memories: small networks of every sequence's own that are rewritten while it is read"
+            f"{projects}"
         )
 
     @staticmethod
@@ -452,8 +457,8 @@ class SelfModifyingTitans(Mixer, nn.Module):
 
         In narrow dtypes, the norm of the reads and the parts of their product with the gate, too.
 
-        The scan adds, in fp32, the last `recompute_chunks` chunks, and what it keeps of those before (`scan_fused`), or
-        under the paper's rule the chunks of the last group and a state per other group (`scan_plain`).
+        The scan adds, in fp32, the last `recompute_chunks` chunks, and what it keeps of those before (`scan_fused`).
+        Under the paper's rule it adds the chunks of the last group, and a state per other group (`scan_plain`).
         On a GPU see `kernels_fla.kept_bytes`.
         """
         if is_expected(config):

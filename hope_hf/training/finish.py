@@ -14,7 +14,7 @@ from torch import Tensor
 from hope_hf.cli.files import disk_errors
 from hope_hf.cli.flags import TEXT_SOURCES
 from hope_hf.cli.process import one_line
-from hope_hf.cli.results import draw_or_warn
+from hope_hf.cli.results import IGNORED, draw_or_warn
 from hope_hf.export import ExportFailed, export_folder, upload
 from hope_hf.step.arguments import Arguments
 
@@ -121,7 +121,10 @@ def final_weights(engine: Engine, checkpoint: Path | None) -> dict[str, Tensor]:
 def sample(model, data, seed: int) -> tuple[str, str]:
     """The beginning of the validation text and the model's continuation; the same for the same seed."""
     batch = next(iter(data.validation))
-    prompt = batch["input_ids"][:1, :PROMPT_TOKENS].to(model.device)
+    # of a chat, what comes before the assistant's first turn
+    scored = int((batch["labels"][0] != IGNORED).nonzero()[0])
+    prompt = batch["input_ids"][:1, max(0, scored - PROMPT_TOKENS) : scored if scored > 1 else PROMPT_TOKENS]
+    prompt = prompt.to(model.device)
     model.eval()
     devices = [model.device] if model.device.type == "cuda" else []
     # A text that grows by one token at a time would be compiled anew for every length.

@@ -13,7 +13,14 @@ from hope_hf.cli.adapters import add_lora, require_peft_for_training
 from hope_hf.cli.flags import LARGEST_VOCABULARY
 from hope_hf.cli.models import build_config, build_model, is_hope, load_config, named_vocabulary
 from hope_hf.cli.process import one_line, warn_once
-from hope_hf.data import DEFAULT_VOCAB_SIZE, Data, DataConfig, build_data, disable_progress_bars
+from hope_hf.data import (
+    DEFAULT_VOCAB_SIZE,
+    Data,
+    DataConfig,
+    build_data,
+    disable_progress_bars,
+    warn_of_other_tokenizer,
+)
 from hope_hf.optim import LevelClock, build_optimizer, warn_short_levels
 from hope_hf.step.arguments import FLAGS, LONGEST_DEFAULT_BLOCK, Arguments, check_block_size
 from hope_hf.step.defaults import VOCAB_SIZE, default_lines
@@ -103,6 +110,8 @@ def build_all(args: Arguments, engine: Engine, saved: SavedRun | None, finished:
             world_size=accelerator.num_processes,
             state=saved.state["rank"]["data"] if saved else None,
         )
+    if pretrained and args.tokenizer_name and accelerator.is_main_process:
+        warn_of_other_tokenizer(data.tokenizer, args.model_name_or_path)
     config = pretrained or _new_config(args, data.tokenizer, vocab_size or len(data.tokenizer))
     if saved and not pretrained:
         # a preset or a default may have changed since

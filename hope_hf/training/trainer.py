@@ -101,7 +101,8 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, stop_after: StopA
     with Monitor(args, engine, run.plan, *options) as monitor:
         write_audit(Path(args.output_dir, PROCESSES), engine)
         hook = CheckpointHook(args.checkpoint_hook, args.output_dir, monitor.say)
-        options = args.save_total_limit, args.save_only_model, hook, engine.saves_parts(args), args.keep_every
+        kept = training.record.get("keep_every", ())
+        options = args.save_total_limit, args.save_only_model, hook, engine.saves_parts(args), kept
         writer = CheckpointWriter(args.output_dir, *options)
         best = BestModel(args.output_dir, args.keep_best)
 
@@ -172,7 +173,7 @@ def begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | None
         source = saved.path if saved else f"--model_name_or_path {args.model_name_or_path}"
         require_finite_weights(engine, source)
     begun_from = other_run(args.output_dir, args.resume_from_checkpoint)
-    record = folder.open(identity, args.defaults, changeable, begun_from)
+    record = folder.open(identity, args.defaults, changeable, begun_from, args.keep_every)
     # The scheduler is not prepared: accelerate would step it once per process.
     scheduler = LambdaLR(run.optimizer, plan.schedule.fractions(run.optimizer.defaults["lr"]))
     if args.torch_compile:

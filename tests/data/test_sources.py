@@ -338,7 +338,7 @@ def test_an_id_beyond_the_vocabulary_is_named_where_it_is_read(copy):
 
 def test_another_tokenizer_is_refused(shards, tmp_path):
     save_tokenizer(train_tokenizer(["other words"], 270), tmp_path / "other")
-    with pytest.raises(ValueError, match="--train_shards .* was made with another tokenizer than .*other: pass"):
+    with pytest.raises(ValueError, match="--train_shards .* was made with another tokenizer than .*other: prep"):
         build_data(DataConfig(train_shards=str(shards), tokenizer_name=str(tmp_path / "other"), block_size=T))
 
 

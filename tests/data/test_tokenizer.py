@@ -16,7 +16,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hope_hf.data import vocabulary
 from hope_hf.data.tokenizer import Text, main, sample
-from hope_hf.data.vocabulary import bytes_per_id, load_tokenizer, save_tokenizer, train_tokenizer
+from hope_hf.data.vocabulary import (
+    bytes_per_id,
+    load_tokenizer,
+    save_tokenizer,
+    train_tokenizer,
+    warn_of_other_tokenizer,
+)
 
 TEXT = inspect.getsource(json.decoder) + "  # naïve, 3 × 7, ½, 🐍\r\n\tπ = 3.14159\n"
 ODD = "\x00\x07 \u200b\u202e tabs\t\tand  spaces \n\n\r\n 🏴󠁧󠁢󠁳󠁣󠁴󠁿 e\u0301 é <|endoftext|> <|pad|> ﷽ "
@@ -32,6 +38,20 @@ def text_file(tmp_path):
     file = tmp_path / "book.txt"
     file.write_text(TEXT, encoding="utf-8")
     return file
+
+
+def test_a_tokenizer_that_is_not_the_model_s_is_named(tmp_path, recwarn):
+    made = {}
+    for name, text in (("model", "some words of a book"), ("other", "quite different letters")):
+        save_tokenizer(train_tokenizer([text] * 9, 270), tmp_path / name)
+        made[name] = load_tokenizer(str(tmp_path / name))
+    warn_of_other_tokenizer(made["model"], str(tmp_path / "model"))
+    warn_of_other_tokenizer(made["other"], "owner/name")
+    assert not recwarn
+    with pytest.warns(
+        UserWarning, match="other is another tokenizer than that in .*model, to which its ids mean other"
+    ):
+        warn_of_other_tokenizer(made["other"], str(tmp_path / "model"))
 
 
 def test_files_without_text_make_no_tokenizer(tmp_path, capsys):

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,8 @@ from hope_hf.evaluation.checkpoints import as_checkpoint, find_checkpoints, pars
 from hope_hf.evaluation.flags import FLAGS, Arguments
 from hope_hf.evaluation.report import archive
 from hope_hf.evaluation.result import Key, Number, numbers
+from hope_hf.evaluation.saved_reports import find_report
+from hope_hf.evaluation.suites import SUITES
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,6 +72,21 @@ def test_reports_of_other_flags_are_not_mixed(run, tmp_path, capsys):
     assert evaluate(run, "--checkpoints", "all", "--output_dir", output, "--seed", 1) == 2
     assert "holds a report of checkpoint-10 with another --seed: name another folder." in capsys.readouterr().err
     assert not (output / "checkpoint-2").exists()
+
+
+def test_a_suite_that_failed_is_tried_again(run, tmp_path, capsys, monkeypatch):
+    output, whole = tmp_path / "eval", SUITES["passkey"]
+    words = [run, "--checkpoints", "every:10", "--output_dir", output, "--suite", "sample,passkey"]
+
+    def fails(*_):
+        raise ValueError("--lengths: no.")
+
+    monkeypatch.setitem(SUITES, "passkey", replace(whole, measure=fails))
+    assert evaluate(*words) == 1
+    monkeypatch.setitem(SUITES, "passkey", whole)
+    assert evaluate(*words) == 0 and evaluate(*words) == 0
+    told = capsys.readouterr().out
+    assert told.count("1 checkpoints, 1 of them without a report") == 2 and "sample are taken from it" in told
 
 
 def test_a_broken_checkpoint_leaves_the_others(run, tmp_path, capsys):
@@ -129,6 +147,19 @@ def test_archived_reports_are_kept(run, tmp_path):
     assert sorted(path.read_text() for path in (tmp_path / "fast").iterdir()) == ["a", "b", "c"]
     (tmp_path / "file").write_text("")
     assert evaluate(run / "checkpoint-2", "--archive_dir", tmp_path / "file") == 2
+
+
+def test_rows_of_other_models_are_those_of_the_same_numbers():
+    def of(**own):
+        return numbers({"synthetic": {"tables": {"Recall": [{"task": "mqar-4", "accuracy": 0.5} | own]}}})
+
+    assert of(model="hope", best_step="10").keys() == of(model="llama", best_step="20").keys()
+
+
+def test_the_newest_archived_report_is_found(tmp_path):
+    for name in ("2026-11-28T01-02-03Z-2", "2026-11-28T01-02-03Z", "2026-11-28T01-02-03Z-10"):
+        (tmp_path / f"{name}.json").write_text("")
+    assert find_report(str(tmp_path), "--compare").stem.endswith("Z-10")
 
 
 def test_numbers_of_a_report():

@@ -35,6 +35,10 @@ def test_the_whole_text(subject, arguments, texts):
     assert whole["bits_per_byte"] == pytest.approx(math.fsum(losses) / math.log(2) / num_bytes, rel=1e-5)
     assert whole["accuracy"] == pytest.approx(hits / len(losses), abs=2 / len(losses))
     assert whole["loss_stderr"] > 0
+    assert whole["perplexity_stderr"] == pytest.approx(whole["perplexity"] * whole["loss_stderr"])
+    # hits of one document are correlated, so the error is only of the order of a binomial's
+    binomial = math.sqrt(whole["accuracy"] * (1 - whole["accuracy"]) / whole["n"])
+    assert 0.2 * binomial < whole["accuracy_stderr"] < 5 * binomial
 
 
 def test_every_corpus_of_a_mixture_has_a_row(subject, arguments, texts, tmp_path):
@@ -116,8 +120,21 @@ def test_attention_reads_its_positions_and_then_slides(subject, arguments):
 
 
 def test_a_model_of_few_positions_has_no_reset_control(subject, arguments):
-    whole, rows = rows_of(perplexity(arguments(lengths="64,128", samples_per_length=1), subject("gpt2")))
-    assert whole["loss"] > 0 and {"loss", "window"} <= rows[0].keys() and "reset_256" not in rows[0]
+    _, rows = rows_of(perplexity(arguments(lengths="64,128", samples_per_length=1), subject("gpt2")))
+    assert {"loss", "window"} <= rows[0].keys() and "reset_256" not in rows[0]
+
+
+def test_documents_longer_than_the_model_are_read_in_windows_of_all_its_positions(subject, arguments, texts):
+    """A token beyond the first window sees at least half of them."""
+    loaded = subject("gpt2")
+    longest, losses = loaded.longest_input, []
+    for text in texts:
+        # the file's own line ends belong to its documents
+        ids = torch.tensor([loaded.start, *loaded.encode(text if text == texts[-1] else f"{text}\n")])
+        losses += window_scores(loaded.model, ids, longest, longest // 2, 1).losses.tolist()
+    assert any(len(loaded.encode(text)) > longest for text in texts)
+    whole, _ = rows_of(perplexity(arguments(lengths="64", samples_per_length=1), loaded))
+    assert whole["loss"] == pytest.approx(math.fsum(losses) / len(losses), rel=1e-5)
 
 
 def test_the_limit_holds_for_texts_by_position(subject, arguments):

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sys
 
 import pytest
 import torch
@@ -305,6 +306,25 @@ def test_every_nth_checkpoint_is_kept_for_good(run, tmp_path, recwarn):
     ]  # fmt: skip
     with pytest.warns(UserWarning, match="--keep_every 3 keeps a checkpoint every 6 steps"):
         parse(["--output_dir", "x", "--keep_every", "3", "--checkpointing_steps", "2"])
+
+
+def test_what_is_kept_for_good_stays_under_later_commands(run, tmp_path):
+    steps = ["--checkpointing_steps", 1, "--save_total_limit", 1]
+    run("a", *steps, "--keep_every", 3, "--max_train_steps", 7)
+    run("a", *steps, "--keep_every", 5, "--max_train_steps", 8)
+    run("a", *steps, "--max_train_steps", 11)
+    kept = {int(path.name.split("-")[1]) for path in (tmp_path / "a").glob("checkpoint-*")}
+    assert kept == {3, 6, 9, 10, 11}
+    record = json.loads((tmp_path / "a/run.json").read_text())
+    assert record["keep_every"] == [3, 5] and len(record["commands"]) == 3
+
+
+def test_a_refused_command_names_that_of_the_run(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["hope-hf", "train", "--seed", "my seed"])
+    run("a", *EACH, "--max_train_steps", 2)
+    capsys.readouterr()
+    assert run("a", *EACH, "--max_train_steps", 2, "--seed", 9)[0] == 2
+    assert "repeat its flags to continue it (hope-hf train --seed 'my seed')," in capsys.readouterr().err
 
 
 def test_a_kill_between_two_names_loses_no_best_model(tmp_path):

@@ -1,6 +1,7 @@
 """Command line and recipe files: their order of precedence, and one sentence for each mistake."""
 
 import os
+import re
 import warnings
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -294,6 +295,16 @@ def test_a_recipe_keeps_words_as_they_are_written(tmp_path, written):
     (tmp_path / "a.yaml").write_text("output_dir: ~\n")
     with pytest.raises(ValueError, match="has output_dir: None, give it one value or leave it out"):
         read_recipe(tmp_path / "a.yaml", ["output_dir"])
+
+
+def test_what_is_no_recipe_says_what_it_may_be(tmp_path):
+    (tmp_path / "book.txt").write_text("a: b: c")
+    for name, told in {
+        f"{tmp_path}/book.txt": "name a text with --train_file",
+        "pilott": "did you mean pilot.yaml?",
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(told)):
+            read_recipe(name, FLAGS)
 
 
 def test_a_recipe_that_is_no_text(tmp_path):

@@ -3,13 +3,14 @@
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 from training_runs import HOPE, HOPE_HYBRID, LLAMA, curve
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hope_hf.training import finish, trainer
 from hope_hf.training.engines.base import Engine
@@ -160,6 +161,20 @@ def test_weights_that_are_not_finite_are_refused(run, monkeypatch, tmp_path, cap
     assert f"error: {checkpoint} holds weights that are not finite" in capsys.readouterr().err
     assert run("b", model=["--model_name_or_path", str(checkpoint)])[0] == 2
     assert f"error: --model_name_or_path {checkpoint} holds weights" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "first, prompt", [(0, slice(0, 32)), (1, slice(0, 32)), (9, slice(0, 9)), (50, slice(18, 50))]
+)
+def test_the_sample_goes_on_before_the_first_token_that_is_scored(monkeypatch, first, prompt):
+    """In a chat that is the assistant's first answer, and elsewhere the beginning of the text."""
+    monkeypatch.setattr(finish, "SAMPLE_TOKENS", 4)
+    ids = torch.arange(1, 61)[None]
+    labels = ids.masked_fill(torch.arange(60) < first, -100)
+    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=0, decode=lambda tokens: tokens.tolist())
+    data = SimpleNamespace(validation=[{"input_ids": ids, "labels": labels}], tokenizer=tokenizer)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+    assert finish.sample(model, data, seed=0)[0] == ids[0, prompt].tolist()
 
 
 def test_a_run_is_complete_whatever_happens_to_sample_and_picture(run, monkeypatch, tmp_path, capsys):

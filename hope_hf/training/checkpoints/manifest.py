@@ -233,18 +233,19 @@ def rotate(
     newest: Path,
     save_total_limit: int | None,
     in_use: Collection[Path] = frozenset(),
-    keep_every: int | None = None,
+    keep_every: Collection[int] = (),
 ) -> None:
     """Delete the oldest checkpoints until `save_total_limit` complete ones are left; None keeps all.
 
-    `newest` always stays, and those `in_use` and those whose step `keep_every` divides stay besides. Broken ones do
+    `newest` always stays, and those `in_use` and those whose step one of `keep_every` divides stay. Broken ones do
     not count, and are deleted with the old ones.
     """
     if save_total_limit is None:
         return
     older = [folder for folder in _checkpoints(output_dir) if folder != newest and _step(folder) <= _step(newest)]
-    if keep_every is not None:
-        older = [folder for folder in older if _step(folder) % keep_every or not _has_all_bytes(folder)]
+    if keep_every:
+        spared = {folder for folder in older if not all(_step(folder) % every for every in keep_every)}
+        older = [folder for folder in older if folder not in spared or not _has_all_bytes(folder)]
     # Sizes are enough here: the newest was just sealed, and reading all others would double the time of a save.
     keep = [folder for folder in older if _has_all_bytes(folder)][: max(0, save_total_limit - 1)]
     for folder in older:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import sys
 import uuid
 from collections.abc import Collection
 from pathlib import Path
@@ -69,10 +71,12 @@ class RunFolder:
         defaults: dict[str, Default] | None = None,
         changeable: Collection[str] = (),
         begun_from: str | None = None,
+        keep_every: int | None = None,
     ) -> dict:
         """Check again with the whole identity and write the record of a new run (with `defaults`) or a changed one.
 
-        `begun_from`: the folder of `--resume_from_checkpoint` where it is another run's.
+        `begun_from`: the folder of `--resume_from_checkpoint` where it is another run's. `keep_every`: checkpoints of
+        these steps stay for good, also under later commands without it. A changed run keeps all its commands.
         """
 
         def create():
@@ -84,7 +88,12 @@ class RunFolder:
                 if begun_from is not None:
                     record["begun_from"] = begun_from
             elif is_open(record, identity):
-                record = record | {"identity": record["identity"] | identity, "complete": False}
+                merged = record["identity"] | json.loads(json.dumps(identity))
+                if merged != record["identity"]:
+                    record = record | {"commands": [*record.get("commands", [record["command"]]), sys.argv]}
+                record = record | {"identity": merged, "complete": False}
+            if keep_every is not None:
+                record = record | {"keep_every": sorted({*record.get("keep_every", ()), keep_every})}
             if record != found and not self._only_looks:
                 self._write(record)
             return record
@@ -110,7 +119,9 @@ class RunFolder:
             return None
         record = _read(file)
         has_checkpoint = record["complete"] or any(self.path.glob("checkpoint-*"))
-        require_same_run(f"--output_dir {self.path}", identity, record["identity"], changeable, has_checkpoint)
+        command = f" ({shlex.join(map(str, record.get('command', ())))})"
+        theirs = record["identity"]
+        require_same_run(f"--output_dir {self.path}", identity, theirs, changeable, has_checkpoint, command)
         return record
 
     def _write(self, record: dict):
@@ -164,9 +175,17 @@ def is_open(record: dict, identity: dict) -> bool:
 
 
 def require_same_run(
-    place: object, ours: dict, theirs: dict, changeable: Collection[str] = (), has_checkpoint: bool = True
+    place: object,
+    ours: dict,
+    theirs: dict,
+    changeable: Collection[str] = (),
+    has_checkpoint: bool = True,
+    command: str = "",
 ):
-    """ValueError if the identity `ours` differs from that of the run in `place` in other keys than `changeable`."""
+    """ValueError if the identity `ours` differs from that of the run in `place` in other keys than `changeable`.
+
+    `command`: the run's command in brackets, if it is known.
+    """
     for name in differences(ours, theirs):
         # Vectors of their own rate are groups of their own.
         regrouped = name == "vector_learning_rate" and None in (ours[name], theirs[name])
@@ -190,7 +209,7 @@ def require_same_run(
             )
         raise ValueError(
             f"{place} holds another run: {name} was {theirs[name]!r} and is now {ours[name]!r}; "
-            f"repeat its flags to continue it,{change} or choose another folder."
+            f"repeat its flags to continue it{command},{change} or choose another folder."
         )
 
 

@@ -12,7 +12,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,7 +66,7 @@ class CheckpointWriter:
         only_model: bool = False,
         hook: CheckpointHook | None = None,
         in_parts: bool = False,
-        keep_every: int | None = None,
+        keep_every: Collection[int] = (),
     ):
         self._output_dir = Path(output_dir)
         self._save_total_limit = save_total_limit

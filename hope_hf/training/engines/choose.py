@@ -47,7 +47,9 @@ def make_engine(args: Arguments, trackers: list[str]) -> Engine:
         "project_dir": args.output_dir,
     }
     if wanted == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        raise ValueError("The launch file asks for DeepSpeed, which is not installed: pip install hope_hf[deepspeed].")
+        raise ValueError(
+            "The launch file asks for DeepSpeed, which is not installed: pip install 'hope_hf[deepspeed]'."
+        )
     try:
         accelerator = Accelerator(**options) if torch.accelerator.is_available() else cpu_accelerator(wanted, options)
     except torch.distributed.DistError as error:
