@@ -263,7 +263,7 @@ def _carried(
                 if sizes is not None and subject.has_memory and end in edges:
                     found[end] = _size(cache)
 
-            losses.append(carried_scores(subject.model, batch, None, after_piece, edges).losses)
+            losses.append(carried_scores(subject.model, batch, after_piece, edges).losses)
             held.append(found.values())
     if sizes is not None:
         sizes += [max(batches, key=lambda row: row["state_largest"]) for batches in zip(*held, strict=True)]

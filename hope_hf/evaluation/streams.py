@@ -58,7 +58,6 @@ def repeated(cache, times: int):
 def carried_scores(
     model: PreTrainedModel,
     input_ids: Tensor,
-    lengths: list[int] | None = None,
     after_piece: Callable[[int, object], None] | None = None,
     edges: list[int] = (),
     begins_with: HopeCache | None = None,
@@ -66,20 +65,16 @@ def carried_scores(
     """Scores [B, T-1], each token given all tokens before it. No token is read twice.
 
     Args:
-        input_ids: [B, T]; each row begins a document and is padded on the right.
-        lengths: tokens of each row without its padding (default: T). Scores of padding are undefined.
+        input_ids: [B, T]; each row begins a document. It may be padded on the right: since models are causal, padding
+            changes no score before it, and needs no mask. Its own scores are undefined.
         after_piece: called with the number of tokens read and the cache, after every forward pass.
         edges: numbers of tokens at which a forward pass must end, besides the multiples of `PIECE`.
         begins_with: a HOPE's cache of one row, which every row begins with; it stays as it is.
     """
     length = input_ids.shape[1] - 1
-    cache, seen = HopeCache(model.config) if is_hope(model.config) else None, 0
+    cache = HopeCache(model.config) if is_hope(model.config) else None
     if begins_with is not None:
-        cache, seen = repeated(begins_with, len(input_ids)), begins_with.get_seq_length()
-    mask = None
-    if lengths is not None:
-        real = torch.arange(-seen, length) < torch.tensor(lengths)[:, None]
-        mask = real.long().to(model.device)
+        cache = repeated(begins_with, len(input_ids))
     # Models with other kinds of state may not read several tokens after their first call.
     in_pieces = is_hope(model.config) or not getattr(model, "_is_stateful", False)
     ends = [length]
@@ -87,9 +82,7 @@ def carried_scores(
         ends = sorted({*range(PIECE, length, PIECE), *(edge for edge in edges if edge < length), length})
     scores = []
     for start, end in zip([0, *ends], ends, strict=False):
-        arguments = {} if mask is None else {"attention_mask": mask[:, : seen + end]}
-        if in_pieces:
-            arguments |= {CACHE_NAME: cache, "use_cache": True}
+        arguments = {CACHE_NAME: cache, "use_cache": True} if in_pieces else {}
         outputs = model(input_ids=input_ids[:, start:end].to(model.device), **arguments)
         cache = outputs[CACHE_NAME] if in_pieces else None
         if after_piece:
@@ -144,7 +137,7 @@ def document_scores(
         rows = [documents[index] for index in group]
         if longest is None or len(rows[-1]) <= longest:
             padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-            scores = carried_scores(subject.model, padded, [len(row) for row in rows], begins_with=begins_with)
+            scores = carried_scores(subject.model, padded, begins_with=begins_with)
             parts = [Scores(*(part[i, : len(row) - 1] for part in scores)) for i, row in enumerate(rows)]
         else:
             parts = [window_scores(subject.model, row, longest, longest // 2, args.rows) for row in rows]

@@ -199,8 +199,8 @@ def _after_piece(learner: Learner, state: LevelState, gradients, loss, learned, 
     losses = state.losses + loss[:, None].to(state.losses)
     scored = state.scored + learned[:, None].to(device)
     periods = torch.tensor(learning.periods, device=device)
-    # a piece of padding alone closes no period
-    closes = (tokens[:, None] % periods == 0) & real.any(1)[:, None].to(device)
+    # a piece of padding alone closes periods whose sums are empty
+    closes = tokens[:, None] % periods == 0
     sums = dict(state.gradients)
     for key, gradient in gradients.items():
         gradient = gradient.to(state.deltas[key].dtype)

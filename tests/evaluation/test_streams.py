@@ -25,7 +25,7 @@ def ids():
 def test_a_text_read_in_pieces_is_a_text_read_at_once(subject, ids, kind, monkeypatch):
     monkeypatch.setattr(streams, "PIECE", 13)
     model, ends = subject(kind, dtype="float64").model, []
-    scores = carried_scores(model, ids, None, lambda end, cache: ends.append(end), [5, 26, 1000])
+    scores = carried_scores(model, ids, lambda end, cache: ends.append(end), [5, 26, 1000])
     assert ends == [5, 13, 26, 39, 49]
     torch.testing.assert_close(scores.losses, plain_losses(model, ids))
     with torch.no_grad():
@@ -38,7 +38,7 @@ def test_padding_on_the_right_changes_no_score(subject, ids, kind, monkeypatch):
     model = subject(kind, dtype="float64").model
     padded = ids.clone()
     padded[0, 21:] = 0
-    scores = carried_scores(model, padded, [21, 50])
+    scores = carried_scores(model, padded)
     torch.testing.assert_close(scores.losses[0, :20], plain_losses(model, ids[:1, :21])[0])
     torch.testing.assert_close(scores.losses[1], plain_losses(model, ids[1:])[0])
 

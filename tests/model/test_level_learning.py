@@ -100,6 +100,7 @@ RULES = {
     "drift": TEACHES | dict(drift=0.2),
     "gate": TEACHES | dict(gate=True),
     "brake": TEACHES | dict(brake=2.0),
+    "brake that binds": TEACHES | dict(brake=0.1),
     # a smaller rate, since a column whose gradient nearly vanishes is normalised to noise
     "matrices": TEACHES | dict(matrices=ALL, blocks=[0, 2], rate=0.03),
 }

@@ -148,7 +148,7 @@ def teacher_forced(subject: Subject, samples: list[Sample]) -> tuple[list[float]
     rows = [torch.tensor(sample.prompt + sample.answer) for sample in samples]
     # Padding on the right cannot change a row.
     texts = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    scores = carried_scores(subject.model, texts, [len(row) for row in rows])
+    scores = carried_scores(subject.model, texts)
     exact, losses = [], []
     for index, sample in enumerate(samples):
         first = len(sample.prompt) - 1
