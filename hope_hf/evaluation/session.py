@@ -20,7 +20,7 @@ from .compare import FILE as COMPARISON
 from .compare import as_page, compare, write_comparison
 from .display import show_progress
 from .documents import BadDocuments
-from .flags import Arguments, names
+from .flags import Arguments, chosen_tasks, names
 from .report import Report, archive, archive_folder, as_json, as_markdown, free_folder, summary
 from .result import SuiteResult, numbers
 from .saved_reports import run_name
@@ -58,6 +58,9 @@ def _set_up(args: Arguments):
     for name in asked:
         if SUITES[name].loads_model and not args.model_name_or_path:
             raise ValueError(f"--suite {name} needs a model: name it with --model_name_or_path.")
+        if args.tasks is not None and SUITES[name].tasks:
+            # before hours of the suites in front of it
+            chosen_tasks(with_own_tasks(args, name), name, SUITES[name].tasks)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         alone = [name for name in asked if not SUITES[name].in_processes]
         if alone:

@@ -175,7 +175,7 @@ def test_the_synthetic_suite_needs_no_model(tmp_path, capsys):
     record = json.loads((tmp_path / "report" / "results.json").read_text())
     assert [row["length"] for row in record["results"]["synthetic"]["tables"]["Synthetic tasks"]] == ["2-50", "51-100"]
     assert record["model"] is None and "| aa " in capsys.readouterr().out
-    assert main(["--suite", "synthetic", "--tasks", "party"]) == 1
+    assert main(["--suite", "synthetic", "--tasks", "party"]) == 2
     assert "party is none of parity" in capsys.readouterr().err
 
 
