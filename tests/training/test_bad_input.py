@@ -224,7 +224,7 @@ def test_a_model_to_start_from_that_lacks_weights(run, capsys, tmp_path, corpus)
 def test_missing_empty_and_single_document(run, capsys, tmp_path, corpus):
     empty, single = tmp_path / "empty.txt", tmp_path / "single.jsonl"
     empty.write_text("")
-    single.write_text(json.dumps({"text": "alone " * 500}) + "\n")
+    single.write_text(json.dumps({"text": "alone" * 500}) + "\n")
     missing = tmp_path / "missing.txt"
     refuse(run, capsys, f"{missing} does not exist", data=["--train_file", str(missing), *corpus[4:]])
     refuse(run, capsys, "empty.txt", data=["--train_file", str(empty), *corpus[4:]])
