@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import reprlib
 from collections.abc import Callable, Collection
 from difflib import get_close_matches
@@ -23,6 +24,8 @@ LENGTH = ("max_train_steps", "num_train_epochs")
 _OBJECTS = ("config_overrides", "level_optimizers", "lr_scheduler_kwargs")
 # Flags that may have a list of values.
 _LISTS = ("train_file", "validation_file")
+# Ends of the names of texts, which are no recipes.
+_TEXTS = (".txt", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst", ".bz2", ".lz4")
 # Bytes: PyYAML reads a megabyte in seconds.
 _LARGEST = 1 << 20
 
@@ -40,7 +43,7 @@ def read_recipe(path: str | Path, flags: Collection[str], left_out: Collection[s
     Raises ValueError that names the file if it cannot be read.
     """
     file = find_file(path, RECIPES)
-    if os.path.isfile(file) and Path(file).suffix not in ("", ".yaml", ".yml"):
+    if Path(file).suffix.lower() in _TEXTS:
         raise ValueError(f"The recipe {path} is no .yaml file: name a text with --train_file.")
     close = get_close_matches(Path(path).stem, [Path(name).stem for name in shipped_files(RECIPES)], 1)
     if close and not os.path.exists(file):
@@ -160,9 +163,14 @@ class _FlagLoader(PlainLoader):
     def construct_document(self, node):
         for _, value in node.value if isinstance(node, yaml.MappingNode) else ():
             for part in value.value if isinstance(value, yaml.SequenceNode) else (value,):
-                if isinstance(part, yaml.ScalarNode) and part.tag in _TYPED:
+                if isinstance(part, yaml.ScalarNode) and part.tag in _TYPED and _is_a_flags_word(part.value):
                     part.tag = "tag:yaml.org,2002:str"
         return super().construct_document(node)
+
+
+def _is_a_flags_word(word: str) -> bool:
+    """Whether flags read the word as it is; of YAML's own forms `on`, `off`, `.inf` and `0x10` values are made."""
+    return re.fullmatch(r"on|off|[-+]?\.(inf|nan)|[-+]?0[xbo].*", word, re.IGNORECASE) is None
 
 
 _TYPED = {f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float", "timestamp")}
@@ -174,6 +182,8 @@ def _word(path: str | Path, key: str, value: object) -> str:
             return json.dumps(value)
         except TypeError as error:
             raise ValueError(f"The recipe {path} has a value of {key} that is not JSON: {error}.") from None
-    if not isinstance(value, str) or not value.strip() or value.startswith("--"):
+    word = str(value)
+    # a bool is an int
+    if not isinstance(value, str | int | float) or not word.strip() or word.startswith("--"):
         raise ValueError(f"The recipe {path} has {key}: {reprlib.repr(value)}, give it one value or leave it out.")
-    return value
+    return word

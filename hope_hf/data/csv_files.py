@@ -11,6 +11,8 @@ from .json_files import BadRow
 
 # Bytes read together; a row must fit into them.
 _BYTES = 1 << 25
+# By the sign between columns, signs in the name of an only column that say that another one stands there.
+_NO_COLUMNS = {",": "[;\t|]", "\t": "[,;|]"}
 
 
 def csv_columns(path: str) -> tuple[list[str], list[str], list[str]]:
@@ -20,7 +22,8 @@ def csv_columns(path: str) -> tuple[list[str], list[str], list[str]]:
     """
     with open_bytes(path) as file:
         schema = _open(path, file, pyarrow.csv.ConvertOptions(), lambda row: "skip").schema
-    if len(schema) == 1 and re.search("[,;\t|]", name := schema.names[0]):
+    # a comma in a .csv file's only name is one in quotes
+    if len(schema) == 1 and re.search(_NO_COLUMNS[_delimiter(path)], name := schema.names[0]):
         raise ValueError(f"its only column is {name!r}, so separate columns by commas in .csv and by tabs in .tsv")
     texts = [field.name for field in schema if pa.types.is_string(field.type)]
     return schema.names, schema.names, texts
@@ -52,9 +55,13 @@ def csv_texts(path: str, column: str, skip: bool) -> Iterator[pa.Array]:
     yield pa.nulls(len(bad), pa.string())
 
 
+def _delimiter(path: str) -> str:
+    return "\t" if re.search(r"\.tsv$", unpacked_name(path), re.IGNORECASE) else ","
+
+
 def _open(path: str, file, convert: pyarrow.csv.ConvertOptions, judge) -> pyarrow.csv.CSVStreamingReader:
     parse = pyarrow.csv.ParseOptions(
-        delimiter="\t" if re.search(r"\.tsv$", unpacked_name(path), re.IGNORECASE) else ",",
+        delimiter=_delimiter(path),
         newlines_in_values=True,
         invalid_row_handler=judge,
     )

@@ -210,8 +210,8 @@ def split_training(documents: Dataset, percentage: float, source: str) -> tuple[
 def _two_parts(text: str, percentage: float) -> tuple[str, str] | None:
     """Head and tail of one text, the tail about `percentage` of it: between half and one and a half times as much.
 
-    They meet after a blank line, or if there is none there, after a line or a word; in a short text, after any blank
-    line of the second half. None if nothing splits the text.
+    They meet after a blank line, or if there is none there, after a line or a word. A short text without any of them
+    there is split at the nearest blank line. None if nothing splits the text.
     A book in one file is the usual case: its paragraphs stay together as one document on each side.
     """
     # Blanks before the first word and after the last one do not count.
@@ -219,9 +219,10 @@ def _two_parts(text: str, percentage: float) -> tuple[str, str] | None:
     target = round(len(text) * (1 - percentage / 100))
     room = min(target - begin, end - target) / 2
     near, blank = target - room, r"\n[ \t\r]*+\n\s*+"
-    for pattern, first in ((blank, near), (r"\n\s*+", near), (r"\s++", near), (blank, end / 2)):
+    tries = [(pattern, near, target + room) for pattern in (blank, r"\n\s*+", r"\s++")]
+    for pattern, first, last in (*tries, (blank, begin, end)):
         breaks = re.compile(pattern).finditer(text, max(begin, int(first)), end)
-        cuts = takewhile(lambda cut: cut <= target + room, (match.end() for match in breaks))
+        cuts = takewhile(lambda cut, last=last: cut <= last, (match.end() for match in breaks))
         if cut := min(cuts, key=lambda cut: abs(cut - target), default=None):
             return text[:cut], text[cut:]
     return None

@@ -176,7 +176,7 @@ def _first_rows(path: str, row_of: Callable = _object) -> tuple[list, bool]:
     columns = [list(values.values()) if isinstance(values, dict) else values for values in rows[0].values()]
     if not all(isinstance(values, list) and values for values in columns) or len(set(map(len, columns))) > 1:
         return rows, False
-    if any(isinstance(values[0], dict) for values in columns):
+    if all(isinstance(values[0], dict) for values in columns):
         # the messages of a single chat
         return rows, False
     return [dict(zip(rows[0], row, strict=True)) for row in zip(*columns, strict=True)], True

@@ -150,6 +150,21 @@ class StreamLoader:
             yield collate(rows, layout.block_size, 0, restart=not layout.carry), state
 
 
+def _is_a_place_in(documents: IterableDataset, beginning: dict, place: dict) -> bool:
+    """Whether a state of a stream was made with as many shards, dealt out to ranks in the same way."""
+
+    def parts(state: dict) -> tuple[list, dict]:
+        kinds = []
+        while isinstance(inner := state.get("examples_iterable"), dict):
+            state = inner
+            kinds.append(state.get("type"))
+        return kinds, state
+
+    (expected, _), (found, last) = parts(beginning), parts(place)
+    shard, number = last.get("shard_idx", 0), documents.num_shards
+    return found == expected and (shard < number or shard == number and not last.get("shard_example_idx"))
+
+
 class _Packer:
     """One contiguous stream of tokens from a share of the documents, endless."""
 
@@ -166,6 +181,11 @@ class _Packer:
         self.documents, self.encode, self.block_size, self.share = documents, encode, block_size, share
         self.shuffle, self.source = shuffle, source
         self._beginning = documents.state_dict()
+        if state and not _is_a_place_in(documents, self._beginning, state["before"]):
+            raise ValueError(
+                f"{source}: the checkpoint is of an earlier version, whose ranks read a stream of several files file "
+                "by file: begin from its weights with --model_name_or_path."
+            )
         # The stream's state before the buffer was filled: on resuming, the buffer's documents are read, shuffled and
         # encoded again, which keeps the state small however long they are.
         self._before = self._after = self._beginning

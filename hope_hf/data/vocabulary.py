@@ -139,13 +139,18 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int):
 
 def warn_of_other_tokenizer(tokenizer: PreTrainedTokenizerBase, model: str) -> None:
     """A warning if the folder of a trained model has a tokenizer that turns text into other ids."""
-    if os.path.isfile(os.path.join(model, "tokenizer.json")):
+    if not os.path.isfile(os.path.join(model, "tokenizer.json")):
+        return
+    try:
         own = load_tokenizer(model)
-        if tokenizer_hash(own) != tokenizer_hash(tokenizer):
-            warn_once(
-                f"--tokenizer_name: {tokenizer.name_or_path} is another tokenizer than that in {model}, to which its "
-                "ids mean other tokens."
-            )
+    except ValueError:
+        # which may be why another one is named
+        return
+    if tokenizer_hash(own) != tokenizer_hash(tokenizer):
+        warn_once(
+            f"--tokenizer_name: {tokenizer.name_or_path} is another tokenizer than that in {model}, to which its ids "
+            "mean other tokens."
+        )
 
 
 def highest_id(tokenizer: PreTrainedTokenizerBase) -> int:

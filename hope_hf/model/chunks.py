@@ -101,10 +101,17 @@ class SlotPlan:
     slot_of_token: torch.Tensor | None = None
 
     def to(self, device: torch.device, **_) -> "SlotPlan":
-        """The plan on another device: the hooks of a `device_map` move the arguments of a block by this method."""
-        # what is cached on the plan is made again there
-        moved = {field.name: _move(getattr(self, field.name), device) for field in fields(self)}
-        return type(self)(**moved)
+        """The plan on a device: the hooks of a `device_map` move the arguments of every block by this method.
+
+        There is one plan for each device, so that what a plan has computed serves all blocks there.
+        """
+        device = torch.device(device)
+        if self.past.seen.device == device:
+            return self
+        plans = self.__dict__.setdefault("_plans", {})
+        if device not in plans:
+            plans[device] = type(self)(**{part.name: _move(getattr(self, part.name), device) for part in fields(self)})
+        return plans[device]
 
     def to_slots(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, ...] -> [B, S, ...]."""

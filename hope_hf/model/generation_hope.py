@@ -100,7 +100,7 @@ class HopeGenerationMixin(GenerationMixin):
         ended = torch.zeros_like(tokens) if prompt.ends is None else torch.isin(tokens, prompt.ends).long()
         # a row goes on with padding after its end token, or after another criterion has stopped it
         real = ended.cumsum(1) - ended == 0
-        if prompt.padding is not None:
+        if prompt.padding is not None and len(tokens) > 1:
             padding = (tokens == prompt.padding).flip(1).cumprod(1).flip(1).bool()
             real &= ~padding | ended.bool()
         real = real.to(prompt.mask.dtype)

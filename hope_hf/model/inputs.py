@@ -306,7 +306,10 @@ def check_recomputing(cache: Cache, is_carried: bool, blocks: Iterable[GradientC
 def _require_one_document(
     attention_mask: torch.Tensor | None, position_ids: torch.Tensor, shape: tuple[int, int], cache: Cache
 ) -> None:
-    """ValueError if a document begins in a row [B, T] of which a cache of keys holds tokens; not in a graph."""
+    """ValueError if a document begins in a row [B, T] of which a cache of keys holds tokens.
+
+    Not in a graph, and not for single tokens, for which `generate` would wait for the device.
+    """
     if torch.compiler.is_compiling() or cache.is_compileable:
         return
     real = position_ids.new_ones(shape[0], int(cache.get_seq_length()) + shape[1])

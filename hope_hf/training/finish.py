@@ -122,7 +122,7 @@ def sample(model, data, seed: int) -> tuple[str, str]:
     """The beginning of the validation text and the model's continuation; the same for the same seed."""
     batch = next(iter(data.validation))
     # of a chat, what comes before the assistant's first turn
-    scored = int((batch["labels"][0] != IGNORED).nonzero()[0])
+    scored = int((batch["labels"][0] != IGNORED).int().argmax())
     prompt = batch["input_ids"][:1, max(0, scored - PROMPT_TOKENS) : scored if scored > 1 else PROMPT_TOKENS]
     prompt = prompt.to(model.device)
     model.eval()

@@ -4,7 +4,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import transformers
@@ -164,7 +164,8 @@ def saved_schedule(values: dict) -> Schedule:
         raise ValueError(f"a schedule {values}")
     if not 0 <= found.first <= 1 or found.begin >= found.end:
         raise ValueError(f"a schedule {values}")
-    return found
+    # earlier versions named a warm-up, which this kind does not have
+    return replace(found, warmup=0) if found.kind == "constant" else found
 
 
 def set_scheduler(scheduler: LRScheduler, saved: dict, step: int, same: bool) -> None:

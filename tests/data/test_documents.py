@@ -93,6 +93,12 @@ def test_one_long_text_is_parted_near_its_end_where_blank_lines_are_elsewhere(tm
     assert len(held) / (len(train) + len(held)) == pytest.approx(0.05, abs=0.001)
 
 
+def test_a_short_text_is_parted_at_its_nearest_blank_line(tmp_path):
+    (tmp_path / "a.txt").write_text("A title\n\n" + "One sentence of a short text. " * 2)
+    sources = open_sources(DataConfig(train_file=str(tmp_path / "a.txt")))
+    assert read(sources.train) == ["A title"]
+
+
 def test_line_ends_and_blank_lines_of_any_system_are_kept(tmp_path):
     (tmp_path / "play.txt").write_bytes(b"\xef\xbb\xbfone\r\n \r\ntwo\r\n\r\nthree\r\n")
     sources = open_sources(DataConfig(train_file=str(tmp_path / "play.txt"), validation_split_percentage=20))

@@ -13,7 +13,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, IterableDataset
 from datasets.distributed import split_dataset_by_node
 
 from hope_hf.data import files, json_files, plain_name
@@ -22,6 +22,7 @@ from hope_hf.data.config import DataConfig
 from hope_hf.data.corpora import passing
 from hope_hf.data.documents import open_sources
 from hope_hf.data.files import find_files, load_files
+from hope_hf.data.loader import _is_a_place_in
 from hope_hf.data.mixture import Corpus
 
 # Each would be another file, several files or none if it were read as a pattern or as a URL.
@@ -225,11 +226,36 @@ def test_both_formats_of_arrow_are_read(tmp_path):
         assert texts_of(str(tmp_path / name)) == ["one", "two"]
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_place_in_a_stream_of_an_earlier_version_is_refused(tmp_path, world_size):
+    """There every file was a shard of its own."""
+    names = [write(tmp_path / f"{name}.jsonl", [f"{name}{i}" for i in range(9)]) for name in "abc"]
+    now = load_files(names, "--train_file", streaming=True)
+    before = IterableDataset.from_generator(lambda paths: ({"text": path} for path in paths for _ in range(9)),
+                                            gen_kwargs={"paths": names})  # fmt: skip
+    now, before = (split_dataset_by_node(documents, 0, world_size) for documents in (now, before))
+    for documents in (now, before):
+        list(islice(documents, 5 if world_size == 3 else 12))
+        beginning = split_dataset_by_node(load_files(names, "x", streaming=True), 0, world_size).state_dict()
+        fits = _is_a_place_in(now, beginning, documents.state_dict())
+        assert fits is (documents is now)
+
+
 @pytest.mark.parametrize("name, head", [("a.csv", "id;text"), ("a.tsv", "id,text"), ("a.csv", "id\ttext")])
 def test_columns_that_another_sign_separates_are_refused(tmp_path, name, head):
     (tmp_path / name).write_text(f"{head}\n{head}\n")
     with pytest.raises(ValueError, match="its only column is .*, so separate columns by commas in .csv"):
         texts_of(str(tmp_path / name))
+
+
+def test_an_only_column_may_have_a_comma_in_its_name(tmp_path):
+    (tmp_path / "a.csv").write_text('"what, and why"\none\n')
+    assert texts_of(str(tmp_path / "a.csv")) == ["one"]
+
+
+def test_columns_of_objects_beside_the_text_are_columns(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({"text": ["a", "b"], "meta": [{"id": 1}, {"id": 2}]}))
+    assert texts_of(str(tmp_path / "a.json")) == ["a", "b"]
 
 
 def test_empty_files_among_others_are_left_out_and_counted(tmp_path):

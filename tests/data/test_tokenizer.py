@@ -47,6 +47,9 @@ def test_a_tokenizer_that_is_not_the_model_s_is_named(tmp_path, recwarn):
         made[name] = load_tokenizer(str(tmp_path / name))
     warn_of_other_tokenizer(made["model"], str(tmp_path / "model"))
     warn_of_other_tokenizer(made["other"], "owner/name")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/tokenizer.json").write_text("{")
+    warn_of_other_tokenizer(made["other"], str(tmp_path / "broken"))
     assert not recwarn
     with pytest.warns(
         UserWarning, match="other is another tokenizer than that in .*model, to which its ids mean other"

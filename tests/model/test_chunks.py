@@ -107,3 +107,5 @@ def test_a_plan_moves_to_another_device_as_a_whole(padded):
     tensors = [moved.past.seen, *(getattr(moved, name) for name in names), *moved.spans[0]]
     devices = {part.device.type for part in tensors if isinstance(part, torch.Tensor)}
     assert devices == {"meta"} and made.past.seen.device.type == "cpu"
+    # one for all blocks of a device
+    assert send_to_device(made, torch.device("meta")) is moved and send_to_device(made, torch.device("cpu")) is made

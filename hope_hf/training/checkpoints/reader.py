@@ -111,12 +111,14 @@ def _choose(output_dir: Path, resume_from_checkpoint: str | None, begun_from: st
                 f"--output_dir {output_dir} holds a run that did not begin from --resume_from_checkpoint "
                 f"{resume_from_checkpoint}: choose a new folder."
             )
+        newest = None if other else latest_checkpoint(output_dir)
+        if newest is not None and os.path.realpath(resume_from_checkpoint) == os.path.realpath(newest.folder):
+            return newest
         try:
             named = _named(Path(resume_from_checkpoint))
         except ValueError as error:
             raise ValueError(f"--resume_from_checkpoint: {error}") from None
-        newest = None if other or named.facts.get("only_model") else latest_checkpoint(output_dir)
-        if newest is not None and newest.step > named.step:
+        if newest is not None and newest.step > named.step and not named.facts["only_model"]:
             raise ValueError(
                 f"--resume_from_checkpoint {resume_from_checkpoint}: the run has gone on to {newest.folder.name}; "
                 "give a new --output_dir to fork the run, latest to continue it, or delete the later checkpoints."
