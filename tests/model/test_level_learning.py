@@ -352,6 +352,19 @@ def test_a_file_continues_in_another_process(tiny_model, tmp_path, warm_python):
     assert (frozen - expected).abs().max() > 5e-3, "what was learned makes no difference"
 
 
+def test_int8_is_exact_to_a_part_of_each_row(tiny_model):
+    """One factor for a whole matrix would lose its small rows."""
+    _, cache = read(one_level(tiny_model), random_ids(1, 21))
+    deltas = {
+        key: delta * torch.logspace(-4, 0, delta.shape[1])[:, None] for key, delta in cache.levels.deltas.items()
+    }
+    stored = cache.levels._replace(deltas=deltas).named("int8")
+    for key, delta in deltas.items():
+        found = stored[f"deltas.{key}"] * stored[f"factors.deltas.{key}"]
+        assert stored[f"deltas.{key}"].dtype == torch.int8
+        assert ((found - delta).abs() <= delta.abs().amax(-1, keepdim=True) / 253).all()
+
+
 def test_a_file_of_other_fields_levels_or_a_truncated_one_is_refused(tiny_model, tmp_path):
     model = one_level(tiny_model, torch.float32)
     _, cache = read(model, random_ids(1, 21))

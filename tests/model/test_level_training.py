@@ -153,6 +153,16 @@ def positions_of(begins, length):
     return column - torch.tensor([max(start for start in begins if start <= at) for at in range(length)])
 
 
+@pytest.mark.parametrize("begin, steps", [(13, 4), (16, 3)])
+def test_a_new_document_does_not_shift_where_the_row_is_cut(tiny_model, begin, steps):
+    model, ids = one_level(tiny_model), random_ids(1, 41)
+    cache = HopeCache(model.config)
+    with torch.no_grad():
+        model(ids, position_ids=positions_of((0, begin), 41)[None], cache=cache, learn=True)
+    # the steps that the last document has taken, at every eighth column of the row
+    assert cache.levels.tokens.tolist() == [41] and cache.levels.steps.tolist() == [[steps]]
+
+
 def test_a_document_is_read_in_a_row_as_alone(tiny_model):
     """Without gradients too: the second document begins at a cut, so that its pieces are those of a row of its own."""
     model, ids = one_level(tiny_model), random_ids(1, 40)
