@@ -58,13 +58,15 @@ def _set_up(args: Arguments):
     for name in asked:
         if SUITES[name].loads_model and not args.model_name_or_path:
             raise ValueError(f"--suite {name} needs a model: name it with --model_name_or_path.")
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    alone = [name for name in asked if not SUITES[name].in_processes]
+    if several and alone:
+        raise ValueError(f"--suite {alone[0]} runs in one process: start it with hope-hf eval.")
+    for name in asked:
         if args.tasks is not None and SUITES[name].tasks:
-            # before hours of the suites in front of it
+            # found here and not hours later, after the suites in front of it
             chosen_tasks(with_own_tasks(args, name), name, SUITES[name].tasks)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        alone = [name for name in asked if not SUITES[name].in_processes]
-        if alone:
-            raise ValueError(f"--suite {alone[0]} runs in one process: start it with hope-hf eval.")
+    if several:
         _join_processes()
 
 

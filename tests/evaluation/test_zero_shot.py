@@ -488,7 +488,7 @@ def test_without_lm_eval_the_other_suites_run(folders, text_file, tmp_path, monk
     flags = ["--suite", "zero_shot,sample", "--tasks", "piqa", "--max_new_tokens", 2, "--validation_file", text_file]
     assert evaluate(folders["hope"], *flags, "--output_dir", tmp_path / "report") == 1
     error = capsys.readouterr().err
-    assert "pip install hope_hf[eval]" in error and error.count("\n") == 1
+    assert "pip install 'hope_hf[eval]'" in error and error.count("\n") == 1
     record = json.loads((tmp_path / "report" / "results.json").read_text())
     assert list(record["failed"]) == ["zero_shot"] and list(record["results"]) == ["sample"]
 
