@@ -45,9 +45,10 @@ def read_recipe(path: str | Path, flags: Collection[str], left_out: Collection[s
     file = find_file(path, RECIPES)
     if Path(file).suffix.lower() in _TEXTS:
         raise ValueError(f"The recipe {path} is no .yaml file: name a text with --train_file.")
-    close = get_close_matches(Path(path).stem, [Path(name).stem for name in shipped_files(RECIPES)], 1)
-    if close and not os.path.exists(file):
-        raise ValueError(f"The recipe {path} does not exist; did you mean {close[0]}.yaml?")
+    if not os.path.exists(file):
+        close = get_close_matches(Path(path).stem, [Path(name).stem for name in shipped_files(RECIPES)], 1)
+        if close:
+            raise ValueError(f"The recipe {path} does not exist; did you mean {close[0]}.yaml?")
     recipe = read_yaml(file, f"The recipe {path}", partial(load_yaml, loader=_FlagLoader))
     if not isinstance(recipe, dict):
         raise ValueError(f"The recipe {path} must hold lines of the form 'flag: value'.")

@@ -21,15 +21,13 @@ def find_report(run: str, flag: str) -> Path:
     # A pipe is refused when it is read.
     if path.exists() and not path.is_dir():
         return path
+    if (path / RESULTS_FILE).is_file():
+        return path / RESULTS_FILE
     # Archived reports are named by their time.
-    found = (
-        [path / RESULTS_FILE]
-        if (path / RESULTS_FILE).is_file()
-        else sorted(path.glob("*Z*.json"), key=_time_and_number)
-    )
-    if not found:
+    newest = max(path.glob("*Z*.json"), key=_time_and_number, default=None)
+    if newest is None:
         raise ValueError(f"{flag} {run} holds no {RESULTS_FILE} and no archived report: name what hope-hf eval wrote.")
-    return found[-1]
+    return newest
 
 
 def _time_and_number(path: Path) -> tuple[str, int]:

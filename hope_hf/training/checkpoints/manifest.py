@@ -243,9 +243,9 @@ def rotate(
     if save_total_limit is None:
         return
     older = [folder for folder in _checkpoints(output_dir) if folder != newest and _step(folder) <= _step(newest)]
-    if keep_every:
-        spared = {folder for folder in older if not all(_step(folder) % every for every in keep_every)}
-        older = [folder for folder in older if folder not in spared or not _has_all_bytes(folder)]
+    older = [
+        folder for folder in older if all(_step(folder) % every for every in keep_every) or not _has_all_bytes(folder)
+    ]
     # Sizes are enough here: the newest was just sealed, and reading all others would double the time of a save.
     keep = [folder for folder in older if _has_all_bytes(folder)][: max(0, save_total_limit - 1)]
     for folder in older:
