@@ -1,12 +1,13 @@
 """Chats through the tokenizer's chat template to tokens, of which only the assistant's are learned.
 
-A chat is a list of messages, {"role": "user", "content": "..."}, as `datasets` and TRL have it in a column `messages`.
-Until it is encoded it is a text: its JSON.
+A chat is a list of messages, {"role": "user", "content": "..."}, as `datasets` and TRL have it in a column `messages`,
+or {"from": "human", "value": "..."}, as ShareGPT has it in `conversations`. Until it is encoded it is a text: its JSON
+in the first form.
 """
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,8 +15,11 @@ from hope_hf.cli.process import one_line, warn_once
 
 from .encoding import Encode
 
-MESSAGES = "messages"
+# What a column of chats is called; the first that is there is read.
+COLUMNS = ("messages", "conversations")
 ASSISTANT = "assistant"
+# ShareGPT's names of those roles that are named otherwise.
+_ROLES = {"human": "user", "gpt": ASSISTANT}
 # What `transformers` looks for before it returns the mask of the assistant's tokens.
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PLAIN_TEMPLATE = (
@@ -29,12 +33,30 @@ PLAIN_TEMPLATE = (
 
 def chat_text(value: object) -> str | None:
     """A chat as text; None if it is none, or no message is the assistant's."""
-    is_chat = isinstance(value, list) and all(
-        isinstance(message, dict) and isinstance(message.get("role"), str) for message in value
-    )
-    if not is_chat or not any(message["role"] == ASSISTANT for message in value):
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         return None
-    return json.dumps(value)
+    messages = [_message(message) for message in value]
+    roles = [message.get("role") for message in messages]
+    return json.dumps(messages) if ASSISTANT in roles and all(isinstance(role, str) for role in roles) else None
+
+
+def _message(message: dict) -> dict:
+    """A message with `role` and `content`, whichever of the two forms it has."""
+    if isinstance(message.get("from"), str) and message.get("role") is None:
+        return {"role": _ROLES.get(message["from"], message["from"]), "content": message.get("value")}
+    return message
+
+
+def choose_chat_column(names: Collection[str], source: str, column: str | None = None) -> str:
+    """The column of chats: `column`, or the first of `COLUMNS` among `names`; ValueError naming `source` if none."""
+    wanted = COLUMNS if column is None else (column,)
+    for name in wanted:
+        if name in names:
+            return name
+    option = "--text_column" if source.startswith("--") else "text_column"
+    raise ValueError(
+        f"{source} has no column {wanted[0]!r} of chats among {', '.join(sorted(names))}: name one with {option}."
+    )
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -28,7 +28,7 @@ from hope_hf.cli.flags import as_list
 from hope_hf.cli.process import warn_once
 
 from .cache import cached_texts
-from .chats import MESSAGES, chat_text
+from .chats import COLUMNS, chat_text, choose_chat_column
 from .compressed import CODECS, open_bytes, open_text, unpacked, unpacked_name
 from .csv_files import csv_columns, csv_texts
 from .json_files import BadRow, UnreadableText, check_json, json_columns, json_texts, json_values
@@ -139,7 +139,7 @@ def load_files(
 
     column: the column of the text (default: see `text_column`); .txt files have none.
     on_bad_rows: `error` raises for the first bad row, `skip` warns of their number; in a `Dataset` they are nulls.
-    chats: the column (default: `messages`) holds chats, which become texts by `chat_text`.
+    chats: the column (default: see `choose_chat_column`) holds chats, which become texts by `chat_text`.
 
     Only the beginning of a stream is read here: read the rest with `read_stream`.
     """
@@ -148,9 +148,11 @@ def load_files(
         raise ValueError(f"{flag} {paths[0]} has no columns, and text_column names one: leave it out.")
     reading = Reading(flag, column, on_bad_rows == "skip", chats)
     if chats:
-        reading = replace(reading, column=column or MESSAGES)
         if others := [path for path in paths if kind_of(path) not in _OBJECTS]:
             raise ValueError(f"{flag} {others[0]} has no lists of messages: give chats as .jsonl, .json or .parquet.")
+        names = _columns_of(paths[0], flag, reading.skip).names
+        # All other files must have the first file's column.
+        reading = replace(reading, column=choose_chat_column(names, f"{flag} {paths[0]}", column))
     else:
         for path in tables:
             # All other files must have the first file's column.
@@ -204,11 +206,9 @@ def text_column(
 def chat_column(
     dataset: Dataset | IterableDataset, source: str, column: str | None = None
 ) -> Dataset | IterableDataset:
-    """Only the column of chats (default: `messages`) of a data set, as the text column `text`; see `chat_text`."""
+    """Only the column of chats of a data set, as the text column `text`: see `choose_chat_column`, `chat_text`."""
     names = dataset.column_names or list(next(iter(dataset), {}))
-    column = column or MESSAGES
-    if column not in names:
-        raise ValueError(f"{source} has no column {column!r} of chats among {', '.join(sorted(names))}.")
+    column = choose_chat_column(names, source, column)
     # A stream stays without types: until datasets 5 the filter of a typed map fails.
     typed = {} if isinstance(dataset, IterableDataset) else {"features": Features({"text": Value("string")})}
     return dataset.map(lambda row: {"text": chat_text(row[column])}, remove_columns=names, **typed)
@@ -230,7 +230,7 @@ def choose_column(columns: Columns, source: str, column: str | None = None) -> s
         raise ValueError(f"{source} has no column 'text' of strings: give every row a text in quotes.")
     if len(columns.texts) != 1:
         option = "--text_column" if source.startswith("--") else "text_column"
-        chats = " or train on the chats with --assistant_only_loss" if MESSAGES in columns.names else ""
+        chats = " or train on the chats with --assistant_only_loss" if {*COLUMNS} & {*columns.names} else ""
         raise ValueError(f"{source} has no column 'text' among {names}: name one with {option}{chats}.")
     return columns.texts[0]
 

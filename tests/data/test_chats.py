@@ -132,6 +132,26 @@ def test_a_file_of_one_chat_is_no_table_of_columns(tmp_path):
     assert text == chat_text(CHATS[0])
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder"])
+def test_the_chats_of_sharegpt_are_read_from_their_column(tmp_path, kind):
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    chats = [[{"from": names[m["role"]], "value": m["content"]} for m in chat] for chat in CHATS]
+    config = {"assistant_only_loss": True, "tokenizer_name": "any"}
+    if kind == "folder":
+        DatasetDict(train=Dataset.from_dict({"conversations": chats})).save_to_disk(tmp_path / "set")
+        config["dataset_name"] = str(tmp_path / "set")
+    else:
+        config["train_file"] = str(tmp_path / f"a.{kind}")
+        if kind == "parquet":
+            pyarrow.parquet.write_table(pa.table({"conversations": chats}), tmp_path / "a.parquet")
+        else:
+            rows = [json.dumps({"id": index, "conversations": chat}) for index, chat in enumerate(chats)]
+            (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    found = open_sources(DataConfig(**config))
+    texts = [*found.train["text"], *found.validation["text"]]
+    assert sorted(texts) == sorted(map(json.dumps, CHATS))
+
+
 def test_chats_that_are_none_are_bad_rows(tmp_path):
     rows = [{"messages": CHATS[0]}, {"messages": []}, {"messages": CHATS[0][:2]}, {"text": "a"}, {"messages": "a"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"messages": CHATS[1]}]))
@@ -145,7 +165,7 @@ def test_chats_that_are_none_are_bad_rows(tmp_path):
     with pytest.raises(ValueError, match="b.csv has no lists of messages: give chats as .jsonl"):
         open_sources(DataConfig(**config | {"train_file": str(tmp_path / "b.csv")}))
     DatasetDict(train=Dataset.from_dict({"text": ["a"]})).save_to_disk(tmp_path / "set")
-    with pytest.raises(ValueError, match="set has no column 'messages' of chats among text"):
+    with pytest.raises(ValueError, match="set has no column 'messages' of chats among text: name one with"):
         open_sources(DataConfig(dataset_name=str(tmp_path / "set"), assistant_only_loss=True, tokenizer_name="any"))
 
 
