@@ -199,6 +199,7 @@ class Suite:
     needs_memory: whether it measures self-modifying memories.
     over_checkpoints: whether it reads all checkpoints of a run at once.
     in_processes: whether several processes can share its work.
+    package: what it imports besides the package's own requirements, if anything.
     """
 
     measure: Callable
@@ -208,6 +209,7 @@ class Suite:
     needs_memory: bool = False
     over_checkpoints: bool = False
     in_processes: bool = False
+    package: str | None = None
 
     def __call__(self, args: Arguments, subject=None):
         """Call `measure`."""

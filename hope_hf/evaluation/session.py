@@ -5,6 +5,7 @@ import os
 import traceback
 from dataclasses import asdict, replace
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 
 import datasets
@@ -14,6 +15,7 @@ import transformers
 
 from hope_hf.cli.flags import check_output
 from hope_hf.cli.process import complain, go_offline, is_first_process, memory_is_full, one_line, set_up_cpu
+from hope_hf.data import find_files
 
 from .checkpoints import Checkpoint, as_checkpoint, draw_history, find_checkpoints, is_done, report_folder
 from .compare import FILE as COMPARISON
@@ -55,16 +57,20 @@ def _set_up(args: Arguments):
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
     asked = names(args.suite)
+    # What is wrong is found here and not hours later, after the suites in front of it.
     for name in asked:
         if SUITES[name].loads_model and not args.model_name_or_path:
             raise ValueError(f"--suite {name} needs a model: name it with --model_name_or_path.")
+        if SUITES[name].package and find_spec(SUITES[name].package) is None:
+            raise ValueError(f"--suite {name} needs {SUITES[name].package}: pip install 'hope_hf[eval]'.")
+        if args.validation_file and "validation_file" in SUITES[name].reads:
+            find_files(args.validation_file, "--validation_file", "validation")
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     alone = [name for name in asked if not SUITES[name].in_processes]
     if several and alone:
         raise ValueError(f"--suite {alone[0]} runs in one process: start it with hope-hf eval.")
     for name in asked:
         if args.tasks is not None and SUITES[name].tasks:
-            # found here and not hours later, after the suites in front of it
             chosen_tasks(with_own_tasks(args, name), name, SUITES[name].tasks)
     if several:
         _join_processes()

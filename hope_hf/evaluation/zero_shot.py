@@ -28,21 +28,20 @@ OF_CHOICES = ("acc", "acc_norm", "acc_bytes", "acc_mutual_info")
 
 
 @suite(
-    *MODEL, "tasks", "num_fewshot", "max_length", "log_samples", "data_dir", "limit", "batch_size", in_processes=True
-)
+    *MODEL, "tasks", "num_fewshot", "max_length", "log_samples", "data_dir", "limit", "batch_size",
+    in_processes=True, package="lm_eval",
+)  # fmt: skip
 def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
     """The tasks of `--tasks`: a row per metric, with lm-eval's standard error and the number of documents, and the
     paper's row if its tasks are among them.
 
     The numbers equal those of lm-eval's command on the same model (`lm_eval --model hf`) with its own seeds. Several
-    processes share the requests; only the first returns rows. Raises ValueError without lm-eval, and for tasks and
-    data that cannot be used.
+    processes share the requests; only the first returns rows. Raises ValueError for tasks and data that cannot be
+    used.
     """
-    try:
-        import lm_eval
-        from lm_eval.models.huggingface import HFLM
-    except ImportError as error:
-        raise ValueError(f"--suite zero_shot needs lm-eval ({error}): pip install 'hope_hf[eval]'.") from None
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
     # The name: lm-eval loads its own tokenizer, since it changes it.
     tokenizer = args.tokenizer_name or args.model_name_or_path
     _check_length(args, subject)

@@ -324,8 +324,8 @@ def test_one_sentence_for_wrong_files(folders, tokenizer, text_file, tmp_path, c
     os.mkfifo(tmp_path / "pipe")
     cases = [
         (folders["hope"], text_file, ["--prompts", str(tmp_path / "pipe")], 1, "be read: it is not a regular file"),
-        (folders["hope"], str(tmp_path / "none.txt"), [], 1, "does not exist"),
-        (folders["hope"], str(empty), [], 1, "is empty"),
+        (folders["hope"], str(tmp_path / "none.txt"), [], 2, "does not exist"),
+        (folders["hope"], str(empty), [], 2, "is empty"),
         (folders["hope"], str(blank), [], 1, "holds no text to evaluate on"),
         (str(tmp_path / "none"), text_file, [], 2, "--model_name_or_path"),
         (None, text_file, [], 2, "--suite sample needs a model"),

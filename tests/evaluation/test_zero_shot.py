@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from hope_hf.evaluation import harness_tasks, main
+from hope_hf.evaluation import harness_tasks, main, session
 from hope_hf.evaluation.documents import BadDocuments
 from hope_hf.evaluation.harness_tasks import find_tasks, overrides, without_foreign_code
 from hope_hf.evaluation.suites import with_own_tasks
@@ -483,14 +483,13 @@ def test_examples_are_read_from_their_own_file(folders, piqa, capsys):
     assert "piqa_train.jsonl has no column goal, which the task reads" in capsys.readouterr().err
 
 
-def test_without_lm_eval_the_other_suites_run(folders, text_file, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    flags = ["--suite", "zero_shot,sample", "--tasks", "piqa", "--max_new_tokens", 2, "--validation_file", text_file]
-    assert evaluate(folders["hope"], *flags, "--output_dir", tmp_path / "report") == 1
-    error = capsys.readouterr().err
-    assert "pip install 'hope_hf[eval]'" in error and error.count("\n") == 1
-    record = json.loads((tmp_path / "report" / "results.json").read_text())
-    assert list(record["failed"]) == ["zero_shot"] and list(record["results"]) == ["sample"]
+def test_without_lm_eval_nothing_runs(folders, text_file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(session, "find_spec", lambda name: None)
+    flags = ["--suite", "sample,zero_shot", "--tasks", "piqa", "--max_new_tokens", 2, "--validation_file", text_file]
+    assert evaluate(folders["hope"], *flags, "--output_dir", tmp_path / "report") == 2
+    assert "error: --suite zero_shot needs lm_eval: pip install 'hope_hf[eval]'" in capsys.readouterr().err
+    assert not (tmp_path / "report").exists()
+
 
 
 def test_rows_keep_filters_and_leave_out_what_is_no_score():
