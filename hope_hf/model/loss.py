@@ -54,14 +54,16 @@ class _Loss(torch.autograd.Function):
             elif for_weight:
                 for rows, columns in zip(grad_weight.split(_ROWS), gradient.split(_ROWS, dim=1), strict=True):
                     rows += columns.mT @ part
-        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.save_for_backward(grad_hidden, grad_weight, (labels != IGNORED).any())
         ctx.weight_dtype = weight.dtype
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, scale):
-        grad_hidden, grad_weight = ctx.saved_tensors
+        grad_hidden, grad_weight, is_scored = ctx.saved_tensors
+        # a mean over no token scales by 1 / 0, and 0 times that is no gradient
+        scale = torch.where(is_scored, scale, 0.0)
         if grad_hidden is not None:
             grad_hidden = (grad_hidden * scale).to(grad_hidden.dtype)
         if grad_weight is not None:

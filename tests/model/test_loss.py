@@ -63,6 +63,19 @@ def test_nothing_is_scored():
     assert loss == 0 and all(not gradient.any() for gradient in gradients(loss, hidden, weight))
 
 
+@pytest.mark.parametrize("count", [{}, {"num_items_in_batch": torch.tensor(0)}], ids=["mean", "of-0"])
+def test_a_batch_without_labels_has_no_gradient(tiny_model, count):
+    """As without `skip_logits`: the loss is nan, and an optimizer's step keeps the weights."""
+    model = tiny_model().train()
+    ids = torch.randint(0, model.config.vocab_size, (2, 9))
+    for options in ({}, {"skip_logits": True}):
+        model.zero_grad()
+        loss = model(ids, labels=torch.full_like(ids, IGNORED), **count, **options).loss
+        loss.backward()
+        assert loss.isnan()
+        assert not any(weight.grad.any() for weight in model.parameters() if weight.grad is not None)
+
+
 def test_an_ignored_token_may_be_infinite():
     hidden, weight, labels = problem()
     with torch.no_grad():
