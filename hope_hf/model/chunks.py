@@ -15,6 +15,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch.utils._pytree import tree_map_only
 from transformers.configuration_utils import PreTrainedConfig
 
 from .backends import is_compiled
@@ -110,7 +112,8 @@ class SlotPlan:
             return self
         plans = self.__dict__.setdefault("_plans", {})
         if device not in plans:
-            plans[device] = type(self)(**{part.name: _move(getattr(self, part.name), device) for part in fields(self)})
+            held = {part.name: getattr(self, part.name) for part in fields(self)}
+            plans[device] = type(self)(**tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), held))
         return plans[device]
 
     def to_slots(self, x: torch.Tensor) -> torch.Tensor:
@@ -121,13 +124,11 @@ class SlotPlan:
         """[B, S, ...] -> [B, T, ...]."""
         return x if self.slot_of_token is None else _gather(x, self.slot_of_token)
 
-
-def _move(value, device: torch.device):
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_move(part, device) for part in value))
-    return type(value)(_move(part, device) for part in value) if isinstance(value, tuple | list) else value
+    def positions(self) -> torch.Tensor:
+        """`position`, or the same for all rows [1, S]."""
+        if self.position is not None:
+            return self.position
+        return torch.arange(self.before, self.past.columns, device=self.past.seen.device)[None]
 
 
 class Sequences(NamedTuple):
@@ -179,9 +180,9 @@ class ChunkPlan(SlotPlan):
             return None
         row, slot = self.valid.nonzero(as_tuple=True)
         at = self.position[row, slot]
-        opens = (at == 0) | torch.nn.functional.pad(row[1:] != row[:-1], (1, 0), value=True)[: len(row)]
+        opens = (at == 0) | F.pad(row[1:] != row[:-1], (1, 0), value=True)[: len(row)]
         first = opens.nonzero().squeeze(-1)
-        bounds = torch.nn.functional.pad(first, (0, 1), value=len(row))
+        bounds = F.pad(first, (0, 1), value=len(row))
         rows, length = len(self.valid), 1
         if self.token_of_slot is not None:
             length, slot = self.slot_of_token.shape[1], self.token_of_slot[row, slot]
@@ -340,7 +341,7 @@ def _slots(valid, begins, rank, first, offset, chunk: int) -> torch.Tensor:
     """Slot of each token [B, T]; `offset` [B] is the number of slots that tokens of earlier calls take."""
     # Count at each document's first token the chunks that the document before it fills. The tokens before the call's
     # first document continue one of earlier calls, whose tokens take `offset` slots of the first chunk.
-    previous = torch.nn.functional.pad(first, (1, 0), value=-1)[:, :-1]
+    previous = F.pad(first, (1, 0), value=-1)[:, :-1]
     filled = torch.where(previous >= 0, rank - previous, rank + offset[:, None])
     chunks_before = torch.where(begins, -(-filled // chunk), 0).cumsum(1)
     return chunks_before * chunk + torch.where(first >= 0, rank - first, rank + offset[:, None])
@@ -390,7 +391,7 @@ def _ragged_spans(
     keeps = ~(valid & (position == 0))[rows, first]
     # index after the span's last token
     inner = valid * (torch.arange(length, device=valid.device) % chunk + 1)
-    ends = torch.nn.functional.pad(inner, (0, -length % chunk)).view(batch_size, -1, chunk).amax(-1).T[:, rows]
+    ends = F.pad(inner, (0, -length % chunk)).view(batch_size, -1, chunk).amax(-1).T[:, rows]
     around = torch.arange(tail_size, device=valid.device)[:, None]
     tails_in = [None] * len(first)
     if offset is not None:

@@ -277,10 +277,7 @@ class HopeModel(HopePreTrainedModel):
         # CODEPATH: 'sparse_attention' layers alone and in hybrids.
         if "blocks" in self.needs:
             plans["blocks"] = blocks = plan_slots(self.config.sparse_block_size, *call, grows=True)
-            positions = blocks.position
-            if positions is None:
-                positions = torch.arange(blocks.before, blocks.before + shape[1], device=device)[None]
-            plans["block_positions"] = self.rotary_emb(hidden_states, position_ids=positions)
+            plans["block_positions"] = self.rotary_emb(hidden_states, position_ids=blocks.positions())
         # CODEPATH: 'window_attention' layers alone and in hybrids.
         if "window" in self.needs:
             sizes = self.config.attention_sinks, self.config.sliding_window, hidden_states.dtype

@@ -73,11 +73,8 @@ def plan_window(sinks: int, window: int, dtype: torch.dtype, *call) -> WindowPla
     slots = plan_slots(1, *call)
     if isinstance(slots, TokenPlan):
         return slots
-    position, goes_on = slots.position, call[2] is not None
-    if position is None:
-        position = torch.arange(slots.before, slots.past.columns, device=call[1])[None]
     # a row's first tokens may be padding
-    position = position.clamp(min=0)
+    position, goes_on = slots.positions().clamp(min=0), call[2] is not None
     layout = slots.past, slots.before, slots.valid, slots.position, slots.offset
     plan = WindowPlan(*layout, slots.token_of_slot, slots.slot_of_token)
     if position.shape[1] == 1 and goes_on:
@@ -96,11 +93,7 @@ def window_positions(
 
     The same of queries that read sinks follow, unless none does.
     """
-    sinks, position = config.attention_sinks, plan.position
-    if position is None:
-        length = hidden_states.shape[1]
-        position = torch.arange(plan.before, plan.before + length, device=hidden_states.device)[None]
-    position = plan.to_tokens(position).clamp(min=0)
+    sinks, position = config.attention_sinks, plan.to_tokens(plan.positions()).clamp(min=0)
     places = [position]
     # a graph serves all lengths
     if sinks and (isinstance(plan, TokenPlan) or any(band.sinks is not None for band in plan.bands)):
