@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +35,9 @@ _ADDED = {"hidden_act", "mlp_bias", "attention_out_bias", "use_qk_norm", "memory
 _GONE = {"paper_rule": None}
 
 
-def write_cache(folder: Path, tensors: dict[str, torch.Tensor], model: str, learning: dict | None = None) -> None:
+def write_cache(
+    folder: Path, tensors: dict[str, torch.Tensor], model: "Fingerprint", learning: dict | None = None
+) -> None:
     """Write the tensors of a cache; an existing file is replaced once the new one is complete.
 
     Args:
@@ -50,7 +52,7 @@ def write_cache(folder: Path, tensors: dict[str, torch.Tensor], model: str, lear
     for name, tensor in tensors.items():
         if not _stays_finite(tensor):
             raise ValueError(f"the cache {_OVERFLOWS} '{name}' and is not saved: read the text again")
-    metadata = {"format": "pt", "hope_cache": _FORMAT, "model": model}
+    metadata = {"format": "pt", "hope_cache": _FORMAT, "model": " ".join(model)}
     if learning is not None:
         metadata["level_learning"] = json.dumps(learning)
     metadata["sha256"] = _checksum(tensors, metadata)
@@ -61,7 +63,7 @@ def write_cache(folder: Path, tensors: dict[str, torch.Tensor], model: str, lear
     unfinished.replace(folder / CACHE_FILE)
 
 
-def read_cache(folder: Path) -> tuple[dict[str, torch.Tensor], str, dict]:
+def read_cache(folder: Path) -> tuple[dict[str, torch.Tensor], "Fingerprint", dict]:
     """The tensors that `write_cache` wrote, the fingerprint of their model, and its fields of `level_learning`.
 
     Raises:
@@ -83,9 +85,10 @@ def read_cache(folder: Path) -> tuple[dict[str, torch.Tensor], str, dict]:
         )
     if metadata.pop("sha256", None) != _checksum(tensors, metadata):
         raise ValueError(f"{path} is damaged (its checksum does not fit): {_AGAIN}")
-    if len(metadata.get("model", "").split(" ")) != len(Fingerprint._fields):
+    writer = metadata.get("model", "").split(" ")
+    if len(writer) != len(Fingerprint._fields):
         raise ValueError(f"{path} does not say which model wrote it: {_AGAIN}")
-    return tensors, metadata["model"], json.loads(metadata.get("level_learning", "{}"))
+    return tensors, Fingerprint(*writer), json.loads(metadata.get("level_learning", "{}"))
 
 
 def check_tensors(folder: Path, tensors: dict[str, torch.Tensor], one_token: dict[str, torch.Tensor]) -> None:
@@ -141,15 +144,15 @@ def _stays_finite(tensor: torch.Tensor) -> bool:
     return bool((tensor.abs().double() < largest).all())
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy())
 
 
 def _checksum(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> str:
     digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(_as_bytes(tensor).numpy())
+        digest.update(_bytes(tensor))
     return digest.hexdigest()
 
 
@@ -182,15 +185,16 @@ def fingerprint(model: PreTrainedModel, all_fields: bool = False) -> Fingerprint
     A model keeps its fingerprint in bfloat16 and on another device, but not in float16, which rounds differently. A
     call reads every weight (0.04 s for 8 M parameters and 0.6 s for 160 M in float32, on one CPU core).
     """
-    config = {key: value for key, value in model.config.to_dict().items() if key not in _IRRELEVANT}
-    added = {key: type(model.config).__dataclass_fields__[key].default for key in _ADDED}
-    config = {key: value for key, value in config.items() if key not in added or value != added[key]} | _GONE
-    unused = model.config.unused_fields
-    config = {key: value for key, value in config.items() if not key.startswith(unused)}
+    left_out, unused = _IRRELEVANT, model.config.unused_fields
     if not all_fields:
-        without = PreTrainedConfig.__dataclass_fields__.keys() | _STATELESS
-        config = {key: value for key, value in config.items() if key not in without}
-    config = json.dumps(config, sort_keys=True, default=str)
+        left_out = left_out | _STATELESS | PreTrainedConfig.__dataclass_fields__.keys()
+    added = {key: type(model.config).__dataclass_fields__[key].default for key in _ADDED}
+    fields = {
+        key: value
+        for key, value in (model.config.to_dict() | _GONE).items()
+        if not (key in left_out or key.startswith(unused) or key in added and value == added[key])
+    }
+    config = json.dumps(fields, sort_keys=True, default=str)
     exact, rounded = (hashlib.sha256(config.encode()) for _ in range(2))
     for name, weight in sorted(_plain_weights(model.base_model)):
         exact.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
@@ -214,15 +218,6 @@ def _plain_weights(trunk: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             pending += [(f"{name}.{part}", getattr(weight, part)) for part in weight.__tensor_flatten__()[0]]
         else:
             yield name, weight
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(_as_bytes(tensor).cpu().numpy())
-
-
-def map_state(function: Callable[[torch.Tensor], torch.Tensor], state: tuple) -> tuple:
-    """The state with `function` applied to every tensor."""
-    return type(state)(*(tuple(map(function, part)) if isinstance(part, tuple) else function(part) for part in state))
 
 
 def named_tensors(state: tuple) -> dict[str, torch.Tensor]:

@@ -15,11 +15,9 @@ from transformers.utils.deprecation import deprecate_kwarg
 
 from .cache_file import (
     CACHE_FILE,
-    Fingerprint,
     check_tensors,
     fingerprint,
     is_of,
-    map_state,
     named_tensors,
     read_cache,
     state_of_named,
@@ -43,7 +41,28 @@ class KeyValues(NamedTuple):
     values: torch.Tensor
 
 
-class HopeMemoryLayer(CacheLayerMixin):
+def map_state(function: Callable[[torch.Tensor], torch.Tensor], state: tuple) -> tuple:
+    """The state with `function` applied to every tensor."""
+    return type(state)(*(tuple(map(function, part)) if isinstance(part, tuple) else function(part) for part in state))
+
+
+class _Rows:
+    """Choice of rows, by a `map` that changes every batch-first tensor."""
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Keep the rows `beam_idx`, in that order."""
+        self.map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
+        self.map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`."""
+        self.map(lambda tensor: tensor[indices.to(tensor.device)])
+
+
+class HopeMemoryLayer(_Rows, CacheLayerMixin):
     """State of one mixer.
 
     `state`, a `state_class`, is the mixer's last result; `past` counts the tokens read. Both are `None` before the
@@ -96,18 +115,6 @@ class HopeMemoryLayer(CacheLayerMixin):
         """Apply `function` to every tensor."""
         if self.state is not None:
             self.state, self.past = map_state(function, self.state), self.past.map(function)
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Keep the rows `beam_idx`, in that order."""
-        self.map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row."""
-        self.map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices`."""
-        self.map(lambda tensor: tensor[indices])
 
     def offload(self) -> None:
         """Move the state to the CPU."""
@@ -208,7 +215,7 @@ class Snapshot(NamedTuple):
     levels: LevelState | None
 
 
-class HopeCache(DynamicCache):
+class HopeCache(_Rows, DynamicCache):
     """Cache of a HOPE model: `cache` of its `forward` and of `generate`, which transformers below 5.24 calls
     `past_key_values`.
 
@@ -248,7 +255,8 @@ class HopeCache(DynamicCache):
         fork.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return fork
 
-    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "HopeCache":
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "HopeCache":
+        """Apply `function` to every tensor, in place."""
         for layer in self.layers:
             if is_memory_layer(layer):
                 layer.map(function)
@@ -259,20 +267,20 @@ class HopeCache(DynamicCache):
 
     def detach_(self) -> "HopeCache":
         """Detach all tensors in place: truncated backpropagation through time."""
-        return self._map(torch.Tensor.detach)
+        return self.map(torch.Tensor.detach)
 
     def to(self, device: torch.device | str) -> "HopeCache":
         """Move every tensor to a device, in place."""
         for layer in self.layers:
             if layer.is_initialized:
                 layer.device = torch.device(device)
-        return self._map(lambda tensor: tensor.to(device))
+        return self.map(lambda tensor: tensor.to(device))
 
-    def snapshot(self) -> "Snapshot":
+    def snapshot(self) -> Snapshot:
         """A snapshot for `rollback`. It copies no tensor, since new tokens make new tensors."""
         return Snapshot([copy.copy(layer) for layer in self.layers], self.levels)
 
-    def rollback(self, snapshot: "Snapshot") -> "HopeCache":
+    def rollback(self, snapshot: Snapshot) -> "HopeCache":
         """Return to a snapshot of this cache, in place; the snapshot can be used again."""
         if [type(layer) for layer in snapshot.layers] != [type(layer) for layer in self.layers]:
             raise ValueError("the snapshot is of a cache with other layers: roll back the cache it was taken of")
@@ -300,23 +308,11 @@ class HopeCache(DynamicCache):
         self.levels = None
         return self
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Keep the rows `beam_idx`, in that order."""
-        self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row."""
-        self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices`."""
-        self._map(lambda tensor: tensor[indices.to(tensor.device)])
-
     def select(self, rows: list[int]) -> "HopeCache":
         """A cache of these rows alone; this one stays."""
         part = copy.copy(self)
         part.rollback(self.snapshot())
-        return part._map(lambda tensor: tensor[rows])
+        return part.map(lambda tensor: tensor[rows])
 
     def join(self, parts: list["HopeCache"], order: torch.Tensor) -> "HopeCache":
         """Become the rows of `parts` one after the other, in the order `order` [B]; all have read as many columns."""
@@ -326,7 +322,7 @@ class HopeCache(DynamicCache):
             part.levels = part.levels._replace(gradients=zeros | part.levels.gradients)
         tensors: list[list[torch.Tensor]] = [[] for _ in parts]
         for part, held in zip(parts, tensors, strict=True):
-            part._map(lambda tensor, held=held: held.append(tensor) or tensor)
+            part.map(lambda tensor, held=held: held.append(tensor) or tensor)
         for same in zip(*tensors, strict=True):
             if len({tensor.shape[1:] for tensor in same}) > 1:
                 raise ValueError(
@@ -336,7 +332,7 @@ class HopeCache(DynamicCache):
         rows = iter(torch.cat(same)[order.to(same[0].device)] for same in zip(*tensors, strict=True))
         is_uniform = all(layer.past.is_uniform for part in parts for layer in part.memory_layers)
         self.layers, self.levels = parts[0].layers, parts[0].levels
-        self._map(lambda tensor: next(rows))
+        self.map(lambda tensor: next(rows))
         for layer in self.memory_layers:
             layer.past = layer.past._replace(is_uniform=is_uniform)
         return self
@@ -411,7 +407,7 @@ class HopeCache(DynamicCache):
         if self.levels is not None and model.config.level_learning is None:
             raise ValueError("the cache holds what levels have learned, and `level_learning` is None: set it back")
         fields = None if self.levels is None else asdict(model.config.level_learning)
-        write_cache(Path(save_directory), self.state_tensors(level_dtype), " ".join(fingerprint(model)), fields)
+        write_cache(Path(save_directory), self.state_tensors(level_dtype), fingerprint(model), fields)
 
     @classmethod
     @torch.no_grad()
@@ -423,7 +419,7 @@ class HopeCache(DynamicCache):
         """
         folder = Path(directory)
         tensors, writer, fields = read_cache(folder)
-        if not is_of(model, Fingerprint(*writer.split(" "))):
+        if not is_of(model, writer):
             raise ValueError(
                 f"{folder / CACHE_FILE} was written by another model (or other weights of it): load it with that one"
             )

@@ -209,7 +209,7 @@ def test_a_file_that_no_text_can_leave_is_refused(tiny_model, tmp_path, monkeypa
     change(tensors)
     with monkeypatch.context() as patch:
         patch.setattr(cache_file, "_stays_finite", lambda tensor: True)
-        cache_file.write_cache(tmp_path, tensors, " ".join(cache_file.fingerprint(model)))
+        cache_file.write_cache(tmp_path, tensors, cache_file.fingerprint(model))
     with pytest.raises(ValueError, match=f"hope_cache.safetensors .*{sentence}.*: read the text again"):
         HopeCache.from_pretrained(tmp_path, model)
 
@@ -245,7 +245,7 @@ def test_keys_of_softmax_attention_must_fit_as_well(tiny_model, tmp_path):
     model = tiny_model(**ATTENTION)
     tensors = read(model, random_ids(2, 9)).state_tensors()
     tensors["1.values"] = tensors["1.values"][:, :, :8]
-    cache_file.write_cache(tmp_path, tensors, " ".join(cache_file.fingerprint(model)))
+    cache_file.write_cache(tmp_path, tensors, cache_file.fingerprint(model))
     with pytest.raises(ValueError, match=r"holds '1.values' as \[2, 2, 8, 16\] torch.float32, not \[2, 2, 9, 16\]"):
         HopeCache.from_pretrained(tmp_path, model)
 
@@ -258,7 +258,7 @@ def test_keys_and_memories_must_have_read_the_same(tiny_model, tmp_path, options
     name = f"{1 - layer}.columns"
     for kind in ("keys", "values"):
         tensors[f"{layer}.{kind}"] = tensors[f"{layer}.{kind}"][:, :, :8]
-    cache_file.write_cache(tmp_path, tensors, " ".join(cache_file.fingerprint(model)))
+    cache_file.write_cache(tmp_path, tensors, cache_file.fingerprint(model))
     with pytest.raises(ValueError, match=f"impossible counts of tokens in '{name}'"):
         HopeCache.from_pretrained(tmp_path, model)
 
