@@ -28,6 +28,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
+from .chunks import beside
+
 MATRICES = ("gate_proj", "up_proj", "down_proj")
 # How a file holds what levels have learned, see `LevelState.named`.
 LEVEL_DTYPES = ("float32", "bfloat16", "int8")
@@ -159,13 +161,14 @@ class LevelState(NamedTuple):
         deltas, gradients = ({key: function(x) for key, x in named.items()} for named in self[:2])
         return LevelState(deltas, gradients, *map(function, self[2:]))
 
-    def by_block(self, config: PreTrainedConfig) -> dict[int, dict[int, dict[str, list[Taught]]]]:
-        """The deltas by block, level and matrix; ValueError if another model learned them."""
-        return taught_by_block(config, {key: [Taught(delta)] for key, delta in self.deltas.items()})
+    @property
+    def taught(self) -> dict[MatrixKey, list[Taught]]:
+        """What moves the weights of each matrix."""
+        return {key: [Taught(delta)] for key, delta in self.deltas.items()}
 
     def forget(self, rows: torch.Tensor) -> "LevelState":
         """The state in which some rows [B] are as before their first token, but for their number of tokens."""
-        forgotten = self.map(lambda x: torch.where(rows.to(x.device).view(-1, *[1] * (x.ndim - 1)), 0, x))
+        forgotten = self.map(lambda x: torch.where(beside(rows.to(x.device), x), 0, x))
         return forgotten._replace(tokens=self.tokens)
 
     def named(self, dtype: str = "float32") -> dict[str, torch.Tensor]:
@@ -212,8 +215,7 @@ class LevelState(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        tensors = (*self.deltas.values(), *self.gradients.values(), *self[2:])
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.nbytes for tensor in (*self.deltas.values(), *self.gradients.values(), *self[2:]))
 
 
 def taught_by_block(

@@ -13,15 +13,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_utils import PreTrainedModel
 
-from .level_learning import (
-    LevelLearning,
-    LevelState,
-    MatrixKey,
-    Taught,
-    next_derivative,
-    step,
-    taught_by_block,
-)
+from .level_learning import LevelLearning, LevelState, MatrixKey, Taught, next_derivative, step
 from .loss import IGNORED
 
 
@@ -86,9 +78,6 @@ class _Moved(NamedTuple):
 
     taught: dict[MatrixKey, list[Taught]]
 
-    def by_block(self, config) -> dict[int, dict[int, dict[str, list[Taught]]]]:
-        return taught_by_block(config, self.taught)
-
 
 def read_piece(learner: Learner, cache, piece: Piece) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Hidden states of a piece, and each row's summed loss and number of predictions; the cache is updated."""
@@ -109,7 +98,7 @@ def _read_with_graph(learner: Learner, cache, piece: Piece, keeps_graph: bool):
         key: delta.view_as(delta) if delta.requires_grad else delta.detach().requires_grad_()
         for key, delta in state.deltas.items()
     }
-    own = None if earlier is None else _column(_from(starts, piece.real))
+    own = None if earlier is None else _from(starts, piece.real)[..., None]
     cache.levels = _Moved(
         {
             key: [Taught(delta, _derivative(learner, key, delta, keeps_graph), own), *(earlier or {}).get(key, ())]
@@ -155,7 +144,7 @@ def _at_documents(learner: Learner, state: LevelState, piece: Piece, keeps_graph
         return state, None, [0] * len(piece.real)
     number = piece.begins.cumsum(1)
     rows = number[:, -1] > 0
-    goes_on = _column((number == 0) & rows[:, None])
+    goes_on = ((number == 0) & rows[:, None])[..., None]
     earlier = {
         key: [Taught(delta, _derivative(learner, key, delta, keeps_graph), goes_on)]
         for key, delta in state.deltas.items()
@@ -176,11 +165,6 @@ def _from(starts: list[int], chosen: torch.Tensor) -> torch.Tensor:
     """The tokens of `chosen` [B, T] from a column of each row on."""
     columns = torch.arange(chosen.shape[1], device=chosen.device)
     return chosen & (columns >= torch.tensor(starts, device=chosen.device)[:, None])
-
-
-def _column(tokens: torch.Tensor) -> torch.Tensor:
-    """[B, T] as [B, T, 1]."""
-    return tokens[..., None]
 
 
 def _row_losses(model, hidden: torch.Tensor, targets: torch.Tensor, columns: list) -> torch.Tensor:

@@ -200,6 +200,20 @@ def read_and_learn(
     if begins is not None and "mask" in model.config.needs:
         number = begins.cumsum(1)
         attention_mask = (number[:, :, None] == number[:, None]).tril()[:, None]
+    needs_hidden = keeps_hidden or trains
+
+    def piece_of(chosen: list[int], start: int, stop: int) -> Piece:
+        """The tokens of these rows and columns."""
+        cut = chosen, slice(start, stop)
+        inputs = {"input_ids": input_ids[cut], **kwargs}
+        if attention_mask is not None:
+            mask = attention_mask[chosen]
+            inputs["attention_mask"] = mask[:, : seen + stop] if mask.ndim == 2 else mask[..., start:stop, :stop]
+        if position_ids is not None:
+            inputs["position_ids"] = position_ids.expand(rows, -1)[cut]
+        later = None if begins is None else begins[cut]
+        return Piece(inputs, targets[cut], real[cut], later, teaches=keeps_cache or stop < length)
+
     before = cache.snapshot()
     try:
         is_new = cache.levels is None
@@ -216,23 +230,8 @@ def read_and_learn(
             learner = Learner(model, learning, norms, factors, derivatives, second_order)
             read = []
             for start, stop in zip((0, *stops), stops, strict=False):
-                columns = slice(start, stop)
-                inputs = {"input_ids": input_ids[chosen, columns], **kwargs}
-                if attention_mask is not None:
-                    mask = attention_mask[chosen]
-                    inputs["attention_mask"] = mask[:, : seen + stop] if mask.ndim == 2 else mask[..., columns, :stop]
-                if position_ids is not None:
-                    inputs["position_ids"] = position_ids.expand(rows, -1)[chosen, columns]
-                teaches = keeps_cache or stop < length
-                piece = Piece(
-                    inputs,
-                    targets[chosen, columns],
-                    real[chosen, columns],
-                    None if begins is None else begins[chosen, columns],
-                    teaches,
-                )
-                hidden, *sums = read_piece(learner, part, piece)
-                read.append((hidden if keeps_hidden or trains else None, *sums))
+                hidden, *sums = read_piece(learner, part, piece_of(chosen, start, stop))
+                read.append((hidden if needs_hidden else None, *sums))
             results.append(read)
         order = torch.tensor([row for chosen in groups.values() for row in chosen]).argsort().to(input_ids.device)
         if len(parts) > 1:
@@ -245,7 +244,7 @@ def read_and_learn(
     )
     pieces = [(float(one[1].detach().sum()), int(one[2].sum())) for read in results for one in read]
     hidden = None
-    if keeps_hidden or trains:
+    if needs_hidden:
         hidden = torch.cat([torch.cat([one[0] for one in read], dim=1) for read in results])[order]
     if trains:
         # one call for the whole text, so that the weight of the head has one gradient
@@ -261,15 +260,9 @@ def _cuts(tokens: torch.Tensor, real: torch.Tensor, period: int) -> list[tuple[i
     return [(*(column + 1 for column in row.nonzero()[:, 0].tolist() if column + 1 < length), length) for row in ends]
 
 
-def drifts_of(model: PreTrainedModel, state: LevelState) -> torch.Tensor:
-    """Largest norm of a difference of each row and level [B, L], relative to that of its matrix."""
-    if model.config.level_learning is None:
-        raise ValueError("the cache holds what levels have learned, and `level_learning` is None: set the field back")
-    norms = weight_norms(learning_weights(model, model.config.level_learning.resolved(model.config)))
-    return state.drifts(norms)
-
-
-def report_of(reading: Reading, before: LevelState | None, after: LevelState, model, tokens: int) -> LearningReport:
+def report_of(
+    reading: Reading, before: LevelState | None, after: LevelState, drift: float, tokens: int
+) -> LearningReport:
     """What a call has taught; `before` is the state before it."""
     counts = after.counts
     if before is not None:
@@ -282,7 +275,7 @@ def report_of(reading: Reading, before: LevelState | None, after: LevelState, mo
         steps=counts["steps"].sum(0).tolist(),
         skipped_gate=int(counts["skipped_gate"].sum()),
         skipped_not_finite=int(counts["skipped_not_finite"].sum()),
-        drift=float(drifts_of(model, after).max()),
+        drift=drift,
         state_bytes=after.nbytes,
     )
 
@@ -326,7 +319,12 @@ class LearnsFromText:
         """Largest norm of what each row's levels have learned [B, L], relative to that of the matrix."""
         if cache.levels is None:
             raise ValueError("the cache holds nothing that levels have learned: read a text with learn=True first")
-        return drifts_of(self, cache.levels)
+        learning = self.config.level_learning
+        if learning is None:
+            raise ValueError(
+                "the cache holds what levels have learned, and `level_learning` is None: set the field back"
+            )
+        return cache.levels.drifts(weight_norms(learning_weights(self, learning.resolved(self.config))))
 
     @takes_cache
     def drift(self, cache: HopeCache) -> float:
@@ -363,7 +361,7 @@ class LearnsFromText:
         before = getattr(cache, "levels", None)
         reading = read_and_learn(self, cache, text, attention_mask, keeps_hidden=False)
         tokens = text.numel() if attention_mask is None else int(attention_mask[:, -text.shape[1] :].sum())
-        return report_of(reading, before, cache.levels, self, tokens)
+        return report_of(reading, before, cache.levels, self.drift(cache), tokens)
 
 
 def learning_rate_search(

@@ -38,6 +38,7 @@ from .inputs import (
     read_documents,
 )
 from .layers import HopeRMSNorm
+from .level_learning import taught_by_block
 from .level_reading import LearnsFromText
 from .loss import HopeHead
 from .memory_token import token_of
@@ -77,7 +78,7 @@ class HopeBlock(GradientCheckpointingLayer):
         Args:
             hidden_states: [B, T, hidden_size].
             state: the mixer's state.
-            deltas: what the text so far has taught this block's levels (`level_learning.LevelState.by_block`).
+            deltas: what the text so far has taught this block's levels (`level_learning.taught_by_block`).
             context: what `Mixer.needs` names.
         """
         memory, levels = token_of(self, hidden_states, state)
@@ -256,7 +257,7 @@ class HopeModel(HopePreTrainedModel):
                 # a recomputed block would write keys and values into the cache again
                 layers, context["cache"] = carried, None
         levels = getattr(cache, "levels", None)
-        deltas = {} if levels is None else levels.by_block(self.config)
+        deltas = {} if levels is None else taught_by_block(self.config, levels.taught)
         for index, block in enumerate(self.layers):
             layer = layers[index] if layers else None
             state = getattr(layer, "state", None)
