@@ -217,11 +217,9 @@ def _is_whole_text(inputs: torch.Tensor, cache: Cache, read: int) -> bool:
     past = past_of(cache)
     if past is None:
         return length > read
-    digest = past.digest
-    known = bool((digest != 0).all())
-    begins = begins_with(inputs, digest, read)
+    begins = begins_with(inputs, past.digest, read)
     if length == read:
-        if known and begins:
+        if begins and bool((past.digest != 0).all()):
             raise ValueError(
                 f"the input is the {read} tokens that the cache has read, and nothing follows them: give the "
                 f"tokens that follow, or, to read these again, an attention_mask of {2 * read} columns"

@@ -128,9 +128,12 @@ def read_documents(
 
 
 def later_begins(padding: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    """Whether a document begins with a token [B, T] that is not the first of its row; see `Documents`."""
+    """Whether a document begins with a token [B, T] that is not the first of its row; see `Documents`.
+
+    `padding` [B, C] may also hold columns before those of `position_ids` [B or 1, T].
+    """
     real = padding.bool()
-    return (position_ids == 0) & real & (real.cumsum(1) > 1)
+    return (position_ids == 0) & (real & (real.cumsum(1) > 1))[:, -position_ids.shape[1] :]
 
 
 def _begins(name: str, value: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
@@ -312,11 +315,10 @@ def _require_one_document(
     """
     if torch.compiler.is_compiling() or cache.is_compileable:
         return
-    real = position_ids.new_ones(shape[0], int(cache.get_seq_length()) + shape[1])
-    if attention_mask is not None:
-        real = attention_mask.bool()
-    begins = (position_ids == 0) & real[:, -shape[1] :].bool() & (real.cumsum(1)[:, -shape[1] :] > 1)
-    if bool(begins.any()):
+    padding = attention_mask
+    if padding is None:
+        padding = position_ids.new_ones(shape[0], int(cache.get_seq_length()) + shape[1])
+    if bool(later_begins(padding, position_ids).any()):
         raise ValueError(
             "position_ids begin a document after a cache that has read tokens, which 'full_attention' layers do not "
             "keep apart: give every document a row of its own, or an empty HopeCache(model.config)"
