@@ -170,18 +170,21 @@ def _compressed_tiles(queries, base: int, first, stride: int) -> Iterator[_Query
 
 
 class _Tiled(torch.autograd.Function):
-    """A branch whose queries each read one range of keys: its reads times their gate [B, H, S, G, D]."""
+    """A branch whose queries each read one range of keys: its reads times their gate [B, H, S, G, D].
+
+    `ctx.tiles(queries, first)` gives the tiles of the forward pass.
+    """
 
     @staticmethod
-    def gradients(ctx, grad, tiles: Callable, grad_queries: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        """Gradients of queries, keys, values and gates; `tiles(queries, first)` gives the tiles of the forward pass.
+    def gradients(ctx, grad, grad_queries: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """Gradients of queries, keys, values and gates.
 
         The gradient of the queries is added in place to `grad_queries`, which comes from the later branches.
         """
         queries, keys, values, gates, first = ctx.saved_tensors
         grad_keys, grad_values, grad_gates = map(torch.zeros_like, (keys, values, gates))
         grad_queries = torch.zeros_like(queries) if grad_queries is None else grad_queries
-        for tile in tiles(queries, first):
+        for tile in ctx.tiles(queries, first):
             query, gate, part = (of[:, :, tile.queries] for of in (queries, gates, grad))
             key, value, rows = keys[:, :, tile.keys], values[:, :, tile.keys], part.flatten(2, 3)
             attention = _attention(query, key, tile)
@@ -213,7 +216,7 @@ class _Window(_Tiled):
     @once_differentiable
     @without_autocast
     def backward(ctx, grad):
-        return *_Tiled.gradients(ctx, grad, ctx.tiles), None, None, None
+        return *_Tiled.gradients(ctx, grad), None, None, None
 
 
 class _Compressed(_Tiled):
@@ -246,7 +249,7 @@ class _Compressed(_Tiled):
     @once_differentiable
     @without_autocast
     def backward(ctx, grad, _, grad_queries):
-        return *_Tiled.gradients(ctx, grad, ctx.tiles, grad_queries), None, None, None
+        return *_Tiled.gradients(ctx, grad, grad_queries), None, None, None
 
 
 class _KeyBlock(NamedTuple):

@@ -111,6 +111,14 @@ def _slot(token, sinks: int, window: int):
     return token if token < sinks else ring
 
 
+def _tokens_of_slots(
+    after: int | torch.Tensor, sinks: int, window: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last of a document's first `after` tokens in each of the state's slots, and whether there is one."""
+    slot = torch.arange(sinks + window, device=device)
+    return torch.where(slot < sinks, slot, after - 1 - (after - 1 - slot) % window), slot < after
+
+
 def _bias(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`Band.bias` from whether a query does not see a key [1 or B, queries, keys]."""
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill(hidden, -torch.inf)[:, None, None]
@@ -162,11 +170,9 @@ def _plan_text(plan: WindowPlan, position: torch.Tensor, sinks: int, window: int
         near = slice(early + past + first, early + past + stop)
         bands.append(Band(start, stop, held_sinks if sees_sinks else None, near, biases[shape]))
     plan.bands = tuple(bands)
-    # the last token of each slot; slots without one get any
-    slot = torch.arange(sinks + window, device=device)
-    token = torch.where(slot < sinks, slot, after - 1 - (after - 1 - slot) % window)
-    held = torch.where(token < min(before, sinks), token, token + shift)
-    plan.kept = torch.where(slot < after, held, 0)
+    token, is_filled = _tokens_of_slots(after, sinks, window, device)
+    held = torch.where(token < early, token, token + shift)
+    plan.kept = torch.where(is_filled, held, 0)
 
 
 def _plan_rows(
@@ -203,10 +209,9 @@ def _plan_rows(
     # tokens of the row's last document, and the slot of its first token in the call
     after = plan.past.seen[:, None]
     origin = plan.valid.sum(1, keepdim=True) - after
-    slot = torch.arange(sinks + window, device=device)
-    token = torch.where(slot < sinks, slot, after - 1 - (after - 1 - slot) % window)
-    held = torch.where((slot < sinks) & (origin + token < 0), token, origin + token + early + past)
-    plan.kept = torch.where(slot < after, held, 0)
+    token, is_filled = _tokens_of_slots(after, sinks, window, device)
+    held = torch.where((token < sinks) & (origin + token < 0), token, origin + token + early + past)
+    plan.kept = torch.where(is_filled, held, 0)
 
 
 def _take(x: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
