@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LogitsProcessor, PreTrainedModel
 
-from .model.cache_hope import CACHE_NAME, HopeCache
+from .model.cache_hope import HopeCache
 
 # Tokens of a prompt that are read at a time: bounds the memory that logits take.
 _PIECE = 1024
@@ -120,7 +120,7 @@ class FrozenMixture(LogitsProcessor):
         return (self.predicted + weights.unsqueeze(-1)).logsumexp(0)
 
     def _read(self, input_ids: Tensor, cache: HopeCache) -> Tensor:
-        return self.model(input_ids=input_ids, **{CACHE_NAME: cache}, use_cache=True).logits
+        return self.model(input_ids=input_ids, cache=cache).logits
 
     def _prompt(self, input_ids: Tensor, cache: HopeCache) -> Tensor:
         """Log-likelihood [B] of all tokens but the first; the cache then has all but the last."""
