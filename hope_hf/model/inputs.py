@@ -311,9 +311,10 @@ def _require_one_document(
 ) -> None:
     """ValueError if a document begins in a row [B, T] of which a cache of keys holds tokens.
 
-    Not in a graph, and not for single tokens, for which `generate` would wait for the device.
+    Not in a graph, and for single tokens on the CPU only: on a device `generate` would wait for every token.
     """
-    if torch.compiler.is_compiling() or cache.is_compileable:
+    waits = shape[1] == 1 and position_ids.device.type != "cpu"
+    if torch.compiler.is_compiling() or cache.is_compileable or waits or not bool((position_ids == 0).any()):
         return
     padding = attention_mask
     if padding is None:
@@ -361,7 +362,7 @@ def create_attention_mask(
     if cache is not None and not cache.is_compileable and not cache.get_seq_length():
         cache = None
     only_tokens = None
-    if cache is not None and documents.position_ids is not None and hidden_states.shape[1] > 1:
+    if cache is not None and documents.position_ids is not None:
         _require_one_document(attention_mask, documents.position_ids, hidden_states.shape[:2], cache)
     if cache is None and documents.padding is None:
         attention_mask = None
