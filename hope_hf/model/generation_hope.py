@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 import transformers
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.utils import logging
@@ -135,6 +135,14 @@ class HopeGenerationMixin(GenerationMixin):
     def _prepare_attention_mask_for_generation(self, inputs_tensor, generation_config, model_kwargs):
         mask = super()._prepare_attention_mask_for_generation(inputs_tensor, generation_config, model_kwargs)
         return _with_columns_read(mask, inputs_tensor, model_kwargs.get(CACHE_NAME))
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
+        is_given = model_kwargs.get(CACHE_NAME) is not None
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        made = model_kwargs.get(CACHE_NAME)
+        # for the caller, who gets it with `return_dict_in_generate` and may save it
+        if type(made) is DynamicCache and not (is_given or made.offloading or generation_config.is_assistant):
+            model_kwargs[CACHE_NAME] = HopeCache(self.config)
 
     def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
         prompt = model_kwargs.pop("learn", None)

@@ -75,6 +75,11 @@ def read_documents(
         ValueError: the arguments do not fit the call, or contradict each other.
     """
     shape, device = hidden_states.shape[:2], hidden_states.device
+    if position_ids is not None and (position_ids.ndim != 2 or position_ids.shape[1] != shape[1]):
+        raise ValueError(
+            f"position_ids has the shape {tuple(position_ids.shape)}, and (batch, {shape[1]}) is needed: give those "
+            "of a single text as position_ids[None]"
+        )
     boundaries = boundaries_of(arguments) if arguments else {}
     padding = numbered = None
     if isinstance(attention_mask, dict):
@@ -249,7 +254,7 @@ def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -
         hidden_states: the call's embeddings [B, T, hidden_size].
 
     Raises:
-        ValueError: other layers, another number of rows, another shape or dtype of the memories.
+        ValueError: other layers, another number of rows, another shape or dtype of the memories, or dtype of the keys.
     """
     layers = getattr(cache, "layers", None)
     if layers == [] and getattr(cache, "layer_class_to_replicate", None) is not None:
@@ -274,16 +279,36 @@ def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -
                 f"the cache is a {type(cache).__name__} with a {type(layer).__name__} where this model has a "
                 f"layer of type '{kind}': give a HopeCache(model.config)"
             )
-        if held is not None and kind not in checked and layer.state is not None:
+        if kind in checked:
+            continue
+        if held is not None and layer.state is not None:
             mixer.check_state(layer.state, config, hidden_states.dtype)
             checked.add(kind)
+        elif held is None and layer.is_initialized:
+            _check_rows(len(layer.keys), hidden_states)
+            _check_keys(layer.keys.dtype, hidden_states)
+            checked.add(kind)
     past = past_of(cache)
-    if past is not None and len(past.seen) != len(hidden_states):
+    if past is not None:
+        _check_rows(len(past.seen), hidden_states)
+    return past
+
+
+def _check_rows(held: int, hidden_states: torch.Tensor) -> None:
+    if held != len(hidden_states):
         raise ValueError(
-            f"the cache holds {len(past.seen)} sequences, and the input {len(hidden_states)}: choose rows with "
+            f"the cache holds {held} sequences, and the input {len(hidden_states)}: choose rows with "
             "batch_select_indices or batch_repeat_interleave"
         )
-    return past
+
+
+def _check_keys(held: torch.dtype, hidden_states: torch.Tensor) -> None:
+    # under autocast keys have other dtypes than hidden states
+    if held != hidden_states.dtype and not torch.is_autocast_enabled(hidden_states.device.type):
+        raise ValueError(
+            f"the cache holds {held} keys, and this model computes them in {hidden_states.dtype}: read the text with "
+            "the model as it is now"
+        )
 
 
 def check_recomputing(cache: Cache, is_carried: bool, blocks: Iterable[GradientCheckpointingLayer]) -> None:

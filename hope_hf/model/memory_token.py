@@ -9,7 +9,7 @@ a whole. Nothing is read off the device, so that a CUDA graph can record a token
 Axes: B row, X hidden size, H head, b rows times heads, K kernel size of the convolution, D head width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as modules
+from transformers.cache_utils import Cache
 
 from .backends import runs_plain
 from .chunks import ChunkPlan
@@ -238,9 +239,20 @@ class _Kept:
         )
 
 
-# Of each block until it reads more than a token: writes to a parameter's `.data` change neither version nor address.
-# No part of modules, which are copied and saved.
+# Of each block until it reads more than a token, or another text begins: writes to a parameter's `.data`, which often
+# put averaged weights in place, change neither version nor address. No part of modules, which are copied and saved.
 _KEPT: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
+
+
+def forget_text(blocks: Iterable[nn.Module], cache: Cache | None) -> None:
+    """Drop what blocks keep between the tokens of a text, unless this call goes on with the text in `cache`."""
+    if torch.compiler.is_compiling():
+        return
+    seen = 0 if cache is None else cache.get_seq_length()
+    # keys of fixed length are counted on the device, for which no token waits
+    if isinstance(seen, int) and seen == 0:
+        for block in blocks:
+            _KEPT.pop(block, None)
 
 
 def token_of(

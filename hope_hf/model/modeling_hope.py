@@ -41,7 +41,7 @@ from .layers import HopeRMSNorm
 from .level_learning import taught_by_block
 from .level_reading import LearnsFromText
 from .loss import HopeHead
-from .memory_token import token_of
+from .memory_token import forget_text, token_of
 from .mixers import MIXERS
 from .window_attention import plan_window, window_positions
 
@@ -240,6 +240,7 @@ class HopeModel(HopePreTrainedModel):
             past = check_cache(cache, self.config, hidden_states)
         elif use_cache:
             cache = HopeCache(self.config)
+        forget_text(self.layers, cache)
         documents = read_documents(attention_mask, position_ids, kwargs, hidden_states, cache, self.has_state)
         context = {"need_state": cache is not None}
         if self.has_state:

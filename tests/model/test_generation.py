@@ -278,7 +278,7 @@ def test_a_whole_text_is_known_however_its_rows_were_moved(tiny_model):
 def test_a_cache_returned_by_generate_goes_on(model):
     ids, more = text(1, 9), text(1, 4, seed=6)
     first = generate(model, ids, return_dict_in_generate=True)
-    assert type(first[CACHE_NAME]) is not tuple
+    assert type(first[CACHE_NAME]) is HopeCache
     conversation = torch.cat([first.sequences, more], dim=1)
     second = generate(model, conversation, cache=copy.deepcopy(first[CACHE_NAME]))
     assert torch.equal(second, greedy(model, conversation))

@@ -1,5 +1,7 @@
 """Documents that share a row, and padding, in every way that callers tell them: all read as each document alone."""
 
+import copy
+
 import pytest
 import torch
 from mixers import LAYERS, MEMORIES
@@ -217,6 +219,33 @@ def test_a_document_that_begins_after_a_cache_is_kept_apart_or_refused(tiny_mode
         return
     logits = model(ids[:, 5:], position_ids=positions[:, 5:], cache=cache).logits[:, 3:]
     torch.testing.assert_close(logits, model(ids[:, 8:]).logits, **EXACT)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["attention", "hybrid", "window", "memory"])
+def test_a_cache_of_other_rows_or_keys_of_another_dtype_is_refused(tiny_model, kind):
+    model = tiny_model(**LAYERS[kind]).eval()
+    cache, ids = HopeCache(model.config), random_ids(2, 6)
+    model(ids, cache=cache)
+    with pytest.raises(ValueError, match="the cache holds 2 sequences, and the input 3: choose rows"):
+        model(random_ids(3, 2), cache=cache)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ids, cache=copy.deepcopy(cache))
+    model.to(torch.bfloat16)
+    if kind in ("window", "memory"):
+        # their states are float32, or become it
+        assert model(ids, cache=cache).logits.isfinite().all()
+        return
+    with pytest.raises(ValueError, match="the cache holds torch.float32 .* computes them in torch.bfloat16: read the"):
+        model(ids, cache=cache)
+
+
+@pytest.mark.parametrize("kind", ["attention", "memory"])
+def test_positions_of_another_shape_are_refused(tiny_model, kind):
+    model = tiny_model(**LAYERS[kind]).eval()
+    for positions in (torch.arange(6), torch.arange(7)[None]):
+        with pytest.raises(ValueError, match=r"position_ids has the shape \((6,|1, 7)\), and \(batch, 6\)"):
+            model(random_ids(2, 6), position_ids=positions)
 
 
 def test_a_row_may_begin_behind_padding_after_a_cache(tiny_model):

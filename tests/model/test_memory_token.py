@@ -284,10 +284,13 @@ def test_another_dtype_between_two_tokens_is_refused_by_the_cache_and_counts_for
     torch.testing.assert_close(read(narrow, pieces)[0], read(twin(narrow), [text])[0], rtol=1e-4, atol=1e-4)
 
 
-def test_writes_to_data_count_from_the_next_text_on():
+@pytest.mark.parametrize("kind", ["hope_memory", "full_attention", "sparse_attention"])
+@pytest.mark.parametrize("first", [5, 1])
+def test_writes_to_data_count_from_the_next_text_on(kind, first):
     """They change neither version nor address."""
-    model, text = build(), torch.randint(32, (1, 8))
-    pieces = text.split([5, 1, 1, 1], dim=1)
+    model = build(layer_types=[kind, kind], num_attention_heads=None if kind == "hope_memory" else 16)
+    text = torch.randint(32, (1, first + 3))
+    pieces = text.split([first, 1, 1, 1], dim=1)
     read(model, pieces)
     for parameter in model.parameters():
         parameter.data.add_(0.1)
