@@ -254,6 +254,15 @@ def one_token_later(weight: torch.Tensor) -> torch.Tensor:
     return weight if weight.shape[-1] == 1 else F.pad(weight[..., :-1], (1, 0))
 
 
+def with_tail(raw: torch.Tensor, tail: torch.Tensor, span: ChunkSpan) -> torch.Tensor:
+    """A span's padded inputs [b, K - 1 + C, X]: the tail before it [b, K - 1, X], then its inputs [b, C, X].
+
+    Where the call begins with empty slots, the tail stands once more, right before the first token.
+    """
+    padded = torch.cat([tail, raw], dim=1)
+    return padded if span.tail_in is None else padded.scatter(1, span.tail_in.expand_as(tail), tail)
+
+
 def tail_after(padded: torch.Tensor, tail: torch.Tensor, span: ChunkSpan) -> torch.Tensor:
     """The last K - 1 inputs [b, K - 1, X] after a span, from its padded inputs [b, K - 1 + C, X]."""
     if span.tail_out is None:
@@ -271,15 +280,12 @@ def convolve(
         tail: last inputs before the span [b, K - 1, X].
         conv_weights: [K, b or 1, 1, X], the oldest token's first.
     """
-    tail_size, length = tail.shape[1], raw.shape[1]
-    padded = torch.cat([tail, raw], dim=1)
-    if span.tail_in is not None:
-        padded = padded.scatter(1, span.tail_in.expand_as(tail), tail)
+    tail_size, length, padded = tail.shape[1], raw.shape[1], with_tail(raw, tail, span)
     mixed = conv_weights[tail_size] * padded[:, tail_size:]
     for k in range(tail_size):
         term = padded[:, k : k + length]
         mixed = mixed + conv_weights[k] * (term if span.inside is None else term * span.inside[k])
-    return mixed, padded[:, length:] if span.tail_out is None else padded.gather(1, span.tail_out.expand_as(tail))
+    return mixed, tail_after(padded, tail, span)
 
 
 def convolve_padded(

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from .chunks import ChunkSpan
-from .layers import convolution_gradients, convolve_padded
+from .layers import convolution_gradients, convolve_padded, with_tail
 from .memory_delta import DeltaMemories
 from .memory_scan import NORM_EPSILON, ScanInputs, ScanState
 
@@ -131,10 +131,7 @@ def _padded(inputs: ScanInputs, state: _State | _Saved, span: ChunkSpan, shape: 
         raw = inputs[index][:, span.start : span.stop]
         if index in shape.projected:
             raw = raw + torch.bmm(raw, state.chunk_start[..., shape.projected[index]])
-        padded = torch.cat([tail, raw], dim=1)
-        if span.tail_in is not None:
-            padded.scatter_(1, span.tail_in.expand_as(tail), tail)
-        streams.append(padded)
+        streams.append(with_tail(raw, tail, span))
     return streams
 
 

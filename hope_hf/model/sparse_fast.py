@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from transformers.models.llama.modeling_llama import rotate_half
 
 from .chunks import ChunkSpan
-from .layers import convolution_gradients, convolve_padded, tail_after
+from .layers import convolution_gradients, convolve_padded, tail_after, with_tail
 from .sparse_branches import QkvSizes, QkvWeights, SparseKeys, SparseSizes, select_blocks
 
 # slots per tile in which queries, keys and values are made
@@ -459,10 +459,7 @@ def _exact(weights: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
 def _mixed(raw, tail, conv_weights, width: int, angles, span: ChunkSpan) -> tuple:
     """A tile's padded inputs, heads after the convolutions [B, n, heads, D], and angles [B or 1, n, 1, D]."""
     cut = slice(span.start, span.stop)
-    padded = torch.cat([tail, raw[:, cut]], dim=1)
-    if span.tail_in is not None:
-        padded = padded.scatter(1, span.tail_in.expand_as(tail), tail)
-    padded = padded.to(conv_weights.dtype)
+    padded = with_tail(raw[:, cut], tail, span).to(conv_weights.dtype)
     mixed = torch.empty_like(padded[:, tail.shape[1] :])
     convolve_padded([padded], [conv_weights], span, [mixed])
     return padded, mixed.unflatten(-1, (-1, width)), [part[:, cut, None].to(conv_weights.dtype) for part in angles]
