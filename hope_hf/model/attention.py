@@ -11,22 +11,6 @@ from .cache_hope import KeyValues
 from .layers import HopeRMSNorm, Mixer
 
 
-class _Extension:
-    """A cache for transformers' attention that concatenates a call's keys and values to a state, in new tensors.
-
-    The given state does not change, so that a block recomputed in the backward pass reads the same state.
-    """
-
-    def __init__(self, state: KeyValues | None):
-        self.state = state
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *args) -> KeyValues:
-        if self.state is not None:
-            keys, values = (torch.cat(pair, dim=-2) for pair in zip(self.state, (keys, values), strict=True))
-        self.state = KeyValues(keys, values)
-        return self.state
-
-
 class HopeAttention(Mixer, LlamaAttention):
     """Causal multi-head attention with rotary positions.
 
@@ -71,17 +55,21 @@ class HopeAttention(Mixer, LlamaAttention):
         """
         queries, keys, values = self.project(hidden_states)
         queries, keys = apply_rotary_pos_emb(queries, keys, *position_embeddings)
-        extension = _Extension(state) if need_state and cache is None else None
-        written = cache if extension is None else extension
-        if written is not None:
-            keys, values = written.update(keys, values, self.layer_idx)
+        after = None
+        if cache is not None:
+            keys, values = cache.update(keys, values, self.layer_idx)
+        elif need_state:
+            if state is not None:
+                # in new tensors: a block that is recomputed in the backward pass reads the same state again
+                keys, values = (torch.cat(pair, dim=-2) for pair in zip(state, (keys, values), strict=True))
+            after = KeyValues(keys, values)
         kernel = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.attention_dropout if self.training else 0.0
         reads, weights = kernel(
             self, queries, keys, values, attention_mask, dropout=dropout, scaling=self.scaling, **options
         )
         output = self.o_proj(reads.reshape(*reads.shape[:-2], -1).contiguous())
-        return output, None if extension is None else extension.state, weights
+        return output, after, weights
 
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [B, H, T, head_dim], keys and values [B, key heads, T, head_dim], without positions."""
