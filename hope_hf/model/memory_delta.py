@@ -64,10 +64,6 @@ class DeltaMemories(NamedTuple):
     extends_deltanet = True
     errors_at_chunk_start = False
 
-    @property
-    def reads_chunk_start(self) -> bool:
-        return bool(self.projected)
-
     @staticmethod
     def check_config(config: PreTrainedConfig) -> None:
         if "v" in config.memory_projections and not config.memory_value_gate:

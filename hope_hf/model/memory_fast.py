@@ -461,7 +461,7 @@ def scan_fused(
     weights = (memories.conv_weights, memories.initial, memories.value_share)
     # `needs_input_grad` is true for leaves even under `no_grad`
     options = (spans, memories.projected, memories.rate_factors, need_state, recompute, torch.is_grad_enabled())
-    # a rule that does not read the chunk's start gets the current weights in its place
+    # where nothing reads the chunk's start, the current weights take its place
     start = chunk_start[0] if chunk_start else current
     reads, current, start, tail = _Scan.apply(*options, *inputs, *weights, current, start, tail)
     return reads, ScanState((current,), (start,) if chunk_start else (), tail) if need_state else None

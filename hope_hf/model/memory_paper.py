@@ -55,7 +55,6 @@ class PaperMemories(NamedTuple):
     shares_input = True
     extends_deltanet = False
     errors_at_chunk_start = True
-    reads_chunk_start = True
 
     @staticmethod
     def fill_defaults(config: PreTrainedConfig) -> None:

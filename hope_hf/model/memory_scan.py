@@ -54,7 +54,7 @@ class ScanState(NamedTuple):
     """
 
     current: tuple[torch.Tensor, ...]
-    # weights at the start of the current chunk; empty if the rule does not read them
+    # weights at the start of the current chunk; empty if nothing reads them
     chunk_start: tuple[torch.Tensor, ...]
     # last inputs of the convolutions of k, v and q, side by side [b, K - 1, 3 D]
     conv_tail: torch.Tensor
@@ -87,15 +87,13 @@ class Memories(Protocol):
     # values, and a share of the token's own value in its read; reads are divided by the square root of the head width
     # before their normalisation; a query begins as the key of the next token.
     extends_deltanet: ClassVar[bool]
-    # whether errors are taken at the weights of the chunk's start
+    # Whether errors are taken at the weights of the chunk's start. Memories that project are always read there.
     errors_at_chunk_start: ClassVar[bool]
 
     # kernel weights of the convolutions of k, v and q, side by side, the oldest token's first [K, b, 1, 3 D]
     conv_weights: torch.Tensor
     # which of "k" and "v" memories project
     projected: tuple[str, ...]
-    # whether the weights of the chunk's start are read
-    reads_chunk_start: bool
 
     @staticmethod
     def fill_defaults(config: PreTrainedConfig) -> None:
@@ -155,7 +153,7 @@ def fresh_state(memories: Memories) -> ScanState:
     """The state before the first token."""
     weights = memories.fresh()
     kernel_size, rows, _, width = memories.conv_weights.shape
-    chunk_start = weights if memories.reads_chunk_start else ()
+    chunk_start = weights if memories.errors_at_chunk_start or memories.projected else ()
     return ScanState(weights, chunk_start, weights[0].new_zeros(rows, kernel_size - 1, width))
 
 
