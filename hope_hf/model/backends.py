@@ -62,7 +62,7 @@ def runs_torch(asked: str, device: torch.device) -> bool:
 
 
 def operand_dtype(hidden_states: torch.Tensor) -> torch.dtype:
-    """The dtype to which GPU kernels round their operands: that of a linear map's output for `hidden_states`."""
+    """The dtype of a linear map's output for `hidden_states`, to which GPU kernels round their operands."""
     # not read off the map's weights, which may be quantised or on the meta device
     kind = hidden_states.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_states.dtype

@@ -432,7 +432,7 @@ class HopeConfig(PreTrainedConfig):
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)}")
-        for name in dict.fromkeys(name for kind in MIXERS.values() if kind in self.mixers for name in kind.heads):
+        for name in dict.fromkeys(name for mixer in self.mixers for name in mixer.heads):
             heads = getattr(self, name)
             if heads is None:
                 raise ValueError(

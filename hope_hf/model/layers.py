@@ -196,11 +196,6 @@ class HopeRMSNorm(nn.Module):
         return gated_norm(x, self.weight, self.variance_epsilon, kernels=self.kernels)
 
 
-def is_one_token(x: torch.Tensor) -> bool:
-    """Whether inputs [B, T, X] are one token per row, no gradients are wanted, and nothing is compiled."""
-    return x.shape[-2] == 1 and x.ndim == 3 and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-
-
 class LearnedFactors(nn.Module):
     """Factors [number], learned from 1.
 

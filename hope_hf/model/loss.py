@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from .backends import asked_kernels, is_compiled, is_transformed
+from .backends import asked_kernels, is_compiled, is_transformed, operand_dtype
 from .opaque import call, register
 
 IGNORED = -100
@@ -82,9 +82,8 @@ def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: tor
         weight: [V, D]; the product is made in `hidden`'s dtype, or that of autocast.
         labels: [N] from 0 to V - 1; -100 is not scored.
     """
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    with torch.autocast(device, enabled=False):
+    dtype = operand_dtype(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         if is_compiled():
             return call("loss", {"hidden": hidden, "weight": weight, "labels": labels}, [], "")[0]

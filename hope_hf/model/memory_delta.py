@@ -137,12 +137,9 @@ class DeltaMemories(NamedTuple):
         decay_from_start = total.exp().unsqueeze(-1)
         decay = decay_matrix(total, total) * rate.unsqueeze(-2)
         lower = (keys @ keys.mT * decay).tril(-1)
-        initial_read = [keys] * len(self.projected) + [keys @ self.initial]
-        right = (
-            torch.cat(initial_read, dim=-1)
-            + decay_from_start * (keys @ state)
-            - values.repeat(1, 1, len(initial_read))
-        )
+        # K W_0 of each memory
+        initial = torch.cat([keys] * len(self.projected) + [keys @ self.initial], dim=-1)
+        right = initial + decay_from_start * (keys @ state) - values.repeat(1, 1, len(self.rate_factors))
         # times rho
         errors = [
             torch.linalg.solve_triangular(factor * lower, part, upper=False, unitriangular=True) * factor

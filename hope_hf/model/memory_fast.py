@@ -96,10 +96,9 @@ class _State(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """Head width, number of memories, and each memory's column range."""
+    """Head width, and each memory's column range."""
 
     width: int
-    memories: int
     # columns of all memories of one rho, and rho
     groups: list[tuple[slice, float]]
     # columns of the memory that projects k (0) or v (1)
@@ -111,14 +110,13 @@ class _Shape(NamedTuple):
     @classmethod
     def of(cls, width: int, projected: tuple[str, ...], factors: tuple[float, ...]) -> "_Shape":
         """`projected` and `factors` as in `DeltaMemories`."""
-        memories = len(factors)
         groups = []
         for factor in dict.fromkeys(factors):
             members = [index for index, other in enumerate(factors) if other == factor]
             groups.append((slice(members[0] * width, (members[-1] + 1) * width), factor))
-        columns = [slice(index * width, (index + 1) * width) for index in range(memories)]
+        columns = [slice(index * width, (index + 1) * width) for index in range(len(factors))]
         own = {"kv".index(name): part for name, part in zip(projected, columns, strict=False)}
-        return cls(width, memories, groups, own, columns[-1], slice(0, columns[-1].start))
+        return cls(width, groups, own, columns[-1], slice(0, columns[-1].start))
 
 
 def _padded(inputs: ScanInputs, state: _State | _Saved, span: ChunkSpan, shape: _Shape) -> list[torch.Tensor]:

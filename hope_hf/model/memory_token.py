@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache
 from .backends import runs_plain
 from .chunks import ChunkPlan
 from .continuum import ContinuumLevel, ContinuumMemory
-from .layers import HopeRMSNorm, LearnedFactors, ShortConvolution, is_one_token
+from .layers import HopeRMSNorm, LearnedFactors, ShortConvolution
 from .memory_delta import DeltaMemories, TokenGates, over_norm, step_token
 from .memory_mixer import LEAST_ERASED, InitialMemory, MemoryGates, SelfModifyingTitans
 from .memory_scan import NORM_EPSILON, ScanState
@@ -264,7 +264,7 @@ def token_of(
     """
     if torch.compiler.is_compiling():
         return None, None
-    if not is_one_token(hidden_states):
+    if hidden_states.shape[1] != 1 or torch.is_grad_enabled():
         _KEPT.pop(block, None)
         return None, None
     # fake tensors and the like must not be kept, and autocast gives sums another dtype
