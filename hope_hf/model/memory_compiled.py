@@ -13,19 +13,16 @@ from types import SimpleNamespace
 import torch
 
 from .chunks import SlotPlan, TokenPlan, plan_again, plan_chunks
-from .memory_scan import Memories, ScanInputs, ScanState, fresh_state, scan, scan_plain
+from .memory_scan import Memories, ScanInputs, ScanState, fresh_state, scan_plain
 from .opaque import call, register
 
 # what the operator reads of a configuration
-_FIELDS = (
-    "memory_rule", "memory_chunk_size", "conv_kernel_size", "num_memory_heads", "memory_projections",
-    "projection_memory_rate",
-)  # fmt: skip
+_FIELDS = ("memory_rule", "memory_chunk_size", "conv_kernel_size", "num_memory_heads", "memory_projections")
 
 
-def described(config) -> str:
-    """What the operator has to know of a layer, as text."""
-    return json.dumps({name: getattr(config, name) for name in _FIELDS})
+def described(config, rate_factors: tuple[float, ...]) -> str:
+    """What the operator has to know of a layer, as text; `rate_factors` as in `Memories.of`."""
+    return json.dumps({name: getattr(config, name) for name in _FIELDS} | {"rate_factors": rate_factors})
 
 
 _described = lru_cache(lambda text: SimpleNamespace(**json.loads(text)))
@@ -38,13 +35,13 @@ def scan_tokens(
     plan: TokenPlan,
     recompute: int,
     need_state: bool,
-    kernels: str,
+    is_plain: bool,
     about: str,
 ) -> tuple[torch.Tensor, ScanState | None]:
     """`memory_scan.scan` for inputs [b, T, ...] in the order of the tokens; reads [b, T, D].
 
     Args:
-        kernels: the value of `HOPE_KERNELS`.
+        is_plain: whether `scan_plain` computes them.
         about: the result of `described`.
     """
     initial = memories.initial if isinstance(memories.initial, tuple) else (memories.initial,)
@@ -55,7 +52,7 @@ def scan_tokens(
         tensors["conv_tail"] = state.conv_tail
         for name in ("current", "chunk_start"):
             tensors |= {f"{name}{index}": weight for index, weight in enumerate(getattr(state, name))}
-    sizes = [plan.columns(), recompute, int(need_state), int(kernels == "plain")]
+    sizes = [plan.columns(), recompute, int(need_state), int(is_plain)]
     reads, *after = call("memory_scan", tensors | plan.tensors(), sizes, about)
     if not need_state:
         return reads, None
@@ -70,10 +67,8 @@ def _parts(rules: dict, tensors: dict[str, torch.Tensor], about: str):
     def numbered(name: str) -> tuple[torch.Tensor, ...]:
         return tuple(tensor for key, tensor in tensors.items() if key.rstrip("01") == name)
 
-    rule, projected = rules[config.memory_rule], tuple(config.memory_projections)
-    rates = (float(config.projection_memory_rate),) * len(projected) + (1.0,)
-    share = tensors.get("value_share")
-    memories = rule.of(tensors["conv_weights"], projected, numbered("initial"), share, rates)
+    made = tensors["conv_weights"], tuple(config.memory_projections), numbered("initial"), tensors.get("value_share")
+    memories = rules[config.memory_rule].of(*made, tuple(config.rate_factors))
     inputs = ScanInputs(*(tensors.get(name) for name in ScanInputs._fields))
     state = None
     if "conv_tail" in tensors:
@@ -94,21 +89,16 @@ def _run(
     heads = config.num_memory_heads
     plan = plan_again(partial(plan_chunks, config), tensors, (rows // heads, length), columns, state is not None)
     if plan.valid is not None:
-        by_head = SlotPlan(
-            None,
-            0,
-            **{
-                name: getattr(plan, name).repeat_interleave(heads, dim=0)
-                for name in ("valid", "token_of_slot", "slot_of_token")
-            },
-        )
+        layout = {name: getattr(plan, name) for name in ("valid", "token_of_slot", "slot_of_token")}
+        layout = {name: part.repeat_interleave(heads, dim=0) for name, part in layout.items()}
+        by_head = SlotPlan(None, 0, **layout)
         # padding neither writes nor decays
         inputs = [None if part is None else by_head.to_slots(part) for part in inputs]
         inputs[3:] = [None if gate is None else torch.where(by_head.valid, gate, 0.0) for gate in inputs[3:]]
         inputs = ScanInputs(*inputs)
     run = scan_plain if is_plain else fast.get(rules[config.memory_rule], scan_plain)
-    run = partial(run, recompute=recompute)
-    reads, after = scan(run, inputs, memories, state, plan.spans, bool(need_state))
+    state = fresh_state(memories) if state is None else state
+    reads, after = run(inputs, memories, state, plan.spans, bool(need_state), recompute)
     reads = reads if plan.valid is None else by_head.to_tokens(reads)
     reads, *state = _flat(reads, after)
     # a state may hold one tensor twice, or one of the state before

@@ -36,7 +36,6 @@ from .memory_scan import (
     ScanState,
     fresh_state,
     make_qkv,
-    scan,
     scan_plain,
     scan_span,
     unit,
@@ -212,7 +211,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
         eps = config.rms_norm_eps * (config.head_dim if rule.extends_deltanet else 1)
         self.o_norm = HopeRMSNorm(config.head_dim, eps)
         self.kernels = asked_kernels()
-        self.described = described(config)
+        self.described = described(config, self.rate_factors)
         # reasons for which no GPU kernel ran, and their counts
         self.kernel_fallbacks: Counter[tuple[str, str]] = Counter()
 
@@ -249,13 +248,11 @@ class SelfModifyingTitans(Mixer, nn.Module):
             memories = self.memories(batch_size, inputs.query.dtype)
             # convolutions, SiLU, normalisation, writes and reads
             if isinstance(plan, TokenPlan):
-                about = self.config.recompute_chunks, need_state, self.kernels, self.described
+                about = self.config.recompute_chunks, need_state, self.kernels == "plain", self.described
                 reads, after = scan_tokens(inputs, memories, state, plan, *about)
             else:
-                if run in (scan_plain, *FAST_SCANS.values()):
-                    # GPU kernels save few activations
-                    run = partial(run, recompute=self.config.recompute_chunks)
-                reads, after = scan(run, inputs, memories, state, plan.spans, need_state)
+                state = fresh_state(memories) if state is None else state
+                reads, after = run(inputs, memories, state, plan.spans, need_state)
             reads = reads.unflatten(0, (batch_size, heads)).transpose(1, 2)
             if plan.slot_of_token is not None:
                 reads = plan.to_tokens(reads)
@@ -308,9 +305,11 @@ class SelfModifyingTitans(Mixer, nn.Module):
 
         `kernels_fla.mix` computes all that lies between the linear maps.
         """
+        # the kernels save few activations, and recompute none
+        recompute = self.config.recompute_chunks
         if runs_plain(self.kernels):
-            return scan_plain
-        otherwise = FAST_SCANS.get(self.rule, scan_plain)
+            return partial(scan_plain, recompute=recompute)
+        otherwise = partial(FAST_SCANS.get(self.rule, scan_plain), recompute=recompute)
         if runs_torch(self.kernels, hidden_states.device):
             return otherwise
         about = self.rule, self.projected, hidden_states, self.config.head_dim

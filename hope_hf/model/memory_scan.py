@@ -9,7 +9,6 @@ Axes: b sequences times heads, S slot (`chunks`), C slot of a span, D head width
 Tokens are rows. All tensors are float32, or float64 in a float64 model.
 """
 
-from collections.abc import Callable
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -196,12 +195,6 @@ def written_values(inputs: ScanInputs, values: torch.Tensor, span: ChunkSpan) ->
     return unit(values) * inputs.value_norm[:, span.start : span.stop, None]
 
 
-def span_gates(inputs: ScanInputs, span: ChunkSpan) -> list[torch.Tensor | None]:
-    """eta, log alpha and zeta of a span [b, C]."""
-    gates = inputs.rate, inputs.log_retention, inputs.erased
-    return [None if gate is None else gate[:, span.start : span.stop] for gate in gates]
-
-
 def restart(memories: Memories, state: ScanState, span: ChunkSpan) -> ScanState:
     """The state before a span, with fresh weights in rows in which a document begins."""
     fresh = memories.fresh()
@@ -226,7 +219,9 @@ def scan_span(
     if span.keeps is not None:
         state = restart(memories, state, span)
     keys, values, queries, tail = make_qkv(inputs, memories, state, span)
-    tokens = Tokens(unit(keys), written_values(inputs, values, span), unit(queries), *span_gates(inputs, span))
+    gates = inputs.rate, inputs.log_retention, inputs.erased
+    gates = (None if gate is None else gate[:, span.start : span.stop] for gate in gates)
+    tokens = Tokens(unit(keys), written_values(inputs, values, span), unit(queries), *gates)
     reads, current = memories.write_and_read(state, tokens)
     return reads, close_span(state, span, current, tail)
 
@@ -250,8 +245,8 @@ def scan_plain(
     spans: list[ChunkSpan],
     need_state: bool = True,
     recompute: int = 0,
-) -> tuple[torch.Tensor, ScanState]:
-    """Reads [b, S, D] of all spans, and the state after the last, whatever `need_state` is.
+) -> tuple[torch.Tensor, ScanState | None]:
+    """Reads [b, S, D] of all spans, and the state after the last if it is needed.
 
     Args:
         recompute: spans whose activations are recomputed together in the backward pass; 0 keeps all activations. The
@@ -270,23 +265,4 @@ def scan_plain(
             options = dict(use_reentrant=False, preserve_rng_state=False)
             read, state = checkpoint(_scan_spans, part, memories, state, group, **options)
         reads.append(read)
-    return torch.cat(reads, dim=1), state
-
-
-def scan(
-    run: Callable,
-    inputs: ScanInputs,
-    memories: Memories,
-    state: ScanState | None,
-    spans: list[ChunkSpan],
-    need_state: bool,
-) -> tuple[torch.Tensor, ScanState | None]:
-    """Reads [b, S, D] of a call's tokens, and the state after them if it is needed.
-
-    Args:
-        run: `scan_plain`, or a function that computes the same.
-        state: state of the call before, or `None` at a text's start.
-    """
-    state = fresh_state(memories) if state is None else state
-    reads, state = run(inputs, memories, state, spans, need_state)
-    return reads, state if need_state else None
+    return torch.cat(reads, dim=1), state if need_state else None
