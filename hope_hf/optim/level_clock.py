@@ -73,8 +73,7 @@ class LevelClock(torch.optim.Optimizer):
         """Create the initial state of every parameter that has none."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                if not self.state.get(parameter):
-                    self.create_state(parameter, group)
+                self.create_state(parameter, group)
 
     def create_state(self, parameter: Tensor, group: dict) -> dict[str, Tensor]:
         """The state of one tensor of a group; created if there is none."""
@@ -174,24 +173,19 @@ def _structure(group: dict, keys: tuple[str, ...]) -> dict:
     return {key: group.get(key) for key in keys} | {"parameters": len(group["params"])}
 
 
-def warn_short_levels(optimizer: LevelClock, max_train_steps: int, least_periods: int = 4) -> list[str]:
-    """Warn of every level that makes fewer than `least_periods` steps in `max_train_steps` optimizer steps.
+def warn_short_levels(optimizer: LevelClock, max_train_steps: int) -> None:
+    """Warn of every level that makes fewer than 4 steps in `max_train_steps` optimizer steps.
 
-    Levels that step every time are left out.
-
-    Returns the sentences of the warnings. With several processes call it on one of them.
+    Levels that step every time are left out. With several processes call it on one of them.
     """
-    sentences = []
     for level, row in optimizer.level_report().items():
         periods = max_train_steps // row["period_steps"]
         # No period is shorter than a step.
-        if periods < least_periods and row["period_steps"] > 1:
-            times = {0: "never", 1: "once", 2: "twice"}.get(periods, f"{periods} times")
-            sentences.append(
+        if periods < 4 and row["period_steps"] > 1:
+            times = ("never", "once", "twice", "3 times")[periods]
+            warnings.warn(
                 f"Level {level} steps once per {row['period_steps']} optimizer steps ({row['period_tokens']} tokens), "
                 f"so {times} in this run of {max_train_steps}: shorten its period in the config's level_periods or "
-                "train longer."
+                "train longer.",
+                stacklevel=2,
             )
-    for sentence in sentences:
-        warnings.warn(sentence, stacklevel=2)
-    return sentences
