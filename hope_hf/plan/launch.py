@@ -133,6 +133,10 @@ class StepOptions:
     attn_implementation: str | None = None
     trust_remote_code: bool = False
 
+    def tokens(self, world_size: int) -> int:
+        """Tokens of all processes and accumulated batches."""
+        return self.batch_size * self.block_size * self.accumulation * world_size
+
     @classmethod
     def of(cls, args, block_size: int, attn_implementation: str | None = None) -> "StepOptions":
         """The options given by the flags of `hope-hf train` or of the planner, which have the same names."""

@@ -73,10 +73,8 @@ def memory(config, shapes: Shapes, launch: Launch, step: StepOptions, per_node: 
     """The peak memory of one optimizer step, with `per_node` processes on one machine."""
     recomputed = parse_recomputed(step.checkpointing)
     kept = activations(config, shapes, launch, step.batch_size, step.block_size, recomputed)
-    tokens = step.batch_size * step.block_size * step.accumulation * launch.world_size
-    states = _states(shapes, launch, step, tokens)
-    compute = launch.compute_bytes
-    block = shapes.largest_block * compute if launch.strategy.gathers else 0
+    states = _states(shapes, launch, step)
+    block = shapes.largest_block * launch.compute_bytes if launch.strategy.gathers else 0
     whole = launch.whole_gradients(step.reduce_dtype)
     holds_whole = whole is not None and step.accumulation > 1 and not step.sync_each_batch
     between = whole.itemsize * shapes.count if holds_whole else 0
@@ -84,9 +82,9 @@ def memory(config, shapes: Shapes, launch: Launch, step: StepOptions, per_node: 
     before = states["gradients"] if step.accumulation > 1 and not between else 0
     after = 0 if between else states["gradients"]
     moments = {
-        "loss": _at_loss(shapes, launch, states, kept, compute),
-        "blocks": _in_blocks(shapes, launch, states, kept, compute),
-        "backward": _in_backward(shapes, launch, states, kept, compute),
+        "loss": _at_loss(shapes, launch, states, kept),
+        "blocks": _in_blocks(shapes, launch, states, kept),
+        "backward": _in_backward(shapes, launch, states, kept),
         "update": dict(states),
     }
     for name, gradients in (("loss", before), ("blocks", before), ("backward", after)):
@@ -111,11 +109,12 @@ def memory(config, shapes: Shapes, launch: Launch, step: StepOptions, per_node: 
     )
 
 
-def _states(shapes: Shapes, launch: Launch, step: StepOptions, tokens: int) -> dict[str, int]:
+def _states(shapes: Shapes, launch: Launch, step: StepOptions) -> dict[str, int]:
     """Weights, gradients and optimizer of the largest part, and the engine's own buffers."""
     shared, by_rows = launch.strategy.shared, launch.strategy.engine == "fsdp2"
+    tokens = step.tokens(launch.world_size)
 
-    def part(kind: str, each=lambda weight: 4) -> int:
+    def part(kind: str, each) -> int:
         return shard_bytes(shapes, launch.parts if kind in shared else 1, by_rows, each)
 
     # Under DeepSpeed's fp16 the model has fp16 weights and gradients, and the optimizer fp32 weights.
@@ -134,31 +133,30 @@ def _states(shapes: Shapes, launch: Launch, step: StepOptions, tokens: int) -> d
     return states
 
 
-def _at_loss(shapes: Shapes, launch: Launch, states: dict, kept: Activations, compute: int) -> dict[str, int]:
+def _at_loss(shapes: Shapes, launch: Launch, states: dict, kept: Activations) -> dict[str, int]:
     gathered = 0
     if launch.strategy.gathers:
         units = shapes.units
         gathered = shapes.count if launch.strategy.keeps_gathered else units.get("tail", 0) + units.get("root", 0)
     return {
         **states,
-        "gathered": gathered * compute,
+        "gathered": gathered * launch.compute_bytes,
         "weight copies": kept.weight_copies,
         "activations": kept.blocks + kept.loss,
     }
 
 
-def _in_blocks(shapes, launch: Launch, states: dict, kept: Activations, compute: int) -> dict[str, int]:
+def _in_blocks(shapes: Shapes, launch: Launch, states: dict, kept: Activations) -> dict[str, int]:
     """Early in the backward pass: most activations, few gradients."""
     early = {"weight copies": kept.weight_copies, "activations": kept.in_backward}
-    return _in_backward(shapes, launch, states, kept, compute) | early
+    return _in_backward(shapes, launch, states, kept) | early
 
 
-def _in_backward(shapes, launch: Launch, states: dict, kept: Activations, compute: int) -> dict[str, int]:
+def _in_backward(shapes: Shapes, launch: Launch, states: dict, kept: Activations) -> dict[str, int]:
     """At the end of the backward pass: all gradients, one block's activations, and gradients of a quarter of these."""
     moment = {**states, "activations": kept.one_block, "backward": kept.one_block // 4}
-    block = shapes.largest_block
     if launch.strategy.gathers:
         # This block and the next one, which is gathered ahead. The block's gradients are fp32 while they are reduced.
-        moment["gathered"] = 2 * block * compute
-        moment["whole gradients"] = block * 4
+        moment["gathered"] = 2 * shapes.largest_block * launch.compute_bytes
+        moment["whole gradients"] = 4 * shapes.largest_block
     return moment

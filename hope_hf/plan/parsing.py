@@ -129,8 +129,8 @@ class Question:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of all processes and accumulated batches."""
-        return self.step.batch_size * self.step.block_size * self.step.accumulation * self.launch.world_size
+        """See `StepOptions.tokens`."""
+        return self.step.tokens(self.launch.world_size)
 
     @property
     def total_tokens(self) -> float | None:

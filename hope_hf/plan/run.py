@@ -39,7 +39,7 @@ def plan_running(config, launch: Launch, step: StepOptions, per_node: int) -> Pl
     """The plan of a run under the launch of its engine, with `per_node` processes on this machine."""
     shapes = shapes_of(config, step.trust_remote_code)
     step = replace(step, checkpointing=launch.recomputes(step.checkpointing))
-    tokens = step.batch_size * step.block_size * step.accumulation * launch.world_size
+    tokens = step.tokens(launch.world_size)
     optimizer = sum(weight.count * weight.optimizer_bytes(step.optimizer, tokens) for weight in shapes.weights)
     found = memory(config, shapes, launch, step, per_node)
     return Planned(

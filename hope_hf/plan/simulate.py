@@ -128,10 +128,9 @@ class Step:
         self.model = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code, **named)
         recompute_activations(self.model, parse_recomputed(options.checkpointing))
         self.wrapped = self._wrap(self.model)
-        tokens = options.batch_size * options.block_size * options.accumulation * launch.world_size
         self.optimizer: LevelClock = build_optimizer(
             self.model, options.optimizer, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8,
-            tokens_per_step=tokens,
+            tokens_per_step=options.tokens(launch.world_size),
         )  # fmt: skip
         self.optimizer.create_states()
         shape = (options.batch_size, options.block_size)
