@@ -18,6 +18,9 @@ from .launch import Launch
 from .shapes import Shapes
 
 Mode = Literal["fp32", "autocast", "cast"]
+# By mode, bytes of a number of the residual stream, and of a number that a matrix is multiplied with.
+STREAM = {"fp32": 4, "autocast": 4, "cast": 2}
+LOW = {"fp32": 4, "autocast": 2, "cast": 2}
 # Bytes per token and vocabulary entry in the loss's backward pass: the log-softmax, its gradient and the gradient of
 # its input, all fp32.
 LOSS_BYTES = 12
@@ -75,15 +78,14 @@ def activations(
 ) -> Activations:
     """The activations of a batch; a `recomputed` part keeps only its inputs."""
     mode, tokens = mode_of(launch), batch_size * block_size
-    wide, low = 4, 4 if mode == "fp32" else 2
-    stream = low if mode == "cast" else wide
+    low = LOW[mode]
     width = getattr(config, "n_embd", None) or config.hidden_size
     layers = {"hope": _hope, "llama": _llama, "mistral": _llama, "gpt2": _gpt2}.get(config.model_type)
     if layers is None:
         blocks = _by_matrices(shapes, tokens, low)
     else:
         blocks = layers(config, mode, batch_size, block_size)
-    inputs = tokens * width * stream
+    inputs = tokens * width * STREAM[mode]
     kept = in_backward = 0
     for index, block in enumerate(blocks):
         again = 0
@@ -94,7 +96,7 @@ def activations(
         else:
             kept += block.whole
         in_backward = max(in_backward, kept + again)
-    loss = tokens * width * (2 * wide + low)
+    loss = tokens * width * (2 * 4 + low)
     if config.model_type == "hope":
         loss += config.vocab_size * _loss_without_logits(width, tokens, mode)
     else:
@@ -122,7 +124,7 @@ def _casts(width: int, mode: Mode, readers: int) -> int:
 
 
 def _llama(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
-    width, low = config.hidden_size, 4 if mode == "fp32" else 2
+    width, low = config.hidden_size, LOW[mode]
     head = getattr(config, "head_dim", None) or width // config.num_attention_heads
     heads, groups = config.num_attention_heads * head, config.num_key_value_heads * head
     attention = _casts(width, mode, 3) + low * (2 * heads + 2 * groups) + 4 * config.num_attention_heads
@@ -131,28 +133,25 @@ def _llama(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
 
 
 def _block(width: int, mode: Mode, tokens: int, rest: int, attention: int, scan: int = 0) -> Block:
-    """A block whose mixer reads an RMS norm's output; `rest`, `attention`: bytes per token; `scan`: per batch."""
+    """A block whose mixer reads a norm's output; `rest`, `attention`: bytes per token; `scan`: per batch."""
     return Block(tokens * rest, tokens * attention + scan, tokens * 4 * width if mode == "autocast" else 0)
 
 
 def _gpt2(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
-    width, low = config.n_embd, 4 if mode == "fp32" else 2
+    width, low = config.n_embd, LOW[mode]
     hidden = config.n_inner or 4 * width
-    stream = low if mode == "cast" else 4
     # Under autocast the cast of the norm's output is kept by the linear layer that reads it.
-    norms = 2 * width * (stream + low)
-    cast = low * width if mode == "autocast" else 0
+    norms = 2 * width * (STREAM[mode] + low)
+    cast = _casts(width, mode, 1)
     # Kept: one tensor of query, key and value; contiguous copies of query and key; attention's output twice.
     attention = low * width * 6 + 4 * config.n_head
     mask = width if config.resid_pdrop else 0
-    tokens = batch_size * block_size
-    rest = tokens * (norms - cast + low * GELU_TENSORS * hidden + mask)
-    mixer_input = tokens * 4 * width if mode == "autocast" else 0
-    return [Block(rest, tokens * (attention + mask + cast), mixer_input)] * config.n_layer
+    rest = norms - cast + low * GELU_TENSORS * hidden + mask
+    return [_block(width, mode, batch_size * block_size, rest, attention + mask + cast)] * config.n_layer
 
 
 def _hope(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
-    tokens, width, low = batch_size * block_size, config.hidden_size, 4 if mode == "fp32" else 2
+    tokens, width, low = batch_size * block_size, config.hidden_size, LOW[mode]
     norm = _norm(width, mode, fused=True)
     rest = norm + sum(norm + _casts(width, mode, 2) + low * 4 * hidden for hidden in config.level_intermediate_sizes)
     # Parallel levels keep their outputs for the gradient of the mixing weights.
