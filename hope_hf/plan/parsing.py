@@ -10,7 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hope_hf import PRESETS
 from hope_hf.cli.flags import COUNT, flag
-from hope_hf.cli.models import build_config, load_config, named_vocabulary
+from hope_hf.cli.models import DEFAULT_PRESET, build_config, load_config, named_vocabulary
 from hope_hf.cli.parser import Parser, named_flags
 from hope_hf.cli.process import warn_once
 from hope_hf.cli.recipe import replaced, without
@@ -227,14 +227,15 @@ def _config(args: Arguments):
 
 
 def _vocabulary(args: Arguments) -> int:
-    size = named_vocabulary(args.config_overrides)
-    kind = args.model_type or "hope"
-    if size is None and args.config_name in PRESETS or args.config_name is None and kind == "hope":
-        size = size or PRESETS[args.config_name or "tiny"].get("vocab_size")
-    elif size is None and args.config_name is not None and os.path.isdir(args.config_name):
-        size = getattr(load_config(args.config_name, "config_name", args), "vocab_size", None)
+    size, name, kind = named_vocabulary(args.config_overrides), args.config_name, args.model_type or "hope"
+    if size is not None:
+        return size
+    if name in PRESETS or (name is None and kind == "hope"):
+        size = PRESETS[name or DEFAULT_PRESET].get("vocab_size")
+    elif name is not None and os.path.isdir(name):
+        size = getattr(load_config(name, "config_name", args), "vocab_size", None)
     # `build_config` refuses unknown names.
-    elif size is None and args.config_name is None and kind in CONFIG_MAPPING:
+    elif name is None and kind in CONFIG_MAPPING:
         size = getattr(AutoConfig.for_model(kind), "vocab_size", None)
     return size or 32_000
 

@@ -79,7 +79,7 @@ def _row(question: Question, row: Setting, verdicts: list[Verdict]) -> Row:
     network = row.traffic.seconds(question.args.network_gbit / 8 * 1e9)
     cells["network s"] = f"{network:.3g}"
     for one in verdicts:
-        cells[f"{one.gpu.name}"] = "fits" if row.memory.peak <= one.usable else "no"
+        cells[one.gpu.name] = "fits" if row.memory.peak <= one.usable else "no"
     return cells
 
 

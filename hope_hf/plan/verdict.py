@@ -126,14 +126,10 @@ def largest_batch(question: Question, launch: Launch, room: int, factor: float =
 
 def _instead(question: Question, rows: list[Setting], room: int, factor: float) -> str | None:
     """The first setting that fits, in words; recomputed blocks are tried last. `factor` as in `largest_batch`."""
-    known = {row.launch.strategy.key: row for row in rows if not row.is_asked}
+    launches = {row.launch.strategy.key: row.launch for row in rows}
     asked = question.step
     for checkpointing in dict.fromkeys((asked.checkpointing, "block")):
-        for key in SUGGESTED:
-            launch = question.launch if key == question.launch.strategy.key else None
-            launch = known[key].launch if launch is None and key in known else launch
-            if launch is None:
-                continue
+        for launch in (launches[key] for key in SUGGESTED if key in launches):
             for sync in dict.fromkeys((asked.sync_each_batch, True)):
                 step = replace(asked, checkpointing=checkpointing, sync_each_batch=sync)
                 if factor * memory(question.config, question.shapes, launch, step).peak <= room:
