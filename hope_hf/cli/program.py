@@ -22,7 +22,10 @@ LOG_SECONDS = 20.0
 
 
 def program(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
-    """Decorates the `main(argv)` of a program, which returns the exit status: 130 after Ctrl-C."""
+    """Decorates the `main(argv)` of a program, which returns the exit status: 130 after Ctrl-C, 2 after a ValueError.
+
+    A ValueError is one sentence for the user; any other exception is a bug or machine failure and keeps its traceback.
+    """
 
     @functools.wraps(main)
     def run(argv: list[str]) -> int:
@@ -33,6 +36,8 @@ def program(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             return main(argv)
+        except ValueError as error:
+            return complain(error, 2)
         except KeyboardInterrupt:
             return complain("stopped by Ctrl-C.", STATUS)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from .flags import Checked, check_output
 from .parser import Parser, nearest
-from .process import complain
 from .program import program
 
 RECIPES = "recipes"
@@ -59,21 +58,18 @@ def make_parser(command: str, use: str = "") -> Parser:
 
 
 def _list_or_copy(argv: list[str], command: str, kind: str, use: str) -> int:
-    try:
-        options = make_parser(command, use).parse_args(argv)
-        files = shipped_files(kind)
-        if options.copy is None:
-            if options.to is not None:
-                raise ValueError("--to is the folder of a copy: add --copy NAME, or leave it out.")
-            width = max(map(len, files)) + 2
-            for name, path in files.items():
-                # The first line of each file says what it is.
-                print(f"{name:{width}}{path.read_text(encoding='utf-8').splitlines()[0].strip('# :')}")
-            print(f"\n{use}\nhope-hf {command} --copy NAME [--to DIR] copies one to change it.")
-        else:
-            print(_copy(options.copy, files, command, options.to or "."))
-    except ValueError as error:
-        return complain(error, 2)
+    options = make_parser(command, use).parse_args(argv)
+    files = shipped_files(kind)
+    if options.copy is not None:
+        print(_copy(options.copy, files, command, options.to or "."))
+        return 0
+    if options.to is not None:
+        raise ValueError("--to is the folder of a copy: add --copy NAME, or leave it out.")
+    width = max(map(len, files)) + 2
+    for name, path in files.items():
+        # The first line of each file says what it is.
+        print(f"{name:{width}}{path.read_text(encoding='utf-8').splitlines()[0].strip('# :')}")
+    print(f"\n{use}\nhope-hf {command} --copy NAME [--to DIR] copies one to change it.")
     return 0
 
 

@@ -301,8 +301,6 @@ def main(argv: list[str]) -> int:
             raise ValueError("The mixture is missing: name a YAML file of corpora as the first argument.")
         check_output(args.output_dir, "--output_dir")
         _prepare(mixture, args)
-    except ValueError as error:
-        return complain(error, 2)
     except MemoryError:
         return complain(
             "Memory is full: free some, or lower --num_proc; the same command continues where it stopped.", 1

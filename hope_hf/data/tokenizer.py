@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hope_hf.cli.flags import COUNT, LARGEST_VOCABULARY, as_list, check_output, files_flag, flag
 from hope_hf.cli.parser import Parser
-from hope_hf.cli.process import complain, warn_once
+from hope_hf.cli.process import warn_once
 from hope_hf.cli.program import program
 
 from .corpora import BYTES_PER_TOKEN, Needed, passing
@@ -148,19 +148,16 @@ def make_parser() -> Parser:
 @program
 def main(argv: list[str]) -> int:
     """Returns 0, or 2 after a mistake of the user."""
-    try:
-        args = make_parser().parse_args(argv)
-        check_output(args.output_dir, "--output_dir")
-        texts = _texts(args)
-        if not any(text.size for text in texts):
-            named = next(f"--{name} {getattr(args, name)}" for name in _SOURCES if getattr(args, name))
-            raise ValueError(f"{named} holds no text: give a file with text.")
-        tokenizer = train_tokenizer(sample(texts, args.max_bytes), args.vocab_size)
-        save_tokenizer(tokenizer, args.output_dir)
-        report = report_on(tokenizer, texts)
-        (Path(args.output_dir) / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    except ValueError as error:
-        return complain(error, 2)
+    args = make_parser().parse_args(argv)
+    check_output(args.output_dir, "--output_dir")
+    texts = _texts(args)
+    if not any(text.size for text in texts):
+        named = next(f"--{name} {getattr(args, name)}" for name in _SOURCES if getattr(args, name))
+        raise ValueError(f"{named} holds no text: give a file with text.")
+    tokenizer = train_tokenizer(sample(texts, args.max_bytes), args.vocab_size)
+    save_tokenizer(tokenizer, args.output_dir)
+    report = report_on(tokenizer, texts)
+    (Path(args.output_dir) / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if len(tokenizer) < args.vocab_size:
         warn_once(f"the text has pairs to merge for {len(tokenizer):,} entries of --vocab_size {args.vocab_size:,}.")
     _warn_of_neglect({name: corpus["bytes_per_token"] for name, corpus in report["corpora"].items()})

@@ -4,12 +4,12 @@ import json
 from dataclasses import dataclass, replace
 
 from hope_hf.cli.models import is_hope
-from hope_hf.cli.process import complain, one_line
+from hope_hf.cli.process import one_line
 from hope_hf.cli.program import program
 
 from .launch import Launch, StepOptions
 from .memory import memory
-from .parsing import Question, parse
+from .parsing import parse
 from .shapes import shapes_of
 
 
@@ -51,14 +51,7 @@ def plan_running(config, launch: Launch, step: StepOptions, per_node: int) -> Pl
 @program
 def main(argv: list[str]) -> int:
     """Print the plan. Returns 0, or 2 after a ValueError: a mistake of the user, or a batch that fits nowhere."""
-    try:
-        _answer(parse(argv))
-    except ValueError as error:
-        return complain(error, 2)
-    return 0
-
-
-def _answer(question: Question) -> None:
+    question = parse(argv)
     # Imported here: a misspelled flag is refused before the simulation's parts are imported.
     from .report import as_json, as_text, draw
     from .simulate import Simulation, can_simulate, simulate
@@ -84,3 +77,4 @@ def _answer(question: Question) -> None:
         print(json.dumps(as_json(question, rows, verdicts, found), indent=1))
     else:
         print(as_text(question, rows, verdicts, found))
+    return 0

@@ -52,6 +52,17 @@ def test_ctrl_c_in_a_program_is_one_sentence(capsys):
     assert capsys.readouterr().err == "error: stopped by Ctrl-C.\n"
 
 
+def test_a_mistake_of_the_user_is_one_sentence(capsys):
+    @program
+    def main(argv: list[str]) -> int:
+        raise {"flag": ValueError, "bug": TypeError}[argv[0]]("--seed is -1.")
+
+    assert main(["flag"]) == 2
+    assert capsys.readouterr().err == "error: --seed is -1.\n"
+    with pytest.raises(TypeError):
+        main(["bug"])
+
+
 def test_output_goes_on_without_a_reader():
     reader, writer = os.pipe()
     with open(writer, "w", encoding="utf-8") as pipe:
