@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hope_hf.cli.process import warn_once
 
-from .cache import cache_path, cached_texts, writable_cache
-from .documents import builtin_corpus, held_out, load_data_set, split_training
+from .cache import cache_path, cached_texts, files_under, writable_cache
+from .documents import HELD_OUT_OF_A_STREAM, builtin_corpus, held_out, load_data_set, split_training
 from .encoding import make_encoder
 from .files import find_files, load_files, read_stream, text_column
 from .mixture import BUILTIN, Corpus, Judge, keep
@@ -31,7 +31,6 @@ _SHUFFLED = 1_000
 _READ_TOGETHER = 100
 # The first `_TOKENIZED` documents are tokenized, then one in `_SAMPLED`; `_SURPLUS` covers the estimate's error.
 _TOKENIZED, _SAMPLED, _SURPLUS = 1_000, 16, 1.02
-_HELD_OUT_OF_A_STREAM = 256
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,8 @@ class Needed:
 
 def _identity(corpus: Corpus, needed: Needed, tokenizer: PreTrainedTokenizerBase | None) -> tuple[list[str], tuple]:
     """The `files` and `what` of `cached_texts`; the tokenizer matters only if a number of tokens is needed."""
-    folder = Path(corpus.dataset_name)
-    files = [str(path) for path in sorted(folder.rglob("*")) if path.is_file()] if folder.is_dir() else []
     counted_by = tokenizer_hash(tokenizer) if needed.tokens is not None else None
-    return files, (replace(corpus, weight=None), needed, counted_by)
+    return files_under(corpus.dataset_name), (replace(corpus, weight=None), needed, counted_by)
 
 
 def _text_of(corpus: Corpus, name: str, **options) -> Dataset | IterableDataset:
@@ -176,7 +173,7 @@ def needed_of(corpus: Corpus, percentage: float, seed: int) -> Needed:
 
 def held_out_documents(corpus: Corpus, percentage: float, count: int | None, seed: int) -> Dataset:
     """The first `count` documents that `open_corpus` holds out; a stream is read only until it has given them."""
-    needed = Needed(seed, percentage, held=count or _HELD_OUT_OF_A_STREAM)
+    needed = Needed(seed, percentage, held=count or HELD_OUT_OF_A_STREAM)
     _, validation, _ = _split(corpus, percentage, needed, None)
     return validation.select(range(min(len(validation), count or len(validation))))
 

@@ -29,7 +29,8 @@ _LEFT_OUT = frozenset(
     "idlelib tkinter turtledemo ensurepip distutils lib2to3 encodings pydoc_data".split()
 )
 _GENERATED = ("config-", "_sysconfigdata")
-_VALIDATION_DOCUMENTS_OF_A_STREAM = 256
+HELD_OUT_OF_A_STREAM = 256
+"""Validation documents of a stream without a limit."""
 
 
 def corpus_documents() -> list[tuple[str, str]]:
@@ -235,7 +236,7 @@ def _split_stream(train: IterableDataset, held: Dataset | IterableDataset | None
         held = whole.filter(lambda row: held_out(row["text"] or "", percentage))
         train = whole.filter(lambda row: not held_out(row["text"] or "", percentage))
     if isinstance(held, IterableDataset):
-        count = config.max_eval_samples or _VALIDATION_DOCUMENTS_OF_A_STREAM
+        count = config.max_eval_samples or HELD_OUT_OF_A_STREAM
         texts = [row["text"] for row in islice(read_stream(held, training_source(config)), count)]
         if not texts:
             raise ValueError(

@@ -16,7 +16,7 @@ corpora:
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from hashlib import blake2b
 from itertools import islice
 
@@ -96,7 +96,7 @@ class Corpus:
 
     def facts(self) -> dict:
         """The keys that differ from their defaults, JSON-able."""
-        return {f.name: value for f in fields(self) if (value := asdict(self)[f.name]) != f.default}
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
 
 def read_mixture(path: str, flag: str = "The mixture") -> list[Corpus]:

@@ -121,32 +121,31 @@ class Preparation:
         _write_json(self.folder / PLAN, self.plan)
         save_tokenizer(self.tokenizer, self.folder / TOKENIZER)
         self._clean_up()
-        progress = self.progress
         for corpus, side in self.bytes:
-            self._forget_broken(f"{corpus}/{side}", progress)
-        progress.rewrite()
+            self._forget_broken(f"{corpus}/{side}")
+        self.progress.rewrite()
         pool = EncodingPool(str(self.folder / TOKENIZER), num_proc) if num_proc > 1 else nullcontext()
-        total, done = sum(self.bytes.values()), progress.text_bytes
+        total, done = sum(self.bytes.values()), self.progress.text_bytes
         bar = tqdm(total=total, initial=done, unit="B", unit_scale=True, disable=not show_bar)
         with pool as workers, bar:
             speed = _Speed(bar)
             for documents in self.documents:
                 for side in PARTS:
-                    self._write_part(documents, side, progress, workers, shard_tokens, speed)
-        _write_json(self.folder / MANIFEST, self._manifest(progress))
+                    self._write_part(documents, side, workers, shard_tokens, speed)
+        _write_json(self.folder / MANIFEST, self._manifest())
         (self.folder / PLAN).unlink()
 
-    def _write_part(self, documents: Documents, side: str, progress: Progress, pool, shard_tokens: int, speed):
+    def _write_part(self, documents: Documents, side: str, pool, shard_tokens: int, speed):
         corpus = documents.corpus
         part = f"{corpus.name}/{side}"
-        done = progress.of(part)
+        done = self.progress.of(part)
         read: Dataset = getattr(documents, side)
         limit = corpus.max_tokens if side == "train" else None
         if not done or not done[-1].last:
             rest = read.select(range(min(_documents(done), len(read)), len(read)))
             batches = speed.watch(encoded(rest, self.tokenizer, KINDS[self.dtype], pool))
-            write_shards(self.folder, part, batches, progress, shard_tokens, limit)
-            done = progress.of(part)
+            write_shards(self.folder, part, batches, self.progress, shard_tokens, limit)
+            done = self.progress.of(part)
             speed.leave(self.bytes[corpus.name, side] - sum(written.text_bytes for written in done))
         count = _documents(done)
         if count > len(read) or (limit is None and count < len(read)):
@@ -169,22 +168,22 @@ class Preparation:
                 if is_unfinished(path.name, names) and not path.is_dir():
                     path.unlink()
 
-    def _forget_broken(self, part: str, progress: Progress) -> None:
+    def _forget_broken(self, part: str) -> None:
         """Mark for rewriting all shards from the first one that differs from its note."""
-        for index, written in enumerate(progress.of(part)):
+        for index, written in enumerate(self.progress.of(part)):
             path, size = self.folder / written.file, written.tokens * KINDS[self.dtype].itemsize
             whole = path.is_file() and not path.is_symlink() and path.stat().st_size == size
             if not whole or file_hash(path) != written.sha256:
-                progress.forget(part, index)
+                self.progress.forget(part, index)
                 return
 
-    def _manifest(self, progress: Progress) -> dict:
+    def _manifest(self) -> dict:
         sides = {}
         for documents in self.documents:
             name = documents.corpus.name
             sides[name] = {
                 "weight": documents.corpus.weight,
-                **{side: _side(progress.of(f"{name}/{side}")) for side in PARTS},
+                **{side: _side(self.progress.of(f"{name}/{side}")) for side in PARTS},
                 "dropped": dict(documents.dropped),
             }
         facts = provenance()

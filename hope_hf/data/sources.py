@@ -4,7 +4,7 @@ A new source is a flag in `hope_hf.cli.flags` and two functions in the table `SO
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -136,10 +136,7 @@ def open_shards(config: DataConfig) -> Opened:
     """The corpora of a folder of shards, with the weights that they were prepared with."""
     folder = open_folder(config.train_shards, "--train_shards")
     tokenizer = folder.tokenizer(config)
-    parts = [
-        CorpusTokens(corpus.name, corpus.train, corpus.validation.head(config.max_eval_samples), corpus.weight)
-        for corpus in folder.corpora
-    ]
+    parts = [replace(corpus, validation=corpus.validation.head(config.max_eval_samples)) for corpus in folder.corpora]
     return _mixed(config, tokenizer, parts, config.train_shards)
 
 
