@@ -208,6 +208,11 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(reason).split()) or type(error).__name__
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def memory_is_full(error: BaseException) -> bool:
     """Whether `error` means that the CPU or a GPU is out of memory."""
     # torch has no exception type for this on the CPU.

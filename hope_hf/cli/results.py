@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from .process import one_line
+
 # The report that hope-hf eval writes and a model card is made from.
 RESULTS_FILE = "results.json"
 SCHEMA_VERSION = 1
@@ -99,8 +101,7 @@ def draw_or_warn(draw: Callable[[Path], object], path: Path) -> Path | None:
         draw(path)
     # matplotlib, a font or the disk may fail; the numbers are worth more than their picture.
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        warnings.warn(f"{path} could not be drawn ({reason}).", stacklevel=2)
+        warnings.warn(f"{path} could not be drawn ({one_line(error)}).", stacklevel=2)
         return None
     return path
 

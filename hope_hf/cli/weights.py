@@ -110,9 +110,6 @@ def weight_files(source: str, given: str | None, named: str) -> list[Path]:
 
 def _find(source: str, name: str) -> Path | None:
     """A file of a folder or of the Hub; None if there is none or it is not a file."""
-    if os.path.isdir(source):
-        file = Path(source) / name
-        return file if file.is_file() else None
     found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
     return None if found is None else Path(found)
 

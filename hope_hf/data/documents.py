@@ -16,6 +16,7 @@ from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError, SplitsVerificationError
 
 from hope_hf.cli.flags import is_hub_name, shown_names
+from hope_hf.cli.process import first_line
 
 from .cache import DISK_ERRORS, cache_for, files_under, plain_name, writable_cache
 from .config import DataConfig
@@ -167,13 +168,14 @@ def load_data_set(source: str, name: str, config_name: str | None, split: str | 
                 f"{source} needs its program {str(error).split()[-1]}, which is not run: name its files instead."
             ) from error
         cause = error.__cause__ or error
-        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         if isinstance(cause, OSError) and cause.errno in DISK_ERRORS:
             raise ValueError(
                 f"{source} could not be stored, {cause.filename or 'the cache'} cannot be written ({cause.strerror}): "
                 "name a folder with room in HF_HOME."
             ) from error
-        raise ValueError(f"{source} could not be loaded, check its name and the connection: {reason}") from error
+        raise ValueError(
+            f"{source} could not be loaded, check its name and the connection: {first_line(cause)}"
+        ) from error
 
 
 def _from_hub(config: DataConfig):

@@ -25,7 +25,7 @@ from datasets.exceptions import DatasetGenerationError
 
 from hope_hf.cli.files import is_inside, read_object
 from hope_hf.cli.flags import as_list
-from hope_hf.cli.process import warn_once
+from hope_hf.cli.process import first_line, warn_once
 
 from .cache import cached_texts
 from .chats import COLUMNS, chat_text, choose_chat_column
@@ -181,7 +181,7 @@ def read_stream(rows: Iterable[dict], source: str) -> Iterator[dict]:
         raise
     except _WRONG_CONTENT as error:
         raise ValueError(
-            f"{source} cannot be read to its end, check the file or the connection: {_first_line(error)}"
+            f"{source} cannot be read to its end, check the file or the connection: {first_line(error)}"
         ) from error
 
 
@@ -414,7 +414,7 @@ def _in_sentences(path: str, flag: str) -> Iterator[None]:
             f"{name}, row {number:,}, {reason}: correct it, or leave out bad rows with {option}."
         ) from error
     except _WRONG_CONTENT as error:
-        reason = _first_line(error)
+        reason = first_line(error)
         if isinstance(error, UnicodeDecodeError) or "UTF8" in reason:
             raise UnreadableText(f"{name} is not UTF-8 text: convert it.") from error
         if isinstance(error, OSError) and error.errno:
@@ -484,7 +484,3 @@ def _rows(paths: tuple[str, ...], reading: Reading) -> Iterator[dict[str, str]]:
             count, bad = count + len(texts), bad + texts.null_count
             yield from ({"text": text.as_py()} for text in texts if text.is_valid)
     _warn_of_bad_rows(reading.flag, bad, count)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -16,7 +16,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from hope_hf.cli.process import warn_once
+from hope_hf.cli.files import disk_errors
+from hope_hf.cli.process import first_line, warn_once
 
 DEFAULT_VOCAB_SIZE = 4096
 END_OF_TEXT = "<|endoftext|>"
@@ -82,8 +83,9 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
         tokenizer(END_OF_TEXT)["input_ids"]
     # The tokenizers library raises a bare Exception for a file that it cannot read.
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"--tokenizer_name {name} holds no tokenizer that can be loaded: {reason}") from error
+        raise ValueError(
+            f"--tokenizer_name {name} holds no tokenizer that can be loaded: {first_line(error)}"
+        ) from error
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"--tokenizer_name {name} has no EOS token to put between documents: set its eos_token and save it."
@@ -100,7 +102,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, output_dir: str | Path):
         folder.mkdir(parents=True, exist_ok=True)
         # Written to a temporary folder, then moved: a full disk leaves no partial tokenizer that blocks the next try.
         with tempfile.TemporaryDirectory(dir=folder, prefix=".tokenizer-") as scratch:
-            _write(tokenizer, Path(scratch))
+            with disk_errors():
+                tokenizer.save_pretrained(scratch)
             files = sorted(Path(scratch).iterdir())
             for written in files:
                 there = folder / written.name
@@ -114,16 +117,6 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, output_dir: str | Path):
                 written.replace(folder / written.name)
     except OSError as error:
         raise ValueError(f"--output_dir {folder} cannot be written: {error.strerror or error}.") from None
-
-
-def _write(tokenizer: PreTrainedTokenizerBase, folder: Path):
-    try:
-        tokenizer.save_pretrained(folder)
-    except Exception as error:
-        # The tokenizers library reports a full disk as a bare Exception.
-        if type(error) is Exception:
-            raise OSError(str(error)) from error
-        raise
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int):
