@@ -234,9 +234,8 @@ def _two_parts(text: str, percentage: float) -> tuple[str, str] | None:
 def _split_stream(train: IterableDataset, held: Dataset | IterableDataset | None, config: DataConfig):
     percentage = config.validation_split_percentage
     if held is None:
-        whole = train
-        held = whole.filter(lambda row: held_out(row["text"] or "", percentage))
-        train = whole.filter(lambda row: not held_out(row["text"] or "", percentage))
+        held = train.filter(lambda row: held_out(row["text"] or "", percentage))
+        train = train.filter(lambda row: not held_out(row["text"] or "", percentage))
     if isinstance(held, IterableDataset):
         count = config.max_eval_samples or HELD_OUT_OF_A_STREAM
         texts = [row["text"] for row in islice(read_stream(held, training_source(config)), count)]

@@ -15,12 +15,12 @@ corpora:
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from hashlib import blake2b
 from itertools import islice
 
-from hope_hf.cli.flags import LARGEST
+from hope_hf.cli.flags import LARGEST, as_list
 from hope_hf.cli.parser import nearest
 from hope_hf.cli.recipe import read_yaml
 from hope_hf.cli.shipped import RECIPES, find_file
@@ -99,6 +99,14 @@ class Corpus:
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
 
+@dataclass(frozen=True)
+class Kind:
+    """The values that a field of a file may have."""
+
+    words: str
+    admits: Callable[[object], bool]
+
+
 def read_mixture(path: str, flag: str = "The mixture") -> list[Corpus]:
     """The corpora of a mixture file, in its order.
 
@@ -127,6 +135,24 @@ def is_weight(value: object) -> bool:
     return type(value) in (int, float) and (value == 0 or 1e-9 <= value <= LARGEST)
 
 
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+# By the type of a field of `Corpus`. type(): a bool is an int.
+_KINDS = {
+    str: Kind("a text", _is_text),
+    str | None: Kind("a text", _is_text),
+    list | str | None: Kind(
+        "a text or a list of texts", lambda value: value != [] and all(map(_is_text, as_list(value)))
+    ),
+    float | None: Kind("0 or a number from 1e-9 to 1e9", is_weight),
+    int | None: Kind("a whole number from 1 to 1e16", lambda value: type(value) is int and 1 <= value <= _MOST),
+    bool: FLAG,
+}
+
+
 def check_weights(weights: dict[str, float | None], source: str) -> None:
     """Raise ValueError if some corpora have a weight and some none, or if all weights are 0."""
     without = [name for name, weight in weights.items() if weight is None]
@@ -148,8 +174,8 @@ def _corpus(source: str, name: object, settings: object) -> Corpus:
         if key not in kinds:
             raise ValueError(f"{where} has an unknown key {key!r}{nearest(str(key), kinds)}")
         settings[key] = value = _number(value, kinds[key])
-        if not _fits(value, kinds[key]):
-            raise ValueError(f"{where} has {key}: {value!r}, give {_WORDS_OF_KINDS[kinds[key]]}.")
+        if not _KINDS[kinds[key]].admits(value):
+            raise ValueError(f"{where} has {key}: {value!r}, give {_KINDS[kinds[key]].words}.")
     corpus = Corpus(name, **settings)
     named = [key for key in _SOURCES if settings.get(key)]
     if len(named) != 1:
@@ -167,16 +193,6 @@ def _corpus(source: str, name: object, settings: object) -> Corpus:
     return corpus
 
 
-_WORDS_OF_KINDS = {
-    str | None: "a text",
-    str: "a text",
-    list | str | None: "a text or a list of texts",
-    float | None: "0 or a number from 1e-9 to 1e9",
-    int | None: "a whole number from 1 to 1e16",
-    bool: "true or false",
-}
-
-
 def _number(value: object, kind: object) -> object:
     """A text such as 5e9 as a number, where a number is expected: YAML 1.1 reads it as a text."""
     if kind not in (int | None, float | None) or not isinstance(value, str | float):
@@ -186,20 +202,6 @@ def _number(value: object, kind: object) -> object:
     except ValueError:
         return value
     return int(number) if kind == int | None and number.is_integer() else number
-
-
-def _fits(value: object, kind: object) -> bool:
-    if kind is bool:
-        return isinstance(value, bool)
-    if isinstance(value, bool):
-        return False
-    if kind == int | None:
-        return isinstance(value, int) and 1 <= value <= _MOST
-    if kind == float | None:
-        return is_weight(value)
-    if kind == list | str | None and isinstance(value, list):
-        return bool(value) and all(isinstance(one, str) and one for one in value)
-    return isinstance(value, str) and value != ""
 
 
 def keep(texts: Iterable[str | None], corpus: Corpus) -> tuple[list[int], Counter]:

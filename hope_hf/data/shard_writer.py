@@ -24,7 +24,8 @@ from hope_hf.cli.files import flush_to_disk, read_small, replace_text, unfinishe
 from hope_hf.cli.process import die_with_parent
 
 from .encoding import Encode, make_encoder
-from .shards import COUNT, FILE, FLAG, HASH, Kind, check_fields, shard_name
+from .mixture import FLAG, Kind
+from .shards import COUNT, FILE, HASH, check_fields, shard_name
 from .vocabulary import load_tokenizer
 
 PROGRESS = "progress.jsonl"

@@ -14,7 +14,7 @@ import os
 import re
 import reprlib
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from hope_hf.cli.files import is_inside, read_object
 
 from .config import DataConfig
 from .encoding import document_start
-from .mixture import check_weights, is_corpus_name, is_weight
+from .mixture import Kind, check_weights, is_corpus_name, is_weight
 from .packing import Block, CorpusTokens, Stream
 from .vocabulary import check_vocabulary, highest_id, load_tokenizer, tokenizer_hash
 
@@ -40,19 +40,9 @@ _HASHED_AT_ONCE = 1 << 30
 _READ_TOGETHER = 1 << 22
 _AGAIN = "repeat the hope-hf prepare command of this folder, it rewrites broken files"
 
-
-@dataclass(frozen=True)
-class Kind:
-    """The values that a field of a file may have."""
-
-    words: str
-    admits: Callable[[object], bool]
-
-
 COUNT = Kind("a whole number from 0", lambda value: type(value) is int and 0 <= value <= _LARGEST)
 HASH = Kind("a SHA-256", lambda value: isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None)
 FILE = Kind("the name of a file in the folder", is_inside)
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 _OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 _LIST = Kind("a list", lambda value: isinstance(value, list))
 _SIDE = {"shards": [{"file": FILE, "tokens": COUNT, "sha256": HASH}]}
