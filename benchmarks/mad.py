@@ -23,7 +23,6 @@ import sys
 import time
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 
@@ -32,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import benchmarks.quality.peers  # noqa: F401  registers its models
 from benchmarks.quality.models import SPARSE, fields_of_model
 from benchmarks.quality.program import finish
-from benchmarks.quality.results import append, read_rows
+from benchmarks.quality.results import append, origin, read_rows
 from hope_hf.cli.process import set_up_cpu
 from hope_hf.cli.results import provenance
 from hope_hf.evaluation.flags import Arguments
@@ -123,16 +122,12 @@ def measure(job: Job) -> dict:
         if "the loss became" not in str(error):
             raise
         accuracy, row = None, {}
-    origin = provenance()
     return asdict(job) | {
         "accuracy": accuracy,
         **{name: row.get(name) for name in ("steps", "parameters", "n")},
         "seconds": round(time.perf_counter() - start, 3),
         "settings": job.settings,
-        "commit": origin["git"]["commit"],
-        "modified": origin["git"]["modified"],
-        "versions": origin["versions"],
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **origin(provenance()),
     }
 
 

@@ -25,14 +25,13 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.levels import cases, small, windows
 from benchmarks.levels.bench import Bench
 from benchmarks.levels.report import draw, table
 from benchmarks.quality.program import finish
-from benchmarks.quality.results import append, read_rows
+from benchmarks.quality.results import append, origin, read_rows
 from hope_hf.cli.process import set_up_cpu
 from hope_hf.cli.results import provenance
 
@@ -74,12 +73,12 @@ def _main(options: argparse.Namespace) -> int:
         if options.read_on:
             print(json.dumps(cases.read_on(bench, options.read_on)))
             return 0
-        origin = _origin(bench)
+        about = _about(bench)
         for name in options.cases:
             for row in CASES[name](bench):
                 row = {"case": name} | row
                 print(json.dumps(row), flush=True)
-                append(options.results, row | origin)
+                append(options.results, row | about)
     rows = read_rows(options.results, lambda row: row | {"case": row["case"], "what": row["what"]}, "measurement")
     print(table(rows))
     if options.picture:
@@ -99,15 +98,8 @@ def _bench(options: argparse.Namespace) -> Bench:
     return Bench(options.model, options.data_dir, novel, options.dtype, options.shorten)
 
 
-def _origin(bench: Bench) -> dict:
+def _about(bench: Bench) -> dict:
     """Where the rows of a call come from."""
-    origin = provenance()
-    return {
-        "model": bench.model.name,
-        "text": bench.novel.name,
-        "dtype": bench.dtype,
-        "commit": origin["git"]["commit"],
-        "modified": origin["git"]["modified"],
-        "versions": {name: origin["versions"][name] for name in ("python", "torch", "transformers")},
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    facts = provenance()
+    facts["versions"] = {name: facts["versions"][name] for name in ("python", "torch", "transformers")}
+    return {"model": bench.model.name, "text": bench.novel.name, "dtype": bench.dtype, **origin(facts)}

@@ -11,6 +11,7 @@ from benchmarks.levels.small import FROZEN_MEMORIES, LIVE_MEMORIES
 SMOOTHED = 4
 
 Found = dict[str, dict]
+"""The rows of a case, by what they measure."""
 
 
 def table(rows: list[dict]) -> str:
@@ -22,12 +23,11 @@ def table(rows: list[dict]) -> str:
     lines = ["| measure | bar | found | case |", "| --- | --- | --- | --- |"]
     for case, write in WRITERS.items():
         if case in by_case:
-            lines += [f"| {' | '.join(cells)} | `{case}` |" for cells in write(by_case)]
+            lines += [f"| {' | '.join(cells)} | `{case}` |" for cells in write(by_case[case])]
     return "\n".join(lines)
 
 
-def _novel(by_case: dict[str, Found]) -> list[tuple[str, ...]]:
-    found = by_case["novel"]
+def _novel(found: Found) -> list[tuple[str, ...]]:
     lines, frozen = [], found[FROZEN]
     bars = {LEARNING: ("-2.0 %", "-3.0 %", "1.6", "30"), EVERYWHERE: ("none", "-5.0 %", "none", "none")}
     for name, (loss, last, seconds, size) in bars.items():
@@ -41,8 +41,7 @@ def _novel(by_case: dict[str, Found]) -> list[tuple[str, ...]]:
     return lines
 
 
-def _long(by_case: dict[str, Found]) -> list[tuple[str, ...]]:
-    found = by_case["long"]
+def _long(found: Found) -> list[tuple[str, ...]]:
     frozen, own = found[FROZEN], found[LEARNING]
     sizes = own["process_mb"]
     drift = f"{frozen['beyond_8k'] - frozen['before_8k']:+.3f}"
@@ -53,8 +52,7 @@ def _long(by_case: dict[str, Found]) -> list[tuple[str, ...]]:
     ]
 
 
-def _segments(by_case: dict[str, Found]) -> list[tuple[str, ...]]:
-    found = by_case["segments"]
+def _segments(found: Found) -> list[tuple[str, ...]]:
     frozen, own = found[FROZEN], found[LEARNING]
     lines = [
         (f"segment {name}", "below frozen", change(own["segments"], frozen["segments"], name))
@@ -68,8 +66,7 @@ def _segments(by_case: dict[str, Found]) -> list[tuple[str, ...]]:
     return lines
 
 
-def _dynamic(by_case: dict[str, Found]) -> list[tuple[str, ...]]:
-    found = by_case["dynamic"]
+def _dynamic(found: Found) -> list[tuple[str, ...]]:
     lines = []
     for name, row in found.items():
         cost = row["cpu_seconds"] / found[FROZEN]["cpu_seconds"]
@@ -78,24 +75,24 @@ def _dynamic(by_case: dict[str, Found]) -> list[tuple[str, ...]]:
     return lines
 
 
-def _hostile(by_case: dict[str, Found]) -> list[tuple[str, ...]]:
+def _hostile(found: Found) -> list[tuple[str, ...]]:
     return [
         (f"after {name}: clean text over frozen", "1 %", f"{100 * row['above']:+.2f} %")
-        for name, row in by_case["hostile"].items()
+        for name, row in found.items()
     ]
 
 
-def _saved(by_case: dict[str, Found]) -> list[tuple[str, ...]]:
+def _saved(found: Found) -> list[tuple[str, ...]]:
     return [
         (f"saved as {name}, read on in a new process", "0.002", f"{row['difference']:+.4f}; {row['file_mb']:.1f} MB")
-        for name, row in by_case["saved"].items()
+        for name, row in found.items()
         if "difference" in row
     ]
 
 
-def _classes(by_case: dict[str, Found]) -> list[tuple[str, ...]]:
+def _classes(found: Found) -> list[tuple[str, ...]]:
     lines = []
-    for row in by_case["classes"].values():
+    for row in found.values():
         shots = f", {row['shots']} examples a class" if "shots" in row else ""
         ends = f"first group {100 * row['first_group']:.0f}, last {100 * row['last_group']:.0f} %"
         words = f"{100 * row['accuracy']:.0f} % right ({ends})"
@@ -103,8 +100,8 @@ def _classes(by_case: dict[str, Found]) -> list[tuple[str, ...]]:
     return lines
 
 
-def _own(by_case: dict[str, Found]) -> list[tuple[str, ...]]:
-    lines, found = [], by_case["own"]
+def _own(found: Found) -> list[tuple[str, ...]]:
+    lines = []
     for row in found.values():
         if "of" not in row:
             lines.append(("own HOPE: rate found on validation text", "none", f"{row['rate']:g}"))
@@ -116,9 +113,9 @@ def _own(by_case: dict[str, Found]) -> list[tuple[str, ...]]:
     return lines
 
 
-def _window(by_case: dict[str, Found]) -> list[tuple[str, ...]]:
+def _window(found: Found) -> list[tuple[str, ...]]:
     lines = []
-    for name, row in by_case["window"].items():
+    for name, row in found.items():
         far, near, sizes = row["through"], row["anew"], row["process_mb"]
         beyond = f"{far:.4f}, and {near:.4f} where it begins anew every 8K ({far - near:+.4f})"
         lines.append((f"{name}, {row['tokens']:,} tokens: loss beyond 8K", "0.02", beyond))

@@ -20,6 +20,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,16 @@ def append(path: Path, row: dict):
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def origin(facts: dict) -> dict:
+    """The fields of a row that say where it comes from; `facts`: what `hope_hf.cli.results.provenance` gives."""
+    return {
+        "commit": facts["git"]["commit"],
+        "modified": facts["git"]["modified"],
+        "versions": facts["versions"],
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
 
 
 def job_of(row: dict) -> Job:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.quality import results
@@ -137,7 +136,7 @@ class Runner:
         end = {} if diverged else json.loads((folder / "all_results.json").read_text())
         if not math.isfinite(end.get("eval_loss", math.nan)):
             end = {}
-        origin = json.loads((folder / "run.json").read_text())
+        facts = json.loads((folder / "run.json").read_text())
         return {
             "size": job.size,
             "text": job.text,
@@ -155,11 +154,8 @@ class Runner:
             "settings": results.settings(model, size, job.rates.vectors),
             "data": self.texts[job.text].digest,
             "overrides": json.loads(model.overrides),
-            "commit": origin["git"]["commit"],
-            "modified": origin["git"]["modified"],
-            "versions": origin["versions"],
             "threads": 1,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            **results.origin(facts),
         }
 
 
