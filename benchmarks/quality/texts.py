@@ -11,6 +11,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from hope_hf.cli.files import replace_text
 from hope_hf.data.documents import corpus_documents, split_documents
 from hope_hf.data.vocabulary import save_tokenizer, train_tokenizer
 
@@ -53,10 +54,8 @@ def prepare(name: str, data_dir: Path | None, work_dir: Path) -> Text:
     folder = work_dir / f"{name}-{digest}"
     folder.mkdir(parents=True, exist_ok=True)
     for file, content in (("train.txt", train), ("validation.txt", validation)):
-        unfinished = folder / f"{file}.unfinished"
         if not (folder / file).exists():
-            unfinished.write_text(content, encoding="utf-8", newline="")
-            unfinished.rename(folder / file)
+            replace_text(folder / file, content)
     return Text(folder / "train.txt", folder / "validation.txt", folder, digest)
 
 
