@@ -240,7 +240,8 @@ class HopeModel(HopePreTrainedModel):
             past = check_cache(cache, self.config, hidden_states)
         elif use_cache:
             cache = HopeCache(self.config)
-        forget_text(self.layers, cache)
+        if hidden_states.shape[1] == 1:
+            forget_text(self.layers, cache)
         documents = read_documents(attention_mask, position_ids, kwargs, hidden_states, cache, self.has_state)
         context = {"need_state": cache is not None}
         if self.has_state:
