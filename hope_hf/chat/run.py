@@ -8,7 +8,7 @@ import transformers
 
 from hope_hf.cli.flags import ModelArguments
 from hope_hf.cli.models import is_hope, load_config
-from hope_hf.cli.process import choose_device, complain, set_up_cpu
+from hope_hf.cli.process import choose_device, set_up_cpu
 from hope_hf.cli.program import program
 from hope_hf.cli.weights import load_model
 from hope_hf.data import check_vocabulary, load_tokenizer, warn_of_other_tokenizer
@@ -23,31 +23,25 @@ from .session import Session
 @program
 def main(argv: list[str]) -> int:
     """Read the files, and answer messages until the input ends. Returns 0, or 2 after a mistake of the user."""
-    try:
-        args = parse(argv)
-        # Read before the model is loaded, which takes longer.
-        texts = {path: text_of(path, "--file") for path in args.file or ()}
-        conversation = begin(args)
-        Session(conversation, args).run(texts)
-    except ValueError as error:
-        return complain(error, 2)
+    args = parse(argv)
+    # Read before the model is loaded, which takes longer.
+    texts = {path: text_of(path, "--file") for path in args.file or ()}
+    conversation = begin(args)
+    Session(conversation, args).run(texts)
     return 0
 
 
 @program
 def generate(argv: list[str]) -> int:
     """Continue a text. Returns 0, or 2 after a mistake of the user."""
-    try:
-        args = parse_generate(argv)
-        if args.prompt is None and sys.stdin.isatty():
-            raise ValueError("the text is missing: give --prompt TEXT, or pipe it to standard input.")
-        conversation = begin(args)
-        conversation.complete(sys.stdin.read().removesuffix("\n") if args.prompt is None else args.prompt)
-        print(f"{conversation.last}; state {conversation.state_size}", file=sys.stderr, flush=True)
-        if args.memory:
-            save(conversation, args.memory, args.memory_dtype)
-    except ValueError as error:
-        return complain(error, 2)
+    args = parse_generate(argv)
+    if args.prompt is None and sys.stdin.isatty():
+        raise ValueError("the text is missing: give --prompt TEXT, or pipe it to standard input.")
+    conversation = begin(args)
+    conversation.complete(sys.stdin.read().removesuffix("\n") if args.prompt is None else args.prompt)
+    print(f"{conversation.last}; state {conversation.state_size}", file=sys.stderr, flush=True)
+    if args.memory:
+        save(conversation, args.memory, args.memory_dtype)
     return 0
 
 

@@ -71,8 +71,6 @@ def main(argv: list[str]) -> int:
         keep_no_freed_memory()
         out = Path(options.output_dir)
         made = convert_folder(options.source, out, changes, options.gguf_file, options.license)
-    except ValueError as error:
-        return complain(error, 2)
     except CheckFailed as error:
         return complain(f"{str(error).rstrip('.')}; nothing was written.", 1)
     dtype, found = str(made.dtype).removeprefix("torch."), made.agreement

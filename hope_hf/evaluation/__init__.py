@@ -1,6 +1,5 @@
 """The evaluation: `main(argv)` is `hope-hf eval` and run_eval.py."""
 
-from hope_hf.cli.process import complain
 from hope_hf.cli.program import program
 
 from .flags import parse
@@ -8,18 +7,12 @@ from .flags import parse
 
 @program
 def main(argv: list[str]) -> int:
-    """Parse `argv`, run the suites, report. Returns 0, 1 if a suite could not run, 2 after a mistake in the flags.
+    """Parse `argv`, run the suites, report. Returns 0, 1 if a suite could not run, 2 after a mistake in the flags."""
+    # Not imported at the top, since these modules import models and data sets.
+    from .session import begin
+    from .suites import SUITES
 
-    A ValueError is one sentence for the user; any other exception is a bug or machine failure and keeps its traceback.
-    """
-    try:
-        # Not imported at the top, since these modules import models and data sets.
-        from .session import begin
-        from .suites import SUITES
-
-        return begin(parse(argv, SUITES))
-    except ValueError as error:
-        return complain(error, 2)
+    return begin(parse(argv, SUITES))
 
 
 __all__ = ["main"]

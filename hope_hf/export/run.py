@@ -59,8 +59,6 @@ def main(argv: list[str]) -> int:
         print(f"The example on the card prints:\n{printed}\n{out} is complete and checked.", flush=True)
         if options.push_to_hub:
             _push(out, repo_id, options.private)
-    except ValueError as error:
-        return complain(error, 2)
     except ExportFailed as error:
         return complain(error, 1)
     return 0

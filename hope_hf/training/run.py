@@ -16,19 +16,15 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 def main(argv: list[str]) -> int:
     """Parse `argv` and train. Returns 0, or 2 after a mistake of the user, or 1 if training diverged, a check of
     `--dry_run` failed or another process is gone, or 130 after Ctrl-C outside of the steps or twice.
-
-    A ValueError is one sentence for the user; any other exception is a bug or machine failure and keeps its traceback.
     """
     die_with_launcher()
-    try:
-        args = parse(argv)
-        # Not at the top: --help and misspelled flags need no import of models and data sets.
-        from .engines.guard import OneSidedError, gone, lost_process
-        from .preflight import dry_run
-        from .process import QUIT
-        from .trainer import TrainingDiverged, train
-    except ValueError as error:
-        return complain(error, 2)
+    args = parse(argv)
+    # Not at the top: --help and misspelled flags need no import of models and data sets.
+    from .engines.guard import OneSidedError, gone, lost_process
+    from .preflight import dry_run
+    from .process import QUIT
+    from .trainer import TrainingDiverged, train
+
     try:
         return dry_run(args) if args.dry_run else train(args)
     except KeyboardInterrupt:

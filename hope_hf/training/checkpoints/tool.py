@@ -10,7 +10,6 @@ from safetensors import SafetensorError
 
 from hope_hf.cli.flags import Checked, check_output
 from hope_hf.cli.parser import Parser
-from hope_hf.cli.process import complain
 from hope_hf.cli.program import program
 from hope_hf.cli.results import markdown_table
 
@@ -48,24 +47,21 @@ def make_parser() -> Parser:
 @program
 def main(argv: list[str]) -> int:
     """Returns 0, or 2 after a mistake of the user or for a checkpoint that is not complete."""
-    try:
-        options = make_parser().parse_args(argv)
-        if options.command == "consolidate":
-            check_output(options.to, "--to")
-        folder = Path(options.dir)
-        if not os.path.isdir(folder):
-            raise ValueError(f"{folder} is not a folder: name a checkpoint-<step>, or the --output_dir of a run.")
-        if not folder.name.startswith("checkpoint-") and (newest := latest_checkpoint(folder)):
-            folder = newest.folder
-        if options.command == "info":
-            print(_info(folder))
-            return 0
-        manifest = verify(folder)
-        print(f"{folder} is whole: step {manifest.step}, {len(manifest.files)} files, {manifest.size:,} bytes.")
-        if options.command == "consolidate":
-            _consolidate(manifest, Path(options.to))
-    except ValueError as error:
-        return complain(error, 2)
+    options = make_parser().parse_args(argv)
+    if options.command == "consolidate":
+        check_output(options.to, "--to")
+    folder = Path(options.dir)
+    if not os.path.isdir(folder):
+        raise ValueError(f"{folder} is not a folder: name a checkpoint-<step>, or the --output_dir of a run.")
+    if not folder.name.startswith("checkpoint-") and (newest := latest_checkpoint(folder)):
+        folder = newest.folder
+    if options.command == "info":
+        print(_info(folder))
+        return 0
+    manifest = verify(folder)
+    print(f"{folder} is whole: step {manifest.step}, {len(manifest.files)} files, {manifest.size:,} bytes.")
+    if options.command == "consolidate":
+        _consolidate(manifest, Path(options.to))
     return 0
 
 

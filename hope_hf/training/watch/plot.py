@@ -14,7 +14,6 @@ from pathlib import Path
 from hope_hf.cli.files import RUN_FILE, read_object, read_small
 from hope_hf.cli.flags import Checked
 from hope_hf.cli.parser import Parser
-from hope_hf.cli.process import complain
 from hope_hf.cli.program import program
 from hope_hf.cli.results import architecture, as_label, draw_or_warn, markdown_table, plain_number
 
@@ -238,19 +237,16 @@ def main(argv: list[str]) -> int:
 
     Returns 0, 1 if the picture failed, or 2 after a mistake of the user.
     """
-    try:
-        args = make_parser().parse_args(argv)
-        folders = args.dir
-        for folder in folders:
-            if not os.path.isfile(os.path.join(folder, METRICS_FILE)):
-                raise ValueError(f"{folder} holds no {METRICS_FILE}: name the --output_dir of a run.")
-            read_metrics(folder)
-        if args.memory and len(folders) > 1:
-            raise ValueError("--memory draws one run: name one folder.")
-        if args.memory:
-            require_memories(folders[0])
-    except ValueError as error:
-        return complain(error, 2)
+    args = make_parser().parse_args(argv)
+    folders = args.dir
+    for folder in folders:
+        if not os.path.isfile(os.path.join(folder, METRICS_FILE)):
+            raise ValueError(f"{folder} holds no {METRICS_FILE}: name the --output_dir of a run.")
+        read_metrics(folder)
+    if args.memory and len(folders) > 1:
+        raise ValueError("--memory draws one run: name one folder.")
+    if args.memory:
+        require_memories(folders[0])
     draw = partial(draw_memory, folders[0]) if args.memory else partial(draw_curves, folders)
     place = Path(folders[0]) if len(folders) == 1 else Path()
     picture = draw_or_warn(draw, place / ("memory.png" if args.memory else "loss.png"))
