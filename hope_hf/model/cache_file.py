@@ -119,8 +119,10 @@ def _first_problem(tensors: dict[str, torch.Tensor], one_token: dict[str, torch.
         if kind in ("slot_keys", "slot_values", "compressed_keys", "compressed_values"):
             # the same number of blocks in all layers
             shape[2] *= tensors[first["slot_keys"]].shape[2] // one_token[first["slot_keys"]].shape[2]
-        if list(tensor.shape) != shape or tensor.dtype != one_token[name].dtype:
-            return f"holds '{name}' as {list(tensor.shape)} {tensor.dtype}, not {shape} {one_token[name].dtype}"
+        if list(tensor.shape) != shape:
+            return f"holds '{name}' as {list(tensor.shape)}, not {shape}"
+        if tensor.dtype != (computed := one_token[name].dtype):
+            return f"holds '{name}' as {tensor.dtype}, not {computed} (a model in {tensor.dtype} can load it)"
         if not _stays_finite(tensor):
             return f"{_OVERFLOWS} '{name}'"
         if kind == "columns":

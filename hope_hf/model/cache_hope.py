@@ -393,13 +393,15 @@ class HopeCache(_Rows, DynamicCache):
 
         Args:
             save_directory: created if it does not exist; a cache in it is replaced.
-            model: the HOPE model of the cache. All its weights are hashed (see `cache_file.fingerprint`).
+            model: the HOPE model of the cache, also in a `PeftModel`. All its weights, those of adapters among them,
+                are hashed (see `cache_file.fingerprint`).
             level_dtype: of what levels have learned: "float32" stores it as it is, "bfloat16" and "int8" take a half
                 and a quarter of the space.
 
         Raises:
             ValueError: nothing was read yet, the memories hold NaN or infinity, or another dtype.
         """
+        model = _without_peft(model)
         if not self.get_seq_length():
             raise ValueError("the cache has read nothing: give it to the model with a text, then save it")
         if level_dtype not in LEVEL_DTYPES:
@@ -417,7 +419,7 @@ class HopeCache(_Rows, DynamicCache):
         Raises:
             ValueError: there is none, its format is another version's, it is damaged, or another model wrote it.
         """
-        folder = Path(directory)
+        folder, model = Path(directory), _without_peft(model)
         tensors, writer, fields = read_cache(folder)
         if not is_of(model, writer):
             raise ValueError(
@@ -439,6 +441,11 @@ class HopeCache(_Rows, DynamicCache):
             except (KeyError, ValueError) as error:
                 raise ValueError(f"{folder / CACHE_FILE} {error}") from None
         return cache
+
+
+def _without_peft(model: PreTrainedModel) -> PreTrainedModel:
+    """The model in a `PeftModel`, with its adapters in place."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 __all__ = ["HopeCache", "HopeMemoryLayer", "HopeStaticMemoryLayer"]

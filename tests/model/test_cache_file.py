@@ -184,10 +184,13 @@ IMPOSSIBLE = {
         "lacks the tensor '1.columns'",
     ),
     "another shape": (lambda held: held.update({"0.conv_tail": held["0.conv_tail"][..., :2, :]}), "'0.conv_tail' as"),
-    "another dtype": (lambda held: held.update({"0.conv_tail": held["0.conv_tail"].half()}), "torch.float16, not"),
+    "another dtype": (
+        lambda held: held.update({"0.conv_tail": held["0.conv_tail"].half()}),
+        r"torch.float16, not torch.float32 \(a model in torch.float16 can load it\)",
+    ),
     "other rows": (
         lambda held: held.update({"1.seen": held["1.seen"][:1]}),
-        r"'1.seen' as \[1\] torch.int64, not \[2\]",
+        r"'1.seen' as \[1\], not \[2\]",
     ),
     "no rows": (lambda held: held.update({"0.seen": held["0.seen"][:0]}), r"'0.seen' as \[0\]"),
     "NaN": (lambda held: poison(held, "1.current.0"), "NaN or infinity, .*in '1.current.0'"),
@@ -246,7 +249,7 @@ def test_keys_of_softmax_attention_must_fit_as_well(tiny_model, tmp_path):
     tensors = read(model, random_ids(2, 9)).state_tensors()
     tensors["1.values"] = tensors["1.values"][:, :, :8]
     cache_file.write_cache(tmp_path, tensors, cache_file.fingerprint(model))
-    with pytest.raises(ValueError, match=r"holds '1.values' as \[2, 2, 8, 16\] torch.float32, not \[2, 2, 9, 16\]"):
+    with pytest.raises(ValueError, match=r"holds '1.values' as \[2, 2, 8, 16\], not \[2, 2, 9, 16\]"):
         HopeCache.from_pretrained(tmp_path, model)
 
 

@@ -590,7 +590,7 @@ def test_gradients_go_through_the_effect_of_what_was_learned(tiny_model):
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Calling register_constant:FutureWarning")
-def test_adapters_and_int8_weights_learn_and_stay(tiny_model):
+def test_adapters_and_int8_weights_learn_and_stay(tiny_model, tmp_path):
     # `make` installs torchao for the tests alone.
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -611,6 +611,13 @@ def test_adapters_and_int8_weights_learn_and_stay(tiny_model):
         assert torch.allclose(logits[:, :8], frozen[:, :8], atol=1e-5)
         assert (logits - frozen)[:, 8:].abs().max() > 3e-3
         assert {name: str(weight) for name, weight in model.named_parameters()} == before
+    # a file of the adapted model, whether PEFT's class or the model in it is named
+    cache = HopeCache(adapted.config)
+    adapted.learn(ids, cache=cache)
+    cache.save_pretrained(tmp_path, adapted)
+    for model in (adapted, adapted.get_base_model()):
+        found = HopeCache.from_pretrained(tmp_path, model)
+        assert all(torch.equal(delta, cache.levels.deltas[key]) for key, delta in found.levels.deltas.items())
     adapted.train()(input_ids=ids, labels=ids, learn=True).loss.backward()
     trained = {name for name, weight in adapted.named_parameters() if weight.grad is not None}
     assert trained and all("lora_" in name for name in trained)
