@@ -3,7 +3,7 @@
 import errno
 
 from hope_hf.cli.files import PROCESSES
-from hope_hf.cli.process import complain, die_with_launcher, launched_rank, memory_is_full
+from hope_hf.cli.process import complain, die_with_launcher, first_line, launched_rank, memory_is_full
 from hope_hf.cli.program import program
 from hope_hf.interrupt import STATUS
 
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
                 "The memory does not hold the run: lower --per_device_train_batch_size, --block_size or the model's "
                 "size, or give --gradient_checkpointing; "
                 f"{PROCESSES}/ram_rank{launched_rank()}.jsonl in --output_dir shows what filled it "
-                f"({str(error).splitlines()[0]}).",
+                f"({first_line(error)}).",
                 2,
                 everywhere=True,
             )

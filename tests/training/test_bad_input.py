@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from training_runs import HOPE, HOPE_ATTENTION, HOPE_HYBRID, LLAMA, make_tokenizer
 
 from hope_hf.data import sources
-from hope_hf.training import finish, main, setup
+from hope_hf.training import finish, main, setup, trainer
 from hope_hf.training.checkpoints.writer import CheckpointWriter
 from hope_hf.training.engines.base import Engine
 from hope_hf.training.parsing import parse
@@ -295,6 +295,15 @@ def test_a_model_that_the_memory_does_not_hold(run, capsys):
         run, capsys, "The memory does not hold the run: lower --per_device_train_batch_size", model=model
     )
     assert "can't allocate memory" in complaint
+
+
+def test_an_error_of_memory_without_a_message(run, capsys, monkeypatch):
+    def full(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(trainer, "summed_loss", full)
+    assert run("a")[0] == 2
+    assert "shows what filled it (MemoryError)." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rate", ["--learning_rate", "--vector_learning_rate"])

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import GradientState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, InitProcessGroupKwargs
 
-from hope_hf.cli.process import warn_once
+from hope_hf.cli.process import first_line, warn_once
 from hope_hf.step.arguments import Arguments
 from hope_hf.step.launch_file import LOW_PRECISION, check_launch_file
 
@@ -56,7 +56,7 @@ def make_engine(args: Arguments, trackers: list[str]) -> Engine:
         host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         raise OneSidedError(
             f"Rank {os.environ.get('RANK')} did not meet the others at {host}:{port} within {args.ddp_timeout:g} s "
-            f"(--ddp_timeout): {str(error).splitlines()[0]}"
+            f"(--ddp_timeout): {first_line(error)}"
         ) from None
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != world_size:

@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from hope_hf.cli.process import complain, local_processes
+from hope_hf.cli.process import complain, first_line, local_processes
 
 from .placement import device_name
 
@@ -98,10 +98,9 @@ def code_fingerprint() -> str:
 
 def lost_process(error: BaseException | None) -> str | None:
     """The error's message about the connection to another process; None for other errors."""
-    text = str(error)
-    if isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "gloo/" in text):
+    if isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error)):
         # Without gloo's source location and advice.
-        return re.sub(r"^\[\S*\] ", "", text.splitlines()[0]).partition(". ")[0]
+        return re.sub(r"^\[\S*\] ", "", first_line(error)).partition(". ")[0]
     return None
 
 

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from hope_hf.cli.folder_lock import is_locked
-from hope_hf.cli.process import local_processes, memory_is_full
+from hope_hf.cli.process import first_line, local_processes, memory_is_full
 from hope_hf.plan import StepOptions, plan_running
 from hope_hf.step.arguments import Arguments
 from hope_hf.step.gpus import GIB
@@ -126,7 +126,7 @@ def take_step(args: Arguments, engine: Engine, training: Training) -> Result | N
     except (RuntimeError, MemoryError) as error:
         if not memory_is_full(error):
             raise
-        reason = str(error).partition(". ")[0].splitlines()[0]
+        reason = first_line(error).partition(". ")[0]
         fix = ", ".join(smaller_steps(args))
         print(line("step", Result("fail", f"out of memory ({reason}): {fix} (rank {rank})")), flush=True)
         return None

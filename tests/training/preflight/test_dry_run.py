@@ -123,14 +123,22 @@ def test_a_step_that_is_not_finite_fails(dry, monkeypatch):
     assert status == 1 and found["step"][0] == "fail" and found["step"][1].startswith("loss nan")
 
 
-def test_a_step_that_runs_out_of_memory_fails(dry, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB."), "CUDA out of memory"),
+        (MemoryError(), "MemoryError"),
+    ],
+    ids=["gpu", "python"],
+)
+def test_a_step_that_runs_out_of_memory_fails(dry, monkeypatch, tmp_path, error, reason):
     def full(*arguments):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+        raise error
 
     monkeypatch.setattr(trainer, "summed_loss", full)
     status, found, _ = dry("a")
     assert status == 1 and found["memory"][0] == "ok" and found["step"][0] == "fail"
-    assert "out of memory (CUDA out of memory): lower --per_device" in found["step"][1]
+    assert f"out of memory ({reason}): lower --per_device" in found["step"][1]
     assert not (tmp_path / "a").exists()
 
 
