@@ -18,8 +18,9 @@ from pathlib import Path
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
-from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
+
+from hope_hf.cli.files import disk_errors
 
 from ..engines.base import Engine
 from ..engines.guard import lost_process
@@ -286,15 +287,16 @@ def _together(stage: Callable[[], None], folder: Path) -> None:
     """Run `stage` on every process; if it fails on one, all abandon `folder` and raise."""
     error = None
     try:
-        stage()
+        with disk_errors():
+            stage()
     except Exception as caught:
         error = caught
     reason = None if error is None else getattr(error, "strerror", None) or str(error) or repr(error)
     reasons = [reason for reason in gather_object([reason]) if reason is not None]
     if reasons:
         sentence = _abandon(folder, reasons[0])
-        # The tokenizers library reports a full disk as a bare Exception. Anything else is a bug.
-        if error is None or isinstance(error, OSError | SafetensorError) or type(error) is Exception:
+        # Anything else is a bug.
+        if error is None or isinstance(error, OSError):
             raise ValueError(sentence) from None
         raise error
 
