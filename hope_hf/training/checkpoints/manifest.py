@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hope_hf.cli.adapters import ADAPTER_WEIGHTS
-from hope_hf.cli.files import CHECKPOINT, is_inside
+from hope_hf.cli.files import CHECKPOINT, flush_to_disk, is_inside, read_small
 from hope_hf.cli.weights import PART, parts_of
 
 MANIFEST = "manifest.json"
@@ -33,8 +33,6 @@ FIX = "resume from another checkpoint"
 FOLDER_NAME = re.compile(CHECKPOINT.pattern + r"(\.replaced)?")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 2**63 - 1
-# The manifest of a checkpoint of ten thousand processes has 5 MB.
-_MOST_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -91,9 +89,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(f"{folder} is not a folder: name a checkpoint-<step> of a run.")
     file = folder / MANIFEST
     try:
-        if file_size(folder, MANIFEST) > _MOST_BYTES:
-            raise ValueError("too large")
-        content = json.loads(file.read_text(encoding="utf-8"))
+        # Refuses a link to a file elsewhere.
+        file_size(folder, MANIFEST)
+        content = json.loads(read_small(file))
         unchanged = content.pop("sha256") == seal(content)
     except FileNotFoundError:
         raise ValueError(f"{folder} has no {MANIFEST}, so it was never finished: {FIX}.") from None
@@ -197,8 +195,7 @@ def publish(folder: Path, step: int, facts: dict, files: dict[str, dict], name: 
     content = {"format": FORMAT, "step": step, **facts, "files": files}
     with (folder / MANIFEST).open("w", encoding="utf-8") as handle:
         json.dump({**content, "sha256": seal(content)}, handle, indent=1)
-        handle.flush()
-        os.fsync(handle.fileno())
+        flush_to_disk(handle)
     for directory in {folder, *(path for path in folder.rglob("*") if path.is_dir())}:
         _sync_directory(directory)
 

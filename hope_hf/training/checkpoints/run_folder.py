@@ -215,14 +215,12 @@ def require_same_run(
 
 def changes(names: list[str], before: dict, now: dict, step: int) -> list[str]:
     """A line for each changed key that is no part of the schedule, of a run that goes on after `step`."""
-    told = []
-    for name in names:
-        if name not in Arguments.SCHEDULE:
-            told.append(
-                f"{name} was {before[name]} and is now {now[name]}: from step {step + 1} on the losses are not "
-                "bit-equal to those without the change."
-            )
-    return told
+    return [
+        f"{name} was {before[name]} and is now {now[name]}: from step {step + 1} on the losses are not bit-equal to "
+        "those without the change."
+        for name in names
+        if name not in Arguments.SCHEDULE
+    ]
 
 
 def on_first_process(process: Accelerator | PartialState, function):
