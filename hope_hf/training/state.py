@@ -1,7 +1,7 @@
 """The state of a run besides weights and optimizer: written to checkpoints, and read from them."""
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -93,31 +93,27 @@ class Progress:
         return mean
 
 
+@dataclass
 class TrainState:
     """Everything a checkpoint holds besides weights, tokenizer and the optimizer's state.
 
     Attributes:
         identity: the flags and data that define the run.
-        progress: the loop's counters.
         schedule: that of the learning rate.
         scheduler: what sets the rates of the optimizer's groups by it.
         carry: the memories carried from one step to the next.
         scaling: the scaling of the loss in fp16, or None.
+        progress: the loop's counters.
         data: the loader's own state after the last batch trained on.
     """
 
-    def __init__(
-        self,
-        identity: dict,
-        schedule: Schedule,
-        scheduler: LRScheduler,
-        carry: CarriedMemory,
-        scaling: LossScaling | None,
-    ):
-        self.identity = identity
-        self.progress = Progress()
-        self.schedule, self.scheduler, self.carry, self.scaling = schedule, scheduler, carry, scaling
-        self.data: dict | None = None
+    identity: dict
+    schedule: Schedule
+    scheduler: LRScheduler
+    carry: CarriedMemory
+    scaling: LossScaling | None
+    progress: Progress = field(default_factory=Progress)
+    data: dict | None = None
 
     def state_dict(self) -> dict[str, dict]:
         """The state by file: "scheduler" and "trainer" are the same on all processes, "rank" is this process's own."""
@@ -160,10 +156,10 @@ class TrainState:
 
 def _progress(values: dict, step: int) -> Progress:
     progress = Progress(**values)
-    for field in fields(Progress):
-        value = getattr(progress, field.name)
-        if type(value) not in (int, field.type) or not math.isfinite(value) or value < 0:
-            raise ValueError(f"{field.name} is {value!r}")
+    for counter in fields(Progress):
+        value = getattr(progress, counter.name)
+        if type(value) not in (int, counter.type) or not math.isfinite(value) or value < 0:
+            raise ValueError(f"{counter.name} is {value!r}")
     if progress.step != step:
         raise ValueError(f"step is {progress.step} and not {step}")
     return progress
