@@ -163,8 +163,7 @@ class Engine:
 
     def _clip(self, max_norm: float) -> float:
         """Clip the global gradient norm after the step's last batch; returns it, the same on all processes."""
-        norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm or math.inf)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        return float(self._gathered(self.accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm or math.inf)))
 
     def _step(self) -> None:
         """Update the weights and clear the gradients."""
@@ -204,7 +203,7 @@ class Engine:
         return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
 
     def _gathered(self, norm: Tensor) -> Tensor:
-        """The norm of a whole gradient."""
+        """The norm over all processes' parts of a gradient."""
         return norm
 
     def buffers(self) -> dict[str, Tensor]:
@@ -227,13 +226,11 @@ class Engine:
 
     def weight_slices(self) -> Iterator[Slice]:
         """This process's slices of the state dict: the same weights in the same order on all processes."""
-        tied: dict[int, list[str]] = {}
-        tensors = {}
+        tied: dict[Tensor, list[str]] = {}
         for name, tensor in self._state():
-            tied.setdefault(id(tensor), []).append(name)
-            tensors[id(tensor)] = tensor
-        for key, names in tied.items():
-            yield self._slice(tuple(names), tensors[key], {"weight": tensors[key].detach()})
+            tied.setdefault(tensor, []).append(name)
+        for tensor, names in tied.items():
+            yield self._slice(tuple(names), tensor, {"weight": tensor.detach()})
 
     def _state(self) -> list[tuple[str, Tensor]]:
         # The parameters themselves and not copies: tied ones are the same object.

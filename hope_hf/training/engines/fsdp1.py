@@ -89,7 +89,7 @@ class FSDP1(Engine):
                 )
         flat_parameters = [unit._handle.flat_param for unit in units if unit._handle is not None]
         self._places = {
-            id(parameter): (info, shape)
+            parameter: (info, shape)
             for flat in flat_parameters
             for parameter, info, shape in zip(flat._params, flat._shard_param_infos, flat._shapes, strict=True)
         }
@@ -127,8 +127,8 @@ class FSDP1(Engine):
         return self._entries
 
     def _slice(self, names: tuple[str, ...], tensor: Tensor, values: dict[str, Tensor]) -> Slice:
-        if id(tensor) not in self._places:
+        if tensor not in self._places:
             return super()._slice(names, tensor, values)
-        info, shape = self._places[id(tensor)]
+        info, shape = self._places[tensor]
         values = {key: value.view(-1) for key, value in values.items()}
         return Slice(names, shape, info.intra_param_start_idx or 0, values, self._is_copy)

@@ -220,13 +220,13 @@ class Zero(Engine):
 
     def weight_slices(self) -> Iterator[Slice]:
         # Only DeepSpeed's groups map parameters to their slices.
-        self._own = {id(held.parameter): held for held in self._held_slices()}
+        self._own = {held.parameter: held for held in self._held_slices()}
         return super().weight_slices()
 
     def _slice(self, names: tuple[str, ...], tensor: Tensor, values: dict[str, Tensor]) -> Slice:
         if not self.shards_weights or not isinstance(tensor, nn.Parameter):
             return super()._slice(names, tensor, values)
-        held = self._own.get(id(tensor))
+        held = self._own.get(tensor)
         if held is None:
             # Stage 2 cuts all parameters end to end: this process's range does not overlap with this parameter.
             return Slice(names, tensor.shape, 0, {"weight": torch.empty(0)}, is_copy=False)
