@@ -266,6 +266,10 @@ class Arguments(
         """The keys of the identity that may differ from those of the run that is continued."""
         return self.LENGTH if self.resume_from_checkpoint is None else self.CHANGEABLE
 
+    def rows_per_step(self, processes: int) -> int:
+        """Rows of one optimizer step, over all processes and accumulated batches."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * processes
+
     def identity(self) -> dict:
         """The flags that define the run, JSON-able: a folder with other values holds another run."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in self.FREE}

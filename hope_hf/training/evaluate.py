@@ -45,9 +45,8 @@ def evaluate(model, data, accelerator: Accelerator) -> dict[str, float]:
         "eval/accuracy": right / tokens,
         "eval/tokens": int(tokens),
     }
-    bytes_per_token = getattr(data, "validation_bytes_per_token", None)
-    if bytes_per_token:
-        row["eval/bits_per_byte"] = loss / math.log(2) / bytes_per_token
+    if data.validation_bytes_per_token:
+        row["eval/bits_per_byte"] = loss / math.log(2) / data.validation_bytes_per_token
     return row
 
 

@@ -29,7 +29,7 @@ SAMPLE_TOKENS = 96
 PROMPT_TOKENS = 32
 
 
-def finish(args: Arguments, engine: Engine, data, evaluation: dict, checkpoint: Path | None = None):
+def finish(args: Arguments, engine: Engine, data, evaluation: dict, checkpoint: Path | None):
     """Write weights, config, generation config, tokenizer and all_results.json.
 
     `checkpoint`: a checkpoint of the same weights, if there is one. With `--save_sharded` the weights stay there in
@@ -53,7 +53,7 @@ def finish(args: Arguments, engine: Engine, data, evaluation: dict, checkpoint: 
     engine.accelerator.wait_for_everyone()
 
 
-def show(args: Arguments, engine: Engine, data, evaluation: dict, checkpoint: Path | None = None):
+def show(args: Arguments, engine: Engine, data, evaluation: dict, checkpoint: Path | None):
     """Print what was reached, a sample, how to load the model; draw loss.png. A failure is a warning: the run is
     complete."""
     if engine.accelerator.is_main_process:

@@ -82,7 +82,7 @@ class Run:
     """The line that says how the schedule differs from the checkpoint's, if it does."""
 
 
-def build_all(args: Arguments, engine: Engine, saved: SavedRun | None, finished: bool = False) -> Run:
+def build_all(args: Arguments, engine: Engine, saved: SavedRun | None, finished: bool) -> Run:
     """Everything the loop needs; a `saved` run gives the model's config, and the batch after which its data go on.
 
     `finished`: there must be more steps than those saved, as where a complete run goes on or another run begins.
@@ -120,13 +120,8 @@ def build_all(args: Arguments, engine: Engine, saved: SavedRun | None, finished:
     if args.train_only == "memories":
         _freeze_all_but_memories(model)
     recompute_activations(model, parse_recomputed(args.gradient_checkpointing))
-    tokens_per_step = (
-        args.per_device_train_batch_size
-        * data.block_size
-        * args.gradient_accumulation_steps
-        * accelerator.num_processes
-    )
-    rows_per_step = tokens_per_step // data.block_size
+    rows_per_step = args.rows_per_step(accelerator.num_processes)
+    tokens_per_step = rows_per_step * data.block_size
     total_steps = _total_steps(args, data, rows_per_step, saved)
     if saved and total_steps < saved.step + finished:
         raise ValueError(
@@ -218,7 +213,7 @@ def _check_model(args: Arguments, engine: Engine, pretrained, vocab_size: int | 
     if args.lora_rank and engine.shards_weights:
         raise ValueError("--lora_rank needs the whole model in each process: launch with accelerate_configs/ddp.yaml.")
     if args.push_to_hub:
-        _check_push(args, config)
+        _check_push(config)
     if pretrained:
         return
     if vocab_size is None:
@@ -292,7 +287,7 @@ def data_config(args: Arguments, accelerator: Accelerator, pretrained, vocab_siz
     return DataConfig(**values)
 
 
-def _check_push(args: Arguments, config):
+def _check_push(config):
     """ValueError for a model that is not HOPE; a warning if there is no login yet."""
     if not is_hope(config):
         raise ValueError(f"--push_to_hub uploads a HOPE and this is a {config.model_type}: train without it.")
