@@ -97,13 +97,17 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, stop_after: StopA
         )
         return True
     run, progress = training.run, training.state.progress
-    options = training.flops_per_token, training.start_step, training.record["run_id"]
-    with Monitor(args, engine, run.plan, *options) as monitor:
+    start_step, record = training.start_step, training.record
+    with Monitor(args, engine, run.plan, training.flops_per_token, start_step, record["run_id"]) as monitor:
         write_audit(Path(args.output_dir, PROCESSES), engine)
-        hook = CheckpointHook(args.checkpoint_hook, args.output_dir, monitor.say)
-        kept = training.record.get("keep_every", ())
-        options = args.save_total_limit, args.save_only_model, hook, engine.saves_parts(args), kept
-        writer = CheckpointWriter(args.output_dir, *options)
+        writer = CheckpointWriter(
+            args.output_dir,
+            args.save_total_limit,
+            only_model=args.save_only_model,
+            hook=CheckpointHook(args.checkpoint_hook, args.output_dir, monitor.say),
+            in_parts=engine.saves_parts(args),
+            keep_every=record.get("keep_every", ()),
+        )
         best = BestModel(args.output_dir, args.keep_best)
 
         def evaluated() -> dict:
@@ -123,7 +127,7 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, stop_after: StopA
             monitor.close_tracker()
             checkpoint = training.checkpoints.get(progress.step)
             finish(args, engine, run.data, row, checkpoint)
-            folder.close(training.record)
+            folder.close(record)
             show(args, engine, run.data, row, checkpoint)
     writer.close()
     return complete
@@ -133,7 +137,7 @@ def begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | None
     """Build and check the run, and restore its newest checkpoint; None if the run is complete."""
     accelerator = engine.accelerator
     # A run may continue with other processes, rows per process and engine, if its steps stay the same.
-    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes
+    rows = args.rows_per_step(accelerator.num_processes)
     identity = args.identity() | {"rows_per_step": rows, "mixed_precision": accelerator.mixed_precision}
     if args.level_optimizers is not None:
         options = parse_level_optimizers(args.level_optimizers)
@@ -156,13 +160,13 @@ def begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | None
     run = build_all(args, engine, saved, finished=record is None or record["complete"])
     check_same_on_all(accelerator, {"flags": json.dumps(identity, sort_keys=True), "data": run.data.fingerprint})
     identity |= {"data": run.data.fingerprint}
-    config, plan, values = run.model.config, run.plan, run.values
+    plan, values = run.plan, run.values
     if saved:
         require_same_run(saved.path, identity, theirs, changeable)
-    if saved and values is None:
-        load_weights(run.model, saved.manifest)
-    elif saved:
-        values = checkpoint_values(run.model, saved.manifest)
+        if values is None:
+            load_weights(run.model, saved.manifest)
+        else:
+            values = checkpoint_values(run.model, saved.manifest)
     # Before the engine shards the model.
     card, flops = run_card(args, engine, run), flops_per_token(run.model, plan.block_size)
     model = engine.prepare(run.model, run.optimizer)
@@ -179,7 +183,7 @@ def begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | None
     if args.torch_compile:
         run.model.compile()
     set_seed(args.seed, device_specific=True)
-    carry = CarriedMemory(config if args.document_boundary == "carry" else None)
+    carry = CarriedMemory(run.model.config if args.document_boundary == "carry" else None)
     state = TrainState(identity, plan.schedule, scheduler, carry, engine.scaling)
     if saved:
         same = not run.schedule_changes and args.LENGTH.issuperset(changed)
@@ -280,10 +284,9 @@ def _steps(
 
 def rehearse(args: Arguments, engine: Engine, training: Training) -> tuple[float, Update]:
     """One real step that is neither reported nor saved: nats per token over all processes, and the update."""
+    run = training.run
     training.model.train()
-    window, _ = _read(
-        iter(training.run.data.train), args.gradient_accumulation_steps, training.run.model.config.vocab_size
-    )
+    window, _ = _read(iter(run.data.train), args.gradient_accumulation_steps, run.model.config.vocab_size)
     (tokens,) = sum_over_processes(engine.accelerator, sum(count_valid(batch["labels"]) for batch in window))
     _, loss, update = _update(args, engine, training, Silence(), window, tokens)
     return loss / max(tokens, 1), update

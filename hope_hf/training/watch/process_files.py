@@ -66,14 +66,7 @@ class RamReport:
     memory runs out, torch's own table goes to `ram_summary_rank<N>.txt`. A context manager around the training.
     """
 
-    def __init__(
-        self,
-        output_dir: str,
-        rank: int,
-        device: torch.device,
-        every_steps: int,
-        engine: Engine,
-    ):
+    def __init__(self, output_dir: str, rank: int, device: torch.device, every_steps: int, engine: Engine):
         """`every_steps` 0: only at the start and after the first step."""
         self._folder, self._rank, self._device, self._every = Path(output_dir), rank, device, every_steps
         self._engine = engine
