@@ -4,6 +4,7 @@ import copy
 import sys
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -114,7 +115,7 @@ def _read(conversation: Conversation, readers: list[_Reader], ids: list[int], na
     log = {"file": LogLines(), "mininterval": 0, "miniters": 1, "delay": LOG_SECONDS}
     options = {} if sys.stderr.isatty() else log
     with tqdm(total=len(ids), desc=name, leave=False, bar_format=words, unit_scale=False, **options) as bar:
-        for start, end in zip((0, *ends), ends, strict=False):
+        for start, end in pairwise([0, *ends]):
             for reader in readers:
                 reader.read(conversation.model, conversation.as_input(ids[start:end]))
             last = (f"{reader.losses[-1].mean():.3f} {reader.name}" for reader in readers if len(reader.losses[-1]))

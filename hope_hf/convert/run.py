@@ -2,6 +2,7 @@
 
 import sys
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import transformers
@@ -59,7 +60,7 @@ def main(argv: list[str]) -> int:
             options.sliding_window,
             SINKS if options.attention_sinks is None else options.attention_sinks,
         )
-        for fast, slow in zip(changes.levels, changes.levels[1:], strict=False):
+        for fast, slow in pairwise(changes.levels):
             if slow % fast:
                 raise ValueError(
                     f"--levels {options.levels} is not fast to slow in multiples: write each period as a multiple of "

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,7 +55,7 @@ def parts_of(name: str, config: HopeConfig) -> list[Part]:
         # without an end for the last level, so that units that the config lacks change its shape and are found
         ends = [*accumulate(config.level_intermediate_sizes)][:-1]
         axis = 1 if rest == "down_proj.weight" else 0
-        spans = zip([None, *ends], [*ends, None], strict=True)
+        spans = pairwise([None, *ends, None])
         return [Part(f"{level}.{rest}", axis, *span) for level, span in zip(levels, spans, strict=True)]
     if module == "mlp":
         return [Part(f"{levels[0]}.{rest}")]

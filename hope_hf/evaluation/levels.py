@@ -1,6 +1,7 @@
 """Texts read with levels that learn: losses of the tokens, and what every step did."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -90,7 +91,7 @@ def level_rows(pieces: list[Piece], edges: list[int], sizes: Tensor) -> list[Row
     `sizes`: bytes of a text's differences by level [L].
     """
     rows = []
-    for start, end in zip([0, *edges], edges, strict=False):
+    for start, end in pairwise([0, *edges]):
         inside = [piece for piece in pieces if start < piece.end <= end]
         for level, size in enumerate(sizes.tolist()):
             row: Row = {"positions": f"{start + 1:,}-{end:,}", "level": level}

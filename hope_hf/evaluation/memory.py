@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from statistics import median
 
 import torch
@@ -117,7 +118,7 @@ def _read(subject: Subject, ids: Tensor, lengths: list[int], bar) -> Iterator[Ro
     """Largest weight of the memories and largest logit so far, after each of the lengths of one text [1, T]."""
     cache, largest_logit = HopeCache(subject.model.config), 0.0
     ends = sorted({*range(PIECE, lengths[-1], PIECE), *lengths})
-    for start, end in zip([0, *ends], ends, strict=False):
+    for start, end in pairwise([0, *ends]):
         logits = subject.model(ids[:, start:end].to(subject.model.device), cache=cache).logits
         # Not Python's max(), which would drop a NaN.
         largest_logit = float(torch.stack([torch.tensor(largest_logit), logits.abs().max().float().cpu()]).max())

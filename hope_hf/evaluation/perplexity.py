@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -179,7 +180,7 @@ def by_position(args: Arguments, subject: Subject, documents: list[Tensor]) -> t
     mixed = mixed_losses([modes["loss"], modes["frozen"]]) if {"loss", "frozen"} <= modes.keys() else None
     table = torch.tensor(bytes_per_id(subject.tokenizer))
     rows = []
-    for index, (start, end) in enumerate(zip([0, *edges], edges, strict=False)):
+    for index, (start, end) in enumerate(pairwise([0, *edges])):
         num_bytes = int(table[streams[:, start + 1 : end + 1]].sum())
         row = {"positions": f"{start + 1:,}-{end:,}", "n": len(streams) * (end - start)}
         for name, losses in modes.items():

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -81,7 +82,7 @@ def carried_scores(
     if in_pieces:
         ends = sorted({*range(PIECE, length, PIECE), *(edge for edge in edges if edge < length), length})
     scores = []
-    for start, end in zip([0, *ends], ends, strict=False):
+    for start, end in pairwise([0, *ends]):
         arguments = {CACHE_NAME: cache, "use_cache": True} if in_pieces else {}
         outputs = model(input_ids=input_ids[:, start:end].to(model.device), **arguments)
         cache = outputs[CACHE_NAME] if in_pieces else None

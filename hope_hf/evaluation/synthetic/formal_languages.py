@@ -14,6 +14,7 @@ bit of `a` is always on, in (abab)* the other bits alternate, and shuffle-2 may 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -71,12 +72,12 @@ def formal_languages(ends: list[int] | None = None) -> dict[str, Task]:
     Raises ValueError for an end that holds no words of some language.
     """
     ends = [TRAINED_LENGTH, *(ends or [2 * TRAINED_LENGTH])]
-    if any(longer - shorter < 4 for shorter, longer in zip(ends, ends[1:], strict=False)):
+    if any(longer - shorter < 4 for shorter, longer in pairwise(ends)):
         raise ValueError(
             f"--lengths {','.join(map(str, ends[1:]))} does not suit the formal languages, whose training words have "
             f"2 to {TRAINED_LENGTH} symbols: write ascending lengths at least 4 apart, from {TRAINED_LENGTH + 4} on."
         )
-    bins = tuple(f"{low}-{high}" for low, high in zip([SHORTEST, *(e + 1 for e in ends)], ends, strict=False))
+    bins = tuple(f"{shorter + 1}-{end}" for shorter, end in pairwise([SHORTEST - 1, *ends]))
     return {
         name: Task(name, len(language.alphabet) + 1, bins, partial(draw, language=language, ends=ends), checked=2)
         for name, language in LANGUAGES.items()
