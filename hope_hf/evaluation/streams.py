@@ -73,9 +73,8 @@ def carried_scores(
         begins_with: a HOPE's cache of one row, which every row begins with; it stays as it is.
     """
     length = input_ids.shape[1] - 1
-    cache = HopeCache(model.config) if is_hope(model.config) else None
-    if begins_with is not None:
-        cache = repeated(begins_with, len(input_ids))
+    # a model makes its own where none is given
+    cache = None if begins_with is None else repeated(begins_with, len(input_ids))
     # Models with other kinds of state may not read several tokens after their first call.
     in_pieces = is_hope(model.config) or not getattr(model, "_is_stateful", False)
     ends = [length]

@@ -12,8 +12,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from hope_hf import CACHE_NAME, HopeCache, frozen_memories
-from hope_hf.cli.models import is_hope
+from hope_hf import CACHE_NAME, frozen_memories
 
 from ..display import progress
 from ..streams import PIECE, repeated
@@ -111,8 +110,6 @@ def read(subject: Subject, tokens: list[int], cache=None, learn: bool = False):
     """
     # other models have no such argument
     options = {"learn": True} if learn else {}
-    if cache is None:
-        cache = HopeCache(subject.model.config) if is_hope(subject.model.config) else None
     for start in range(0, len(tokens), PIECE):
         ids = torch.tensor([tokens[start : start + PIECE]], device=subject.model.device)
         outputs = subject.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache}, **options)
