@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from hope_hf import HopeCache
-from hope_hf.cli.files import read_object, replace_text
+from hope_hf.cli.files import read_object, replace_text, write_errors
 
 from .conversation import Conversation, Place
 
@@ -64,10 +64,8 @@ def save(conversation: Conversation, folder: str, dtype: str) -> int:
         ValueError: nothing was read, a value is not finite, or the folder cannot be written.
     """
     path, cache = Path(folder), conversation.cache
-    try:
+    with write_errors(f"--memory {folder}"):
         cache.save_pretrained(path, conversation.model, level_dtype=dtype)
         found = {"tokens": cache.get_seq_length(), **conversation.place._asdict()}
         replace_text(path / CHAT_FILE, json.dumps(found, ensure_ascii=False, indent=1) + "\n")
         return sum(file.stat().st_size for file in path.iterdir())
-    except OSError as error:
-        raise ValueError(f"--memory {folder} cannot be written: {error.strerror}.") from None

@@ -121,6 +121,15 @@ def disk_errors() -> Iterator[None]:
         raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
+@contextmanager
+def write_errors(named: str) -> Iterator[None]:
+    """Inside, an OSError becomes a ValueError: `named`, a flag and its path, cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{named} cannot be written: {error.strerror}.") from None
+
+
 def flush_to_disk(file: IO) -> None:
     """Return once everything written to an open file is on the disk."""
     file.flush()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from hope_hf.cli.files import CHECKPOINT, read_small, replace_text
+from hope_hf.cli.files import CHECKPOINT, read_small, replace_text, write_errors
 from hope_hf.cli.process import MISTAKES
 from hope_hf.cli.results import RESULTS_FILE, can_draw, draw_or_warn
 
@@ -123,10 +123,8 @@ def draw_history(output_dir: str) -> list[Path]:
             curve = panels.setdefault(f"{key.name}\n{key.table}", {}).setdefault(key.row, [])
             curve.append((place[unit], number))
             rows.append(place | key._asdict() | number._asdict())
-    try:
+    with write_errors(f"--output_dir {folder}"):
         replace_text(folder / FILE, json.dumps(rows, indent=1) + "\n")
-    except OSError as error:
-        raise ValueError(f"--output_dir {folder} cannot be written: {error.strerror}.") from None
     draws = {
         folder / f"over_tokens_{suite}.png": partial(small_curves, panels=panels, x_label=unit)
         for suite, panels in suites.items()

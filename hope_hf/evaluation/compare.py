@@ -6,7 +6,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 
-from hope_hf.cli.files import replace_text
+from hope_hf.cli.files import replace_text, write_errors
 from hope_hf.cli.results import Row, can_draw, draw_or_warn, markdown_table
 
 from .display import dots
@@ -19,8 +19,6 @@ WITHOUT_EFFECT = frozenset(
     "model_name_or_path trust_remote_code attn_implementation preprocessing_num_workers output_dir "
     "batch_size offline device cpu_threads checkpoints compare archive_dir report_to log_samples".split()
 )
-
-
 FILE = "compare.json"
 
 
@@ -44,8 +42,7 @@ def compare(args: Arguments) -> SuiteResult:
     tables = {}
     for key, row in zip(keys, rows, strict=True):
         tables.setdefault(f"{key.suite}: {key.table}", []).append(row)
-    points = {name: column for name, column in zip(names, columns, strict=True)}
-    return SuiteResult(tables, {"compare.png": partial(draw, points)})
+    return SuiteResult(tables, {"compare.png": partial(draw, dict(zip(names, columns, strict=True)))})
 
 
 def draw(points: dict[str, dict[Key, Number]], path: Path):
@@ -107,13 +104,11 @@ def as_page(result: SuiteResult) -> str:
 
 def write_comparison(args: Arguments, result: SuiteResult, folder: Path) -> Path:
     """Write compare.json, compare.md and the picture into the folder. Raises ValueError if it cannot be written."""
-    try:
+    with write_errors(f"--output_dir {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         replace_text(folder / "compare.md", as_page(result))
         record = {"compared": args.compare, "tables": result.tables}
         replace_text(folder / FILE, json.dumps(record, indent=2) + "\n")
-    except OSError as error:
-        raise ValueError(f"--output_dir {folder} cannot be written: {error.strerror}.") from None
     for file, draw_it in result.pictures.items() if can_draw() else ():
         draw_or_warn(draw_it, folder / file)
     return folder / "compare.md"

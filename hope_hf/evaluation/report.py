@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 
-from hope_hf.cli.files import replace_text
+from hope_hf.cli.files import replace_text, write_errors
 from hope_hf.cli.flags import check_output
 from hope_hf.cli.folder_lock import FolderLock
 from hope_hf.cli.process import complain
@@ -212,13 +212,11 @@ class Report:
 
     def write(self) -> Path:
         """Write results.md and results.json; returns the path of the latter. Raises ValueError if that fails."""
-        try:
+        with write_errors(f"--output_dir {self.folder}"):
             record = self.record
             self.folder.mkdir(parents=True, exist_ok=True)
             replace_text(self.folder / "results.md", as_page(record, self.results, self._drawn))
             replace_text(self.folder / RESULTS_FILE, as_json(record))
-        except OSError as error:
-            raise ValueError(f"--output_dir {self.folder} cannot be written: {error.strerror}.") from None
         return self.folder / RESULTS_FILE
 
     def close(self):
@@ -261,15 +259,13 @@ def _by_time(folder: Path) -> Path:
 def _make_by_time(folder: Path, ending: str, make: Callable[[Path], object], flag: str) -> Path:
     """Make `<UTC time><ending>` in the folder, or `<UTC time>-2<ending>` ... if that exists; returns its path."""
     time = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
-    try:
+    with write_errors(f"{flag} {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         for number in count(1):
             path = folder / (time + (f"-{number}" if number > 1 else "") + ending)
             with suppress(FileExistsError):
                 make(path)
                 return path
-    except OSError as error:
-        raise ValueError(f"{flag} {folder} cannot be written: {error.strerror}.") from None
 
 
 def archive_folder(archive_dir: str, model: str | None) -> Path:
