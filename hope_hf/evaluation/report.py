@@ -199,12 +199,13 @@ class Report:
         try:
             # The numbers first: a picture may take long or fail.
             self.write()
-            for file, rows in result.logs.items():
-                # lm-eval's documents hold values of any type.
-                lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-                replace_text(self.folder / f"{file}.jsonl", "".join(lines))
-        except (ValueError, OSError) as error:
-            complain(f"--output_dir {self.folder} cannot be written: {error}.", 1)
+            with write_errors(f"--output_dir {self.folder}"):
+                for file, rows in result.logs.items():
+                    # lm-eval's documents hold values of any type.
+                    lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+                    replace_text(self.folder / f"{file}.jsonl", "".join(lines))
+        except ValueError as error:
+            complain(error, 1)
         if result.pictures and can_draw():
             with titled(self._model):
                 drawn = [file for file, draw in result.pictures.items() if draw_or_warn(draw, self.folder / file)]

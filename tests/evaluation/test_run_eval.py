@@ -15,9 +15,10 @@ from hope_hf.cli.folder_lock import FolderLock
 from hope_hf.cli.results import markdown_table
 from hope_hf.data import DataConfig
 from hope_hf.data.documents import open_sources
-from hope_hf.evaluation import main
+from hope_hf.evaluation import main, report
 from hope_hf.evaluation.flags import FLAGS, Arguments, parse, parse_depths, parse_lengths, suite
 from hope_hf.evaluation.held_out import held_out_documents
+from hope_hf.evaluation.result import SuiteResult
 from hope_hf.evaluation.suites import SUITES
 
 
@@ -247,6 +248,17 @@ def test_a_killed_evaluation_keeps_its_numbers_and_goes_on(folders, text_file, t
     assert record["results"]["sample"] == before["results"]["sample"]
     assert "Continuations come after" in (tmp_path / "results.md").read_text()
     assert "is unfinished: sample are taken from it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("files", ["results", "samples"])
+def test_a_full_disk_is_one_sentence(tmp_path, capsys, monkeypatch, files):
+    def write(file, text):
+        if file.name.startswith(files):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(report, "replace_text", write)
+    report.Report(Arguments(output_dir=str(tmp_path)), ["sample"]).add("sample", SuiteResult(logs={"samples": [{}]}))
+    assert capsys.readouterr().err == f"error: --output_dir {tmp_path} cannot be written: No space left on device.\n"
 
 
 def test_another_evaluation_in_the_folder_is_left_alone(folders, text_file, tmp_path):
