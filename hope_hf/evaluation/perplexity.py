@@ -162,15 +162,15 @@ def by_position(args: Arguments, subject: Subject, documents: list[Tensor]) -> t
     """
     edges = _edges(args, subject, documents)
     streams = _streams(documents, edges[-1], subject.start, args.texts_per_length)
-    sizes, modes, learned = [], {}, None
+    modes, learned, sizes = {}, None, []
     bound = subject.longest_input or math.inf
     if edges[-1] <= bound:
-        modes["loss"] = _carried(args, subject, streams, edges, sizes)
+        modes["loss"], sizes = _carried(args, subject, streams, edges, "perplexity: by position")
         if subject.learns:
             modes["levels_learn"], learned = _learned(args, subject, streams, edges)
     if subject.has_memory:
         with frozen_memories(subject.model):
-            modes["frozen"] = _carried(args, subject, streams, edges)
+            modes["frozen"], _ = _carried(args, subject, streams, edges, "perplexity: by position, memories frozen")
     window = min(bound, LONGEST_WINDOW, edges[-2] if len(edges) > 1 else max(2, edges[0] // 2))
     modes["window"] = _windows(args, subject, streams, window, window // 2)
     if RESET_EVERY < bound:
@@ -249,26 +249,22 @@ def _streams(documents: list[Tensor], length: int, start: int, count: int) -> Te
 
 
 def _carried(
-    args: Arguments, subject: Subject, streams: Tensor, edges: list[int], sizes: list[Row] | None = None
-) -> Tensor:
-    """Losses [n, T] in one pass; `sizes` receives, for each edge, the largest memory sizes of any text."""
+    args: Arguments, subject: Subject, streams: Tensor, edges: list[int], name: str
+) -> tuple[Tensor, list[Row]]:
+    """Losses [n, T] in one pass, and at each edge the largest size of memories in any batch, if there are memories."""
     pieces = len({*range(PIECE, edges[-1], PIECE), *edges})
-    total = math.ceil(len(streams) / args.rows) * pieces
-    losses, held = [], []
-    with progress(None, "perplexity: by position" + (", memories frozen" if sizes is None else ""), total) as bar:
-        for start in range(0, len(streams), args.rows):
-            batch, found = streams[start : start + args.rows], {}
+    batches = streams.split(args.rows)
+    losses, sizes = [], {}
+    with progress(None, name, len(batches) * pieces) as bar:
 
-            def after_piece(end, cache, found=found):
-                bar.update()
-                if sizes is not None and subject.has_memory and end in edges:
-                    found[end] = _size(cache)
+        def after_piece(end, cache):
+            bar.update()
+            if subject.has_memory and end in edges:
+                sizes.setdefault(end, []).append(_size(cache))
 
+        for batch in batches:
             losses.append(carried_scores(subject.model, batch, after_piece, edges).losses)
-            held.append(found.values())
-    if sizes is not None:
-        sizes += [max(batches, key=lambda row: row["state_largest"]) for batches in zip(*held, strict=True)]
-    return torch.cat(losses)
+    return torch.cat(losses), [max(found, key=lambda row: row["state_largest"]) for found in sizes.values()]
 
 
 def _learned(args: Arguments, subject: Subject, streams: Tensor, edges: list[int]) -> tuple[Tensor, Learned]:
