@@ -83,13 +83,13 @@ def _tokens(folder: Path, step: int) -> int | None:
     return found if is_count(found) else None
 
 
-def is_done(args: Arguments, checkpoint: Checkpoint, config: dict) -> bool:
+def is_done(args: Arguments, checkpoint: Checkpoint) -> bool:
     """Whether `--output_dir` holds a checkpoint's report of all suites. Raises ValueError if its flags differ."""
     path = report_folder(args, checkpoint) / RESULTS_FILE
     if not path.exists():
         return False
     record = read_report(path, "--output_dir")
-    flags = different_flags(config, record["config"])
+    flags = different_flags(vars(args), record["config"])
     if flags:
         raise ValueError(
             f"--output_dir {args.output_dir} holds a report of {path.parent.name} with another --{flags[0]}: "

@@ -287,8 +287,7 @@ def parse_lengths(text: str) -> list[int]:
     lengths = set()
     for word in names(text.lower()):
         number, factor = (word[:-1], 1024) if word.endswith("k") else (word, 1)
-        # Python refuses to read thousands of digits.
-        if not number.isdecimal() or len(number) > 20 or not int(number):
+        if not _is_count(number):
             raise ValueError(f"--lengths {text!r} has {word!r}: write whole numbers of tokens, such as 512,1k,64k.")
         lengths.add(int(number) * factor)
     if not lengths:
@@ -314,10 +313,15 @@ def parse_checkpoints(text: str | None) -> int:
     if text in (None, "all"):
         return 1
     word, _, number = text.partition(":")
-    # Python refuses to read thousands of digits.
-    if word != "every" or not number.isdecimal() or len(number) > 20 or not int(number):
+    if word != "every" or not _is_count(number):
         raise ValueError(f"--checkpoints {text!r} is neither all nor every:N, such as every:1000.")
     return int(number)
+
+
+def _is_count(word: str) -> bool:
+    """Whether a word is a whole number above 0."""
+    # Python refuses to read thousands of digits.
+    return word.isdecimal() and len(word) <= 20 and int(word) > 0
 
 
 def _check(args: Arguments, suites):
@@ -330,8 +334,7 @@ def _check(args: Arguments, suites):
     if args.log_samples and LM_EVAL in asked and not args.output_dir:
         raise ValueError("--log_samples writes files: name their folder with --output_dir.")
     rows, bounds = args.batch_size, Bounds(**ROWS)
-    # Python refuses to read thousands of digits.
-    if rows not in (None, AUTO) and not (rows.isdecimal() and len(rows) < 20 and bounds.admit(int(rows))):
+    if rows not in (None, AUTO) and not (_is_count(rows) and bounds.admit(int(rows))):
         raise ValueError(f"--batch_size is {rows!r}: give a whole number {bounds.words()}, or auto.")
     parse_checkpoints(args.checkpoints)
     if args.report_to != "none" and not args.output_dir:

@@ -20,7 +20,7 @@ from hope_hf.data import (
     validation_texts,
 )
 
-from .flags import NAMING, SHARE, Arguments
+from .flags import NAMING, SHARE, TEXT, Arguments
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,7 @@ def _read(args: Arguments, chats: bool = False) -> HeldOut:
     elif args.dataset_name == "synthetic":
         raise ValueError("--dataset_name synthetic is not text: name one with --validation_file.")
     else:
-        flags = (*NAMING, *SHARE, "trust_remote_code")
-        own = {flag: getattr(args, flag) for flag in flags if flag != "validation_file"}
+        own = {flag: getattr(args, flag) for flag in TEXT if flag != "validation_file"}
         found, named = validation_texts(DataConfig(**own, assistant_only_loss=chats, tokenizer_name=name))
         source = f"{named}, held-out documents"
     if chats:

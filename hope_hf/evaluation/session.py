@@ -3,7 +3,7 @@
 import atexit
 import os
 import traceback
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -92,7 +92,7 @@ def _each(args: Arguments, checkpoints: list[Checkpoint], trackers: Trackers) ->
     if not args.output_dir:
         raise ValueError("Several checkpoints need a folder for their reports: name it with --output_dir.")
     check_output(args.output_dir, "--output_dir")
-    todo = [checkpoint for checkpoint in checkpoints if not is_done(args, checkpoint, asdict(args))]
+    todo = [checkpoint for checkpoint in checkpoints if not is_done(args, checkpoint)]
     _say(f"{len(checkpoints)} checkpoints, {len(todo)} of them without a report.")
     status = 0
     for checkpoint in todo:
@@ -174,8 +174,7 @@ def _run_suites(args: Arguments, asked: list[str], report: Report) -> int:
             complain(report.failed[name], 1)
             status = max(status, 2 if isinstance(error, BadDocuments) else 1)
             continue
-        if is_first_process():
-            _say(f"\n{as_markdown(name, result)}")
+        _say(f"\n{as_markdown(name, result)}")
         report.add(name, result)
     return status
 
