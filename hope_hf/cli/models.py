@@ -4,9 +4,11 @@ import json
 import os
 import re
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 
 import torch
 import yaml
+from huggingface_hub import ModelCard, ModelCardData
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -116,6 +118,15 @@ def named_vocabulary(text: str | None) -> int | None:
             f"--config_overrides: vocab_size is {size!r}, give a whole number from 1 to {LARGEST_VOCABULARY:,}."
         )
     return size
+
+
+def card_metadata(page: Path) -> ModelCardData:
+    """The metadata of a model's README.md; empty if there is no such file, no metadata in it, or it is no YAML."""
+    try:
+        return ModelCard.load(page, ignore_metadata_errors=True).data
+    # huggingface_hub passes on all errors of YAML, and of the fields' classes.
+    except Exception:
+        return ModelCardData()
 
 
 def is_hope(config) -> bool:

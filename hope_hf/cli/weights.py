@@ -40,7 +40,7 @@ def load_model(source: str, config, named: str, **options) -> PreTrainedModel:
     try:
         base = base_of_adapter(source)
         if base is not None:
-            if _find(source, ADAPTER_WEIGHTS) is None:
+            if find_file(source, ADAPTER_WEIGHTS) is None:
                 raise _Refused(f"{named} has no {ADAPTER_WEIGHTS}, and only safetensors are read: save it again.")
             return merged(load_model(base, config, f"{named}: its model {base}", **options), source)
         files = weight_files(source, getattr(config, "transformers_weights", None), named)
@@ -88,11 +88,11 @@ def weight_files(source: str, given: str | None, named: str) -> list[Path]:
     if given is not None and not is_inside(given):
         raise _Refused(f"{named} has a config.json whose transformers_weights is not a file of its folder: {given!r}.")
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME) if given is None else (given,):
-        file = _find(source, name)
+        file = find_file(source, name)
         if file is None:
             continue
         parts = parts_of(file) if name.endswith(".index.json") else []
-        files = [_find(source, part) for part in parts] or [file]
+        files = [find_file(source, part) for part in parts] or [file]
         if None in files:
             raise _Refused(f"{named} has no {parts[files.index(None)]}, which its {name} names: save the model again.")
         return files
@@ -108,7 +108,7 @@ def weight_files(source: str, given: str | None, named: str) -> list[Path]:
     )
 
 
-def _find(source: str, name: str) -> Path | None:
+def find_file(source: str, name: str) -> Path | None:
     """A file of a folder or of the Hub; None if there is none or it is not a file."""
     found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
     return None if found is None else Path(found)

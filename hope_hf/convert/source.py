@@ -1,12 +1,11 @@
 """The model to convert: a folder or a name on the Hub with safetensors, or a GGUF file."""
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from huggingface_hub import ModelCard, save_torch_state_dict
+from huggingface_hub import save_torch_state_dict
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -15,12 +14,12 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import cached_file, is_gguf_available
+from transformers.utils import is_gguf_available
 
 from hope_hf.cli.flags import ModelArguments, is_hub_name
-from hope_hf.cli.models import load_config
+from hope_hf.cli.models import card_metadata, load_config
 from hope_hf.cli.process import MISTAKES, one_line
-from hope_hf.cli.weights import weight_files
+from hope_hf.cli.weights import find_file, weight_files
 
 
 @dataclass(frozen=True)
@@ -80,9 +79,9 @@ def open_source(place: str, gguf_file: str | None) -> Source:
     is_public = is_hub_name(place)
     name = place if is_public else Path(place).resolve().name
     licence = _gguf_license(place, gguf_file) if gguf_file else None
-    return Source(
-        named, name, is_public, place, gguf_file, config, _tokenizer(place, options), licence or _card_license(place)
-    )
+    if licence is None and (page := find_file(place, "README.md")):
+        licence = card_metadata(page).license
+    return Source(named, name, is_public, place, gguf_file, config, _tokenizer(place, options), licence)
 
 
 def _tokenizer(place: str, options: dict) -> PreTrainedTokenizerBase | None:
@@ -91,13 +90,13 @@ def _tokenizer(place: str, options: dict) -> PreTrainedTokenizerBase | None:
         return AutoTokenizer.from_pretrained(place, trust_remote_code=False, **options)
     # The tokenizers library raises a bare Exception for a file that it cannot read.
     except Exception as error:
-        if not options and not any(_find(place, name) for name in ("tokenizer.json", "tokenizer_config.json")):
+        if not options and not any(find_file(place, name) for name in ("tokenizer.json", "tokenizer_config.json")):
             return None
         raise ValueError(f"--from {place} has a tokenizer that does not load: {one_line(error)}") from error
 
 
 def _generation(place: str) -> GenerationConfig | None:
-    if not _find(place, "generation_config.json"):
+    if not find_file(place, "generation_config.json"):
         return None
     try:
         return GenerationConfig.from_pretrained(place)
@@ -106,24 +105,9 @@ def _generation(place: str) -> GenerationConfig | None:
         raise ValueError(f"--from {place}: generation_config.json cannot be read, correct it: {reason}.") from error
 
 
-def _find(place: str, name: str) -> str | None:
-    if os.path.isdir(place):
-        return os.path.join(place, name) if os.path.isfile(os.path.join(place, name)) else None
-    return cached_file(place, name, _raise_exceptions_for_missing_entries=False)
-
-
-def _card_license(place: str) -> str | None:
-    card = _find(place, "README.md")
-    try:
-        return ModelCard.load(card, ignore_metadata_errors=True).data.license if card else None
-    # a page without metadata, or with metadata that is no YAML
-    except Exception:
-        return None
-
-
 def _gguf_license(place: str, gguf_file: str) -> str | None:
     from gguf import GGUFReader
 
-    field = GGUFReader(_find(place, gguf_file)).get_field("general.license")
+    field = GGUFReader(find_file(place, gguf_file)).get_field("general.license")
     found = None if field is None else str(field.contents())
     return found if found and re.fullmatch(r"[\w.-]+", found) else None

@@ -7,11 +7,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import EvalResult, ModelCard
+from huggingface_hub import EvalResult
 from transformers import PreTrainedModel
 
 from hope_hf.cli.files import LARGEST_METRICS, read_small
 from hope_hf.cli.flags import as_list, is_hub_name
+from hope_hf.cli.models import card_metadata
 from hope_hf.cli.results import SCHEMA_VERSION, markdown_table
 
 from .public import as_text, public_command, public_value, without_folders
@@ -60,13 +61,8 @@ class EvaluationFacts:
 
 def read_card(folder: Path) -> tuple[str | None, str | None]:
     """Licence of the weights, and the model that they come from, by the metadata of a README.md."""
-    try:
-        data = ModelCard.load(folder / "README.md", ignore_metadata_errors=True).data
-        found = data.license, data.base_model
-    # no page, or one without metadata, or with metadata that is no YAML
-    except Exception:
-        return None, None
-    license, base_model = (value if isinstance(value, str) else None for value in found)
+    data = card_metadata(folder / "README.md")
+    license, base_model = (value if isinstance(value, str) else None for value in (data.license, data.base_model))
     return license, base_model if base_model and is_hub_name(base_model) else None
 
 
