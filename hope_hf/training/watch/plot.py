@@ -70,7 +70,7 @@ def draw_memory(folder: str | Path, target: str | Path) -> None:
     panels = [("memory", layers, *panel) for panel in LAYER_PANELS] if layers else []
     if sparse:
         panels += [("sparse", sparse, *panel) for panel in SPARSE_PANELS]
-        panels.append(("shares", [ALL], "sparse attention: branches", "share", SHARES))
+        panels.append(("shares", [], "sparse attention: branches", "share", SHARES))
     panels += [("level", levels, *panel) for panel in LEVEL_PANELS if _has(rows, "level", levels, panel[2])]
     lines = math.ceil(len(panels) / 3)
     figure = Figure(figsize=(13, 3.5 * lines), layout="constrained")
@@ -79,8 +79,10 @@ def draw_memory(folder: str | Path, target: str | Path) -> None:
         axis.remove()
     axes = axes[: len(panels)]
     for axis, (kind, numbers, title, unit, keys) in zip(axes, panels, strict=True):
-        draw = {"shares": _draw_shares, "level": _draw_levels}.get(kind, _draw_layers)
-        draw(axis, rows, kind, numbers, keys)
+        if kind == "shares":
+            _draw_shares(axis, rows, keys)
+        else:
+            _draw_lines(axis, rows, kind, numbers, keys)
         axis.set(title=title, ylabel=unit, yscale="log" if LOGARITHMIC & {*keys} else "linear")
     _share_tokens(axes)
     explained = set()
@@ -93,29 +95,25 @@ def draw_memory(folder: str | Path, target: str | Path) -> None:
     figure.savefig(target, dpi=120)
 
 
-def _draw_layers(axis, rows: list[dict], kind: str, layers: list[int], keys: tuple[str, ...]) -> None:
+def _draw_lines(axis, rows: list[dict], kind: str, numbers: list[int], keys: tuple[str, ...]) -> None:
+    """Lines for each layer, or each level: one per key."""
     from matplotlib.cm import viridis
 
-    for index, layer in enumerate(layers):
-        color = viridis(index / max(1, len(layers) - 1) * 0.9)
+    for index, number in enumerate(numbers):
+        if kind == "level":
+            # Each level's line is narrower, since levels of one period coincide.
+            name, look = f"level {number}", {"color": f"C{number}", "lw": 1.5 * (len(numbers) - number)}
+        else:
+            name, look = f"layer {number}", {"color": viridis(index / max(1, len(numbers) - 1) * 0.9)}
         for key, style in zip(keys, STYLES, strict=False):
-            label = f"layer {layer}" if style == "-" else None
-            _draw(axis, rows, f"{kind}/{layer}/{key}", linestyle=style, color=color, label=label)
+            label = name if style == "-" else None
+            _draw(axis, rows, f"{kind}/{number}/{key}", linestyle=style, label=label, **look)
 
 
-def _draw_shares(axis, rows: list[dict], kind: str, layers: list[str], keys: tuple[str, ...]) -> None:
+def _draw_shares(axis, rows: list[dict], keys: tuple[str, ...]) -> None:
     for share in keys:
-        _draw(axis, rows, f"sparse/{layers[0]}/{share}", label=share.removeprefix("share_"))
+        _draw(axis, rows, f"sparse/{ALL}/{share}", label=share.removeprefix("share_"))
     axis.set(ylim=(0, 1))
-
-
-def _draw_levels(axis, rows: list[dict], kind: str, levels: list[int], keys: tuple[str, ...]) -> None:
-    for level in levels:
-        # Each level's line is narrower, since levels of one period coincide.
-        width = 1.5 * (len(levels) - level)
-        for key, style in zip(keys, STYLES, strict=False):
-            label = f"level {level}" if style == "-" else None
-            _draw(axis, rows, f"{kind}/{level}/{key}", linestyle=style, color=f"C{level}", lw=width, label=label)
 
 
 def _has(rows: list[dict], kind: str, numbers: list[int], keys: tuple[str, ...]) -> bool:
