@@ -1,7 +1,6 @@
 """Prepare the run as `train` does, check it, take one step, report the results, and leave no trace."""
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 
 import torch
@@ -41,7 +40,7 @@ def dry_run(args: Arguments) -> int:
     prepare_process(args, accelerator)
     free = read_free_memory(args, accelerator)
     training = begin(args, engine, RunFolder(args.output_dir, accelerator, only_looks=True))
-    report = Report(accelerator, accelerator.print)
+    report = Report(accelerator)
     if training is None:
         report.add("run", Result("warn", f"{args.output_dir} is complete: choose another --output_dir for a new run"))
     else:
@@ -95,15 +94,15 @@ def _facts(
 class Report:
     """Prints one line per check on rank 0; all processes add their own results, and get those of all."""
 
-    def __init__(self, accelerator: Accelerator, say: Callable[[str], None]):
-        self._accelerator, self._say = accelerator, say
+    def __init__(self, accelerator: Accelerator):
+        self._accelerator = accelerator
         self.levels: dict[str, str] = {}
 
     def add(self, name: str, own: Result) -> None:
         """The result of this process."""
         found = worst([Result(**result) for result in gather_object([asdict(own)])])
         self.levels[name] = found.level
-        self._say(line(name, found))
+        self._accelerator.print(line(name, found))
 
     @property
     def status(self) -> int:
