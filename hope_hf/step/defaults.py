@@ -47,8 +47,7 @@ def defaults_of(size: int, hidden_size: int, given: Collection[str]) -> dict[str
         "per_device_train_batch_size": Default(4, "small steps, so that there are many of them"),
         "learning_rate": Default(rate, f"small steps bear a high rate: {RATE:g} up to {WIDTH} channels, wider less"),
         "num_train_epochs": Default(
-            float(epochs),
-            "more passes over a smaller text, and no more than teach something",
+            float(epochs), "more passes over a smaller text, and no more than teach something"
         ),
         VOCAB_SIZE: Default(VOCABULARY, "entries of the tokenizer made from the text: rare ones are not learned"),
     }

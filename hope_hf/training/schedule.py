@@ -120,7 +120,6 @@ def continued(args: Arguments, total_steps: int, peak: float, old: Schedule, ste
 
 def describe_change(old: Schedule, new: Schedule, peak: float, step: int, rate: float, total_steps: int) -> str:
     """The line that says how the rates of a continued run differ from those of a run with these flags from step 0."""
-    next_rate = new.fractions(peak)(step) * peak
     if new.begin == step:
         rise = f"rises to {peak:g} in {new.warmup} steps" if new.warmup else f"goes to {peak:g} without a warm-up"
         return (
@@ -136,8 +135,8 @@ def describe_change(old: Schedule, new: Schedule, peak: float, step: int, rate: 
         )
     return (
         f"The schedule is now {new.kind} of {new.end} steps and was {old.kind} of {old.end}: step {step + 1} has the "
-        f"learning rate {next_rate:g} instead of {rate:g}. The steps before keep the old rates, so the run is not "
-        "bit-equal to one with these flags from the beginning."
+        f"learning rate {now(step) * peak:g} instead of {rate:g}. The steps before keep the old rates, so the run is "
+        "not bit-equal to one with these flags from the beginning."
     )
 
 

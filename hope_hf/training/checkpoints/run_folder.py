@@ -111,7 +111,7 @@ class RunFolder:
             raise ValueError(f"--output_dir {self.path} is a file: name a folder.")
         if not file.exists():
             foreign = [name for name in OURS if (self.path / name).exists()]
-            foreign += [path.name for path in self.path.glob("checkpoint-*")] if self.path.exists() else []
+            foreign += [path.name for path in self.path.glob("checkpoint-*")]
             if foreign:
                 raise ValueError(
                     f"--output_dir {self.path} holds {foreign[0]} but no {RUN_FILE}: choose an empty or new folder."

@@ -211,10 +211,7 @@ class CheckpointWriter:
 
         _together(seal, pending.folder)
         stall = pending.stall + time.perf_counter() - start
-        self._report = {
-            "train/checkpoint_stall_seconds": stall,
-            "train/checkpoint_write_seconds": pending.write,
-        }
+        self._report = {"train/checkpoint_stall_seconds": stall, "train/checkpoint_write_seconds": pending.write}
 
     def stop_soon(self) -> None:
         """A signal ends the run: `close` will not wait for the hooks for long."""
