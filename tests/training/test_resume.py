@@ -2,7 +2,6 @@
 
 import contextlib
 import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from transformers import get_scheduler
 
 from hope_hf import PRESETS
 from hope_hf.training import trainer
+from hope_hf.training.checkpoints import manifest
 from hope_hf.training.checkpoints.manifest import MANIFEST, Manifest
 from hope_hf.training.checkpoints.reader import SavedRun
 from hope_hf.training.process import QUIT, StopSignal
@@ -52,17 +52,17 @@ def test_a_run_keeps_its_model_when_its_preset_changes(run, tmp_path, monkeypatc
 def test_a_resume_reads_the_manifest_at_most_twice(run, tmp_path, monkeypatch):
     run("a", *SAVES)
     forget_the_end(tmp_path / "a", 5)
-    reads, before_the_first_step, read_text, loss = [], [], Path.read_text, trainer.summed_loss
+    reads, before_the_first_step, read_small, loss = [], [], manifest.read_small, trainer.summed_loss
 
-    def count_reads(path, *options, **named):
+    def count_reads(path):
         reads.extend([path] if path.name == MANIFEST else [])
-        return read_text(path, *options, **named)
+        return read_small(path)
 
     def first_loss(*arguments):
         before_the_first_step.append(len(reads))
         return loss(*arguments)
 
-    monkeypatch.setattr(Path, "read_text", count_reads)
+    monkeypatch.setattr(manifest, "read_small", count_reads)
     monkeypatch.setattr(trainer, "summed_loss", first_loss)
     assert run("a", *SAVES)[0] == 0
     assert 1 <= before_the_first_step[0] <= 2
