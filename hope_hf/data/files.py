@@ -150,9 +150,10 @@ def load_files(
     if chats:
         if others := [path for path in paths if kind_of(path) not in _OBJECTS]:
             raise ValueError(f"{flag} {others[0]} has no lists of messages: give chats as .jsonl, .json or .parquet.")
-        names = _columns_of(paths[0], flag, reading.skip).names
-        # All other files must have the first file's column.
-        reading = replace(reading, column=choose_chat_column(names, f"{flag} {paths[0]}", column))
+        if column is None:
+            # All other files must have the first file's column.
+            names = _columns_of(paths[0], flag, reading.skip).names
+            reading = replace(reading, column=choose_chat_column(names, f"{flag} {paths[0]}"))
     else:
         for path in tables:
             # All other files must have the first file's column.

@@ -67,9 +67,10 @@ def json_columns(path: str, skip: bool) -> tuple[list[str], list[str], list[str]
     values: dict[str, list] = {}
     for row in islice(filter(None, _rows_or_none(path)), _ROWS) if skip else _first_rows(path)[0][:_ROWS]:
         for name, value in row.items():
+            found = values.setdefault(name, [])
             if not skip or isinstance(value, str):
-                values.setdefault(name, []).append(value)
-    strings = [name for name, found in values.items() if all(isinstance(value, str | None) for value in found)]
+                found.append(value)
+    strings = [name for name, found in values.items() if found and all(isinstance(v, str | None) for v in found)]
     return list(values), strings, [name for name in strings if any(v and not _DATE.fullmatch(v) for v in values[name])]
 
 

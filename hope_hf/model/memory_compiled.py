@@ -38,7 +38,7 @@ def scan_tokens(
     is_plain: bool,
     about: str,
 ) -> tuple[torch.Tensor, ScanState | None]:
-    """`memory_scan.scan` for inputs [b, T, ...] in the order of the tokens; reads [b, T, D].
+    """`memory_scan.scan_plain` for inputs [b, T, ...] in the order of the tokens; reads [b, T, D].
 
     Args:
         is_plain: whether `scan_plain` computes them.

@@ -315,6 +315,13 @@ def test_named_caches_of_transformers(tiny_model, layers, implementation):
         assert torch.equal(result[10:], greedy(model, row[None])[0, len(row) :])
 
 
+def test_keys_that_are_quantised_are_read_on(tiny_model):
+    """Such a layer holds no keys as they are, whose rows could be counted."""
+    model, ids = tiny_model(**LAYERS["attention"]), text(2, 8)
+    options = dict(cache_implementation="quantized", cache_config={"backend": "fp8"})
+    assert generate(model, ids, **options).shape == greedy(model, ids).shape
+
+
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 @pytest.mark.parametrize("layers", LAYERS)
 def test_a_static_cache_can_be_passed_to_the_model(tiny_model, layers, kernel):
