@@ -48,8 +48,7 @@ def choose_device(name: str | None) -> torch.device:
             raise ValueError(f"--device {name} cannot be used: this machine has {' and '.join(kinds)}.")
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"--device {name} cannot be used, try --device cpu: {reason}") from None
+        raise ValueError(f"--device {name} cannot be used, try --device cpu: {first_line(error)}") from None
     return torch.device(name)
 
 

@@ -53,10 +53,15 @@ def choose_chat_column(names: Collection[str], source: str, column: str | None =
     for name in wanted:
         if name in names:
             return name
-    option = "--text_column" if source.startswith("--") else "text_column"
+    among = ", ".join(sorted(names))
     raise ValueError(
-        f"{source} has no column {wanted[0]!r} of chats among {', '.join(sorted(names))}: name one with {option}."
+        f"{source} has no column {wanted[0]!r} of chats among {among}: name one with {column_option(source)}."
     )
+
+
+def column_option(source: str) -> str:
+    """What names a column of `source`: a flag for files and data sets of flags, a key for those of a mixture."""
+    return "--text_column" if source.startswith("--") else "text_column"
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:

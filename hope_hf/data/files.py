@@ -28,7 +28,7 @@ from hope_hf.cli.flags import as_list
 from hope_hf.cli.process import first_line, warn_once
 
 from .cache import cached_texts
-from .chats import COLUMNS, chat_text, choose_chat_column
+from .chats import COLUMNS, chat_text, choose_chat_column, column_option
 from .compressed import CODECS, open_bytes, open_text, unpacked, unpacked_name
 from .csv_files import csv_columns, csv_texts
 from .json_files import BadRow, UnreadableText, check_json, json_columns, json_texts, json_values
@@ -230,7 +230,7 @@ def choose_column(columns: Columns, source: str, column: str | None = None) -> s
     if "text" in columns.names:
         raise ValueError(f"{source} has no column 'text' of strings: give every row a text in quotes.")
     if len(columns.texts) != 1:
-        option = "--text_column" if source.startswith("--") else "text_column"
+        option = column_option(source)
         chats = " or train on the chats with --assistant_only_loss" if {*COLUMNS} & {*columns.names} else ""
         raise ValueError(f"{source} has no column 'text' among {names}: name one with {option}{chats}.")
     return columns.texts[0]

@@ -14,7 +14,15 @@ import torch.distributed as dist
 import transformers
 
 from hope_hf.cli.flags import check_output
-from hope_hf.cli.process import complain, go_offline, is_first_process, memory_is_full, one_line, set_up_cpu
+from hope_hf.cli.process import (
+    complain,
+    first_line,
+    go_offline,
+    is_first_process,
+    memory_is_full,
+    one_line,
+    set_up_cpu,
+)
 from hope_hf.data import find_files
 
 from .checkpoints import Checkpoint, as_checkpoint, draw_history, find_checkpoints, is_done, report_folder
@@ -63,8 +71,8 @@ def _set_up(args: Arguments):
             raise ValueError(f"--suite {name} needs a model: name it with --model_name_or_path.")
         if SUITES[name].package and find_spec(SUITES[name].package) is None:
             raise ValueError(f"--suite {name} needs {SUITES[name].package}: pip install 'hope_hf[eval]'.")
-        if args.validation_file and "validation_file" in SUITES[name].reads:
-            find_files(args.validation_file, "--validation_file", "validation")
+    if args.validation_file and any("validation_file" in SUITES[name].reads for name in asked):
+        find_files(args.validation_file, "--validation_file", "validation")
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     alone = [name for name in asked if not SUITES[name].in_processes]
     if several and alone:
@@ -190,8 +198,7 @@ def _run(name: str, args: Arguments, subject: Subject | None) -> SuiteResult:
 
 def _sentence(name: str, error: Exception) -> str:
     if memory_is_full(error):
-        reason = str(error).splitlines()[0] if str(error) else "MemoryError"
-        return f"--suite {name}: out of memory, lower --batch_size or --lengths ({reason})."
+        return f"--suite {name}: out of memory, lower --batch_size or --lengths ({first_line(error)})."
     if isinstance(error, ValueError):
         return one_line(error)
     place = traceback.extract_tb(error.__traceback__)[-1]

@@ -8,6 +8,7 @@ Axes: B row, T token of the call.
 """
 
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -156,7 +157,7 @@ def _begins(name: str, value: torch.Tensor, shape: tuple[int, int]) -> torch.Ten
         )
     if not torch.compiler.is_compiling():
         ends = value.tolist()
-        if ends[:1] != [0] or ends[-1] != rows * length or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
+        if ends[:1] != [0] or ends[-1] != rows * length or any(a > b for a, b in pairwise(ends)):
             raise ValueError(
                 f"{name} goes from {ends[:1]} to {ends[-1:]}, and it must grow from 0 to {rows * length}, the number "
                 "of tokens of the input"
@@ -337,7 +338,7 @@ def _require_one_document(
 ) -> None:
     """ValueError if a document begins in a row [B, T] of which a cache of keys holds tokens.
 
-    Not in a graph, and for single tokens on the CPU only: on a device `generate` would wait for every token.
+    Left out in a graph, and for a single token on a device, since `generate` would wait for every token.
     """
     waits = shape[1] == 1 and position_ids.device.type != "cpu"
     if torch.compiler.is_compiling() or cache.is_compileable or waits or not bool((position_ids == 0).any()):

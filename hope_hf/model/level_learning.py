@@ -20,6 +20,7 @@ Axes: B row, T token of the call, L level, o and i outputs and inputs of a matri
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -111,7 +112,7 @@ class LevelLearning:
             raise ValueError(
                 f"`periods` of `level_learning` is {self.periods}: give {levels} numbers from 2 on, one for each level"
             )
-        for fast, slow in zip(self.periods, self.periods[1:], strict=False):
+        for fast, slow in pairwise(self.periods):
             if slow % fast:
                 raise ValueError(
                     f"`periods` of `level_learning` is {self.periods}: each must be a multiple of the one before"

@@ -6,6 +6,7 @@ Axes: B row, T token of the call, L level.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -229,7 +230,7 @@ def read_and_learn(
             derivatives = {} if is_new else {key: torch.zeros_like(part.levels.deltas[key]) for key in factors}
             learner = Learner(model, learning, norms, factors, derivatives, second_order)
             read = []
-            for start, stop in zip((0, *stops), stops, strict=False):
+            for start, stop in pairwise((0, *stops)):
                 hidden, *sums = read_piece(learner, part, piece_of(chosen, start, stop))
                 read.append((hidden if needs_hidden else None, *sums))
             results.append(read)

@@ -239,8 +239,9 @@ class _Kept:
         )
 
 
-# Of each block until it reads more than a token, or another text begins: writes to a parameter's `.data`, which often
-# put averaged weights in place, change neither version nor address. No part of modules, which are copied and saved.
+# Of each block until it reads more than a token, or a text begins (see `forget_text`): writes to a parameter's
+# `.data`, which often put averaged weights in place, change neither version nor address. No part of modules, which are
+# copied and saved.
 _KEPT: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
 
 
@@ -249,7 +250,7 @@ def forget_text(blocks: Iterable[nn.Module], cache: Cache | None) -> None:
     if torch.compiler.is_compiling():
         return
     seen = 0 if cache is None else cache.get_seq_length()
-    # keys of fixed length are counted on the device, for which no token waits
+    # The count of a cache of fixed length lies on the device, and reading it would make every token wait.
     if isinstance(seen, int) and seen == 0:
         for block in blocks:
             _KEPT.pop(block, None)

@@ -1,5 +1,6 @@
 """The plan as text, as JSON and as a picture."""
 
+from hope_hf.cli.files import write_errors
 from hope_hf.cli.results import Row, architecture, markdown_table
 from hope_hf.step.defaults import default_lines
 from hope_hf.step.flops import flops_per_token
@@ -165,7 +166,5 @@ def draw(question: Question, rows: list[Setting], verdicts: list[Verdict], path:
     axes.set_xlabel("way of sharding")
     axes.tick_params(axis="x", rotation=30)
     axes.legend(fontsize="small", bbox_to_anchor=(1, 1), loc="upper left")
-    try:
+    with write_errors(f"--plot {path}"):
         figure.savefig(path, dpi=130)
-    except OSError as error:
-        raise ValueError(f"--plot {path} cannot be written: {error.strerror}.") from None

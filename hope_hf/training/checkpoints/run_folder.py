@@ -11,7 +11,7 @@ from pathlib import Path
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
 
-from hope_hf.cli.files import RUN_FILE, read_small, replace_text
+from hope_hf.cli.files import RUN_FILE, read_small, replace_text, write_errors
 from hope_hf.cli.folder_lock import FolderLock
 from hope_hf.cli.results import provenance
 from hope_hf.step.arguments import Arguments
@@ -125,11 +125,9 @@ class RunFolder:
         return record
 
     def _write(self, record: dict):
-        try:
+        with write_errors(f"--output_dir {self.path}"):
             self.path.mkdir(parents=True, exist_ok=True)
             replace_text(self.path / RUN_FILE, json.dumps(record, indent=2) + "\n")
-        except OSError as error:
-            raise ValueError(f"--output_dir {self.path} cannot be written: {error.strerror}.") from None
 
 
 def saved_defaults(output_dir: str, resume_from_checkpoint: str | None) -> dict[str, Default] | None:
