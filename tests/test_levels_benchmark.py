@@ -18,6 +18,7 @@ from hope_hf.data.vocabulary import save_tokenizer, train_tokenizer
 pytestmark = pytest.mark.benchmarks
 
 PIECE = 8
+NOVEL = "gutenberg_2701_moby_dick"
 WORDS = "call me some years ago never mind how long precisely having little or no money in purse".split()
 LABELS = {f"domain {group}": [f"intent_{group}_{index}" for index in range(5)] for group in range(5)}
 
@@ -114,6 +115,15 @@ def test_novel_long_and_dynamic(words, tmp_path, capsys):
     picture = tmp_path / "levels.png"
     assert main(["--results", str(tmp_path / "levels.jsonl"), "--picture", str(picture)]) == 0
     assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_original_sees_everything_and_the_window_as_much_as_it_is_wide(words, tmp_path, capsys):
+    rows = measure(words, tmp_path, "original")
+    full, window = rows[f"{cases.ORIGINAL}, frozen {NOVEL}"], rows[f"{cases.WINDOW}, frozen {NOVEL}"]
+    in_the_window = 16 // PIECE
+    assert full["by_piece"][:in_the_window] == pytest.approx(window["by_piece"][:in_the_window], abs=2e-5)
+    assert full["by_piece"][in_the_window:] != pytest.approx(window["by_piece"][in_the_window:], abs=1e-3)
+    assert f"| {NOVEL}, 32 tokens, window, learning | none | {full['loss']:.4f} to " in capsys.readouterr().out
 
 
 def test_segments(words, tmp_path, monkeypatch):

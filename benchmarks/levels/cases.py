@@ -26,6 +26,7 @@ FINE_TUNING = {
 }
 FORMS = ("float32", "bfloat16", "int8")
 FROZEN, LEARNING, EVERYWHERE = "frozen", "learning", "learning, all blocks"
+ORIGINAL, WINDOW = "original, full attention", "window"
 
 
 def frozen_and_learning(model: PreTrainedModel) -> dict[str, Reading]:
@@ -41,6 +42,22 @@ def novel(bench: Bench) -> Iterator[dict]:
     ids, piece = bench.ids("novel", bench.tokens(16_384)), piece_of(model)
     read_in_turn(readings.values(), ids, piece)
     yield from ({"what": name} | measured(reading, piece) for name, reading in readings.items())
+
+
+def original(bench: Bench) -> Iterator[dict]:
+    """8,192 tokens of the novel by the model as it was before its window, and with it; frozen and learning, in turn.
+
+    With full attention and frozen levels the logits are those of the pretrained source. It has 8,192 positions.
+    """
+    windowed = bench.load()
+    everything = ["full_attention"] * windowed.config.num_hidden_layers
+    whole = bench.load(layer_types=everything, sliding_window=None)
+    readings = {f"{ORIGINAL}, {name}": reading for name, reading in frozen_and_learning(whole).items()}
+    readings |= {f"{WINDOW}, {name}": reading for name, reading in frozen_and_learning(windowed).items()}
+    ids, piece = bench.ids("novel", bench.tokens(8192)), piece_of(windowed)
+    read_in_turn(readings.values(), ids, piece)
+    for name, reading in readings.items():
+        yield {"what": name, "of": bench.novel.stem} | measured(reading, piece)
 
 
 def long(bench: Bench) -> Iterator[dict]:

@@ -7,6 +7,7 @@
 | case | what is read |
 |---|---|
 | novel | 16K tokens of a novel: frozen, learning, learning in all blocks |
+| original | 8,192 tokens of a novel: full attention and a window, each frozen and learning |
 | long | 64K tokens of Moby Dick: loss beyond 8K, memory of the process |
 | segments | Shakespeare, WikiText, the novel, Python, Shakespeare again; beside training of all weights |
 | dynamic | 4,096 tokens of the novel, beside dynamic evaluation: all weights by SGD at four rates |
@@ -37,6 +38,7 @@ from hope_hf.cli.results import provenance
 
 CASES: dict[str, Callable[[Bench], Iterator[dict]]] = {
     "novel": cases.novel,
+    "original": cases.original,
     "long": cases.long,
     "segments": cases.segments,
     "dynamic": cases.dynamic,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.levels.cases import EVERYWHERE, FROZEN, LEARNING
+from benchmarks.levels.cases import EVERYWHERE, FROZEN, LEARNING, ORIGINAL
 from benchmarks.levels.small import FROZEN_MEMORIES, LIVE_MEMORIES
 
 # Pieces of which the picture draws the mean.
@@ -38,6 +38,16 @@ def _novel(found: Found) -> list[tuple[str, ...]]:
             (f"{name}: CPU time over reading", seconds, f"{own['cpu_seconds'] / frozen['cpu_seconds']:.2f}"),
             (f"{name}: MB learned by a sequence", size, f"{own['learned_mb']:.1f}"),
         ]
+    return lines
+
+
+def _original(found: Found) -> list[tuple[str, ...]]:
+    lines = []
+    for row in found.values():
+        source = found[f"{ORIGINAL}, {FROZEN} {row['of']}"]
+        loss = change(row, source, "loss")
+        cost = f"last quarter {row['last_quarter']:.4f}, CPU time {row['cpu_seconds'] / source['cpu_seconds']:.2f}"
+        lines.append((f"{row['of']}, {row['tokens']:,} tokens, {row['what']}", "none", f"{loss}; {cost}"))
     return lines
 
 
@@ -124,8 +134,8 @@ def _window(found: Found) -> list[tuple[str, ...]]:
 
 
 WRITERS = {
-    "novel": _novel, "long": _long, "segments": _segments, "dynamic": _dynamic, "hostile": _hostile, "saved": _saved,
-    "classes": _classes, "own": _own, "window": _window,
+    "novel": _novel, "original": _original, "long": _long, "segments": _segments, "dynamic": _dynamic,
+    "hostile": _hostile, "saved": _saved, "classes": _classes, "own": _own, "window": _window,
 }  # fmt: skip
 
 
