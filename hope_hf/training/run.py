@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     # Not at the top: --help and misspelled flags need no import of models and data sets.
     from .engines.guard import OneSidedError, gone, lost_process
-    from .preflight import dry_run
+    from .preflight.run import dry_run
     from .process import QUIT
     from .trainer import TrainingDiverged, train
 

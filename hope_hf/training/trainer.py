@@ -30,6 +30,8 @@ from .engines.placement import rank_lines, write_audit
 from .evaluate import evaluate
 from .finish import finish, push, show
 from .initial import checkpoint_values, is_fake
+from .preflight.facts import FreeMemory, read_free_memory, read_room
+from .preflight.room import require_room
 from .process import StopAfter, StopSignal, leave, prepare_process, sum_over_processes
 from .sequence import learning_inputs
 from .setup import Run, build_all, run_card
@@ -77,9 +79,11 @@ def train(args: Arguments) -> int:
     engine = make_engine(args, tracker_names(args.report_to))
     accelerator = engine.accelerator
     prepare_process(args, accelerator)
+    # Before the run takes any.
+    free = read_free_memory(args, accelerator)
     stop_after = StopAfter(args.stop_after)
     with RunFolder(args.output_dir, accelerator) as folder:
-        complete = _train(args, engine, folder, stop_after)
+        complete = _train(args, engine, folder, stop_after, free)
     # No other process waits for this one now, and the folder is free.
     if complete and args.push_to_hub and accelerator.is_main_process:
         push(args)
@@ -87,9 +91,9 @@ def train(args: Arguments) -> int:
     return 0
 
 
-def _train(args: Arguments, engine: Engine, folder: RunFolder, stop_after: StopAfter) -> bool:
+def _train(args: Arguments, engine: Engine, folder: RunFolder, stop_after: StopAfter, free: FreeMemory) -> bool:
     """Returns whether the run is complete."""
-    training = begin(args, engine, folder)
+    training = begin(args, engine, folder, free)
     if training is None:
         engine.accelerator.print(
             f"The run in {args.output_dir} is complete; raise {args.length_flag} to continue it, or choose another "
@@ -133,8 +137,11 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, stop_after: StopA
     return complete
 
 
-def begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | None:
-    """Build and check the run, and restore its newest checkpoint; None if the run is complete."""
+def begin(args: Arguments, engine: Engine, folder: RunFolder, free: FreeMemory | None = None) -> Training | None:
+    """Build and check the run, and restore its newest checkpoint; None if the run is complete.
+
+    With `free`, a run that does not fit into it is refused before anything is written.
+    """
     accelerator = engine.accelerator
     # A run may continue with other processes, rows per process and engine, if its steps stay the same.
     rows = args.rows_per_step(accelerator.num_processes)
@@ -159,6 +166,8 @@ def begin(args: Arguments, engine: Engine, folder: RunFolder) -> Training | None
         changed = differences(identity, theirs)
     run = build_all(args, engine, saved, finished=record is None or record["complete"])
     check_same_on_all(accelerator, {"flags": json.dumps(identity, sort_keys=True), "data": run.data.fingerprint})
+    if free is not None:
+        require_room(read_room(args, engine, run, saved.step if saved else 0, free))
     identity |= {"data": run.data.fingerprint}
     plan, values = run.plan, run.values
     if saved:

@@ -1,5 +1,1 @@
-"""`--dry_run`: is the machine ready for this run? Checks, one step, and nothing written."""
-
-from .run import dry_run
-
-__all__ = ["dry_run"]
+"""`--dry_run`: is the machine ready for this run? Every run asks a part of it before its first step (`room.py`)."""

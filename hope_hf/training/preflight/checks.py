@@ -9,7 +9,7 @@ from hope_hf.step.arguments import Arguments
 from hope_hf.step.gpus import GIB
 from hope_hf.step.recompute import Recomputed, parse_recomputed
 
-from .facts import Facts, Gpu
+from .facts import Facts, Gpu, Room
 
 # Share of the free memory; above it the allocator's gaps and the system's own needs may not fit.
 COMFORTABLE = 0.9
@@ -121,17 +121,24 @@ def check_data(facts: Facts) -> Result:
     return Result("ok", f"{text.description}; {epochs:.2g} epochs")
 
 
-def check_disk(facts: Facts) -> Result:
-    """Space for the checkpoints that are kept, and for one more before the oldest is deleted; at least 3."""
+def check_disk(facts: Room) -> Result:
+    """Space for the checkpoints that are kept, and for one more before the oldest is deleted; at least 3.
+
+    A short run writes fewer.
+    """
     sizes, args = facts.sizes, facts.args
     each = sizes.weights + (0 if args.save_only_model else sizes.optimizer)
     count = max(3, args.save_total_limit + 1)
     if args.keep_every is not None:
         count += facts.total_steps // args.keep_every
+    left = facts.total_steps - facts.step
+    # The last step has one whatever its number.
+    written = 1 + ((left - 1) // args.checkpointing_steps if args.checkpointing_steps else 0)
     # The finished run writes the weights once more; the best model is replaced by a second one.
     weights = sizes.weights * (1 if args.keep_best == "none" else 3)
-    need, free = count * each + weights - facts.held, facts.free.disk
-    reason = f"{count} checkpoints of {_gib(each)} and the weights need {_gib(max(0, need))} more, {_gib(free)} free"
+    need, free = min(count * each - facts.held, written * each) + weights, facts.free.disk
+    count = min(count, written)
+    reason = f"{count} checkpoint(s) of {_gib(each)} and the weights need {_gib(max(0, need))} more, {_gib(free)} free"
     if need > free:
         return Result("fail", f"{reason}: free space, lower --save_total_limit or choose another disk", need / free)
     if need + each > free:
@@ -139,7 +146,7 @@ def check_disk(facts: Facts) -> Result:
     return Result("ok", reason, max(0, need) / free)
 
 
-def check_host(facts: Facts) -> Result:
+def check_host(facts: Room) -> Result:
     """The machine's memory: every process may first build the model there, and checkpoints pass through it."""
     sizes, free = facts.sizes, facts.free.host
     built = 0 if facts.args.init == "sharded" else facts.local_processes * sizes.weights
@@ -189,7 +196,7 @@ def check_allocator(facts: Facts) -> Result:
     return Result("warn", f"memory may be lost to fragmentation: export {ALLOCATOR[0]}={EXPANDABLE}")
 
 
-def check_memory(facts: Facts) -> Result:
+def check_memory(facts: Room) -> Result:
     """The planned memory against the memory that was free before the run."""
     sizes = facts.sizes
     how = "estimated" if sizes.is_estimate else "planned"

@@ -8,11 +8,13 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from hope_hf.cli.process import one_line
-from hope_hf.plan import Planned
+from hope_hf.cli.process import local_processes, one_line
+from hope_hf.plan import Planned, StepOptions, plan_running
 from hope_hf.step.arguments import Arguments
 
+from ..engines.base import Engine
 from ..engines.placement import free_memory
+from ..setup import Run
 
 
 @dataclass(frozen=True)
@@ -44,35 +46,62 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Everything that the checks need.
+class Room:
+    """What a run takes, and what was free before: the part of the facts that every run has, not only a dry one.
 
     Attributes:
         local_processes: number of processes on this machine.
         on_gpu: whether the run computes on a GPU.
         in_parts: whether every process saves its own part of the weights.
-        gpu: this process's GPU, or why it could not be read; None on a machine without one.
-        in_use: whether another process trains in the folder.
         held: bytes of the checkpoints in the folder.
-        continues: the checkpoint to continue from.
         step: number of steps done before.
     """
 
     args: Arguments
-    trackers: list[str]
     processes: int
     local_processes: int
     on_gpu: bool
     in_parts: bool
-    gpu: Gpu | str | None
     free: FreeMemory
     sizes: Planned
-    text: Text
-    in_use: bool
     held: int
-    continues: Path | None
     step: int
     total_steps: int
+
+
+@dataclass(frozen=True)
+class Facts(Room):
+    """Everything that the checks need.
+
+    Attributes:
+        gpu: this process's GPU, or why it could not be read; None on a machine without one.
+        in_use: whether another process trains in the folder.
+        continues: the checkpoint to continue from.
+    """
+
+    trackers: list[str]
+    gpu: Gpu | str | None
+    text: Text
+    in_use: bool
+    continues: Path | None
+
+
+def read_room(args: Arguments, engine: Engine, run: Run, step: int, free: FreeMemory) -> Room:
+    """The room of a run that is built and goes on after `step` steps; `free` was read before."""
+    accelerator, processes = engine.accelerator, local_processes()
+    options = StepOptions.of(args, run.plan.block_size)
+    return Room(
+        args=args,
+        processes=accelerator.num_processes,
+        local_processes=processes,
+        on_gpu=accelerator.device.type == "cuda",
+        in_parts=engine.saves_parts(args),
+        free=free,
+        sizes=plan_running(run.model.config, engine.launch(), options, processes),
+        held=held_bytes(args.output_dir),
+        step=step,
+        total_steps=run.plan.total_steps,
+    )
 
 
 def read_gpu() -> Gpu | str | None:

@@ -1,15 +1,14 @@
 """Prepare the run as `train` does, check it, take one step, report the results, and leave no trace."""
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from hope_hf.cli.folder_lock import is_locked
-from hope_hf.cli.process import first_line, local_processes, memory_is_full
-from hope_hf.plan import StepOptions, plan_running
+from hope_hf.cli.process import first_line, memory_is_full
 from hope_hf.step.arguments import Arguments
 from hope_hf.step.gpus import GIB
 
@@ -23,7 +22,7 @@ from ..trainer import Training, begin, rehearse
 from ..watch.telemetry import peak_memory_gib
 from ..watch.tracking import tracker_names
 from .checks import CHECKS, COMFORTABLE, LEVELS, Result, line, smaller_steps, worst
-from .facts import Facts, FreeMemory, Gpu, Text, held_bytes, read_free_memory, read_gpu
+from .facts import Facts, FreeMemory, Gpu, Text, read_free_memory, read_gpu, read_room
 
 # On the CPU a step that does not fit may make the system end other programs; a GPU only refuses the memory.
 FORBID_THE_STEP = ("host", "memory")
@@ -63,20 +62,12 @@ def dry_run(args: Arguments) -> int:
 def _facts(
     args: Arguments, engine: Engine, training: Training, trackers: list[str], gpu: Gpu | str | None, free: FreeMemory
 ) -> Facts:
-    accelerator, run = engine.accelerator, training.run
-    data, step = run.data, training.start_step
+    run, step = training.run, training.start_step
+    data, room = run.data, read_room(args, engine, run, step, free)
     return Facts(
-        args=args,
+        **{field.name: getattr(room, field.name) for field in fields(room)},
         trackers=trackers,
-        processes=accelerator.num_processes,
-        local_processes=local_processes(),
-        in_parts=engine.saves_parts(args),
-        on_gpu=accelerator.device.type == "cuda",
         gpu=gpu,
-        free=free,
-        sizes=plan_running(
-            run.model.config, engine.launch(), StepOptions.of(args, run.plan.block_size), local_processes()
-        ),
         text=Text(
             rows=None if data.train_tokens is None else data.train_tokens // data.block_size,
             rows_per_step=run.plan.tokens_per_step // data.block_size,
@@ -84,10 +75,7 @@ def _facts(
             description=data.description,
         ),
         in_use=is_locked(args.output_dir),
-        held=held_bytes(args.output_dir),
         continues=training.checkpoints.get(step),
-        step=step,
-        total_steps=run.plan.total_steps,
     )
 
 

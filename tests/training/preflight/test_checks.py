@@ -14,7 +14,7 @@ from hope_hf.training.preflight.facts import Facts, FreeMemory, Gpu, Text, read_
 from hope_hf.training.preflight.run import judge
 
 GIB = 2**30
-ARGS = Arguments(output_dir="runs/x")
+ARGS = Arguments(output_dir="runs/x", checkpointing_steps=1)
 GPU = Gpu(busy=0, used=10, temperature=35)
 FACTS = Facts(
     args=ARGS,
@@ -71,8 +71,12 @@ CASES = [
     ("disk", {"disk": 51 * GIB}, "warn", "less than for one more"),
     ("disk", {"disk": 39 * GIB}, "fail", "free space, lower --save_total_limit"),
     ("disk", {"disk": 39 * GIB, "held": 24 * GIB}, "ok", "need 16.00 GiB more"),
-    ("disk", {"disk": 39 * GIB, "save_only_model": True}, "ok", "3 checkpoints of 4.00 GiB"),
-    ("disk", {"disk": 100 * GIB, "save_total_limit": 9}, "fail", "10 checkpoints"),
+    # A run of one checkpoint, and one whose three others are there already.
+    ("disk", {"disk": 39 * GIB, "checkpointing_steps": 500}, "ok", "1 checkpoint(s) of 12.00 GiB"),
+    ("disk", {"disk": 15 * GIB, "checkpointing_steps": 0}, "fail", "need 16.00 GiB more, 15.00 GiB free"),
+    ("disk", {"disk": 39 * GIB, "step": 19}, "ok", "need 16.00 GiB more"),
+    ("disk", {"disk": 39 * GIB, "save_only_model": True}, "ok", "3 checkpoint(s) of 4.00 GiB"),
+    ("disk", {"disk": 100 * GIB, "save_total_limit": 9}, "fail", "10 checkpoint(s)"),
     # Four processes build the model of 4 GiB.
     ("host", {"host": 18 * GIB}, "ok", "needs 16.00 GiB of 18.00 GiB"),
     ("host", {"host": 17 * GIB}, "warn", "almost all"),

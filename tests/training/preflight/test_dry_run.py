@@ -1,6 +1,7 @@
 """`--dry_run` says whether the run would work, and leaves no trace of itself."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,11 @@ import torch
 from training_runs import GPT2, HOPE, LLAMA, curve, forget_the_end
 
 from hope_hf.cli.folder_lock import FolderLock
+from hope_hf.plan import plan_running
 from hope_hf.training import trainer
 from hope_hf.training.preflight import facts as facts_module
-from hope_hf.training.preflight import run as preflight
 from hope_hf.training.preflight.checks import CHECKS
+from hope_hf.training.preflight.facts import FreeMemory, read_free_memory
 
 LINE = re.compile(r"(ok|warn|fail) +(\w+) +(.+)")
 
@@ -61,8 +63,8 @@ def test_it_takes_the_first_step_of_the_run_and_makes_no_folder(dry, run, tmp_pa
 
 
 def test_the_plan_has_the_flags_of_the_step(dry, monkeypatch):
-    asked, plan_running = [], preflight.plan_running
-    monkeypatch.setattr(preflight, "plan_running", lambda *given: asked.append(given[2]) or plan_running(*given))
+    asked = []
+    monkeypatch.setattr(facts_module, "plan_running", lambda *given: asked.append(given[2]) or plan_running(*given))
     with pytest.warns(UserWarning, match="--sync_each_batch is ignored"):
         dry("a", "--sync_each_batch", "--gradient_accumulation_steps", "2")
     assert asked[0].sync_each_batch and asked[0].accumulation == 2
@@ -148,6 +150,34 @@ def test_a_step_that_would_fill_the_cpus_memory_is_not_taken(dry, monkeypatch):
     status, found, _ = dry("a")
     assert status == 1 and found["memory"][0] == found["host"][0] == "fail"
     assert found["step"] == ("warn", "not taken, because the run does not fit into memory: fix that first")
+
+
+@pytest.mark.parametrize(
+    ("room", "words"),
+    [
+        (FreeMemory(None, 2**20, 2**40), "needs 0.00 GiB of 0.00 GiB free: "),
+        (FreeMemory(None, 2**40, 2**10), "1 checkpoint(s) of 0.00 GiB and the weights need"),
+    ],
+    ids=["memory", "disk"],
+)
+def test_a_run_that_does_not_fit_is_refused_before_its_first_step(run, tmp_path, monkeypatch, capsys, room, words):
+    with monkeypatch.context() as small:
+        small.setattr(trainer, "read_free_memory", lambda *given: room)
+        small.setattr(trainer, "summed_loss", None)
+        assert run("a", "--max_train_steps", "1") == (2, [])
+    told = capsys.readouterr().err
+    assert "The run in" in told and words in told and told.count("\n") == 1
+    # Nothing binds the folder to the refused flags.
+    status, rows = run("a", "--max_train_steps", "1", "--per_device_train_batch_size", "2")
+    assert status == 0 and len(curve(rows)) == 1
+
+
+def test_a_step_that_is_only_estimated_is_not_refused(run, monkeypatch):
+    free = read_free_memory
+    monkeypatch.setattr(trainer, "read_free_memory", lambda *given: replace(free(*given), host=2**20))
+    estimated = lambda *given: replace(plan_running(*given), is_estimate=True)  # noqa: E731
+    monkeypatch.setattr(facts_module, "plan_running", estimated)
+    assert run("a", "--max_train_steps", "1")[0] == 0
 
 
 @pytest.mark.parametrize(("model", "flags"), [(HOPE, []), (LLAMA, ["--optimizer", "muon"])], ids=["hope", "muon"])
