@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,11 +13,18 @@ _PROGRAMS = {Path(__file__).resolve().parents[1] / name for name in ("run_clm.py
 _COMMAND = "hope-hf"
 
 
+def write_now(text: str) -> None:
+    """Write to standard error from a signal handler, which must not print: it may have interrupted a print."""
+    # The log's disk may be full, or its reader gone.
+    with suppress(OSError):
+        os.write(2, text.encode())
+
+
 def quit_now(sentence: str = "stopped by Ctrl-C.") -> NoReturn:
     """End this process without cleaning up; prints the sentence on the first process."""
-    if os.environ.get("RANK", "0") == "0":
-        # A signal handler must not print, since it may have interrupted a print.
-        os.write(2, f"\nerror: {sentence}\n".encode())
+    # RANK without WORLD_SIZE comes from no launcher.
+    if "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0":
+        write_now(f"\nerror: {sentence}\n")
     os._exit(STATUS)
 
 

@@ -1,5 +1,6 @@
 """Small files: read and replaced whole; names read from other files; permissions of files that libraries write."""
 
+import errno
 import json
 import os
 import re
@@ -134,6 +135,22 @@ def flush_to_disk(file: IO) -> None:
     """Return once everything written to an open file is on the disk."""
     file.flush()
     os.fsync(file.fileno())
+
+
+# Errors of file systems that cannot flush a folder: CIFS, FUSE, and (EIO) the drives of Windows under WSL.
+_NO_FLUSHING = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EIO)
+
+
+def flush_folder(folder: Path) -> None:
+    """Return once the names in a folder are on the disk; at once on a file system that cannot flush folders."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FLUSHING:
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def copy_rights_of_folder(file: Path) -> None:

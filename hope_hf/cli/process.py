@@ -119,9 +119,19 @@ def _launcher_was_told() -> bool:
     )
 
 
+def drop_stray_ranks():
+    """Remove variables of a launcher's processes that no launcher has set: RANK may be that of a sweep over LoRAs.
+
+    Launchers set WORLD_SIZE beside them. Libraries, such as accelerate and lm-eval, read the variables one by one.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+
+
 def launched_rank() -> str:
     """The rank that the launcher gave this process, also before an Accelerator exists."""
-    return os.environ.get("RANK", "0")
+    return os.environ.get("RANK", "0") if "WORLD_SIZE" in os.environ else "0"
 
 
 def is_first_process() -> bool:

@@ -13,10 +13,11 @@ from typing import TextIO
 
 from hope_hf.interrupt import STATUS, while_importing
 
-from .process import complain, is_first_process, print_anything, warn_in_sentences
+from .process import complain, drop_stray_ranks, is_first_process, print_anything, warn_in_sentences
 
 # Errors of a write after the reader of a pipe, or the terminal, is gone.
 _NO_READER = (errno.EPIPE, errno.EIO)
+_STREAMS = {"stdout": "standard output", "stderr": "standard error"}
 # Seconds between two lines of progress in a log file.
 LOG_SECONDS = 20.0
 
@@ -32,6 +33,7 @@ def program(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
         warn_in_sentences()
         print_anything()
         outlive_readers()
+        drop_stray_ranks()
         if signal.getsignal(signal.SIGINT) is while_importing:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
@@ -45,44 +47,57 @@ def program(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
 
 
 def outlive_readers():
-    """Let the program go on after the reader of its standard output or error has ended."""
-    for name in ("stdout", "stderr"):
+    """Let the program go on after the reader of its standard output or error has ended, or the log's disk is full."""
+    for name, shown in _STREAMS.items():
         stream = getattr(sys, name)
         if stream is not None and stream is getattr(sys, f"__{name}__"):
-            setattr(sys, name, Outliving(stream))
+            setattr(sys, name, Outliving(stream, shown))
 
 
 class Outliving:
-    """A text stream to a file descriptor. Text written after its reader has gone is dropped."""
+    """A text stream to a file descriptor. After a failed write all text is dropped: what is printed is not the work.
 
-    def __init__(self, stream: TextIO):
-        self._stream = stream
+    The other one of standard output and error then says so, unless a reader has gone, which `| head` does on purpose.
+    """
+
+    def __init__(self, stream: TextIO, name: str = "standard output"):
+        """`name`: what it is for the user."""
+        self._stream, self._name = stream, name
 
     def __getattr__(self, name: str):
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         """Write to the stream; returns the number of characters."""
-        with self._without_reader():
+        with self._outlived():
             self._stream.write(text)
         return len(text)
 
     def flush(self):
         """Flush the stream."""
-        with self._without_reader():
+        with self._outlived():
             self._stream.flush()
 
     @contextmanager
-    def _without_reader(self):
+    def _outlived(self):
         try:
             yield
         except OSError as error:
-            if error.errno not in _NO_READER:
-                raise
             # The descriptor itself is replaced: libraries and child processes write to it, too.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
+            if error.errno not in _NO_READER:
+                self._say(error)
+
+    def _say(self, error: OSError):
+        other = sys.stderr if self is sys.stdout else sys.stdout
+        print(
+            f"warning: {self._name} cannot be written ({error.strerror}): the program goes on, what it prints there "
+            "is lost.",
+            file=other,
+            flush=True,
+        )
 
 
 class LogLines(io.TextIOBase):

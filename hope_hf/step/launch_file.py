@@ -38,6 +38,9 @@ OF_VERSION_1 = {
 RESHARD = "fsdp_reshard_after_forward"
 # Switches that accelerate declares as strings without a default.
 SWITCHES_WITHOUT_DEFAULT = ("zero3_init_flag", "zero3_save_16bit_model")
+# The launcher's flags before the name of a module, and options of Python before a value.
+_MODULE = ("-m", "--module")
+_PYTHON_OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 # Axes of a mesh that the trainer does not support.
 UNSUPPORTED_AXES = {"parallelism_config_tp_size": "tensor", "parallelism_config_cp_size": "context"}
 # accelerate refuses any of these with a DeepSpeed json, and its error lists all of them.
@@ -72,25 +75,42 @@ def deepspeed_json() -> dict:
 
 
 def launch_file() -> Path | None:
-    """The file on the launcher's command line, else the one that `accelerate config` wrote; None without launcher."""
+    """The file on accelerate's command line, else the one that `accelerate config` wrote; None without accelerate."""
     try:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode().split("\0")
     except (OSError, UnicodeDecodeError):
         return None
-    for index, word in enumerate(words):
+    program = _program(words)
+    # Another program may have a --config_file of its own.
+    if program is None or not Path(words[program]).name.startswith("accelerate"):
+        return None
+    words = words[program + 1 :]
+    script = next((index for index, word in enumerate(words) if word in _MODULE or word.endswith(".py")), len(words))
+    own = words[:script]
+    for index, word in enumerate(own):
         name, _, value = word.partition("=")
         if name.replace("-", "_") == "__config_file":
             path = Path(value or words[index + 1])
             return path if path.is_file() else None
-    return _default_file(words) if any(Path(word).name.startswith("accelerate") for word in words[:3]) else None
+    return _default_file([word.replace("-", "_") for word in own])
 
 
-def _default_file(words: list[str]) -> Path | None:
+def _program(words: list[str]) -> int | None:
+    """The place of the program or module that a command line runs, after Python and its options."""
+    is_python = Path(words[0]).name.startswith(("python", "pypy"))
+    places = iter(range(int(is_python), len(words)))
+    for place in places:
+        if words[place] in _PYTHON_OPTIONS_WITH_VALUE:
+            next(places, None)
+        elif not words[place].startswith("-"):
+            return place
+    return None
+
+
+def _default_file(own: list[str]) -> Path | None:
     """The file that `accelerate launch` reads without --config_file; None if a flag chooses an engine."""
     from accelerate.commands.config.config_args import default_config_file
 
-    script = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
-    own = [word.replace("-", "_") for word in words[:script]]
     chooses = any(word.startswith(("__cpu", "__multi", "__tpu", "__use", "__fsdp")) for word in own)
     return None if chooses or not Path(default_config_file).is_file() else Path(default_config_file)
 

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from hope_hf.cli.process import is_first_process, set_up_cpu
-from hope_hf.interrupt import quit_now
+from hope_hf.interrupt import quit_now, write_now
 from hope_hf.step.arguments import Arguments
 
 QUIT = "stopped by Ctrl-C; the same command goes on from the last checkpoint."
@@ -114,5 +114,4 @@ class StopSignal:
                 quit_now(QUIT)
             self._interrupted = True
             if is_first_process():
-                # A signal handler must not call `print`: it may have interrupted one.
-                os.write(2, f"\n{self._then}; press Ctrl-C again to quit now.\n".encode())
+                write_now(f"\n{self._then}; press Ctrl-C again to quit now.\n")

@@ -1,10 +1,12 @@
 """Small files."""
 
+import errno
 import os
+import stat
 
 import pytest
 
-from hope_hf.cli.files import read_small
+from hope_hf.cli.files import flush_folder, read_small, replace_text
 
 
 def test_a_small_file_is_read(tmp_path):
@@ -28,3 +30,32 @@ def test_a_small_file_has_a_limit(tmp_path):
     assert read_small(tmp_path / "a", most=11)
     with pytest.raises(ValueError, match="more than 10 bytes"):
         read_small(tmp_path / "a", most=10)
+
+
+def refuse(monkeypatch, number: int, kind=stat.S_ISDIR):
+    """`os.fsync` of folders, or another `kind` of file, fails as on some mounted disks."""
+    fsync = os.fsync
+
+    def refusing(descriptor: int):
+        if kind(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refusing)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EIO])
+def test_a_disk_may_be_unable_to_flush_folders_and_not_files(tmp_path, monkeypatch, number):
+    with monkeypatch.context() as patch:
+        refuse(patch, number)
+        flush_folder(tmp_path)
+    refuse(monkeypatch, number, stat.S_ISREG)
+    with pytest.raises(OSError) as caught:
+        replace_text(tmp_path / "a", "text")
+    assert caught.value.errno == number and not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_no_such_disk(tmp_path, monkeypatch):
+    refuse(monkeypatch, errno.ENOSPC)
+    with pytest.raises(OSError, match="No space"):
+        flush_folder(tmp_path)

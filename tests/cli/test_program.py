@@ -1,6 +1,5 @@
 """What surrounds every program: Ctrl-C is one sentence, a reader that is gone stops nothing, progress in log files."""
 
-import errno
 import os
 import signal
 import subprocess
@@ -76,13 +75,22 @@ def test_output_goes_on_without_a_reader():
         assert os.write(stream.fileno(), b"lost") == 4
 
 
-def test_other_errors_of_the_output_are_told():
-    class Full:
-        def write(self, text):
-            raise OSError(errno.ENOSPC, "No space left on device")
+@pytest.mark.parametrize("full, name", [("stdout", "standard output"), ("stderr", "standard error")])
+def test_a_full_disk_under_the_output_stops_nothing_and_is_told_once(monkeypatch, capsys, full, name):
+    @program
+    def main(argv: list[str]) -> int:
+        for _ in range(3):
+            print("lost", file=getattr(sys, full), flush=True)
+        return 0
 
-    with pytest.raises(OSError, match="No space left"):
-        Outliving(Full()).write("a")
+    # Every write to it fails as on a full disk.
+    with open("/dev/full", "w", encoding="utf-8") as device:
+        monkeypatch.setattr(sys, full, device)
+        monkeypatch.setattr(sys, f"__{full}__", device)
+        assert main([]) == 0
+        assert os.write(device.fileno(), b"lost") == 4
+    said = "".join(capsys.readouterr())
+    assert said.count("\n") == 1 and f"{name} cannot be written (No space left on device)" in said
 
 
 def test_of_lm_eval_only_bars_reach_a_log(monkeypatch, capsys):
@@ -93,9 +101,26 @@ def test_of_lm_eval_only_bars_reach_a_log(monkeypatch, capsys):
     assert capsys.readouterr().err == "Running requests:  10%|#    | 4/40\n"
 
 
+@pytest.mark.parametrize("rank, processes, first", [("16", None, True), ("1", "2", False), ("0", "2", True)])
+def test_a_rank_that_no_launcher_gave_hides_nothing(monkeypatch, capsys, rank, processes, first):
+    """RANK may be that of a sweep over LoRAs; libraries read it, too."""
+    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes}
+    for name, value in launched.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+
+    @program
+    def main(argv: list[str]) -> int:
+        raise ValueError("--seed is -1.")
+
+    assert main([]) == 2
+    assert ("--seed" in capsys.readouterr().err) == first
+    assert ("LOCAL_RANK" in os.environ) == ("RANK" in os.environ) == (processes is not None)
+
+
 @pytest.mark.parametrize("rank, seconds", [("0", 0.0), ("0", 1000.0), ("1", 0.0)])
 def test_a_log_has_lines_of_a_bar_of_datasets_and_all_else(monkeypatch, capsys, rank, seconds):
     monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(program_module, "LOG_SECONDS", seconds)
     monkeypatch.setattr(datasets.tqdm, "mininterval", 0.0, raising=False)
     datasets.disable_progress_bars()

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from training_runs import HOPE, HOPE_ATTENTION, HOPE_HYBRID, LLAMA, make_tokenizer
 
+from hope_hf.cli import process
 from hope_hf.data import sources
 from hope_hf.training import finish, main, setup, trainer
 from hope_hf.training.checkpoints.writer import CheckpointWriter
@@ -241,12 +242,13 @@ def test_token_ids_out_of_range(run, capsys, monkeypatch):
 @pytest.mark.parametrize("rank, heard", [("0", True), ("1", False)])
 def test_what_all_processes_meet_is_said_once(monkeypatch, capsys, rank, heard):
     monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["--seed", "one"]) == 2
     assert ("error: " in capsys.readouterr().err) is heard
 
 
 def test_data_that_only_one_process_cannot_read_are_named_by_it(run, capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(process, "launched_rank", lambda: "1")
     monkeypatch.setattr(sources, "check_vocabulary", lambda tokenizer, vocab_size: None)
     refuse(run, capsys, "outside the model's vocabulary of 60", model=[*LLAMA[:3], LLAMA[3] + ",vocab_size=60"])
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hope_hf.cli.adapters import ADAPTER_WEIGHTS
-from hope_hf.cli.files import CHECKPOINT, flush_to_disk, is_inside, read_small
+from hope_hf.cli.files import CHECKPOINT, flush_folder, flush_to_disk, is_inside, read_small
 from hope_hf.cli.weights import PART, parts_of
 
 MANIFEST = "manifest.json"
@@ -197,7 +197,7 @@ def publish(folder: Path, step: int, facts: dict, files: dict[str, dict], name: 
         json.dump({**content, "sha256": seal(content)}, handle, indent=1)
         flush_to_disk(handle)
     for directory in {folder, *(path for path in folder.rglob("*") if path.is_dir())}:
-        _sync_directory(directory)
+        flush_folder(directory)
 
     final = folder.with_name(name or f"checkpoint-{step}")
     replaced = final.with_name(f"{final.name}.replaced")
@@ -206,7 +206,7 @@ def publish(folder: Path, step: int, facts: dict, files: dict[str, dict], name: 
             _remove(replaced)
         final.rename(replaced)
     folder.rename(final)
-    _sync_directory(final.parent)
+    flush_folder(final.parent)
     if replaced.exists():
         _remove(replaced)
     return final
@@ -280,14 +280,6 @@ def _remove(folder: Path) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
-
-
-def _sync_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _impossible(content: dict, folder_name: str) -> str | None:

@@ -122,11 +122,16 @@ def check_data(facts: Facts) -> Result:
 
 
 def check_disk(facts: Room) -> Result:
-    """Space for the checkpoints that are kept, and for one more before the oldest is deleted; at least 3.
+    """Whether checkpoints can be written, and space for those kept and for one more before the oldest is deleted.
 
-    A short run writes fewer.
+    These are at least 3, fewer in a short run.
     """
     sizes, args = facts.sizes, facts.args
+    if facts.unwritable is not None:
+        return Result(
+            "fail",
+            f"{args.output_dir} takes no checkpoint ({facts.unwritable}): make it writable or choose another disk",
+        )
     each = sizes.weights + (0 if args.save_only_model else sizes.optimizer)
     count = max(3, args.save_total_limit + 1)
     if args.keep_every is not None:

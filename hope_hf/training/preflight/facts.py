@@ -2,12 +2,14 @@
 
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 
+from hope_hf.cli.files import flush_folder, flush_to_disk, unfinished
 from hope_hf.cli.process import local_processes, one_line
 from hope_hf.plan import Planned, StepOptions, plan_running
 from hope_hf.step.arguments import Arguments
@@ -53,6 +55,7 @@ class Room:
         local_processes: number of processes on this machine.
         on_gpu: whether the run computes on a GPU.
         in_parts: whether every process saves its own part of the weights.
+        unwritable: why no checkpoint can be written to the folder; None if one can.
         held: bytes of the checkpoints in the folder.
         step: number of steps done before.
     """
@@ -64,6 +67,7 @@ class Room:
     in_parts: bool
     free: FreeMemory
     sizes: Planned
+    unwritable: str | None
     held: int
     step: int
     total_steps: int
@@ -98,6 +102,7 @@ def read_room(args: Arguments, engine: Engine, run: Run, step: int, free: FreeMe
         in_parts=engine.saves_parts(args),
         free=free,
         sizes=plan_running(run.model.config, engine.launch(), options, processes),
+        unwritable=write_problem(args.output_dir) if accelerator.is_main_process else None,
         held=held_bytes(args.output_dir),
         step=step,
         total_steps=run.plan.total_steps,
@@ -122,6 +127,34 @@ def read_free_memory(args: Arguments, accelerator: Accelerator) -> FreeMemory:
     nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
     disk = shutil.disk_usage(nearest).free
     return FreeMemory(free_memory(accelerator.device), free_memory(torch.device("cpu")), disk)
+
+
+def write_problem(output_dir: str) -> str | None:
+    """Why a run could not write checkpoints to its folder, or None: they are written, flushed and renamed there.
+
+    The folder is made if there is none, and is afterwards as before.
+    """
+    folder = Path(output_dir)
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    written, renamed = unfinished(folder / "trial"), unfinished(folder / "trial")
+    try:
+        written.mkdir(parents=True)
+        with (written / "file").open("x", encoding="utf-8") as file:
+            file.write("trial")
+            flush_to_disk(file)
+        flush_folder(written)
+        written.rename(renamed)
+        flush_folder(folder)
+    except OSError as error:
+        return error.strerror
+    finally:
+        for trial in (written, renamed):
+            shutil.rmtree(trial, ignore_errors=True)
+        # Another run may have begun there meanwhile.
+        with suppress(OSError):
+            for path in missing:
+                path.rmdir()
+    return None
 
 
 def held_bytes(output_dir: str) -> int:

@@ -4,6 +4,8 @@ import errno
 import os
 import resource
 import shutil
+import stat
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -124,6 +126,23 @@ def test_a_full_disk_gets_one_sentence_and_its_space_back(output_dir):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert names(output_dir) == ["checkpoint-3", "checkpoint-5"]
+
+
+def test_a_disk_that_cannot_flush_folders_takes_checkpoints(tmp_path, monkeypatch):
+    """CIFS, FUSE and WSL: a finished checkpoint must not be deleted for this; a file's refusal counts."""
+    fsync = os.fsync
+
+    def refuse(descriptor: int, refused=stat.S_ISDIR):
+        if refused(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    assert verify(Run().save(tmp_path)).step == 0
+    monkeypatch.setattr(os, "fsync", partial(refuse, refused=stat.S_ISREG))
+    with pytest.raises(ValueError, match=r"No checkpoint .*\(Invalid argument\)"):
+        Run().save(tmp_path)
+    assert names(tmp_path) == ["checkpoint-0"]
 
 
 def test_a_read_only_folder_gets_one_sentence(tmp_path, monkeypatch):

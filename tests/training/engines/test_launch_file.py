@@ -182,7 +182,20 @@ def test_the_file_is_found_on_the_command_line_of_the_launcher(tmp_path, monkeyp
         launch_file.check_launch_file()
     command_line(["accelerate", "launch", f"--config-file={file}", "run_clm.py"])
     assert launch_file.launch_file() == file
-    command_line(["bash"])
+    for launcher in (["python3.12", "-u", "-X", "dev", "-m", "accelerate.commands.launch"], ["accelerate-launch"]):
+        command_line([*launcher, "--config_file", str(file), "-m", "hope_hf", "train"])
+        assert launch_file.launch_file() == file
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["bash"], ["wandb", "agent", "--config_file"], ["python", "accelerated/sweep.py", "--config_file"], ["python", "-m",
+     "sweep", "--config_file"], ["accelerate", "launch", "--cpu", "sweep.py", "--config_file"], ["python"], [""]],
+)  # fmt: skip
+def test_the_config_file_of_another_program_is_none(tmp_path, monkeypatch, words):
+    file = tmp_path / "sweep.yaml"
+    file.write_text("lr: [1, 2]\n")
+    monkeypatch.setattr(Path, "read_bytes", lambda path: "\0".join([*words, str(file)]).encode())
     assert launch_file.launch_file() is None
 
 
@@ -235,6 +248,7 @@ def test_a_mesh_of_another_number_of_processes_is_refused(monkeypatch):
 @pytest.mark.parametrize("first", [True, False])
 def test_an_engine_says_once_what_it_ignores(first, monkeypatch):
     monkeypatch.setenv("RANK", "0" if first else "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     options = CPUOffload(offload_params=True)
     plugin = SimpleNamespace(
         sharding_strategy=ShardingStrategy.FULL_SHARD, use_orig_params=True, cpu_offload=options,

@@ -31,6 +31,7 @@ FACTS = Facts(
     ),  # fmt: skip
     text=Text(rows=1000, rows_per_step=64, validation_rows=10, description="books"),
     in_use=False,
+    unwritable=None,
     held=0,
     continues=None,
     step=0,
@@ -77,6 +78,7 @@ CASES = [
     ("disk", {"disk": 39 * GIB, "step": 19}, "ok", "need 16.00 GiB more"),
     ("disk", {"disk": 39 * GIB, "save_only_model": True}, "ok", "3 checkpoint(s) of 4.00 GiB"),
     ("disk", {"disk": 100 * GIB, "save_total_limit": 9}, "fail", "10 checkpoint(s)"),
+    ("disk", {"unwritable": "Invalid argument"}, "fail", "runs/x takes no checkpoint (Invalid argument)"),
     # Four processes build the model of 4 GiB.
     ("host", {"host": 18 * GIB}, "ok", "needs 16.00 GiB of 18.00 GiB"),
     ("host", {"host": 17 * GIB}, "warn", "almost all"),

@@ -1,5 +1,7 @@
 """`--dry_run` says whether the run would work, and leaves no trace of itself."""
 
+import errno
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -42,11 +44,12 @@ def dry(run, capsys):
 
 
 def contents(folder: Path) -> dict:
-    """Every path of a folder with its bytes and times."""
-    return {
-        str(path): (path.stat().st_mtime_ns, path.stat().st_ctime_ns, path.read_bytes() if path.is_file() else None)
-        for path in [folder, *folder.rglob("*")]
-    }
+    """Every path in a folder, and every file with its bytes and times: a trial in a folder sets the folder's times."""
+    return {str(path): _content(path) for path in folder.rglob("*")}
+
+
+def _content(path: Path) -> tuple | None:
+    return (path.stat().st_mtime_ns, path.stat().st_ctime_ns, path.read_bytes()) if path.is_file() else None
 
 
 @pytest.mark.parametrize("model", [LLAMA, HOPE, GPT2], ids=["llama", "hope", "gpt2"])
@@ -108,6 +111,20 @@ def test_a_folder_in_use_fails(dry, tmp_path):
     assert contents(tmp_path / "a") == before
     lock.release()
     assert dry("a")[0] == 0
+
+
+def test_a_disk_that_takes_no_checkpoint_fails(dry, tmp_path, monkeypatch):
+    monkeypatch.setattr(facts_module, "flush_to_disk", fails_with(errno.EINVAL))
+    status, found, _ = dry("deep/run")
+    assert status == 1 and found["disk"][0] == "fail" and "Invalid argument" in found["disk"][1]
+    assert not (tmp_path / "deep").exists()
+
+
+def fails_with(number: int):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    return fail
 
 
 def test_a_tracker_is_checked_and_not_started(dry, tmp_path, monkeypatch):
