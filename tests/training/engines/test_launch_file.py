@@ -189,13 +189,15 @@ def test_the_file_is_found_on_the_command_line_of_the_launcher(tmp_path, monkeyp
 
 @pytest.mark.parametrize(
     "words",
-    [["bash"], ["wandb", "agent", "--config_file"], ["python", "accelerated/sweep.py", "--config_file"], ["python", "-m",
-     "sweep", "--config_file"], ["accelerate", "launch", "--cpu", "sweep.py", "--config_file"], ["python"], [""]],
+    [
+        "bash", "", "python", "wandb agent --config_file", "python accelerated/sweep.py --config_file",
+        "python -m sweep --config_file", "accelerate launch --cpu sweep.py --config_file",
+    ],
 )  # fmt: skip
 def test_the_config_file_of_another_program_is_none(tmp_path, monkeypatch, words):
     file = tmp_path / "sweep.yaml"
     file.write_text("lr: [1, 2]\n")
-    monkeypatch.setattr(Path, "read_bytes", lambda path: "\0".join([*words, str(file)]).encode())
+    monkeypatch.setattr(Path, "read_bytes", lambda path: "\0".join([*words.split(" "), str(file)]).encode())
     assert launch_file.launch_file() is None
 
 
