@@ -28,7 +28,7 @@ class KeptArguments:
 class PromptArguments(KeptArguments):
     """What `hope-hf generate` reads."""
 
-    prompt: str | None = flag(None, "Text to continue (default: standard input).")
+    prompt: str | None = flag(None, "Text to continue (default: standard input).", is_text=True)
 
 
 @dataclass
@@ -36,7 +36,9 @@ class TextArguments(KeptArguments):
     """What `hope-hf chat` reads."""
 
     file: list[str] | None = flag(None, "Text files that are read first, in this order.")
-    prompt: list[str] | None = flag(None, "Messages that are answered, in this order, instead of those you type.")
+    prompt: list[str] | None = flag(
+        None, "Messages that are answered, in this order, instead of those you type.", is_text=True
+    )
     compare: bool = flag(False, "Also read the files with frozen levels, to show what learning brings; needs --learn.")
 
 

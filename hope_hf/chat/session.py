@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 
+from hope_hf.cli.files import at_home
 from hope_hf.cli.parser import nearest
 from hope_hf.cli.process import complain
 
@@ -97,7 +98,8 @@ class Session:
         if name == "/read":
             if not rest:
                 raise ValueError("/read needs the name of a file: /read FILE.")
-            print(read_text(self.conversation, rest, text_of(rest, "/read"), self.args.compare), flush=True)
+            path = at_home(rest)
+            print(read_text(self.conversation, path, text_of(path, "/read"), self.args.compare), flush=True)
         elif name == "/undo":
             self.conversation.undo()
             self._tell(f"Back at {self._tokens()}.")

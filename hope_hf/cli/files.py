@@ -30,6 +30,14 @@ def is_inside(name: object) -> bool:
     return name == path.as_posix() != "." and not path.is_absolute() and ".." not in path.parts
 
 
+def at_home(path: str) -> str:
+    """A path with the user's own folder in place of `~` at its beginning; any other text as it is.
+
+    Shells leave the tilde of `--flag=~/x`, and recipes and quoted words have no shell.
+    """
+    return os.path.expanduser(path)
+
+
 SMALL = 64 << 20
 """Bytes of the largest recipe, manifest, report or other file that is read whole."""
 LARGEST_METRICS = 1 << 36

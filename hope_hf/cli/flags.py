@@ -10,6 +10,7 @@ from typing import Literal
 
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+from .files import at_home
 from .process import warn_once
 
 # The largest count, rate or number of seconds: sums and products of such numbers do not overflow.
@@ -88,16 +89,23 @@ class Bounds:
 
 
 class Checked(argparse.Action):
-    """Stores a value that is not blank and is within `bounds`; otherwise ValueError that names the flag."""
+    """Stores a value that is not blank and is within `bounds`; otherwise ValueError that names the flag.
 
-    def __init__(self, option_strings, dest, bounds: Bounds | None = None, **options):
+    `~` at the beginning of a value is the user's folder, since most words name files; not in one that `is_text`.
+    """
+
+    def __init__(self, option_strings, dest, bounds: Bounds | None = None, is_text: bool = False, **options):
         super().__init__(option_strings, dest, **options)
-        self.bounds = bounds
+        self.bounds, self.is_text = bounds, is_text
 
     def __call__(self, parser, namespace, values, option_string=None):
         for value in values if isinstance(values, list) else [values]:
             self._check(value)
-        setattr(namespace, self.dest, values)
+        found = [self._expanded(value) for value in values] if isinstance(values, list) else self._expanded(values)
+        setattr(namespace, self.dest, found)
+
+    def _expanded(self, value):
+        return value if self.is_text or not isinstance(value, str) else at_home(value)
 
     def _check(self, value):
         name = self.option_strings[0] if self.option_strings else self.metavar
@@ -136,16 +144,17 @@ def shown_names(names: str | list[str]) -> str:
     return " ".join(as_list(names))
 
 
-def flag(default, help: str, **bounds):
+def flag(default, help: str, is_text: bool = False, **bounds):
     """The dataclass field of a flag: default (MISSING: required), `--help` line and, for a number, `Bounds`.
 
-    The parser calls `Checked` with every value that it reads.
+    `is_text`: a value is words of the user's, and never a path. The parser calls `Checked` with every value that it
+    reads.
     """
     if isinstance(default, bool):
         return field(default=default, metadata={"help": help})
     limits = Bounds(**bounds) if bounds else None
     shown = f"{help} [{limits.words().removeprefix('of ')}]" if limits else help
-    return field(default=default, metadata={"help": shown, "action": partial(Checked, bounds=limits)})
+    return field(default=default, metadata={"help": shown, "action": partial(Checked, bounds=limits, is_text=is_text)})
 
 
 @dataclass

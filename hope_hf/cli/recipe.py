@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from .files import read_small
+from .files import at_home, read_small
 from .flags import OF_ONE_TEXT, TEXT_SOURCES
 from .parser import nearest
 from .process import one_line
@@ -34,7 +34,9 @@ def split_recipe(
     argv: list[str], flags: Collection[str], left_out: Collection[str] = ()
 ) -> tuple[list[str], list[str]]:
     """The words of the recipe at the beginning (none if there is none), and the words after it."""
-    return ([], argv) if not argv or argv[0].startswith("-") else (read_recipe(argv[0], flags, left_out), argv[1:])
+    if not argv or argv[0].startswith("-"):
+        return [], argv
+    return read_recipe(at_home(argv[0]), flags, left_out), argv[1:]
 
 
 def read_recipe(path: str | Path, flags: Collection[str], left_out: Collection[str] = ()) -> list[str]:

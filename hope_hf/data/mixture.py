@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields
 from hashlib import blake2b
 from itertools import islice
 
+from hope_hf.cli.files import at_home
 from hope_hf.cli.flags import LARGEST, as_list
 from hope_hf.cli.parser import nearest
 from hope_hf.cli.recipe import read_yaml
@@ -43,6 +44,7 @@ _LEAST_SHARE = 0.08
 
 
 BUILTIN = "builtin"
+# Each names files, or a folder, or (`dataset_name`) a data set of the Hub.
 _SOURCES = ("dataset_name", "files", "shards")
 _OF_A_DATA_SET = ("dataset_config_name", "data_dir", "split", "streaming")
 _OF_FILES = ("on_bad_rows",)
@@ -176,6 +178,9 @@ def _corpus(source: str, name: object, settings: object) -> Corpus:
         settings[key] = value = _number(value, kinds[key])
         if not _KINDS[kinds[key]].admits(value):
             raise ValueError(f"{where} has {key}: {value!r}, give {_KINDS[kinds[key]].words}.")
+    for key in _SOURCES:
+        if value := settings.get(key):
+            settings[key] = list(map(at_home, value)) if isinstance(value, list) else at_home(value)
     corpus = Corpus(name, **settings)
     named = [key for key in _SOURCES if settings.get(key)]
     if len(named) != 1:

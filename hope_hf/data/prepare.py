@@ -21,7 +21,7 @@ from datasets import Dataset, disable_progress_bars
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from hope_hf.cli.files import is_unfinished, read_object, replace_text
+from hope_hf.cli.files import at_home, is_unfinished, read_object, replace_text
 from hope_hf.cli.flags import COUNT, SEED, THREADS, check_output, flag
 from hope_hf.cli.folder_lock import LOCK_FILE, FolderLock
 from hope_hf.cli.parser import Parser
@@ -294,7 +294,7 @@ def main(argv: list[str]) -> int:
     # Only the bar of the shards is shown.
     disable_progress_bars()
     try:
-        mixture, words = (None, argv) if not argv or argv[0].startswith("-") else (argv[0], argv[1:])
+        mixture, words = (None, argv) if not argv or argv[0].startswith("-") else (at_home(argv[0]), argv[1:])
         (args,) = make_parser().parse_args_into_dataclasses(words, look_for_args_file=False)
         if mixture is None:
             raise ValueError("The mixture is missing: name a YAML file of corpora as the first argument.")

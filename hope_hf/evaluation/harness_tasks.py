@@ -10,6 +10,7 @@ from pathlib import Path
 
 from transformers import dynamic_module_utils
 
+from hope_hf.cli.files import at_home
 from hope_hf.cli.parser import nearest
 from hope_hf.cli.process import one_line
 from hope_hf.cli.recipe import yaml_fields
@@ -48,7 +49,7 @@ def find_tasks(args: Arguments):
     asked = names("paper" if args.tasks is None else args.tasks)
     if not asked:
         raise ValueError("--tasks names none of lm-eval's tasks: name some, such as piqa, or write paper.")
-    asked = written_out(asked)
+    asked = [at_home(name) for name in written_out(asked)]
     files = [name for name in asked if _is_file(name)]
     for name in files:
         if not Path(name).is_file():

@@ -141,8 +141,12 @@ class RunArguments:
     eval_on_start: bool = flag(False, "Evaluate before the first step as well.")
     logging_steps: int = flag(10, "Write a metrics row every N steps, and after the first and the last.", **COUNT)
     report_to: str = flag("none", "Trackers besides metrics.jsonl: none, all, or comma-separated names (wandb,aim).")
-    run_name: str | None = flag(None, "Name of the run in the trackers (default: WANDB_NAME, or the folder's name).")
-    project_name: str | None = flag(None, "Project of the run in the trackers (default: WANDB_PROJECT, or hope_hf).")
+    run_name: str | None = flag(
+        None, "Name of the run in the trackers (default: WANDB_NAME, or the folder's name).", is_text=True
+    )
+    project_name: str | None = flag(
+        None, "Project of the run in the trackers (default: WANDB_PROJECT, or hope_hf).", is_text=True
+    )
     cpu_threads: int | None = flag(
         None, "Threads per process (default: OMP_NUM_THREADS, or free cores / processes on this machine).", **THREADS
     )
@@ -187,7 +191,9 @@ class CheckpointArguments:
     )
     save_only_model: bool = flag(False, "Save the model alone: smaller checkpoints that no run can continue.")
     checkpoint_hook: str | None = flag(
-        None, "Shell line run after each complete checkpoint, beside the training (HOPE_CHECKPOINT, HOPE_STEP)."
+        None,
+        "Shell line run after each complete checkpoint, beside the training (HOPE_CHECKPOINT, HOPE_STEP).",
+        is_text=True,
     )
     push_to_hub: bool = flag(False, "Upload the finished HOPE with its code and a model card; needs a login.")
     hub_model_id: str | None = flag(None, "Repository of the upload: owner/name (default: the folder's name).")

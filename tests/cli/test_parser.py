@@ -7,6 +7,7 @@ import pytest
 from transformers import GPT2Config, LlamaConfig, OPTConfig, T5Config
 
 from hope_hf import HopeConfig
+from hope_hf.chat.flags import parse_generate
 from hope_hf.cli.parser import _OURS, flag_of, nearest
 from hope_hf.convert.run import make_parser as make_convert_parser
 from hope_hf.data import prepare, tokenizer
@@ -147,3 +148,32 @@ def test_help_says_each_flag_and_default_once_and_ends_with_an_example():
     assert text.count("--mfu X") == 1 and "(default: 0.4)" in text
     assert "(default: None)" not in text and "(default: False)" not in text
     assert re.search(r"example: hope-hf plan .* more: docs/\w+\.md$", text)
+
+
+@pytest.mark.parametrize(
+    "parser, words, name",
+    [
+        (make_plan_parser(), ["--accelerate_config=~/x"], "accelerate_config"),
+        (make_export_parser(), ["~/x", "--to=b"], "dir"),
+        (make_convert_parser(), ["--from=~/x", "--output_dir=b"], "source"),
+        (tokenizer.make_parser(), ["--output_dir=c", "--files=~/x"], "files"),
+        (make_checkpoints_parser(), ["consolidate", "a", "--to=~/x"], "to"),
+    ],
+)
+def test_a_tilde_is_the_users_folder_in_every_program(parser, words, name, monkeypatch):
+    """Bash keeps it in `--flag=~/x`, and a folder named `~` would be made."""
+    monkeypatch.setenv("HOME", "/home/me")
+    assert getattr(parser.parse_args(words), name) == "/home/me/x"
+
+
+def test_a_tilde_in_recipes_and_lists_and_not_in_words(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "r.yaml").write_text("output_dir: ~/runs\ntrain_file: [~/a.txt, b.txt]\ncheckpoint_hook: ~/hook.sh\n")
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("text")
+    monkeypatch.chdir(tmp_path)
+    args = training_parsing.parse(["~/r.yaml", "--run_name=~/x"])
+    assert (args.output_dir, args.train_file) == (f"{tmp_path}/runs", [f"{tmp_path}/a.txt", "b.txt"])
+    # A shell reads the hook.
+    assert (args.checkpoint_hook, args.run_name) == ("~/hook.sh", "~/x")
+    assert parse_generate(["m", "--prompt=~/x"]).prompt == "~/x"

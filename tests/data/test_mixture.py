@@ -27,6 +27,14 @@ def test_corpora_come_in_their_order_without_those_of_weight_0(tmp_path):
     assert second.facts() == {"name": "a", "dataset_name": "a/b", "weight": 0.5}
 
 
+def test_a_tilde_is_the_users_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    path = write(tmp_path, "corpora:\n  a: {files: [~/a.txt, b]}\n  b: {shards: ~/b}\n  c: {dataset_name: ~/c}\n")
+    files, shards, data_set = read_mixture(path)
+    assert files.files == ["/home/me/a.txt", "b"]
+    assert (shards.shards, data_set.dataset_name) == ("/home/me/b", "/home/me/c")
+
+
 @pytest.mark.parametrize(
     "text, sentence",
     [
