@@ -2,41 +2,25 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+import os
+import secrets
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers.configuration_utils import PreTrainedConfig
-from transformers.integrations.accelerate import load_offloaded_parameter
-from transformers.modeling_utils import PreTrainedModel
+
+from .fingerprint import Fingerprint, bytes_of
 
 CACHE_FILE = "hope_cache.safetensors"
 # format 1 had no checksum, format 2 stored the states of two groups of memories
 _FORMAT = "3"
 _AGAIN = "read the text again and save a new one"
 _OVERFLOWS = "holds NaN or infinity, or values that lead to them, in"
-# Fields of the configuration that do not affect a cache.
-_IRRELEVANT = {
-    "_name_or_path", "architectures", "auto_map", "dtype", "transformers_version", "use_cache", "recompute_chunks",
-    "level_periods", "level_learning",
-}  # fmt: skip
-# Fields of `HopeConfig` that change no state, in files of today.
-_STATELESS = {
-    "attention_dropout", "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings"
-}  # fmt: skip
-# Fields that are younger than format 3: left at their defaults, they are no part of a fingerprint.
-_ADDED = {"hidden_act", "mlp_bias", "attention_out_bias", "use_qk_norm", "memory_erase_bias", "memory_depth"}
-# A field that is gone, as it was under the delta rule.
-_GONE = {"paper_rule": None}
 
 
 def write_cache(
-    folder: Path, tensors: dict[str, torch.Tensor], model: "Fingerprint", learning: dict | None = None
+    folder: Path, tensors: dict[str, torch.Tensor], model: Fingerprint, learning: dict | None = None
 ) -> None:
     """Write the tensors of a cache; an existing file is replaced once the new one is complete.
 
@@ -57,13 +41,21 @@ def write_cache(
         metadata["level_learning"] = json.dumps(learning)
     metadata["sha256"] = _checksum(tensors, metadata)
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"{CACHE_FILE}.unfinished"
-    # not `save_file`, which ignores the umask and lets no other user read the file
-    unfinished.write_bytes(save(tensors, metadata))
-    unfinished.replace(folder / CACHE_FILE)
+    # a random name that must be new is never a link that somebody put there
+    unfinished = folder / f"{CACHE_FILE}.{secrets.token_hex(8)}.unfinished"
+    try:
+        # not `save_file`, which ignores the umask and lets no other user read the file
+        with unfinished.open("xb") as file:
+            file.write(save(tensors, metadata))
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(folder / CACHE_FILE)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
-def read_cache(folder: Path) -> tuple[dict[str, torch.Tensor], "Fingerprint", dict]:
+def read_cache(folder: Path) -> tuple[dict[str, torch.Tensor], Fingerprint, dict]:
     """The tensors that `write_cache` wrote, the fingerprint of their model, and its fields of `level_learning`.
 
     Raises:
@@ -146,80 +138,12 @@ def _stays_finite(tensor: torch.Tensor) -> bool:
     return bool((tensor.abs().double() < largest).all())
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy())
-
-
 def _checksum(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> str:
     digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(_bytes(tensor))
+        digest.update(bytes_of(tensor))
     return digest.hexdigest()
-
-
-class Fingerprint(NamedTuple):
-    """Hashes of a model, of 16 hexadecimal digits each."""
-
-    # dtype of the weights, such as torch.float32
-    dtype: str
-    # hash of every byte of the weights
-    exact: str
-    # hash of the weights rounded to bfloat16
-    rounded: str
-
-    def fits(self, other: "Fingerprint") -> bool:
-        """Whether the models are the same: equal bits or, in another dtype, equal weights rounded to bfloat16."""
-        return self.exact == other.exact if self.dtype == other.dtype else self.rounded == other.rounded
-
-
-def is_of(model: PreTrainedModel, written: Fingerprint) -> bool:
-    """Whether the model, or one of the same computation, wrote a file."""
-    return written.fits(fingerprint(model)) or written.fits(fingerprint(model, all_fields=True))
-
-
-def fingerprint(model: PreTrainedModel, all_fields: bool = False) -> Fingerprint:
-    """Hashes of a model's configuration and of all weights but the head's, which does not affect a cache.
-
-    Of the configuration, the fields count that change a state, and none that any model of transformers has. With
-    `all_fields` most others count, too, as in files of before.
-
-    A model keeps its fingerprint in bfloat16 and on another device, but not in float16, which rounds differently. A
-    call reads every weight (0.04 s for 8 M parameters and 0.6 s for 160 M in float32, on one CPU core).
-    """
-    left_out, unused = _IRRELEVANT, model.config.unused_fields
-    if not all_fields:
-        left_out = left_out | _STATELESS | PreTrainedConfig.__dataclass_fields__.keys()
-    added = {key: type(model.config).__dataclass_fields__[key].default for key in _ADDED}
-    fields = {
-        key: value
-        for key, value in (model.config.to_dict() | _GONE).items()
-        if not (key in left_out or key.startswith(unused) or key in added and value == added[key])
-    }
-    config = json.dumps(fields, sort_keys=True, default=str)
-    exact, rounded = (hashlib.sha256(config.encode()) for _ in range(2))
-    for name, weight in sorted(_plain_weights(model.base_model)):
-        exact.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
-        exact.update(_bytes(weight))
-        rounded.update(f"{name} {list(weight.shape)}".encode())
-        rounded.update(_bytes(weight.bfloat16() if weight.is_floating_point() else weight))
-    return Fingerprint(str(model.dtype), exact.hexdigest()[:16], rounded.hexdigest()[:16])
-
-
-def _plain_weights(trunk: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight by name as plain tensors, several for a quantized weight."""
-    pending = [(name, weight.detach()) for name, weight in trunk.named_parameters()]
-    for name, weight in pending:
-        if hasattr(weight, "full_tensor"):
-            # sharded over processes, all of which call this function
-            yield name, weight.full_tensor()
-        elif weight.is_meta:
-            # `device_map` keeps it in the CPU's memory or on disk
-            yield name, load_offloaded_parameter(trunk, name)
-        elif is_traceable_wrapper_subclass(weight):
-            pending += [(f"{name}.{part}", getattr(weight, part)) for part in weight.__tensor_flatten__()[0]]
-        else:
-            yield name, weight
 
 
 def named_tensors(state: tuple) -> dict[str, torch.Tensor]:

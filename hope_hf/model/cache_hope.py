@@ -16,14 +16,13 @@ from transformers.utils.deprecation import deprecate_kwarg
 from .cache_file import (
     CACHE_FILE,
     check_tensors,
-    fingerprint,
-    is_of,
     named_tensors,
     read_cache,
     state_of_named,
     write_cache,
 )
 from .chunks import Past
+from .fingerprint import fingerprint, is_of
 from .level_learning import LEVEL_DTYPES, LevelState, loaded_state
 
 # What this transformers calls a cache in calls and outputs: `past_key_values` before 5.24.
@@ -393,8 +392,8 @@ class HopeCache(_Rows, DynamicCache):
 
         Args:
             save_directory: created if it does not exist; a cache in it is replaced.
-            model: the HOPE model of the cache, also in a `PeftModel`. All its weights, those of adapters among them,
-                are hashed (see `cache_file.fingerprint`).
+            model: the HOPE model of the cache, also in a `PeftModel`, with the adapters active that read the text. The
+                weights that it computes with are hashed, and those adapters (see `fingerprint.fingerprint`).
             level_dtype: of what levels have learned: "float32" stores it as it is, "bfloat16" and "int8" take a half
                 and a quarter of the space.
 

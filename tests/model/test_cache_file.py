@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
 from hope_hf import HopeCache, HopeForCausalLM
-from hope_hf.model import cache_file
+from hope_hf.model import cache_file, fingerprint
 
 MODELS = LAYERS | {
     "paper-2": MEMORIES["paper-2"],
@@ -212,7 +212,7 @@ def test_a_file_that_no_text_can_leave_is_refused(tiny_model, tmp_path, monkeypa
     change(tensors)
     with monkeypatch.context() as patch:
         patch.setattr(cache_file, "_stays_finite", lambda tensor: True)
-        cache_file.write_cache(tmp_path, tensors, cache_file.fingerprint(model))
+        cache_file.write_cache(tmp_path, tensors, fingerprint.fingerprint(model))
     with pytest.raises(ValueError, match=f"hope_cache.safetensors .*{sentence}.*: read the text again"):
         HopeCache.from_pretrained(tmp_path, model)
 
@@ -248,7 +248,7 @@ def test_keys_of_softmax_attention_must_fit_as_well(tiny_model, tmp_path):
     model = tiny_model(**ATTENTION)
     tensors = read(model, random_ids(2, 9)).state_tensors()
     tensors["1.values"] = tensors["1.values"][:, :, :8]
-    cache_file.write_cache(tmp_path, tensors, cache_file.fingerprint(model))
+    cache_file.write_cache(tmp_path, tensors, fingerprint.fingerprint(model))
     with pytest.raises(ValueError, match=r"holds '1.values' as \[2, 2, 8, 16\], not \[2, 2, 9, 16\]"):
         HopeCache.from_pretrained(tmp_path, model)
 
@@ -261,7 +261,7 @@ def test_keys_and_memories_must_have_read_the_same(tiny_model, tmp_path, options
     name = f"{1 - layer}.columns"
     for kind in ("keys", "values"):
         tensors[f"{layer}.{kind}"] = tensors[f"{layer}.{kind}"][:, :, :8]
-    cache_file.write_cache(tmp_path, tensors, cache_file.fingerprint(model))
+    cache_file.write_cache(tmp_path, tensors, fingerprint.fingerprint(model))
     with pytest.raises(ValueError, match=f"impossible counts of tokens in '{name}'"):
         HopeCache.from_pretrained(tmp_path, model)
 
@@ -286,6 +286,29 @@ def test_the_file_is_as_readable_as_any_other(tiny_model, tmp_path):
     (tmp_path / "other").write_text("")
     modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("hope_cache.safetensors", "other")}
     assert len(modes) == 1
+
+
+def test_writing_a_file_follows_no_link_and_leaves_nothing_behind(tiny_model, tmp_path, monkeypatch):
+    model = tiny_model()
+    cache = read(model, random_ids(1, 9))
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    # the names that were once fixed, and the file's own
+    for name in (f"{cache_file.CACHE_FILE}.unfinished", cache_file.CACHE_FILE):
+        (folder / name).symlink_to(victim)
+    cache.save_pretrained(folder, model)
+    assert victim.read_text() == "precious" and HopeCache.from_pretrained(folder, model).get_seq_length() == 9
+    before = sorted(folder.iterdir())
+
+    def fails(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fails)
+    with pytest.raises(OSError, match="No space left"):
+        cache.save_pretrained(folder, model)
+    assert sorted(folder.iterdir()) == before
 
 
 def test_a_file_of_the_older_format_is_refused_by_its_number(tiny_model, tmp_path):
@@ -320,9 +343,9 @@ def test_fields_that_change_no_state_change_not_whose_memory_it_is(tiny_model, t
     cache = HopeCache(model.config)
     model(random_ids(1, 9), cache=cache)
     # as files of before have it
-    old = cache_file.fingerprint(model, all_fields=True)
+    old = fingerprint.fingerprint(model, all_fields=True)
     cache.save_pretrained(tmp_path, model)
-    assert cache_file.is_of(model, old) and old != cache_file.fingerprint(model)
+    assert fingerprint.is_of(model, old) and old != fingerprint.fingerprint(model)
     for name, value in fields.items():
         setattr(model.config, name, value)
     assert HopeCache.from_pretrained(tmp_path, model).get_seq_length() == 9
@@ -342,17 +365,17 @@ def test_a_cache_that_cannot_be_cropped_stays_whole(tiny_model):
 
 def test_a_head_does_not_change_which_model_it_is_and_exchanged_rows_do(tiny_model):
     model = tiny_model()
-    first = cache_file.fingerprint(model)
+    first = fingerprint.fingerprint(model)
     with torch.no_grad():
         # a head does not change what is read
         model.lm_head.weight.mul_(2)
-    assert cache_file.fingerprint(model) == first
+    assert fingerprint.fingerprint(model) == first
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(model.model.embed_tokens.weight.flip(0))
-    assert cache_file.fingerprint(model) != first
+    assert fingerprint.fingerprint(model) != first
     model.config.rms_norm_eps = 1e-5
-    assert cache_file.fingerprint(model).exact != cache_file.fingerprint(tiny_model()).exact
-    assert cache_file.fingerprint(tiny_model()) == first
+    assert fingerprint.fingerprint(model).exact != fingerprint.fingerprint(tiny_model()).exact
+    assert fingerprint.fingerprint(tiny_model()) == first
 
 
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
@@ -448,7 +471,7 @@ def test_labels_and_inputs_out_of_place_are_refused(tiny_model):
 def test_fields_of_other_layers_count_where_there_are_some(tiny_model, options, field):
     """A cache of memories is the same model's after fields for other layers have come to the configuration."""
     for model in (tiny_model(), tiny_model(**options)):
-        before = cache_file.fingerprint(model)
+        before = fingerprint.fingerprint(model)
         setattr(model.config, field, 1024)
         kind = "sparse_attention" if field == "sparse_window" else "window_attention"
-        assert (cache_file.fingerprint(model) != before) is (kind in model.config.layer_types)
+        assert (fingerprint.fingerprint(model) != before) is (kind in model.config.layer_types)
