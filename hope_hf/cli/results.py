@@ -6,19 +6,24 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
+from .parser import flag_of
 from .process import one_line
 
 # The report that hope-hf eval writes and a model card is made from.
 RESULTS_FILE = "results.json"
 SCHEMA_VERSION = 1
+
+# Flags whose value is a line for the shell, and what is kept instead.
+SHELL_LINES = {"checkpoint_hook"}
+LEFT_OUT = "(not kept)"
 
 IGNORED = -100
 """The label of a token that is not predicted."""
@@ -109,10 +114,37 @@ def draw_or_warn(draw: Callable[[Path], object], path: Path) -> Path | None:
 def provenance() -> dict:
     """The command, the packages' versions and the package's git commit, JSON-able; unknown ones are None."""
     return {
-        "command": sys.argv,
+        "command": command_to_keep(),
         "versions": {"python": platform.python_version(), **{name: _installed(name) for name in _PACKAGES}},
         "git": {"commit": _git("rev-parse", "HEAD"), "modified": bool(_git("status", "--porcelain"))},
     }
+
+
+def command_to_keep() -> list[str]:
+    """The words of this process's command, without what a shell line among them says: it may hold a password."""
+    kept = []
+    for word in sys.argv:
+        flag = flag_of(word)
+        if flag in SHELL_LINES and "=" in word:
+            word = f"--{flag}={LEFT_OUT}"
+        elif kept and flag_of(kept[-1]) in SHELL_LINES and "=" not in kept[-1]:
+            word = LEFT_OUT
+        kept.append(word)
+    return kept
+
+
+@contextmanager
+def without_arguments() -> Iterator[None]:
+    """Inside, `sys.argv` names the program alone: trackers record it, and W&B sends it away.
+
+    The flags that define the run are in the tracker's configuration.
+    """
+    words = sys.argv
+    sys.argv = words[:1]
+    try:
+        yield
+    finally:
+        sys.argv = words
 
 
 def next_token_accuracy():

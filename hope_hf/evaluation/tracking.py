@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hope_hf.cli.parser import nearest
 from hope_hf.cli.process import one_line
+from hope_hf.cli.results import without_arguments
 
 from .checkpoints import Checkpoint
 from .flags import names
@@ -61,7 +62,8 @@ class _Wandb:
             identity = hashlib.sha256(os.path.abspath(folder).encode()).hexdigest()[:16]
             options = {"id": identity, "resume": "allow"}
         project = os.environ.get("WANDB_PROJECT", "hope_hf")
-        self._run = wandb.init(project=project, name=f"{run}-eval", job_type="eval", dir=folder, **options)
+        with without_arguments():
+            self._run = wandb.init(project=project, name=f"{run}-eval", job_type="eval", dir=folder, **options)
         # Checkpoints may be evaluated in any order.
         self._run.define_metric("*", step_metric="tokens")
         self._image = wandb.Image

@@ -7,7 +7,7 @@ import sys
 import evaluate
 import pytest
 
-from hope_hf.cli.results import as_label, draw_or_warn, next_token_accuracy
+from hope_hf.cli.results import as_label, command_to_keep, draw_or_warn, next_token_accuracy
 
 
 def test_the_accuracy_needs_no_folder_that_can_be_written(monkeypatch, tmp_path):
@@ -51,3 +51,13 @@ def test_figures_of_the_caller_keep_their_backend(asked):
     kept, backend = run.stdout.split()
     # releases of matplotlib that refuse a backend which is not installed choose one
     assert kept == asked and (backend == asked or asked != "svg")
+
+
+def test_a_shell_line_in_a_command_is_not_kept(monkeypatch):
+    words = ["hope-hf", "train", "r.yaml", "--seed", "1"]
+    for given, kept in (
+        (["--checkpoint_hook", "curl -H secret"], ["--checkpoint_hook", "(not kept)"]),
+        (["--checkpoint-hook=a=secret"], ["--checkpoint_hook=(not kept)"]),
+    ):
+        monkeypatch.setattr(sys, "argv", [*words, *given, "--seed", "2"])
+        assert command_to_keep() == [*words, *kept, "--seed", "2"]

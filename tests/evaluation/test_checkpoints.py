@@ -176,7 +176,8 @@ def test_numbers_of_a_report():
 def test_trackers_get_the_numbers_and_pictures(run, tmp_path, monkeypatch):
     sent = []
     fake = SimpleNamespace(
-        init=lambda **options: SimpleNamespace(
+        # W&B records the words of the command.
+        init=lambda **options: sent.append([*sys.argv[1:]]) or SimpleNamespace(
             log=sent.append, finish=lambda: sent.append("end"), define_metric=lambda *a, **o: None
         ),
         Image=lambda path: ("picture", path),
@@ -184,8 +185,8 @@ def test_trackers_get_the_numbers_and_pictures(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setattr(tracking, "find_spec", lambda name: True)
     assert evaluate(run / "checkpoint-10", "--output_dir", tmp_path / "eval", "--report_to", "wandb") == 0
-    row, end = sent
-    assert end == "end" and (row["step"], row["tokens"]) == (10, 640)
+    words, row, end = sent
+    assert not words and end == "end" and (row["step"], row["tokens"]) == (10, 640)
     assert row["passkey/Passkey/length 160, depth 1/loss"] > 0
     assert row["needle_passkey"] == ("picture", str(tmp_path / "eval" / "needle_passkey.png"))
 

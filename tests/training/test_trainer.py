@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -279,9 +280,18 @@ def test_wandb_offline(run, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     names = ["--run_name", "name", "--project_name", "project"]
-    status, _ = run("a", "--report_to", "wandb", "--max_train_steps", "2", *names)
-    assert status == 0
+    import wandb
+
+    told, init = [], wandb.init
+    monkeypatch.setattr(wandb, "init", lambda **options: told.append([*sys.argv]) or init(**options))
+    # A password in the hook reaches neither W&B nor a file of the run.
+    hook = ["--checkpoint_hook", "true Password1"]
+    monkeypatch.setattr(sys, "argv", ["hope-hf", "train", *hook])
+    status, _ = run("a", "--report_to", "wandb", "--max_train_steps", "2", *names, *hook)
+    assert status == 0 and told == [["hope-hf"]] and sys.argv[1] == "train"
     assert list((tmp_path / "a" / "wandb").glob("offline-run-*/*.wandb"))
+    files = [path for path in (tmp_path / "a").rglob("*") if path.is_file()]
+    assert [path for path in files if b"Password1" in path.read_bytes()] == []
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import sys
 import uuid
 from collections.abc import Collection
 from pathlib import Path
@@ -13,7 +12,7 @@ from accelerate.utils import broadcast_object_list
 
 from hope_hf.cli.files import RUN_FILE, read_small, replace_text, write_errors
 from hope_hf.cli.folder_lock import FolderLock
-from hope_hf.cli.results import provenance
+from hope_hf.cli.results import command_to_keep, provenance
 from hope_hf.step.arguments import Arguments
 from hope_hf.step.defaults import Default
 
@@ -90,7 +89,7 @@ class RunFolder:
             elif is_open(record, identity):
                 merged = record["identity"] | json.loads(json.dumps(identity))
                 if merged != record["identity"]:
-                    record = record | {"commands": [*record.get("commands", [record["command"]]), sys.argv]}
+                    record = record | {"commands": [*record.get("commands", [record["command"]]), command_to_keep()]}
                 record = record | {"identity": merged, "complete": False}
             if keep_every is not None:
                 record = record | {"keep_every": sorted({*record.get("keep_every", ()), keep_every})}

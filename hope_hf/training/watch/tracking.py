@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from hope_hf.cli.files import LARGEST_METRICS, read_small, replace_text
 from hope_hf.cli.parser import nearest
 from hope_hf.cli.process import one_line
+from hope_hf.cli.results import without_arguments
 from hope_hf.step.arguments import Arguments
 
 from ..engines.guard import OneSidedError
@@ -98,7 +99,8 @@ class Tracker:
             if os.environ.get("WANDB_MODE") != "offline":
                 options["wandb"] |= {"id": run_id, "resume": "allow"}
             try:
-                accelerator.init_trackers(project, config=config, init_kwargs=options)
+                with without_arguments():
+                    accelerator.init_trackers(project, config=config, init_kwargs=options)
             # Every tracker has its own error types: not logged in, no network, no space.
             except Exception as error:
                 raise ValueError(f"--report_to {args.report_to} could not start: {one_line(error)}") from error
