@@ -13,6 +13,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from transformers.dynamic_module_utils import get_imports
 
 import hope_hf
 
@@ -427,6 +428,15 @@ def test_every_rule_can_be_broken(rule, file, source):
 )
 def test_what_is_allowed_breaks_no_rule(file, source):
     assert [breach for rule in RULES for breach in rule(file, ast.parse(source))] == []
+
+
+def test_files_of_the_hub_import_nothing_more_without_a_try(tmp_path):
+    """transformers refuses a repository if a package that it finds in one of its files so is not installed."""
+    everywhere = ROOMS["hope_hf/model"] | sys.stdlib_module_names
+    for file in (ROOT / "hope_hf" / "model").glob("*.py"):
+        assert set(get_imports(file)) <= everywhere, file.name
+    (tmp_path / "x.py").write_text("def f():\n    with g():\n        from fla.modules import conv")
+    assert get_imports(tmp_path / "x.py") == ["fla"]
 
 
 def test_no_two_test_files_have_one_name():

@@ -147,6 +147,11 @@ def without_arguments() -> Iterator[None]:
         sys.argv = words
 
 
+def commands_of(record: dict) -> list[list[str]]:
+    """The commands of a run's record, first to last, each as words; a run that was changed has several."""
+    return record.get("commands") or [record.get("command", [])]
+
+
 def next_token_accuracy():
     """An `evaluate.Metric` over token ids: `{"accuracy": share of predictions that equal their references}`.
 

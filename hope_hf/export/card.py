@@ -127,7 +127,7 @@ def _training(training: TrainingFacts) -> str:
     return f"""\
 Text: {as_text(training.text)}{length}, on {training.num_processes} process(es) with {versions}.
 
-{as_code_block(training.command)}"""
+{as_code_block(*training.commands)}"""
 
 
 def _evaluation(training: TrainingFacts | None, evaluation: EvaluationFacts | None) -> str:

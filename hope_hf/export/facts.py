@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from hope_hf.cli.files import LARGEST_METRICS, read_small
 from hope_hf.cli.flags import as_list, is_hub_name
 from hope_hf.cli.models import card_metadata
-from hope_hf.cli.results import SCHEMA_VERSION, markdown_table
+from hope_hf.cli.results import SCHEMA_VERSION, commands_of, markdown_table
 
 from .public import as_text, public_command, public_value, without_folders
 
@@ -35,7 +35,8 @@ class TrainingFacts:
     """Name of the data set on the Hub."""
     base_model: str | None
     """Name on the Hub of the model whose weights the training began with."""
-    command: str
+    commands: list[str]
+    """First to last; a run that was continued with changes has several."""
     num_processes: int
     versions: dict[str, str]
     steps: int | None
@@ -81,7 +82,7 @@ def read_training(folder: Path) -> TrainingFacts | None:
             "text": _text(flags),
             "dataset": dataset if dataset and dataset != "synthetic" and is_hub_name(dataset) else None,
             "base_model": base_model if base_model and is_hub_name(base_model) else None,
-            "command": "\n".join(map(public_command, record.get("commands") or [record["command"]])),
+            "commands": list(map(public_command, commands_of(record))),
             "num_processes": int(record["num_processes"]),
             "versions": {name: version for name, version in record["versions"].items() if version},
         }

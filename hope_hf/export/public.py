@@ -87,9 +87,9 @@ def as_text(value: object) -> str:
     return re.sub(r"[\\`*~$|\[\]]|(?<![^\W_])_+|_+(?![^\W_])", _escaped, html.escape(printable(value), quote=False))
 
 
-def as_code_block(line: object) -> str:
-    """`line` on one line as a block of code."""
-    code = printable(line)
+def as_code_block(*lines: object) -> str:
+    """Every one of `lines` on one line, as a block of code."""
+    code = "\n".join(map(printable, lines))
     # The fence is longer than any fence in the code.
     fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", code))])
     return f"{fence}\n{code}\n{fence}"

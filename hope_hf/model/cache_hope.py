@@ -268,8 +268,10 @@ class HopeCache(_Rows, DynamicCache):
         """Detach all tensors in place: truncated backpropagation through time."""
         return self.map(torch.Tensor.detach)
 
-    def to(self, device: torch.device | str) -> "HopeCache":
-        """Move every tensor to a device, in place."""
+    def to(self, device: torch.device | str | int | None) -> "HopeCache":
+        """Move every tensor to a device, in place; `None`, as accelerate's hooks call it, moves nothing."""
+        if device is None:
+            return self
         for layer in self.layers:
             if layer.is_initialized:
                 layer.device = torch.device(device)

@@ -8,6 +8,7 @@ from typing import Literal
 from huggingface_hub.dataclasses import strict
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.auto import modeling_auto
 
 from .continuum import CONTINUA
 from .level_learning import LevelLearning
@@ -74,6 +75,9 @@ _PAPER_RULE = {
     "depth": 1, "erase": "output", "hidden_norm": "unit", "inner_rate": 0.1, "error_clip": 2.0, "target_norm": True,
     "read_mode": "inclusive", "decay_to": "initial",
 }  # fmt: skip
+# The name of a field in config.json. transformers reads a tokenizer's folder without our class, and then refuses kinds
+# of layers that are not its own in `layer_types`, which files of before have.
+_SAVED_AS = {"layer_types": "mixer_types"}
 # The smallest value of single fields.
 _POSITIVE = (
     "vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "memory_chunk_size", "conv_kernel_size",
@@ -307,8 +311,13 @@ class HopeConfig(PreTrainedConfig):
     def __setattr__(self, name: str, value) -> None:
         super().__setattr__(name, LevelLearning.of(value) if name == "level_learning" else value)
 
+    def to_diff_dict(self) -> dict:
+        """The fields as config.json holds them, with `layer_types` as `mixer_types`."""
+        fields = super().to_diff_dict()
+        return {_SAVED_AS.get(name, name): value for name, value in fields.items()}
+
     def to_dict(self) -> dict:
-        """The fields as JSON holds them."""
+        """The fields by name."""
         fields = super().to_dict()
         if self.level_learning is not None:
             fields["level_learning"] = asdict(self.level_learning)
@@ -379,6 +388,9 @@ class HopeConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs):
         """As in transformers, but a field of another version of HOPE is an error, not an attribute."""
+        saved = {name: config_dict[key] for name, key in _SAVED_AS.items() if key in config_dict}
+        others = {name: value for name, value in config_dict.items() if name not in _SAVED_AS.values()}
+        config_dict = saved | others
         rule = config_dict.get("paper_rule")
         if rule is None or isinstance(rule, dict) and _PAPER_RULE | rule | {"depth": 1} == _PAPER_RULE:
             # of before the options of the paper's rule were fixed
@@ -468,5 +480,12 @@ class HopeConfig(PreTrainedConfig):
         if self.level_learning is not None:
             self.level_learning.check(self)
 
+
+# transformers and lm-eval ask these lists what a model predicts: `Trainer` shifts labels for the names of one alone.
+# lm-eval asks before the model's code is loaded, so they are filled here. `fully_shard` writes FSDP before the name.
+for _task in ("CAUSAL_LM", "SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION", "QUESTION_ANSWERING"):
+    _names = getattr(modeling_auto, f"MODEL_FOR_{_task}_MAPPING_NAMES")
+    _head = "HopeFor" + _task.title().replace("_", "").replace("Lm", "LM")
+    _names |= {HopeConfig.model_type: _head, f"{HopeConfig.model_type}_fsdp2": f"FSDP{_head}"}
 
 __all__ = ["PRESETS", "HopeConfig"]

@@ -17,7 +17,6 @@ Axes of the scan as in `memory_scan`, of sparse attention as in `sparse_fast`.
 import importlib.metadata
 import importlib.util
 import os
-from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -135,10 +134,12 @@ def mix(
     The kernels take the documents of all rows one after the other, without padding (`chunks.Sequences`); rows that are
     one document each stay as they are.
     """
-    with _loading():
+    try:
         from fla.modules.causal_conv1d import causal_conv1d
         from fla.modules.norm.fused_norm_gate import rms_norm_gated
         from fla.modules.norm.l2norm import l2norm
+    except ImportError as error:
+        raise _does_not_load(error) from error
     heads, shape, texts = mixer.config.num_memory_heads, hidden_states.shape[:2], plan.sequences
     x, bounds = hidden_states, None
     if texts is not None:
@@ -224,8 +225,10 @@ def _scan(
     queries, keys, values, log_retention, rate, current, need_state: bool, bounds, is_token: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Reads [B, T, H, D] of the gated delta rule, and its states [n, H, D, D] after n sequences if they are needed."""
-    with _loading():
+    try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+    except ImportError as error:
+        raise _does_not_load(error) from error
     run = fused_recurrent_gated_delta_rule if is_token and not torch.is_grad_enabled() else chunk_gated_delta_rule
     return run(
         queries,
@@ -240,12 +243,9 @@ def _scan(
     )
 
 
-@contextmanager
-def _loading():
-    try:
-        yield
-    except ImportError as error:
-        raise ImportError(f"flash-linear-attention does not load ({error}): set {VARIABLE}=torch") from error
+# Every import of fla stands in a `try` block: transformers wants all other packages that a file of the Hub imports.
+def _does_not_load(error: ImportError) -> ImportError:
+    return ImportError(f"flash-linear-attention does not load ({error}): set {VARIABLE}=torch")
 
 
 def selection_obstacle(queries: torch.Tensor, base: int, sizes: SparseSizes) -> str | None:
@@ -261,8 +261,10 @@ def read_selected_fla(
     queries, keys, values, gates, chosen, base: int, block: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, ...]:
     """`sparse_fast.read_selected`; the kernels' operands are rounded to `dtype`."""
-    with _loading():
+    try:
         from fla.ops.nsa.parallel import parallel_nsa
+    except ImportError as error:
+        raise _does_not_load(error) from error
     heads, length, group = queries.shape[1:4]
     # the query heads of a key head are the rows of a matrix product: zeros pad them to its smallest size
     rows = F.pad(queries, (0, 0, 0, _power_of_two(max(group, _LEAST)) - group))

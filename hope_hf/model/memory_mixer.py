@@ -382,11 +382,8 @@ class SelfModifyingTitans(Mixer, nn.Module):
         if config.memory_projections:
             made = " and ".join({"k": "keys", "v": "values"}[name] for name in config.memory_projections)
             modifies = "self-modifying "
-            projects = f",\nand make {made} with new weights every {config.memory_chunk_size} tokens"
-        return (
-            f"made of {modifies}memories: small networks of every sequence's own that are rewritten while it is read"
-            f"{projects}"
-        )
+            projects = f";\nthey make {made} with new weights every {config.memory_chunk_size} tokens"
+        return f"made of {modifies}memories: small per-sequence networks, updated while the text is read{projects}"
 
     @staticmethod
     def check_config(config: PreTrainedConfig) -> None:

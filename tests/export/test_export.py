@@ -122,6 +122,14 @@ def test_names_on_the_hub_are_metadata(source, monkeypatch, tmp_path):
     assert "python run_clm.py --dataset_name someone/stories --tokenizer_name source\n" in card.text
 
 
+def test_each_command_of_a_continued_run_has_its_line(source, tiny_model):
+    record = json.loads((source / "run.json").read_text())
+    record["commands"] = [["hope-hf", "train", "--seed", "1"], ["hope-hf", "train", "--max_train_steps", "9"]]
+    (source / "run.json").write_text(json.dumps(record))
+    card = model_card(tiny_model(), "owner/name", "mit", read_training(source), None)
+    assert "```\nhope-hf train --seed 1\nhope-hf train --max_train_steps 9\n```\n" in card.text
+
+
 def test_a_folder_with_nothing_but_a_model(source, monkeypatch, tmp_path):
     monkeypatch.setattr(folder, "check_export", lambda *arguments: "")
     for name in ("run.json", "metrics.jsonl", "all_results.json"):
@@ -147,7 +155,8 @@ def test_a_folder_with_nothing_but_a_model(source, monkeypatch, tmp_path):
 def test_the_card_says_what_mixes_tokens(tiny_model, layer_types, has_memories, attention):
     window = {"sliding_window": 8} if "window_attention" in layer_types else {}
     text = model_card(tiny_model(layer_types=layer_types, **window), "owner/name", "mit", None, None).text
-    assert ("made of memories" in text) is has_memories and "make keys" not in text
+    assert ("made of memories: small per-sequence networks, updated while the text is read" in text) is has_memories
+    assert "make keys" not in text
     assert attention in text and ("softmax attention" in text) is ("softmax" in attention)
 
 

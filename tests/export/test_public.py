@@ -73,13 +73,14 @@ def test_text_stays_text():
     assert as_text(NASTY) == r"a # b &lt;script&gt;\|\*c\*\`d\` \`\`\` \[e\](f) &amp;amp;"
     assert as_text("held_out.txt __init__ _a_") == r"held_out.txt \_\_init\_\_ \_a\_"
     assert as_code_block(NASTY) == "````\na # b <script>|*c*`d` ``` [e](f) &amp;\n````"
+    assert as_code_block("a\nb", "c") == "```\na b\nc\n```"
     table = _tables({f"Text: {NASTY}": [{NASTY: NASTY, "loss_a": 0.5, "loss_a_stderr": 0.25}]}, {}).splitlines()
     assert [line.count("|") - line.count(r"\|") for line in table] == [0, 0, 3, 3, 3]
     assert "0.5000 ± 0.2500" in table[-1]
 
 
 def test_names_and_license_on_the_card_are_one_line_of_text(trained, tiny_model):
-    facts = replace(read_training(trained), text=NASTY, command=NASTY, versions={NASTY: NASTY})
+    facts = replace(read_training(trained), text=NASTY, commands=[NASTY], versions={NASTY: NASTY})
     card = model_card(tiny_model(), NASTY, f"{NASTY}\n---\n", facts, None)
     assert ModelCard(card.content).data.license == "a # b <script>|*c*`d` ``` [e](f) &amp; ---"
     outside = re.sub(r"^(`{3,}).*?^\1$", "", card.text, flags=re.DOTALL | re.MULTILINE)

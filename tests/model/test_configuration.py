@@ -187,6 +187,25 @@ def test_options_of_the_papers_rule_are_read_where_they_are_as_they_are_now(tmp_
             AutoConfig.from_pretrained(tmp_path)
 
 
+def test_kinds_of_layers_are_saved_where_transformers_does_not_check_them(tmp_path):
+    """It reads a tokenizer's folder without our class, and knows no kinds but its own in `layer_types`."""
+    kinds = ["hope_memory", "full_attention"]
+    config = HopeConfig(**SMALL | {"num_hidden_layers": 2}, layer_types=kinds)
+    config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    saved = json.loads(file.read_text())
+    assert "layer_types" not in saved and saved["mixer_types"] == kinds
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert loaded.layer_types == kinds and not hasattr(loaded, "mixer_types")
+    assert loaded.to_dict()["layer_types"] == kinds
+    # files of before
+    file.write_text(json.dumps(saved | {"layer_types": kinds[::-1]}))
+    assert AutoConfig.from_pretrained(tmp_path).layer_types == kinds[::-1]
+    del saved["mixer_types"]
+    file.write_text(json.dumps(saved | {"layer_types": kinds}))
+    assert AutoConfig.from_pretrained(tmp_path).layer_types == kinds
+
+
 def test_every_layer_has_one_type():
     with pytest.raises(StrictDataclassError, match="`layer_types` has 2 entries, and `num_hidden_layers` is 3"):
         HopeConfig(**SMALL | {"num_hidden_layers": 3}, layer_types=["hope_memory", "full_attention"])

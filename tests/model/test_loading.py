@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from accelerate import cpu_offload, disk_offload
 from mixers import LAYERS
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -15,7 +16,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from hope_hf import HopeForCausalLM
+from hope_hf import HopeCache, HopeForCausalLM
 from hope_hf.model.loss import HopeHead
 
 
@@ -40,6 +41,25 @@ def test_weights_may_lie_anywhere(tiny_model, tmp_path, kind, where):
     assert torch.equal(loaded(ids).logits, model(ids).logits)
     tokens = [m.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0) for m in (loaded, model)]
     assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_offloaded_weights_give_the_same_text(tiny_model, tmp_path, kind):
+    """accelerate's hooks send all that a call gets, the cache as well, to the device `None`."""
+    ids = random_ids(2, 12)
+    options = dict(max_new_tokens=4, do_sample=False, pad_token_id=0)
+    model = tiny_model(**LAYERS[kind])
+    logits, tokens, loss = model(ids).logits, model.generate(ids, **options), model(ids, labels=ids).loss
+    to_cpu, to_disk = tiny_model(**LAYERS[kind]), tiny_model(**LAYERS[kind])
+    cpu_offload(to_cpu, execution_device="cpu")
+    disk_offload(to_disk, tmp_path, execution_device="cpu")
+    for offloaded in (to_cpu, to_disk):
+        assert offloaded.lm_head.weight.device.type == "meta"
+        with torch.no_grad():
+            assert torch.equal(offloaded(ids).logits, logits)
+            torch.testing.assert_close(offloaded(ids, labels=ids, skip_logits=True).loss, loss)
+        assert torch.equal(offloaded.generate(ids, **options), tokens)
+        assert torch.equal(offloaded.generate(ids, **options, cache=HopeCache(model.config)), tokens)
 
 
 @pytest.mark.parametrize("kind", LAYERS)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import shutil
 import sys
 
@@ -324,12 +325,16 @@ def test_what_is_kept_for_good_stays_under_later_commands(run, tmp_path):
     assert record["keep_every"] == [3, 5] and len(record["commands"]) == 3
 
 
-def test_a_refused_command_names_that_of_the_run(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["hope-hf", "train", "--seed", "my seed"])
-    run("a", *EACH, "--max_train_steps", 2)
-    capsys.readouterr()
-    assert run("a", *EACH, "--max_train_steps", 2, "--seed", 9)[0] == 2
-    assert "repeat its flags to continue it (hope-hf train --seed 'my seed')," in capsys.readouterr().err
+def test_a_refused_command_names_the_last_of_the_run(run, monkeypatch, capsys):
+    """The first of a run that was changed is refused as well."""
+    changed = ["--max_train_steps", "3"], ["--resume_from_checkpoint", "latest"]
+    for words, more in (["--seed", "my seed"], []), changed:
+        monkeypatch.setattr(sys, "argv", ["hope-hf", "train", *words])
+        flags = [*EACH, "--max_train_steps", 3 if more else 2]
+        assert run("a", *flags, *more)[0] == 0
+        capsys.readouterr()
+        assert run("a", *flags, "--seed", 9)[0] == 2
+        assert f"repeat its flags to continue it ({shlex.join(sys.argv)})," in capsys.readouterr().err
 
 
 def test_a_kill_between_two_names_loses_no_best_model(tmp_path):

@@ -12,7 +12,7 @@ from accelerate.utils import broadcast_object_list
 
 from hope_hf.cli.files import RUN_FILE, read_small, replace_text, write_errors
 from hope_hf.cli.folder_lock import FolderLock
-from hope_hf.cli.results import command_to_keep, provenance
+from hope_hf.cli.results import command_to_keep, commands_of, provenance
 from hope_hf.step.arguments import Arguments
 from hope_hf.step.defaults import Default
 
@@ -89,7 +89,7 @@ class RunFolder:
             elif is_open(record, identity):
                 merged = record["identity"] | json.loads(json.dumps(identity))
                 if merged != record["identity"]:
-                    record = record | {"commands": [*record.get("commands", [record["command"]]), command_to_keep()]}
+                    record = record | {"commands": [*commands_of(record), command_to_keep()]}
                 record = record | {"identity": merged, "complete": False}
             if keep_every is not None:
                 record = record | {"keep_every": sorted({*record.get("keep_every", ()), keep_every})}
@@ -118,7 +118,9 @@ class RunFolder:
             return None
         record = _read(file)
         has_checkpoint = record["complete"] or any(self.path.glob("checkpoint-*"))
-        command = f" ({shlex.join(map(str, record.get('command', ())))})"
+        # of a run that was changed, the first command is refused as well
+        last = commands_of(record)[-1]
+        command = f" ({shlex.join(map(str, last))})"
         theirs = record["identity"]
         require_same_run(f"--output_dir {self.path}", identity, theirs, changeable, has_checkpoint, command)
         return record

@@ -1,0 +1,176 @@
+"""What a machine without the package does with repositories of the Hub: `python remote_code.py REPOSITORY ...`.
+
+Runs in a folder with the Hub's cache (`HF_HOME`). Each part is a fork of one clean process, and has a cache of code.
+Results are files: NAME.safetensors of each repository, and `told.json`.
+"""
+
+import json
+import logging
+import os
+import shutil
+import sys
+import types
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+if __name__ == "__main__":
+    # these cannot be imported from here on
+    sys.modules |= dict.fromkeys(["hope_hf", "fla", "triton"])
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedConfig,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+
+HEADS = ["", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"]
+GENERATE = dict(max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)
+LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+class Told(logging.Handler):
+    """Collects what a library warns of."""
+
+    def __init__(self, library: str):
+        super().__init__(logging.WARNING)
+        self.told = []
+        logging.getLogger(library).addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(record.getMessage())
+
+
+def load(place: str):
+    """The model of a folder or repository."""
+    model = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules.")
+    return model
+
+
+def read_tokenizers(*repositories: str) -> None:
+    """A tokenizer needs no code, so it loads without trust; so does a configuration as a mere list of fields."""
+    for repository in repositories:
+        for auto in (AutoTokenizer, AutoProcessor):
+            assert auto.from_pretrained(repository)("w5 w7 w9")["input_ids"] == [5, 7, 9]
+        # vLLM's reader: the fields first, then the class
+        fields, _ = PreTrainedConfig.get_config_dict(repository)
+        assert fields["model_type"] == "hope" and PreTrainedConfig.from_pretrained(repository).vocab_size == 64
+    assert not [name for name in sys.modules if name.startswith("transformers_modules.")]
+    for repository in repositories:
+        config = AutoConfig.from_pretrained(repository, trust_remote_code=True)
+        assert config.architectures == ["HopeForCausalLM"] and len(config.layer_types) == config.num_hidden_layers
+
+
+def compute(*repositories: str) -> None:
+    """Logits and generated tokens of every repository."""
+    ids = load_file("ids.safetensors")["ids"]
+    for repository in repositories:
+        model = load(repository)
+        with torch.no_grad():
+            results = {"logits": model(ids).logits, "generated": model.generate(ids, **GENERATE)}
+        save_file(results, f"{repository.split('/')[1]}.safetensors")
+
+
+def compute_beside(package: str, *repositories: str) -> None:
+    """The same where a package is installed that computes nothing here."""
+    stub = types.ModuleType(package)
+    stub.__spec__, stub.__path__, stub.__version__ = ModuleSpec(package, None), [], "9.9"
+    sys.modules[package] = stub
+    compute(*repositories)
+
+
+def use(repository: str) -> None:
+    """Heads, the pipeline, lm-eval and label smoothing."""
+    from lm_eval.models.huggingface import HFLM
+
+    # first of all, since a loaded model would fill transformers' lists
+    told = Told("lm_eval"), Told("transformers")
+    evaluated = HFLM(pretrained=repository, trust_remote_code=True, device="cpu", tokenizer=repository)
+    generator = pipeline("text-generation", model=repository, trust_remote_code=True)
+    text = generator("w5 w7", **GENERATE)[0]["generated_text"]
+    assert text.startswith("w5 w7") and len(text) > len("w5 w7w0w0w0w0"), text
+    for place in (repository, "local"):
+        for head in HEADS:
+            model = getattr(transformers, f"AutoModel{head}").from_pretrained(place, trust_remote_code=True)
+            assert type(model).__name__ == ("HopeModel" if not head else f"Hope{head}")
+    ids = load_file("ids.safetensors")["ids"]
+    losses = {name: smoothed_loss(make(load(repository)), ids) for name, make in MODELS.items()}
+    warned = [line for listener in told for line in listener.told]
+    warned = [line for line in warned if "not supported for" in line or "model type is neither" in line]
+    Path("told.json").write_text(json.dumps({"backend": evaluated.backend, "losses": losses, "warned": warned}))
+
+
+MODELS = {"plain": lambda model: model, "lora": lambda model: get_peft_model(model, LORA)}
+
+
+def arguments(folder: str, **options) -> TrainingArguments:
+    """Options of one step on the CPU."""
+    defaults = dict(max_steps=1, per_device_train_batch_size=2, report_to=[], use_cpu=True, disable_tqdm=True)
+    return TrainingArguments(folder, **defaults | options)
+
+
+def smoothed_loss(model, ids: torch.Tensor) -> float:
+    """The loss of `Trainer` for the texts `ids` [2, T] with label smoothing."""
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    options = arguments("smoothed", label_smoothing_factor=0.1, learning_rate=0.0, save_strategy="no")
+    trainer = Trainer(model, options, train_dataset=rows)
+    return trainer.train().training_loss
+
+
+def fine_tune(repository: str) -> None:
+    """A run that is resumed, an adapter, and the merged model."""
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(1, 60, (8, 9))]
+    Trainer(load(repository), arguments("tuned", save_steps=1), train_dataset=rows).train()
+    resumed = Trainer(load("tuned/checkpoint-1"), arguments("tuned", max_steps=2, save_steps=1), train_dataset=rows)
+    assert resumed.train(resume_from_checkpoint="tuned/checkpoint-1").global_step == 2
+    get_peft_model(load(repository), LORA).save_pretrained("adapter")
+    AutoPeftModelForCausalLM.from_pretrained("adapter", trust_remote_code=True).merge_and_unload().save_pretrained(
+        "merged"
+    )
+
+
+def load_what_was_tuned() -> None:
+    """The same on another machine: the repository and the cache of its code are gone."""
+    shutil.rmtree(Path(os.environ["HF_HOME"], "hub"))
+    for folder in ("tuned/checkpoint-2", "merged"):
+        load(folder)
+
+
+def apart(part, *arguments: str) -> None:
+    """Run a part in a fork with an empty cache of code; the first that fails ends the program."""
+    code = f"{part.__name__}-{'-'.join(arguments)}".replace("/", "-")[:80]
+    process = os.fork()
+    if process == 0:
+        status = 1
+        try:
+            transformers.dynamic_module_utils.HF_MODULES_CACHE = os.path.abspath(code)
+            part(*arguments)
+            status = 0
+        finally:
+            if status:
+                sys.excepthook(*sys.exc_info())
+            sys.stderr.flush()
+            os._exit(status)
+    _, status = os.waitpid(process, 0)
+    if status:
+        sys.exit(f"{code} failed")
+
+
+if __name__ == "__main__":
+    repositories = sys.argv[1:]
+    apart(read_tokenizers, *repositories)
+    apart(compute, *repositories)
+    for package in ("fla", "triton"):
+        apart(compute_beside, package, *repositories)
+    apart(use, repositories[0])
+    apart(fine_tune, repositories[0])
+    apart(load_what_was_tuned)
