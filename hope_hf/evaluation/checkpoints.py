@@ -34,7 +34,8 @@ class Checkpoint:
 
 def as_checkpoint(path: str) -> Checkpoint:
     """The checkpoint of a model's folder or Hub name; tokens come from a folder `checkpoint-<step>` or its run."""
-    found = CHECKPOINT.fullmatch(os.path.basename(os.path.normpath(path)))
+    # A run's link `latest` has the name of its checkpoint.
+    found = CHECKPOINT.fullmatch(os.path.basename(os.path.realpath(path)))
     if not found:
         return Checkpoint(path, None, None)
     return Checkpoint(path, int(found[1]), _tokens(Path(path), int(found[1])))

@@ -117,4 +117,5 @@ def is_count(value: object) -> bool:
 def run_name(model: str) -> str:
     """The run's name for a model's folder or Hub name; for a checkpoint, that of the folder it lies in."""
     path = Path(os.path.abspath(model)) if os.path.exists(model) else Path(model)
-    return path.parent.name if path.name.startswith("checkpoint-") else path.name
+    is_checkpoint = os.path.basename(os.path.realpath(path)).startswith("checkpoint-")
+    return path.parent.name if is_checkpoint else path.name

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, get_scheduler
 
 from hope_hf.optim import build_optimizer
-from hope_hf.training.checkpoints.manifest import seal
+from hope_hf.training.checkpoints.manifest import LATEST, seal
 from hope_hf.training.checkpoints.optimizer import load_optimizer
 from hope_hf.training.checkpoints.reader import find_checkpoint
 from hope_hf.training.checkpoints.state_files import restore_rng, rng_state
@@ -96,7 +96,8 @@ class Run:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    """All but the link to the newest checkpoint."""
+    return sorted(path.name for path in folder.iterdir() if path.name != LATEST)
 
 
 def truncate(path: Path):

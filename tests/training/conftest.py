@@ -73,4 +73,4 @@ def written(tmp_path_factory):
 
 @pytest.fixture
 def output_dir(written, tmp_path):
-    return Path(shutil.copytree(written, tmp_path / "run"))
+    return Path(shutil.copytree(written, tmp_path / "run", symlinks=True))

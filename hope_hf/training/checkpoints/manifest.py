@@ -19,7 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hope_hf.cli.adapters import ADAPTER_WEIGHTS
-from hope_hf.cli.files import CHECKPOINT, flush_folder, flush_to_disk, is_inside, read_small
+from hope_hf.cli.files import (
+    CHECKPOINT,
+    flush_folder,
+    flush_to_disk,
+    is_inside,
+    is_unfinished,
+    read_small,
+    unfinished,
+)
 from hope_hf.cli.weights import PART, parts_of
 
 MANIFEST = "manifest.json"
@@ -27,6 +35,8 @@ MANIFEST = "manifest.json"
 FORMAT = 2
 BEST = "best"
 """The folder of `--keep_best`, beside the checkpoints."""
+LATEST = "latest"
+"""A link to the newest complete checkpoint, for other programs; a run itself never follows it."""
 FIX = "resume from another checkpoint"
 
 # A folder is `.replaced` while a newer one of the same step takes its name.
@@ -209,7 +219,21 @@ def publish(folder: Path, step: int, facts: dict, files: dict[str, dict], name: 
     flush_folder(final.parent)
     if replaced.exists():
         _remove(replaced)
+    if name is None:
+        _point_to(final)
     return final
+
+
+def _point_to(newest: Path) -> None:
+    """Make `latest` a link to the checkpoint; what else has this name is the user's own and stays."""
+    link = newest.with_name(LATEST)
+    if os.path.lexists(link) and not (link.is_symlink() and CHECKPOINT.fullmatch(os.readlink(link))):
+        return
+    scratch = unfinished(link)
+    # Some file systems have no links.
+    with suppress(OSError):
+        scratch.symlink_to(newest.name)
+        scratch.replace(link)
 
 
 def remove_leftovers(output_dir: Path) -> None:
@@ -217,6 +241,9 @@ def remove_leftovers(output_dir: Path) -> None:
     for pattern in ("checkpoint-*.tmp-*", f"{BEST}.*tmp-*"):
         for folder in output_dir.glob(pattern):
             shutil.rmtree(folder, ignore_errors=True)
+    for link in output_dir.glob(f"{LATEST}.tmp-*"):
+        if link.is_symlink() and is_unfinished(link.name, LATEST):
+            link.unlink(missing_ok=True)
     for folder in output_dir.glob("checkpoint-*.replaced"):
         if _has_all_bytes(folder.with_suffix("")):
             _remove(folder)

@@ -137,4 +137,5 @@ def _named(folder: Path) -> Manifest:
     # Unlike those of a Path, these take a name that is too long.
     if os.path.isdir(folder) and not os.path.exists(folder / MANIFEST) and any(folder.glob("checkpoint-*")):
         return latest_checkpoint(folder)
-    return verify(folder)
+    # Not the link `latest`, which another run may move on while this one reads.
+    return verify(Path(os.path.realpath(folder)) if folder.is_symlink() else folder)

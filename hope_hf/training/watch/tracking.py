@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import transformers
@@ -12,7 +13,7 @@ from tqdm.auto import tqdm
 
 from hope_hf.cli.files import LARGEST_METRICS, read_small, replace_text
 from hope_hf.cli.parser import nearest
-from hope_hf.cli.process import one_line
+from hope_hf.cli.process import one_line, warn_once
 from hope_hf.cli.results import without_arguments
 from hope_hf.step.arguments import Arguments
 
@@ -23,6 +24,8 @@ METRICS_FILE = "metrics.jsonl"
 PROJECT = "hope_hf"
 """The trackers' project without `--project_name`."""
 COUNTERS = ("step", "tokens")
+# Values of WANDB_MODE with which a run stays on this machine.
+OFFLINE = ("offline", "dryrun")
 # Pictures cannot show larger values.
 LARGEST_VALUE = 1e300
 
@@ -83,27 +86,17 @@ class Tracker:
         self._accelerator = accelerator
         self._total_steps = total_steps
         self._file = self._bar = None
+        kept: list[dict] = []
         if accelerator.is_main_process:
             self._path = Path(args.output_dir) / METRICS_FILE
-            _drop_rows_after(self._path, start_step)
+            kept = _drop_rows_after(self._path, start_step)
             self._file = self._path.open("a", encoding="utf-8")
             if shows_bars(accelerator):
                 # The bar of each saved model would interrupt this one.
                 transformers.utils.logging.disable_progress_bar()
                 self._bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True)
         if accelerator.trackers or accelerator.log_with:
-            run_name = args.run_name or os.environ.get("WANDB_NAME") or Path(args.output_dir).resolve().name
-            project = args.project_name or os.environ.get("WANDB_PROJECT") or PROJECT
-            config = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in args.identity().items()}
-            options = {"wandb": {"name": run_name, "dir": args.output_dir}}
-            if os.environ.get("WANDB_MODE") != "offline":
-                options["wandb"] |= {"id": run_id, "resume": "allow"}
-            try:
-                with without_arguments():
-                    accelerator.init_trackers(project, config=config, init_kwargs=options)
-            # Every tracker has its own error types: not logged in, no network, no space.
-            except Exception as error:
-                raise ValueError(f"--report_to {args.report_to} could not start: {one_line(error)}") from error
+            _start_trackers(accelerator, args, run_id, start_step, kept)
 
     def advance(self):
         """Move the bar by one optimizer step."""
@@ -177,9 +170,58 @@ def _clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
 
 
-def _drop_rows_after(path: Path, step: int):
-    """Drop rows after the checkpoint that a run continues from: they will be logged again. Without one (0), all."""
+def _drop_rows_after(path: Path, step: int) -> list[dict]:
+    """Drop rows after the checkpoint that a run continues from: they will be logged again. Without one (0), all.
+
+    Returns the rows that are kept.
+    """
     if not path.exists():
-        return
+        return []
     rows = [row for row in read_metrics(path.parent) if row["step"] <= step] if step else []
     replace_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+def _start_trackers(accelerator: Accelerator, args: Arguments, run_id: str, start_step: int, kept: list[dict]) -> None:
+    """Start the trackers of `--report_to`, rewound to the rows `kept`: a killed run logs those behind them again."""
+    run_name = args.run_name or os.environ.get("WANDB_NAME") or Path(args.output_dir).resolve().name
+    project = args.project_name or os.environ.get("WANDB_PROJECT") or PROJECT
+    config = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in args.identity().items()}
+    wandb = {"name": run_name, "dir": args.output_dir, "id": run_id}
+    # TensorBoard leaves out what older files hold from this step on.
+    tensorboard = {"purge_step": start_step + 1 if start_step else 0}
+
+    def start(**more) -> None:
+        options = {"wandb": wandb | more, "tensorboard": tensorboard}
+        with without_arguments():
+            accelerator.init_trackers(project, config=config, init_kwargs=options)
+
+    # Every tracker has its own error types: not logged in, no network, no space.
+    try:
+        if os.environ.get("WANDB_MODE") in OFFLINE:
+            start()
+            _log_again(accelerator, kept)
+        elif kept and "wandb" in tracker_names(args.report_to):
+            _rewind(start, f"{run_id}?_step={kept[-1]['step']}")
+        else:
+            start(resume="allow")
+    except Exception as error:
+        raise ValueError(f"--report_to {args.report_to} could not start: {one_line(error)}") from error
+
+
+def _rewind(start: Callable[..., None], moment: str) -> None:
+    """Continue the W&B run from the moment; where its server cannot, behind its last step."""
+    try:
+        start(resume_from=moment)
+    except Exception as error:
+        warn_once(f"W&B cannot rewind the run to {moment} ({one_line(error)}): its later steps stay as they are.")
+        start(resume="allow")
+
+
+def _log_again(accelerator: Accelerator, rows: list[dict]) -> None:
+    """Log the rows to W&B: offline every launch writes a run of its own, and the last one holds the whole curve."""
+    for tracker in accelerator.trackers:
+        if tracker.name == "wandb":
+            for row in rows:
+                values = {name: value for name, value in row.items() if name != "step"}
+                tracker.log(values, step=row["step"])

@@ -13,6 +13,7 @@ from accelerate import PartialState
 from checkpoint_run import Run, forge, names, truncate
 from safetensors.torch import load_file, save_file
 
+from hope_hf.evaluation.checkpoints import as_checkpoint
 from hope_hf.training.checkpoints.manifest import describe, latest_checkpoint, verify
 from hope_hf.training.checkpoints.reader import find_checkpoint
 from hope_hf.training.checkpoints.tool import main
@@ -229,3 +230,28 @@ def test_memories_of_another_number_of_processes_are_refused(tmp_path, one_cpu_p
     monkeypatch.setitem(PartialState._shared_state, "num_processes", 2)
     with pytest.raises(ValueError, match="memories of 1 processes .* this run has 2: launch it with --num"):
         find_checkpoint(tmp_path, None)
+
+
+def test_latest_links_to_the_newest_checkpoint(output_dir, capsys):
+    link = output_dir / "latest"
+    assert os.readlink(link) == "checkpoint-5" and as_checkpoint(str(link)).step == 5
+    assert main(["info", str(link)]) == 0 and "| step" in capsys.readouterr().out
+    chosen = find_checkpoint(output_dir.parent / "other", str(link))
+    assert chosen.path == output_dir / "checkpoint-5"
+    run = Run()
+    run.restore(output_dir)
+    run.train(1)
+    run.save(output_dir)
+    assert os.readlink(link) == "checkpoint-6"
+    # A folder of the user's own stays, and so does a link to somewhere else.
+    link.unlink()
+    link.mkdir()
+    run.train(1)
+    run.save(output_dir)
+    assert link.is_dir() and not link.is_symlink()
+    link.rmdir()
+    link.symlink_to("elsewhere")
+    (output_dir / f"latest.tmp-{'0' * 16}").symlink_to("checkpoint-1")
+    run.train(1)
+    run.save(output_dir)
+    assert os.readlink(link) == "elsewhere" and not list(output_dir.glob("latest.tmp-*"))
