@@ -13,6 +13,8 @@ from .facts import Facts, Gpu, Room
 
 # Share of the free memory; above it the allocator's gaps and the system's own needs may not fit.
 COMFORTABLE = 0.9
+# The same on a CPU, whose allocator keeps a quarter to two fifths more than a step's tensors (docs/memory.md).
+COMFORTABLE_ON_CPU = 0.7
 BUSY, USED = 10, 2 * GIB
 """Percent of the time, and bytes, of a GPU that another program uses: more than a desktop's."""
 WARM, HOT = 80, 90
@@ -210,7 +212,8 @@ def check_memory(facts: Room) -> Result:
     if facts.on_gpu:
         return _fits(sizes.peak, facts.free.device, f"a step, {how},", fix)
     count = facts.local_processes
-    return _fits(count * sizes.peak, facts.free.host, f"a step of {count} process(es), {how},", fix)
+    what = f"a step of {count} process(es), {how},"
+    return _fits(count * sizes.peak, facts.free.host, what, fix, COMFORTABLE_ON_CPU)
 
 
 def smaller_steps(args: Arguments) -> list[str]:
@@ -237,13 +240,13 @@ CHECKS: dict[str, Callable[[Facts], Result]] = {
 }
 
 
-def _fits(need: int, free: int | None, what: str, fix: str) -> Result:
+def _fits(need: int, free: int | None, what: str, fix: str, comfortable: float = COMFORTABLE) -> Result:
     if free is None:
         return Result("warn", f"{what} needs {_gib(need)}, and the system does not say what is free: compare by hand")
     reason = f"{what} needs {_gib(need)} of {_gib(free)} free"
     if need > free:
         return Result("fail", f"{reason}: {fix}", need / free)
-    if need > COMFORTABLE * free:
+    if need > comfortable * free:
         return Result("warn", f"{reason}, almost all: {fix}", need / free)
     return Result("ok", reason, need / free)
 

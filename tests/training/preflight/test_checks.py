@@ -115,7 +115,8 @@ CASES = [
     ),
     ("memory", {"peak": 81 * GIB, "gradient_checkpointing": "mixer"}, "fail", "give --gradient_checkpointing"),
     ("memory", {"device": None}, "warn", "does not say what is free"),
-    ("memory", {"on_gpu": False, "peak": 20 * GIB}, "ok", "4 process(es), planned, needs 80.00 GiB of 100.00"),
+    ("memory", {"on_gpu": False, "peak": 17 * GIB}, "ok", "4 process(es), planned, needs 68.00 GiB of 100.00"),
+    ("memory", {"on_gpu": False, "peak": 18 * GIB}, "warn", "needs 72.00 GiB of 100.00 GiB free, almost all: lower"),
     ("memory", {"on_gpu": False, "peak": 30 * GIB}, "fail", "needs 120.00 GiB"),
 ]  # fmt: skip
 
