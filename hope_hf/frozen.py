@@ -15,17 +15,25 @@ from .model.cache_hope import HopeCache
 _PIECE = 1024
 
 
+def _without_peft(model: nn.Module) -> PreTrainedModel:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def memory_mixers(model: PreTrainedModel) -> dict[int, nn.Module]:
     """The mixers of a HOPE that write memories through gates, by layer."""
-    if hasattr(model, "get_base_model"):
-        # a model of PEFT around it
-        model = model.get_base_model()
-    return {layer: block.mixer for layer, block in enumerate(model.base_model.layers) if hasattr(block.mixer, "gates")}
+    blocks = _without_peft(model).base_model.layers
+    return {layer: block.mixer for layer, block in enumerate(blocks) if hasattr(block.mixer, "gates")}
 
 
 @contextmanager
 def frozen_memories(model: PreTrainedModel) -> Iterator[None]:
     """Inside, all memories of a HOPE stay at their learned initial state: the control for their writes.
+
+    It holds for the calls of this thread (or asynchronous task); other threads read with live memories. A call may
+    also be frozen by its own argument, `model(text, freeze_memories=True)`, which `torch.compile(model)` needs.
+
+    Raises:
+        ValueError: the model is a compiled one, or its code is older than this context.
 
     Example:
 
@@ -43,17 +51,15 @@ def frozen_memories(model: PreTrainedModel) -> Iterator[None]:
     ```
     """
 
-    def neither_write_nor_forget(gates, arguments, values):
-        rate, log_retention, *others = values
-        # A read includes a share of the token's own value, which stays unchanged.
-        return torch.zeros_like(rate), torch.zeros_like(log_retention), *others
-
-    handles = [mixer.gates.register_forward_hook(neither_write_nor_forget) for mixer in memory_mixers(model).values()]
-    try:
+    plain = _without_peft(model)
+    if hasattr(plain, "_orig_mod"):
+        raise ValueError("frozen_memories cannot reach into torch.compile(model): call it with freeze_memories=True")
+    if not hasattr(plain, "frozen_memories"):
+        raise ValueError(
+            f"{type(plain).__name__} cannot freeze memories: give a HOPE, whose code is not older than this package"
+        )
+    with plain.frozen_memories():
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def mixed_losses(readings: Sequence[Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hope_hf import FrozenMixture, HopeForCausalLM, frozen, frozen_memories
+from hope_hf import CACHE_NAME, FrozenMixture, HopeCache, HopeForCausalLM, frozen, frozen_memories
 from hope_hf.frozen import mixed_losses
 
 
@@ -97,3 +97,33 @@ def test_what_cannot_be_mixed_is_refused(model, tiny_config):
     model.generate(prompt, **options)
     with pytest.raises(ValueError, match="one call of generate"):
         model.generate(prompt, **options)
+
+
+@pytest.mark.parametrize("options", [{}, dict(memory_erase_bias=[-6.0, 3.0]), dict(memory_rule="paper")])
+def test_frozen_memories_stay_as_they_are(tiny_config, options):
+    """A call through the context equals one by its argument, and one by gates that are 0, in text and token by token."""
+    model = HopeForCausalLM(tiny_config(**options)).double().eval()
+    ids = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(1))
+    cache = HopeCache(model.config)
+    with torch.no_grad(), frozen_memories(model):
+        first = model(ids[:, :6], cache=cache)
+        before = [layer.state.current for layer in first[CACHE_NAME].memory_layers]
+        tokens = torch.cat([first.logits, *(model(ids[:, at, None], cache=cache).logits for at in range(6, 12))], 1)
+    after = [layer.state.current for layer in cache.memory_layers]
+    for pairs in zip(before, after, strict=True):
+        assert all(torch.equal(held, new) for held, new in zip(*pairs, strict=True))
+    written = model.generate(ids, max_new_tokens=3, freeze_memories=True, do_sample=False, pad_token_id=0)
+    for block in model.model.layers:
+        block.mixer.gates.register_forward_hook(
+            lambda _, __, gates: (torch.zeros_like(gates[0]), torch.zeros_like(gates[1]), *gates[2:])
+        )
+    torch.testing.assert_close(tokens, model(ids).logits, rtol=1e-9, atol=1e-9)
+    assert torch.equal(written, model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0))
+
+
+def test_models_that_a_context_cannot_freeze_are_refused(model):
+    other = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=64))
+    compiled = torch.compile(model, backend="eager")
+    for wrong, match in ((other, "cannot freeze memories"), (compiled, "freeze_memories=True")):
+        with pytest.raises(ValueError, match=match), frozen_memories(wrong):
+            pass

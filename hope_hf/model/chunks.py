@@ -101,6 +101,8 @@ class SlotPlan:
     # index of each slot's token [B, S], and of each token's slot [B, T]; entries of padding tokens are arbitrary
     token_of_slot: torch.Tensor | None = None
     slot_of_token: torch.Tensor | None = None
+    # whether memories neither write the tokens nor forget
+    is_frozen: bool = False
 
     def to(self, device: torch.device, **_) -> "SlotPlan":
         """The plan on a device: the hooks of a `device_map` move the arguments of every block by this method.

@@ -13,6 +13,7 @@ from transformers.utils import logging
 from .cache_hope import CACHE_NAME, HopeCache, Snapshot, past_of, takes_cache
 from .chunks import begins_with
 from .configuration_hope import HopeConfig
+from .frozen_reading import reads_frozen
 from .inputs import boundaries_of, check_inputs, check_mask, check_mask_values, later_begins
 
 logger = logging.get_logger(__name__)
@@ -63,7 +64,13 @@ class HopeGenerationMixin(GenerationMixin):
     @takes_cache
     @torch.no_grad()
     def generate(
-        self, *args, cache: Cache | None = None, learn: bool = False, learn_generated: bool = False, **kwargs
+        self,
+        *args,
+        cache: Cache | None = None,
+        learn: bool = False,
+        learn_generated: bool = False,
+        freeze_memories: bool | None = None,
+        **kwargs,
     ):
         """As in transformers, and levels may learn (`config.level_learning`).
 
@@ -73,6 +80,7 @@ class HopeGenerationMixin(GenerationMixin):
             learn: whether levels learn from the prompt.
             learn_generated: whether they also learn from the new tokens, which are then read once more. What is
                 learned is kept in `cache`.
+            freeze_memories: as in `forward`.
             kwargs: see `transformers.GenerationMixin.generate`.
         """
         learns = learn or learn_generated
@@ -80,16 +88,21 @@ class HopeGenerationMixin(GenerationMixin):
             cache = HopeCache(self.config)
         if cache is not None:
             kwargs[CACHE_NAME] = cache
+        # asked here, since a compiled forward pass cannot read the context
+        if reads_frozen(self.base_model, freeze_memories):
+            kwargs["freeze_memories"] = True
         if not learns:
             return super().generate(*args, **kwargs)
         prompt = _Prompt(learn)
         output = super().generate(*args, **kwargs, learn=prompt)
         if learn_generated:
             tokens = output if isinstance(output, torch.Tensor) else output.sequences
-            self._learn_generated(tokens, prompt, cache)
+            self._learn_generated(tokens, prompt, cache, freeze_memories)
         return output
 
-    def _learn_generated(self, tokens: torch.Tensor, prompt: "_Prompt", cache: HopeCache) -> None:
+    def _learn_generated(
+        self, tokens: torch.Tensor, prompt: "_Prompt", cache: HopeCache, freeze_memories: bool | None
+    ) -> None:
         """Read the new tokens of `tokens` [B, prompt and T] again from the prompt's end, and learn from them."""
         if len(tokens) != len(prompt.mask) or prompt.beams > 1:
             raise ValueError("learn_generated=True learns from one continuation of each row: give num_beams=1")
@@ -111,6 +124,7 @@ class HopeGenerationMixin(GenerationMixin):
             cache=cache,
             learn=True,
             logits_to_keep=1,
+            freeze_memories=freeze_memories,
         )
 
     def _prepare_model_inputs(self, inputs, bos_token_id, model_kwargs):

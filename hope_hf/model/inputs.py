@@ -411,3 +411,34 @@ def create_attention_mask(
         layer_idx=config.attention_layer,
         **{CACHE_NAME: cache},
     )
+
+
+def attention_arguments(
+    config: HopeConfig,
+    rotary: torch.nn.Module,
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | dict | None,
+    documents: Documents,
+    cache: Cache | None,
+) -> dict:
+    """Mask, positions and cache of softmax attention, from the arguments of a call (see `create_attention_mask`).
+
+    Args:
+        rotary: makes cosines and sines of positions.
+        attention_mask: the model's argument, or the masks that `generate` makes for a cache of fixed length.
+    """
+    seen = 0 if cache is None else cache.get_seq_length()
+    position_ids = documents.position_ids
+    if position_ids is None:
+        position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + seen).unsqueeze(0)
+    if isinstance(attention_mask, dict):
+        mask = attention_mask["attention"]
+    else:
+        mask = create_attention_mask(config, hidden_states, attention_mask, documents, position_ids, cache)
+    return {
+        "attention_mask": mask,
+        # kernels without a mask find documents in the positions
+        "position_ids": position_ids,
+        "position_embeddings": rotary(hidden_states, position_ids=position_ids),
+        "cache": cache,
+    }

@@ -150,7 +150,7 @@ def mix(
     # linear maps and gates
     made = [project(x) for project in (mixer.k_proj, mixer.v_proj, mixer.q_proj)]
     gate = mixer.g_proj(x).unflatten(-1, (heads, -1))
-    rate, log_retention, norm, erased = mixer.gates(x)
+    rate, log_retention, norm, erased = mixer.gates(x, plan.is_frozen)
     dtype = gate.dtype
     with torch.autocast(x.device.type, enabled=False):
         current, tails = None, (None,) * 3

@@ -18,19 +18,6 @@ from .loss import IGNORED
 
 
 @contextmanager
-def _weights_without_gradients(model: nn.Module) -> Iterator[None]:
-    """No graph below the first level that learns, and none for the weights."""
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    for weight in weights:
-        weight.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for weight in weights:
-            weight.requires_grad_(True)
-
-
-@contextmanager
 def _stays_gathered(model: nn.Module) -> Iterator[None]:
     """A backward pass within the model's forward: FSDP would end the step and free the weights of the root."""
     is_sharded = hasattr(model, "set_reshard_after_backward")
@@ -77,13 +64,15 @@ class _Moved(NamedTuple):
     """In place of the cache's `levels` while a piece is read."""
 
     taught: dict[MatrixKey, list[Taught]]
+    # the first block that needs a graph
+    graph_from: int
 
 
 def read_piece(learner: Learner, cache, piece: Piece) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Hidden states of a piece, and each row's summed loss and number of predictions; the cache is updated."""
     if torch.is_grad_enabled():
         return _read_with_graph(learner, cache, piece, keeps_graph=True)
-    with _weights_without_gradients(learner.model), torch.enable_grad():
+    with torch.enable_grad():
         hidden, losses, scored = _read_with_graph(learner, cache, piece, keeps_graph=False)
     cache.detach_()
     return hidden.detach(), losses.detach(), scored
@@ -99,18 +88,16 @@ def _read_with_graph(learner: Learner, cache, piece: Piece, keeps_graph: bool):
         for key, delta in state.deltas.items()
     }
     own = None if earlier is None else _from(starts, piece.real)[..., None]
-    cache.levels = _Moved(
-        {
-            key: [Taught(delta, _derivative(learner, key, delta, keeps_graph), own), *(earlier or {}).get(key, ())]
-            for key, delta in deltas.items()
-        }
-    )
+    taught = {
+        key: [Taught(delta, _derivative(learner, key, delta, keeps_graph), own), *(earlier or {}).get(key, ())]
+        for key, delta in deltas.items()
+    }
+    cache.levels = _Moved(taught, graph_from=0 if keeps_graph else min(key.block for key in deltas))
     # other kernels have no second derivatives
     with sdpa_kernel(SDPBackend.MATH) if second_order else nullcontext():
         hidden = model.base_model(**piece.inputs, cache=cache).last_hidden_state
     # The last token's prediction is scored, not learned from: its target belongs to the next piece.
-    with _weights_without_gradients(model.lm_head) if keeps_graph and not second_order else nullcontext():
-        inside = _row_losses(model, hidden, targets, [slice(start, -1) for start in starts])
+    inside = _row_losses(model, hidden, targets, [slice(start, -1) for start in starts], head_learns=second_order)
     losses = inside.detach()
     if not keeps_graph:
         others = [[*range(start), targets.shape[1] - 1] for start in starts]
@@ -167,13 +154,16 @@ def _from(starts: list[int], chosen: torch.Tensor) -> torch.Tensor:
     return chosen & (columns >= torch.tensor(starts, device=chosen.device)[:, None])
 
 
-def _row_losses(model, hidden: torch.Tensor, targets: torch.Tensor, columns: list) -> torch.Tensor:
+def _row_losses(
+    model, hidden: torch.Tensor, targets: torch.Tensor, columns: list, head_learns: bool = False
+) -> torch.Tensor:
     """Summed next-token loss of the chosen columns of each row [B] of hidden states [B, T, hidden_size], from float32.
 
     `columns`: a slice or a list of columns for each row.
     """
     rows = zip(hidden, targets, columns, strict=True)
-    return torch.stack([model.summed_loss(own[chosen], labels[chosen]) for own, labels, chosen in rows])
+    losses = [model.summed_loss(own[chosen], labels[chosen], head_learns) for own, labels, chosen in rows]
+    return torch.stack(losses)
 
 
 def _after_piece(learner: Learner, state: LevelState, gradients, loss, learned, real) -> LevelState:

@@ -83,9 +83,11 @@ def check_second_order(model: PreTrainedModel) -> None:
         raise ValueError("the second order needs the activations of all pieces: leave out gradient checkpointing")
 
 
-def check_learning(model: PreTrainedModel, cache, input_ids, attention_mask, arguments: Mapping) -> LevelLearning:
-    """The model's `LevelLearning`; ValueError if it cannot learn from this call."""
-    learning = model.config.level_learning
+def check_learning(
+    model: PreTrainedModel, cache, input_ids, attention_mask, arguments: Mapping, learning: LevelLearning | None = None
+) -> LevelLearning:
+    """`learning`, or else the model's, for its blocks; ValueError if it cannot learn from this call."""
+    learning = learning or model.config.level_learning
     if learning is None:
         raise ValueError(
             "learn=True needs `level_learning` in the configuration: set model.config.level_learning = "
@@ -153,6 +155,7 @@ def read_and_learn(
     keeps_hidden: bool = True,
     second_order: bool = False,
     keeps_cache: bool = True,
+    learning: LevelLearning | None = None,
     **kwargs,
 ) -> Reading:
     """Read a call's tokens piece by piece, and let the levels learn after each.
@@ -173,9 +176,10 @@ def read_and_learn(
         labels: [B, T], the tokens themselves; a token with -100 is neither scored nor learned from.
         second_order: whether gradients also go through the steps. Strengths and norms of matrices count as constants.
         keeps_cache: whether the cache is read later; else the last piece teaches nothing.
+        learning: how levels learn, unless as the model's configuration says.
         kwargs: other arguments of the trunk.
     """
-    learning = check_learning(model, cache, input_ids, attention_mask, kwargs)
+    learning = check_learning(model, cache, input_ids, attention_mask, kwargs, learning)
     trains = torch.is_grad_enabled()
     if second_order:
         check_second_order(model)
@@ -308,10 +312,15 @@ class LearnsFromText:
         logits = None if kept is None else self.lm_head(reading.hidden[:, kept])
         return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE_NAME: cache})
 
-    def summed_loss(self, hidden_states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Summed loss in nats of the tokens [...] that follow hidden states [..., hidden_size]; -100 is not scored."""
+    def summed_loss(
+        self, hidden_states: torch.Tensor, targets: torch.Tensor, head_learns: bool = True
+    ) -> torch.Tensor:
+        """Summed loss in nats of the tokens [...] that follow hidden states [..., hidden_size]; -100 is not scored.
+
+        Unless `head_learns`, gradients for the head are not needed.
+        """
         if type(self.lm_head) is HopeHead and self.tp_size is None:
-            return self.lm_head(hidden_states, targets)
+            return self.lm_head(hidden_states, targets, head_learns)
         return summed_cross_entropy(self.lm_head(hidden_states), targets)
 
     @takes_cache
@@ -400,19 +409,21 @@ def learning_rate_search(
     texts, rates = list(texts), list(rates)
     if not rates or not texts or min(map(len, texts)) < 2:
         raise ValueError("learning_rate_search needs rates, and texts of at least two tokens: give both.")
-    before = model.config.level_learning
-    fields = before or LevelLearning()
+    fields = model.config.level_learning or LevelLearning()
     of_ratio = fields if fields.rate else LevelLearning()
     ratio = of_ratio.drift / of_ratio.rate
     tried = [replace(fields, rate=rate, drift=min(1.0, ratio * rate)) for rate in rates]
 
+    @torch.no_grad()
     def loss(one: LevelLearning) -> float:
-        model.config.level_learning = one
-        reports = [model.learn(text[None], cache=HopeCache(model.config)) for text in texts]
-        total = sum(report.loss * (report.tokens - 1) for report in reports)
+        total = 0.0
+        for text in texts:
+            check_inputs(model.config, text[None])
+            # an argument, since other threads may learn with the configuration
+            reading = read_and_learn(
+                model, HopeCache(model.config), text[None], keeps_hidden=False, keeps_cache=False, learning=one
+            )
+            total += float(reading.loss.sum())
         return total if math.isfinite(total) else math.inf
 
-    try:
-        return min(tried, key=loss)
-    finally:
-        model.config.level_learning = before
+    return min(tried, key=loss)

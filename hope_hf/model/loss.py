@@ -113,7 +113,8 @@ def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
 class HopeHead(nn.Linear):
     """Logits [..., V] of hidden states [..., D], or with labels [...] their summed loss.
 
-    `forward` computes both, since sharding engines gather a module's weight for its forward.
+    `forward` computes both, since sharding engines gather a module's weight for its forward. Unless `weight_learns`,
+    the loss has no gradient for the weight.
     """
 
     is_head = True
@@ -121,7 +122,9 @@ class HopeHead(nn.Linear):
     def __init__(self, width: int, vocab_size: int):
         super().__init__(width, vocab_size, bias=False)
 
-    def forward(self, hidden_states: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, hidden_states: torch.Tensor, labels: torch.Tensor | None = None, weight_learns: bool = True
+    ) -> torch.Tensor:
         if labels is None:
             return super().forward(hidden_states)
         # The tracer supports none of the checks.
@@ -130,7 +133,9 @@ class HopeHead(nn.Linear):
             has_other_weight = type(self.weight).__module__.partition(".")[0] != "torch"
             if has_other_weight or is_transformed() or asked_kernels() == "plain":
                 return summed_cross_entropy(super().forward(hidden_states), labels)
-        return linear_cross_entropy(hidden_states.flatten(0, -2), self.weight, labels.flatten())
+        # the loss would make the weight's gradient at once
+        weight = self.weight if weight_learns else self.weight.detach()
+        return linear_cross_entropy(hidden_states.flatten(0, -2), weight, labels.flatten())
 
     def mean_loss(self, hidden_states, labels, num_items_in_batch=None, shift_labels=None, **_) -> torch.Tensor:
         """The result of transformers' `loss_function`, computed without the logits of all tokens."""

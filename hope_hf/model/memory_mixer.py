@@ -118,11 +118,11 @@ class MemoryGates(nn.Module):
         self.value_bias = nn.Parameter(torch.empty(heads)) if has_value_gate else None
         self.erase_bias = nn.Parameter(torch.empty(heads)) if has_erase_gate else None
 
-    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def forward(self, hidden_states: torch.Tensor, is_frozen: bool = False) -> tuple[torch.Tensor | None, ...]:
         """The rate that erases, log alpha, the norm of values, and zeta: [B, T, H] each, float32 or float64.
 
         `None` for gates that the layer has not. `hidden_states` is [B, T, hidden_size]. With zeta the rate is eta
-        zeta, and the norm is over zeta (`memory_delta`).
+        zeta, and the norm is over zeta (`memory_delta`). `is_frozen`: see `SlotPlan`.
         """
         logits = self.gate_proj(hidden_states)
         dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -133,6 +133,9 @@ class MemoryGates(nn.Module):
             if self.A_log is not None:
                 log_retention = self.A_log.to(dtype).exp() * log_retention
             norm = None if self.value_bias is None else 2 * (more[0] + self.value_bias.to(dtype)).sigmoid()
+            if is_frozen:
+                # a read includes a share of the token's own value, which stays unchanged
+                rate, log_retention = torch.zeros_like(rate), torch.zeros_like(log_retention)
             if self.erase_bias is None:
                 return rate, log_retention, norm, None
             erased = LEAST_ERASED + (1 - LEAST_ERASED) * (more[1] + self.erase_bias.to(dtype)).sigmoid()
@@ -279,7 +282,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
             x = (plan.to_slots(x) if in_slots else x).to(dtype).unflatten(-1, (heads, -1))
             made.append(x.transpose(1, 2).flatten(0, 1))
         gates = []
-        for gate in self.gates(hidden_states):
+        for gate in self.gates(hidden_states, plan.is_frozen):
             if gate is not None:
                 gate = (plan.to_slots(gate) if in_slots else gate).transpose(1, 2)
                 if plan.valid is not None:

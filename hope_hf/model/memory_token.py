@@ -174,6 +174,8 @@ class _Memory(NamedTuple):
         if plan.valid is not None:
             valid = plan.valid.expand(rows, heads).reshape(batch, 1, 1)
             rate, retention = torch.where(valid, rate, 0.0), torch.where(valid, retention, 1.0)
+        if plan.is_frozen:
+            rate, retention = torch.zeros_like(rate), torch.ones_like(retention)
         gates = TokenGates(rate, retention, norm, erased)
         chunk_start = tuple(part.flatten(0, 1) for part in chunk_start)
         state = ScanState((current.flatten(0, 1),), chunk_start, tail.flatten(0, 1))

@@ -1,5 +1,6 @@
 """PyTorch HOPE model: mixers and levels in transformers' model classes."""
 
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -27,14 +28,15 @@ from .cache_hope import CACHE_NAME, HopeCache, carried_layers, takes_cache
 from .chunks import Past, plan_chunks, plan_slots
 from .configuration_hope import HopeConfig
 from .continuum import CONTINUA, ContinuumMemory
+from .frozen_reading import FreezesMemories, reads_frozen
 from .generation_hope import HopeGenerationMixin
 from .inputs import (
     Documents,
+    attention_arguments,
     check_cache,
     check_inputs,
     check_labels,
     check_recomputing,
-    create_attention_mask,
     read_documents,
 )
 from .layers import HopeRMSNorm
@@ -91,7 +93,7 @@ class HopeBlock(GradientCheckpointingLayer):
         return self.continuum(hidden_states, deltas) if levels is None or deltas else levels(hidden_states), state
 
 
-class HopePreTrainedModel(PreTrainedModel):
+class HopePreTrainedModel(FreezesMemories, PreTrainedModel):
     """Base of the HOPE models: initialisation, and attributes that transformers' tools read."""
 
     config: HopeConfig
@@ -217,6 +219,7 @@ class HopeModel(HopePreTrainedModel):
         cache: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
+        freeze_memories: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         """Hidden states [B, T, hidden_size] after the last block.
@@ -228,6 +231,7 @@ class HopeModel(HopePreTrainedModel):
             position_ids: [B, T]; position 0 begins a document, whose memories start from their initial state.
             cache: a `HopeCache`, which is read and updated.
             use_cache: whether to make a cache if none is given.
+            freeze_memories: whether memories neither write nor forget; `None`: if the call is in `frozen_memories`.
             kwargs: boundaries of documents (see `inputs`), and options of the attention's kernels, among others.
 
         Raises:
@@ -245,11 +249,13 @@ class HopeModel(HopePreTrainedModel):
         documents = read_documents(attention_mask, position_ids, kwargs, hidden_states, cache, self.has_state)
         context = {"need_state": cache is not None}
         if self.has_state:
-            plans, past = self._plans(hidden_states, input_ids, documents, past, cache is not None)
+            plans, past = self._plans(hidden_states, input_ids, documents, past, cache is not None, freeze_memories)
             context |= plans
         # CODEPATH: 'full_attention' layers alone and in hybrids.
         if "mask" in self.needs:
-            context |= kwargs | self._attention_arguments(hidden_states, attention_mask, documents, cache)
+            context |= kwargs | attention_arguments(
+                self.config, self.rotary_emb, hidden_states, attention_mask, documents, cache
+            )
         layers = () if cache is None else cache.layers
         if cache is not None and torch.is_grad_enabled():
             carried = carried_layers(cache)
@@ -260,23 +266,31 @@ class HopeModel(HopePreTrainedModel):
                 layers, context["cache"] = carried, None
         levels = getattr(cache, "levels", None)
         deltas = {} if levels is None else taught_by_block(self.config, levels.taught)
-        for index, block in enumerate(self.layers):
-            layer = layers[index] if layers else None
-            state = getattr(layer, "state", None)
-            hidden_states, state = block(hidden_states, state, deltas.get(index), **context)
-            if layer is not None and state is not None:
-                layer.update_state(state, past)
+
+        def read(blocks, hidden_states):
+            for index, block in blocks:
+                layer = layers[index] if layers else None
+                state = getattr(layer, "state", None)
+                hidden_states, state = block(hidden_states, state, deltas.get(index), **context)
+                if layer is not None and state is not None:
+                    layer.update_state(state, past)
+            return hidden_states
+
+        blocks = enumerate(self.layers)
+        if graph_from := getattr(levels, "graph_from", 0):
+            with torch.no_grad():
+                hidden_states = read(islice(blocks, graph_from), hidden_states)
+        hidden_states = read(blocks, hidden_states)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: cache})
 
-    def _plans(
-        self, hidden_states, input_ids, documents: Documents, past: Past | None = None, has_cache: bool = False
-    ) -> tuple[dict, Past]:
+    def _plans(self, hidden_states, input_ids, documents, past=None, has_cache=False, freezes=None) -> tuple[dict, Past]:
         """Chunks and blocks of this call, and the counts after it; `past` are the counts before it."""
         shape, device = hidden_states.shape[:2], hidden_states.device
         call = shape, device, past, documents.padding, documents.position_ids, input_ids, has_cache
         plans = {}
         if "chunks" in self.needs:
             plans["plan"] = plan_chunks(self.config, *call)
+            plans["plan"].is_frozen = reads_frozen(self, freezes)
         # CODEPATH: 'sparse_attention' layers alone and in hybrids.
         if "blocks" in self.needs:
             plans["blocks"] = blocks = plan_slots(self.config.sparse_block_size, *call, grows=True)
@@ -287,24 +301,6 @@ class HopeModel(HopePreTrainedModel):
             plans["window"] = window = plan_window(*sizes, *call)
             plans["window_positions"] = window_positions(self.config, self.rotary_emb, hidden_states, window)
         return plans, next(iter(plans.values())).past
-
-    def _attention_arguments(self, hidden_states, attention_mask, documents: Documents, cache) -> dict:
-        """Mask and positions of softmax attention."""
-        seen = 0 if cache is None else cache.get_seq_length()
-        position_ids = documents.position_ids
-        if position_ids is None:
-            position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + seen).unsqueeze(0)
-        if isinstance(attention_mask, dict):
-            mask = attention_mask["attention"]
-        else:
-            mask = create_attention_mask(self.config, hidden_states, attention_mask, documents, position_ids, cache)
-        return {
-            "attention_mask": mask,
-            # kernels without a mask find documents in the positions
-            "position_ids": position_ids,
-            "position_embeddings": self.rotary_emb(hidden_states, position_ids=position_ids),
-            "cache": cache,
-        }
 
 
 class HopeForCausalLM(LearnsFromText, HopePreTrainedModel, HopeGenerationMixin):
@@ -367,6 +363,7 @@ class HopeForCausalLM(LearnsFromText, HopePreTrainedModel, HopeGenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         skip_logits: bool = False,
         learn: bool = False,
+        freeze_memories: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """Logits [B, T, vocab_size] and, with labels, the mean next-token loss in nats.
@@ -383,6 +380,7 @@ class HopeForCausalLM(LearnsFromText, HopePreTrainedModel, HopeGenerationMixin):
             skip_logits: with labels, return the loss without logits, which are then never held for all tokens.
             learn: whether levels learn from the tokens while they are read (`config.level_learning`). What they learn
                 is kept in `cache`; the weights do not change.
+            freeze_memories: whether memories neither write nor forget; `None`: if the call is in `frozen_memories`.
             kwargs: `num_items_in_batch`, the number of scored tokens that divides the summed loss; and the `kwargs` of
                 `HopeModel.forward`.
 
@@ -392,16 +390,16 @@ class HopeForCausalLM(LearnsFromText, HopePreTrainedModel, HopeGenerationMixin):
         if skip_logits and labels is None:
             raise ValueError("skip_logits=True returns the loss alone: give labels, or leave skip_logits out")
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        options = dict(inputs_embeds=inputs_embeds, use_cache=use_cache, freeze_memories=freeze_memories)
         if learn:
             given = cache, input_ids, attention_mask, position_ids, labels, None if skip_logits else kept
-            return self._learn(*given, inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs)
+            return self._learn(*given, **options, **kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
             cache=cache,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
+            **options,
             **kwargs,
         )
         if labels is not None:

@@ -1,0 +1,130 @@
+"""One model in several threads, each with a cache of its own: each gets what it would get alone.
+
+The threads take turns at fixed places, so that each test meets the same moment every time.
+"""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from learning_models import random_ids
+from mixers import LAYERS
+
+from hope_hf import FrozenMixture, HopeCache, LevelLearning, frozen_memories, learning_rate_search
+from hope_hf.model import level_pieces
+
+LEARNS = dict(periods=[8, 16], rate=0.05, drift=0.5, gate=False, brake=0.0)
+
+
+def in_another_thread(job):
+    """The result of `job()` in a new thread, while this one waits."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(job).result(timeout=60)
+
+
+def learned(model, ids) -> torch.Tensor:
+    """All differences that a text teaches."""
+    cache = HopeCache(model.config)
+    model.learn(ids, cache=cache)
+    return torch.cat([delta.flatten() for delta in cache.levels.deltas.values()])
+
+
+def trained(model, ids) -> list[torch.Tensor | None]:
+    """The gradients of a training step."""
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def same(found: list, expected: list) -> bool:
+    pairs = zip(found, expected, strict=True)
+    return all(a is b is None or torch.equal(a, b) for a, b in pairs)
+
+
+def while_it_learns(monkeypatch, job):
+    """Let the next piece that teaches wait for `job()` in another thread; returns a list of the job's result."""
+    results, compute = [], level_pieces._row_losses
+
+    def pause(*args, **kwargs):
+        monkeypatch.setattr(level_pieces, "_row_losses", compute)
+        results.append(in_another_thread(job))
+        return compute(*args, **kwargs)
+
+    monkeypatch.setattr(level_pieces, "_row_losses", pause)
+    return results
+
+
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_a_training_step_and_a_second_text_beside_one_that_is_learned(tiny_model, monkeypatch, options):
+    model = tiny_model(level_learning=LEARNS, **options)
+    first, second = random_ids(1, 40), random_ids(1, 40, seed=2)
+    alone, beside, gradients = learned(model, first), learned(model, second), trained(model, second)
+    wants = [parameter.requires_grad for parameter in model.parameters()]
+
+    def others():
+        # the same moment for both, within a piece of the first text
+        return learned(model, second), trained(model, second)
+
+    results = while_it_learns(monkeypatch, others)
+    assert torch.equal(learned(model, first), alone)
+    assert torch.equal(results[0][0], beside) and same(results[0][1], gradients)
+    assert [parameter.requires_grad for parameter in model.parameters()] == wants
+    assert same([parameter.grad for parameter in model.parameters()], gradients), "learning wrote gradients"
+
+
+@pytest.mark.parametrize("options", [LAYERS["memory"], LAYERS["hybrid"]], ids=["memory", "hybrid"])
+def test_a_thread_that_reads_frozen_freezes_no_other(tiny_model, options):
+    model, ids = tiny_model(**options), random_ids(1, 30)
+    live = model(ids).logits
+    with frozen_memories(model):
+        frozen = model(ids).logits
+        assert torch.equal(in_another_thread(lambda: model(ids).logits), live)
+        assert torch.equal(model(ids, freeze_memories=False).logits, live)
+        with frozen_memories(model):
+            pass
+        assert torch.equal(model(ids).logits, frozen), "the inner context ended the outer one"
+    assert torch.equal(model(ids).logits, live) and not torch.equal(live, frozen)
+    assert torch.equal(model(ids, freeze_memories=True).logits, frozen)
+
+
+def test_threads_that_write_and_mix_at_once(tiny_model):
+    model = tiny_model()
+    prompts = [random_ids(1, 20, seed=seed) for seed in range(3)]
+    options = dict(do_sample=False, max_new_tokens=10, eos_token_id=None, pad_token_id=0)
+
+    def write(prompt, is_mixed):
+        mixture = [FrozenMixture(model)] if is_mixed else None
+        return model.generate(prompt, logits_processor=mixture, **options)
+
+    jobs = [(prompts[0], True), (prompts[1], False), (prompts[2], False)]
+    alone = [write(*job) for job in jobs]
+    begin = threading.Barrier(len(jobs))
+
+    def several(job):
+        begin.wait()
+        return [write(*job) for _ in range(4)]
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        for results, expected in zip(pool.map(several, jobs), alone, strict=True):
+            assert all(torch.equal(result, expected) for result in results)
+
+
+def test_a_search_for_a_rate_changes_no_other_threads_rate(tiny_model, monkeypatch):
+    model = tiny_model(level_learning=LEARNS)
+    ids = random_ids(1, 40)
+    alone, fields = learned(model, ids), model.config.level_learning
+    expected = learning_rate_search(model, [ids[0]], rates=[0.5, 0.01])
+    results = while_it_learns(monkeypatch, lambda: learned(model, ids))
+    assert learning_rate_search(model, [ids[0]], rates=[0.5, 0.01]) == expected
+    assert torch.equal(results[0], alone) and model.config.level_learning is fields
+    assert isinstance(expected, LevelLearning)
+
+
+def test_blocks_below_the_first_that_learns_keep_no_graph(tiny_model):
+    model, ids = tiny_model(level_learning=LEARNS, num_hidden_layers=4), random_ids(1, 8)
+    had_graph = []
+    for block in model.model.layers:
+        block.register_forward_hook(lambda _, __, output: had_graph.append(output[0].requires_grad))
+    model.learn(ids, cache=HopeCache(model.config))
+    assert had_graph == [False, False, False, True]
