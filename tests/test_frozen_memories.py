@@ -101,7 +101,7 @@ def test_what_cannot_be_mixed_is_refused(model, tiny_config):
 
 @pytest.mark.parametrize("options", [{}, dict(memory_erase_bias=[-6.0, 3.0]), dict(memory_rule="paper")])
 def test_frozen_memories_stay_as_they_are(tiny_config, options):
-    """A call through the context equals one by its argument, and one by gates that are 0, in text and token by token."""
+    """A call through the context equals one by its argument, and one by gates that are 0; also token by token."""
     model = HopeForCausalLM(tiny_config(**options)).double().eval()
     ids = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(1))
     cache = HopeCache(model.config)

@@ -25,13 +25,12 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import HopeAttention
 from .cache_hope import CACHE_NAME, HopeCache, carried_layers, takes_cache
-from .chunks import Past, plan_chunks, plan_slots
+from .chunks import plan_chunks, plan_slots
 from .configuration_hope import HopeConfig
 from .continuum import CONTINUA, ContinuumMemory
 from .frozen_reading import FreezesMemories, reads_frozen
 from .generation_hope import HopeGenerationMixin
 from .inputs import (
-    Documents,
     attention_arguments,
     check_cache,
     check_inputs,
@@ -283,7 +282,7 @@ class HopeModel(HopePreTrainedModel):
         hidden_states = read(blocks, hidden_states)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: cache})
 
-    def _plans(self, hidden_states, input_ids, documents, past=None, has_cache=False, freezes=None) -> tuple[dict, Past]:
+    def _plans(self, hidden_states, input_ids, documents, past=None, has_cache=False, freezes=None):
         """Chunks and blocks of this call, and the counts after it; `past` are the counts before it."""
         shape, device = hidden_states.shape[:2], hidden_states.device
         call = shape, device, past, documents.padding, documents.position_ids, input_ids, has_cache

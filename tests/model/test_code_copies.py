@@ -49,6 +49,9 @@ def test_models_of_two_copies_of_the_code_work_side_by_side(tiny_model, code_cop
             with torch.no_grad():
                 reader(ids[:, :9], cache=cache)
             assert torch.equal(writer.generate(ids, cache=cache, **options), expected)
+    with hope_hf.frozen_memories(theirs):
+        frozen, live = theirs(ids).logits, ours(ids).logits
+    assert torch.equal(frozen, ours(ids, freeze_memories=True).logits) and not torch.equal(frozen, live)
 
 
 def test_heads_take_a_configuration_of_another_copy(tiny_config, code_copy, tmp_path):
