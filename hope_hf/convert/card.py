@@ -22,7 +22,7 @@ def model_card(
         base_model=source.name if source.is_public else None,
     )
     whence = f"[{source.name}](https://huggingface.co/{source.name})" if source.is_public else f"`{source.name}`"
-    of_file = f" (its file `{source.gguf_file}`)" if source.gguf_file else ""
+    of_file = f" (its file `{source.gguf.name}`)" if source.gguf else ""
     memories = [layer for layer, kind in enumerate(config.layer_types) if kind == "hope_memory"]
     periods = ", ".join(f"{period:,}" for period in config.level_periods)
     rows = {
@@ -54,7 +54,7 @@ A conversion of {whence} into a HOPE language model (*Nested Learning*,
 
 In float32, over {agreement.tokens} tokens of a text, the largest difference to a logit of the source{but} is
 {agreement.difference:.1e} (at most {agreement.tolerance:.1e} is accepted). {agreement.new_tokens} greedy tokens after
-them are equal.
+them are equal. It was compared with {source.peer}.
 
 ## Use
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hope_hf import CACHE_NAME, HopeConfig
 
-from .weights import read_names
+from .weights import HEAD, TABLE, read_names
 
 # The largest difference of two logits. Where levels side by side or windows add up in another order, it is relative to
 # the largest logit.
@@ -121,10 +121,10 @@ def _from_files(config: PreTrainedConfig, files: list[Path]) -> PreTrainedModel:
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     names = read_names(files)
-    table = "model.embed_tokens.weight"
+    tied = {HEAD: TABLE, TABLE: HEAD} if config.tie_word_embeddings else {}
     index = {}
     for name in model.state_dict():
-        saved = table if config.tie_word_embeddings and name == "lm_head.weight" else name
+        saved = name if name in names else tied[name]
         index[name] = {"safetensors_file": str(names[saved]), "weight_name": saved, "dtype": "float32"}
     # it warns that the weights lie on disk
     logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)

@@ -23,6 +23,7 @@ class Converted:
     """What was written.
 
     Attributes:
+        peer: with what it was compared, in words.
         files: number of files of weights.
         dtype: of the weights.
     """
@@ -31,6 +32,7 @@ class Converted:
     files: int
     dtype: torch.dtype
     agreement: Agreement
+    peer: str
 
 
 def convert_folder(
@@ -74,7 +76,7 @@ def convert_folder(
         raise ValueError(
             f"--output_dir {out} cannot be written: {getattr(error, 'strerror', None) or error}."
         ) from error
-    return Converted(parameters, len(files), dtype, agreement)
+    return Converted(parameters, len(files), dtype, agreement, source.peer)
 
 
 def _write_settings(config: HopeConfig, generation: GenerationConfig | None, folder: Path) -> None:

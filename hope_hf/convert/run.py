@@ -1,6 +1,7 @@
 """The command line: `hope-hf convert --from MODEL --output_dir DIR`."""
 
 import sys
+from argparse import SUPPRESS
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -33,7 +34,8 @@ def make_parser() -> Parser:
         allow_abbrev=False,
     )
     add = partial(parser.add_argument, action=Checked)
-    add("--from", dest="source", metavar="MODEL", required=True, help="folder or Hub name of the model")
+    add("model", metavar="MODEL", nargs="?", default=SUPPRESS, help="folder or Hub name of the model")
+    add("--from", dest="source", metavar="MODEL", help="the same")
     add("--gguf_file", metavar="FILE", help="a GGUF file in it, instead of its safetensors")
     add("--output_dir", metavar="DIR", required=True, help="a new folder for the HOPE")
     add("--levels", metavar="N,N", help="cut each MLP into parallel levels with these periods, in tokens")
@@ -51,6 +53,7 @@ def main(argv: list[str]) -> int:
     """Convert. Returns 0, or 1 where the written model differs from its source, or 2 after a mistake of the user."""
     try:
         options = make_parser().parse_args(argv)
+        place = _model(getattr(options, "model", None), options.source)
         check_output(options.output_dir, "--output_dir")
         if options.attention_sinks is not None and options.sliding_window is None:
             raise ValueError("--attention_sinks needs a window: add --sliding_window N or leave it out.")
@@ -71,16 +74,26 @@ def main(argv: list[str]) -> int:
         set_up_cpu(None)
         keep_no_freed_memory()
         out = Path(options.output_dir)
-        made = convert_folder(options.source, out, changes, options.gguf_file, options.license)
+        made = convert_folder(place, out, changes, options.gguf_file, options.license)
     except CheckFailed as error:
         return complain(f"{str(error).rstrip('.')}; nothing was written.", 1)
     dtype, found = str(made.dtype).removeprefix("torch."), made.agreement
     print(
         f"{out} is complete and checked: {made.parameters:,} parameters in {made.files} file(s) of {dtype}.\n"
+        f"Compared with {made.peer}.\n"
         f"Largest difference of a logit, over {found.tokens} tokens and behind padding: {found.difference:.1e}.\n"
         f"The most likely token is the same at all of them, and {found.new_tokens} greedy tokens after them are, too."
     )
     return 0
+
+
+def _model(word: str | None, flag: str | None) -> str:
+    """The model that is named, with or without `--from`."""
+    if word is None and flag is None:
+        raise ValueError("The model is missing: name a folder or a Hub name, hope-hf convert MODEL --output_dir DIR.")
+    if word is not None and flag is not None:
+        raise ValueError(f"MODEL is {word} and --from is {flag}: name the model once.")
+    return word or flag
 
 
 def _numbers(text: str | None, flag: str, least: int) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from hope_hf import HopeConfig, HopeForCausalLM
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -39,7 +40,7 @@ class Part(NamedTuple):
 
 def parts_of(name: str, config: HopeConfig) -> list[Part]:
     """The weights that a tensor of the checkpoint becomes; none for one that the converted model does without."""
-    if name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight"):
+    if name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == HEAD):
         return []
     found = _LAYER.fullmatch(name)
     if found is None or int(found[1]) >= config.num_hidden_layers:
@@ -137,17 +138,20 @@ def plan_files(paths: list[Path], config: HopeConfig, dtype: torch.dtype, named:
 
     Raises ValueError that begins with `named` unless the tensors are those of the config.
     """
+    names = read_names(paths)
     with torch.device("meta"):
         expected = {name: list(weight.shape) for name, weight in HopeForCausalLM(config).state_dict().items()}
     if config.tie_word_embeddings:
-        del expected["lm_head.weight"]
-        _check_tied(read_names(paths), named)
+        del expected[HEAD]
+        _check_tied(names, named)
     files, found = [], {}
     for path in paths:
         file = File(path, {}, [])
         with _opened(path) as tensors:
             for name in tensors.keys():  # noqa: SIM118  not a dictionary
-                parts = parts_of(name, config)
+                # one of the two is enough where they are tied, and here the embedding is written
+                is_table = config.tie_word_embeddings and name == HEAD and TABLE not in names
+                parts = [Part(TABLE)] if is_table else parts_of(name, config)
                 tensor = tensors.get_slice(name)
                 if parts and tensor.get_dtype() not in FLOATS:
                     raise ValueError(
@@ -175,7 +179,7 @@ def plan_files(paths: list[Path], config: HopeConfig, dtype: torch.dtype, named:
 
 def _check_tied(names: dict[str, Path], named: str) -> None:
     """ValueError for a head of its own: transformers ties it to the embedding only where both are the same."""
-    tied = [name for name in ("model.embed_tokens.weight", "lm_head.weight") if name in names]
+    tied = [name for name in (TABLE, HEAD) if name in names]
     tensors = []
     for name in tied:
         with _opened(names[name]) as file:

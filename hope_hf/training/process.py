@@ -22,7 +22,7 @@ QUIT = "stopped by Ctrl-C; the same command goes on from the last checkpoint."
 
 def prepare_process(args: Arguments, accelerator: Accelerator):
     """Set threads, denormals, matmul precision and seed, the same in every process."""
-    set_up_cpu(args.cpu_threads)
+    set_up_cpu(args.cpu_threads, says=True)
     if accelerator.device.type == "cuda" and args.tf32:
         torch.set_float32_matmul_precision("high")
     set_seed(args.seed)

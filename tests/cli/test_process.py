@@ -27,8 +27,8 @@ def test_a_cuda_build_without_a_driver_computes_on_the_cpu(monkeypatch):
         choose_device("cuda")
 
 
-@pytest.mark.parametrize("free, threads", [(8, 8), (3, 2), (0, 1)])
-def test_threads_give_way_to_other_programs(monkeypatch, free, threads):
+@pytest.mark.parametrize("free, threads, says", [(8, 8, True), (3, 2, True), (0, 1, True), (0, 1, False)])
+def test_threads_give_way_to_other_programs(monkeypatch, free, threads, says):
     taken = [0]
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(process, "default_threads", lambda: 8)
@@ -38,10 +38,11 @@ def test_threads_give_way_to_other_programs(monkeypatch, free, threads):
     monkeypatch.setattr(process, "_slowdown", lambda threads, fewer: 20.0 if threads > free else 0.6)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        process.set_up_cpu(None)
+        process.set_up_cpu(None, says)
     assert taken[-1] == threads
     said = [str(warning.message) for warning in caught]
-    assert (said == []) if threads == 8 else ("compute faster than 8" in said[0] and "(--cpu_threads)" in said[0])
+    assert len(said) == (says and threads < 8)
+    assert all("compute faster than 8" in sentence and "(--cpu_threads)" in sentence for sentence in said)
 
 
 def test_threads_that_the_user_chose_stay(monkeypatch):

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hope_hf import HopeConfig, HopeForCausalLM
-from hope_hf.convert import source as source_module
+from hope_hf.convert import gguf_file, main
 
 
 def edited(folder, **fields):
@@ -70,6 +70,15 @@ def test_files_that_do_not_fit_the_config(saved, refused):
     assert "has no model.safetensors, and only safetensors are read" in refused(source)
 
 
+def test_a_tied_head_alone_is_the_embedding(saved, converted):
+    theirs, source = saved("tied")
+    weights = load_file(source / "model.safetensors")
+    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    made = load_file(converted(source, "--levels", "512,2048") / "model.safetensors")
+    assert torch.equal(made["model.embed_tokens.weight"], theirs.lm_head.weight) and "lm_head.weight" not in made
+
+
 def test_a_head_of_its_own_beside_a_tied_one(saved, refused, converted):
     _, source = saved("tied")
     weights = load_file(source / "model.safetensors")
@@ -129,7 +138,16 @@ def test_a_source_that_is_not_there(refused, tmp_path, monkeypatch):
 
 def test_a_gguf_without_its_package(saved, refused, monkeypatch):
     _, source = saved("llama")
-    monkeypatch.setattr(source_module, "is_gguf_available", lambda: False)
+    monkeypatch.setattr(gguf_file, "is_gguf_available", lambda: False)
+    (source / "model.gguf").write_bytes(b"GGUF")
     assert "--gguf_file model.gguf needs the package gguf: pip install 'hope_hf[gguf]'." in refused(
         source, "--gguf_file", "model.gguf"
     )
+
+
+def test_the_model_is_named_once_with_or_without_the_flag(saved, tmp_path, capsys):
+    _, source = saved("llama")
+    out = ["--output_dir", str(tmp_path / "hope")]
+    assert main(out) == 2 and "The model is missing" in capsys.readouterr().err
+    assert main([str(source), "--from", str(source), *out]) == 2 and "--from" in capsys.readouterr().err
+    assert main([str(source), *out]) == 0 and (tmp_path / "hope" / "config.json").exists()

@@ -1,15 +1,13 @@
-"""Uses of a converted model: learning levels, PEFT, int8 weights, evaluation, export; and conversion of GGUF files."""
+"""Uses of a converted model: learning levels, PEFT, int8 weights, evaluation, export."""
 
-import importlib.util
 import json
 
-import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from sources import SIZES, random_ids
-from transformers import AutoModelForCausalLM, AutoTokenizer, TorchAoConfig
+from sources import random_ids
+from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from hope_hf import HopeCache
 from hope_hf.evaluation import main as evaluate
@@ -89,61 +87,3 @@ def test_the_export_carries_it(hope, tmp_path, monkeypatch):
     assert export([str(hope), "--to", str(tmp_path / "exported")]) == 0
     ours, theirs = (load_file(place / "model.safetensors") for place in (hope, tmp_path / "exported"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-NEEDS_GGUF = [] if importlib.util.find_spec("gguf") else [pytest.mark.long]
-GGUF_NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.layers.": "blk.",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-}  # fmt: skip
-
-
-def write_gguf(path, model):
-    """A Llama with a tokenizer of its 64 tokens, in float32."""
-    import gguf
-
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(512)
-    writer.add_embedding_length(SIZES["hidden_size"])
-    writer.add_block_count(SIZES["num_hidden_layers"])
-    writer.add_feed_forward_length(SIZES["intermediate_size"])
-    writer.add_head_count(SIZES["num_attention_heads"])
-    writer.add_head_count_kv(SIZES["num_key_value_heads"])
-    writer.add_rope_freq_base(1e4)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_license("mit")
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([*(chr(ord("!") + index) for index in range(61)), "AB", "<eos>", "<pad>"])
-    writer.add_token_merges(["A B"])
-    writer.add_eos_token_id(62)
-    writer.add_bos_token_id(62)
-    writer.add_pad_token_id(63)
-    for name, weight in model.state_dict().items():
-        array = weight.numpy().astype(np.float32)
-        for map_name, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
-            if map_name in name:
-                # llama.cpp has the two halves of each rotated pair next to each other
-                parts = array.reshape(SIZES[heads], 2, -1, array.shape[1])
-                array = np.ascontiguousarray(parts.swapaxes(1, 2).reshape(array.shape))
-        for ours, theirs in GGUF_NAMES.items():
-            name = name.replace(ours, theirs)
-        writer.add_tensor(name, array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-@pytest.mark.parametrize("kind", [pytest.param("llama", marks=NEEDS_GGUF)])
-def test_a_gguf_file(kind, saved, converted, tmp_path):
-    theirs, _ = saved(kind)
-    (tmp_path / "files").mkdir()
-    write_gguf(tmp_path / "files" / "tiny.gguf", theirs)
-    folder = converted(tmp_path / "files", "--gguf_file", "tiny.gguf")
-    ours, ids = AutoModelForCausalLM.from_pretrained(folder).eval(), random_ids(2, 50)
-    with torch.no_grad():
-        assert torch.equal(ours(ids).logits, theirs(ids).logits)
-    assert AutoTokenizer.from_pretrained(folder)("AB", add_special_tokens=False)["input_ids"] == [61]
-    assert "license: mit" in (folder / "README.md").read_text()

@@ -1,0 +1,202 @@
+"""The vocabulary of a GGUF file as a tokenizer with the ids of the original.
+
+A GGUF has no `tokenizer.json`: it has tokens, merges or scores, and the name of a rule that splits a text into words.
+The rules here are those of the original tokenizers. An unknown one is refused, since other words have other ids.
+"""
+
+import warnings
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+SPACE = "\u2581"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# `tokenizer.ggml.pre` -> the regular expression of a word; None: GPT-2's; "digits": GPT-2's, each digit alone.
+RULES = {
+    None: None,
+    "default": None,
+    "gpt-2": None,
+    "mellum": None,
+    "smollm": "digits",
+    "starcoder": "digits",
+    "refact": "digits",
+    "codeshell": "digits",
+    "minerva-7b": "digits",
+    "llama-bpe": LLAMA3,
+    "llama3": LLAMA3,
+    "llama-v3": LLAMA3,
+    "qwen2": QWEN2,
+    "deepseek-r1-qwen": QWEN2,
+    "tekken": TEKKEN,
+}
+# A word that is a token is that token, whatever the merges make of it; and texts begin with BOS.
+WHOLE_WORDS = (LLAMA3, TEKKEN)
+# Fields that change ids, unless they have this value.
+NEUTRAL = {
+    "tokenizer.ggml.remove_extra_whitespaces": False,
+    "tokenizer.ggml.escape_whitespaces": True,
+    "tokenizer.ggml.treat_whitespace_as_suffix": False,
+    "tokenizer.ggml.add_sep_token": False,
+}
+# Names of transformers -> of the file, and the default of llama.cpp for SentencePiece.
+SPECIAL = {
+    "bos_token": ("bos_token_id", 1),
+    "eos_token": ("eos_token_id", 2),
+    "unk_token": ("unknown_token_id", 0),
+    "pad_token": ("padding_token_id", None),
+}
+
+
+class Vocabulary:
+    """The fields `tokenizer.*` of a file.
+
+    Attributes:
+        tokens: by id; empty for a file without a vocabulary.
+    """
+
+    def __init__(self, metadata: dict, named: str):
+        """`metadata`: all fields by name; `named`: how error messages name the file."""
+        self._metadata, self._named = metadata, named
+        self.tokens: list[str] = self._get("tokens", [])
+        self._types: list[int] = self._get("token_type", [NORMAL] * len(self.tokens))
+        self._kind, self._pre = self._get("model"), self._get("pre")
+        self._is_pieces = self._kind == "llama"
+
+    def is_of(self, tokenizer: PreTrainedTokenizerBase) -> bool:
+        """Whether the tokenizer has the same ids for all ordinary tokens."""
+        typed = zip(self.tokens, self._types, strict=True)
+        ids = [index for index, (_, kind) in enumerate(typed) if kind == NORMAL]
+        return tokenizer.convert_ids_to_tokens(ids) == [self.tokens[index] for index in ids]
+
+    def tokenizer(self, vocab_size: int) -> PreTrainedTokenizerBase:
+        """The tokenizer. ValueError for a rule or a field that is unknown, or more than `vocab_size` tokens."""
+        self._check(vocab_size)
+        built = self._pieces() if self._is_pieces else self._words()
+        typed = list(zip(self.tokens, self._types, strict=True))
+        built.add_special_tokens([_whole(token, special=True) for token, kind in typed if kind == CONTROL])
+        built.add_tokens([_whole(token, special=False) for token, kind in typed if kind == USER_DEFINED])
+        special = {name: self._special(*where) for name, where in SPECIAL.items()}
+        special = {name: token for name, token in special.items() if token is not None}
+        around = self._around(special)
+        if around is not None:
+            built.post_processor = around
+        return PreTrainedTokenizerFast(
+            tokenizer_object=built,
+            chat_template=self._templates(),
+            clean_up_tokenization_spaces=False,
+            **special,
+        )
+
+    def _check(self, vocab_size: int) -> None:
+        instead = "put the original's tokenizer.json and tokenizer_config.json into the folder of the file."
+        if self._kind not in ("gpt2", "llama"):
+            raise ValueError(f"{self._named} has the tokenizer.ggml.model {self._kind!r}, which is unknown: {instead}")
+        if not self._is_pieces and self._pre not in RULES:
+            raise ValueError(f"{self._named} has the tokenizer.ggml.pre {self._pre!r}, which is unknown: {instead}")
+        if not self._is_pieces and self._pre in (None, "default"):
+            warnings.warn(
+                f"{self._named} has no tokenizer.ggml.pre, so words are split as GPT-2 does: if the original splits "
+                f"otherwise, {instead}",
+                stacklevel=2,
+            )
+        for name, value in NEUTRAL.items():
+            if self._metadata.get(name, value) != value:
+                raise ValueError(f"{self._named} has {name}={self._metadata[name]}, which is unknown: {instead}")
+        if "tokenizer.ggml.precompiled_charsmap" in self._metadata:
+            raise ValueError(f"{self._named} has a tokenizer.ggml.precompiled_charsmap, which is unknown: {instead}")
+        if len(self.tokens) > vocab_size:
+            raise ValueError(
+                f"{self._named} has {len(self.tokens)} tokens (tokenizer.ggml.tokens), and token_embd.weight has "
+                f"{vocab_size} rows."
+            )
+
+    def _words(self) -> Tokenizer:
+        """Byte-level BPE: words, in them bytes, and merges of these."""
+        rule = RULES[self._pre]
+        vocabulary = {token: index for index, token in enumerate(self.tokens)}
+        merges = [tuple(merge.split(" ", 1)) for merge in self._get("merges", [])]
+        built = Tokenizer(BPE(vocabulary, merges, ignore_merges=rule in WHOLE_WORDS))
+        if rule is None:
+            built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        elif rule == "digits":
+            built.pre_tokenizer = pre_tokenizers.Sequence(
+                [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            )
+        else:
+            split = pre_tokenizers.Split(Regex(rule), "isolated")
+            in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+            built.pre_tokenizer = pre_tokenizers.Sequence([split, in_bytes])
+        if rule == QWEN2:
+            built.normalizer = normalizers.NFC()
+        built.decoder = decoders.ByteLevel()
+        return built
+
+    def _pieces(self) -> Tokenizer:
+        """SentencePiece's BPE: spaces are characters, and of all pairs the one with the best score is merged first."""
+        vocabulary = {token: index for index, token in enumerate(self.tokens)}
+        unknown = self._special(*SPECIAL["unk_token"])
+        built = Tokenizer(
+            BPE(vocabulary, self._merges(vocabulary), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        )
+        spaces = normalizers.Replace(" ", SPACE)
+        back = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        if self._get("add_space_prefix", True):
+            built.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces])
+            back.append(decoders.Strip(" ", 1, 0))
+        else:
+            built.normalizer = spaces
+        built.decoder = decoders.Sequence(back)
+        return built
+
+    def _merges(self, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+        """All pairs that make a token, best first."""
+        if self._get("merges"):
+            return [tuple(merge.split(" ", 1)) for merge in self._get("merges")]
+        found = []
+        for token, kind, score in zip(self.tokens, self._types, self._get("scores", []), strict=True):
+            if kind != NORMAL:
+                continue
+            cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+            found += [(score, *cut) for cut in cuts if cut[0] in vocabulary and cut[1] in vocabulary]
+        found.sort(key=lambda pair: (-pair[0], -len(pair[1])))
+        return [(left, right) for _, left, right in found]
+
+    def _around(self, special: dict[str, str]) -> processors.TemplateProcessing | None:
+        """BOS before and EOS behind every text, where the file asks for it."""
+        begins = self._is_pieces or RULES.get(self._pre) in WHOLE_WORDS
+        before = special.get("bos_token") if self._get("add_bos_token", begins) else None
+        behind = special.get("eos_token") if self._get("add_eos_token", False) else None
+        added = [token for token in (before, behind) if token is not None]
+        if not added:
+            return None
+        one, two = ([token for token in (before, text, behind) if token is not None] for text in ("$A", "$B"))
+        ids = [(token, self.tokens.index(token)) for token in dict.fromkeys(added)]
+        return processors.TemplateProcessing(single=one, pair=one + two, special_tokens=ids)
+
+    def _special(self, name: str, default: int | None) -> str | None:
+        index = self._get(name, default if self._is_pieces else None)
+        return self.tokens[index] if index is not None and index < len(self.tokens) else None
+
+    def _templates(self) -> str | dict[str, str] | None:
+        main, prefix = self._metadata.get("tokenizer.chat_template"), "tokenizer.chat_template."
+        others = {name.removeprefix(prefix): text for name, text in self._metadata.items() if name.startswith(prefix)}
+        return {"default": main, **others} if main and others else main
+
+    def _get(self, name: str, default=None):
+        return self._metadata.get(f"tokenizer.ggml.{name}", default)
+
+
+def _whole(token: str, special: bool) -> AddedToken:
+    """A token that is found whole in a text, before it is split into words."""
+    return AddedToken(token, normalized=False, special=special)

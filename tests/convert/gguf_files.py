@@ -1,0 +1,155 @@
+"""Small GGUF files with random weights, and what llama.cpp computes from them, in float64."""
+
+import gguf
+import numpy as np
+
+# heads, heads of keys, channels of a head, and the rest
+SIZES = dict(heads=4, key_heads=2, head_dim=8, hidden=32, units=48, layers=2, vocab=64)
+ARRAYS = {"attn_q": "heads", "attn_k": "key_heads", "attn_v": "key_heads"}
+WORDS = ["w", *"0123456789", *(f"w{index}" for index in range(51)), "<eos>", "<pad>"]
+BASE = 1e4
+
+
+class Gguf:
+    """A model: its fields and tensors, which a test may change before it writes them.
+
+    Attributes:
+        fields: those below the architecture's name.
+        others: all others.
+        tensors: by llama.cpp's names, in float32 and in llama.cpp's order of channels.
+    """
+
+    def __init__(self, architecture: str = "llama", biases: tuple[str, ...] = (), tied: bool = False, **sizes):
+        self.architecture, self.sizes = architecture, SIZES | sizes
+        self.fields = {
+            "context_length": 512,
+            "embedding_length": self.sizes["hidden"],
+            "block_count": self.sizes["layers"],
+            "feed_forward_length": self.sizes["units"],
+            "attention.head_count": self.sizes["heads"],
+            "attention.head_count_kv": self.sizes["key_heads"],
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "rope.freq_base": BASE,
+        }
+        if self.sizes["hidden"] != self.sizes["heads"] * self.sizes["head_dim"]:
+            self.fields["attention.key_length"] = self.fields["attention.value_length"] = self.sizes["head_dim"]
+        self.others = tokens_of_words()
+        self.tensors = self._random(biases, tied)
+
+    def write(self, path) -> None:
+        """Write the file."""
+        writer = gguf.GGUFWriter(path, self.architecture)
+        fields = {f"{self.architecture}.{name}": value for name, value in self.fields.items()}
+        for name, value in (fields | self.others).items():
+            _add(writer, name, value)
+        for name, array in self.tensors.items():
+            writer.add_tensor(name, array)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    def logits(self, ids, frequencies=None, scale: float = 1.0, window: int | None = None) -> np.ndarray:
+        """Logits [T, V] of token ids [T], in float64.
+
+        `frequencies`: radians a token [head_dim / 2] (`None`: those of the base); `scale`: of cosines and sines;
+        `window`: tokens that each sees.
+        """
+        tensors = {name: array.astype(np.float64) for name, array in self.tensors.items()}
+        hidden = tensors["token_embd.weight"][ids]
+        length = len(ids)
+        distance = np.arange(length)[:, None] - np.arange(length)
+        hides = (distance < 0) | (distance >= (window or length))
+        frequencies = plain_frequencies(self.sizes["head_dim"]) if frequencies is None else np.asarray(frequencies)
+        angles = np.arange(length)[:, None, None] * frequencies
+        turns = scale * np.cos(angles), scale * np.sin(angles)
+        for layer in range(self.sizes["layers"]):
+            block = {
+                name.removeprefix(f"blk.{layer}."): array
+                for name, array in tensors.items()
+                if name.startswith(f"blk.{layer}.")
+            }
+            hidden = hidden + self._attention(block, _norm(hidden, block["attn_norm.weight"]), turns, hides)
+            read = _norm(hidden, block["ffn_norm.weight"])
+            gate = _map(block, "ffn_gate", read)
+            hidden = hidden + _map(block, "ffn_down", gate / (1 + np.exp(-gate)) * _map(block, "ffn_up", read))
+        head = tensors.get("output.weight", tensors["token_embd.weight"])
+        return _norm(hidden, tensors["output_norm.weight"]) @ head.T
+
+    def _attention(self, block, read, turns, hides) -> np.ndarray:
+        width = self.sizes["head_dim"]
+        query, key, value = (_map(block, name, read).reshape(len(read), -1, width) for name in ARRAYS)
+        if "attn_q_norm.weight" in block:
+            query, key = _norm(query, block["attn_q_norm.weight"]), _norm(key, block["attn_k_norm.weight"])
+        query, key = self._turned(query, *turns), self._turned(key, *turns)
+        group = self.sizes["heads"] // self.sizes["key_heads"]
+        key, value = key.repeat(group, axis=1), value.repeat(group, axis=1)
+        scores = np.einsum("qhd,khd->hqk", query, key) / width**0.5
+        scores[:, hides] = -np.inf
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        read_out = np.einsum("hqk,khd->qhd", weights, value).reshape(len(read), -1)
+        return _map(block, "attn_output", read_out)
+
+    def _turned(self, heads, cosines, sines) -> np.ndarray:
+        """Rotary positions: Llama's pairs are neighbours, and Qwen's lie half a head apart."""
+        half = self.sizes["head_dim"] // 2
+        if self.architecture == "llama":
+            first, second = slice(0, None, 2), slice(1, None, 2)
+        else:
+            first, second = slice(None, half), slice(half, None)
+        turned = np.empty_like(heads)
+        turned[..., first] = heads[..., first] * cosines - heads[..., second] * sines
+        turned[..., second] = heads[..., second] * cosines + heads[..., first] * sines
+        return turned
+
+    def _random(self, biases, tied) -> dict[str, np.ndarray]:
+        draw, size = np.random.default_rng(0), self.sizes
+        hidden, units = size["hidden"], size["units"]
+        rows = {name: size[heads] * size["head_dim"] for name, heads in ARRAYS.items()}
+        shapes = {name: (count, hidden) for name, count in rows.items()}
+        shapes |= {"attn_output": (hidden, rows["attn_q"]), "ffn_gate": (units, hidden), "ffn_up": (units, hidden)}
+        shapes |= {"ffn_down": (hidden, units), "attn_norm": (hidden,), "ffn_norm": (hidden,)}
+        if self.architecture == "qwen3":
+            shapes |= dict.fromkeys(("attn_q_norm", "attn_k_norm"), (size["head_dim"],))
+        if self.architecture == "qwen2":
+            biases = ("attn_q", "attn_k", "attn_v")
+        found = {"token_embd.weight": (size["vocab"], hidden), "output_norm.weight": (hidden,)}
+        found |= {} if tied else {"output.weight": (size["vocab"], hidden)}
+        for layer in range(size["layers"]):
+            found |= {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
+            found |= {f"blk.{layer}.{name}.bias": shapes[name][:1] for name in biases}
+        return {name: (draw.normal(size=shape) * 0.3 + ("norm" in name)).astype(np.float32)
+                for name, shape in found.items()}  # fmt: skip
+
+
+def plain_frequencies(head_dim: int, base: float = BASE) -> np.ndarray:
+    """Radians a token of each pair of channels [head_dim / 2]."""
+    return base ** (-np.arange(0, head_dim, 2) / head_dim)
+
+
+def tokens_of_words() -> dict:
+    """The fields of a vocabulary of 64 tokens."""
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": WORDS,
+        "tokenizer.ggml.token_type": [1] * 62 + [3, 3],
+        "tokenizer.ggml.merges": ["w 0"],
+        "tokenizer.ggml.eos_token_id": 62,
+        "tokenizer.ggml.padding_token_id": 63,
+    }
+
+
+def _add(writer, name: str, value) -> None:
+    """Write a field with the type that llama.cpp's converters give it."""
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    add.get(type(value), writer.add_array)(name, value)
+
+
+def _norm(values, weight, epsilon: float = 1e-5) -> np.ndarray:
+    return values / np.sqrt((values**2).mean(-1, keepdims=True) + epsilon) * weight
+
+
+def _map(block, name: str, values) -> np.ndarray:
+    return values @ block[f"{name}.weight"].T + block.get(f"{name}.bias", 0.0)
