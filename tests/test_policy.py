@@ -49,7 +49,7 @@ ROOMS = {
     },
     "hope_hf/export": {"torch", "transformers", "huggingface_hub", "safetensors", "hope_hf.cli", "hope_hf.export"},
     "hope_hf/convert": {
-        "torch", "transformers", "accelerate", "huggingface_hub", "safetensors",
+        "torch", "transformers", "accelerate", "huggingface_hub", "numpy", "safetensors", "tokenizers",
         "hope_hf", "hope_hf.cli", "hope_hf.convert",
     },
     "hope_hf/chat": {
