@@ -122,13 +122,14 @@ def place(tmp_path) -> Path:
     llama = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
     LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **llama)).save_pretrained(place / "llama")
     (place / "model" / "metrics.jsonl").write_text('{"step": 1, "tokens": 64}\n')
-    checkpoint = manifest.temporary_name(place, 1)
+    checkpoint = manifest.temporary_name(place, 1, "0123456789ab")
     shutil.copytree(place / "model", checkpoint)
     manifest.publish(
         checkpoint,
         1,
         {"num_processes": 1, "only_model": True},
         manifest.describe(checkpoint, list(checkpoint.iterdir())),
+        "0123456789ab",
     )
     return place
 

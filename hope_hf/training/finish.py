@@ -1,6 +1,7 @@
 """The end of a run: model and tokenizer in the output folder, a sample, the curves, how to load it, and the upload."""
 
 import json
+import re
 import shlex
 import shutil
 import warnings
@@ -25,6 +26,8 @@ from .parsing import repo_id
 from .watch.plot import draw_curves
 from .watch.tracking import METRICS_FILE
 
+# The files of `save_pretrained`; a user may keep others beside them.
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 SAMPLE_TOKENS = 96
 PROMPT_TOKENS = 32
 
@@ -43,7 +46,8 @@ def finish(args: Arguments, engine: Engine, data, evaluation: dict, checkpoint: 
             if in_parts:
                 # of a shorter run in this folder
                 for file in folder.glob("model*.safetensors*"):
-                    file.unlink()
+                    if WEIGHTS.fullmatch(file.name):
+                        file.unlink()
             else:
                 engine.save_model(folder, weights)
             data.tokenizer.save_pretrained(folder)
@@ -158,13 +162,17 @@ PLACE = ".hub-"
 """Begins the name of the folder for an upload, in the run's folder."""
 
 
-def push(args: Arguments):
-    """Export the finished run in `--output_dir` and upload it; any failure is a warning."""
+def push(args: Arguments, mark: str):
+    """Export the finished run in `--output_dir` and upload it; any failure is a warning.
+
+    `mark`: the run's random id.
+    """
+    own = f"{PLACE}{mark}-"
     try:
-        for left in Path(args.output_dir).glob(f"{PLACE}*"):
+        for left in Path(args.output_dir).glob(f"{own}*"):
             # A killed process left it behind.
             shutil.rmtree(left, ignore_errors=True)
-        with TemporaryDirectory(dir=args.output_dir, prefix=PLACE) as place:
+        with TemporaryDirectory(dir=args.output_dir, prefix=own) as place:
             out = Path(place) / "export"
             export_folder(Path(args.output_dir), out, repo_id(args))
             print(f"Uploaded to {upload(out, repo_id(args), args.hub_private_repo)}", flush=True)

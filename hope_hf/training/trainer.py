@@ -20,7 +20,7 @@ from .checkpoints.hook import CheckpointHook
 from .checkpoints.manifest import last_good
 from .checkpoints.optimizer import load_optimizer
 from .checkpoints.reader import find_checkpoint, other_run
-from .checkpoints.run_folder import RunFolder, changes, differences, is_open, require_same_run
+from .checkpoints.run_folder import RunFolder, changes, differences, is_open, read_record, require_same_run
 from .checkpoints.weights import load_weights
 from .checkpoints.writer import BestModel, CheckpointWriter
 from .engines.base import Engine, Update
@@ -86,7 +86,7 @@ def train(args: Arguments) -> int:
         complete = _train(args, engine, folder, stop_after, free)
     # No other process waits for this one now, and the folder is free.
     if complete and args.push_to_hub and accelerator.is_main_process:
-        push(args)
+        push(args, read_record(args.output_dir)["run_id"])
     leave(accelerator)
     return 0
 
@@ -111,6 +111,7 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, stop_after: StopA
             hook=CheckpointHook(args.checkpoint_hook, args.output_dir, monitor.say),
             in_parts=engine.saves_parts(args),
             keep_every=record.get("keep_every", ()),
+            mark=record["run_id"],
         )
         best = BestModel(args.output_dir, args.keep_best)
 

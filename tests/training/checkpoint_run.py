@@ -30,6 +30,8 @@ CONFIG = dict(
 )
 
 
+MARK = "0123456789ab"
+"""The run's random id."""
 DATA = {"epoch": 1, "positions": [3, 5]}
 
 
@@ -68,7 +70,7 @@ class Run:
         # A run makes its folder before its first checkpoint.
         if PartialState().is_main_process and not Path(output_dir).is_dir():
             Path(output_dir).mkdir(parents=True)
-        return self.save_with(CheckpointWriter(output_dir, save_total_limit), **changes)
+        return self.save_with(CheckpointWriter(output_dir, save_total_limit, mark=MARK), **changes)
 
     def save_with(
         self, writer: CheckpointWriter, background: bool = False, data: object = DATA, carried: dict | None = None

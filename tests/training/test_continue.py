@@ -338,10 +338,10 @@ def test_a_refused_command_names_the_last_of_the_run(run, monkeypatch, capsys):
 
 
 def test_a_kill_between_two_names_loses_no_best_model(tmp_path):
-    for name in ("best.replaced", "best.replaced.tmp-0123abcd"):
+    for name in ("best.replaced-ab", "best.replaced-ab.tmp-ab-0123abcd"):
         (tmp_path / name).mkdir()
-    remove_leftovers(tmp_path)
+    remove_leftovers(tmp_path, "ab")
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
-    (tmp_path / "best.replaced").mkdir()
-    remove_leftovers(tmp_path)
+    (tmp_path / "best.replaced-ab").mkdir()
+    remove_leftovers(tmp_path, "ab")
     assert [path.name for path in tmp_path.iterdir()] == ["best"]

@@ -67,7 +67,7 @@ def test_whatever_fails_is_a_warning(monkeypatch, tmp_path, error):
 
     monkeypatch.setattr(finish, "export_folder", fail)
     with pytest.warns(UserWarning) as caught:
-        finish.push(Arguments(output_dir=str(tmp_path), push_to_hub=True))
+        finish.push(Arguments(output_dir=str(tmp_path), push_to_hub=True), "ab")
     (warning,) = caught
     reason = str(error).rstrip(".")
     assert f"--push_to_hub failed and the run in {tmp_path} is complete: {reason};" in str(warning.message)

@@ -1,6 +1,7 @@
 """A stopped run continues as if it had not stopped: bit for bit on one process."""
 
 import contextlib
+import json
 import signal
 
 import pytest
@@ -110,7 +111,8 @@ def test_complete_run_is_not_repeated(run, tmp_path, capsys):
     run("a")
     before = (tmp_path / "a" / "model.safetensors").stat().st_mtime_ns
     # Of a process that was killed while it deleted a checkpoint.
-    (tmp_path / "a" / "checkpoint-4.tmp-0123abcd").mkdir()
+    mark = json.loads((tmp_path / "a" / "run.json").read_text())["run_id"]
+    (tmp_path / "a" / f"checkpoint-4.tmp-{mark}-0123abcd").mkdir()
     status, _ = run("a")
     assert [path.name for path in (tmp_path / "a").glob("checkpoint-*")] == ["checkpoint-8"]
     assert status == 0

@@ -39,8 +39,8 @@ LATEST = "latest"
 """A link to the newest complete checkpoint, for other programs; a run itself never follows it."""
 FIX = "resume from another checkpoint"
 
-# A folder is `.replaced` while a newer one of the same step takes its name.
-FOLDER_NAME = re.compile(CHECKPOINT.pattern + r"(\.replaced)?")
+# A folder is `.replaced` while a newer one of the same step takes its name; earlier versions added no mark.
+FOLDER_NAME = re.compile(CHECKPOINT.pattern + r"(\.replaced(-[0-9a-z]+)?)?")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 2**63 - 1
 
@@ -174,9 +174,12 @@ def last_good(output_dir: str | Path) -> str:
     return "none was written yet" if found is None else str(found.folder)
 
 
-def temporary_name(output_dir: Path, step: int) -> Path:
-    """A new name for a checkpoint being written; a killed process that is still writing never shares it."""
-    return output_dir / f"checkpoint-{step}.tmp-{uuid.uuid4().hex[:8]}"
+def temporary_name(output_dir: Path, step: int, mark: str) -> Path:
+    """A new name for a checkpoint being written; a killed process that is still writing never shares it.
+
+    `mark`: the run's random id, by which it knows the folders that it made.
+    """
+    return _temporary(output_dir / f"checkpoint-{step}", mark)
 
 
 def describe(folder: Path, paths: list[Path]) -> dict[str, dict]:
@@ -189,7 +192,9 @@ def describe(folder: Path, paths: list[Path]) -> dict[str, dict]:
     return files
 
 
-def publish(folder: Path, step: int, facts: dict, files: dict[str, dict], name: str | None = None) -> Path:
+def publish(
+    folder: Path, step: int, facts: dict, files: dict[str, dict], mark: str, name: str | None = None
+) -> Path:
     """Seal a written folder with its manifest and give it its final name.
 
     Args:
@@ -197,12 +202,14 @@ def publish(folder: Path, step: int, facts: dict, files: dict[str, dict], name: 
         step: optimizer steps done.
         facts: JSON-able, for `Manifest.facts`.
         files: the result of `describe` for all files in the folder.
+        mark: that of `temporary_name`.
         name: the final name; None: `checkpoint-<step>`.
 
     Returns:
-        The folder of that name next to `folder`. At every moment it or the previous one is complete on disk.
+        The folder of that name next to `folder`. At every moment it or the previous one is complete on disk. What has
+        the name and is not of this run gets another name, and a warning says so.
     """
-    content = {"format": FORMAT, "step": step, **facts, "files": files}
+    content = {"format": FORMAT, "step": step, "run": mark, **facts, "files": files}
     with (folder / MANIFEST).open("w", encoding="utf-8") as handle:
         json.dump({**content, "sha256": seal(content)}, handle, indent=1)
         flush_to_disk(handle)
@@ -210,15 +217,20 @@ def publish(folder: Path, step: int, facts: dict, files: dict[str, dict], name: 
         flush_folder(directory)
 
     final = folder.with_name(name or f"checkpoint-{step}")
-    replaced = final.with_name(f"{final.name}.replaced")
-    if final.exists():
-        if replaced.exists():
-            _remove(replaced)
-        final.rename(replaced)
+    replaced = final.with_name(f"{final.name}.replaced-{mark}")
+    if os.path.lexists(final):
+        if _own(final, mark) is None:
+            other = final.with_name(f"{final.name}.other-{uuid.uuid4().hex[:8]}")
+            final.rename(other)
+            warnings.warn(f"{final} was not of this run: it is now {other.name}.", stacklevel=2)
+        else:
+            if replaced.exists():
+                _remove(replaced, mark)
+            final.rename(replaced)
     folder.rename(final)
     flush_folder(final.parent)
     if replaced.exists():
-        _remove(replaced)
+        _remove(replaced, mark)
     if name is None:
         _point_to(final)
     return final
@@ -236,37 +248,41 @@ def _point_to(newest: Path) -> None:
         scratch.replace(link)
 
 
-def remove_leftovers(output_dir: Path) -> None:
-    """Delete folders that killed processes left half written, half deleted or replaced."""
-    for pattern in ("checkpoint-*.tmp-*", f"{BEST}.*tmp-*"):
-        for folder in output_dir.glob(pattern):
+def remove_leftovers(output_dir: Path, mark: str) -> None:
+    """Delete folders that killed processes of the run `mark` left half written, half deleted or replaced."""
+    # Of an unfinished folder, or of one that was being deleted.
+    made = re.compile(rf"({CHECKPOINT.pattern}|{BEST})(\.replaced-{mark})?\.tmp-{mark}-[0-9a-f]{{8}}")
+    for folder in output_dir.glob("*.tmp-*"):
+        if made.fullmatch(folder.name):
             shutil.rmtree(folder, ignore_errors=True)
     for link in output_dir.glob(f"{LATEST}.tmp-*"):
         if link.is_symlink() and is_unfinished(link.name, LATEST):
             link.unlink(missing_ok=True)
-    for folder in output_dir.glob("checkpoint-*.replaced"):
+    for folder in output_dir.glob(f"checkpoint-*.replaced-{mark}"):
         if _has_all_bytes(folder.with_suffix("")):
-            _remove(folder)
-    best, replaced = output_dir / BEST, output_dir / f"{BEST}.replaced"
+            _remove(folder, mark)
+    best, replaced = output_dir / BEST, output_dir / f"{BEST}.replaced-{mark}"
     if replaced.is_dir():
-        _remove(replaced) if best.exists() else replaced.rename(best)
+        _remove(replaced, mark) if best.exists() else replaced.rename(best)
 
 
 def rotate(
     output_dir: Path,
     newest: Path,
+    mark: str,
     save_total_limit: int | None,
     in_use: Collection[Path] = frozenset(),
     keep_every: Collection[int] = (),
 ) -> None:
-    """Delete the oldest checkpoints until `save_total_limit` complete ones are left; None keeps all.
+    """Delete the run's oldest checkpoints until `save_total_limit` complete ones are left; None keeps all.
 
     `newest` always stays, and those `in_use` and those whose step one of `keep_every` divides stay. Broken ones do
-    not count, and are deleted with the old ones.
+    not count, and are deleted with the old ones. Folders that the run `mark` did not make stay, and do not count.
     """
     if save_total_limit is None:
         return
     older = [folder for folder in _checkpoints(output_dir) if folder != newest and _step(folder) <= _step(newest)]
+    older = [folder for folder in older if _may_go(folder, mark)]
     older = [
         folder for folder in older if all(_step(folder) % every for every in keep_every) or not _has_all_bytes(folder)
     ]
@@ -274,7 +290,22 @@ def rotate(
     keep = [folder for folder in older if _has_all_bytes(folder)][: max(0, save_total_limit - 1)]
     for folder in older:
         if folder not in keep and folder not in in_use:
-            _remove(folder)
+            _remove(folder, mark)
+
+
+def _may_go(folder: Path, mark: str) -> bool:
+    """Whether the run `mark` made this checkpoint, and under this name: a user's copy has another."""
+    own = _own(folder, mark)
+    return own is not None and folder.name in (f"checkpoint-{own.step}", f"checkpoint-{own.step}.replaced-{mark}")
+
+
+def _own(folder: Path, mark: str) -> Manifest | None:
+    """The manifest of a folder that the run `mark` wrote, perhaps by a version without marks; None for others."""
+    try:
+        manifest = read_manifest(folder)
+    except ValueError:
+        return None
+    return manifest if manifest.facts.get("run", mark) == mark and not folder.is_symlink() else None
 
 
 def _checkpoints(output_dir: Path) -> list[Path]:
@@ -295,9 +326,13 @@ def _has_all_bytes(folder: Path) -> bool:
         return False
 
 
-def _remove(folder: Path) -> None:
+def _temporary(folder: Path, mark: str) -> Path:
+    return folder.with_name(f"{folder.name}.tmp-{mark}-{uuid.uuid4().hex[:8]}")
+
+
+def _remove(folder: Path, mark: str) -> None:
     # Renamed first, so that a killed process leaves no partial checkpoint under a checkpoint's name.
-    doomed = folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex[:8]}")
+    doomed = _temporary(folder, mark)
     # It may already be deleted.
     with suppress(FileNotFoundError):
         folder.rename(doomed)

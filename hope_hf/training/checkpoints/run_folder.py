@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import uuid
 from collections.abc import Collection
@@ -59,7 +60,7 @@ class RunFolder:
                 # Checked again: the process that held the lock may have finished the run.
                 record = self._check(identity, changeable)
             if not self._only_looks and record is not None:
-                remove_leftovers(self.path)
+                remove_leftovers(self.path, record["run_id"])
             return record
 
         return on_first_process(self._accelerator, take)
@@ -116,7 +117,7 @@ class RunFolder:
                     f"--output_dir {self.path} holds {foreign[0]} but no {RUN_FILE}: choose an empty or new folder."
                 )
             return None
-        record = _read(file)
+        record = read_record(self.path)
         has_checkpoint = record["complete"] or any(self.path.glob("checkpoint-*"))
         # of a run that was changed, the first command is refused as well
         last = commands_of(record)[-1]
@@ -143,15 +144,19 @@ def saved_defaults(output_dir: str, resume_from_checkpoint: str | None) -> dict[
     file = next((folder / RUN_FILE for folder in folders if os.path.isfile(folder / RUN_FILE)), None)
     if file is None:
         return None
-    values = _read(file).get("defaults", {})
+    values = read_record(file.parent).get("defaults", {})
     return {name: Default(value, f"the value of this run, from {RUN_FILE}") for name, value in values.items()}
 
 
-def _read(file: Path) -> dict:
+def read_record(folder: str | Path) -> dict:
+    """The content of a run's `run.json`; ValueError if no run wrote it."""
+    file = Path(folder) / RUN_FILE
     try:
         record = json.loads(read_small(file))
         kinds = {"identity": dict, "complete": bool, "run_id": str}
         ours = all(isinstance(record[name], kind) for name, kind in kinds.items())
+        # It is part of the names of folders that the run deletes.
+        ours = ours and re.fullmatch("[0-9a-z]+", record["run_id"]) is not None
         ours &= all(isinstance(value, int | float) for value in record.get("defaults", {}).values())
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         ours = False

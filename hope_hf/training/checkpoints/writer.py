@@ -57,7 +57,7 @@ class CheckpointWriter:
     None keeps all. All processes call all methods, in the same order. `only_model` leaves out the files that only a
     continued run needs. `hook` is called with each complete checkpoint, on the first process; a checkpoint that it
     still uses is deleted later. `in_parts`: every process writes its own part of the weights. `keep_every`: the
-    checkpoints of these steps are never deleted.
+    checkpoints of these steps are never deleted. `mark`: the run's random id; folders without it are never deleted.
     """
 
     def __init__(
@@ -68,12 +68,15 @@ class CheckpointWriter:
         hook: CheckpointHook | None = None,
         in_parts: bool = False,
         keep_every: Collection[int] = (),
+        *,
+        mark: str,
     ):
         self._output_dir = Path(output_dir)
         self._save_total_limit = save_total_limit
         self._only_model = only_model
         self._in_parts = in_parts
         self._keep_every = keep_every
+        self._mark = mark
         self._hook = hook or CheckpointHook(None, output_dir, print)
         self._newest: Path | None = None
         self._pending: _Pending | None = None
@@ -107,7 +110,7 @@ class CheckpointWriter:
         self.finish()
         start = time.perf_counter()
         rank, first = PartialState().process_index, PartialState().is_main_process
-        folder = broadcast_object_list([temporary_name(self._output_dir, step)])[0]
+        folder = broadcast_object_list([temporary_name(self._output_dir, step, self._mark)])[0]
         if not background:
             self._buffers.clear()
         copied = self._buffers.copy if background else None
@@ -125,7 +128,7 @@ class CheckpointWriter:
                 # Not made again: without its run.json no run could continue from what is written there.
                 if not self._output_dir.is_dir():
                     raise OSError("the folder was deleted")
-                remove_leftovers(self._output_dir)
+                remove_leftovers(self._output_dir, self._mark)
                 folder.mkdir()
 
         def write() -> None:
@@ -197,7 +200,7 @@ class CheckpointWriter:
 
         def seal() -> None:
             if PartialState().is_main_process:
-                written = publish(pending.folder, pending.step, pending.facts, files, pending.name)
+                written = publish(pending.folder, pending.step, pending.facts, files, self._mark, pending.name)
                 if pending.name is not None:
                     return
                 self._newest = written
@@ -224,7 +227,9 @@ class CheckpointWriter:
             self._rotate()
 
     def _rotate(self) -> None:
-        rotate(self._output_dir, self._newest, self._save_total_limit, self._hook.folders, self._keep_every)
+        rotate(
+            self._output_dir, self._newest, self._mark, self._save_total_limit, self._hook.folders, self._keep_every
+        )
 
     def take_report(self) -> dict[str, float]:
         """Metrics of the last completed checkpoint; returned once."""

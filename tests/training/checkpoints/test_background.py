@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_run import Run, names
+from checkpoint_run import MARK, Run, names
 
 from hope_hf.training.checkpoints import manifest
 from hope_hf.training.checkpoints import writer as writer_module
@@ -46,7 +46,7 @@ def trained(steps: int) -> Run:
 
 def test_it_holds_the_moment_at_which_it_began(tmp_path, slow_disk):
     (tmp_path / "background").mkdir()
-    run, writer = trained(5), CheckpointWriter(tmp_path / "background")
+    run, writer = trained(5), CheckpointWriter(tmp_path / "background", mark=MARK)
     folder = run.save_with(writer, background=True)
     uninterrupted = run.train(3)
     assert not writer.written and not folder.exists()
@@ -59,7 +59,7 @@ def test_it_holds_the_moment_at_which_it_began(tmp_path, slow_disk):
 
 
 def test_the_next_one_waits_for_it(tmp_path, slow_disk):
-    run, writer = Run(), CheckpointWriter(tmp_path, save_total_limit=1)
+    run, writer = Run(), CheckpointWriter(tmp_path, save_total_limit=1, mark=MARK)
     run.step = 1
     run.save_with(writer, background=True)
     run.step = 2
@@ -74,7 +74,7 @@ def test_the_next_one_waits_for_it(tmp_path, slow_disk):
 
 
 def test_it_is_written_without_anybody_waiting(tmp_path):
-    run, writer = Run(), CheckpointWriter(tmp_path)
+    run, writer = Run(), CheckpointWriter(tmp_path, mark=MARK)
     run.save_with(writer, background=True)
     threads = [thread for thread in threading.enumerate() if thread.name == "checkpoint-0"]
     for thread in threads:
@@ -88,7 +88,7 @@ def test_a_disk_that_fills_up_meanwhile_is_told_at_the_end(output_dir, monkeypat
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    run, writer = Run(), CheckpointWriter(output_dir)
+    run, writer = Run(), CheckpointWriter(output_dir, mark=MARK)
     run.step = 9
     monkeypatch.setattr(writer_module, "save_state", full)
     run.save_with(writer, background=True)
@@ -110,7 +110,7 @@ def test_what_another_process_is_still_writing_is_not_taken_for_a_file(tmp_path,
 
 def test_the_model_alone_is_saved_and_cannot_be_continued(tmp_path):
     run = Run()
-    folder = run.save_with(CheckpointWriter(tmp_path, only_model=True))
+    folder = run.save_with(CheckpointWriter(tmp_path, only_model=True, mark=MARK))
     present = {path.name for path in folder.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} < present
     assert not [name for name in present if "rank" in name or "optimizer" in name]

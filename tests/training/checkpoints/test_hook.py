@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from checkpoint_run import Run, names
+from checkpoint_run import MARK, Run, names
 
 from hope_hf.training.checkpoints.hook import LOG_FILE, CheckpointHook
 from hope_hf.training.checkpoints.writer import CheckpointWriter
@@ -153,7 +153,7 @@ def test_a_checkpoint_in_use_is_deleted_later(tmp_path, background):
     gate = tmp_path / "gate"
     waits = f'while [ ! -e {gate} ]; do sleep 0.02; done; ls "$HOPE_CHECKPOINT"/manifest.json; {STEPS}'
     hook, said = make(waits, folder)
-    run, writer = Run(), CheckpointWriter(folder, save_total_limit=1, hook=hook)
+    run, writer = Run(), CheckpointWriter(folder, save_total_limit=1, hook=hook, mark=MARK)
     for _ in range(3):
         run.train(1)
         run.save_with(writer, background=background)
@@ -170,7 +170,7 @@ def test_a_checkpoint_in_use_is_deleted_later(tmp_path, background):
 @pytest.mark.usefixtures("one_cpu_process")
 def test_without_a_hook_checkpoints_are_deleted_at_once(tmp_path):
     run = Run()
-    writer = CheckpointWriter(tmp_path, save_total_limit=1)
+    writer = CheckpointWriter(tmp_path, save_total_limit=1, mark=MARK)
     for _ in range(2):
         run.train(1)
         run.save_with(writer)

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from checkpoint_run import Run, names, truncate
+from checkpoint_run import MARK, Run, forge, names, truncate
 
-from hope_hf.training.checkpoints.manifest import latest_checkpoint, verify
+from hope_hf.training.checkpoints.manifest import latest_checkpoint, remove_leftovers, verify
 
 pytestmark = pytest.mark.usefixtures("one_cpu_process")
 
@@ -61,7 +61,7 @@ def test_a_kill_at_any_moment_leaves_the_last_checkpoint(output_dir, monkeypatch
 
 def test_what_a_kill_between_two_renames_leaves(output_dir):
     """The replaced folder counts until the one that replaces it is there."""
-    replaced = output_dir / "checkpoint-5.replaced"
+    replaced = output_dir / f"checkpoint-5.replaced-{MARK}"
     (output_dir / "checkpoint-5").rename(replaced)
     run = Run()
     assert run.restore(output_dir).path == replaced
@@ -110,6 +110,47 @@ def test_a_kill_while_deleting_leaves_no_half_checkpoint(output_dir, monkeypatch
     assert whole == ["checkpoint-3", "checkpoint-6"]
     for name in whole:
         verify(output_dir / name)
+    run.save(output_dir, save_total_limit=1)
+    assert names(output_dir) == ["checkpoint-6"]
+
+
+FOREIGN = [
+    "checkpoint-mine.tmp-2024", "checkpoint-3.replaced", "checkpoint-3.tmp-0123abcd", "best.old.tmp-1", "checkpoint-2",
+    "best.replaced", "checkpoint-5.replaced-ffffffffffff", f"checkpoint-3.tmp-{MARK}", "checkpoint-01",
+]  # fmt: skip
+
+
+def test_folders_of_others_stay(output_dir):
+    """A user's notes and copies beside the checkpoints, whatever their names are."""
+    for name in FOREIGN:
+        (output_dir / name).mkdir()
+        (output_dir / name / "notes").write_text(name)
+    copies = ["checkpoint-3.copy", "checkpoint-03", "checkpoint-3.replaced"]
+    for name in copies:
+        shutil.copytree(output_dir / "checkpoint-3", output_dir / name, dirs_exist_ok=True)
+    # A checkpoint of another run.
+    shutil.copytree(output_dir / "checkpoint-3", output_dir / "checkpoint-4")
+    forge(output_dir / "checkpoint-4", step=4, run="another")
+    run = Run()
+    run.step = 6
+    run.save(output_dir, save_total_limit=1)
+    remove_leftovers(output_dir, MARK)
+    assert {*names(output_dir)} == {*FOREIGN, *copies, "checkpoint-4", "checkpoint-6"}
+    # The step of a folder that is not the run's.
+    run.step = 7
+    (output_dir / "checkpoint-7").mkdir()
+    (output_dir / "checkpoint-7" / "notes").write_text("seven")
+    with pytest.warns(UserWarning, match="checkpoint-7 was not of this run: it is now checkpoint-7.other-"):
+        run.save(output_dir, save_total_limit=1)
+    (other,) = output_dir.glob("checkpoint-7.other-*")
+    assert verify(output_dir / "checkpoint-7").step == 7 and (other / "notes").read_text() == "seven"
+    assert all((output_dir / name / "notes").read_text() == name for name in FOREIGN)
+
+
+def test_a_checkpoint_of_a_version_without_marks_is_the_runs(output_dir):
+    forge(output_dir / "checkpoint-3", run=None)
+    run = Run()
+    run.step = 6
     run.save(output_dir, save_total_limit=1)
     assert names(output_dir) == ["checkpoint-6"]
 

@@ -21,7 +21,7 @@ TWO_PROCESSES = """
     from pathlib import Path
     import torch
     from accelerate import PartialState
-    from checkpoint_run import Run
+    from checkpoint_run import MARK, Run
     from hope_hf.training.checkpoints.reader import find_checkpoint
 
     process = PartialState(cpu=True)
@@ -53,7 +53,7 @@ SHARDED = """
     import os, signal, sys, threading, time
     from pathlib import Path
     import torch
-    from checkpoint_run import Run
+    from checkpoint_run import MARK, Run
     from safetensors.torch import load_file
     from hope_hf.training import finish
     from hope_hf.step.arguments import Arguments
@@ -80,7 +80,7 @@ SHARDED = """
     may_begin.set()
     for name in ("background", "at_once", "parts"):
         (output_dir / name).mkdir(parents=True, exist_ok=True)
-    background = CheckpointWriter(output_dir / "background")
+    background = CheckpointWriter(output_dir / "background", mark=MARK)
     # Leaves its memory, with other values, to the next one.
     run.save_with(background, background=True)
     background.finish()
@@ -89,7 +89,7 @@ SHARDED = """
     at_once = run.save(output_dir / "at_once")
     assert threads.pop() is threading.main_thread()
     # Neither does one that saves parts.
-    run.save_with(CheckpointWriter(output_dir / "parts", in_parts=True))
+    run.save_with(CheckpointWriter(output_dir / "parts", in_parts=True, mark=MARK))
     assert len(threads) == 1
     # A run that ends here does not gather them again.
     finish.take_parts = None

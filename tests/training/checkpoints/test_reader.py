@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoint_run import CONFIG, Run, forge, names
+from checkpoint_run import CONFIG, MARK, Run, forge, names
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -93,11 +93,11 @@ def test_a_family_that_renames_its_weights_for_export_continues(tmp_path):
 
 def test_weights_in_several_files(tmp_path):
     run = Run()
-    unfinished = temporary_name(tmp_path, 1)
+    unfinished = temporary_name(tmp_path, 1, MARK)
     run.model.save_pretrained(unfinished, max_shard_size="5KB")
     assert len(list(unfinished.glob("*.safetensors"))) > 1
     facts = {"num_processes": 1, "only_model": True}
-    folder = publish(unfinished, 1, facts, describe(unfinished, list(unfinished.iterdir())))
+    folder = publish(unfinished, 1, facts, describe(unfinished, list(unfinished.iterdir())), MARK)
     fresh = Run(seed=3).model
     load_weights(fresh, read_manifest(folder))
     assert all(torch.equal(a, b) for a, b in zip(run.model.parameters(), fresh.parameters(), strict=True))

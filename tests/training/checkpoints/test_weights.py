@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_run import Run, forge, names, truncate
+from checkpoint_run import MARK, Run, forge, names, truncate
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -25,7 +25,7 @@ NAME = "model.embed_tokens.weight"
 
 def saved_in_parts(run: Run, folder: Path, **options) -> Path:
     folder.mkdir()
-    return run.save_with(CheckpointWriter(folder, in_parts=True, **options))
+    return run.save_with(CheckpointWriter(folder, in_parts=True, **options, mark=MARK))
 
 
 def read_part(file: Path) -> tuple[dict, dict]:
@@ -104,7 +104,7 @@ def test_those_of_three_processes_are_read_by_one(run, tmp_path):
 
 def test_the_background_writes_the_same_bytes(tmp_path):
     (tmp_path / "background").mkdir()
-    run, writer = Run(), CheckpointWriter(tmp_path / "background", in_parts=True)
+    run, writer = Run(), CheckpointWriter(tmp_path / "background", in_parts=True, mark=MARK)
     at_once = saved_in_parts(run, tmp_path / "at_once")
     background = run.save_with(writer, background=True)
     run.train(1)
