@@ -254,5 +254,5 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path)]
     built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
-    assert "Take a pretrained Llama" in (tmp_path / "index.html").read_text()
+    assert "Convert a pretrained Llama" in (tmp_path / "index.html").read_text()
     assert (tmp_path / "log/levels/index.html").exists()

@@ -107,14 +107,11 @@ def test_trained_reading_is_sgd_on_a_copy(bench):
 def test_novel_long_and_dynamic(words, tmp_path, capsys):
     rows = measure(words, tmp_path, "novel", "dynamic", "long")
     printed = capsys.readouterr().out
-    assert "| learning: loss of 64 tokens | -2.0 % |" in printed and "SGD of all weights, 0.03" in printed
+    assert "| learning: loss of 64 tokens |" in printed and "SGD of all weights, 0.03" in printed
     assert len(rows[cases.EVERYWHERE]["by_piece"]) == 8
     # of `frozen` and `learning` the case `long` wrote the later rows
     assert len(rows[cases.LEARNING]["process_mb"]) == 16
     assert rows[cases.LEARNING]["by_piece"] != rows[cases.FROZEN]["by_piece"]
-    picture = tmp_path / "levels.png"
-    assert main(["--results", str(tmp_path / "levels.jsonl"), "--picture", str(picture)]) == 0
-    assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
 def test_original_sees_everything_and_the_window_as_much_as_it_is_wide(words, tmp_path, capsys):
@@ -123,7 +120,10 @@ def test_original_sees_everything_and_the_window_as_much_as_it_is_wide(words, tm
     in_the_window = 16 // PIECE
     assert full["by_piece"][:in_the_window] == pytest.approx(window["by_piece"][:in_the_window], abs=2e-5)
     assert full["by_piece"][in_the_window:] != pytest.approx(window["by_piece"][in_the_window:], abs=1e-3)
-    assert f"| {NOVEL}, 32 tokens, window, learning | none | {full['loss']:.4f} to " in capsys.readouterr().out
+    assert f"| {NOVEL}, 32 tokens, window, learning | {full['loss']:.4f} to " in capsys.readouterr().out
+    picture = tmp_path / "levels.png"
+    assert main(["--results", str(tmp_path / "levels.jsonl"), "--picture", str(picture)]) == 0
+    assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
 def test_segments(words, tmp_path, monkeypatch):
@@ -185,7 +185,7 @@ def test_window(words, tmp_path, capsys):
     assert list(rows) == [f"window of {size}, {sinks} sinks" for size, sinks, _ in windows.WINDOWS]
     assert all(row["through"] > 0 and row["anew"] > 0 and len(row["process_mb"]) in (2, 3, 8) for row in rows.values())
     assert rows["window of 512, 4 sinks"]["state_mb"] < rows["window of 1024, 4 sinks"]["state_mb"]
-    assert "window of 512, 4 sinks, 256 tokens: loss beyond 8K | 0.02 |" in capsys.readouterr().out
+    assert "window of 512, 4 sinks, 256 tokens: loss beyond 8K |" in capsys.readouterr().out
 
 
 def test_every_case_has_lines_in_the_table_for_its_rows():
@@ -201,10 +201,10 @@ def test_a_novel_begins_with_its_first_long_paragraph():
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        (["dance"], "dance is no case: name some of novel, long"),
+        (["dance"], "dance is no case: name some of novel,"),
         (["novel"], "--model is missing: name a folder."),
         (["novel", "--model", "nowhere", "--data_dir", "."], "--model nowhere has no config.json"),
-        (["--picture", "none.png"], "--picture: the results file has no row of the case novel"),
+        (["--picture", "none.png"], "--picture: the results file has no row of the case original"),
     ],
 )
 def test_bad_flags_get_a_sentence(flags, sentence, capsys, tmp_path, monkeypatch):

@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"], help="of the weights")
     parser.add_argument("--shorten", type=int, default=1, help="divide all numbers of tokens by this")
     parser.add_argument("--results", type=Path, default=Path("runs/levels.jsonl"))
-    parser.add_argument("--picture", type=Path, help="draw loss by position of the case novel into this file")
+    parser.add_argument("--picture", type=Path, help="draw loss by position of the case original into this file")
     parser.add_argument("--read_on", type=Path, help=argparse.SUPPRESS)
     return finish(_main, parser.parse_args(argv))
 

@@ -4,132 +4,134 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.levels.cases import EVERYWHERE, FROZEN, LEARNING, ORIGINAL
+from benchmarks.levels.cases import EVERYWHERE, FROZEN, LEARNING, ORIGINAL, WINDOW
 from benchmarks.levels.small import FROZEN_MEMORIES, LIVE_MEMORIES
 
 # Pieces of which the picture draws the mean.
 SMOOTHED = 4
+
+# Color, style and label of the picture's lines.
+LINES = {
+    f"{ORIGINAL}, {FROZEN}": ("0.45", "-", "the original: full attention"),
+    f"{ORIGINAL}, {LEARNING}": ("C0", "-", "full attention, learning"),
+    f"{WINDOW}, {FROZEN}": ("0.45", "--", "window"),
+    f"{WINDOW}, {LEARNING}": ("C1", "--", "window, learning"),
+}
 
 Found = dict[str, dict]
 """The rows of a case, by what they measure."""
 
 
 def table(rows: list[dict]) -> str:
-    """A line for each measure: its bar, what was found, and the case of the program that measures it."""
+    """A line for each measure: what was found, and the case of the program that measures it."""
     by_case: dict[str, Found] = {}
     for row in rows:
         name = " ".join(str(row[field]) for field in ("what", "of", "shots") if field in row)
         by_case.setdefault(row["case"], {})[name] = row
-    lines = ["| measure | bar | found | case |", "| --- | --- | --- | --- |"]
+    lines = ["| measure | found | case |", "| --- | --- | --- |"]
     for case, write in WRITERS.items():
         if case in by_case:
-            lines += [f"| {' | '.join(cells)} | `{case}` |" for cells in write(by_case[case])]
+            lines += [f"| {measure} | {found} | `{case}` |" for measure, found in write(by_case[case])]
     return "\n".join(lines)
 
 
-def _novel(found: Found) -> list[tuple[str, ...]]:
+def _novel(found: Found) -> list[tuple[str, str]]:
     lines, frozen = [], found[FROZEN]
-    bars = {LEARNING: ("-2.0 %", "-3.0 %", "1.6", "30"), EVERYWHERE: ("none", "-5.0 %", "none", "none")}
-    for name, (loss, last, seconds, size) in bars.items():
+    for name in (LEARNING, EVERYWHERE):
         own = found[name]
         lines += [
-            (f"{name}: loss of {own['tokens']:,} tokens", loss, change(own, frozen, "loss")),
-            (f"{name}: last quarter", last, change(own, frozen, "last_quarter")),
-            (f"{name}: CPU time over reading", seconds, f"{own['cpu_seconds'] / frozen['cpu_seconds']:.2f}"),
-            (f"{name}: MB learned by a sequence", size, f"{own['learned_mb']:.1f}"),
+            (f"{name}: loss of {own['tokens']:,} tokens", change(own, frozen, "loss")),
+            (f"{name}: last quarter", change(own, frozen, "last_quarter")),
+            (f"{name}: CPU time over reading", f"{own['cpu_seconds'] / frozen['cpu_seconds']:.2f}"),
+            (f"{name}: MB learned by a sequence", f"{own['learned_mb']:.1f}"),
         ]
     return lines
 
 
-def _original(found: Found) -> list[tuple[str, ...]]:
+def _original(found: Found) -> list[tuple[str, str]]:
     lines = []
     for row in found.values():
         source = found[f"{ORIGINAL}, {FROZEN} {row['of']}"]
-        loss = change(row, source, "loss")
-        cost = f"last quarter {row['last_quarter']:.4f}, CPU time {row['cpu_seconds'] / source['cpu_seconds']:.2f}"
-        lines.append((f"{row['of']}, {row['tokens']:,} tokens, {row['what']}", "none", f"{loss}; {cost}"))
+        loss, last_quarter = change(row, source, "loss"), change(row, source, "last_quarter")
+        seconds = f"{row['cpu_seconds'] / source['cpu_seconds']:.2f}"
+        measure = f"{row['of']}, {row['tokens']:,} tokens, {row['what']}"
+        lines.append((measure, f"{loss}; last quarter {last_quarter}; CPU time {seconds}"))
     return lines
 
 
-def _long(found: Found) -> list[tuple[str, ...]]:
+def _long(found: Found) -> list[tuple[str, str]]:
     frozen, own = found[FROZEN], found[LEARNING]
     sizes = own["process_mb"]
     drift = f"{frozen['beyond_8k'] - frozen['before_8k']:+.3f}"
     return [
-        (f"{own['tokens']:,} tokens: loss beyond 8K", "-3.0 %", change(own, frozen, "beyond_8k")),
-        ("the same, frozen: loss beyond 8K less the loss before", "0.02", drift),
-        ("the same: MB of the process, first to last", "flat", f"{sizes[0]:,} to {sizes[-1]:,}"),
+        (f"{own['tokens']:,} tokens: loss beyond 8K", change(own, frozen, "beyond_8k")),
+        ("the same, frozen: loss beyond 8K less the loss before", drift),
+        ("the same: MB of the process, first to last", f"{sizes[0]:,} to {sizes[-1]:,}"),
     ]
 
 
-def _segments(found: Found) -> list[tuple[str, ...]]:
+def _segments(found: Found) -> list[tuple[str, str]]:
     frozen, own = found[FROZEN], found[LEARNING]
-    lines = [
-        (f"segment {name}", "below frozen", change(own["segments"], frozen["segments"], name))
-        for name in own["segments"]
-    ]
+    lines = [(f"segment {name}", change(own["segments"], frozen["segments"], name)) for name in own["segments"]]
     for name, row in found.items():
         (last,) = list(row["segments"].values())[-1:]
         forgotten = row["first_after_all"] - row["first_after_itself"]
         words = f"{row['first_after_itself']:.4f} to {row['first_after_all']:.4f} ({forgotten:+.4f}); last {last:.4f}"
-        lines.append((f"first segment again, {name}", "none", words))
+        lines.append((f"first segment again, {name}", words))
     return lines
 
 
-def _dynamic(found: Found) -> list[tuple[str, ...]]:
+def _dynamic(found: Found) -> list[tuple[str, str]]:
     lines = []
     for name, row in found.items():
         cost = row["cpu_seconds"] / found[FROZEN]["cpu_seconds"]
         words = f"{row['loss']:.4f}, last quarter {row['last_quarter']:.4f}, CPU time {cost:.1f}"
-        lines.append((f"{row['tokens']:,} tokens, {name}", "learning lowest", words))
+        lines.append((f"{row['tokens']:,} tokens, {name}", words))
     return lines
 
 
-def _hostile(found: Found) -> list[tuple[str, ...]]:
-    return [
-        (f"after {name}: clean text over frozen", "1 %", f"{100 * row['above']:+.2f} %")
-        for name, row in found.items()
-    ]
+def _hostile(found: Found) -> list[tuple[str, str]]:
+    return [(f"after {name}: clean text over frozen", f"{100 * row['above']:+.2f} %") for name, row in found.items()]
 
 
-def _saved(found: Found) -> list[tuple[str, ...]]:
+def _saved(found: Found) -> list[tuple[str, str]]:
     return [
-        (f"saved as {name}, read on in a new process", "0.002", f"{row['difference']:+.4f}; {row['file_mb']:.1f} MB")
+        (f"saved as {name}, read on in a new process", f"{row['difference']:+.4f}; {row['file_mb']:.1f} MB")
         for name, row in found.items()
         if "difference" in row
     ]
 
 
-def _classes(found: Found) -> list[tuple[str, ...]]:
+def _classes(found: Found) -> list[tuple[str, str]]:
     lines = []
     for row in found.values():
         shots = f", {row['shots']} examples a class" if "shots" in row else ""
         ends = f"first group {100 * row['first_group']:.0f}, last {100 * row['last_group']:.0f} %"
         words = f"{100 * row['accuracy']:.0f} % right ({ends})"
-        lines.append((f"15 intents, {row['what']}{shots}", "learning best", words))
+        lines.append((f"15 intents, {row['what']}{shots}", words))
     return lines
 
 
-def _own(found: Found) -> list[tuple[str, ...]]:
+def _own(found: Found) -> list[tuple[str, str]]:
     lines = []
     for row in found.values():
         if "of" not in row:
-            lines.append(("own HOPE: rate found on validation text", "none", f"{row['rate']:g}"))
+            lines.append(("own HOPE: rate found on validation text", f"{row['rate']:g}"))
         elif row["what"] in (FROZEN_MEMORIES, LIVE_MEMORIES):
-            lines.append((f"own HOPE, {row['of']}, {row['what']}", "none", f"{row['loss']:.4f}"))
+            lines.append((f"own HOPE, {row['of']}, {row['what']}", f"{row['loss']:.4f}"))
         else:
             live = found[f"{LIVE_MEMORIES} {row['of']}"]
-            lines.append((f"own HOPE, {row['of']}, {row['what']}", "below live", change(row, live, "loss")))
+            lines.append((f"own HOPE, {row['of']}, {row['what']}", change(row, live, "loss")))
     return lines
 
 
-def _window(found: Found) -> list[tuple[str, ...]]:
+def _window(found: Found) -> list[tuple[str, str]]:
     lines = []
     for name, row in found.items():
         far, near, sizes = row["through"], row["anew"], row["process_mb"]
         beyond = f"{far:.4f}, and {near:.4f} where it begins anew every 8K ({far - near:+.4f})"
-        lines.append((f"{name}, {row['tokens']:,} tokens: loss beyond 8K", "0.02", beyond))
-        lines.append(("the same: MB of the process, first to last", "flat", f"{sizes[0]:,} to {sizes[-1]:,}"))
+        lines.append((f"{name}, {row['tokens']:,} tokens: loss beyond 8K", beyond))
+        lines.append(("the same: MB of the process, first to last", f"{sizes[0]:,} to {sizes[-1]:,}"))
     return lines
 
 
@@ -145,29 +147,25 @@ def change(own: dict, other: dict, name: str) -> str:
 
 
 def draw(rows: list[dict], picture: Path) -> None:
-    """Loss by position in the novel, frozen and learning, and below it how much learning lowers it."""
+    """Loss by position in the novel of the case `original`, and below it each reading's distance to the original."""
     from matplotlib.figure import Figure
 
-    found = {row["what"]: row for row in rows if row["case"] == "novel"}
+    found = {row["what"]: row for row in rows if row["case"] == "original"}
     if not found:
-        raise ValueError("--picture: the results file has no row of the case novel: measure it first.")
-    figure = Figure(figsize=(7.5, 4.6), layout="constrained")
-    losses, gains = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
-    styles = {FROZEN: ("0.45", "frozen"), LEARNING: ("C0", "learning in the upper quarter of the blocks (default)")}
-    styles[EVERYWHERE] = ("C1", "learning in all blocks")
-    frozen = smooth(found[FROZEN]["by_piece"])
-    for name, (color, label) in styles.items():
-        values, piece = smooth(found[name]["by_piece"]), found[name]["piece"]
-        ends = torch.arange(SMOOTHED, SMOOTHED + len(values)) * piece / 1000
-        losses.plot(ends, values, color=color, label=label)
-        if name != FROZEN:
-            gains.plot(ends, 100 * (values / frozen - 1), color=color)
-    figure.suptitle("HOPE: levels that learn from what they read")
+        raise ValueError("--picture: the results file has no row of the case original: measure it first.")
+    figure = Figure(figsize=(7.5, 4.8), layout="constrained")
+    losses, distances = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+    original = smooth(found[f"{ORIGINAL}, {FROZEN}"]["by_piece"])
+    for name, (color, style, label) in LINES.items():
+        row = found[name]
+        values = smooth(row["by_piece"])
+        ends = torch.arange(SMOOTHED, SMOOTHED + len(values)) * row["piece"] / 1000
+        losses.plot(ends, values, style, color=color, label=label)
+        distances.plot(ends, 100 * (values / original - 1), style, color=color)
     losses.set(ylabel="loss, nats per token")
-    losses.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
-    gains.set(ylabel="change by learning, %", xlabel="position in the novel, thousand tokens")
-    gains.axhline(0, color="0.45", linewidth=1)
-    for axes in (losses, gains):
+    losses.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
+    distances.set(ylabel="over the original, %", xlabel="position in the novel, thousand tokens")
+    for axes in (losses, distances):
         axes.grid(alpha=0.3)
     figure.savefig(picture, dpi=130)
     print(picture)
