@@ -18,7 +18,7 @@ from .chats import chats_as_text, set_chat_template
 from .config import DataConfig
 from .corpora import Needed, passing
 from .documents import corpus_documents, open_sources
-from .encoding import document_start
+from .encoding import document_start, tokens_before
 from .files import find_files, load_files, size_of_files
 from .mixture import Corpus, read_mixture
 from .sources import validation_texts
@@ -56,6 +56,7 @@ __all__ = [
     "save_tokenizer",
     "set_chat_template",
     "size_of_files",
+    "tokens_before",
     "train_tokenizer",
     "validation_texts",
     "warn_of_other_tokenizer",

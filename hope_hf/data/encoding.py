@@ -44,9 +44,7 @@ def document_start(tokenizer: PreTrainedTokenizerBase) -> int:
 
     Warns if the tokenizer puts several tokens before prompts.
     """
-    text, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
-    places = range(len(whole) - len(text) + 1)
-    before = next((whole[:place] for place in places if whole[place : place + len(text)] == text), [])
+    before = tokens_before(tokenizer)
     if len(before) > 1:
         names = " ".join(tokenizer.convert_ids_to_tokens(before))
         warn_once(
@@ -54,6 +52,13 @@ def document_start(tokenizer: PreTrainedTokenizerBase) -> int:
             "alone: begin prompts with that token alone, too."
         )
     return before[0] if len(before) == 1 else tokenizer.eos_token_id
+
+
+def tokens_before(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids that the tokenizer puts before a prompt."""
+    text, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    places = range(len(whole) - len(text) + 1)
+    return next((whole[:place] for place in places if whole[place : place + len(text)] == text), [])
 
 
 def _groups(texts: list[str]) -> Iterator[list[str]]:

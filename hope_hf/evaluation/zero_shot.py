@@ -17,6 +17,7 @@ from hope_hf.cli.program import LogLines
 from .display import show_progress
 from .documents import reading_failed
 from .flags import AUTO, MODEL, Arguments, suite
+from .harness_model import harness_model
 from .harness_tasks import LOCAL, find_tasks, paper_row, without_foreign_code
 from .result import Row, SuiteResult, summary_row
 from .subject import Subject
@@ -35,22 +36,21 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
     """The tasks of `--tasks`: a row per metric, with lm-eval's standard error and the number of documents, and the
     paper's row if its tasks are among them.
 
-    The numbers equal those of lm-eval's command on the same model (`lm_eval --model hf`) with its own seeds. Several
+    The numbers equal those of lm-eval's command on the same model (`lm_eval --model hf`) with its own seeds, except
+    where `harness_model` says why not. Several
     processes share the requests; only the first returns rows. Raises ValueError for tasks and data that cannot be
     used.
     """
     import lm_eval
-    from lm_eval.models.huggingface import HFLM
 
     # The name: lm-eval loads its own tokenizer, since it changes it.
     tokenizer = args.tokenizer_name or args.model_name_or_path
     _check_length(args, subject)
     with _own_output(), without_foreign_code(args.trust_remote_code):
         manager, tasks = find_tasks(args)
-        model = HFLM(
-            pretrained=subject.model,
+        model = harness_model(
+            subject,
             tokenizer=tokenizer,
-            backend="causal",
             batch_size=AUTO if args.batch_size == AUTO else args.rows,
             max_length=args.max_length,
             trust_remote_code=args.trust_remote_code,
