@@ -1,4 +1,4 @@
-"""LoRA adapters of PEFT: added to a model for training, read from a checkpoint, and merged into a loaded model.
+"""Adapters of PEFT: LoRA for training and from a checkpoint, and all that can be merged into a loaded model.
 
 A folder of an adapter has `adapter_model.safetensors` and `adapter_config.json`, which names the model that it adapts.
 """
@@ -10,8 +10,10 @@ import warnings
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
 import transformers
 from safetensors.torch import load_file
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations import peft
 from transformers.utils import find_adapter_config_file
@@ -22,6 +24,12 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 # Names in an adapter's file are those in a PeftModel, which wraps the model twice.
 _PREFIX = "base_model.model."
+# Kinds that PEFT merges exactly; learned prompts cannot be merged, and the files of XLORA name other folders.
+MERGED_KINDS = {
+    "ADALORA", "ADAMSS", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA", "GRALORA", "HIRA", "HRA",
+    "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "PVERA", "RANDLORA", "ROAD",
+    "SHIRA", "SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS", "UNILORA", "VBLORA", "VERA", "WAVEFT",
+}  # fmt: skip
 
 
 def require_peft(what: str) -> None:
@@ -74,7 +82,7 @@ def load_adapter(model: PreTrainedModel, file: Path) -> None:
 def base_of_adapter(source: str) -> str | None:
     """Name or folder of the model that the adapter in a folder or on the Hub adapts; None if it is no adapter.
 
-    Raises ValueError for what is not a LoRA adapter, or names no model.
+    Raises ValueError for an adapter that cannot be merged, or names no model.
     """
     file = find_adapter_config_file(source)
     if file is None:
@@ -82,10 +90,10 @@ def base_of_adapter(source: str) -> str | None:
     content = json.loads(read_small(Path(file)))
     base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
     # megatron_config: PEFT would import the module that the file names.
-    if not isinstance(base, str) or content.get("peft_type") != "LORA" or content.get("megatron_config"):
+    if not isinstance(base, str) or content.get("peft_type") not in MERGED_KINDS or content.get("megatron_config"):
         raise ValueError(
-            "it is a PEFT adapter that is not LoRA or names no model, merge it into its model (merge_and_unload) and "
-            "save that"
+            "it is a PEFT adapter that cannot be merged here, or that names no model: merge it into its model "
+            "(merge_and_unload) and save that"
         )
     if os.path.isdir(source) and os.path.isdir(base) and os.path.samefile(source, base):
         raise ValueError(f"its {ADAPTER_CONFIG} names itself as the model that it adapts")
@@ -93,14 +101,62 @@ def base_of_adapter(source: str) -> str | None:
 
 
 def merged(model: PreTrainedModel, source: str) -> PreTrainedModel:
-    """The model, on the CPU, with the adapter `source` added to its weights."""
+    """The model, on the CPU, with the adapter `source` in its weights: it has the logits of the two.
+
+    Where the adapter changes embedding and head differently, a model that ties them no longer does.
+
+    Raises ValueError if PEFT is not installed, or if the adapter is of another model or cannot be merged.
+    """
     require_peft(f"The adapter {source}")
     from peft import PeftModel
 
+    shared = model.get_input_embeddings().weight
     with warnings.catch_warnings():
         # PEFT asks transformers 5.23 for an attribute by its older name.
         warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning)
-        found = PeftModel.from_pretrained(model, source, torch_device="cpu").merge_and_unload()
+        # It also says that tied weights cannot be merged.
+        warnings.filterwarnings("ignore", ".*tie_word_embeddings", UserWarning)
+        warnings.filterwarnings("error", ".*missing adapter keys", UserWarning)
+        try:
+            adapted = PeftModel.from_pretrained(model, source, torch_device="cpu")
+        except UserWarning:
+            raise ValueError(
+                f"the adapter {source} has no weights for layers that it adapts: it is of another model, name that in "
+                f"its {ADAPTER_CONFIG}"
+            ) from None
+        # After loading: PEFT reads some adapters as tied ones, where the model is tied.
+        is_tied = _untie(model, shared)
+        found = adapted.merge_and_unload()
+    # Tokens that are trained beside a LoRA of the same layer.
+    if any(type(module).__module__.startswith("peft.") for module in found.modules()):
+        raise ValueError(
+            f"the adapter {source} adapts a layer in two ways, of which PEFT can merge one: train one of the two"
+        )
+    if is_tied:
+        _tie_if_equal(found)
     # For an adapter of the merged model.
     found.name_or_path = source
     return found.eval()
+
+
+def _untie(model: PreTrainedModel, shared: nn.Parameter) -> bool:
+    """Give each module but the first that holds the weight `shared` a copy; returns whether there were several.
+
+    PEFT adds an adapter of one end to the weight of both.
+    """
+    owners = [module for module in model.modules() if module._parameters.get("weight") is shared]
+    for owner in owners[1:]:
+        owner.weight = nn.Parameter(shared.detach().clone(), shared.requires_grad)
+    return len(owners) > 1
+
+
+def _tie_if_equal(model: PreTrainedModel) -> None:
+    """Tie embedding and head again, or note that they differ."""
+    same = torch.equal(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+    # PEFT has noted that they are two
+    model.config.tie_word_embeddings = same
+    if same:
+        model.tie_weights()
+    else:
+        # what `save_pretrained` leaves out
+        model.all_tied_weights_keys = {}

@@ -18,9 +18,10 @@ from .flags import LARGEST_VOCABULARY, ModelArguments
 from .parser import nearest
 from .process import MISTAKES, one_line
 from .recipe import load_yaml
-from .weights import load_model
+from .weights import find_file, load_model
 
 DEFAULT_PRESET = "tiny"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def build_config(args: ModelArguments, tokenizer, vocab_size: int, presets: dict):
@@ -91,6 +92,14 @@ def build_model(args: ModelArguments, config, dtype: torch.dtype = torch.float32
         return AutoModelForCausalLM.from_config(config, **options)
     except MISTAKES as error:
         raise ValueError(f"The model cannot be built: {one_line(error)}") from error
+
+
+def place_of_tokenizer(source: str) -> str:
+    """The folder or Hub name with a model's tokenizer: an adapter that has none uses that of the model it adapts."""
+    base = base_of_adapter(source)
+    if base is None or any(find_file(source, name) for name in TOKENIZER_FILES):
+        return source
+    return place_of_tokenizer(base)
 
 
 def parse_overrides(text: str | None) -> dict:

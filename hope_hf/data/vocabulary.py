@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hope_hf.cli.files import disk_errors
+from hope_hf.cli.models import place_of_tokenizer
 from hope_hf.cli.process import first_line, warn_once
 
 DEFAULT_VOCAB_SIZE = 4096
@@ -78,7 +79,8 @@ def _without_long_words(text: str) -> Iterator[str]:
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or Hub name. Raises ValueError if there is none, or it has no EOS token."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        place = place_of_tokenizer(name)
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
         # Some settings of a wrong type fail only here, and a file may name a class that is not a tokenizer.
         tokenizer(END_OF_TEXT)["input_ids"]
     # The tokenizers library raises a bare Exception for a file that it cannot read.

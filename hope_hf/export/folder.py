@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from hope_hf.cli.adapters import ADAPTER_CONFIG
 from hope_hf.cli.files import share_weights
 from hope_hf.cli.flags import ModelArguments
-from hope_hf.cli.models import is_hope, load_config
+from hope_hf.cli.models import is_hope, load_config, place_of_tokenizer
 from hope_hf.cli.process import one_line
 from hope_hf.cli.results import RESULTS_FILE
 from hope_hf.cli.weights import load_model
@@ -102,7 +102,7 @@ def load_source(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
         raise ValueError(f"{folder} holds a {config.model_type} and no HOPE: upload it with its own push_to_hub.")
     model = load_model(str(folder), config, str(folder), dtype="auto")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(place_of_tokenizer(str(folder)), trust_remote_code=False)
     # The tokenizers library raises a bare Exception for a file that it cannot read.
     except Exception as error:
         reason = one_line(error)
