@@ -1,11 +1,36 @@
 """Tools for fine-tuning: Trainer, TRL's trainers, PEFT's LoRA, int8 weights."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from accelerate.utils import MegatronLMPlugin
 from datasets import Dataset
-from peft import LoraConfig, PeftModel, ShadowConfig, get_peft_model
-from transformers import TorchAoConfig, Trainer, TrainerCallback, TrainingArguments
+from peft import (
+    AdaLoraConfig,
+    AdaptionPromptConfig,
+    IA3Config,
+    LoraConfig,
+    PeftModel,
+    ShadowConfig,
+    get_peft_model,
+)
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    TorchAoConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    pipeline,
+)
+from transformers.modelcard import TrainingSummary
+from transformers.models.auto import modeling_auto
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl.trainer.utils import create_model_from_path
 
 from hope_hf import HopeForCausalLM
 
@@ -152,6 +177,87 @@ def test_grpo_raises_the_reward(tiny_model, word_tokenizer, tmp_path):
     trainer.train()
     rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 1
+
+
+def by_hand(model, ids: torch.Tensor) -> float:
+    """Loss with a label smoothing of 0.1: a tenth is that of a token drawn at random."""
+    with torch.no_grad():
+        log = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
+    return float(-0.9 * log.gather(-1, ids[:, 1:, None]).mean() - 0.1 * log.mean())
+
+
+def first_loss(model, folder, trainer=Trainer, kind=TrainingArguments, **options) -> float:
+    """The loss of a trainer's first step with a label smoothing of 0.1."""
+    options |= dict(max_steps=1, learning_rate=0.0, eval_strategy="no", save_strategy="no")
+    given = arguments(folder, label_smoothing_factor=0.1, **options).to_dict()
+    rows = [{"input_ids": row, "labels": row} for row in random_ids(4, 17)]
+    return trainer(model, kind(**given), train_dataset=rows).train().training_loss
+
+
+@each_kind_of_layer
+def test_label_smoothing_is_of_the_next_token(tiny_model, tmp_path, layer_types):
+    """`Trainer` shifts labels for the classes of its list alone: others learn the token that they have just read."""
+    model = tiny_model(layer_types=layer_types)
+    expected = by_hand(model, random_ids(4, 17))
+    assert first_loss(model, tmp_path) == pytest.approx(expected, abs=1e-5)
+
+
+def test_label_smoothing_of_lora_and_of_other_trainers(tiny_model, tmp_path):
+    model = tiny_model()
+    expected = by_hand(model, random_ids(4, 17))
+    trainer = Seq2SeqTrainer, Seq2SeqTrainingArguments
+    assert first_loss(model, tmp_path, *trainer) == pytest.approx(expected, abs=1e-5)
+    lora = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    assert first_loss(lora, tmp_path) == pytest.approx(expected, abs=1e-5)
+
+
+def test_label_smoothing_of_a_compiled_model(tiny_model, tmp_path):
+    """transformers 5.23 does not find the class of a model that `torch_compile=True` has wrapped, whatever it is."""
+    model, ids = tiny_model(num_hidden_layers=1, layer_types=["full_attention"]), random_ids(4, 17)
+    expected = by_hand(model, ids)
+    with torch.no_grad():
+        log = model(ids).logits.log_softmax(-1)
+    # of the tokens that were just read, over the number of next tokens
+    copied = float(-0.9 * log.gather(-1, ids[..., None]).mean() - 0.1 * log.mean()) * 17 / 16
+    compiled = dict(torch_compile=True, torch_compile_backend="eager")
+    assert first_loss(model, tmp_path, **compiled) == pytest.approx(copied, abs=1e-5)
+    model.compile(backend="eager")
+    assert first_loss(model, tmp_path) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_model_trained_with_label_smoothing_counts(tiny_model, tmp_path):
+    rows = [(torch.arange(24) + begin) % 60 for begin in range(60)]
+    options = dict(max_steps=30, per_device_train_batch_size=16, learning_rate=3e-2, label_smoothing_factor=0.1)
+    model = tiny_model()
+    smoothed = arguments(tmp_path, eval_strategy="no", save_strategy="no", **options)
+    Trainer(model, smoothed, train_dataset=[{"input_ids": row, "labels": row} for row in rows]).train()
+    text = torch.arange(10, 34)[None]
+    predicted = model.eval()(text).logits.argmax(-1)[:, :-1]
+    assert (predicted == text[:, 1:]).float().mean() > 0.8
+
+
+def test_lists_of_models_have_an_answer_for_hope(tiny_model, word_tokenizer, tmp_path, caplog):
+    """The table of docs/fine_tuning.md, row by row; lm-eval's is in test_remote_code.py."""
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    # sharded by FSDP2, where torch puts FSDP before the name
+    assert {"HopeForCausalLM", "FSDPHopeForCausalLM"} <= {*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+    heads = {AutoModelForSequenceClassification: "text-classification", AutoModelForCausalLM: "text-generation"}
+    heads |= {AutoModelForTokenClassification: "token-classification"}
+    for auto, task in heads.items():
+        head = auto.from_pretrained(tmp_path)
+        assert pipeline(task, model=head, tokenizer=word_tokenizer)("w5 w6")
+        trainer = Trainer(head, arguments(tmp_path, eval_strategy="no"))
+        assert TrainingSummary.from_trainer(trainer).tasks == task
+    assert "not supported" not in caplog.text
+    for config in (LoraConfig(), AdaLoraConfig(total_step=9), IA3Config()):
+        with pytest.raises(ValueError, match="specify `target_modules`"):
+            get_peft_model(tiny_model(), config)
+    with pytest.raises(ValueError, match="Unsupported model type for adaption prompt: 'hope'"):
+        get_peft_model(tiny_model(), AdaptionPromptConfig(adapter_len=2, adapter_layers=1, task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match="Megatron-LM integration not supports hope model"):
+        MegatronLMPlugin.set_network_size_args(SimpleNamespace(), model)
+    assert type(create_model_from_path(str(tmp_path))) is HopeForCausalLM
 
 
 def test_int8_weights_load_and_generate(tiny_model, tmp_path):
