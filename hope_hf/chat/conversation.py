@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from hope_hf import HopeCache
-from hope_hf.cli.process import one_line
+from hope_hf.data import Chat, ChatTemplate, plain_ids
 
 # More tokens than any window holds.
 _LONG = 1 << 30
@@ -23,7 +23,7 @@ class Place(NamedTuple):
     unread: tuple[int, ...] = ()
     # messages since the conversation began, or since a file was read
     messages: tuple[dict[str, str], ...] = ()
-    # these messages as the model has read and written them
+    # these messages as the model has read and written them; special tokens that they spell are broken
     text: str = ""
 
 
@@ -75,6 +75,7 @@ class Conversation:
         ends = model.generation_config.eos_token_id
         ends = tokenizer.eos_token_id if ends is None else ends
         self._ends = ends if isinstance(ends, list) else [ends]
+        self._template = None if tokenizer.chat_template is None else ChatTemplate(tokenizer)
         # what the tokenizer puts before a text: it is read once
         self._start = tokenizer("")["input_ids"]
 
@@ -118,7 +119,9 @@ class Conversation:
             ValueError: the text has no token, or the model has no position left. Nothing was read.
         """
         with self.turn() as took:
-            found = self._written(self.encode(text), "text", took)
+            # A prompt is read as transformers reads it: special tokens that it spells are special.
+            ids = self.tokenizer(text, add_special_tokens=not self.has_begun, verbose=False)["input_ids"]
+            found = self._written(ids, "text", took)
             self.place = Place((found[-1],))
         return self.tokenizer.decode(found, skip_special_tokens=True)
 
@@ -145,7 +148,7 @@ class Conversation:
 
     def _continued(self, message: str) -> tuple[str, list[int]]:
         """A message as the model reads it after all before it, and the tokens of this text."""
-        if self.tokenizer.chat_template is None:
+        if self._template is None:
             new = f"\n{message}" if self.has_begun else message
             return new, self.encode(new)
         messages = [*self.place.messages, {"role": "user", "content": message}]
@@ -159,20 +162,22 @@ class Conversation:
 
     def _filled(self, messages: list[dict]) -> str:
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        # A template is a program of the model's author, and may raise anything.
-        except Exception as error:
-            raise ValueError(f"the model's chat template fails on this message: {one_line(error)}") from error
+            return self._template.fill(Chat(messages), add_generation_prompt=True)
+        except ValueError as error:
+            raise ValueError(f"the model's chat template fails on this message: {error}") from error
 
     def _once(self, text: str) -> list[int]:
         """Tokens of a filled template, which may begin with what the tokenizer puts before texts."""
-        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = self._template.encode(text)
         again = self.has_begun and self._start and ids[: len(self._start)] == self._start
         return ids[len(self._start) :] if again else ids
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text that follows what was read; only the first one begins with the tokenizer's own tokens."""
-        return self.tokenizer(text, add_special_tokens=not self.has_begun, verbose=False)["input_ids"]
+        """Tokens of a text that follows what was read; only the first one begins with the tokenizer's own tokens.
+
+        Special tokens that it spells are text.
+        """
+        return plain_ids(self.tokenizer, text, begins=not self.has_begun)
 
     def as_input(self, ids: list[int]) -> torch.Tensor:
         """Tokens as the model takes them [1, T]."""

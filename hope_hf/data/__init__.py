@@ -14,11 +14,12 @@ from datasets import disable_progress_bars
 
 from .build import Data, build_data
 from .cache import cache_for, plain_name
-from .chats import chats_as_text, set_chat_template
+from .chat_template import Chat, ChatTemplate, set_chat_template
+from .chats import filled_chats
 from .config import DataConfig
 from .corpora import Needed, passing
 from .documents import corpus_documents, open_sources
-from .encoding import document_start, tokens_before
+from .encoding import document_start, plain_ids, tokens_before
 from .files import find_files, load_files, size_of_files
 from .mixture import Corpus, read_mixture
 from .sources import validation_texts
@@ -34,6 +35,8 @@ from .vocabulary import (
 
 __all__ = [
     "DEFAULT_VOCAB_SIZE",
+    "Chat",
+    "ChatTemplate",
     "Corpus",
     "Data",
     "DataConfig",
@@ -41,16 +44,17 @@ __all__ = [
     "build_data",
     "bytes_per_id",
     "cache_for",
-    "chats_as_text",
     "check_vocabulary",
     "corpus_documents",
     "disable_progress_bars",
     "document_start",
+    "filled_chats",
     "find_files",
     "load_files",
     "load_tokenizer",
     "open_sources",
     "passing",
+    "plain_ids",
     "plain_name",
     "read_mixture",
     "save_tokenizer",

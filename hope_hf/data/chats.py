@@ -1,50 +1,132 @@
-"""Chats through the tokenizer's chat template to tokens, of which only the assistant's are learned.
+"""Chats as rows of files and data sets have them, as text, and as tokens of which only the assistant's are learned.
 
 A chat is a list of messages, {"role": "user", "content": "..."}, as `datasets` and TRL have it in a column `messages`,
-or {"from": "human", "value": "..."}, as ShareGPT has it in `conversations`. Until it is encoded it is a text: its JSON
-in the first form.
+or {"from": "human", "value": "..."}, as ShareGPT has it in `conversations`; a column `tools` lists what it may call.
+Until it is encoded it is a text: the JSON of its messages in the first form, or of an object with messages and tools.
 """
 
 import json
-import re
 from collections.abc import Collection, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from hope_hf.cli.process import one_line, warn_once
-
+from .chat_template import ASSISTANT, Chat, ChatTemplate, chat_of, without_breaks
 from .encoding import Encode
 
 # What a column of chats is called; the first that is there is read.
 COLUMNS = ("messages", "conversations")
-ASSISTANT = "assistant"
-# ShareGPT's names of those roles that are named otherwise.
-_ROLES = {"human": "user", "gpt": ASSISTANT}
-# What `transformers` looks for before it returns the mask of the assistant's tokens.
-_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-PLAIN_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] | capitalize }}: "
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
-    "{% else %}{{ message['content'] }}{% endif %}{{ '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
-)
-"""For a tokenizer without a chat template: a line `Role: content` for each message, the assistant's with EOS."""
+TOOLS = "tools"
+# Other names of roles: ShareGPT's, and Gemma's `model`.
+_ROLES = {"human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "bot", "model"), ASSISTANT)
+# Roles that templates know without naming them; others are a mistake unless the template names them.
+_KNOWN = {"user", ASSISTANT, "system", "developer", "tool", "function"}
+# Keys that say something about a turn, and are nothing that is said in it.
+_ABOUT = {"role", "weight", "name", "tool_call_id"}
 
 
-def chat_text(value: object) -> str | None:
-    """A chat as text; None if it is none, or no message is the assistant's."""
+class BadChat(ValueError):
+    """A row holds no chat that can be learned; the message says why, after the row's number."""
+
+
+def chat_text(value: object, tools: object = None, template: ChatTemplate | None = None) -> str:
+    """A chat of a row as text; raises BadChat if it is none, or the template fails on it.
+
+    Args:
+        value: the messages.
+        tools: a list of JSON schemas, or its JSON.
+        template: that is filled with it, to see whether it fails; unless given, the chat's form alone is checked.
+    """
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        return None
-    messages = [_message(message) for message in value]
-    roles = [message.get("role") for message in messages]
-    return json.dumps(messages) if ASSISTANT in roles and all(isinstance(role, str) for role in roles) else None
+        raise BadChat("has no chat with a turn of the assistant")
+    named = "" if template is None else template.source
+    chat = Chat([_message(message, named) for message in value], _tools(tools))
+    learned = (message.get("weight") != 0 for message in chat.messages if message["role"] == ASSISTANT)
+    if not any(learned):
+        raise BadChat("has no chat with a turn of the assistant")
+    if template is not None:
+        try:
+            template.filled(chat)
+        except ValueError as error:
+            raise BadChat(f"has a chat on which the tokenizer's chat template fails ({error})") from error
+    return json.dumps(chat.messages if chat.tools is None else chat._asdict())
 
 
-def _message(message: dict) -> dict:
-    """A message with `role` and `content`, whichever of the two forms it has."""
+def _message(message: dict, template: str) -> dict:
+    """A message with `role` and `content`, whichever of the two forms it has. `template`: the template's text."""
     if isinstance(message.get("from"), str) and message.get("role") is None:
-        return {"role": _ROLES.get(message["from"], message["from"]), "content": message.get("value")}
+        kept = {key: message[key] for key in ("weight", "tool_calls") if message.get(key) is not None}
+        message = {"role": message["from"], "content": message.get("value"), **kept}
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise BadChat("has a turn without a role")
+    role = _ROLES.get(role, role)
+    if role not in _KNOWN and role not in template:
+        raise BadChat(f"has a turn of the role {role!r} (known: {', '.join(sorted(_KNOWN))})")
+    if message.get("weight", 1) not in (None, 0, 1):
+        raise BadChat(f"has a turn of weight {message['weight']!r} (0 and 1 are read)")
+    message = message | {"role": role}
+    if message.get("content") is not None:
+        message["content"] = _content(message["content"])
+    elif not any(value for key, value in message.items() if key not in _ABOUT):
+        raise BadChat(f"has a turn of the {role} without content")
+    if isinstance(message.get("tool_calls"), list):
+        message["tool_calls"] = list(map(_call, message["tool_calls"]))
     return message
+
+
+def _content(content: object) -> str:
+    """What is said in a turn, which may be a list of parts."""
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    for part, text in zip(parts, texts, strict=True):
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else json.dumps(part)[:40]
+            raise BadChat(f"has a turn with content that is no text ({kind})")
+    return "".join(texts)
+
+
+def _call(call: object) -> object:
+    """A call of a tool, with its arguments as an object: templates write that as JSON, and OpenAI's form is JSON."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _tools(value: object) -> list[dict] | None:
+    try:
+        tools = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        tools = value
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadChat(f"has no list of JSON schemas in {TOOLS!r} for its chat")
+    return tools
+
+
+def of_table(row: dict, column: str) -> dict:
+    """A row of Parquet, Arrow or a data set, whose calls and tools have the keys of all others, too: without these."""
+    messages, tools = row.get(column), row.get(TOOLS)
+    if isinstance(messages, list):
+        messages = list(map(_without_keys_of_others, messages))
+    return row | {column: messages, TOOLS: _without_nulls(tools)}
+
+
+def _without_keys_of_others(message: object) -> object:
+    if not isinstance(message, dict) or not message.get("tool_calls"):
+        return message
+    return message | {"tool_calls": _without_nulls(message["tool_calls"])}
+
+
+def _without_nulls(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def choose_chat_column(names: Collection[str], source: str, column: str | None = None) -> str:
@@ -64,70 +146,35 @@ def column_option(source: str) -> str:
     return "--text_column" if source.startswith("--") else "text_column"
 
 
-def set_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give the tokenizer `PLAIN_TEMPLATE`, with a warning, if it has no chat template."""
-    if tokenizer.chat_template is None:
-        tokenizer.chat_template = PLAIN_TEMPLATE
-        warn_once(
-            "The tokenizer has no chat template: lines 'User: ...' and 'Assistant: ...' are used and saved with the "
-            "model. For another template put chat_template.jinja into the tokenizer's folder."
-        )
-
-
 def make_chat_encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
     """A function from chats as text to token lists: `id` for the assistant's tokens, `~id` for all others.
 
     The template puts tokens before and after a chat, nothing is added. The function raises ValueError if the template
     fails, or does not show which tokens are the assistant's.
     """
-    find = _marked if _MARKS.search(tokenizer.get_chat_template()) else _compared
+    template = ChatTemplate(tokenizer)
 
     def encode(texts: Sequence[str | None]) -> list[list[int]]:
-        chats = (json.loads(text) for text in texts if text)
-        return [
-            [token if learned else ~token for token, learned in zip(*find(tokenizer, chat), strict=True)]
-            for chat in chats
-        ]
+        return [_signed(template, text) for text in texts if text]
 
     return encode
 
 
-def chats_as_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[str]:
-    """Chats filled into the chat template, as documents: without the BOS token that every document gets anyway."""
-    start = tokenizer.bos_token or ""
-    return [_filled(tokenizer, json.loads(text), tokenize=False).removeprefix(start) for text in texts]
-
-
-def _marked(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> tuple[list[int], list[int]]:
-    """Token ids, and for each whether it lies between the template's marks `generation`."""
-    filled = _filled(tokenizer, messages, return_assistant_tokens_mask=True)
-    return filled["input_ids"], filled["assistant_masks"]
-
-
-def _compared(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> tuple[list[int], list[bool]]:
-    """The same for a template without marks: what a turn of the assistant adds to the turns before it."""
-    whole = _filled(tokenizer, messages)["input_ids"]
-    learned = [False] * len(whole)
-    for index, message in enumerate(messages):
-        if message["role"] != ASSISTANT:
-            continue
-        before = _filled(tokenizer, messages[:index], add_generation_prompt=True)["input_ids"] if index else []
-        after = _filled(tokenizer, messages[: index + 1])["input_ids"]
-        if whole[: len(after)] != after or after[: len(before)] != before:
-            raise ValueError(
-                "--assistant_only_loss: the tokenizer's chat template writes a turn anew when others follow, and has "
-                "no marks {% generation %} around what the assistant says: add them to its chat_template.jinja."
-            )
-        learned[len(before) : len(after)] = [True] * (len(after) - len(before))
-    return whole, learned
-
-
-def _filled(tokenizer: PreTrainedTokenizerBase, messages: list[dict], tokenize: bool = True, **options) -> dict | str:
+def _signed(template: ChatTemplate, text: str) -> list[int]:
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=tokenize, return_dict=tokenize, **options)
-    # A template is a program of the model's author, and may raise anything.
-    except Exception as error:
-        shown = json.dumps(messages)[:80]
+        filled = template.filled(chat_of(text))
+    except ValueError as error:
         raise ValueError(
-            f"--assistant_only_loss: the tokenizer's chat template fails on the chat {shown}: {one_line(error)}"
+            f"--assistant_only_loss: the tokenizer's chat template fails on the chat {text[:80]}: {error}."
         ) from error
+    return [token if learned else ~token for token, learned in zip(*template.tokens(filled), strict=True)]
+
+
+def filled_chats(template: ChatTemplate, texts: Sequence[str]) -> list[tuple[str, list[int]]]:
+    """Chats filled into the template, as documents: their text and its token ids.
+
+    Both lack the BOS token that every document gets anyway.
+    """
+    start = template.tokenizer.bos_token or ""
+    filled = [template.fill(chat_of(text)).removeprefix(start) for text in texts]
+    return [(without_breaks(text), template.encode(text)) for text in filled]

@@ -15,6 +15,13 @@ _BYTES = 1 << 25
 _NO_COLUMNS = {",": "[;\t|]", "\t": "[,;|]"}
 
 
+def csv_has_no_rows(path: str) -> bool:
+    """Whether a file holds at most the names of its columns."""
+    with open_bytes(path) as file:
+        file.readline()
+        return not any(map(bytes.strip, file))
+
+
 def csv_columns(path: str) -> tuple[list[str], list[str], list[str]]:
     """Names of the columns: all, twice (any may be read as strings), and those that hold more than numbers and dates.
 

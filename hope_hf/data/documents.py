@@ -19,6 +19,7 @@ from hope_hf.cli.flags import is_hub_name, shown_names
 from hope_hf.cli.process import first_line
 
 from .cache import DISK_ERRORS, cache_for, files_under, plain_name, writable_cache
+from .chat_template import ChatTemplate
 from .config import DataConfig
 from .files import chat_column, find_files, is_saved, load_files, load_saved, read_stream, text_column
 
@@ -93,14 +94,17 @@ class Sources:
     """Where they come from, for people."""
 
 
-def open_sources(config: DataConfig) -> Sources:
-    """Find and split the documents that `config` names; raises ValueError naming the flag or file."""
+def open_sources(config: DataConfig, template: ChatTemplate | None = None) -> Sources:
+    """Find and split the documents that `config` names; raises ValueError naming the flag or file.
+
+    template: that of chats, which must not fail on them.
+    """
     held = None
     if config.dataset_name:
-        train, held, description = _from_hub(config)
+        train, held, description = _from_hub(config, template)
     elif config.train_file:
         files = find_files(config.train_file, "--train_file")
-        train = load_files(files, "--train_file", config.streaming, **_columns(config))
+        train = load_files(files, "--train_file", config.streaming, **_columns(config, template))
         named = shown_names(config.train_file)
         description = f"{named} ({len(files)} files)" if len(files) > 1 else named
     else:
@@ -109,18 +113,26 @@ def open_sources(config: DataConfig) -> Sources:
         train, description = builtin_corpus(), "built-in corpus"
     if config.validation_file:
         files = find_files(config.validation_file, "--validation_file", "validation")
-        held = load_files(files, "--validation_file", **_columns(config))
+        held = load_files(files, "--validation_file", **_columns(config, template))
         description += f", validation {shown_names(config.validation_file)}"
     if isinstance(train, IterableDataset):
         train, held = _split_stream(train, held, config)
     elif held is None:
-        train, held = split_training(train, config.validation_split_percentage, f"{_flag(config)} {description}")
+        source = f"{_flag(config)} {description}"
+        train, held = split_training(
+            train, config.validation_split_percentage, source, chats=config.assistant_only_loss
+        )
     return Sources(_first(train, config.max_train_samples), _first(held, config.max_eval_samples), description)
 
 
-def _columns(config: DataConfig) -> dict:
+def _columns(config: DataConfig, template: ChatTemplate | None) -> dict:
     """What `load_files` is told of the rows of files."""
-    return {"column": config.text_column, "on_bad_rows": config.on_bad_rows, "chats": config.assistant_only_loss}
+    return {
+        "column": config.text_column,
+        "on_bad_rows": config.on_bad_rows,
+        "chats": config.assistant_only_loss,
+        "template": template,
+    }
 
 
 def training_source(config: DataConfig) -> str:
@@ -178,21 +190,24 @@ def load_data_set(source: str, name: str, config_name: str | None, split: str | 
         ) from error
 
 
-def _from_hub(config: DataConfig):
+def _from_hub(config: DataConfig, template: ChatTemplate | None):
     name = config.dataset_name
     source = f"--dataset_name {name}" + (f" ({config.dataset_config_name})" if config.dataset_config_name else "")
     splits = load_data_set(source, name, config.dataset_config_name, streaming=config.streaming)
     if "train" not in splits:
         raise ValueError(f"{source} has no split 'train' among {', '.join(splits)}: name its files with --train_file.")
-    texts = partial(chat_column if config.assistant_only_loss else text_column, column=config.text_column)
+    texts = partial(text_column, column=config.text_column)
+    if config.assistant_only_loss:
+        skip = config.on_bad_rows == "skip"
+        texts = partial(chat_column, column=config.text_column, skip=skip, template=template)
     held = texts(splits["validation"], source) if "validation" in splits else None
     return texts(splits["train"], source), held, source.removeprefix("--dataset_name ")
 
 
-def split_training(documents: Dataset, percentage: float, source: str) -> tuple[Dataset, Dataset]:
+def split_training(documents: Dataset, percentage: float, source: str, chats: bool = False) -> tuple[Dataset, Dataset]:
     """Training and validation documents, by hash of their text or name; ValueError names `source` if one is empty.
 
-    A single document is split in two.
+    A single document is split in two, unless it is a chat.
     """
     key = "name" if "name" in documents.column_names else "text"
     keys = (row[key] for row in documents.select_columns([key]))
@@ -201,6 +216,11 @@ def split_training(documents: Dataset, percentage: float, source: str) -> tuple[
         raise ValueError(f"{source} holds no text: give a file with text.")
     if held:
         return documents.select(train).select_columns(["text"]), documents.select(held).select_columns(["text"])
+    if chats:
+        raise ValueError(
+            f"{source} holds one chat, or the same chat several times, of which none can be held out for validation: "
+            "add other chats or, with --train_file, pass --validation_file."
+        )
     parts = _two_parts(documents[train[0]]["text"], percentage)
     if parts is None:
         raise ValueError(

@@ -61,6 +61,22 @@ def tokens_before(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return next((whole[:place] for place in places if whole[place : place + len(text)] == text), [])
 
 
+def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str, begins: bool = False) -> list[int]:
+    """Token ids of a text, in which special tokens that it spells are ordinary text.
+
+    begins: whether the tokenizer puts its own tokens before and after the text.
+    """
+    # verbose=False: no warning that a text exceeds the model's input.
+    return tokenizer(
+        text,
+        add_special_tokens=begins,
+        split_special_tokens=True,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )["input_ids"]
+
+
 def _groups(texts: list[str]) -> Iterator[list[str]]:
     group, characters = [], 0
     for text in texts:
@@ -82,9 +98,10 @@ def _fast(tokenizer: PreTrainedTokenizerBase):
     backend = copy.deepcopy(backend)
     backend.no_truncation()
     backend.no_padding()
-    backend.encode_special_tokens = True
 
     def encode_all(texts: list[str]) -> list[list[int]]:
+        # Set here: a copy in another process does not keep it.
+        backend.encode_special_tokens = True
         if max(map(len, texts)) > WINDOW:
             return [_in_windows(backend, text) for text in texts]
         return [row.ids for row in backend.encode_batch_fast(texts, add_special_tokens=False)]
@@ -93,15 +110,7 @@ def _fast(tokenizer: PreTrainedTokenizerBase):
 
 
 def _slow(tokenizer: PreTrainedTokenizerBase):
-    # verbose=False: no warning that a text exceeds the model's input.
-    return lambda texts: tokenizer(
-        texts,
-        add_special_tokens=False,
-        split_special_tokens=True,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-    )["input_ids"]
+    return lambda texts: [plain_ids(tokenizer, text) for text in texts]
 
 
 def _in_windows(backend: Tokenizer, text: str) -> list[int]:

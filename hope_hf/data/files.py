@@ -1,8 +1,7 @@
 """Local files: found, checked and read as documents, a part at a time, so that a file of any size fits into memory.
 
 In .json, .jsonl, .csv, .tsv, .parquet and .arrow a document is a row. In .txt it is the file, or the text between
-lines that hold only `<|endoftext|>` if there are any; one of more than `LONGEST` characters is read as several of
-about `PART`, cut at blank lines where there are any. A folder that `Dataset.save_to_disk` wrote is read, too.
+lines that hold only `<|endoftext|>` if there are any. A folder that `Dataset.save_to_disk` wrote is read, too.
 
 Files are opened by their exact names: nothing in a name is a pattern or a URL. Only the text column of a table is
 read, so the other columns may be of any type and may differ between files.
@@ -12,7 +11,6 @@ A row is bad if it cannot be parsed or its text is missing or no string. In what
 
 import glob
 import os
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,11 +26,20 @@ from hope_hf.cli.flags import as_list
 from hope_hf.cli.process import first_line, warn_once
 
 from .cache import cached_texts
-from .chats import COLUMNS, chat_text, choose_chat_column, column_option
-from .compressed import CODECS, open_bytes, open_text, unpacked, unpacked_name
-from .csv_files import csv_columns, csv_texts
-from .json_files import BadRow, UnreadableText, check_json, json_columns, json_texts, json_values
-from .vocabulary import END_OF_TEXT
+from .chat_template import ChatTemplate
+from .chats import COLUMNS, TOOLS, BadChat, chat_text, choose_chat_column, column_option, of_table
+from .compressed import CODECS, open_bytes, unpacked, unpacked_name
+from .csv_files import csv_columns, csv_has_no_rows, csv_texts
+from .json_files import (
+    BadRow,
+    UnreadableText,
+    check_json,
+    json_columns,
+    json_has_no_rows,
+    json_rows,
+    json_texts,
+)  # fmt: skip
+from .text_files import UndecodableByte, text_texts
 
 _KINDS = {
     ".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
@@ -46,18 +53,8 @@ _STATE, _SPLITS = "state.json", "dataset_dict.json"
 _WRONG_CONTENT = (
     DatasetGenerationError, OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError
 )  # fmt: skip
-# Number of table rows, and of characters of short documents, that are read together.
+# Number of table rows that are read together.
 _ROWS = 100
-_CHARACTERS = 1 << 20
-# A .txt document of more than LONGEST characters is read as several of about PART characters.
-LONGEST = 1 << 24
-PART = 1 << 17
-_LONGEST_LINE = 1 << 16
-_BREAKS = [re.compile(pattern) for pattern in (r"\n[ \t\r]*+\n", r"\n", r"\s")]
-
-
-class UndecodableByte(ValueError):
-    """A file is not UTF-8 from the byte `args[0]` on."""
 
 
 @dataclass(frozen=True)
@@ -75,26 +72,34 @@ class Columns:
 class Reading:
     """How files are read: `flag` names them in errors, `column` is None for plain text.
 
-    skip: bad rows are nulls; otherwise the first one is an error. chats: the column holds lists of messages.
+    skip: bad rows are nulls; otherwise the first one is an error. chats: the column holds lists of messages, and the
+    template, if it is known, must not fail on them.
     """
 
     flag: str
     column: str | None
     skip: bool
-    chats: bool
+    chats: bool = False
+    template: ChatTemplate | None = None
+
+    @property
+    def what(self) -> tuple:
+        """What decides the texts of given files, for the cache."""
+        return self.column, self.skip, self.template.source if self.template else self.chats
 
 
 def find_files(names: str | list[str], flag: str, split: str = "train") -> list[str]:
     """The files that paths and glob patterns name, each once, the matches of a pattern sorted and all of one kind.
 
     A name that exists is no pattern, whatever characters it has; nor are existing folders at its beginning. A folder
-    must come from `Dataset.save_to_disk`; `split` is read if it has splits. Empty files among others are left out,
-    with a warning. Raises ValueError naming `flag` and file.
+    must come from `Dataset.save_to_disk`; `split` is read if it has splits. Files without rows among others are left
+    out, with a warning. Raises ValueError naming `flag` and file.
     """
     paths = list(dict.fromkeys(path for name in as_list(names) for path in _named(name, flag, split)))
-    empty = [path for path in paths if _is_empty(path)]
+    empty = [path for path in paths if _has_no_rows(path)]
     if len(empty) == len(paths):
-        raise ValueError(f"{flag} {empty[0]} is empty: give a file with text.")
+        what = "holds no rows with text" if os.path.getsize(empty[0]) else "is empty"
+        raise ValueError(f"{flag} {empty[0]} {what}: give a file with text.")
     if empty:
         first = f"{empty[0]} is" if len(empty) == 1 else f"{empty[0]} and {len(empty) - 1:,} more are"
         warn_once(f"{flag}: {first} empty and left out, {len(paths) - len(empty):,} of {len(paths):,} files are read.")
@@ -134,19 +139,21 @@ def load_files(
     column: str | None = None,
     on_bad_rows: str = "error",
     chats: bool = False,
+    template: ChatTemplate | None = None,
 ) -> Dataset | IterableDataset:
     """The documents of files, as the one column `text`. Raises ValueError naming the file.
 
     column: the column of the text (default: see `text_column`); .txt files have none.
     on_bad_rows: `error` raises for the first bad row, `skip` warns of their number; in a `Dataset` they are nulls.
-    chats: the column (default: see `choose_chat_column`) holds chats, which become texts by `chat_text`.
+    chats: the column (default: see `choose_chat_column`) holds chats, which become texts by `chat_text`; those on
+    which `template` fails are bad rows.
 
     Only the beginning of a stream is read here: read the rest with `read_stream`.
     """
     tables = [path for path in paths if kind_of(path) != "text"]
     if column is not None and not tables:
         raise ValueError(f"{flag} {paths[0]} has no columns, and text_column names one: leave it out.")
-    reading = Reading(flag, column, on_bad_rows == "skip", chats)
+    reading = Reading(flag, column, on_bad_rows == "skip", chats, template)
     if chats:
         if others := [path for path in paths if kind_of(path) not in _OBJECTS]:
             raise ValueError(f"{flag} {others[0]} has no lists of messages: give chats as .jsonl, .json or .parquet.")
@@ -164,7 +171,7 @@ def load_files(
         options = {"paths": tuple(paths), "reading": reading}
         return IterableDataset.from_generator(_rows, Features({"text": Value("string")}), gen_kwargs=options)
     texts = (texts for path in paths for texts in _read_texts(path, reading))
-    found = cached_texts(paths, (reading.column, reading.skip, chats), texts)
+    found = cached_texts(paths, reading.what, texts)
     _warn_of_bad_rows(flag, found.data.column("text").null_count, len(found))
     return found
 
@@ -205,14 +212,29 @@ def text_column(
 
 
 def chat_column(
-    dataset: Dataset | IterableDataset, source: str, column: str | None = None
+    dataset: Dataset | IterableDataset,
+    source: str,
+    column: str | None = None,
+    skip: bool = False,
+    template: ChatTemplate | None = None,
 ) -> Dataset | IterableDataset:
-    """Only the column of chats of a data set, as the text column `text`: see `choose_chat_column`, `chat_text`."""
+    """Only the column of chats of a data set, as the text column `text`: see `choose_chat_column`, `chat_text`.
+
+    A bad chat is a null with `skip`, else UnreadableText. Of a stream, it is raised when the row is read.
+    """
     names = dataset.column_names or list(next(iter(dataset), {}))
-    column = choose_chat_column(names, source, column)
+    reading = Reading(source, choose_chat_column(names, source, column), skip, chats=True, template=template)
+
+    def text_of(row: dict, index: int) -> dict:
+        with _in_sentences(None, source):
+            return {"text": _text_of_chat(of_table(row, reading.column), index + 1, reading)}
+
     # A stream stays without types: until datasets 5 the filter of a typed map fails.
     typed = {} if isinstance(dataset, IterableDataset) else {"features": Features({"text": Value("string")})}
-    return dataset.map(lambda row: {"text": chat_text(row[column])}, remove_columns=names, **typed)
+    found = dataset.map(text_of, with_indices=True, remove_columns=names, **typed)
+    if not isinstance(found, IterableDataset):
+        _warn_of_bad_rows(source, found.data.column("text").null_count, len(found))
+    return found
 
 
 def choose_column(columns: Columns, source: str, column: str | None = None) -> str:
@@ -290,46 +312,6 @@ def _splits(folder: str, source: str) -> list[str]:
     return splits
 
 
-def documents_of_text(path: str) -> Iterator[str]:
-    """The documents of a .txt file. Line ends are kept, a byte order mark is dropped. Raises UndecodableByte."""
-    lines, length, most = [], 0, LONGEST
-    for line in _lines(path):
-        if line.strip() == END_OF_TEXT:
-            yield "".join(lines)
-            lines, length, most = [], 0, LONGEST
-            continue
-        lines.append(line)
-        length += len(line)
-        if length > most:
-            *parts, rest = _cut("".join(lines))
-            yield from parts
-            lines, length, most = [rest], len(rest), 2 * PART
-    yield "".join(lines)
-
-
-def _lines(path: str) -> Iterator[str]:
-    with open_text(path) as file:
-        try:
-            while line := file.readline(_LONGEST_LINE):
-                # A marker may stand between line ends that only splitlines recognizes.
-                yield from line.splitlines(keepends=True) if END_OF_TEXT in line else (line,)
-        except UnicodeDecodeError as error:
-            if not file.seekable():
-                raise
-            raise UndecodableByte(file.buffer.tell() - len(error.object) + error.start) from error
-
-
-def _cut(text: str) -> Iterator[str]:
-    start = 0
-    while len(text) - start > 2 * PART:
-        window = start + PART, start + 2 * PART
-        found = next(filter(None, (pattern.search(text, *window) for pattern in _BREAKS)), None)
-        end = found.end() if found else window[1]
-        yield text[start:end]
-        start = end
-    yield text[start:]
-
-
 def _matches(pattern: str) -> Iterator[str]:
     # Characters in the names of existing folders are not meant as a pattern.
     folder = os.path.dirname(pattern)
@@ -349,14 +331,25 @@ def _check(path: str, flag: str) -> None:
         raise ValueError(f"{flag} {path} cannot be read: check its permissions.")
 
 
-def _is_empty(path: str) -> bool:
-    if unpacked_name(path) == path or os.path.getsize(path) == 0:
-        return os.path.getsize(path) == 0
+def _has_no_rows(path: str) -> bool:
+    """Whether a file is empty, or a table without rows, as Spark and pandas write them."""
+    if os.path.getsize(path) == 0:
+        return True
+    kind = kind_of(path)
     try:
-        with open_bytes(path) as file:
-            return not file.read(1)
-    except OSError:
-        # It is not compressed as its name says: reading it reports that.
+        if kind == "json":
+            return json_has_no_rows(path)
+        if kind == "csv":
+            return csv_has_no_rows(path)
+        if kind == "text":
+            with open_bytes(path) as file:
+                return not file.read(1)
+        with unpacked(path) as plain, pa.memory_map(plain) as file:
+            if kind == "parquet":
+                return _parquet(file).metadata.num_rows == 0
+            return not any(batch.num_rows for batch in _arrow(file)[1])
+    except _WRONG_CONTENT:
+        # Reading it reports what is wrong.
         return False
 
 
@@ -386,22 +379,25 @@ def _is_string(kind: pa.DataType) -> bool:
 def _read_texts(path: str, reading: Reading) -> Iterator[pa.Array]:
     """The texts of a file in their order, as arrays of strings. Raises UnreadableText if reading fails."""
     with _in_sentences(path, reading.flag):
-        count, read = 0, _chats if reading.chats else _READERS[kind_of(path)]
-        for texts in read(path, reading.column, reading.skip):
+        if reading.chats:
+            arrays = _chats(path, reading)
+        else:
+            arrays = _READERS[kind_of(path)](path, reading.column, reading.skip)
+        count = 0
+        for texts in arrays:
             # pyarrow's readers do not check that strings are UTF-8.
             texts.validate(full=True)
             if texts.null_count and not reading.skip:
                 first = texts.is_null().to_pylist().index(True)
-                what = "chat with a turn of the assistant" if reading.chats else "text"
-                raise BadRow(count + first + 1, f"has no {what} in the column {reading.column!r}")
+                raise BadRow(count + first + 1, f"has no text in the column {reading.column!r}")
             count += len(texts)
             yield texts
 
 
 @contextmanager
-def _in_sentences(path: str, flag: str) -> Iterator[None]:
-    """Errors in the body become UnreadableText, which names the flag and the file."""
-    name = f"{flag} {path}"
+def _in_sentences(path: str | None, flag: str) -> Iterator[None]:
+    """Errors in the body become UnreadableText, which names the flag and the file; `flag` alone for a data set."""
+    name = flag if path is None else f"{flag} {path}"
     try:
         yield
     except UnreadableText:
@@ -420,18 +416,8 @@ def _in_sentences(path: str, flag: str) -> Iterator[None]:
             raise UnreadableText(f"{name} is not UTF-8 text: convert it.") from error
         if isinstance(error, OSError) and error.errno:
             raise UnreadableText(f"{name} cannot be read: {error.strerror}.") from error
-        raise UnreadableText(f"{name} cannot be read as {kind_of(path)}, write it again: {reason}") from error
-
-
-def _text(path: str, *_) -> Iterator[pa.Array]:
-    texts, characters = [], 0
-    for text in documents_of_text(path):
-        texts.append(text)
-        characters += len(text)
-        if characters >= _CHARACTERS:
-            yield pa.array(texts, pa.string())
-            texts, characters = [], 0
-    yield pa.array(texts, pa.string())
+        kind = "chats" if path is None else kind_of(path)
+        raise UnreadableText(f"{name} cannot be read as {kind}, write it again: {reason}") from error
 
 
 def _parquet(file: pa.NativeFile) -> pyarrow.parquet.ParquetFile:
@@ -439,10 +425,9 @@ def _parquet(file: pa.NativeFile) -> pyarrow.parquet.ParquetFile:
     return pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
 
 
-def _parquet_column(path: str, column: str) -> Iterator[pa.Array]:
+def _parquet_batches(path: str, columns: list[str]) -> Iterator[pa.RecordBatch]:
     with unpacked(path) as plain, pa.OSFile(plain) as file:
-        for batch in _parquet(file).iter_batches(_ROWS, columns=[column]):
-            yield batch.column(0)
+        yield from _parquet(file).iter_batches(_ROWS, columns=columns)
 
 
 def _arrow(file: pa.NativeFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
@@ -454,28 +439,55 @@ def _arrow(file: pa.NativeFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
     return reader.schema, iter(batches)
 
 
-def _arrow_column(path: str, column: str) -> Iterator[pa.Array]:
+def _arrow_batches(path: str, columns: list[str]) -> Iterator[pa.RecordBatch]:
     with unpacked(path) as plain, pa.memory_map(plain) as file:
         for batch in _arrow(file)[1]:
-            yield batch.column(column)
+            yield batch.select(columns)
 
 
-# By the kinds of files that may hold lists.
-_OBJECTS = {"json": json_values, "parquet": _parquet_column, "arrow": _arrow_column}
+_BATCHES = {"parquet": _parquet_batches, "arrow": _arrow_batches}
+# Kinds of files that may hold lists.
+_OBJECTS = ("json", *_BATCHES)
 
 
 def _as_texts(path: str, column: str, _) -> Iterator[pa.Array]:
-    for values in _OBJECTS[kind_of(path)](path, column):
-        yield values.cast(pa.string())
+    for batch in _BATCHES[kind_of(path)](path, [column]):
+        yield batch.column(0).cast(pa.string())
 
 
-def _chats(path: str, column: str, _) -> Iterator[pa.Array]:
-    for values in _OBJECTS[kind_of(path)](path, column):
-        values = values.to_pylist() if isinstance(values, pa.Array) else values
-        yield pa.array(list(map(chat_text, values)), pa.string())
+def _chats(path: str, reading: Reading) -> Iterator[pa.Array]:
+    """The chats of a file as arrays of texts, with nulls for bad rows where these are skipped."""
+    number = 0
+    for rows in _rows_of_chats(path, reading):
+        texts = [_text_of_chat(row, number, reading) for number, row in enumerate(rows, number + 1)]
+        number += len(rows)
+        yield pa.array(texts, pa.string())
 
 
-_READERS = {"text": _text, "json": json_texts, "csv": csv_texts, "parquet": _as_texts, "arrow": _as_texts}
+def _rows_of_chats(path: str, reading: Reading) -> Iterator[list[dict | None]]:
+    """The rows of a file, some together; None for one that is no object."""
+    kind = kind_of(path)
+    if kind == "json":
+        yield from json_rows(path)
+        return
+    there = _columns_of(path, reading.flag, reading.skip).names
+    columns = [name for name in dict.fromkeys((reading.column, TOOLS)) if name in there]
+    for batch in _BATCHES[kind](path, columns):
+        yield [of_table(row, reading.column) for row in batch.to_pylist()]
+
+
+def _text_of_chat(row: dict | None, number: int, reading: Reading) -> str | None:
+    """The chat of a row as text; of a bad row, None if it is skipped, and otherwise BadRow."""
+    row = row or {}
+    try:
+        return chat_text(row.get(reading.column), row.get(TOOLS), reading.template)
+    except BadChat as error:
+        if reading.skip:
+            return None
+        raise BadRow(number, f"{error} in the column {reading.column!r}") from error
+
+
+_READERS = {"text": text_texts, "json": json_texts, "csv": csv_texts, "parquet": _as_texts, "arrow": _as_texts}
 
 
 def _rows(paths: tuple[str, ...], reading: Reading) -> Iterator[dict[str, str]]:

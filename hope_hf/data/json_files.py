@@ -59,6 +59,22 @@ def check_json(path: str, flag: str) -> None:
         )
 
 
+def json_has_no_rows(path: str) -> bool:
+    """Whether a file holds white space, an empty list, or columns without rows."""
+    with open_text(path) as file:
+        head = file.read(_ROWS)
+        while head and head.isspace():
+            head = file.read(_ROWS)
+        # No longer file is without rows, save for an indentation.
+        head = head.strip() + file.read(_ROWS).strip()
+    if head.startswith("["):
+        return head.removeprefix("[").lstrip().startswith("]")
+    if not head.startswith("{") or len(head) >= _ROWS:
+        return not head
+    values = json.loads(head).values()
+    return bool(values) and not any(values) and all(isinstance(value, dict | list) for value in values)
+
+
 def json_columns(path: str, skip: bool) -> tuple[list[str], list[str], list[str]]:
     """Names of the columns of the first rows: all; those of strings or nothing; those of strings that are no dates.
 
@@ -77,8 +93,9 @@ def json_columns(path: str, skip: bool) -> tuple[list[str], list[str], list[str]
 def json_texts(path: str, column: str, skip: bool) -> Iterator[pa.Array]:
     """The strings of a column, as arrays; with `skip`, nulls stand for bad rows."""
     if skip:
-        for values in json_values(path, column):
-            yield _strings([{column: text if isinstance(text, str) else None} for text in values], column)
+        for rows in json_rows(path):
+            texts = [row.get(column) if row else None for row in rows]
+            yield _strings([{column: text if isinstance(text, str) else None} for text in texts], column)
         return
     rows, is_whole = _first_rows(path)
     if is_whole:
@@ -120,11 +137,11 @@ def _name_bad_row(path: str, column: str) -> None:
             return
 
 
-def json_values(path: str, column: str) -> Iterator[list]:
-    """The values of a column of any type, a list of rows at a time; None for bad rows."""
+def json_rows(path: str) -> Iterator[list[dict | None]]:
+    """The rows of a file, some together; None for bad rows."""
     rows = _rows_or_none(path)
     while batch := list(islice(rows, _ROWS)):
-        yield [row.get(column) if row else None for row in batch]
+        yield batch
 
 
 def _rows_or_none(path: str) -> Iterator[dict | None]:

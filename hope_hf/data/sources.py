@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from hope_hf.cli.flags import shown_names
 from hope_hf.cli.process import warn_once
 
-from .chats import make_chat_encoder, set_chat_template
+from .chat_template import ChatTemplate, set_chat_template
+from .chats import make_chat_encoder
 from .config import DataConfig
 from .corpora import Documents, check_cache, held_out_documents, open_corpus, require_as_many, warn_of_excess
 from .documents import open_sources, training_source
@@ -54,11 +55,14 @@ class Opened:
 
 def open_text(config: DataConfig) -> Opened:
     """A data set, files or the built-in corpus; tokenized here, or while training if it is a stream."""
-    sources = open_sources(config)
-    tokenizer = choose_tokenizer(config, sources.train)
-    if config.assistant_only_loss:
-        set_chat_template(tokenizer)
-    encoder = make_chat_encoder(tokenizer) if config.assistant_only_loss else make_encoder(tokenizer)
+    template = _chat_template(config)
+    sources = open_sources(config, template)
+    if template is None:
+        tokenizer = choose_tokenizer(config, sources.train)
+        encoder = make_encoder(tokenizer)
+    else:
+        tokenizer = template.tokenizer
+        encoder = make_chat_encoder(tokenizer)
     held = tokenize(sources.validation, encoder, config.preprocessing_num_workers)
     if len(held) < 2:
         named, fix = training_source(config), "pass --validation_file"
@@ -87,6 +91,15 @@ def open_text(config: DataConfig) -> Opened:
         description=f"{sources.description}: {size}; validation {_size(held)}",
         count=count,
     )
+
+
+def _chat_template(config: DataConfig) -> ChatTemplate | None:
+    """The template of chats; None for other text."""
+    if not config.assistant_only_loss:
+        return None
+    tokenizer = choose_tokenizer(config, None)
+    set_chat_template(tokenizer)
+    return ChatTemplate(tokenizer)
 
 
 def open_synthetic(config: DataConfig) -> Opened:
@@ -264,7 +277,7 @@ def _sharded(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataCon
 
 
 def _texts_of_text(config: DataConfig) -> tuple[dict[str, list[str]], str]:
-    sources = open_sources(config)
+    sources = open_sources(config, _chat_template(config))
     return {"text": sources.validation["text"][:]}, sources.description
 
 

@@ -21,6 +21,7 @@ from hope_hf.cli.process import warn_once
 from hope_hf.cli.program import program
 
 from .corpora import BYTES_PER_TOKEN, Needed, passing
+from .encoding import plain_ids
 from .files import find_files, load_files
 from .mixture import Corpus, read_mixture
 from .vocabulary import DEFAULT_VOCAB_SIZE, SMALLEST_VOCABULARY, save_tokenizer, train_tokenizer
@@ -99,7 +100,7 @@ def report_on(tokenizer: PreTrainedTokenizerBase, texts: list[Text]) -> dict:
 
 
 def _measure(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> dict:
-    ids = [tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] for text in texts]
+    ids = [plain_ids(tokenizer, text) for text in texts]
     size, tokens = sum(len(text.encode()) for text in texts), sum(map(len, ids))
     return {
         "bytes": size,

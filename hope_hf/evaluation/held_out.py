@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -11,8 +12,9 @@ from hope_hf.cli.files import RUN_FILE, read_small
 from hope_hf.cli.flags import TextArguments, shown_names
 from hope_hf.cli.process import MISTAKES, one_line, warn_once
 from hope_hf.data import (
+    ChatTemplate,
     DataConfig,
-    chats_as_text,
+    filled_chats,
     find_files,
     load_files,
     load_tokenizer,
@@ -32,6 +34,8 @@ class HeldOut:
     """The corpus of each document; one name for all where the text is no mixture."""
     source: str
     """Where the documents come from, for people."""
+    tokens: list[list[int]] | None = None
+    """The token ids of chats, in which only the template's marks are special tokens; None for other text."""
 
     def head(self, count: int | None) -> "HeldOut":
         """The first `count` documents of every corpus; all for None."""
@@ -40,7 +44,13 @@ class HeldOut:
             number[corpus] += 1
             if count is None or number[corpus] <= count:
                 kept.append(index)
-        return HeldOut([self.texts[index] for index in kept], [self.corpora[index] for index in kept], self.source)
+        texts, corpora = ([column[index] for index in kept] for column in (self.texts, self.corpora))
+        tokens = self.tokens and [self.tokens[index] for index in kept]
+        return HeldOut(texts, corpora, self.source, tokens)
+
+    def encoded(self, encode: Callable[[str], list[int]]) -> list[list[int]]:
+        """The token ids of each document; `encode` reads text that is no chat."""
+        return list(map(encode, self.texts)) if self.tokens is None else self.tokens
 
 
 def held_out_documents(args: Arguments) -> HeldOut:
@@ -96,12 +106,17 @@ def _fits(value: object, kind: object) -> bool:
 
 def _read(args: Arguments, chats: bool = False) -> HeldOut:
     name = args.tokenizer_name or args.model_name_or_path if chats else None
+    template = None
+    if chats:
+        tokenizer = load_tokenizer(name, args.trust_remote_code)
+        set_chat_template(tokenizer)
+        template = ChatTemplate(tokenizer)
     if args.validation_file:
         if args.streaming:
             warnings.warn("--streaming is ignored: --validation_file is read as a whole.", stacklevel=2)
         files = find_files(args.validation_file, "--validation_file", "validation")
-        columns = {"column": args.text_column, "on_bad_rows": args.on_bad_rows, "chats": chats}
-        documents = load_files(files, "--validation_file", **columns)
+        columns = {"column": args.text_column, "on_bad_rows": args.on_bad_rows}
+        documents = load_files(files, "--validation_file", **columns, chats=chats, template=template)
         found = {"text": documents["text"][: args.max_eval_samples]}
         source = shown_names(args.validation_file)
     elif args.dataset_name == "synthetic":
@@ -110,14 +125,11 @@ def _read(args: Arguments, chats: bool = False) -> HeldOut:
         own = {flag: getattr(args, flag) for flag in TEXT if flag != "validation_file"}
         found, named = validation_texts(DataConfig(**own, assistant_only_loss=chats, tokenizer_name=name))
         source = f"{named}, held-out documents"
-    if chats:
-        tokenizer = load_tokenizer(name, args.trust_remote_code)
-        set_chat_template(tokenizer)
-        # Rows that could not be parsed are nulls.
-        found = {corpus: chats_as_text(tokenizer, filter(None, texts)) for corpus, texts in found.items()}
-        source += ", chats with all their turns"
     rows = [(text, corpus) for corpus, texts in found.items() for text in texts if text and not text.isspace()]
     if not rows:
         raise ValueError(f"{source} holds no text to evaluate on: give another --validation_file.")
-    texts, corpora = zip(*rows, strict=True)
-    return HeldOut(list(texts), list(corpora), source)
+    texts, corpora = map(list, zip(*rows, strict=True))
+    if template is None:
+        return HeldOut(texts, corpora, source)
+    texts, tokens = map(list, zip(*filled_chats(template, texts), strict=True))
+    return HeldOut(texts, corpora, f"{source}, chats with all their turns", tokens)

@@ -30,8 +30,8 @@ def memory(args: Arguments, subject: Subject) -> SuiteResult:
     Horizon: 1 / (1 - alpha), the tokens after which a write has decayed to 1/e. A model that forgets within two tokens
     has no useful memory.
     """
-    texts = held_out_documents(args).head(args.limit).texts
-    longest = sorted((subject.encode(text)[:GATE_TOKENS] for text in texts), key=len)[-args.samples_per_length :]
+    texts = held_out_documents(args).head(args.limit).encoded(subject.encode)
+    longest = sorted((ids[:GATE_TOKENS] for ids in texts), key=len)[-args.samples_per_length :]
     gates = gate_rows(subject, [torch.tensor([[subject.start, *ids]]) for ids in longest])
     lengths = parse_lengths(args.lengths or (LIMITED_STRESS_LENGTHS if args.limit else DEFAULT_STRESS_LENGTHS))
     unusual = stress(args, subject, lengths)

@@ -63,7 +63,7 @@ def perplexity(args: Arguments, subject: Subject) -> SuiteResult:
     their steps. With `--limit` documents are cut at the longest of `--lengths` or 2,048 tokens.
     """
     held = held_out_documents(args).head(args.limit)
-    ids = [subject.encode(text) for text in held.texts]
+    ids = held.encoded(subject.encode)
     if args.limit:
         most = parse_lengths(args.lengths)[-1] if args.lengths else LIMITED
         ids = [row[:most] for row in ids]

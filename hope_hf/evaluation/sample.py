@@ -60,8 +60,8 @@ def sample(args: Arguments, subject: Subject) -> SuiteResult:
 
 def _prompts(args: Arguments, subject: Subject) -> list[list[int]]:
     if args.prompts is None:
-        texts = held_out_documents(args).texts[:NUM_PROMPTS]
-        return [subject.encode(text)[:PROMPT_TOKENS] for text in texts]
+        texts = held_out_documents(args).encoded(subject.encode)
+        return [ids[:PROMPT_TOKENS] for ids in texts[:NUM_PROMPTS]]
     try:
         lines = read_small(args.prompts, LARGEST).splitlines()
     except (OSError, ValueError) as error:

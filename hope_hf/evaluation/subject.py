@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hope_hf.cli.models import build_model, is_hope, load_config
 from hope_hf.cli.process import choose_device
-from hope_hf.data import check_vocabulary, document_start, load_tokenizer, warn_of_other_tokenizer
+from hope_hf.data import check_vocabulary, document_start, load_tokenizer, plain_ids, warn_of_other_tokenizer
 
 from .flags import Arguments
 
@@ -52,9 +52,8 @@ class Subject:
             )
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens."""
-        # Not verbose: the text is cut later, so its length needs no warning.
-        return self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        """Token ids of a text, without special tokens: those that it spells are text, as in training."""
+        return plain_ids(self.tokenizer, text)
 
     def continued(self, prompts: torch.Tensor, new_tokens: int) -> list[str]:
         """Greedy continuations of prompts [B, T], with `new_tokens` tokens, or fewer if positions run out."""

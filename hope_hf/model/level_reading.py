@@ -366,7 +366,9 @@ class LearnsFromText:
         if isinstance(text, str):
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(self.config._name_or_path)
             begins = not cache.get_seq_length()
-            text = tokenizer(text, return_tensors="pt", add_special_tokens=begins).input_ids.to(self.device)
+            # Special tokens that a text spells are text, as in training.
+            options = {"add_special_tokens": begins, "split_special_tokens": True}
+            text = tokenizer(text, return_tensors="pt", **options).input_ids.to(self.device)
         check_inputs(self.config, text)
         before = getattr(cache, "levels", None)
         reading = read_and_learn(self, cache, text, attention_mask, keeps_hidden=False)

@@ -69,6 +69,30 @@ def test_a_template_that_rewrites_earlier_text_adds_the_message_alone(conversati
     assert tokens_read[:5] == [unread, 62, 1, 20, 2]
 
 
+@pytest.mark.parametrize("template", [True, False])
+def test_messages_and_files_are_text_whatever_they_spell(conversation, tokenizer, tokens_read, template):
+    """The word tokenizer reads `<eos>` as a token, 62, and as text as three unknown words, 0."""
+    if not template:
+        tokenizer.chat_template = None
+    talk = conversation()
+    assert talk.encode("w10 <eos>") == [10, 0, 0, 0]
+    talk.say("w10 <eos> w11")
+    begin, end = ([3], [5, 4]) if template else ([], [])
+    expected = [*begin, 10, 0, 0, 0, 11, *end]
+    assert tokens_read[: len(expected)] == expected
+    (unread,) = talk.place.unread
+    tokens_read.clear()
+    talk.say("<eos>")
+    # What was said goes on to be the beginning of the filled template.
+    expected = [unread, *([5, 3, 0, 0, 0, 5, 4] if template else [0, 0, 0])]
+    assert tokens_read[: len(expected)] == expected
+
+
+def test_a_prompt_of_generate_is_read_as_transformers_reads_it(conversation, tokens_read):
+    conversation().complete("w10 <eos> w11")
+    assert tokens_read[:3] == [10, 62, 11]
+
+
 def test_an_answer_that_ended_is_not_ended_again(conversation, tokenizer, tokens_read):
     tokenizer.chat_template = REWRITES
     talk = conversation(place=Place((62,), ({"role": "user", "content": "w9"},), "w9"))

@@ -3,14 +3,18 @@
 import json
 from pathlib import Path
 
+import dill
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from datasets import Dataset, DatasetDict
 from datasets.fingerprint import Hasher
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
-from hope_hf.data import DataConfig, build_data, load_tokenizer, save_tokenizer, train_tokenizer
-from hope_hf.data.chats import PLAIN_TEMPLATE, chat_text, make_chat_encoder
+from hope_hf.data import DataConfig, build_data, load_tokenizer, plain_ids, save_tokenizer, train_tokenizer
+from hope_hf.data.chat_template import PLAIN_TEMPLATE, ChatTemplate
+from hope_hf.data.chats import BadChat, chat_text, filled_chats, make_chat_encoder
 from hope_hf.data.documents import open_sources
 from hope_hf.data.files import load_files
 
@@ -167,6 +171,183 @@ def test_chats_that_are_none_are_bad_rows(tmp_path):
     DatasetDict(train=Dataset.from_dict({"text": ["a"]})).save_to_disk(tmp_path / "set")
     with pytest.raises(ValueError, match="set has no column 'messages' of chats among text: name one with"):
         open_sources(DataConfig(dataset_name=str(tmp_path / "set"), assistant_only_loss=True, tokenizer_name="any"))
+
+
+def rows_of(folder: Path, rows: list[dict], kind: str = "jsonl") -> list[str]:
+    """The names of a new file with the rows."""
+    path = folder / f"rows.{kind}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [str(path)]
+
+
+def test_the_usual_names_of_roles_are_mapped_and_others_are_named_with_their_row(tmp_path):
+    names = {"chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "model": "assistant", "human": "user"}
+    for name, role in names.items():
+        chat = [{"from": name, "value": "a"}, {"role": name, "content": "b"}, {"from": "gpt", "value": "c"}]
+        assert [message["role"] for message in json.loads(chat_text(chat))] == [role, role, "assistant"]
+    rows = [{"conversations": CHATS[0]}, {"conversations": [{"from": "narrator", "value": "a"}, *CHATS[1]]}]
+    files = rows_of(tmp_path, rows)
+    with pytest.raises(ValueError, match="rows.jsonl, row 2, has a turn of the role 'narrator'"):
+        load_files(files, "--train_file", chats=True)
+    with pytest.warns(UserWarning, match="1 of 2 rows"):
+        found = load_files(files, "--train_file", chats=True, on_bad_rows="skip")
+    assert [text for text in found["text"] if text] == [json.dumps(CHATS[0])]
+
+
+def test_a_role_that_the_template_names_is_known(tokenizer):
+    chat = [{"role": "ipython", "content": "a"}, *CHATS[0]]
+    tokenizer.chat_template = MARKED
+    with pytest.raises(BadChat, match="ipython"):
+        chat_text(chat, template=ChatTemplate(tokenizer))
+    tokenizer.chat_template = MARKED + "{% if 'ipython' == 1 %}{% endif %}"
+    assert json.loads(chat_text(chat, template=ChatTemplate(tokenizer))) == chat
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN, PLAIN_TEMPLATE])
+def test_turns_of_weight_0_are_read_and_not_learned(tokenizer, template):
+    tokenizer.chat_template = template
+    chat = [dict(message) for message in CHATS[0]]
+    encode = make_chat_encoder(tokenizer)
+    (whole,) = encode([json.dumps(chat)])
+    chat[2]["weight"], chat[4]["weight"] = 0, 1
+    (found,) = encode([chat_text(chat)])
+    assert [max(token, ~token) for token in found] == [max(token, ~token) for token in whole]
+    (second,) = learned(tokenizer, found)
+    assert second == learned(tokenizer, whole)[1]
+    for weights in ((0, 0), (0.5, 1)):
+        chat[2]["weight"], chat[4]["weight"] = weights
+        with pytest.raises(BadChat, match="no chat with a turn of the assistant|weight 0.5"):
+            chat_text(chat)
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN, PLAIN_TEMPLATE])
+def test_content_is_text_whatever_it_spells(tokenizer, template):
+    """The tokens of each content are those of plain text, and the marks are as many as without such words."""
+    tokenizer.chat_template = template
+    spelled = "It ends<|end|>\n<|user|> here <|endoftext|>"
+    plain = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    chat = [{"role": "user", "content": f"x{spelled}"}, {"role": "assistant", "content": f"y{spelled}"}]
+    encode = make_chat_encoder(tokenizer)
+    (expected,), (found,) = encode([json.dumps(plain)]), encode([json.dumps(chat)])
+    text = plain_ids(tokenizer, spelled)
+    marks = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    assert not marks & set(text) and tokenizer.decode(text) == spelled
+    of_template, of_chat = ([one for one in ids if max(one, ~one) in marks] for ids in (expected, found))
+    assert of_template == of_chat and of_chat
+    assert len(found) == len(expected) + 2 * len(text)
+    assert learned(tokenizer, found)[0].strip() == learned(tokenizer, expected)[0].strip().replace("y", f"y{spelled}")
+    copied = dill.loads(dill.dumps(encode))
+    assert copied([json.dumps(chat)]) == [found]
+    ((shown, ids),) = filled_chats(ChatTemplate(tokenizer), [json.dumps(chat)])
+    assert spelled in shown and len(ids) == len(found)
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "bytes"])
+def test_an_ordinary_chat_has_the_tokens_that_transformers_gives_it(scheme):
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    if scheme == "bytes":
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    marks = [
+        AddedToken("<unk>"),
+        AddedToken("<|end|>", lstrip=True),
+        AddedToken("<|user|>", rstrip=True),
+        "<|assistant|>",
+    ]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=marks, show_progress=False)
+    backend.train_from_iterator([json.dumps(chat, ensure_ascii=False) for chat in CHATS] + ["größer 😀"], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<|end|>")
+    tokenizer.chat_template = MARKED
+    chat = [{"role": "user", "content": " Next größer? "}, {"role": "assistant", "content": "It 😀 is "}] * 2
+    options = {"return_dict": True, "return_assistant_tokens_mask": True}
+    expected = tokenizer.apply_chat_template(chat, **options)
+    (found,) = make_chat_encoder(tokenizer)([json.dumps(chat)])
+    assert [max(token, ~token) for token in found] == expected["input_ids"]
+    assert [int(token >= 0) for token in found] == expected["assistant_masks"]
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"zone": null}'}}
+WITH_TOOLS = [
+    {"role": "user", "content": "time?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": "12"},
+    {"role": "assistant", "content": [{"type": "text", "text": "no"}, {"type": "text", "text": "on"}]},
+]
+TOOL_TEMPLATE = (
+    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}{{ m.role }}: "
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}|{% endgeneration %}"
+    "{% else %}{{ m.content }}|{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_calls_of_tools_parts_of_content_and_the_column_of_tools_are_read(tmp_path, tokenizer, kind):
+    tokenizer.chat_template = TOOL_TEMPLATE
+    tools = [{"type": "function", "function": {"name": name}} for name in ("now", "then")]
+    rows = [{"messages": WITH_TOOLS[:3] + [WITH_TOOLS[3] | {"content": "noon"}], "tools": json.dumps(tools)}]
+    if kind == "jsonl":
+        rows = [{"messages": WITH_TOOLS, "tools": tools}]
+    template = ChatTemplate(tokenizer)
+    (text,) = load_files(rows_of(tmp_path, rows, kind), "--train_file", chats=True, template=template)["text"]
+    (found,) = make_chat_encoder(tokenizer)([text])
+    whole = tokenizer.decode([max(token, ~token) for token in found])
+    # The arguments are an object, which the template writes as JSON.
+    called = 'now {"zone": null}|'
+    assert whole == f"[now][then]user: time?|assistant: {called}tool: 12|assistant: noon|"
+    assert [run.strip() for run in learned(tokenizer, found)] == [called, "noon|"]
+
+
+def test_a_chat_without_tools_is_the_text_that_it_was():
+    assert chat_text(CHATS[0], tools=[]) == chat_text(CHATS[0], tools="[]") == json.dumps(CHATS[0])
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"role": "user", "content": None}, "without content"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": "a"}]}, "no text .image_url"),
+        ({"role": "user", "content": 5}, "no text .5"),
+        ({"content": "a"}, "without a role"),
+        ({"role": "user", "content": "refuse"}, "template fails .not this"),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_one_bad_chat_is_named_or_left_out(tmp_path, tokenizer, message, reason, streaming):
+    tokenizer.chat_template = MARKED + "{{ raise_exception('not this') if messages[0].content == 'refuse' }}"
+    rows = [{"messages": CHATS[0]}, {"messages": [message, *CHATS[1]]}, {"messages": CHATS[2]}]
+    files = rows_of(tmp_path, rows)
+    options = {"chats": True, "template": ChatTemplate(tokenizer), "streaming": streaming}
+    with pytest.raises(ValueError, match=f"rows.jsonl, row 2, .*{reason}.*on_bad_rows skip"):
+        list(load_files(files, "--train_file", **options))
+    with pytest.warns(UserWarning, match="1 of 3 rows"):
+        found = list(load_files(files, "--train_file", on_bad_rows="skip", **options))
+    assert [row["text"] for row in found if row["text"]] == [json.dumps(CHATS[0]), json.dumps(CHATS[2])]
+
+
+def test_a_bad_chat_of_a_data_set_is_named_or_left_out(tmp_path):
+    rows = [{"messages": CHATS[index]} for index in range(4)] + [{"messages": CHATS[5][:2]}]
+    DatasetDict(train=Dataset.from_list(rows)).save_to_disk(tmp_path / "set")
+    config = {"dataset_name": str(tmp_path / "set"), "assistant_only_loss": True, "tokenizer_name": "any"}
+    with pytest.raises(ValueError, match="--dataset_name .*set, row 5, has no chat"):
+        open_sources(DataConfig(**config))
+    with pytest.warns(UserWarning, match="1 of 5 rows"):
+        sources = open_sources(DataConfig(**config, on_bad_rows="skip"))
+    assert len(sources.train) + len(sources.validation) == 4
+
+
+@pytest.mark.parametrize("count", [1, 30])
+def test_one_chat_cannot_be_split_and_the_message_says_so(tmp_path, count):
+    files = rows_of(tmp_path, [{"messages": CHATS[0]}] * count)
+    config = {"train_file": files, "assistant_only_loss": True, "tokenizer_name": "any"}
+    with pytest.raises(ValueError, match="rows.jsonl holds one chat.*--validation_file"):
+        open_sources(DataConfig(**config))
+    sources = open_sources(DataConfig(**config, validation_file=files))
+    assert sources.train["text"][0] == sources.validation["text"][0] == json.dumps(CHATS[0])
 
 
 def test_chats_need_a_file_and_a_tokenizer():

@@ -16,7 +16,7 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 from datasets.distributed import split_dataset_by_node
 
-from hope_hf.data import files, json_files, plain_name
+from hope_hf.data import files, json_files, plain_name, text_files
 from hope_hf.data.compressed import CODECS
 from hope_hf.data.config import DataConfig
 from hope_hf.data.corpora import passing
@@ -273,6 +273,46 @@ def test_empty_files_among_others_are_left_out_and_counted(tmp_path):
         texts_of([str(tmp_path / "b.txt"), str(tmp_path / "c.txt")])
 
 
+def without_rows(kind: str, path: Path) -> None:
+    """Write a file of a kind without rows, as programs write it."""
+    nothing = pa.table({"text": pa.nulls(0)})
+    if kind == "parquet":
+        pyarrow.parquet.write_table(nothing, path)
+    elif kind == "arrow":
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, nothing.schema) as writer:
+            writer.write_table(nothing)
+    else:
+        kinds = {"list": "[ ]\n", "columns": '{"text": {}}', "line": "\n", "space": " " * 3000, "names": "id,text\n"}
+        path.write_text(kinds[kind])
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "ending"),
+    [
+        ("parquet", "parquet"), ("arrow", "arrow"), ("list", "json"), ("columns", "json"), ("line", "jsonl"),
+        ("space", "jsonl"), ("names", "csv"), ("line", "tsv"),
+    ],
+)  # fmt: skip
+def test_tables_without_rows_are_left_out_and_counted(tmp_path, kind, ending, first):
+    without_rows(kind, tmp_path / f"{'a' if first else 'z'}.{ending}")
+    path = write(tmp_path / f"m.{ending}", ["some text", "more"])
+    names = str(tmp_path / f"*.{ending}")
+    with pytest.warns(UserWarning, match="is empty and left out, 1 of 2 files are read"):
+        assert texts_of(names) == ["some text", "more"]
+    with pytest.warns(UserWarning, match="is empty and left out"):
+        streamed = load_files(find_files(names, "--train_file"), "--train_file", streaming=True)
+    assert [row["text"] for row in streamed] == ["some text", "more"]
+    with pytest.warns(UserWarning, match="is empty and left out"):
+        sources = open_sources(DataConfig(train_file=path, validation_file=names))
+    assert sources.validation["text"][:] == ["some text", "more"]
+    with pytest.warns(UserWarning, match="is empty and left out"):
+        assert passing(Corpus("a", files=names))[0]["text"][:] == ["some text", "more"]
+    empty = str(tmp_path / f"{'a' if first else 'z'}.{ending}")
+    with pytest.raises(ValueError, match="holds no rows"):
+        texts_of(empty)
+
+
 BAD = {
     "a.jsonl": (b'{"text": "a"\n{"text": 1}\n[1]\n{"n": 1}\n{"text": null}\n\n{"text": "b\xff"}\n{"text": "c"}\n', 6),
     "a.json": (b'[{"text": "c"}, {"text": 1}, 2, {}]', 3),
@@ -459,11 +499,11 @@ def test_a_full_cache_is_named_instead_of_the_file(tmp_path, monkeypatch):
 
 def test_a_text_of_usual_size_is_one_document_and_a_huge_one_is_cut_at_blank_lines(tmp_path, monkeypatch):
     for name, size in (("LONGEST", 4_000), ("PART", 500), ("_LONGEST_LINE", 64)):
-        monkeypatch.setattr(files, name, size)
+        monkeypatch.setattr(text_files, name, size)
     paragraphs = [f"Paragraph {number} with words, more or less.\nAnd a line.\n\n" for number in range(300)]
     usual, huge = "".join(paragraphs[:60]), "".join(paragraphs)
     (tmp_path / "a.txt").write_text(f"{usual}<|endoftext|>\n{huge}<|endoftext|>\nlast")
-    found = list(files.documents_of_text(str(tmp_path / "a.txt")))
+    found = list(text_files.documents_of_text(str(tmp_path / "a.txt")))
     assert len(usual) < 4_000 and found[0] == usual and found[-1] == "last"
     parts = found[1:-1]
     assert "".join(parts) == huge and all(part.endswith("\n\n") for part in parts)
@@ -473,7 +513,7 @@ def test_a_text_of_usual_size_is_one_document_and_a_huge_one_is_cut_at_blank_lin
 @pytest.mark.parametrize("text", ["a\n" * 3_000, "a " * 3_000, "a" * 6_000, "\n" * 6_000])
 def test_a_huge_text_without_blank_lines_is_cut_where_it_can_be(tmp_path, monkeypatch, text):
     for name, size in (("LONGEST", 4_000), ("PART", 500), ("_LONGEST_LINE", 64)):
-        monkeypatch.setattr(files, name, size)
+        monkeypatch.setattr(text_files, name, size)
     (tmp_path / "a.txt").write_text(text)
-    parts = list(files.documents_of_text(str(tmp_path / "a.txt")))
+    parts = list(text_files.documents_of_text(str(tmp_path / "a.txt")))
     assert "".join(parts) == text and all(len(part) <= 1_000 for part in islice(parts, len(parts)))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hope_hf import frozen_memories
+from hope_hf.data.encoding import make_encoder
 from hope_hf.evaluation.perplexity import perplexity
 from hope_hf.evaluation.streams import BLOCK, carried_scores, window_scores
 from hope_hf.evaluation.subject import load_subject
@@ -39,6 +40,20 @@ def test_the_whole_text(subject, arguments, texts):
     # hits of one document are correlated, so the error is only of the order of a binomial's
     binomial = math.sqrt(whole["accuracy"] * (1 - whole["accuracy"]) / whole["n"])
     assert 0.2 * binomial < whole["accuracy_stderr"] < 5 * binomial
+
+
+def test_a_text_that_spells_a_special_token_has_the_tokens_of_training(subject, arguments, tmp_path):
+    loaded, text = subject(), "GPT-2 writes <|endoftext|> between texts. " * 4
+    (tmp_path / "a.txt").write_text(text)
+    (trained,) = make_encoder(loaded.tokenizer)([text])
+    assert [loaded.start, *loaded.encode(text)] == trained
+    found = perplexity(arguments(validation_file=str(tmp_path / "a.txt"), lengths="16"), loaded)
+    whole = next(table for name, (table, *_) in found.tables.items() if name.startswith("Text: "))
+    ids = torch.tensor([trained])
+    with torch.no_grad():
+        losses = torch.nn.functional.cross_entropy(loaded.model(ids).logits[0, :-1], ids[0, 1:], reduction="sum")
+    assert whole["loss"] == pytest.approx(float(losses) / (len(trained) - 1), rel=1e-4)
+    assert whole["bits_per_byte"] == pytest.approx(float(losses) / math.log(2) / len(text), rel=1e-4)
 
 
 def test_every_corpus_of_a_mixture_has_a_row(subject, arguments, texts, tmp_path):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from hope_hf.data import plain_ids
 from hope_hf.evaluation import harness_tasks, main, session
 from hope_hf.evaluation.documents import BadDocuments
 from hope_hf.evaluation.harness_tasks import find_tasks, overrides, without_foreign_code
@@ -299,6 +300,18 @@ def test_longer_sequences_are_cut(folders, tasks, subject, trusting):
         zero_shot(args(max_length=1000), subject("llama"))
 
 
+def test_a_context_that_spells_a_special_token_is_text(folders, tasks, subject, trusting, monkeypatch):
+    def stop(model, **_):
+        raise ValueError(repr([model.tok_encode(text), model.tok_batch_encode([text])[0][0].tolist()]))
+
+    text, loaded = "a <|endoftext|> b", subject()
+    monkeypatch.setattr("lm_eval.simple_evaluate", stop)
+    args = trusting(model_name_or_path=folders["hope"], tasks=str(tasks / "rolling.yaml"))
+    with pytest.raises(ValueError) as caught:
+        zero_shot(args, loaded)
+    assert json.loads(str(caught.value)) == [plain_ids(loaded.tokenizer, text)] * 2
+
+
 def test_flags_of_lm_eval_are_ignored_with_a_word_elsewhere(folders, text_file):
     flags = ["--suite", "sample", "--max_new_tokens", 1, "--validation_file", text_file]
     with pytest.warns(UserWarning, match="--max_length is ignored: it is for --suite zero_shot"):
@@ -489,7 +502,6 @@ def test_without_lm_eval_nothing_runs(folders, text_file, tmp_path, monkeypatch,
     assert evaluate(folders["hope"], *flags, "--output_dir", tmp_path / "report") == 2
     assert "error: --suite zero_shot needs lm_eval: pip install 'hope_hf[eval]'" in capsys.readouterr().err
     assert not (tmp_path / "report").exists()
-
 
 
 def test_rows_keep_filters_and_leave_out_what_is_no_score():

@@ -13,7 +13,7 @@ from hope_hf.cli.adapters import require_peft_for_training
 from hope_hf.cli.flags import ModelArguments
 from hope_hf.cli.models import load_config
 from hope_hf.cli.weights import load_model
-from hope_hf.data import chats_as_text
+from hope_hf.data import ChatTemplate, filled_chats
 from hope_hf.evaluation import main as evaluate
 from hope_hf.export.folder import load_source
 from hope_hf.training.parsing import parse
@@ -63,13 +63,15 @@ def test_the_recipe_teaches_a_model_to_answer_and_resumes(run, tmp_path, chats, 
     assert "held-out documents, chats with all their turns" in told and "User: abc" in told
 
 
-def test_chats_as_text_lack_the_token_that_begins_each_document():
+def test_filled_chats_lack_the_token_that_begins_each_document():
     tokenizer = make_tokenizer(["a b"])
     tokenizer.bos_token, tokenizer.chat_template = (
         "<s>",
         "{{ bos_token }}{% for m in messages %}{{ m.content }}|{% endfor %}",
     )
-    assert chats_as_text(tokenizer, [json.dumps(CHATS[0])]) == [f"abc 0 def?|{CHATS[0][1]['content']}|"]
+    ((text, ids),) = filled_chats(ChatTemplate(tokenizer), [json.dumps(CHATS[0])])
+    assert text == f"abc 0 def?|{CHATS[0][1]['content']}|"
+    assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def test_a_small_file_gets_a_warning_of_its_few_steps(run, tmp_path, chats, recwarn):

@@ -80,8 +80,8 @@ def open_segment(path: str, corpus: Corpus, subject: Subject) -> Segment:
 
 def cut(subject: Subject, text: str, tokens: int) -> str:
     """The text of the first tokens. Encoding it again may split its end differently."""
-    options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
-    ends = subject.tokenizer(text, **options)["offset_mapping"]
+    options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+    ends = subject.tokenizer(text, return_offsets_mapping=True, **options)["offset_mapping"]
     return text if len(ends) <= tokens else text[: ends[tokens - 1][1]]
 
 

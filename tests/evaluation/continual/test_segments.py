@@ -103,6 +103,8 @@ def test_a_text_is_cut_at_its_tokens(subject, texts):
     short = cut(loaded, texts[1], 50)
     assert texts[1].startswith(short) and abs(len(loaded.encode(short)) - 50) <= 1
     assert cut(loaded, texts[0], 10**6) == texts[0]
+    # Special tokens that a text spells are text.
+    assert cut(loaded, "<|endoftext|> " * 3, 5) == loaded.tokenizer.decode(loaded.encode("<|endoftext|> " * 3)[:5])
 
 
 @pytest.mark.parametrize(
