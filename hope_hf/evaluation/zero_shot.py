@@ -55,8 +55,6 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
             max_length=args.max_length,
             trust_remote_code=args.trust_remote_code,
         )
-        # A context that spells a special token is text, as in training.
-        model.tokenizer.split_special_tokens = True
         if dist.is_initialized():
             for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
                 setattr(model, kind, partial(answer_together, getattr(model, kind)))

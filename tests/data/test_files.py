@@ -16,7 +16,7 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 from datasets.distributed import split_dataset_by_node
 
-from hope_hf.data import files, json_files, plain_name, text_files
+from hope_hf.data import json_files, plain_name, text_files
 from hope_hf.data.compressed import CODECS
 from hope_hf.data.config import DataConfig
 from hope_hf.data.corpora import passing
