@@ -38,6 +38,10 @@ def evaluate(model, data, accelerator: Accelerator) -> dict[str, float]:
             tokens += count_valid(batch["labels"])
     model.train(was_training)
     loss_sum, right, tokens = sum_over_processes(accelerator, loss_sum, right, tokens)
+    if not tokens:
+        raise ValueError(
+            "The held-out text has no token to score, all its labels are masked: name another one (--validation_file)."
+        )
     loss = loss_sum / tokens
     row = {
         "eval/loss": loss,

@@ -66,6 +66,8 @@ class Progress:
     skipped_in_a_row: int = 0
     overflowed: int = 0
     """Steps left out because the gradient, scaled for fp16, overflowed: harmless, and not counted as skipped."""
+    empty: int = 0
+    """Steps left out because no process had a token to learn."""
     loss_sum: float = 0.0
     """Summed loss since the last log, in nats."""
     loss_tokens: int = 0
@@ -75,6 +77,9 @@ class Progress:
         """Add one step, whose summed `loss` over `valid_tokens` counts unless the step was skipped."""
         self.step += 1
         self.tokens += tokens
+        if update.outcome == "empty":
+            self.empty += 1
+            return
         if update.outcome == "skipped":
             self.skipped += 1
             self.skipped_in_a_row += 1

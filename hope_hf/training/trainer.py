@@ -275,6 +275,8 @@ def _steps(
                 save(background=args.async_save and not last)
 
         writer.finish()
+        if progress.empty:
+            monitor.say(f"{progress.empty} of {progress.step} steps had no token to learn and changed nothing.")
         if progress.step == plan.total_steps:
             if progress.skipped_in_a_row:
                 raise _diverged(f"The loss or gradient of the last step, {progress.step}, was not finite", args)
@@ -309,7 +311,7 @@ def _update(
     own_loss = _add_gradients(engine, training, monitor, window, tokens)
     monitor.backward_ends()
     (loss,) = sum_over_processes(engine.accelerator, own_loss)
-    return own_loss, loss, engine.update(loss, args.max_grad_norm)
+    return own_loss, loss, engine.update(loss, args.max_grad_norm, tokens)
 
 
 def _add_gradients(engine: Engine, training: Training, monitor: Monitor, window: list[dict], tokens: float) -> float:

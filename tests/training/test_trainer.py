@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from accelerate import Accelerator
 from safetensors.torch import load_file
-from training_runs import HOPE, HOPE_HYBRID, LLAMA, curve
+from training_runs import HOPE, HOPE_HYBRID, LLAMA, curve, mask_steps, parts_of_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hope_hf.training import finish, trainer
@@ -89,6 +90,30 @@ def test_non_finite_steps_are_skipped_and_counted(run, monkeypatch, capsys):
     assert [row["train/skipped_steps"] for row in train] == [0, 0, 1, 1, 2, 2, 2, 2]
     assert [row["train/loss"] is None for row in train] == [False, False, True, False, True, False, False, False]
     assert "step 3 skipped" in capsys.readouterr().out
+
+
+def test_a_step_without_a_token_to_learn_changes_nothing_and_is_told_once(run, monkeypatch, capsys, tmp_path):
+    """Weight decay, momentum and clocks stand still."""
+    mask_steps(monkeypatch, 2, 3)
+    saves = ["--max_train_steps", 4, "--checkpointing_steps", 1, "--save_total_limit", 9]
+    status, rows = run("a", *saves, "--gradient_accumulation_steps", 2, "--weight_decay", 0.5, model=HOPE)
+    first, third, fourth = (parts_of_checkpoint(tmp_path / "a", step) for step in (1, 3, 4))
+    assert status == 0 and all(torch.equal(first[name], third[name]) for name in first)
+    assert any(not torch.equal(first[name], fourth[name]) for name in first)
+    train = [row for row in rows if "train/loss" in row]
+    assert [row["train/loss"] is None for row in train] == [False, True, True, False]
+    assert [row.get("train/empty_steps") for row in train] == [None, 1, 2, 2]
+    said = capsys.readouterr().out
+    assert said.count("has no token to learn") == 1 and "2 of 4 steps had no token to learn" in said
+    assert "nan" not in said
+
+
+def test_a_held_out_text_without_a_token_to_score_is_one_sentence():
+    batch = {"input_ids": torch.zeros(1, 4, dtype=torch.int64), "labels": torch.full((1, 4), -100)}
+    sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
+    with pytest.raises(ValueError, match="no token to score.*--validation_file"):
+        trainer.evaluate(model, SimpleNamespace(validation=[batch]), Accelerator(cpu=True))
 
 
 def test_infinite_gradient_behind_a_finite_loss_leaves_the_weights_alone(run, monkeypatch, tmp_path):

@@ -7,10 +7,13 @@ from pathlib import Path
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from transformers import PreTrainedTokenizerFast
 
+from hope_hf.cli.results import IGNORED
+from hope_hf.training import trainer
 from hope_hf.training.engines import choose
 
 ROOT = Path(__file__).parents[2]
@@ -90,3 +93,24 @@ def make_tokenizer(texts: list[str], vocab_size: int = 300) -> PreTrainedTokeniz
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+
+
+def mask_steps(patch, *steps: int):
+    """Every label of these steps of the next run, counted from 1, is masked: they have no token to learn."""
+    read, calls = trainer._read, []
+
+    def masked(*given):
+        window, state = read(*given)
+        calls.append(window)
+        if len(calls) in steps:
+            window = [batch | {"labels": torch.full_like(batch["labels"], IGNORED)} for batch in window]
+        return window, state
+
+    patch.setattr(trainer, "_read", masked)
+
+
+def parts_of_checkpoint(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state of a checkpoint, by name."""
+    files = ("model.safetensors", "optimizer_rank_0.safetensors")
+    own = [load_file(folder / f"checkpoint-{step}" / file) for file in files]
+    return own[0] | own[1]

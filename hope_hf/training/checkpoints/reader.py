@@ -138,4 +138,4 @@ def _named(folder: Path) -> Manifest:
     if os.path.isdir(folder) and not os.path.exists(folder / MANIFEST) and any(folder.glob("checkpoint-*")):
         return latest_checkpoint(folder)
     # Not the link `latest`, which another run may move on while this one reads.
-    return verify(Path(os.path.realpath(folder)) if folder.is_symlink() else folder)
+    return verify(Path(os.path.realpath(folder)) if os.path.islink(folder) else folder)

@@ -50,12 +50,13 @@ class Update:
 
     Attributes:
         outcome: "stepped"; "overflowed": left out because the gradient, scaled for fp16, overflowed, and the scale was
-            lowered; "skipped": left out because the loss or its gradient was not finite.
+            lowered; "skipped": left out because the loss or its gradient was not finite; "empty": left out because no
+            process had a token to learn.
         grad_norm: global, before clipping.
         loss_scale: the factor of the gradients in this step; None if they are not scaled.
     """
 
-    outcome: Literal["stepped", "overflowed", "skipped"]
+    outcome: Literal["stepped", "overflowed", "skipped", "empty"]
     grad_norm: float
     loss_scale: float | None
 
@@ -145,14 +146,19 @@ class Engine:
         """Add the gradients of one batch of the step."""
         self.accelerator.backward(loss)
 
-    def update(self, loss: float, max_grad_norm: float) -> Update:
+    def update(self, loss: float, max_grad_norm: float, valid_tokens: float) -> Update:
         """End the step after its last batch: clip, then change the weights or leave the step out.
 
-        `loss`: the step's loss over all processes. Loss and norm are the same on all, so all step or none does.
+        `loss` and `valid_tokens`: the step's, over all processes. These and the norm are the same on all, so all step
+        or none does.
         """
         grad_norm = self._clip(max_grad_norm)
         scale = None if self.scaling is None else self.scaling.scale
-        if math.isfinite(loss) and math.isfinite(grad_norm):
+        if not valid_tokens:
+            # Decay and momentum would change the weights.
+            outcome = "empty"
+            self._skip(lower_scale=False)
+        elif math.isfinite(loss) and math.isfinite(grad_norm):
             outcome = "stepped"
             self._step()
         else:

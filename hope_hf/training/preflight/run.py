@@ -132,6 +132,8 @@ def judge(args: Arguments, loss: float, update: Update, seconds: float, peak: fl
     if update.outcome == "skipped":
         fix = "look at the weights and data, or take bf16 or no mixed precision"
         return Result("fail", f"{figures}, so nothing was updated: {fix}", peak)
+    if update.outcome == "empty":
+        return Result("warn", "the first step has no token to learn: look at the data (masked labels)", peak)
     if update.outcome == "overflowed":
         figures += f", update left out (fp16 began at loss scale {update.loss_scale:g}, the run lowers it)"
     figures += f", {seconds:.1f} s (a first step is slow), peak {peak:.2f} GiB"

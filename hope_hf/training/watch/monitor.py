@@ -53,6 +53,7 @@ class Monitor:
         self._mixers = MixerReport(engine.model)
         self._stopwatch, self._utilization = Stopwatch(), utilization_meter(self._device)
         self.say = self._tracker.say
+        self._told_of_empty = False
         chosen = args.cpu_threads is not None or wished_threads() is not None
         self._threads = None if chosen or self._device.type != "cpu" else ThreadLimit(self.say)
 
@@ -105,6 +106,12 @@ class Monitor:
             )
         elif update.outcome == "skipped":
             self.say(f"step {self._step} skipped: loss {mean_loss:g}, gradient norm {update.grad_norm:g}")
+        elif update.outcome == "empty" and not self._told_of_empty:
+            self._told_of_empty = True
+            self.say(
+                f"step {self._step} has no token to learn, so it changes nothing: all its labels are masked, as in "
+                "chats that end before an answer. Such steps are counted as empty."
+            )
         self._ram.step_ends(self._step)
 
     def step_ends(self, progress: Progress, update: Update, learning_rate: float, own_loss: float, report) -> None:
@@ -148,6 +155,8 @@ class Monitor:
             **self._kernels.rows(),
             **self._mixers.rows(),
         }
+        if progress.empty:
+            rows["train/empty_steps"] = progress.empty
         if update.loss_scale is not None:
             rows |= {"train/loss_scale": update.loss_scale, "train/overflowed_steps": progress.overflowed}
         if self._peak:

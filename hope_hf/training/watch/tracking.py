@@ -140,7 +140,8 @@ class Tracker:
 def train_line(row: dict) -> str:
     """The console's fixed fields of a training row."""
     fields = [
-        f"loss {_or_nan(row['train/loss']):7.4f}",
+        # No step since the last row counted.
+        "loss       -" if row["train/loss"] is None else f"loss {row['train/loss']:7.4f}",
         f"grad {_or_nan(row['train/grad_norm']):7.3f}",
         f"lr {row['train/learning_rate']:.2e}",
         f"{row['train/tokens_per_second']:>9,.0f} tok/s",
@@ -152,6 +153,8 @@ def train_line(row: dict) -> str:
         fields.insert(4, f"mfu {row['train/mfu_percent']:4.1f} %")
     if row["train/skipped_steps"]:
         fields.append(f"skipped {row['train/skipped_steps']}")
+    if "train/empty_steps" in row:
+        fields.append(f"empty {row['train/empty_steps']}")
     return " | ".join(fields)
 
 

@@ -10,7 +10,7 @@ import accelerate.accelerator
 import pytest
 import torch
 from safetensors.torch import load_file
-from training_runs import HOPE, curve, forget_the_end, fp16_on_cpu
+from training_runs import HOPE, curve, forget_the_end, fp16_on_cpu, mask_steps, parts_of_checkpoint
 
 from hope_hf.training import trainer
 
@@ -121,6 +121,15 @@ def test_scale_grows_again_after_as_many_good_steps_as_before(fp16, monkeypatch)
     poison(monkeypatch, lambda step, loss: overflowing(loss) if step == 2 else loss)
     _, rows = fp16("run", scaler={"growth_interval": 3})
     assert curve(rows, "train/loss_scale") == [2.0**power for power in (16, 16, 15, 15, 15, 16, 16, 16)]
+
+
+def test_a_step_without_a_token_leaves_the_scale(fp16, monkeypatch, tmp_path):
+    mask_steps(monkeypatch, 2)
+    saves = ["--max_train_steps", 3, "--checkpointing_steps", 1, "--save_total_limit", 9]
+    status, rows = fp16("a", *saves, scaler={"growth_interval": 2})
+    first, second = (parts_of_checkpoint(tmp_path / "a", step) for step in (1, 2))
+    assert status == 0 and all(torch.equal(first[name], second[name]) for name in first)
+    assert curve(rows, "train/loss_scale") == [2.0**16] * 3 and curve(rows, "train/overflowed_steps") == [0] * 3
 
 
 def test_loss_that_is_not_finite_is_skipped_and_leaves_the_scale(fp16, monkeypatch):

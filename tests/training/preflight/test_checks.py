@@ -178,6 +178,7 @@ def test_a_process_asks_about_its_own_gpu_before_it_uses_it(monkeypatch, tmp_pat
         ("overflowed", 40.0, 80.0, "ok", "fp16 began at loss scale 65536"),
         ("stepped", 75.0, 80.0, "warn", "peak 75.00 GiB of 80.00, almost all"),
         ("skipped", 40.0, 80.0, "fail", "nothing was updated"),
+        ("empty", 40.0, 80.0, "warn", "no token to learn"),
     ],
 )
 def test_the_step_is_judged(outcome, peak, total, level, words):
