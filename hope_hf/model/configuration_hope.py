@@ -1,5 +1,6 @@
 """Configuration of HOPE, and its named sizes."""
 
+import math
 from copy import deepcopy
 from dataclasses import asdict
 from difflib import get_close_matches
@@ -14,6 +15,7 @@ from .continuum import CONTINUA
 from .level_learning import LevelLearning
 from .memory_mixer import RULES
 from .mixers import MIXERS
+from .rotary import rotary_reach
 
 PRESETS = {
     # about 8 M parameters at a vocabulary of 4,096: the demo and the tests
@@ -203,7 +205,9 @@ class HopeConfig(PreTrainedConfig):
         max_position_embeddings (`int`, *optional*, defaults to 1048576):
             For tools that read it; memories have no maximal length. Give lm-eval's `batch_size=auto` a `max_length`.
         rope_parameters (`dict`, *optional*):
-            Rotary positions of the attention mixer, as in other models of transformers.
+            Rotary positions of the attention mixer, as in other models of transformers. Frequencies do not change
+            while a text is read: with the rope types "dynamic" and "longrope", attention without a window refuses texts
+            beyond the trained length.
 
     Example:
 
@@ -362,7 +366,7 @@ class HopeConfig(PreTrainedConfig):
     def longest_text(self) -> int | None:
         """Positions that attention knows, in tokens; `None` if no layer sees farther than a window."""
         ends = any(mixer.needs & {"mask", "blocks"} for mixer in self.mixers)
-        return self.max_position_embeddings if ends else None
+        return min(self.max_position_embeddings, rotary_reach(self) or math.inf) if ends else None
 
     @property
     def attention_layer(self) -> int | None:

@@ -20,6 +20,7 @@ from .cache_hope import CACHE_NAME, past_of
 from .chunks import Past
 from .configuration_hope import HopeConfig
 from .mixers import MIXERS
+from .rotary import check_reach
 
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 
@@ -431,6 +432,7 @@ def attention_arguments(
     position_ids = documents.position_ids
     if position_ids is None:
         position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + seen).unsqueeze(0)
+    check_reach(config, position_ids, seen + hidden_states.shape[1])
     if isinstance(attention_mask, dict):
         mask = attention_mask["attention"]
     else:

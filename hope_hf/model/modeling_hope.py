@@ -17,7 +17,6 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
@@ -44,6 +43,7 @@ from .level_reading import LearnsFromText
 from .loss import HopeHead
 from .memory_token import forget_text, token_of
 from .mixers import MIXERS
+from .rotary import HopeRotaryEmbedding, check_reach
 from .window_attention import plan_window, window_positions
 
 # Above this width the head starts with smaller weights, or the first loss exceeds that of a uniform guess.
@@ -201,7 +201,7 @@ class HopeModel(HopePreTrainedModel):
         self.layers = nn.ModuleList([HopeBlock(config, layer_idx) for layer_idx in range(config.num_hidden_layers)])
         self.norm = HopeRMSNorm(config.hidden_size, config.rms_norm_eps)
         # CODEPATH: layers that need positions, as attention does, or none.
-        self.rotary_emb = LlamaRotaryEmbedding(config) if config.has_positions else None
+        self.rotary_emb = HopeRotaryEmbedding(config) if config.has_positions else None
         self.gradient_checkpointing = False
         # read by every call
         self.needs, self.has_state = config.needs, config.keeps_state
@@ -293,6 +293,7 @@ class HopeModel(HopePreTrainedModel):
         # CODEPATH: 'sparse_attention' layers alone and in hybrids.
         if "blocks" in self.needs:
             plans["blocks"] = blocks = plan_slots(self.config.sparse_block_size, *call, grows=True)
+            check_reach(self.config, blocks.positions(), blocks.past.columns)
             plans["block_positions"] = self.rotary_emb(hidden_states, position_ids=blocks.positions())
         # CODEPATH: 'window_attention' layers alone and in hybrids.
         if "window" in self.needs:

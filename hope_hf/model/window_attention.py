@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 from .attention import HopeAttention
 from .chunks import SlotPlan, TokenPlan, plan_again, plan_slots
 from .opaque import call, named_tuple, register
+from .rotary import rotary_reach
 
 # Queries that are computed together: more of them compute more scores that no query sees, fewer take more operations.
 _BAND = 128
@@ -413,6 +414,13 @@ class HopeWindowAttention(HopeAttention):
             raise ValueError(f"`sliding_window` must be at least 1, got {window}")
         if sinks < 0:
             raise ValueError(f"`attention_sinks` must be at least 0, got {sinks}")
+        reach = rotary_reach(config) if has_layer else None
+        if reach is not None and window + sinks > reach:
+            raise ValueError(
+                f"`sliding_window` and `attention_sinks` are {window} and {sinks} tokens, and `rope_parameters` has the "
+                f"rope_type '{config.rope_parameters['rope_type']}', which has one set of frequencies up to {reach} "
+                "tokens: give a window that fits into them"
+            )
 
     @staticmethod
     def check_state(state: WindowState, config: PreTrainedConfig, dtype: torch.dtype) -> None:
