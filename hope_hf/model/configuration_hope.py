@@ -206,8 +206,8 @@ class HopeConfig(PreTrainedConfig):
             For tools that read it; memories have no maximal length. Give lm-eval's `batch_size=auto` a `max_length`.
         rope_parameters (`dict`, *optional*):
             Rotary positions of the attention mixer, as in other models of transformers. Frequencies do not change
-            while a text is read: with the rope types "dynamic" and "longrope", attention without a window refuses texts
-            beyond the trained length.
+            while a text is read: attention without a window refuses texts beyond the trained length of the rope types
+            "dynamic" and "longrope".
 
     Example:
 

@@ -34,6 +34,8 @@ from .chunks import beside
 MATRICES = ("gate_proj", "up_proj", "down_proj")
 # How a file holds what levels have learned, see `LevelState.named`.
 LEVEL_DTYPES = ("float32", "bfloat16", "int8")
+# A file's int8 may make a difference larger than the bound, in a row of a few large entries by a sixth.
+_ROUNDED = 1.5
 # Why a period ends without a step.
 GATED, NOT_FINITE = range(2)
 
@@ -261,7 +263,8 @@ def loaded_state(state: LevelState, fields: dict, model: PreTrainedModel, rows: 
         rows: sequences that the file's other tensors hold.
 
     Raises:
-        ValueError: the model does not learn, learns with other fields, or has other levels.
+        ValueError: the model does not learn, learns with other fields, or has other levels; or no text teaches such
+            values.
     """
     learning = model.config.level_learning
     if learning is None:
@@ -286,6 +289,16 @@ def loaded_state(state: LevelState, fields: dict, model: PreTrainedModel, rows: 
     for name, tensor in given.items():
         if tensor.shape != expected[name].shape or tensor.dtype != expected[name].dtype:
             raise ValueError(f"holds 'levels.{name}' as {list(tensor.shape)} {tensor.dtype}")
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise ValueError(f"holds NaN or infinity in 'levels.{name}': read the text again and save a new one")
+        if not tensor.is_floating_point() and int(tensor.min()) < 0:
+            raise ValueError(f"holds negative counts in 'levels.{name}': read the text again and save a new one")
+    drift = float(placed.drifts(weight_norms(weights)).max())
+    if drift > _ROUNDED * learning.drift:
+        raise ValueError(
+            f"holds differences of {drift:.3g} times their matrices, beyond the `drift` {learning.drift} of "
+            "`level_learning`: read the text again and save a new one"
+        )
     return placed
 
 

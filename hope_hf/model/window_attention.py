@@ -417,9 +417,9 @@ class HopeWindowAttention(HopeAttention):
         reach = rotary_reach(config) if has_layer else None
         if reach is not None and window + sinks > reach:
             raise ValueError(
-                f"`sliding_window` and `attention_sinks` are {window} and {sinks} tokens, and `rope_parameters` has the "
-                f"rope_type '{config.rope_parameters['rope_type']}', which has one set of frequencies up to {reach} "
-                "tokens: give a window that fits into them"
+                f"`sliding_window` and `attention_sinks` are {window} and {sinks} tokens, and the frequencies of "
+                f"`rope_parameters` ('{config.rope_parameters['rope_type']}') change after {reach}: give a window "
+                "that fits into them"
             )
 
     @staticmethod

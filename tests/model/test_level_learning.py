@@ -17,6 +17,7 @@ from torch.func import functional_call
 from transformers import StoppingCriteria
 
 from hope_hf import HopeCache, HopeConfig, LevelLearning
+from hope_hf.model import cache_file
 from hope_hf.model.level_learning import normalised
 
 
@@ -385,6 +386,39 @@ def test_a_file_of_other_fields_levels_or_a_truncated_one_is_refused(tiny_model,
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ValueError, match="is damaged"):
         HopeCache.from_pretrained(tmp_path, model)
+
+
+WRONG_VALUES = {
+    "nan": ("deltas.2.0.down_proj", math.nan, "NaN or infinity in 'levels.deltas.2.0.down_proj'"),
+    "1e18": ("deltas.2.0.down_proj", 1e18, "beyond the `drift` 2.0"),
+    "drift": ("deltas.2.0.down_proj", 30.0, "beyond the `drift` 2.0"),
+    "gradient": ("gradients.2.0.down_proj", math.inf, "NaN or infinity in 'levels.gradients.2.0.down_proj'"),
+    "loss": ("losses", math.nan, "NaN or infinity in 'levels.losses'"),
+    "count": ("scored", -1, "negative counts in 'levels.scored'"),
+}
+
+
+@pytest.mark.parametrize("name, value, match", WRONG_VALUES.values(), ids=WRONG_VALUES)
+def test_a_file_of_what_no_text_teaches_is_refused(tiny_model, tmp_path, monkeypatch, name, value, match):
+    model = one_level(tiny_model, torch.float32)
+    _, cache = read(model, random_ids(2, 21))
+    for dtype in ("float32", "int8"):
+        cache.save_pretrained(tmp_path / dtype, model, level_dtype=dtype)
+        HopeCache.from_pretrained(tmp_path / dtype, model)
+    whole = cache.state_tensors
+
+    def forged(dtype):
+        tensors = whole(dtype)
+        tensors[f"levels.{name}"] = tensors[f"levels.{name}"].clone(memory_format=torch.contiguous_format)
+        tensors[f"levels.{name}"].flatten()[-1] = value
+        return tensors
+
+    # with a seal that fits, as a program would make it
+    monkeypatch.setattr(cache, "state_tensors", forged)
+    monkeypatch.setattr(cache_file, "_stays_finite", lambda _: True)
+    cache.save_pretrained(tmp_path / "forged", model)
+    with pytest.raises(ValueError, match=match):
+        HopeCache.from_pretrained(tmp_path / "forged", model)
 
 
 def test_a_cache_of_another_model_is_refused(tiny_model):

@@ -1,4 +1,4 @@
-"""Rope types whose frequencies depend on the text's length: one call, pieces, rows and packed texts agree, or refuse."""
+"""Rope types whose frequencies depend on the length: one call, pieces, rows and packed texts agree, or are refused."""
 
 import pytest
 import torch
