@@ -39,6 +39,12 @@ def split_recipe(
     return read_recipe(at_home(argv[0]), flags, left_out), argv[1:]
 
 
+def is_recipe(word: str) -> bool:
+    """Whether the first word of a command names a recipe, or a file that is taken for one by mistake."""
+    names_a_file = word.lower().endswith((".yaml", ".yml", *_TEXTS))
+    return names_a_file or os.path.isfile(find_file(word, RECIPES))
+
+
 def read_recipe(path: str | Path, flags: Collection[str], left_out: Collection[str] = ()) -> list[str]:
     """A YAML file of flags, the user's or one of the package, as command-line words.
 

@@ -7,7 +7,7 @@ from .flags import parse
 
 @program
 def main(argv: list[str]) -> int:
-    """Parse `argv`, run the suites, report. Returns 0, 1 if a suite could not run, 2 after a mistake in the flags."""
+    """Parse `argv`, run the suites, report. Returns 0, 1 if a suite could not run, 2 after a mistake of the user."""
     # Not imported at the top, since these modules import models and data sets.
     from .session import begin
     from .suites import SUITES

@@ -11,7 +11,7 @@ from hope_hf.cli.results import Row, can_draw, draw_or_warn, markdown_table
 
 from .display import dots
 from .flags import Arguments
-from .result import Key, Number, SuiteResult, numbers
+from .result import TEXT_TABLE, Key, Number, SuiteResult, numbers
 from .saved_reports import find_report, read_report
 
 # Flags that do not change what is measured.
@@ -34,7 +34,7 @@ def compare(args: Arguments) -> SuiteResult:
     records = [read_report(path, "--compare") for path in paths]
     names = _names(args.compare)
     _warn_of_other_flags(records, names)
-    columns = [numbers(record["results"]) for record in records]
+    columns = _on_one_text([numbers(record["results"]) for record in records], names)
     if not any(columns):
         raise ValueError(f"--compare {args.compare[0]}: the reports hold no numbers.")
     keys = list(dict.fromkeys(key for column in columns for key in column))
@@ -43,6 +43,24 @@ def compare(args: Arguments) -> SuiteResult:
     for key, row in zip(keys, rows, strict=True):
         tables.setdefault(f"{key.suite}: {key.table}", []).append(row)
     return SuiteResult(tables, {"compare.png": partial(draw, dict(zip(names, columns, strict=True)))})
+
+
+def _on_one_text(columns: list[dict[Key, Number]], names: list[str]) -> list[dict[Key, Number]]:
+    """The numbers of a text under the title of the first report's, with a warning where the texts differ."""
+    titles = {key.suite: key.table for key in columns[0] if key.table.startswith(TEXT_TABLE)}
+    found = []
+    for name, column in zip(names, columns, strict=True):
+        others, renamed = {}, {}
+        for key, number in column.items():
+            title = key.table
+            if title.startswith(TEXT_TABLE) and titles.get(key.suite, title) != title:
+                title = others[key.table] = titles[key.suite]
+            renamed[key._replace(table=title)] = number
+        for other, first in others.items():
+            texts = f"{first.removeprefix(TEXT_TABLE)} and {other.removeprefix(TEXT_TABLE)}"
+            warnings.warn(f"{names[0]} and {name} read different texts, {texts}: so differ the numbers.", stacklevel=3)
+        found.append(renamed)
+    return found
 
 
 def draw(points: dict[str, dict[Key, Number]], path: Path):

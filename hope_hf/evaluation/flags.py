@@ -3,7 +3,6 @@
 The flags of the model and the text are those of `hope-hf train`.
 """
 
-import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -24,9 +23,9 @@ from hope_hf.cli.flags import (
     flag,
     warn_of_text_flags,
 )
-from hope_hf.cli.parser import Parser, named_flags, nearest
+from hope_hf.cli.parser import Parser, flag_of, named_flags, nearest
 from hope_hf.cli.process import warn_once
-from hope_hf.cli.recipe import replaced, split_recipe
+from hope_hf.cli.recipe import is_recipe, replaced, split_recipe
 
 # The value of `--batch_size` with which lm-eval finds the size by trying.
 AUTO = "auto"
@@ -233,22 +232,23 @@ TRAINING_ONLY = ("max_train_samples", "preprocessing_num_workers")
 
 
 def parse(argv: list[str], suites: dict[str, Suite]) -> Arguments:
-    """Read `[recipe.yaml] --flag value ...`; flags override the recipe, the recipe overrides the defaults.
+    """Read `[recipe.yaml] [MODEL] --flag value ...`; flags override the recipe, the recipe overrides the defaults.
 
-    `--tasks` without `--suite` chooses the suites that define these tasks. Raises ValueError with one sentence that
-    names the flag or file and the fix.
+    MODEL is the value of `--model_name_or_path`. `--tasks` without `--suite` chooses the suites that define these
+    tasks. Raises ValueError with one sentence that names the flag or file and the fix.
     """
-    if argv and os.path.isdir(argv[0]):
-        raise ValueError(
-            f"{argv[0]} is a folder: write --model_name_or_path {argv[0]}, or a YAML file as the first argument."
-        )
-    recipe, argv = split_recipe(argv, FLAGS)
+    recipe, argv = split_recipe(argv, FLAGS) if argv and is_recipe(argv[0]) else ([], argv)
+    if argv and not argv[0].startswith("-"):
+        model, *argv = argv
+        if any(flag_of(word) == "model_name_or_path" for word in argv):
+            raise ValueError(f"{model!r} and --model_name_or_path both name the model: give one of them.")
+        argv = [f"--model_name_or_path={model}", *argv]
     parser = Parser(
         GROUPS,
         prog="hope-hf eval",
-        usage="%(prog)s [recipe.yaml] --model_name_or_path DIR --suite NAMES [flags]",
+        usage="%(prog)s [recipe.yaml] MODEL --suite NAMES [flags]",
         description="Evaluate a causal language model. Command-line flags override the recipe.",
-        example="hope-hf eval --model_name_or_path runs/demo --suite perplexity,needle --output_dir runs/eval",
+        example="hope-hf eval runs/demo --suite perplexity,needle --output_dir runs/eval",
         link="docs/evaluation.md",
         first=FIRST,
         allow_abbrev=False,

@@ -18,7 +18,7 @@ from hope_hf.data import cache_for, plain_name
 
 from .documents import check_documents, reading_failed
 from .flags import Arguments, names
-from .result import Row
+from .result import CannotRun, Row
 
 # Name of a group whose members' fields lm-eval merges into its tasks; the group itself is not reported.
 LOCAL = "local data"
@@ -188,7 +188,10 @@ def _load_in_sentences(manager, args: Arguments, place: str):
             if failure := reading_failed(error):
                 raise failure from error
             reason = f"{type(error).__name__}: {one_line(error)}"
-            raise ValueError(f"--tasks {args.tasks or 'paper'} cannot be loaded{place}: {reason}") from error
+            told = f"--tasks {args.tasks or 'paper'} cannot be loaded{place}: {reason}"
+            # The network, or an archive that the Hub no longer has.
+            from_hub = args.data_dir is None and not args.offline and place
+            raise (CannotRun if from_hub else ValueError)(told) from error
         manager.chances = check_documents(found["tasks"].values(), args.limit, args.num_fewshot)
         return found
 

@@ -14,7 +14,7 @@ from hope_hf.frozen import memory_mixers
 from .display import progress
 from .flags import MODEL, TEXT, Arguments, parse_lengths, suite
 from .held_out import held_out_documents
-from .result import Row, SuiteResult, summary_row
+from .result import CannotRun, Row, SuiteResult, summary_row
 from .streams import PIECE, memory_states
 from .subject import Subject
 
@@ -108,7 +108,7 @@ def stress(args: Arguments, subject: Subject, lengths: list[int]) -> list[Row]:
                     for row in _read(subject, ids, lengths, bar):
                         where = f"{row['tokens']:,} {name}, gates {gates}"
                         if not row["largest_weight"] + row["largest_logit"] < float("inf"):
-                            raise ValueError(f"memory: the state is not finite after {where}: the model diverges.")
+                            raise CannotRun(f"memory: the state is not finite after {where}: the model diverges.")
                         rows.append({"gates": gates, "input": name, **row})
     return rows
 

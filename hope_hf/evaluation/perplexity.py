@@ -19,7 +19,7 @@ from .display import curves, progress, small_curves
 from .flags import MODEL, TEXT, Arguments, parse_lengths, suite
 from .held_out import HeldOut, held_out_documents
 from .levels import Piece, joined, learned_scores, level_panels, level_rows
-from .result import Row, SuiteResult, summary_row
+from .result import TEXT_TABLE, Row, SuiteResult, summary_row
 from .streams import (
     PIECE,
     Scores,
@@ -70,7 +70,7 @@ def perplexity(args: Arguments, subject: Subject) -> SuiteResult:
         held = replace(held, texts=[subject.tokenizer.decode(row) for row in ids])
     documents = [torch.tensor([subject.start, *row]) for row in ids]
     whole, *parts = by_corpus(args, subject, held, documents)
-    tables = {f"Text: {held.source}": [whole]} | ({"By corpus": parts} if parts else {})
+    tables = {f"{TEXT_TABLE}{held.source}": [whole]} | ({"By corpus": parts} if parts else {})
     positions, learned = by_position(args, subject, documents)
     # The columns are split over two tables that fit a terminal.
     gains = [name for name in positions[0] if "_minus_" in name or name.startswith("state_")]

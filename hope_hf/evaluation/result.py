@@ -16,6 +16,14 @@ COUNTS = frozenset(
 )
 
 
+class CannotRun(ValueError):
+    """A suite cannot run on this model, or no longer: no mistake in the flags or in a file."""
+
+
+TEXT_TABLE = "Text: "
+"""Begins the title of a table of one text; the text's name follows."""
+
+
 @dataclass
 class SuiteResult:
     """Tables, pictures and text of one suite, written when the suite has ended.

@@ -29,10 +29,9 @@ from .checkpoints import Checkpoint, as_checkpoint, draw_history, find_checkpoin
 from .compare import FILE as COMPARISON
 from .compare import as_page, compare, write_comparison
 from .display import show_progress
-from .documents import BadDocuments
 from .flags import Arguments, chosen_tasks, names
 from .report import Report, archive, archive_folder, as_json, as_markdown, free_folder, summary
-from .result import SuiteResult, numbers
+from .result import CannotRun, SuiteResult, numbers
 from .saved_reports import run_name
 from .subject import Subject, load_subject
 from .suites import SUITES, with_own_tasks
@@ -136,8 +135,8 @@ def _say(text: str):
 def evaluate(args: Arguments, trackers: Trackers) -> int:
     """Load the model, run the suites of `--suite` and write the report after each.
 
-    Returns 0, 1 if a suite could not run, or 2 if its documents do not fit. Raises ValueError for a folder that cannot
-    be written, and a model that cannot be loaded.
+    Returns 0, 1 if a suite could not run, or 2 after a mistake in its flags, files or documents. Raises ValueError for
+    a folder that cannot be written, and a model that cannot be loaded.
     """
     kept = archive_folder(args.archive_dir, args.model_name_or_path) if args.archive_dir else None
     asked = names(args.suite)
@@ -180,7 +179,8 @@ def _run_suites(args: Arguments, asked: list[str], report: Report) -> int:
         except Exception as error:
             report.failed[name] = _sentence(name, error)
             complain(report.failed[name], 1)
-            status = max(status, 2 if isinstance(error, BadDocuments) else 1)
+            is_mistake = isinstance(error, ValueError) and not isinstance(error, CannotRun)
+            status = max(status, 2 if is_mistake else 1)
             continue
         _say(f"\n{as_markdown(name, result)}")
         report.add(name, result)
@@ -189,7 +189,7 @@ def _run_suites(args: Arguments, asked: list[str], report: Report) -> int:
 
 def _run(name: str, args: Arguments, subject: Subject | None) -> SuiteResult:
     if SUITES[name].needs_memory and not subject.has_memory:
-        raise ValueError(
+        raise CannotRun(
             f"--suite {name} measures self-modifying memories, and {args.model_name_or_path} "
             f"({subject.model.config.model_type}) has none: leave it out."
         )

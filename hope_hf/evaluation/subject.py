@@ -11,6 +11,7 @@ from hope_hf.cli.process import choose_device
 from hope_hf.data import check_vocabulary, document_start, load_tokenizer, plain_ids, warn_of_other_tokenizer
 
 from .flags import Arguments
+from .result import CannotRun
 
 # Options that `generate` would else take from the model's generation_config.json.
 PLAIN = {"num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0}
@@ -92,6 +93,6 @@ def load_subject(args: Arguments) -> Subject:
 
 
 def require_finite(values: torch.Tensor, what: str) -> None:
-    """Raise ValueError if a value is not finite. `what`: suite and values for the message, in the plural."""
+    """Raise CannotRun if a value is not finite. `what`: suite and values for the message, in the plural."""
     if not values.isfinite().all():
-        raise ValueError(f"{what} are not finite: check its weights or --dtype.")
+        raise CannotRun(f"{what} are not finite: check its weights or --dtype.")

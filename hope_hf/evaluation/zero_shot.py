@@ -19,7 +19,7 @@ from .documents import reading_failed
 from .flags import AUTO, MODEL, Arguments, suite
 from .harness_model import harness_model
 from .harness_tasks import LOCAL, find_tasks, paper_row, without_foreign_code
-from .result import Row, SuiteResult, summary_row
+from .result import CannotRun, Row, SuiteResult, summary_row
 from .subject import Subject
 
 # lm-eval finds a batch size with rows as long as the model's longest input.
@@ -141,7 +141,7 @@ def rows(found: dict) -> list[Row]:
                 continue
             stderr = scores.get(f"{metric}_stderr,{answers}")
             if not math.isfinite(value):
-                raise ValueError(f"zero_shot: {metric} of {task} is {value}: check the model's weights or --dtype.")
+                raise CannotRun(f"zero_shot: {metric} of {task} is {value}: check the model's weights or --dtype.")
             result.append(
                 {
                     "task": task,

@@ -128,7 +128,6 @@ def test_every_usual_name_leads_to_a_flag_or_field():
     [
         (training_parsing.parse, ["--output_dir", "{0}", "{1}"], "--output_dir takes one value, and '{1}' is another"),
         (evaluation_flags.parse, ["--dataset_mixture", "{0}", "{1}"], "quote the pattern (--dataset_mixture"),
-        (evaluation_flags.parse, ["{folder}"], "{folder} is a folder: write --model_name_or_path {folder}"),
         (training_parsing.parse, ["--device", "cpu"], "There is no flag --device: the launch file chooses devices"),
     ],
 )

@@ -52,9 +52,17 @@ def test_a_table_and_a_figure_are_written_once(reports, tmp_path, capsys):
 
 def test_numbers_of_one_report_only(reports, tmp_path):
     path = tmp_path / "b" / "results.json"
-    path.write_text(path.read_text().replace("Text: x", "Text: y"))
+    path.write_text(path.read_text().replace("Text: x", "By corpus"))
     first, second = compare(Arguments(compare=reports[:2])).tables.values()
     assert (first[0]["b"], first[0]["b - a"], second[0]["a"]) == (None, None, None)
+
+
+def test_numbers_of_different_texts_have_a_difference_and_a_warning(reports, tmp_path):
+    path = tmp_path / "b" / "results.json"
+    path.write_text(path.read_text().replace("Text: x", "Text: y"))
+    with pytest.warns(UserWarning, match="a and b read different texts, x and y"):
+        tables = compare(Arguments(compare=reports[:2])).tables
+    assert [*tables] == ["perplexity: Text: x"] and tables["perplexity: Text: x"][0]["b - a"] == -0.5
 
 
 def test_the_newest_of_an_archive_and_files_by_name(reports, tmp_path):

@@ -1,6 +1,7 @@
 """Which flags a suite reads: every other one that is given is warned of."""
 
 import json
+import re
 import shutil
 import warnings
 from dataclasses import fields
@@ -71,6 +72,34 @@ def test_flags_that_are_read_give_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         parse(["--suite", "passkey,sample", "--depths", "0", "--prompts", "p", "--seed", "3", "--limit", "2"], SUITES)
+
+
+@pytest.mark.parametrize(
+    ("words", "model"),
+    [
+        (["{folder}", "--limit", "1"], "{folder}"), (["owner/model"], "owner/model"), (["x/step-*"], "x/step-*"),
+        (["{recipe}", "other"], "other"), (["{recipe}"], "of/recipe"),
+        (["{recipe}", "--model_name_or_path", "x"], "x"),
+    ],
+)  # fmt: skip
+def test_the_model_is_a_word_of_its_own_too(tmp_path, words, model):
+    (tmp_path / "recipe.yaml").write_text("model_name_or_path: of/recipe\nsuite: sample\n")
+    places = {"folder": str(tmp_path), "recipe": str(tmp_path / "recipe.yaml")}
+    args = parse([word.format(**places) for word in words], SUITES)
+    assert args.model_name_or_path == model.format(**places)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["a/b", "--model-name-or-path", "c"], "'a/b' and --model_name_or_path both name the model"),
+        (["book.txt"], "The recipe book.txt is no .yaml file"), (["none.yaml"], "The recipe none.yaml"),
+        (["a/b", "c/d"], "Unexpected argument 'c/d'"),
+    ],
+)  # fmt: skip
+def test_words_that_are_no_model(words, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        parse(words, SUITES)
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_code_of_a_tokenizer_is_not_run_by_lm_evals_own_functions(tmp_path):
 
 def test_the_program_refuses_a_task_file(folders, task_file, tmp_path, capsys):
     path = task_file("doc_to_target: !function code.target" + ACC)
-    assert main(["--model_name_or_path", folders["hope"], "--suite", "zero_shot", "--tasks", str(path)]) == 1
+    assert main(["--model_name_or_path", folders["hope"], "--suite", "zero_shot", "--tasks", str(path)]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: --tasks {path} is no task") and error.count("\n") == 1, error
     assert not (tmp_path / "ran").exists()

@@ -405,39 +405,39 @@ def test_each_suite_takes_the_tasks_it_knows(piqa, arguments, monkeypatch):
 
 def test_more_shots_than_examples(folders, piqa, capsys):
     flags = ["--suite", "zero_shot", "--tasks", "piqa", "--data_dir", piqa, "--num_fewshot", 7]
-    assert evaluate(folders["hope"], *flags) == 1
+    assert evaluate(folders["hope"], *flags) == 2
     assert "error: --num_fewshot 7 is more than the examples that a task has: lower it." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("flags", "status", "sentence"),
     [
-        (["--tasks", " , "], 1, "--tasks names none of lm-eval's tasks"),
-        (["--tasks", "piqa,all"], 1, "--tasks all is no task: write paper"),
+        (["--tasks", " , "], 2, "--tasks names none of lm-eval's tasks"),
+        (["--tasks", "piqa,all"], 2, "--tasks all is no task: write paper"),
         (
             ["--tasks", "piqa", "--batch_size", "many"],
             2,
             "--batch_size is 'many': give a whole number from 1 to 65,536, or",
         ),
         (["--tasks", "piqa", "--batch_size", "0"], 2, "--batch_size is '0'"),
-        (["--tasks", "piqa", "--batch_size", "auto"], 1, "--batch_size auto tries rows of up to 1,048,576 tokens"),
+        (["--tasks", "piqa", "--batch_size", "auto"], 2, "--batch_size auto tries rows of up to 1,048,576 tokens"),
         (["--tasks", "piqa", "--log_samples"], 2, "--log_samples writes files: name their folder with --output_dir"),
-        (["--data_dir", "{data}"], 1, "has no wikitext_test.jsonl: lm-eval's task wikitext reads its split test"),
+        (["--data_dir", "{data}"], 2, "has no wikitext_test.jsonl: lm-eval's task wikitext reads its split test"),
         (["--tasks", "piqa", "--num_fewshot", "-1"], 2, "--num_fewshot is -1: give a whole number from 0"),
-        (["--tasks", "piqa", "--data_dir", "n" * 300], 1, "is not a folder"),
-        (["--tasks", "pika"], 1, "--tasks pika is not a task of lm-eval; did you mean piqa?"),
-        (["--tasks", "none.yaml"], 1, "--tasks none.yaml does not exist"),
-        (["--tasks", "piqa", "--data_dir", "{data}/none"], 1, "none is not a folder"),
+        (["--tasks", "piqa", "--data_dir", "n" * 300], 2, "is not a folder"),
+        (["--tasks", "pika"], 2, "--tasks pika is not a task of lm-eval; did you mean piqa?"),
+        (["--tasks", "none.yaml"], 2, "--tasks none.yaml does not exist"),
+        (["--tasks", "piqa", "--data_dir", "{data}/none"], 2, "none is not a folder"),
         (
             ["--tasks", "piqa", "--data_dir", "{data}/empty"],
-            1,
+            2,
             "has no piqa_validation.jsonl: lm-eval's task piqa reads",
         ),
-        (["--tasks", "piqa", "--data_dir", "{data}/broken"], 1, "cannot be loaded from --data_dir"),
+        (["--tasks", "piqa", "--data_dir", "{data}/broken"], 2, "cannot be loaded from --data_dir"),
         (["--tasks", "piqa", "--data_dir", "{data}/columns"], 2, "validation.jsonl has no column goal, which the"),
         (
             ["--tasks", "{data}/mine.yaml", "--data_dir", "{data}", "--trust_remote_code"],
-            1,
+            2,
             "mine.yaml, a group or a file: name single tasks",
         ),
     ],

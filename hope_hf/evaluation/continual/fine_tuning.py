@@ -13,6 +13,7 @@ from hope_hf.cli.results import IGNORED
 from hope_hf.optim import build_optimizer
 
 from ..display import progress
+from ..result import CannotRun
 from ..subject import Subject
 from .classes import ClassGroups, Example, Hits
 from .in_context import context_of, label_of, questions, read
@@ -63,7 +64,7 @@ class _Learner:
             logits = model(input_ids=ids, use_cache=False).logits.float()
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
             if not math.isfinite(loss.item()):
-                raise ValueError("class_incremental: the loss of fine-tuning is not finite: lower --learning_rate.")
+                raise CannotRun("class_incremental: the loss of fine-tuning is not finite: lower --learning_rate.")
             self._optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)

@@ -21,7 +21,7 @@ from hope_hf.optim import build_optimizer
 from ..checkpoints import Checkpoint, find_checkpoints
 from ..display import small_curves
 from ..flags import MODEL, TEXT, Arguments, suite
-from ..result import Row, SuiteResult, summary_row
+from ..result import CannotRun, Row, SuiteResult, summary_row
 from ..streams import document_scores, mean_of_blocks
 from ..subject import Subject, load_subject, require_finite
 from .fine_tuning import BETAS, EPSILON, MAX_GRAD_NORM, WEIGHT_DECAY
@@ -182,7 +182,7 @@ def _fine_tuned(
             ids = piece[None].to(model.device)
             loss = model(ids, labels=ids, use_cache=False).loss
             if not math.isfinite(loss.item()):
-                raise ValueError("continual: the loss of fine-tuning is not finite: lower --learning_rate.")
+                raise CannotRun("continual: the loss of fine-tuning is not finite: lower --learning_rate.")
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)

@@ -169,18 +169,18 @@ def forgetting(segment: Measured, index: int) -> tuple[float, float | None]:
 
 
 def transfer(checkpoints: list[Checkpoint], measured: list[Measured]) -> list[Row]:
-    """A row for every segment and one for their means."""
+    """A row for every segment and one for their means; no transfer of segments that the last checkpoint ends."""
     last = checkpoints[-1].step
     rows = []
     for index, segment in enumerate(measured):
         # The first checkpoint after the segment's share of the stream.
         end = next(i for i, one in enumerate(checkpoints) if one.step * len(measured) >= last * (index + 1))
-        gain = mean_of_blocks(segment.losses[end] - segment.losses[-1])
+        # Of a segment that the last checkpoint ends it would be 0 by construction.
+        is_last = end == len(checkpoints) - 1
+        gain = (None, None) if is_last else mean_of_blocks(segment.losses[end] - segment.losses[-1])
         gone, error = forgetting(segment, len(checkpoints) - 1)
         means = segment.losses.double().mean(1)
         best = int(means[:-1].argmin())
-        if index == len(measured) - 1:
-            gain = None, None
         rows.append(
             {
                 "segment": segment.name,

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ..display import progress
+from ..result import CannotRun
 from .task import Batch, Task, loss, score
 
 # Steps between checks. Small, since a model may count exactly for a few dozen steps only.
@@ -58,7 +59,7 @@ def train(task: Task, model: nn.Module, seed: int, device: torch.device) -> Trai
         batch = task.draw(task.batch_size, generator, None).to(device)
         value = loss(module(batch.input_ids), batch)
         if not math.isfinite(value.item()):
-            raise ValueError(
+            raise CannotRun(
                 f"Task {task.name}: the loss became {value.item()} at step {step}; "
                 f"try a --learning_rate below {task.learning_rate:g}."
             )
@@ -114,7 +115,7 @@ def score_samples(task: Task, module: nn.Module, samples: Batch, batch_size: int
         try:
             scores.append(score(module(batch.input_ids), batch).cpu())
         except ValueError as error:
-            raise ValueError(
+            raise CannotRun(
                 f"Task {task.name} cannot be scored: {error}; try a --learning_rate below {task.learning_rate:g}."
             ) from None
     module.train(was_training)

@@ -78,7 +78,7 @@ def test_the_corpora_of_a_run_are_segments(run, segments, texts, tmp_path, capsy
         assert row["segment"] == alone["corpus"] and row["n"] == alone["n"]
         assert row["loss"] == pytest.approx(alone["loss"], rel=1e-6)
     mixture.write_text(yaml.safe_dump({"corpora": {"one": corpora["one"]}}))
-    assert main(["--suite", "continual", "--model_name_or_path", run, *map(str, data)]) == 1
+    assert main(["--suite", "continual", "--model_name_or_path", run, *map(str, data)]) == 2
     assert "mix.yaml, held-out documents has one segment: forgetting needs two or more" in capsys.readouterr().err
 
 
@@ -93,6 +93,10 @@ def test_forgetting_is_against_the_best_earlier_checkpoint_and_transfer_since_th
     assert (a["ends_at"], a["backward_transfer"], a["forgetting"]) == ("2", pytest.approx(-0.5), pytest.approx(0.5))
     assert (b["ends_at"], b["backward_transfer"], b["forgetting"]) == ("4", None, pytest.approx(-1.0))
     assert mean["forgetting"] == pytest.approx(-0.25) and mean["backward_transfer"] == pytest.approx(-0.5)
+    # Of two checkpoints the last one ends two of three segments, which have no fall of the loss behind them.
+    few = [Measured(one.name, one.losses[1::2], one.num_bytes) for one in (*measured, measured[1])]
+    found = transfer(checkpoints[1::2], few)
+    assert [row["backward_transfer"] for row in found] == [pytest.approx(-0.5), None, None, pytest.approx(-0.5)]
     rows = by_checkpoint(checkpoints, measured)
     assert [row["forgetting"] for row in rows[:2]] == [None, None] and len(rows) == 8
     assert rows[0]["bits_per_byte"] == pytest.approx(3.0 / 0.6931472 * 600 / 1200, rel=1e-6)
@@ -114,11 +118,12 @@ def test_a_text_is_cut_at_its_tokens(subject, texts):
         ({"one": {}, "two": {"max_tokens": 10**6}}, "tokens, fewer than max_tokens 1,000,000: lower it"),
         ({"one": {}, "two": {"max_documents": 9}}, "corpus two has 1 documents, fewer than max_documents 9: lower it"),
         ({"one": {}, "two": {"files": "none.txt"}}, "none.txt does not exist"),
+        ({"one": {}, "two": {"files": "code.py"}}, "code.py"),
         ({"one": {}, "two": {"limit": 3}}, "has an unknown key 'limit'"),
     ],
 )
 def test_segments_that_cannot_be_measured(run, segments, corpora, sentence, tmp_path, capsys):
-    assert evaluate(run, segments(**corpora), "--output_dir", tmp_path / "eval") == 1
+    assert evaluate(run, segments(**corpora), "--output_dir", tmp_path / "eval") == 2
     error = capsys.readouterr().err
     assert sentence in error and "--segments" in error and error.count("\n") == 1
     assert not (tmp_path / "eval").exists()
@@ -127,16 +132,16 @@ def test_segments_that_cannot_be_measured(run, segments, corpora, sentence, tmp_
 def test_checkpoints_that_cannot_be_measured(run, segments, folders, tmp_path, capsys):
     path = segments(one={}, two={})
     cases = [
-        (run.replace("run/", "walk/"), [], 1, "matches no folder checkpoint-<step>"),
-        (run.replace("-*", "-1"), [], 1, "needs two checkpoints or more"),
-        (folders["llama"], [], 1, "needs two checkpoints or more"),
+        (run.replace("run/", "walk/"), [], 2, "matches no folder checkpoint-<step>"),
+        (run.replace("-*", "-1"), [], 2, "needs two checkpoints or more"),
+        (folders["llama"], [], 2, "needs two checkpoints or more"),
         (run, ["--suite", "continual,sample"], 2, "--suite continual reads all checkpoints at once"),
     ]
     for name, flags, status, sentence in cases:
         assert evaluate(name, path, *flags, "--output_dir", tmp_path / "eval") == status
         error = capsys.readouterr().err
         assert sentence in error and error.count("\n") == 1
-    assert evaluate(run, tmp_path / "none.yaml") == 1
+    assert evaluate(run, tmp_path / "none.yaml") == 2
     assert "--segments" in capsys.readouterr().err
-    assert main(["--suite", "continual", "--model_name_or_path", run, "--device", "cpu"]) == 1
+    assert main(["--suite", "continual", "--model_name_or_path", run, "--device", "cpu"]) == 2
     assert "--suite continual needs --segments" in capsys.readouterr().err

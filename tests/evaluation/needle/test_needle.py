@@ -155,6 +155,20 @@ def test_samples_repeat_with_their_seed_and_differ_otherwise(stubbed):
     assert samples[0].values != samples[1].values
 
 
+def test_only_a_model_that_forgets_the_needle_has_equal_losses_at_two_lengths(learner, arguments):
+    """Question and answer are the same at all lengths, so what a window of 24 tokens reads is equal, too."""
+
+    def losses(kind: str) -> list[float]:
+        args = arguments(lengths="320,480", depths="0", samples_per_length=1, max_new_tokens=1, tasks="s-niah-1")
+        return [row["loss"] for row in needle(args, learner(kind)).tables["s-niah-1"]]
+
+    short, long = losses("window")
+    assert long == pytest.approx(short, abs=1e-5)
+    for kind in ("attention", "memories"):
+        short, long = losses(kind)
+        assert abs(long - short) > 1e-4
+
+
 def test_all_expected_strings_count_wherever_they_stand():
     assert TASKS["mq-niah"].score("they are ABC and 12", ["abc", "34"]) == 0.5
 
