@@ -1,71 +1,147 @@
 """What a conversation leaves on disk: the cache's file, and the messages beside it."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from transformers import PreTrainedModel
 
 from hope_hf import HopeCache
-from hope_hf.cli.files import read_object, replace_text, write_errors
+from hope_hf.cli.files import read_object, read_small, replace_text, write_errors
+from hope_hf.cli.folder_lock import LOCK_FILE, FolderLock
+from hope_hf.cli.process import warn_once
 
 from .conversation import Conversation, Place
 
 CHAT_FILE = "chat.json"
+# Of the messages that are kept: those that chat templates know.
+ROLES = ("user", "assistant", "system", "tool")
+_SCRATCH = ".saving-"
 
 
-def load(folder: str | None, model: PreTrainedModel) -> tuple[HopeCache | None, Place]:
-    """The cache and the conversation of a folder; nothing if the folder is new or empty.
+class Memory:
+    """The folder of `--memory`, which one process at a time may use.
 
-    A cache that another program has written goes on with a new conversation.
-
-    Raises:
-        ValueError: the folder holds other files, another model's cache, several sequences, or a damaged file.
+    Attributes:
+        folder: where it is saved; another one after a program that does not ask for the lock has written there.
     """
-    path = Path(folder) if folder is not None else None
-    if path is None or not path.exists() or not any(path.iterdir()):
-        return None, Place()
-    try:
-        cache = HopeCache.from_pretrained(path, model)
-    except ValueError as error:
-        raise ValueError(f"--memory {error}.") from None
-    rows = cache.num_sequences
-    if rows > 1:
-        raise ValueError(f"--memory {folder} holds {rows} sequences, and a conversation has one: name another folder.")
-    file = path / CHAT_FILE
-    if not file.exists():
-        return cache, Place()
-    fix = "remove the file to begin a new conversation with what was read"
-    found = read_object(file, "--memory: the file", fix)
-    place = _place(found, model.config.vocab_size)
-    if place is None:
-        raise ValueError(f"--memory: the file {file} holds no conversation of this model: {fix}.")
-    # A cache that was written later, by another program, is not where this conversation stood.
-    return cache, place if found["tokens"] == cache.get_seq_length() else Place()
+
+    def __init__(self, folder: str, dtype: str):
+        """`dtype` is that of what levels learned, in the file."""
+        self.folder = Path(folder)
+        self._dtype = dtype
+        # of the cache's file that this process has read or written
+        self._checksum: str | None = None
+
+    @contextmanager
+    def held(self) -> Iterator["Memory"]:
+        """Inside, no other program reads or writes the folder.
+
+        Raises:
+            ValueError: another one has it, or it cannot be written.
+        """
+        lock = FolderLock(self.folder, "--memory")
+        lock.acquire()
+        try:
+            yield self
+        finally:
+            lock.release()
+
+    def load(self, model: PreTrainedModel) -> tuple[HopeCache | None, Place]:
+        """The cache and the conversation of the folder; nothing if it is new or empty.
+
+        A cache that another program has written goes on with a new conversation.
+
+        Raises:
+            ValueError: the folder holds other files, another model's cache, several sequences, or a damaged file.
+        """
+        if all(file.name == LOCK_FILE or file.name.startswith(_SCRATCH) for file in self.folder.iterdir()):
+            return None, Place()
+        try:
+            self._checksum = HopeCache.checksum_in(self.folder)
+            cache = HopeCache.from_pretrained(self.folder, model)
+        except ValueError as error:
+            raise ValueError(f"--memory {error}.") from None
+        rows = cache.num_sequences
+        if rows > 1:
+            raise ValueError(
+                f"--memory {self.folder} holds {rows} sequences, and a conversation has one: name another folder."
+            )
+        file = self.folder / CHAT_FILE
+        if not file.exists():
+            return cache, Place()
+        fix = "remove the file to begin a new conversation with what was read"
+        found = read_object(file, "--memory: the file", fix)
+        place = _place(found, model.config.vocab_size)
+        if place is None:
+            raise ValueError(f"--memory: the file {file} holds no conversation of this model: {fix}.")
+        # A cache that was written later, by another program, is not where this conversation stood.
+        return cache, place if found["tokens"] == cache.get_seq_length() else Place()
+
+    def save(self, conversation: Conversation) -> int:
+        """Write what was read, learned and said; returns the bytes of the files.
+
+        Both files are written before one is replaced.
+
+        Raises:
+            ValueError: nothing was read, a value is not finite, or the folder cannot be written.
+        """
+        cache = conversation.cache
+        with write_errors(f"--memory {self.folder}"):
+            if HopeCache.checksum_in(self.folder) != self._checksum:
+                self._move()
+            with TemporaryDirectory(dir=self.folder, prefix=_SCRATCH) as place:
+                scratch = Path(place)
+                cache.save_pretrained(scratch, conversation.model, level_dtype=self._dtype)
+                found = {"tokens": cache.get_seq_length(), **conversation.place._asdict()}
+                replace_text(scratch / CHAT_FILE, json.dumps(found, ensure_ascii=False, indent=1) + "\n")
+                size = sum(file.stat().st_size for file in scratch.iterdir())
+                self._replace(scratch)
+            self._checksum = HopeCache.checksum_in(self.folder)
+        return size
+
+    def _move(self) -> None:
+        """Save beside the folder from now on: it holds what this process has not read."""
+        written = self.folder
+        names = (written.with_name(f"{written.name}-{number}") for number in count(2))
+        self.folder = next(name for name in names if not name.exists())
+        self.folder.mkdir(parents=True)
+        warn_once(f"--memory {written} was written by another program meanwhile and stays: see {self.folder}.")
+
+    def _replace(self, scratch: Path) -> None:
+        """Move both files into place, or none."""
+        (cache,) = (file for file in scratch.iterdir() if file.name != CHAT_FILE)
+        chat = self.folder / CHAT_FILE
+        before = read_small(chat) if chat.exists() else None
+        (scratch / CHAT_FILE).replace(chat)
+        try:
+            cache.replace(self.folder / cache.name)
+        except OSError:
+            if before is None:
+                chat.unlink()
+            else:
+                replace_text(chat, before)
+            raise
 
 
 def _place(found: dict, vocabulary: int) -> Place | None:
     """The conversation of a file; `None` if it holds something else."""
-    if found.keys() != {"tokens", *Place._fields}:
+    if found.keys() != {"tokens", *Place._fields} or not _is_count(found["tokens"]):
         return None
     unread, messages, text = (found[name] for name in Place._fields)
-    ids = isinstance(unread, list) and all(type(one) is int and 0 <= one < vocabulary for one in unread)
+    ids = isinstance(unread, list) and all(_is_count(one) and one < vocabulary for one in unread)
     said = isinstance(messages, list) and all(isinstance(one, dict) and _is_message(one) for one in messages)
     return Place(tuple(unread), tuple(messages), text) if ids and said and isinstance(text, str) else None
 
 
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
 def _is_message(message: dict) -> bool:
-    return message.keys() == {"role", "content"} and all(isinstance(value, str) for value in message.values())
-
-
-def save(conversation: Conversation, folder: str, dtype: str) -> int:
-    """Write what was read, learned and said; returns the bytes of the files. `dtype` is that of what levels learned.
-
-    Raises:
-        ValueError: nothing was read, a value is not finite, or the folder cannot be written.
-    """
-    path, cache = Path(folder), conversation.cache
-    with write_errors(f"--memory {folder}"):
-        cache.save_pretrained(path, conversation.model, level_dtype=dtype)
-        found = {"tokens": cache.get_seq_length(), **conversation.place._asdict()}
-        replace_text(path / CHAT_FILE, json.dumps(found, ensure_ascii=False, indent=1) + "\n")
-        return sum(file.stat().st_size for file in path.iterdir())
+    if message.keys() != {"role", "content"}:
+        return False
+    return isinstance(message["content"], str) and message["role"] in ROLES

@@ -2,10 +2,12 @@
 
 import io
 import sys
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import transformers
 
+from hope_hf import LevelLearning
 from hope_hf.cli.flags import ModelArguments
 from hope_hf.cli.models import is_hope, load_config
 from hope_hf.cli.process import choose_device, set_up_cpu
@@ -13,9 +15,9 @@ from hope_hf.cli.program import program
 from hope_hf.cli.weights import load_model
 from hope_hf.data import check_vocabulary, load_tokenizer, warn_of_other_tokenizer
 
-from .conversation import Conversation
+from .conversation import Conversation, Place
 from .flags import DRAWS, Arguments, GenerateArguments, parse, parse_generate
-from .memory import load, save
+from .memory import Memory
 from .reading import text_of
 from .session import Session
 
@@ -26,8 +28,8 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     # Read before the model is loaded, which takes longer.
     texts = {path: text_of(path, "--file") for path in args.file or ()}
-    conversation = begin(args)
-    Session(conversation, args).run(texts)
+    with _memory(args) as memory:
+        Session(begin(args, memory), args, memory).run(texts)
     return 0
 
 
@@ -37,25 +39,26 @@ def generate(argv: list[str]) -> int:
     args = parse_generate(argv)
     if args.prompt is None and sys.stdin.isatty():
         raise ValueError("the text is missing: give --prompt TEXT, or pipe it to standard input.")
-    conversation = begin(args)
-    conversation.complete(sys.stdin.read().removesuffix("\n") if args.prompt is None else args.prompt)
-    print(f"{conversation.last}; state {conversation.state_size}", file=sys.stderr, flush=True)
-    if args.memory:
-        save(conversation, args.memory, args.memory_dtype)
+    with _memory(args) as memory:
+        conversation = begin(args, memory)
+        conversation.complete(sys.stdin.read().removesuffix("\n") if args.prompt is None else args.prompt)
+        print(f"{conversation.last}; state {conversation.state_size}", file=sys.stderr, flush=True)
+        if memory is not None:
+            memory.save(conversation)
     return 0
 
 
-def begin(args: Arguments | GenerateArguments) -> Conversation:
+def _memory(args: Arguments | GenerateArguments) -> AbstractContextManager[Memory | None]:
+    """The folder of `--memory`, held until the program ends, and before it reads for an hour."""
+    return nullcontext() if args.memory is None else Memory(args.memory, args.memory_dtype).held()
+
+
+def begin(args: Arguments | GenerateArguments, memory: Memory | None) -> Conversation:
     """The conversation of the flags; ValueError if model, tokenizer or memory do not load."""
     named = f"MODEL {args.model}"
     config = load_config(args.model, "MODEL", ModelArguments())
     if not is_hope(config):
         raise ValueError(f"{named} is a {config.model_type}: hope-hf convert makes a HOPE of a pretrained model.")
-    if args.learn and config.level_learning is None:
-        raise ValueError(
-            f'--learn needs fields of learning, which {named} has not: write "level_learning": {{}} into its '
-            "config.json for the defaults."
-        )
     device = choose_device(args.device)
     set_up_cpu(args.cpu_threads)
     if isinstance(sys.stdin, io.TextIOWrapper):
@@ -69,7 +72,13 @@ def begin(args: Arguments | GenerateArguments) -> Conversation:
     dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
     model = load_model(args.model, config, named, dtype=dtype)
     model = model.to(device).eval()
-    cache, place = load(args.memory, model)
+    if model.config.level_learning is None:
+        # a memory may hold what they have learned, also without --learn
+        model.config.level_learning = LevelLearning()
+        if args.learn:
+            say = f"{named} has no fields of learning: its levels learn with the defaults, which docs/levels.md lists."
+            print(say, file=sys.stderr, flush=True)
+    cache, place = (None, Place()) if memory is None else memory.load(model)
     torch.manual_seed(args.seed)
     return Conversation(
         model,

@@ -8,9 +8,9 @@ from hope_hf.cli.files import at_home
 from hope_hf.cli.parser import nearest
 from hope_hf.cli.process import complain
 
-from . import memory
 from .conversation import Conversation
 from .flags import Arguments
+from .memory import Memory
 from .reading import learned_size, read_text, text_of
 
 COMMANDS = {
@@ -31,8 +31,8 @@ class Session:
     Answers and reports go to standard output, the rest to standard error.
     """
 
-    def __init__(self, conversation: Conversation, args: Arguments):
-        self.conversation, self.args = conversation, args
+    def __init__(self, conversation: Conversation, args: Arguments, memory: Memory | None):
+        self.conversation, self.args, self.memory = conversation, args, memory
 
     def run(self, texts: dict[str, str]) -> None:
         """Read the files, then answer the messages of `--prompt`, or else those of standard input.
@@ -57,7 +57,7 @@ class Session:
             print(flush=True)
             raise
         finally:
-            if self.args.memory and self.conversation.has_begun:
+            if self.memory is not None and self.conversation.has_begun:
                 self._save()
 
     def _converse(self) -> None:
@@ -109,7 +109,7 @@ class Session:
         elif name == "/state":
             print(self._state(), flush=True)
         elif name == "/save":
-            if not self.args.memory:
+            if self.memory is None:
                 raise ValueError("/save needs a folder: start with --memory FOLDER.")
             self._save()
         elif name == "/help":
@@ -133,8 +133,8 @@ class Session:
         return f"{self.conversation.cache.get_seq_length():,} tokens"
 
     def _save(self) -> None:
-        size = memory.save(self.conversation, self.args.memory, self.args.memory_dtype)
-        self._tell(f"Saved {self._tokens()} in {self.args.memory} ({size / 1e6:,.1f} MB).")
+        size = self.memory.save(self.conversation)
+        self._tell(f"Saved {self._tokens()} in {self.memory.folder} ({size / 1e6:,.1f} MB).")
 
     @staticmethod
     def _tell(text: str) -> None:

@@ -221,6 +221,9 @@ def check_output(path: str, flag: str):
     """Raise ValueError that names `flag` if `path` is a file, or no folder can be made or written there."""
     folder = Path(path)
     try:
+        for place in (folder, *folder.absolute().parents):
+            if place.is_symlink() and not place.exists():
+                raise ValueError(f"{flag} {folder} cannot be written: {place} is a link to nothing.")
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"{flag} {folder} is a file: name a folder.")
         nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())

@@ -18,8 +18,10 @@ _held: set[int] = set()
 class FolderLock:
     """Locks `folder` against all other processes from `acquire` to `release` or to the end of this process."""
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, flag: str = "--output_dir"):
+        """`flag` has named the folder."""
         self._folder = Path(folder)
+        self._named = f"{flag} {folder}"
         self._file = self._folder / LOCK_FILE
         self._descriptor: int | None = None
         self._made: list[Path] = []
@@ -34,11 +36,11 @@ class FolderLock:
             self._acquire()
         except BlockingIOError:
             raise ValueError(
-                f"--output_dir {self._folder} is in use, another process writes to it: wait for it or choose "
+                f"{self._named} is in use, another process writes to it: wait for it or choose "
                 "another folder."
             ) from None
         except OSError as error:
-            raise ValueError(f"--output_dir {self._folder} cannot be written: {error.strerror}.") from None
+            raise ValueError(f"{self._named} cannot be written: {error.strerror}.") from None
 
     def release(self):
         """Unlock the folder; delete it if this lock made it and nothing was written there."""
@@ -76,7 +78,7 @@ class FolderLock:
             except OSError as error:
                 if error.errno in _NO_LOCKS:
                     warnings.warn(
-                        f"--output_dir {self._folder} lies on a disk without locks ({error.strerror}): a second "
+                        f"{self._named} lies on a disk without locks ({error.strerror}): a second "
                         "process could write to it, too.",
                         stacklevel=2,
                     )

@@ -83,6 +83,18 @@ def read_cache(folder: Path) -> tuple[dict[str, torch.Tensor], Fingerprint, dict
     return tensors, Fingerprint(*writer), json.loads(metadata.get("level_learning", "{}"))
 
 
+def checksum_in(folder: Path) -> str | None:
+    """The checksum that the file of a cache states, without reading its tensors; None if there is no such file."""
+    path = folder / CACHE_FILE
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            return (file.metadata() or {}).get("sha256")
+    except SafetensorError:
+        return "damaged"
+
+
 def check_tensors(folder: Path, tensors: dict[str, torch.Tensor], one_token: dict[str, torch.Tensor]) -> None:
     """ValueError unless names, shapes, dtypes, values and counts of the tensors are possible for the model.
 

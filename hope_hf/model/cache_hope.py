@@ -16,6 +16,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from .cache_file import (
     CACHE_FILE,
     check_tensors,
+    checksum_in,
     named_tensors,
     read_cache,
     state_of_named,
@@ -240,6 +241,9 @@ class HopeCache(_Rows, DynamicCache):
     ```
     """
 
+    # the folder of the file that this cache was read from or written to, and that file's checksum
+    _read_from: tuple[Path, str | None] | None = None
+
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config=config)
         self.levels: LevelState | None = None
@@ -393,14 +397,16 @@ class HopeCache(_Rows, DynamicCache):
         """Write `hope_cache.safetensors` into a folder: tensors, a checksum, and the model's fingerprint.
 
         Args:
-            save_directory: created if it does not exist; a cache in it is replaced.
+            save_directory: created if it does not exist; a cache in it is replaced, unless it was
+                replaced since this one was read from there.
             model: the HOPE model of the cache, also in a `PeftModel`, with the adapters active that read the text. The
                 weights that it computes with are hashed, and those adapters (see `fingerprint.fingerprint`).
             level_dtype: of what levels have learned: "float32" stores it as it is, "bfloat16" and "int8" take a half
                 and a quarter of the space.
 
         Raises:
-            ValueError: nothing was read yet, the memories hold NaN or infinity, or another dtype.
+            ValueError: nothing was read yet, the memories hold NaN or infinity, another dtype, or the file in the
+                folder is not the one that this cache was read from.
         """
         model = _without_peft(model)
         if not self.get_seq_length():
@@ -409,8 +415,23 @@ class HopeCache(_Rows, DynamicCache):
             raise ValueError(f"level_dtype is '{level_dtype}': choose one of {', '.join(LEVEL_DTYPES)}")
         if self.levels is not None and model.config.level_learning is None:
             raise ValueError("the cache holds what levels have learned, and `level_learning` is None: set it back")
+        folder = Path(save_directory)
+        place, known = self._read_from or (None, None)
+        if folder.resolve() == place and checksum_in(folder) not in (None, known):
+            raise ValueError(
+                f"{folder / CACHE_FILE} was replaced since this cache was read from it: save to another folder"
+            )
         fields = None if self.levels is None else asdict(model.config.level_learning)
-        write_cache(Path(save_directory), self.state_tensors(level_dtype), fingerprint(model), fields)
+        write_cache(folder, self.state_tensors(level_dtype), fingerprint(model), fields)
+        self._read_from = folder.resolve(), checksum_in(folder)
+
+    @staticmethod
+    def checksum_in(directory: str | Path) -> str | None:
+        """The checksum of the cache that `save_pretrained` wrote into a folder; `None` if there is none.
+
+        It tells whether the file has been replaced, and its tensors are not read.
+        """
+        return checksum_in(Path(directory))
 
     @classmethod
     @torch.no_grad()
@@ -421,6 +442,7 @@ class HopeCache(_Rows, DynamicCache):
             ValueError: there is none, its format is another version's, it is damaged, or another model wrote it.
         """
         folder, model = Path(directory), _without_peft(model)
+        checksum = checksum_in(folder)
         tensors, writer, fields = read_cache(folder)
         if not is_of(model, writer):
             raise ValueError(
@@ -441,6 +463,7 @@ class HopeCache(_Rows, DynamicCache):
                 cache.levels = loaded_state(_levels_of(of_levels), fields, model, cache.num_sequences)
             except (KeyError, ValueError) as error:
                 raise ValueError(f"{folder / CACHE_FILE} {error}") from None
+        cache._read_from = folder.resolve(), checksum
         return cache
 
 

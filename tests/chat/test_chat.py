@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hope_hf import HopeCache
 from hope_hf.chat import conversation, main, session
+from hope_hf.chat.memory import Memory
 
 TEXT = "w10 w11 w12 w13 w14 w15 w16 w17 w18 w19"
 
@@ -175,14 +177,100 @@ def test_wrong_memories_are_refused_and_stay(chat, tmp_path, tiny_model, model):
 def test_wrong_models_are_refused(chat, folder, tmp_path, tiny_model):
     assert "MODEL" in refused(chat(model=tmp_path / "missing"))
     assert "MODEL" in refused(chat(model=tmp_path))
-    tiny_model().save_pretrained(folder)
-    assert '"level_learning": {}' in refused(chat("--learn", typed="w10"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"level_learning": {}}))
-    assert chat("--learn", typed="w10")[0] == 0
     sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, vocab_size=64)
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
     assert "hope-hf convert" in refused(chat(typed="w10"))
+
+
+def test_a_model_trained_here_learns_with_the_defaults(chat, complete, folder, tmp_path, tiny_model):
+    model = tiny_model()
+    model.save_pretrained(folder)
+    before = (folder / "config.json").read_bytes()
+    memory = ["--memory", tmp_path / "m"]
+    for run in (chat, complete):
+        status, _, errors = run("--learn", *memory, "--prompt", "w10 w11")
+        assert status == 0 and "its levels learn with the defaults" in errors
+    status, out, errors = chat(*memory, typed="/state")
+    assert status == 0 and "learned  from" in out and "defaults" not in errors
+    assert (folder / "config.json").read_bytes() == before
+    # as the fields that were once written by hand
+    model.config.level_learning = {}
+    assert HopeCache.from_pretrained(tmp_path / "m", model).levels is not None
+
+
+def test_a_second_program_is_refused_before_it_reads(chat, complete, book, tmp_path):
+    memory = ["--memory", tmp_path / "m"]
+    assert chat(*memory, typed="w10")[0] == 0
+    before = {file.name: file.read_bytes() for file in (tmp_path / "m").iterdir()}
+    with Memory(tmp_path / "m", "float32").held():
+        told = [refused(chat(*memory, "--file", book, typed="w11")), refused(complete(*memory, "--prompt", "w11"))]
+    assert all(f"--memory {tmp_path / 'm'} is in use" in sentence for sentence in told)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "m").iterdir()} == before
+    assert chat(*memory, typed="w11")[0] == 0
+
+
+def test_what_another_program_has_written_meanwhile_stays(chat, tmp_path, model, monkeypatch):
+    """A program of one's own asks for no lock: what this one has read goes into a folder beside."""
+    assert chat("--memory", tmp_path / "m", typed="w10")[0] == 0
+    other = HopeCache.from_pretrained(tmp_path / "m", model)
+    say = conversation.Conversation.say
+
+    def meanwhile(self, message):
+        with torch.no_grad():
+            model(torch.arange(9)[None], cache=other)
+        other.save_pretrained(tmp_path / "m", model)
+        return say(self, message)
+
+    monkeypatch.setattr(conversation.Conversation, "say", meanwhile)
+    with pytest.warns(UserWarning, match="written by another program meanwhile"):
+        status, _, errors = chat("--memory", tmp_path / "m", typed="w11\n/save")
+    assert status == 0 and errors.count(f"in {tmp_path / 'm-2'}") == 2
+    kept = HopeCache.from_pretrained(tmp_path / "m", model)
+    assert kept.get_seq_length() == other.get_seq_length()
+    found = json.loads((tmp_path / "m-2" / "chat.json").read_text())
+    assert [message["content"] for message in found["messages"]][::2] == ["w10", "w11"]
+
+
+@pytest.mark.parametrize("name", ["chat.json", "hope_cache.safetensors"])
+def test_a_memory_is_replaced_whole_or_not_at_all(chat, tmp_path, monkeypatch, name):
+    assert chat("--memory", tmp_path / "m", typed="w10")[0] == 0
+    before = {file.name: file.read_bytes() for file in (tmp_path / "m").iterdir()}
+    replace = Path.replace
+
+    def fails(self, target):
+        if Path(target) == tmp_path / "m" / name and "before" not in self.name and ".tmp-" not in self.name:
+            raise OSError(28, "No space left on device")
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", fails)
+    assert "No space left" in refused(chat("--memory", tmp_path / "m", typed="w11"))
+    assert {file.name: file.read_bytes() for file in (tmp_path / "m").iterdir()} == before
+
+
+def test_a_link_to_nothing_is_refused_before_the_book_is_read(chat, book, tmp_path):
+    (tmp_path / "m").symlink_to(tmp_path / "nothing")
+    for folder in (tmp_path / "m", tmp_path / "m" / "book"):
+        status, out, errors = chat("--memory", folder, "--file", book)
+        assert (status, out) == (2, "") and f"--memory {folder} cannot be written" in errors
+
+
+FORGED = {
+    "role": lambda found: found["messages"][0].update(role="root"),
+    "no role": lambda found: found["messages"][0].update(role=["user"]),
+    "count": lambda found: found.update(tokens=-1),
+    "truth": lambda found: found.update(tokens=True),
+    "token": lambda found: found.update(unread=[-1]),
+}
+
+
+@pytest.mark.parametrize("change", FORGED.values(), ids=FORGED)
+def test_a_conversation_that_cannot_be_is_refused(chat, tmp_path, change):
+    assert chat("--memory", tmp_path / "m", typed="w10")[0] == 0
+    file = tmp_path / "m" / "chat.json"
+    found = json.loads(file.read_text())
+    change(found)
+    file.write_text(json.dumps(found))
+    assert f"--memory: the file {file} holds no conversation" in refused(chat("--memory", tmp_path / "m", typed="w11"))
 
 
 @pytest.mark.parametrize(

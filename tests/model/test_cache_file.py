@@ -311,6 +311,24 @@ def test_writing_a_file_follows_no_link_and_leaves_nothing_behind(tiny_model, tm
     assert sorted(folder.iterdir()) == before
 
 
+def test_a_file_that_was_replaced_since_it_was_read_is_not_written_over(tiny_model, tmp_path):
+    model = tiny_model()
+    read(model, random_ids(1, 9)).save_pretrained(tmp_path, model)
+    one, two = (HopeCache.from_pretrained(tmp_path, model) for _ in range(2))
+    for cache, more in ((one, 5), (two, 7)):
+        with torch.no_grad():
+            model(random_ids(1, more), cache=cache)
+    one.save_pretrained(tmp_path, model)
+    # again, by the one that wrote it
+    one.save_pretrained(tmp_path, model)
+    with pytest.raises(ValueError, match="hope_cache.safetensors was replaced since"):
+        two.save_pretrained(tmp_path, model)
+    assert HopeCache.from_pretrained(tmp_path, model).get_seq_length() == 14
+    two.save_pretrained(tmp_path / "other", model)
+    # a cache of another text replaces the file, as ever
+    read(model, random_ids(1, 3)).save_pretrained(tmp_path, model)
+
+
 def test_a_file_of_the_older_format_is_refused_by_its_number(tiny_model, tmp_path):
     model = tiny_model()
     read(model, random_ids(1, 9)).save_pretrained(tmp_path, model)
