@@ -80,8 +80,8 @@ def hope_config(config: PreTrainedConfig, named: str, changes: Changes) -> HopeC
             raise ValueError(
                 f"--memory_layers has {layer}, and the layers of {named} are 0 to {layers[-1]}: name some of these."
             )
-    kinds = _kinds(config)
-    window, sinks = getattr(config, "sliding_window", None) if "window_attention" in kinds else None, 0
+    kinds = _kinds(config, architecture)
+    window, sinks = config.sliding_window if "window_attention" in kinds else None, 0
     if changes.sliding_window is not None:
         if window is not None:
             raise ValueError(f"{named} has a sliding_window of {window} already: leave --sliding_window out.")
@@ -135,10 +135,11 @@ def _check_fields(config: PreTrainedConfig, architecture: Architecture, named: s
         )
 
 
-def _kinds(config: PreTrainedConfig) -> list[str]:
+def _kinds(config: PreTrainedConfig, architecture: Architecture) -> list[str]:
     """The kind of attention of each layer."""
     ours = {"full_attention": "full_attention", "sliding_attention": "window_attention"}
-    if getattr(config, "sliding_window", None) is None:
+    # Llamas of other programs have a sliding_window, too, which transformers does not read
+    if not architecture.window or config.sliding_window is None:
         return ["full_attention"] * config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     return [ours[kind] for kind in kinds]

@@ -20,7 +20,6 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
-from transformers.utils import is_gguf_available
 
 from hope_hf.cli.process import MISTAKES, one_line
 
@@ -100,18 +99,16 @@ class GgufFile:
     license: str | None
 
     def __init__(self, path: Path, named: str):
-        """Read all but the weights. ValueError, which begins with `named`, for what HOPE cannot express."""
-        if not is_gguf_available():
-            raise ValueError(f"{named} needs the package gguf: pip install 'hope_hf[gguf]'.")
+        """Read all but the weights.
+
+        Raises ValueError that begins with `named` for what HOPE cannot express; many errors for a damaged file.
+        """
         # Not a dependency.
         from gguf import GGUFReader
 
         self.name, self._named = path.name, named
-        try:
-            reader = GGUFReader(path)
-            self._metadata = {name: field.contents() for name, field in reader.fields.items()}
-        except MISTAKES as error:
-            raise ValueError(f"{named} cannot be read: {one_line(error)}") from error
+        reader = GGUFReader(path)
+        self._metadata = {name: field.contents() for name, field in reader.fields.items()}
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         license = str(self._metadata.get("general.license", ""))
         self.license = license if re.fullmatch(r"[\w.-]+", license) else None
@@ -129,16 +126,16 @@ class GgufFile:
             for name, value in self._metadata.items()
             if name.startswith(prefix)
         }
+        self._vocabulary = Vocabulary(self._metadata, named)
         self.config = self._read_config()
         self._check_tensors()
 
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer of the file's vocabulary; None if it has none. ValueError if it cannot be built exactly."""
-        vocabulary = Vocabulary(self._metadata, self._named)
-        if not vocabulary.tokens:
+        if not self._vocabulary.tokens:
             return None
         try:
-            return vocabulary.tokenizer(self.config.vocab_size)
+            return self._vocabulary.tokenizer(self.config.vocab_size)
         except ValueError:
             raise
         # The tokenizers library raises a bare Exception for merges that it cannot use.
@@ -147,7 +144,7 @@ class GgufFile:
 
     def spells(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         """Whether the tokenizer has the ids of the file's vocabulary."""
-        return Vocabulary(self._metadata, self._named).is_of(tokenizer)
+        return self._vocabulary.is_of(tokenizer)
 
     def write(self, folder: Path) -> list[Path]:
         """Write the weights to new safetensors in `folder`, in float32. Returns their paths."""

@@ -48,6 +48,7 @@ NEUTRAL = {
     "tokenizer.ggml.escape_whitespaces": True,
     "tokenizer.ggml.treat_whitespace_as_suffix": False,
     "tokenizer.ggml.add_sep_token": False,
+    "tokenizer.ggml.precompiled_charsmap": None,
 }
 # Names of transformers -> of the file, and the default of llama.cpp for SentencePiece.
 SPECIAL = {
@@ -72,20 +73,22 @@ class Vocabulary:
         self._types: list[int] = self._get("token_type", [NORMAL] * len(self.tokens))
         self._kind, self._pre = self._get("model"), self._get("pre")
         self._is_pieces = self._kind == "llama"
+        for name in ("token_type", "scores"):
+            found = len(self._get(name, self.tokens))
+            if found != len(self.tokens):
+                raise ValueError(f"{named} has {len(self.tokens)} tokens and {found} of tokenizer.ggml.{name}.")
 
     def is_of(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         """Whether the tokenizer has the same ids for all ordinary tokens."""
-        typed = zip(self.tokens, self._types, strict=True)
-        ids = [index for index, (_, kind) in enumerate(typed) if kind == NORMAL]
-        return tokenizer.convert_ids_to_tokens(ids) == [self.tokens[index] for index in ids]
+        ids = [index for index, kind in enumerate(self._types) if kind == NORMAL]
+        return tokenizer.convert_ids_to_tokens(ids) == self._of_kind(NORMAL)
 
     def tokenizer(self, vocab_size: int) -> PreTrainedTokenizerBase:
         """The tokenizer. ValueError for a rule or a field that is unknown, or more than `vocab_size` tokens."""
         self._check(vocab_size)
         built = self._pieces() if self._is_pieces else self._words()
-        typed = list(zip(self.tokens, self._types, strict=True))
-        built.add_special_tokens([_whole(token, special=True) for token, kind in typed if kind == CONTROL])
-        built.add_tokens([_whole(token, special=False) for token, kind in typed if kind == USER_DEFINED])
+        built.add_special_tokens([_whole(token, special=True) for token in self._of_kind(CONTROL)])
+        built.add_tokens([_whole(token, special=False) for token in self._of_kind(USER_DEFINED)])
         special = {name: self._special(*where) for name, where in SPECIAL.items()}
         special = {name: token for name, token in special.items() if token is not None}
         around = self._around(special)
@@ -98,23 +101,25 @@ class Vocabulary:
             **special,
         )
 
+    def _of_kind(self, kind: int) -> list[str]:
+        return [token for token, own in zip(self.tokens, self._types, strict=True) if own == kind]
+
     def _check(self, vocab_size: int) -> None:
-        instead = "put the original's tokenizer.json and tokenizer_config.json into the folder of the file."
+        unknown = [name for name, value in NEUTRAL.items() if self._metadata.get(name, value) != value]
         if self._kind not in ("gpt2", "llama"):
-            raise ValueError(f"{self._named} has the tokenizer.ggml.model {self._kind!r}, which is unknown: {instead}")
-        if not self._is_pieces and self._pre not in RULES:
-            raise ValueError(f"{self._named} has the tokenizer.ggml.pre {self._pre!r}, which is unknown: {instead}")
+            unknown.append("tokenizer.ggml.model")
+        elif not self._is_pieces and self._pre not in RULES:
+            unknown.append("tokenizer.ggml.pre")
+        instead = "put the original's tokenizer.json and tokenizer_config.json into the folder of the file."
+        if unknown:
+            value = self._metadata.get(unknown[0])
+            raise ValueError(f"{self._named} has a {unknown[0]} of {value!r}, which is unknown: {instead}")
         if not self._is_pieces and self._pre in (None, "default"):
             warnings.warn(
                 f"{self._named} has no tokenizer.ggml.pre, so words are split as GPT-2 does: if the original splits "
                 f"otherwise, {instead}",
                 stacklevel=2,
             )
-        for name, value in NEUTRAL.items():
-            if self._metadata.get(name, value) != value:
-                raise ValueError(f"{self._named} has {name}={self._metadata[name]}, which is unknown: {instead}")
-        if "tokenizer.ggml.precompiled_charsmap" in self._metadata:
-            raise ValueError(f"{self._named} has a tokenizer.ggml.precompiled_charsmap, which is unknown: {instead}")
         if len(self.tokens) > vocab_size:
             raise ValueError(
                 f"{self._named} has {len(self.tokens)} tokens (tokenizer.ggml.tokens), and token_embd.weight has "
@@ -124,19 +129,14 @@ class Vocabulary:
     def _words(self) -> Tokenizer:
         """Byte-level BPE: words, in them bytes, and merges of these."""
         rule = RULES[self._pre]
-        vocabulary = {token: index for index, token in enumerate(self.tokens)}
-        merges = [tuple(merge.split(" ", 1)) for merge in self._get("merges", [])]
-        built = Tokenizer(BPE(vocabulary, merges, ignore_merges=rule in WHOLE_WORDS))
-        if rule is None:
-            built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        elif rule == "digits":
-            built.pre_tokenizer = pre_tokenizers.Sequence(
-                [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-            )
-        else:
-            split = pre_tokenizers.Split(Regex(rule), "isolated")
-            in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-            built.pre_tokenizer = pre_tokenizers.Sequence([split, in_bytes])
+        built = Tokenizer(BPE(self._ids(), self._pairs(), ignore_merges=rule in WHOLE_WORDS))
+        # GPT-2's own regular expression is built in
+        splits = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule in (None, "digits"))]
+        if rule == "digits":
+            splits.insert(0, pre_tokenizers.Digits(individual_digits=True))
+        elif rule is not None:
+            splits.insert(0, pre_tokenizers.Split(Regex(rule), "isolated"))
+        built.pre_tokenizer = pre_tokenizers.Sequence(splits)
         if rule == QWEN2:
             built.normalizer = normalizers.NFC()
         built.decoder = decoders.ByteLevel()
@@ -144,11 +144,9 @@ class Vocabulary:
 
     def _pieces(self) -> Tokenizer:
         """SentencePiece's BPE: spaces are characters, and of all pairs the one with the best score is merged first."""
-        vocabulary = {token: index for index, token in enumerate(self.tokens)}
         unknown = self._special(*SPECIAL["unk_token"])
-        built = Tokenizer(
-            BPE(vocabulary, self._merges(vocabulary), unk_token=unknown, fuse_unk=True, byte_fallback=True)
-        )
+        merges = self._pairs() or self._merges()
+        built = Tokenizer(BPE(self._ids(), merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
         spaces = normalizers.Replace(" ", SPACE)
         back = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
         if self._get("add_space_prefix", True):
@@ -159,18 +157,26 @@ class Vocabulary:
         built.decoder = decoders.Sequence(back)
         return built
 
-    def _merges(self, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-        """All pairs that make a token, best first."""
-        if self._get("merges"):
-            return [tuple(merge.split(" ", 1)) for merge in self._get("merges")]
+    def _ids(self) -> dict[str, int]:
+        return {token: index for index, token in enumerate(self.tokens)}
+
+    def _pairs(self) -> list[tuple[str, str]]:
+        """The merges of the file."""
+        return [tuple(merge.split(" ", 1)) for merge in self._get("merges", [])]
+
+    def _merges(self) -> list[tuple[str, str]]:
+        """All pairs that make a token, that of the best score first."""
+        known = self._ids()
+        scores = {
+            token: score
+            for token, kind, score in zip(self.tokens, self._types, self._get("scores"), strict=True)
+            if kind == NORMAL
+        }
         found = []
-        for token, kind, score in zip(self.tokens, self._types, self._get("scores", []), strict=True):
-            if kind != NORMAL:
-                continue
-            cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-            found += [(score, *cut) for cut in cuts if cut[0] in vocabulary and cut[1] in vocabulary]
-        found.sort(key=lambda pair: (-pair[0], -len(pair[1])))
-        return [(left, right) for _, left, right in found]
+        for token in sorted(scores, key=scores.get, reverse=True):
+            cuts = [(token[:end], token[end:]) for end in range(len(token) - 1, 0, -1)]
+            found += [(left, right) for left, right in cuts if left in known and right in known]
+        return found
 
     def _around(self, special: dict[str, str]) -> processors.TemplateProcessing | None:
         """BOS before and EOS behind every text, where the file asks for it."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import is_gguf_available
 
 from hope_hf.cli.flags import ModelArguments, is_hub_name
 from hope_hf.cli.models import card_metadata, load_config
@@ -62,7 +63,7 @@ def open_source(place: str, gguf_file: str | None) -> Source:
         tokenizer = _tokenizer(place)
     else:
         named = f"--gguf_file {gguf_file}"
-        gguf = GgufFile(_gguf_path(place, gguf_file, named), named)
+        gguf = _open_gguf(place, gguf_file, named)
         config, tokenizer = gguf.config, _gguf_tokenizer(place, gguf)
     is_public = is_hub_name(place)
     name = place if is_public else Path(place).resolve().name
@@ -72,14 +73,22 @@ def open_source(place: str, gguf_file: str | None) -> Source:
     return Source(named, name, is_public, place, gguf, config, tokenizer, licence)
 
 
-def _gguf_path(place: str, gguf_file: str, named: str) -> Path:
+def _open_gguf(place: str, gguf_file: str, named: str) -> GgufFile:
+    if not is_gguf_available():
+        raise ValueError(f"{named} needs the package gguf: pip install 'hope_hf[gguf]'.")
     try:
         path = find_file(place, gguf_file)
     except MISTAKES as error:
         raise ValueError(f"--from {place} cannot be opened: {one_line(error)}") from error
     if path is None:
         raise ValueError(f"{named} is no file of --from {place}.")
-    return path
+    try:
+        return GgufFile(path, named)
+    except MISTAKES as error:
+        reason = one_line(error)
+        raise ValueError(
+            reason if reason.startswith(named) else f"{named} cannot be read, it may be damaged: {reason}"
+        ) from error
 
 
 def _gguf_tokenizer(place: str, gguf: GgufFile) -> PreTrainedTokenizerBase | None:

@@ -64,6 +64,16 @@ def test_windows_of_the_source(name, saved, converted):
     assert_equal_logits(theirs, ours, TOLERANCE)
 
 
+def test_a_window_that_transformers_does_not_read(saved, converted):
+    theirs, source = saved("llama")
+    config = json.loads((source / "config.json").read_text())
+    # longer than the text of the check
+    (source / "config.json").write_text(json.dumps(config | {"sliding_window": 280}))
+    ours = AutoModelForCausalLM.from_pretrained(converted(source)).eval()
+    ids = random_ids(1, 400)
+    torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=0, atol=TOLERANCE)
+
+
 def test_a_new_window_is_exact_while_the_text_is_shorter(saved, converted):
     theirs, source = saved("llama")
     ours = AutoModelForCausalLM.from_pretrained(converted(source, "--sliding_window", 128)).eval()

@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hope_hf import HopeConfig, HopeForCausalLM
-from hope_hf.convert import gguf_file, main
+from hope_hf.convert import main
+from hope_hf.convert import source as source_module
 
 
 def edited(folder, **fields):
@@ -138,8 +139,7 @@ def test_a_source_that_is_not_there(refused, tmp_path, monkeypatch):
 
 def test_a_gguf_without_its_package(saved, refused, monkeypatch):
     _, source = saved("llama")
-    monkeypatch.setattr(gguf_file, "is_gguf_available", lambda: False)
-    (source / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(source_module, "is_gguf_available", lambda: False)
     assert "--gguf_file model.gguf needs the package gguf: pip install 'hope_hf[gguf]'." in refused(
         source, "--gguf_file", "model.gguf"
     )

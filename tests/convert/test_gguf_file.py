@@ -197,7 +197,7 @@ def test_a_file_that_is_cut_or_lacks_a_weight(file_of, refused):
     assert "has no tensor for model.layers.1.mlp.up_proj.weight" in refused(folder, *flags)
     content = (folder / "tiny.gguf").read_bytes()
     (folder / "tiny.gguf").write_bytes(content[:-2000])
-    assert "--gguf_file tiny.gguf cannot be read" in refused(folder, *flags)
+    assert "--gguf_file tiny.gguf cannot be read, it may be damaged" in refused(folder, *flags)
 
 
 def test_the_original_tokenizer_beside_the_file_is_taken(file_of, converted, word_tokenizer):
