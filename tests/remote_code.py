@@ -1,9 +1,12 @@
-"""What a machine without the package does with repositories of the Hub: `python remote_code.py REPOSITORY ...`.
+"""What a machine without the package does with repositories of the Hub: `python remote_code.py alone REPOSITORY ...`.
 
 Runs in a folder with the Hub's cache (`HF_HOME`). Each part is a fork of one clean process, and has a cache of code.
-Results are files: NAME.safetensors of each repository, and `told.json`.
+Results are files: NAME.safetensors of each repository, and `told.json`. With `installed` instead of `alone`, fla and
+triton can be imported, and the models compute.
 """
 
+import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -15,7 +18,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     # these cannot be imported from here on
-    sys.modules |= dict.fromkeys(["hope_hf", "fla", "triton"])
+    sys.modules |= dict.fromkeys(["hope_hf"] if sys.argv[1] == "installed" else ["hope_hf", "fla", "triton"])
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
@@ -35,6 +38,18 @@ from transformers import (  # noqa: E402
 HEADS = ["", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"]
 GENERATE = dict(max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def upload(folder: Path, cache: Path, name: str) -> None:
+    """Put the files of a folder where huggingface_hub keeps those of the repository owner/NAME."""
+    repository, commit = cache / "hub" / f"models--owner--{name}", "c" * 40
+    for part in ("blobs", "refs", f"snapshots/{commit}"):
+        (repository / part).mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    for file in filter(Path.is_file, folder.iterdir()):
+        content = hashlib.sha256(file.read_bytes()).hexdigest()
+        shutil.copy(file, repository / "blobs" / content)
+        (repository / "snapshots" / commit / file.name).symlink_to(f"../../blobs/{content}")
 
 
 class Told(logging.Handler):
@@ -80,12 +95,12 @@ def compute(*repositories: str) -> None:
         save_file(results, f"{repository.split('/')[1]}.safetensors")
 
 
-def compute_beside(package: str, *repositories: str) -> None:
+def compute_beside(package: str, repository: str) -> None:
     """The same where a package is installed that computes nothing here."""
     stub = types.ModuleType(package)
     stub.__spec__, stub.__path__, stub.__version__ = ModuleSpec(package, None), [], "9.9"
     sys.modules[package] = stub
-    compute(*repositories)
+    compute(repository)
 
 
 def use(repository: str) -> None:
@@ -145,6 +160,12 @@ def load_what_was_tuned() -> None:
         load(folder)
 
 
+def environment(place: Path, **more: str) -> dict[str, str]:
+    """That of a machine that has not been used: `place/cache` is the Hub's, and nothing is found in other folders."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    return kept | {"HF_HOME": str(place / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | more
+
+
 def apart(part, *arguments: str) -> None:
     """Run a part in a fork with an empty cache of code; the first that fails ends the program."""
     code = f"{part.__name__}-{'-'.join(arguments)}".replace("/", "-")[:80]
@@ -166,11 +187,15 @@ def apart(part, *arguments: str) -> None:
 
 
 if __name__ == "__main__":
-    repositories = sys.argv[1:]
+    repositories = sys.argv[2:]
+    if sys.argv[1] == "installed":
+        assert importlib.util.find_spec("fla") and importlib.util.find_spec("triton")
+        compute(*repositories)
+        sys.exit()
     apart(read_tokenizers, *repositories)
     apart(compute, *repositories)
     for package in ("fla", "triton"):
-        apart(compute_beside, package, *repositories)
+        apart(compute_beside, package, repositories[0])
     apart(use, repositories[0])
     apart(fine_tune, repositories[0])
     apart(load_what_was_tuned)

@@ -1,8 +1,6 @@
 """Repositories of the Hub on a machine without the package: `remote_code.py` loads, computes, trains."""
 
-import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -23,18 +21,6 @@ from hope_hf.training import main as train
 
 KINDS = ["hope_memory", "full_attention", "window_attention", "sparse_attention"]
 EVERY_KIND = dict(num_hidden_layers=4, layer_types=KINDS, sliding_window=6, attention_sinks=2)
-
-
-def upload(folder: Path, cache: Path, name: str) -> None:
-    """Put the files of a folder where huggingface_hub keeps those of the repository owner/NAME."""
-    repository, commit = cache / "hub" / f"models--owner--{name}", "c" * 40
-    for part in ("blobs", "refs", f"snapshots/{commit}"):
-        (repository / part).mkdir(parents=True)
-    (repository / "refs" / "main").write_text(commit)
-    for file in filter(Path.is_file, folder.iterdir()):
-        content = hashlib.sha256(file.read_bytes()).hexdigest()
-        shutil.copy(file, repository / "blobs" / content)
-        (repository / "snapshots" / commit / file.name).symlink_to(f"../../blobs/{content}")
 
 
 @pytest.fixture
@@ -65,15 +51,14 @@ def folders(tiny_model, word_tokenizer, tmp_path, monkeypatch) -> dict[str, Path
 def test_what_is_on_the_hub_works_without_the_package(folders, tmp_path):
     place = tmp_path / "elsewhere"
     for name, folder in folders.items():
-        upload(folder, place / "cache", name)
+        remote_code.upload(folder, place / "cache", name)
     shutil.copytree(folders["exported"], place / "local")
     ids = torch.randint(62, (2, 19), generator=torch.Generator().manual_seed(1))
     save_file({"ids": ids}, place / "ids.safetensors")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"HF_HOME": str(place / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment = remote_code.environment(place)
     repositories = [f"owner/{name}" for name in folders]
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", remote_code.__file__, *repositories],
+        [sys.executable, "-W", "ignore", remote_code.__file__, "alone", *repositories],
         cwd=place, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
