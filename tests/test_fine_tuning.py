@@ -30,9 +30,11 @@ from transformers import (
 from transformers.modelcard import TrainingSummary
 from transformers.models.auto import modeling_auto
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.trainer.utils import create_model_from_path
 
 from hope_hf import HopeForCausalLM
+from hope_hf.data.chat_template import PLAIN_TEMPLATE
 
 pytestmark = [
     # Both still ask transformers 5.23 for attributes by their older names.
@@ -148,6 +150,24 @@ def test_sft_trainer_trains_on_texts_of_unequal_length(tiny_model, word_tokenize
     assert trainer.evaluate()["eval_loss"] < before - 0.02
 
 
+@each_kind_of_layer
+def test_sft_trainer_keeps_packed_texts_apart(tiny_model, word_tokenizer, tmp_path, layer_types):
+    texts = [random_ids(1, length, seed=length) for length in (9, 13, 7, 20)]
+    model = tiny_model(layer_types=layer_types)
+    with torch.no_grad():
+        losses = [model(text, labels=text).loss * (text.numel() - 1) for text in texts]
+    expected = float(sum(losses) / sum(text.numel() - 1 for text in texts))
+    options = dict(learning_rate=0.0, max_steps=1, eval_strategy="no", save_strategy="no")
+    options |= dict(bf16=False, max_length=64, packing=True)
+    trainer = SFTTrainer(
+        model,
+        SFTConfig(**arguments(tmp_path).to_dict() | options),
+        train_dataset=Dataset.from_list([{"input_ids": text[0].tolist()} for text in texts]),
+        processing_class=word_tokenizer,
+    )
+    assert trainer.train().training_loss == pytest.approx(expected, abs=1e-5)
+
+
 def test_dpo_learns_which_answer_is_better(tiny_model, word_tokenizer, tmp_path):
     pairs = [{"prompt": f"w{n} w{n + 1}", "chosen": " w5 w6 w7", "rejected": " w8 w9"} for n in range(20, 52)]
     options = dict(learning_rate=3e-3, bf16=False, logging_steps=1, eval_strategy="no", save_steps=100)
@@ -258,6 +278,9 @@ def test_lists_of_models_have_an_answer_for_hope(tiny_model, word_tokenizer, tmp
     with pytest.raises(ValueError, match="Megatron-LM integration not supports hope model"):
         MegatronLMPlugin.set_network_size_args(SimpleNamespace(), model)
     assert type(create_model_from_path(str(tmp_path))) is HopeForCausalLM
+    assert has_generation_markers(PLAIN_TEMPLATE)
+    with pytest.raises(ValueError, match="[Tt]emplate"):
+        get_training_chat_template(word_tokenizer)
 
 
 def test_int8_weights_load_and_generate(tiny_model, tmp_path):
