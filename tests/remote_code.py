@@ -103,6 +103,18 @@ def compute_beside(package: str, repository: str) -> None:
     compute(repository)
 
 
+def compute_beside_the_package(repository: str) -> None:
+    """The same with the package, whose classes are taken whether or not the repository's code is trusted."""
+    del sys.modules["hope_hf"]
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    importlib.import_module("hope_hf")
+    ids, expected = (load_file(file) for file in ("ids.safetensors", f"{repository.split('/')[1]}.safetensors"))
+    for trust in (None, True):
+        model = AutoModelForCausalLM.from_pretrained(repository, trust_remote_code=trust)
+        assert type(model).__module__ == "hope_hf.model.modeling_hope"
+        assert torch.equal(model(ids["ids"]).logits, expected["logits"])
+
+
 def use(repository: str) -> None:
     """Heads, the pipeline, lm-eval and label smoothing."""
     from lm_eval.models.huggingface import HFLM
@@ -196,6 +208,7 @@ if __name__ == "__main__":
     apart(compute, *repositories)
     for package in ("fla", "triton"):
         apart(compute_beside, package, repositories[0])
+    apart(compute_beside_the_package, repositories[0])
     apart(use, repositories[0])
     apart(fine_tune, repositories[0])
     apart(load_what_was_tuned)
