@@ -45,8 +45,9 @@ GATED, NOT_FINITE = range(2)
 class LevelLearning:
     """How levels learn while reading: `HopeConfig.level_learning`.
 
-    The defaults are those of a trained model of 135 M parameters (`docs/log`). Twice the best rate loses, a thirtieth
-    of it still gains. An under-trained model wants 10 to 40 times the rate (`hope_hf.learning_rate_search`).
+    The defaults are those of a trained model of 135 M parameters (`docs/log`). Doubling the best rate makes the loss
+    worse; a thirtieth of it still helps. Under-trained models need 10 to 40 times the default
+    (`hope_hf.learning_rate_search`).
 
     Example:
 

@@ -4,7 +4,7 @@ Axes: B row, T token of the call, L level.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import logging
 
 from .backends import VARIABLE, asked_kernels
 from .cache_hope import CACHE_NAME, HopeCache, takes_cache
@@ -156,6 +157,7 @@ def read_and_learn(
     second_order: bool = False,
     keeps_cache: bool = True,
     learning: LevelLearning | None = None,
+    after_piece: Callable[[int], None] | None = None,
     **kwargs,
 ) -> Reading:
     """Read a call's tokens piece by piece, and let the levels learn after each.
@@ -177,6 +179,7 @@ def read_and_learn(
         second_order: whether gradients also go through the steps. Strengths and norms of matrices count as constants.
         keeps_cache: whether the cache is read later; else the last piece teaches nothing.
         learning: how levels learn, unless as the model's configuration says.
+        after_piece: called with the number of tokens, rows times columns, that were read since the last call.
         kwargs: other arguments of the trunk.
     """
     learning = check_learning(model, cache, input_ids, attention_mask, kwargs, learning)
@@ -237,6 +240,8 @@ def read_and_learn(
             for start, stop in pairwise((0, *stops)):
                 hidden, *sums = read_piece(learner, part, piece_of(chosen, start, stop))
                 read.append((hidden if needs_hidden else None, *sums))
+                if after_piece is not None:
+                    after_piece(len(chosen) * (stop - start))
             results.append(read)
         order = torch.tensor([row for chosen in groups.values() for row in chosen]).argsort().to(input_ids.device)
         if len(parts) > 1:
@@ -349,6 +354,7 @@ class LearnsFromText:
         cache: Cache | None = None,
         attention_mask: torch.Tensor | None = None,
         tokenizer=None,
+        progress: bool = False,
     ) -> LearningReport:
         """Read a text and let the levels learn from it; the cache keeps what they learned.
 
@@ -357,6 +363,7 @@ class LearnsFromText:
             cache: a `HopeCache`, which is read and updated.
             attention_mask: [B, columns seen + T], 0 for padding.
             tokenizer: for a string; unless given, loaded from the folder or repository of the model.
+            progress: whether a bar shows how many tokens are read.
 
         Raises:
             ValueError: the model or the cache cannot learn, or the arguments do not fit.
@@ -371,7 +378,8 @@ class LearnsFromText:
             text = tokenizer(text, return_tensors="pt", **options).input_ids.to(self.device)
         check_inputs(self.config, text)
         before = getattr(cache, "levels", None)
-        reading = read_and_learn(self, cache, text, attention_mask, keeps_hidden=False)
+        with logging.tqdm(total=text.numel(), desc="learn", unit="token", disable=not progress) as bar:
+            reading = read_and_learn(self, cache, text, attention_mask, keeps_hidden=False, after_piece=bar.update)
         tokens = text.numel() if attention_mask is None else int(attention_mask[:, -text.shape[1] :].sum())
         return report_of(reading, before, cache.levels, self.drift(cache), tokens)
 

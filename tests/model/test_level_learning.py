@@ -15,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.func import functional_call
 from transformers import StoppingCriteria
+from transformers.utils import logging
 
 from hope_hf import HopeCache, HopeConfig, LevelLearning
 from hope_hf.model import cache_file
@@ -451,6 +452,21 @@ def test_learn_reads_a_text_and_reports(tiny_model, tmp_path, word_tokenizer):
     assert gated.skipped_gate > 0 and "by the gate" in str(gated)
     with pytest.raises(ValueError, match="give cache=HopeCache"):
         model.learn(ids)
+
+
+def test_learn_shows_its_progress(tiny_model, capsys):
+    model, ids = one_level(tiny_model), random_ids(2, 28)
+    was_shown = logging.is_progress_bar_enabled()
+    logging.enable_progress_bar()
+    try:
+        expected = model.learn(ids, cache=HopeCache(model.config))
+        assert not capsys.readouterr().err
+        assert model.learn(ids, cache=HopeCache(model.config), progress=True) == expected
+        shown = capsys.readouterr().err
+    finally:
+        if not was_shown:
+            logging.disable_progress_bar()
+    assert "learn: 100%" in shown and "56/56" in shown and "token" in shown
 
 
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
