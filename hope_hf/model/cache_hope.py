@@ -22,6 +22,7 @@ from .cache_file import (
     state_of_named,
     write_cache,
 )
+from .cache_rows import CacheRows, Rows, is_memory_layer
 from .chunks import Past
 from .fingerprint import fingerprint, is_of
 from .level_learning import LEVEL_DTYPES, LevelState, loaded_state
@@ -46,23 +47,7 @@ def map_state(function: Callable[[torch.Tensor], torch.Tensor], state: tuple) ->
     return type(state)(*(tuple(map(function, part)) if isinstance(part, tuple) else function(part) for part in state))
 
 
-class _Rows:
-    """Choice of rows, by a `map` that changes every batch-first tensor."""
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Keep the rows `beam_idx`, in that order."""
-        self.map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row."""
-        self.map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices`."""
-        self.map(lambda tensor: tensor[indices.to(tensor.device)])
-
-
-class HopeMemoryLayer(_Rows, CacheLayerMixin):
+class HopeMemoryLayer(Rows, CacheLayerMixin):
     """State of one mixer.
 
     `state`, a `state_class`, is the mixer's last result; `past` counts the tokens read. Both are `None` before the
@@ -166,11 +151,6 @@ class HopeStaticMemoryLayer(HopeMemoryLayer):
             tensor.copy_(value.detach())
 
 
-def is_memory_layer(layer: CacheLayerMixin) -> bool:
-    """Whether a cache layer is a `HopeMemoryLayer`, of this file or of another copy of it."""
-    return hasattr(layer, "state_class")
-
-
 def past_of(cache: Cache | None) -> Past | None:
     """Counts of the tokens that a cache's memories have read."""
     layers = () if cache is None else cache.layers
@@ -215,14 +195,14 @@ class Snapshot(NamedTuple):
     levels: LevelState | None
 
 
-class HopeCache(_Rows, DynamicCache):
+class HopeCache(CacheRows, DynamicCache):
     """Cache of a HOPE model: `cache` of its `forward` and of `generate`, which transformers below 5.24 calls
     `past_key_values`.
 
     It has a `HopeMemoryLayer` for every layer with memories or sparse attention, and a growing key-value layer for
     softmax attention. `levels` is what levels have learned from each row's text, `None` before they learn.
-    `copy.deepcopy` forks the cache, `snapshot` and `rollback` go back to an earlier token, `save_pretrained` and
-    `from_pretrained` keep it as a file.
+    `copy.deepcopy` forks the cache, `snapshot` and `rollback` go back to an earlier token, `joined` and `split` make a
+    batch of several caches and caches of a batch, `save_pretrained` and `from_pretrained` keep it as a file.
 
     Example:
 
@@ -313,34 +293,10 @@ class HopeCache(_Rows, DynamicCache):
         self.levels = None
         return self
 
-    def select(self, rows: list[int]) -> "HopeCache":
-        """A cache of these rows alone; this one stays."""
-        part = copy.copy(self)
-        part.rollback(self.snapshot())
-        return part.map(lambda tensor: tensor[rows])
-
-    def join(self, parts: list["HopeCache"], order: torch.Tensor) -> "HopeCache":
-        """Become the rows of `parts` one after the other, in the order `order` [B]; all have read as many columns."""
-        keys = {key: gradient for part in parts for key, gradient in part.levels.gradients.items()}
-        for part in parts:
-            zeros = {key: torch.zeros_like(part.levels.deltas[key]) for key in keys}
-            part.levels = part.levels._replace(gradients=zeros | part.levels.gradients)
-        tensors: list[list[torch.Tensor]] = [[] for _ in parts]
-        for part, held in zip(parts, tensors, strict=True):
-            part.map(lambda tensor, held=held: held.append(tensor) or tensor)
-        for same in zip(*tensors, strict=True):
-            if len({tensor.shape[1:] for tensor in same}) > 1:
-                raise ValueError(
-                    "padding gives the rows of this batch different numbers of the blocks that sparse attention "
-                    "holds: read these rows one by one"
-                )
-        rows = iter(torch.cat(same)[order.to(same[0].device)] for same in zip(*tensors, strict=True))
-        is_uniform = all(layer.past.is_uniform for part in parts for layer in part.memory_layers)
-        self.layers, self.levels = parts[0].layers, parts[0].levels
-        self.map(lambda tensor: next(rows))
-        for layer in self.memory_layers:
-            layer.past = layer.past._replace(is_uniform=is_uniform)
-        return self
+    def _copied(self) -> "HopeCache":
+        """Another cache with the same tensors."""
+        copied = copy.copy(self)
+        return copied.rollback(self.snapshot())
 
     @property
     def num_sequences(self) -> int:

@@ -158,6 +158,13 @@ class HopeGenerationMixin(GenerationMixin):
         if type(made) is DynamicCache and not (is_given or made.offloading or generation_config.is_assistant):
             model_kwargs[CACHE_NAME] = HopeCache(self.config)
 
+    def _expand_inputs_for_generation(self, expand_size=1, **kwargs):
+        cache, inputs = kwargs.get(CACHE_NAME), kwargs.get("input_ids")
+        # beams and samples of a text go on from its row; a caller may have repeated the rows
+        if expand_size > 1 and inputs is not None and getattr(cache, "num_sequences", 0) == len(inputs):
+            cache.batch_repeat_interleave(expand_size)
+        return super()._expand_inputs_for_generation(expand_size=expand_size, **kwargs)
+
     def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
         prompt = model_kwargs.pop("learn", None)
         if prompt is None:

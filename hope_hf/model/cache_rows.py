@@ -1,0 +1,149 @@
+"""The rows of a cache: chosen, repeated, joined with those of other caches, and split again."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from transformers.cache_utils import CacheLayerMixin
+
+from .level_learning import LevelState
+
+
+def is_memory_layer(layer: CacheLayerMixin) -> bool:
+    """Whether a cache layer is a `HopeMemoryLayer`, of this code or of another copy of it."""
+    return hasattr(layer, "state_class")
+
+
+class Rows:
+    """Choice of rows, by a `map` that changes every batch-first tensor."""
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Keep the rows `beam_idx`, in that order."""
+        self.map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
+        self.map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`."""
+        self.map(lambda tensor: tensor[indices.to(tensor.device)])
+
+
+class CacheRows(Rows):
+    """Joining and splitting, of a `HopeCache`."""
+
+    @classmethod
+    def joined(
+        cls, caches: Sequence["CacheRows"], attention_masks: Sequence[torch.Tensor] | None = None
+    ) -> tuple["CacheRows", torch.Tensor]:
+        """A cache with the rows of several, such as those of several users, and its mask; the given ones stay.
+
+        Rows that have read less than others have padding in front.
+
+        Args:
+            caches: of one model; each has read at least a token.
+            attention_masks: [rows, columns] of each cache, 0 for padding; `None`: they have read no padding.
+
+        Returns:
+            The cache, and [B, columns], 0 for padding. The next call takes this mask, continued by its own columns.
+
+        Raises:
+            ValueError: there is no cache, or one has read nothing or is of another model.
+        """
+        lengths = [int(cache.get_seq_length()) for cache in caches]
+        if not lengths or not min(lengths):
+            raise ValueError("joined takes caches that have read a text: give at least one, and none that is empty")
+        columns = max(lengths)
+        parts = [cache._behind_padding(columns - length) for cache, length in zip(caches, lengths, strict=True)]
+        masks = attention_masks or [torch.ones(cache.num_sequences, cache.get_seq_length()).long() for cache in caches]
+        mask = torch.cat([F.pad(own, (columns - own.shape[1], 0)) for own in masks])
+        return parts[0].join(parts, torch.arange(len(mask))), mask
+
+    def split(self, attention_mask: torch.Tensor | None = None) -> list["CacheRows"]:
+        """A cache of every row, without padding; this one stays.
+
+        Args:
+            attention_mask: [B, columns] of all that was read, 0 for padding; `None`: there is no padding.
+        """
+        needed = self.num_sequences, int(self.get_seq_length())
+        if attention_mask is None:
+            attention_mask = torch.ones(needed)
+        if attention_mask.shape != needed:
+            raise ValueError(
+                f"attention_mask has the shape {tuple(attention_mask.shape)}, and {needed} is needed: a column for "
+                "each that the cache has read"
+            )
+        parts = [self.select([row]) for row in range(self.num_sequences)]
+        for part, real in zip(parts, attention_mask.bool(), strict=True):
+            part._keep_columns(real)
+        return parts
+
+    def select(self, rows: list[int]) -> "CacheRows":
+        """A cache of these rows alone; this one stays."""
+        part = self._copied()
+        return part.map(lambda tensor: tensor[rows])
+
+    def join(self, parts: list["CacheRows"], order: torch.Tensor) -> "CacheRows":
+        """Become the rows of `parts` one after the other, in the order `order` [B]; all have read as many columns."""
+        _share_levels(parts)
+        tensors: list[list[torch.Tensor]] = [[] for _ in parts]
+        for part, held in zip(parts, tensors, strict=True):
+            part.map(lambda tensor, held=held: held.append(tensor) or tensor)
+        if len({len(held) for held in tensors}) > 1:
+            raise ValueError("the caches have other layers than each other: join those of one model")
+        rows = iter(_concatenated(same)[order.to(same[0].device)] for same in zip(*tensors, strict=True))
+        is_uniform = all(layer.past.is_uniform for part in parts for layer in part.memory_layers)
+        self.layers, self.levels = parts[0].layers, parts[0].levels
+        self.map(lambda tensor: next(rows))
+        for layer in self.memory_layers:
+            layer.past = layer.past._replace(is_uniform=is_uniform)
+        return self
+
+    def _behind_padding(self, missing: int) -> "CacheRows":
+        """A copy with that many columns of padding in front."""
+        copied = self._copied()
+        for layer in copied.layers if missing else ():
+            if is_memory_layer(layer):
+                layer.past = layer.past._replace(columns=layer.past.columns + missing, is_uniform=False)
+            else:
+                layer.keys, layer.values = (F.pad(part, (0, 0, missing, 0)) for part in (layer.keys, layer.values))
+        return copied
+
+    def _keep_columns(self, real: torch.Tensor) -> None:
+        """Keep the columns `real` [columns] of a cache of one row."""
+        kept = int(real.sum())
+        for layer in self.layers:
+            if is_memory_layer(layer):
+                is_uniform = int(layer.past.seen) == kept
+                layer.past = layer.past._replace(columns=kept, is_uniform=is_uniform)
+            else:
+                own = real.to(layer.keys.device)
+                layer.keys, layer.values = layer.keys[:, :, own], layer.values[:, :, own]
+
+
+def _concatenated(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The rows of all; blocks that sparse attention holds of some rows alone are empty in the others."""
+    if len({part.shape[1:] for part in parts}) == 1:
+        return torch.cat(parts)
+    shapes = {part.shape[1:2] + part.shape[3:] for part in parts}
+    if len(shapes) > 1 or any(part.ndim < 4 for part in parts):
+        raise ValueError("the caches hold tensors of other shapes than each other: join those of one model")
+    most = max(part.shape[2] for part in parts)
+    unchanged = (0, 0) * (parts[0].ndim - 3)
+    return torch.cat([F.pad(part, (*unchanged, 0, most - part.shape[2])) for part in parts])
+
+
+def _share_levels(parts: Sequence[CacheRows]) -> None:
+    """Give all parts the same matrices and open gradients of levels; what a part has not learned is 0."""
+    states: list[LevelState] = [part.levels for part in parts if part.levels is not None]
+    if not states:
+        return
+    for part in parts:
+        if part.levels is None:
+            rows = [0] * part.num_sequences
+            part.levels = states[0].map(lambda tensor, rows=rows: torch.zeros_like(tensor[rows]))
+    keys = {key: gradient for part in parts for key, gradient in part.levels.gradients.items()}
+    for part in parts:
+        zeros = {key: torch.zeros_like(part.levels.deltas[key]) for key in keys}
+        part.levels = part.levels._replace(gradients=zeros | part.levels.gradients)
